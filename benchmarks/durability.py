@@ -323,7 +323,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 def _create_run(client: redis.Redis, run: str) -> None:
     from turnstream.batching.config import BatchingConfig
-    from turnstream.store.runs import create_run
+    from turnstream.store.run.runs import create_run
 
     create_run(client, run, BatchingConfig(batch_groups=100_000, mini_batch_groups=100_000))
 

@@ -54,8 +54,8 @@ class Pair:
     def create_run(self, name: str) -> str:
         """Create a run whose batches have one group."""
         from turnstream.batching.config import BatchingConfig
-        from turnstream.store.connection import connect
-        from turnstream.store.runs import create_run
+        from turnstream.store.client.connection import connect
+        from turnstream.store.run.runs import create_run
 
         with connect(self.url) as client:
             create_run(client, name, BatchingConfig(batch_groups=1, mini_batch_groups=1))

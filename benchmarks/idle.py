@@ -68,8 +68,8 @@ def services() -> Iterator[tuple[Any, int]]:
 def make_runs(url: str, kind: str, num_runs: int) -> None:
     """Create the runs, and close them where their kind is "closed"."""
     from turnstream.batching.config import BatchingConfig
-    from turnstream.store.connection import connect
-    from turnstream.store.runs import close_run, create_run
+    from turnstream.store.client.connection import connect
+    from turnstream.store.run.runs import close_run, create_run
 
     config = BatchingConfig(batch_groups=4, mini_batch_groups=4, max_staleness=1)
     with connect(url) as client:
@@ -81,7 +81,7 @@ def make_runs(url: str, kind: str, num_runs: int) -> None:
 
 def num_commands(url: str) -> int:
     """Commands that the store has processed."""
-    from turnstream.store.connection import connect
+    from turnstream.store.client.connection import connect
 
     with connect(url) as client:
         found: Any = client.info("stats")

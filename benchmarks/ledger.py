@@ -23,12 +23,12 @@ from ends import ends_of
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.records.compact import CompactBatch, compact_ends, encode_batch, encode_ends
-from turnstream.store import keys
-from turnstream.store.connection import Link, connect
-from turnstream.store.runs import create_run
-from turnstream.store.scripts import Command, Script, pack
+from turnstream.store.client import keys
+from turnstream.store.client.connection import Link, connect
+from turnstream.store.client.scripts import Command, Script, pack
+from turnstream.store.run.runs import create_run
 from turnstream.types import TrajectoryKey
-from turnstream_server.bus.release import FOLD_SLICE, GROUP_SLICE
+from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
 from turnstream_server.embedded import EmbeddedServer
 
 RUN = "ledger"
@@ -99,11 +99,16 @@ class Life:
     def __init__(self, client: redis.Redis, store: Store) -> None:
         self._store = store
         self._names = keys.run_keys(RUN)
-        server = ("acquire_leader", "start_session", "write_manifest", "stepped", "committed")
-        release = ("raise_floor", "save_snapshot", "give_back", "fold_batch", "finish_batch")
+        names = {
+            "leadership": ("acquire_leader", "save_snapshot"),
+            "planning": ("write_manifest",),
+            "sessions": ("start_session", "stepped", "committed"),
+            "release": ("raise_floor", "give_back", "fold_batch", "finish_batch", "fold_ended"),
+        }
         self._scripts = {
-            name: Script(name, "turnstream_server.bus")
-            for name in (*server, *release, "fold_ended")
+            name: Script(name, f"turnstream_server.bus.{folder}")
+            for folder, scripts in names.items()
+            for name in scripts
         }
         for script in self._scripts.values():
             client.script_load(script.source)

@@ -169,8 +169,8 @@ class Bench:
 
     def _create_run(self, run: str) -> None:
         from turnstream.batching.config import BatchingConfig
-        from turnstream.store.connection import connect
-        from turnstream.store.runs import create_run
+        from turnstream.store.client.connection import connect
+        from turnstream.store.run.runs import create_run
 
         steps = self.num_groups // GROUPS_PER_BATCH
         with connect(self.server.url) as client:

@@ -144,7 +144,7 @@ class Sample:
 
 def read_sample(client: Any, run: str, *, start_s: float) -> Sample:
     """Return the state of a run now. All trajectories have one size, so bytes count steps."""
-    from turnstream.store import keys
+    from turnstream.store.client import keys
 
     names = keys.run_keys(run)
     pipeline = client.pipeline(transaction=True)
@@ -218,7 +218,7 @@ class Bench:
 
     def round(self, run: str, *, rate: float, seconds: float, max_bytes: int) -> Round:
         """Stream for some seconds, then wait until all is released that may be."""
-        from turnstream.store.connection import connect
+        from turnstream.store.client.connection import connect
 
         with connect(self.server.url) as client:
             self._create_run(client, run, max_bytes=max_bytes)
@@ -257,7 +257,7 @@ class Bench:
 
     def _create_run(self, client: Any, run: str, *, max_bytes: int) -> None:
         from turnstream.batching.config import BatchingConfig
-        from turnstream.store.runs import create_run
+        from turnstream.store.run.runs import create_run
 
         config = BatchingConfig(
             batch_groups=BATCH_GROUPS,
@@ -270,7 +270,7 @@ class Bench:
         create_run(client, run, config)
 
     def _close_run(self, client: Any, run: str) -> None:
-        from turnstream.store.runs import close_run
+        from turnstream.store.run.runs import close_run
 
         close_run(client, run, "all groups published")
 
@@ -285,7 +285,7 @@ class Bench:
 
 def _num_decided(client: Any, run: str) -> int:
     """Return the trajectories of a run that are planned or ended untrained."""
-    from turnstream.store import keys
+    from turnstream.store.client import keys
 
     counts = client.hmget(keys.run_keys(run).counts, "planned", "filtered")
     return sum(int(each or 0) for each in counts)

@@ -59,9 +59,9 @@ class Loop:
         self._loop.run_until_complete(self._serve(is_up))
 
     async def _serve(self, is_up: threading.Event) -> None:
-        from turnstream_server.batcher.options import BatcherOptions
-        from turnstream_server.batcher.process import tune_process
-        from turnstream_server.batcher.service import serving
+        from turnstream_server.batcher.serving.gc_tuning import tune_process
+        from turnstream_server.batcher.serving.options import BatcherOptions
+        from turnstream_server.batcher.serving.service import serving
 
         async with serving(BatcherOptions(redis_url=self._url)) as address:
             tune_process()
@@ -81,7 +81,7 @@ class Loop:
 
     def assemble_on_loop(self, run: str) -> int:
         """The first step of a run, by the loop itself; bytes."""
-        from turnstream_server.batcher.local import assemble_locally
+        from turnstream_server.batcher.assembly.local import assemble_locally
 
         async def assemble() -> int:
             made = assemble_locally(self._url, run, 1, dp_rank=0, dp_world_size=1)
@@ -196,8 +196,8 @@ class Bench:
 
     def _create_run(self, run: str) -> None:
         from turnstream.batching.config import BatchingConfig
-        from turnstream.store.connection import connect
-        from turnstream.store.runs import create_run
+        from turnstream.store.client.connection import connect
+        from turnstream.store.run.runs import create_run
 
         config = BatchingConfig(batch_groups=self.num_groups, mini_batch_groups=self.num_groups)
         with connect(self.server.url) as client:

@@ -23,9 +23,9 @@ from hypothesis import Phase, settings
 
 from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import create_run
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import create_run
 from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find_binary
 
 # Examples differ from run to run at a desk, where a new failure is welcome, and never on CI.

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnstream.service import DEFAULT_URL, URL_VARIABLE
-from turnstream.store.connection import checked_url, connect
-from turnstream.store.runs import create_run
+from turnstream.store.client.connection import checked_url, connect
+from turnstream.store.run.runs import create_run
 from turnstream_server import dependencies, failpoints
 from turnstream_server.logs import configure_logging
 from turnstream_server.settings import Settings
@@ -42,11 +42,11 @@ def start_batcher(
     settings: Settings, *, redis_url: str, listen: str | None, address_file: Path | None
 ) -> None:
     """Serve batches until SIGTERM or SIGINT, as soon as the store answers."""
-    from turnstream_server.batcher.archive import archive_step
-    from turnstream_server.batcher.options import BatcherOptions
-    from turnstream_server.batcher.service import run_batcher
-    from turnstream_server.batcher.upkeep import Upkeep
-    from turnstream_server.bus.cold import LedgerFolder
+    from turnstream_server.batcher.assembly.archive import archive_step
+    from turnstream_server.batcher.planner.upkeep import Upkeep
+    from turnstream_server.batcher.serving.options import BatcherOptions
+    from turnstream_server.batcher.serving.service import run_batcher
+    from turnstream_server.bus.release.ledger_files import LedgerFolder
 
     configure_logging(settings.log_level, service="batcher")
     failpoints.arm(settings.failpoint)

@@ -152,8 +152,8 @@ def fork(
 ) -> None:
     """Start a new run from a checkpoint of another one."""
     from turnstream.records.configs import decode_config
-    from turnstream.store.connection import connect
-    from turnstream_server.bus.forks import fork_run, token_of_step
+    from turnstream.store.client.connection import connect
+    from turnstream_server.bus.admin.forks import fork_run, token_of_step
 
     if (token_file is None) == (step is None):
         raise InvalidConfigError("--token-file", "use either --token-file or --step")
@@ -201,8 +201,8 @@ def delete(
     as_json: AsJson = False,
 ) -> None:
     """Delete everything that the store holds of a run."""
-    from turnstream.store.connection import connect
-    from turnstream_server.bus.deletion import delete_run
+    from turnstream.store.client.connection import connect
+    from turnstream_server.bus.admin.deletion import delete_run
 
     url = store_url(redis)
     if not yes and typer.prompt(f"This deletes all data of {run}. Type its name again") != run:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from turnstream.errors import RunNotFoundError, UnavailableError
-from turnstream.store.batchers import wait_for_batchers
-from turnstream.store.configs import read_config
-from turnstream.store.connection import connect
-from turnstream.store.replies import translating
-from turnstream.store.run_ids import find_run
-from turnstream.store.wait_warnings import WaitWarnings
+from turnstream.store.client.connection import connect
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import find_run
+from turnstream.store.run.batchers import wait_for_batchers
+from turnstream.store.run.configs import read_config
+from turnstream.store.waits.wait_warnings import WaitWarnings
 
 _logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from harness.archives import archive_is_what_was_trained
 from harness.episodes import episode
 from harness.forging import WRITER, right_history
 from harness.history import History
-from turnstream_server.batcher.archive import archive_path
+from turnstream_server.batcher.assembly.archive import archive_path
 
 RUN = "r"
 

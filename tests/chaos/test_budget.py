@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from harness.rig import Rig, config
-from turnstream_server.bus.budget import read_budget
+from turnstream_server.bus.queries.budget import read_budget
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

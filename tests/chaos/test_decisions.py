@@ -11,8 +11,8 @@ import pytest
 
 from harness.rig import Rig, config
 from turnstream.records.events import decode_event
-from turnstream.store import keys
-from turnstream.store.runs import close_run
+from turnstream.store.client import keys
+from turnstream.store.run.runs import close_run
 from turnstream.types import (
     BatchDue,
     DeadlineFired,
@@ -21,7 +21,7 @@ from turnstream.types import (
     RunFinished,
     TrajectoryAbandoned,
 )
-from turnstream_server.bus.manifests import read_plan
+from turnstream_server.bus.planning.manifests import read_plan
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 

@@ -12,13 +12,14 @@ from harness.episodes import episode
 from harness.proxy import Proxy
 from harness.rig import Rig, config
 from testkit import ids, sealed, shape, stored_turn
+from testkit.scripts import script
 from turnstream.errors import ConflictError, InvalidTurnError, TurnGapError
 from turnstream.generator import Publisher
-from turnstream.generator.publisher import TrajectoryWriter
+from turnstream.generator.api.publisher import TrajectoryWriter
 from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
-from turnstream.store import keys
-from turnstream.store.scripts import Script, run_command
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import run_command
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TurnShape
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -36,7 +37,7 @@ def test_replies_lost_after_the_write_leave_one_copy(rig: Rig, proxied: Proxy) -
     # Fault 2: connections are cut again and again behind a request that has arrived.
     places = (0, 5, 10, 15, 20, 25, 30, 35)
     proxied.cut_answers(
-        Script("append").sha.encode(),
+        script("append").sha.encode(),
         after_bytes=[each for place in places for each in (place, None, None)],
     )
 
@@ -74,7 +75,7 @@ def test_turns_out_of_order_are_refused_and_never_sealed_with_a_gap(rig: Rig) ->
     turns = [encode_turn(stored_turn("ab", "CD", index=index)) for index in range(3)]
     seal = encode_event(sealed("g", turns=[shape()] * 3))
     epoch = _open(rig, "g")
-    append = Script("append")
+    append = script("append")
     place = keys.trajectory_keys(rig.run, "g/0/0")
     run_command(rig.client, append(place, f"{epoch}:w", 0, 0))
 
@@ -164,8 +165,14 @@ def test_invalid_stored_turn_is_dead_lettered_and_never_stops_the_batcher(
     epoch = _open(rig, "g")
     names = keys.run_keys(rig.run)
     place = keys.trajectory_keys(rig.run, "g/0/0")
-    run_command(rig.client, Script("append")(place, f"{epoch}:w", 0, 1, record, seal))
-    run_command(rig.client, Script("post_sealed")(names.of_post_sealed, "g/0/0", epoch, seal))
+    run_command(
+        rig.client,
+        script("append")(place, f"{epoch}:w", 0, 1, record, seal),
+    )
+    run_command(
+        rig.client,
+        script("post_sealed")(names.of_post_sealed, "g/0/0", epoch, seal),
+    )
 
     rig.start_generator(groups=6)
     rig.join(rig.start_ranks(1, max_steps=2))
@@ -179,7 +186,7 @@ def test_invalid_stored_turn_is_dead_lettered_and_never_stops_the_batcher(
 def _open(rig: Rig, group: str) -> int:
     names, key = keys.run_keys(rig.run), TrajectoryKey(group, sample=0)
     opened = encode_event(GroupOpened(group_id=group, prompt_uid="", num_samples=1))
-    command = Script("open_group")(
+    command = script("open_group")(
         names.of_open_group,
         *(group, 1, "w", opened, keys.trajectory_id(key)),
     )

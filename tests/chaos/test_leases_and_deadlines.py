@@ -14,7 +14,7 @@ from harness.history import Line
 from harness.proxy import Proxy
 from harness.rig import GENERATOR_LEASE_S, PATIENCE_S, Rig, config
 from harness.sleepers import asleep
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream_server.jobs.stack import Service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]

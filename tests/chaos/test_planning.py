@@ -19,12 +19,12 @@ from harness.sleepers import asleep, is_asleep
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.merge.plan import Manifest
 from turnstream.records.events import decode_event
-from turnstream.store import keys
-from turnstream.store.revisions import read_revisions, revise_config
+from turnstream.store.client import keys
+from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream.types import ConfigRevised
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.manifests import read_plan
-from turnstream_server.bus.replans import await_replan, request_replan
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.bus.planning.replans import await_replan, request_replan
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]

@@ -13,8 +13,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from harness.proxy import Proxy
 from testkit import wait_until
-from turnstream.store.connection import connect
-from turnstream.store.limits import ending_within
+from turnstream.store.client.connection import connect
+from turnstream.store.client.deadlines import ending_within
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -9,7 +9,7 @@ import pytest
 
 from harness.newer import UNKNOWN_FIELD
 from harness.rig import PATIENCE_S, Rig, config
-from turnstream.store import keys
+from turnstream.store.client import keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 

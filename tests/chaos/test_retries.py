@@ -18,8 +18,8 @@ import pytest
 from harness.proxy import Proxy
 from harness.repeater import Outcome, Repeated, Repeater
 from harness.rig import PATIENCE_S, Rig, config
-from turnstream.store import keys
-from turnstream.store.scripts import Script
+from testkit.scripts import script
+from turnstream.store.client import keys
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream.worker import ObserverStream
 from turnstream_server.embedded import EmbeddedServer
@@ -196,8 +196,8 @@ def test_repeated_requests_of_a_batcher_change_nothing(rig: Rig, proxied: Proxy)
 
     _replay(rig, proxied, copies=3)
 
-    for script in ("write_manifest", "announce_version", "stepped", "committed"):
-        assert sent.count(Script(script, "turnstream_server.bus").sha.encode()) >= 4, script
+    for name in ("write_manifest", "announce_version", "stepped", "committed"):
+        assert sent.count(script(name).sha.encode()) >= 4, name
     assert rig.digest() == before
     rig.start_batcher()
     rig.drain()

@@ -13,8 +13,8 @@ from harness.rig import CONFIG, PATIENCE_S, Rig
 from harness.sleepers import asleep
 from testkit import ids
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.runs import create_run
+from turnstream.store.client import keys
+from turnstream.store.run.runs import create_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
 

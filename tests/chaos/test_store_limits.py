@@ -23,9 +23,9 @@ from harness.sleepers import asleep
 from harness.stored import lost_with
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import WaitKind
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.reasons import ReasonKind, reasons
-from turnstream_server.bus.waits import read_snapshot
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.wait_reasons import ReasonKind, reasons
 from turnstream_server.settings import Settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]

@@ -12,7 +12,7 @@ from harness.machine import Machine
 from harness.rig import ENDLESS, Rig, config
 from testkit import group, ids
 from turnstream.generator import Publisher, RewardOutcome, post_reward
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 from turnstream.worker import ObserverStream
 

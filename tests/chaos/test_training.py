@@ -12,7 +12,7 @@ from harness.proxy import Proxy
 from harness.rig import PATIENCE_S, Rig
 from harness.sleepers import is_asleep
 from turnstream.worker import BatchStream, ObserverStream
-from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import importlib.resources
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from simulator.lives import lives
 from simulator.lua import ScriptDefectError
 from simulator.store import Store
 from simulator.values import StoreError, Stream, Value, Words, ZSet
-from turnstream.store.scripts import Script
+from testkit.scripts import script, script_files
 
 NUM_LIVES = 40
 NUM_TRIES = 5
@@ -30,11 +29,10 @@ UNREACHED = {"discard_event", "discard_dead_letter", "reject_events", "reserve"}
 def scripts_that_check() -> dict[bytes, str]:
     """Scripts with the check, by their SHA-1."""
     found: dict[bytes, str] = {}
-    for package in ("turnstream.store", "turnstream_server.bus"):
-        for file in (importlib.resources.files(package) / "lua").iterdir():
-            script = Script(file.name.removesuffix(".lua"), package)
-            if INCLUDE in script.source and script.name != "whole_numbers":
-                found[script.sha.encode()] = script.name
+    for name in script_files():
+        found_script = script(name)
+        if INCLUDE in found_script.source and name != "whole_numbers":
+            found[found_script.sha.encode()] = name
     return found
 
 

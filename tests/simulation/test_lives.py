@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from simulator.breaks import Guard
 from simulator.guards import GUARDS, first_seed, guard_of
 from simulator.lives import lives
 from simulator.store import SCRIPTS
-from turnstream.store.scripts import Script
+from testkit.scripts import script, script_files
 
 PER_TEST = 45
 FIRST_SEEDS = range(0, 180, PER_TEST)
@@ -97,11 +96,7 @@ def test_broken_guard_fails_one_of_the_first_runs(name: str) -> None:
 @pytest.fixture(scope="module")
 def sources() -> list[bytes]:
     """Return the source of every script."""
-    return [
-        Script(file.name.removesuffix(".lua"), package).source.encode()
-        for package in ("turnstream.store", "turnstream_server.bus")
-        for file in (importlib.resources.files(package) / "lua").iterdir()
-    ]
+    return [script(name).source.encode() for name in script_files()]
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=[each.name for each in GUARDS])

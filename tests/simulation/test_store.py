@@ -14,7 +14,7 @@ from simulator.clients import error_of
 from simulator.lua import ScriptDefectError
 from simulator.store import COMMANDS, WRITES, Store
 from simulator.values import NotSimulatedError, StoreError
-from turnstream.store.replies import error_text
+from turnstream.store.client.replies import error_text
 
 HASH, ZSET, STREAM, SET, STRING = b"hash", b"zset", b"stream", b"set", b"string"
 KEYS = [HASH, ZSET, STREAM, SET, STRING]

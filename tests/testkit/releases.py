@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 
 import redis.asyncio
 
-from turnstream_server.bus.release import give_back, remove_payload
+from turnstream_server.bus.release.release import give_back, remove_payload
 
 
 async def release_payload(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import redis
 import redis.asyncio
 
-from turnstream.store.scripts import run_command, run_command_async
-from turnstream.store.tasks import (
+from turnstream.store.client.scripts import run_command, run_command_async
+from turnstream.store.run.tasks import (
     NoTask,
     OfferedTask,
     TakenTask,

@@ -15,7 +15,7 @@ import pytest
 from turnstream import errors
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
-from turnstream.generator.trajectory_writers import TrajectoryWriter
+from turnstream.generator.api.trajectory_writers import TrajectoryWriter
 from turnstream.worker.observer import ObserverStream
 from turnstream.worker.steps import Batches
 from turnstream_server.settings import Settings

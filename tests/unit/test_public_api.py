@@ -9,7 +9,7 @@ import pytest
 
 import turnstream
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.generator.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
+from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
 from turnstream.run import Run
 from turnstream.worker.steps import Batches, Step
 

@@ -14,7 +14,7 @@ import pytest
 
 import turnstream
 from turnstream.errors import InvalidTurnError
-from turnstream.generator.checks import checked_turn
+from turnstream.generator.encode.checks import checked_turn
 from turnstream.responses import TurnArguments, from_openai, from_vllm
 
 SHAPES = Path(__file__).parents[1] / "shapes"

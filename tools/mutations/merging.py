@@ -137,7 +137,7 @@ MERGING = (
     ),
     Mutation(
         "a resumed draft links its turns anew",
-        "drafts.py",
+        "encode/encoder.py",
         "        linked = self._extras.link(turn, [match])\n",
         "        match = self._index.link(turn.prompt_ids)\n"
         "        linked = self._extras.link(turn, [match])\n",

@@ -1,1 +1,1 @@
-"""What planner and trainer sessions do to a run in Redis, and what there is to read of it."""
+"""The state of runs in Redis: scripts, the calls of planner and sessions, and queries."""

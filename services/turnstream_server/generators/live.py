@@ -11,8 +11,8 @@ import torch
 
 from turnstream.errors import InvalidConfigError
 from turnstream.generator import AsyncPublisher
-from turnstream.store.configs import open_run
-from turnstream.store.connection import connect
+from turnstream.store.client.connection import connect
+from turnstream.store.run.configs import open_run
 from turnstream_server.generators.environments.guessing import GuessingGame
 from turnstream_server.generators.newest_policy import NewestPolicy
 from turnstream_server.generators.playing import Player, Visits

@@ -13,7 +13,8 @@ import redis
 from transformers import PreTrainedModel
 
 from turnstream.errors import InvalidConfigError, NotReadyError
-from turnstream.store.runs import newest_version, wait_for_version
+from turnstream.store.run.runs import newest_version
+from turnstream.store.waits.version_wait import wait_for_version
 from turnstream.types import VersionAnnounced
 from turnstream_server.models.policy import load_policy
 

@@ -15,14 +15,14 @@ from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import NotReadyError
 from turnstream.records.compact import CompactBatch
 from turnstream.records.figures import shown_figures
-from turnstream.store import keys
-from turnstream.store.configs import open_run
-from turnstream_server.batcher.archive import archive_step
-from turnstream_server.batcher.local import assemble_locally
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.manifests import StoredManifest, read_plan
-from turnstream_server.bus.past import read_past_batch
-from turnstream_server.bus.states import state_of_step
+from turnstream.store.client import keys
+from turnstream.store.run.configs import open_run
+from turnstream_server.batcher.assembly.archive import archive_step
+from turnstream_server.batcher.assembly.local import assemble_locally
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.planning.manifests import StoredManifest, read_plan
+from turnstream_server.bus.queries.states import state_of_step
+from turnstream_server.bus.release.compact_records import read_past_batch
 from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.screen import print_figures
 

@@ -14,10 +14,10 @@ import redis
 from rich.console import Console
 from rich.table import Table
 
-from turnstream.store import keys
-from turnstream.store.configs import open_run
-from turnstream.store.connection import connect
-from turnstream_server.bus.dead_letters import (
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.configs import open_run
+from turnstream_server.bus.admin.dead_letters import (
     DeadContent,
     DeadLetters,
     DeadTurn,

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from turnstream.store.connection import connect
-from turnstream.store.runs import close_run, create_run
-from turnstream_server.bus.stores import open_store
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import close_run, create_run
+from turnstream_server.bus.core.stores import open_store
 from turnstream_server.generators.environments.guessing import GuessingGame
 from turnstream_server.generators.environments.preset import GuessingPreset
 from turnstream_server.jobs.history import RunHistory

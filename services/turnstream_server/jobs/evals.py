@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from turnstream.records.figures import shown_figures
-from turnstream.store.evals import eval_results
+from turnstream.store.run.evals import eval_results
 from turnstream.types import EvalGroup, EvalResult, Spread
 from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.screen import print_figures

@@ -9,11 +9,11 @@ import redis
 from turnstream.errors import RecordError
 from turnstream.records.events import decode_event
 from turnstream.records.manifests import decode_manifest
-from turnstream.store import keys
-from turnstream.store.replies import translating
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey
-from turnstream_server.bus.frontier import NONE_WITHDRAWN, read_frontier
-from turnstream_server.bus.ledger import LedgerCounts, read_ledger
+from turnstream_server.bus.core.frontier import NONE_WITHDRAWN, read_frontier
+from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 from turnstream_server.jobs.summary import (
     BatchFigures,
     SealedFigures,

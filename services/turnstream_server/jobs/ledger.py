@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from turnstream.store import keys
-from turnstream.store.configs import open_run
-from turnstream_server.bus.pages import server_ms
-from turnstream_server.bus.states import TOP_REASONS, LedgerStates, read_states
-from turnstream_server.bus.trajectory_history import TrajectoryHistory, read_history
+from turnstream.store.client import keys
+from turnstream.store.run.configs import open_run
+from turnstream_server.bus.core.scan import server_ms
+from turnstream_server.bus.queries.states import TOP_REASONS, LedgerStates, read_states
+from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, read_history
 from turnstream_server.jobs.looks import looking_at
 
 

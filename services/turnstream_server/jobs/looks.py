@@ -10,8 +10,8 @@ from typing import Final
 import redis
 
 from turnstream.errors import StoreUnavailableError
-from turnstream.store.asking import unanswered
-from turnstream.store.connection import address_of, connect
+from turnstream.store.client.connection import address_of, connect
+from turnstream.store.waits.bounded_call import unanswered
 
 SILENT_S: Final = 5.0
 """A store that does not answer a question for so long is said to be silent."""

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from turnstream.batching.merge.merging import turn_prompts
 from turnstream.batching.planning.report import MergeBreak, merge_report
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import StoredTurn
-from turnstream_server.batcher.local import read_batch_payload, read_planned_batch
+from turnstream_server.batcher.assembly.local import read_batch_payload, read_planned_batch
 
 TOKENS_BEFORE: Final = 4
 TOKENS_BEHIND: Final = 4

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RecordError, TurnstreamError
-from turnstream.store.connection import connect
-from turnstream.store.runs import close_run, create_run
-from turnstream_server.bus.stores import open_store
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import close_run, create_run
+from turnstream_server.bus.core.stores import open_store
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.recordings import RecordedGroup, read_groups
 from turnstream_server.generators.replay import ReplayConfig

@@ -14,16 +14,16 @@ from rich.table import Table
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RunNotFoundError, UnknownFormatError
 from turnstream.records.configs import encode_config
-from turnstream.store.configs import open_run
-from turnstream.store.connection import address_of
-from turnstream.store.revisions import Revisions, read_revisions
-from turnstream.store.runs import list_runs
-from turnstream_server.bus.deletion import deleting_since_ms
-from turnstream_server.bus.frontier import Frontier, Origin, Rollback
-from turnstream_server.bus.ledger import RunSummary, run_summary
-from turnstream_server.bus.manifests import read_plan
-from turnstream_server.bus.observers import Observer, read_observers
-from turnstream_server.bus.replans import last_replanned
+from turnstream.store.client.connection import address_of
+from turnstream.store.run.configs import open_run
+from turnstream.store.run.revisions import Revisions, read_revisions
+from turnstream.store.run.runs import list_runs
+from turnstream_server.bus.admin.deletion import deleting_since_ms
+from turnstream_server.bus.core.frontier import Frontier, Origin, Rollback
+from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.bus.planning.replans import last_replanned
+from turnstream_server.bus.queries.ledger import RunSummary, run_summary
+from turnstream_server.bus.sessions.observers import Observer, read_observers
 from turnstream_server.jobs.batches import BatchNumbers, numbers_of
 from turnstream_server.jobs.ledger import duration
 from turnstream_server.jobs.looks import looking_at

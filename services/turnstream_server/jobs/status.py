@@ -14,11 +14,11 @@ from rich.live import Live
 from rich.table import Table
 
 from turnstream.errors import RunNotFoundError, UnknownFormatError
-from turnstream.store.configs import open_run
-from turnstream.store.runs import list_runs
-from turnstream_server.bus.ledger import RunSummary, run_summary
-from turnstream_server.bus.reasons import Reason, reasons
-from turnstream_server.bus.waits import read_snapshot
+from turnstream.store.run.configs import open_run
+from turnstream.store.run.runs import list_runs
+from turnstream_server.bus.queries.ledger import RunSummary, run_summary
+from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.wait_reasons import Reason, reasons
 from turnstream_server.jobs.batches import BatchNumbers
 from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.runs import newest_batch, no_runs, state_of, steps_text

@@ -16,11 +16,11 @@ from rich.text import Text
 
 from turnstream.errors import InvalidConfigError, ReleasedError
 from turnstream.records.turns import decode_turn
-from turnstream.store import keys
-from turnstream.store.configs import open_run
-from turnstream.store.replies import translating
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.run.configs import open_run
 from turnstream.types import StoredTurn
-from turnstream_server.bus.trajectory_history import TrajectoryHistory, read_history
+from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, read_history
 from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.screen import visible
 

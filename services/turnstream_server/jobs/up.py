@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from turnstream.errors import InvalidConfigError, TurnstreamError
-from turnstream.store.connection import connect
-from turnstream.store.replies import translating
-from turnstream_server.bus.stores import open_store
+from turnstream.store.client.connection import connect
+from turnstream.store.client.replies import translating
+from turnstream_server.bus.core.stores import open_store
 from turnstream_server.jobs.services import start_batcher, store_environment
 from turnstream_server.jobs.stack import Stack
 from turnstream_server.settings import Settings, mask_password

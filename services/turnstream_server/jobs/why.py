@@ -8,9 +8,9 @@ from dataclasses import asdict
 from rich.console import Console
 
 from turnstream.errors import StoreUnavailableError, WaitKind
-from turnstream.store.configs import open_run
-from turnstream_server.bus.reasons import Reason, reasons
-from turnstream_server.bus.waits import read_snapshot
+from turnstream.store.run.configs import open_run
+from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.wait_reasons import Reason, reasons
 from turnstream_server.jobs.looks import looking_at
 
 

@@ -39,11 +39,11 @@ from turnstream.errors import (
     NotReadyError,
     TurnstreamError,
 )
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import close_run
-from turnstream_server.bus.deletion import delete_run
-from turnstream_server.bus.frontier import read_frontier
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import close_run
+from turnstream_server.bus.admin.deletion import delete_run
+from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.services import StartedBatcher, start_batcher, store_environment
 from turnstream_server.jobs.stack import Stack

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Self
 
 from fuzz.runs import CONFIG, KnownRun, publish
-from turnstream.store.connection import connect
-from turnstream.store.runs import create_run
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import create_run
 from turnstream.worker import BatchStream
 
 _GROUPS_PER_WRITE = 4

@@ -14,9 +14,9 @@ import testkit
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import TurnstreamError
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import create_run, list_run
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import create_run, list_run
 from turnstream.types import Group, RecoveryToken, Turn
 from turnstream.worker import BatchStream
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import redis
 
 from fuzz.damage import Damage, damaged
-from turnstream.store import keys
+from turnstream.store.client import keys
 
 EVENTS, TURNS, PLAN, LEDGER = "events", "turns", "plan", "ledger"
 KINDS = (EVENTS, TURNS, PLAN, LEDGER)

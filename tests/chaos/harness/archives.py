@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from harness.episodes import row_name
 from harness.history import History
-from turnstream_server.batcher.archive import archive_path
+from turnstream_server.batcher.assembly.archive import archive_path
 
 Violations = Iterator[str]
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import redis
 
 from harness.history import FORGOTTEN_S, Line
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import newest_version
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.trajectory_history import TrajectoryNotFoundError, history_of
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import newest_version
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError, history_of
 from turnstream_server.embedded import EmbeddedServer
 
 SENT_AGAIN_S = 15.0

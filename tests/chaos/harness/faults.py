@@ -16,10 +16,10 @@ from harness.running import InVainError, Stack
 from harness.sleepers import asleep
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError
-from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.store.runs import pause_run, resume_run
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.manifests import read_plan
+from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.runs import pause_run, resume_run
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.jobs.stack import Service
 
 HOUR_S = 3600.0

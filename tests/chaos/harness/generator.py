@@ -29,9 +29,9 @@ from turnstream.errors import (
     TurnstreamError,
 )
 from turnstream.generator import Publisher
-from turnstream.generator.publisher import GroupWriter, TrajectoryWriter
-from turnstream.generator.receipts import Receipt
-from turnstream.store import keys
+from turnstream.generator.api.publisher import GroupWriter, TrajectoryWriter
+from turnstream.generator.outbox.receipts import Receipt
+from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 from turnstream_server.jobs.stack import end_when_stdin_closes
 

@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from turnstream_server.batcher.health import TROUBLE
+from turnstream_server.batcher.serving.health import TROUBLE
 
 
 class Told(NamedTuple):

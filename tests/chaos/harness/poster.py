@@ -17,7 +17,7 @@ from harness.history import Line, Logs
 from harness.log import ProcessLog
 from turnstream.errors import TurnstreamError
 from turnstream.generator import Publisher
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream_server.jobs.stack import end_when_stdin_closes
 
 _POLL_S = 0.05

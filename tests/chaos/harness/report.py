@@ -14,7 +14,7 @@ import redis
 from rich.table import Column, Table
 
 from harness.running import Stack
-from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.core.frontier import read_frontier
 
 MAX_STORE_BYTES = 1 << 30
 """Limit of the store's memory, enough for half an hour."""

@@ -22,12 +22,12 @@ from harness.proxy import own_host
 from harness.stored import content_of
 from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import close_run, create_run
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import close_run, create_run
 from turnstream.types import RecoveryToken
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.ledger import LedgerCounts, read_ledger
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer, free_port
 from turnstream_server.jobs.services import StartedBatcher, start_batcher, store_environment
 from turnstream_server.jobs.stack import Service, Stack

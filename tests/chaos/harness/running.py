@@ -17,8 +17,8 @@ from harness.proxy import Proxy
 from harness.rig import Rig
 from harness.sleepers import asleep
 from turnstream.errors import StoreUnavailableError
-from turnstream.store.runs import resume_run
-from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
+from turnstream.store.run.runs import resume_run
+from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream_server.embedded import Durability
 from turnstream_server.jobs.stack import Service
 

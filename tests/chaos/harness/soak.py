@@ -30,10 +30,10 @@ from harness.refusals import refusals_have_a_cause
 from harness.report import MAX_STORE_BYTES, Report, Survival, whole_json
 from harness.rig import Rig, config
 from harness.running import Draws, InVainError, Stack
-from turnstream.store.evals import eval_results
-from turnstream.store.runs import close_run
-from turnstream.store.tasks import read_prompt_counts
-from turnstream_server.bus.frontier import read_frontier
+from turnstream.store.run.evals import eval_results
+from turnstream.store.run.runs import close_run
+from turnstream.store.run.tasks import read_prompt_counts
+from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import Durability, EmbeddedServer
 
 RECOVERY_S = 90.0

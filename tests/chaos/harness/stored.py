@@ -17,9 +17,9 @@ import redis
 from harness.episodes import episode
 from harness.history import History, Line
 from turnstream.records.turns import decode_turn
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream_server.bus.frontier import read_frontier
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
 
 

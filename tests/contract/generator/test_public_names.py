@@ -6,8 +6,8 @@ import inspect
 
 import turnstream.generator
 from turnstream.generator import AsyncPublisher, Publisher, PublisherStatistics
-from turnstream.generator.async_publisher import AsyncGroupWriter, AsyncTrajectoryWriter
-from turnstream.generator.publisher import GroupWriter, TrajectoryWriter
+from turnstream.generator.api.async_publisher import AsyncGroupWriter, AsyncTrajectoryWriter
+from turnstream.generator.api.publisher import GroupWriter, TrajectoryWriter
 
 
 def public_methods(kind: type) -> dict[str, list[str]]:

@@ -1,20 +1,15 @@
-"""Codes and facts of the scripts' error replies, compared with the table in store/replies.py."""
+"""Codes and facts of error replies, compared with the table in store/client/replies.py."""
 
 from __future__ import annotations
 
-import importlib.resources
 import re
 
 import pytest
 
-from turnstream.store.replies import CODES, FACTS, parse_refusal, refusal
+from testkit.scripts import script_files
+from turnstream.store.client.replies import CODES, FACTS, parse_refusal, refusal
 
-FOLDERS = ("turnstream.store", "turnstream_server.bus")
-SCRIPTS = {
-    path.name: path.read_text()
-    for folder in FOLDERS
-    for path in (importlib.resources.files(folder) / "lua").iterdir()
-}
+SCRIPTS = {path.name: path.read_text() for path in script_files().values()}
 REPLY = re.compile(
     r"(?:error_reply\(|repl(?:y|ies\[[^]]*\]) = )'(?P<code>[A-Z]{3,})\b(?P<rest>[^']*)'"
 )

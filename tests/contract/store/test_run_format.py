@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import re
 
+from testkit.scripts import script_files
 from turnstream.records.configs import RUN_FORMAT
 
 
 def test_script_admits_groups_of_the_format_that_python_writes() -> None:
-    folder = importlib.resources.files("turnstream.store") / "lua"
+    source = script_files()["open_group"].read_text()
 
-    (number,) = re.findall(r"local RUN_FORMAT = (\d+)", (folder / "open_group.lua").read_text())
+    (number,) = re.findall(r"local RUN_FORMAT = (\d+)", source)
 
     assert int(number) == RUN_FORMAT

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import re
 
 import pytest
 
-LUA = importlib.resources.files("turnstream.store") / "lua"
-SERVER_LUA = importlib.resources.files("turnstream_server.bus") / "lua"
+from testkit.scripts import script_files
+
+FILES = [*script_files().values()]
+OF_GENERATORS = {path.name: path for path in FILES if "turnstream_server" not in path.parts}
 PARTS = (
     *("claim_name.lua", "lease_end.lua", "remember_rewards.lua"),
     *("run_clock.lua", "slices.lua", "finished_names.lua", "whole_numbers.lua"),
 )
-"""What several scripts include; no script by itself."""
-NAMES = sorted({path.name for path in LUA.iterdir()} - {*PARTS})
+"""Parts that several scripts include; no script by itself."""
+NAMES = sorted({*OF_GENERATORS} - {*PARTS})
 
 
 def split(name: str) -> tuple[str, str]:
     """Header and code."""
-    text = (LUA / name).read_text()
+    text = OF_GENERATORS[name].read_text()
     header = re.match(r"#!lua[^\n]*\n(?:--[^\n]*\n)+", text)
     assert header is not None, f"{name} has no header"
     return header[0], text[header.end() :]
@@ -52,15 +53,14 @@ def test_the_scripts_of_generators_are_these() -> None:
 
 def includers(part: str) -> list[str]:
     """The scripts that include a part, of both packages."""
-    files = [*LUA.iterdir(), *SERVER_LUA.iterdir()]
     line = re.compile(rf"^-- include: (?:[\w.]+/)?{re.escape(part)}$", re.MULTILINE)
-    return sorted(file.name.removesuffix(".lua") for file in files if line.search(file.read_text()))
+    return sorted(file.name.removesuffix(".lua") for file in FILES if line.search(file.read_text()))
 
 
 def test_a_part_names_the_scripts_that_include_it() -> None:
     headers = {
         file.name: re.search(r"^-- Part of ([^:]+):", file.read_text(), re.MULTILINE)
-        for file in [*LUA.iterdir(), *SERVER_LUA.iterdir()]
+        for file in FILES
     }
 
     named = {
@@ -105,7 +105,7 @@ def test_scripts_unpack_only_bounded_lists() -> None:
         r"|(?:words|ids|ARGV), (?:start|i), |(?:changes|some)\))"  # slices
     )
 
-    texts = {file.name: file.read_text() for file in [*LUA.iterdir(), *SERVER_LUA.iterdir()]}
+    texts = {file.name: file.read_text() for file in FILES}
 
     assert [
         (name, line)

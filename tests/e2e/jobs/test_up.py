@@ -11,7 +11,7 @@ import pytest
 
 import turnstream
 from testkit import wait_until
-from turnstream.store.connection import connect
+from turnstream.store.client.connection import connect
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Job

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import list_runs
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import list_runs
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators.chat import ChatTokenizer

@@ -12,10 +12,10 @@ import redis
 from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
-from turnstream.store.connection import connect
-from turnstream.store.runs import create_run
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import create_run
 from turnstream.types import Group, Trajectory, Turn, VersionRun
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.services import start_batcher, start_trainer, store_environment
 from turnstream_server.jobs.stack import Stack

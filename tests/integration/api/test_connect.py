@@ -14,10 +14,10 @@ from turnstream.errors import (
     RunNotFoundError,
     StoreUnavailableError,
 )
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import TrajectoryState
-from turnstream_server.bus.deletion import delete_run
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.admin.deletion import delete_run
+from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import free_port
 
 pytestmark = pytest.mark.redis

@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 
 import testkit
+from testkit.scripts import script
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
@@ -21,10 +22,10 @@ from turnstream.records.batches import decode_mini_batch
 from turnstream.records.events import encode_event
 from turnstream.records.statuses import status_to_error
 from turnstream.records.turns import encode_turn
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import create_run
-from turnstream.store.scripts import Script, run_command
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.runs import create_run
 from turnstream.types import (
     Group,
     GroupOpened,
@@ -35,12 +36,13 @@ from turnstream.types import (
     TurnShape,
 )
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher import lookout, servicer
-from turnstream_server.batcher.leader import Hook, no_hook
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.parking import PARK_AFTER_S
-from turnstream_server.batcher.service import serving
-from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP, Upkeep
+from turnstream_server.batcher.planner import reason_cache
+from turnstream_server.batcher.planner.leader import Hook, no_hook
+from turnstream_server.batcher.planner.parking import PARK_AFTER_S
+from turnstream_server.batcher.planner.upkeep import DEFAULT_UPKEEP, Upkeep
+from turnstream_server.batcher.serving import servicer
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
 from turnstream_server.embedded import EmbeddedServer
 
 _numbers = itertools.count(1)
@@ -56,7 +58,7 @@ def server() -> Iterator[EmbeddedServer]:
 @pytest.fixture(autouse=True)
 def a_busy_store_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas of a test wait for answers of their store as long as its machine may take."""
-    monkeypatch.setattr(lookout, "_LOOK_S", 30.0)
+    monkeypatch.setattr(reason_cache, "_LOOK_S", 30.0)
     monkeypatch.setattr(servicer, "_LEAST_ANSWER_S", 30.0)
 
 
@@ -304,14 +306,14 @@ class House:
         )
         opened = encode_event(GroupOpened(group_id=group_id, prompt_uid="", num_samples=1))
         commands = [
-            Script("open_group")(
+            script("open_group")(
                 names.of_open_group,
                 *(group_id, 1, "w", opened, keys.trajectory_id(key)),
             ),
-            Script("append")(payload, "1:w", 0, 1, record, seal),
+            script("append")(payload, "1:w", 0, 1, record, seal),
         ]
         if posts:
-            post = Script("post_sealed")
+            post = script("post_sealed")
             commands.append(post(names.of_post_sealed, keys.trajectory_id(key), 1, seal))
         with connect(self.url) as client:
             for command in commands:

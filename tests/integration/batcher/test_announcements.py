@@ -5,13 +5,13 @@ import contextlib
 import pytest
 
 from testkit import group
-from turnstream.store.connection import connect_async
+from turnstream.store.client.connection import connect_async
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.assembler import Assembler
-from turnstream_server.batcher.runs import RunView
-from turnstream_server.batcher.servicer import BatchesServicer
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.versions import newest_version
+from turnstream_server.batcher.assembly.assembler import Assembler
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.serving.servicer import BatchesServicer
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.sessions.versions import newest_version
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

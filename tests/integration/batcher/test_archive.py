@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from testkit import group, trajectory, turn, wait_until_async
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream_server.batcher.archive import archive_path, archive_step
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.waits import read_snapshot
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream_server.batcher.assembly.archive import archive_path, archive_step
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.wait_facts import read_snapshot
 from turnstream_server.jobs.batches import archive_run
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

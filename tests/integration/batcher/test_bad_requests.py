@@ -14,11 +14,11 @@ import pytest
 from testkit import group, wait_until
 from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream.records.statuses import status_to_error
-from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 from turnstream.types import Group, Trajectory, Turn
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.requests import MAX_DP_WORLD_SIZE
+from turnstream_server.batcher.serving.requests import MAX_DP_WORLD_SIZE
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -12,9 +12,9 @@ import redis
 from testkit import ids, wait_until_async
 from turnstream.errors import ObserverExpiredError
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect, connect_async
-from turnstream_server.bus.observers import declare_observer, note_observed
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect, connect_async
+from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

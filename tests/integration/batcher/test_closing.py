@@ -5,17 +5,18 @@ from typing import Any, cast
 import pytest
 
 from testkit import group, wait_until_async
+from testkit.scripts import script
 from turnstream.errors import ConflictError, EndOfRunError, InvalidConfigError
 from turnstream.records.events import encode_event
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.credits import credit
-from turnstream.store.runs import close_run, reopen_run
-from turnstream.store.scripts import Script, run_command
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.credits import credit
+from turnstream.store.run.runs import close_run, reopen_run
 from turnstream.types import GroupOpened, Purpose, TrajectoryState
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.past import past_reasons
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.release.compact_records import past_reasons
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -148,7 +149,10 @@ async def test_a_closed_run_ends_by_the_leases_of_generators_that_are_dead(house
     run = house.create_run(batch_groups=1, lease_s=0.4)
     opened = encode_event(GroupOpened(group_id="gone", prompt_uid="", num_samples=2))
     of_open_group = keys.run_keys(run).of_open_group
-    run_command(client, Script("open_group")(of_open_group, "gone", 2, "w", opened, "gone/0/0"))
+    run_command(
+        client,
+        script("open_group")(of_open_group, "gone", 2, "w", opened, "gone/0/0"),
+    )
     close_run(client, run)
 
     trainer = house.trainer(await house.start_batcher(), run)
@@ -166,7 +170,10 @@ def open_evaluation(house, run, *ids):
             GroupOpened(group_id="e", prompt_uid="", num_samples=2, purpose=Purpose.EVAL)
         )
         of_open_group = keys.run_keys(run).of_open_group
-        run_command(client, Script("open_group")(of_open_group, "e", "2:eval", "w", record, *ids))
+        run_command(
+            client,
+            script("open_group")(of_open_group, "e", "2:eval", "w", record, *ids),
+        )
 
 
 async def evaluation_ends(client, run):

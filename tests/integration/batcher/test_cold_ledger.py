@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 from testkit import group, wait_until_async
 from turnstream.errors import CorruptRecordError, NotReadyError
-from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryState
 from turnstream_server import cli
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.cold import LedgerFileError, LedgerFolder
-from turnstream_server.bus.deletion import delete_run
-from turnstream_server.bus.forks import fork_run, token_of_step
-from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.trajectory_history import TrajectoryNotFoundError, read_history
-from turnstream_server.bus.waits import read_snapshot
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.admin.deletion import delete_run
+from turnstream_server.bus.admin.forks import fork_run, token_of_step
+from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError, read_history
+from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.release.ledger_files import LedgerFileError, LedgerFolder
 from turnstream_server.jobs.batches import read_batch
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -34,10 +34,10 @@ NUM_STEPS = 8
 DOOMED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.cold import LedgerFolder
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.release.ledger_files import LedgerFolder
 
 url, folder, act = sys.argv[1:]
 

@@ -6,10 +6,10 @@ import pytest
 from testkit import group, stored_turn, trajectory, turn, wait_until_async
 from turnstream.errors import CorruptRecordError
 from turnstream.records.turns import encode_turn
-from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -9,11 +9,11 @@ import pytest
 from testkit import group, wait_until_async
 from turnstream.errors import CorruptRecordError
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.reasons import reasons
-from turnstream_server.bus.waits import read_snapshot
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.wait_reasons import reasons
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -17,13 +17,13 @@ from rich.console import Console
 from testkit import group, ids, wait_until
 from turnstream.errors import CorruptRecordError, TurnstreamError
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.tasks import Prompt, add_prompts
-from turnstream.store.trajectory_names import keys_named
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.client.trajectory_names import keys_named
+from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream_server import cli
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.past import find_past_step, read_past_batch
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.release.compact_records import find_past_step, read_past_batch
 from turnstream_server.jobs.ledger import history_json, print_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(600)]

@@ -8,10 +8,10 @@ import pytest
 
 from testkit import group, wait_until_async
 from turnstream.errors import CorruptRecordError
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream_server.bus.reasons import Reason, ReasonKind, reasons
-from turnstream_server.bus.waits import read_snapshot
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.wait_reasons import Reason, ReasonKind, reasons
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

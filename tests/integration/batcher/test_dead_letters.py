@@ -12,17 +12,18 @@ import pytest
 from typer.testing import CliRunner
 
 from testkit import group, sealed, stored_turn, trajectory, turn, wait_until_async
+from testkit.scripts import script
 from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.scripts import Script, run_command
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.client.scripts import run_command
 from turnstream.types import GroupOpened, TrajectoryKey, TrajectoryState
 from turnstream_server import cli
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.dead_letters import read_dead_letters
-from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.trajectory_history import read_history
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.admin.dead_letters import read_dead_letters
+from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.queries.trajectory_history import read_history
 from turnstream_server.jobs.ledger import ledger_json
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -183,7 +184,14 @@ def publish_damaged_seal(house: Any, run: str, *, lease: str) -> None:
     opened = encode_event(GroupOpened(group_id="g0", prompt_uid="", num_samples=1))
     with connect(house.url) as client:
         run_command(
-            client, Script("open_group")(names.of_open_group, "g0", 1, "w", opened, "g0/0/0")
+            client,
+            script("open_group")(names.of_open_group, "g0", 1, "w", opened, "g0/0/0"),
         )
-        run_command(client, Script("append")(place, "1:w", 0, 1, record, seal))
-        run_command(client, Script("post_sealed")(names.of_post_sealed, "g0/0/0", lease, seal))
+        run_command(
+            client,
+            script("append")(place, "1:w", 0, 1, record, seal),
+        )
+        run_command(
+            client,
+            script("post_sealed")(names.of_post_sealed, "g0/0/0", lease, seal),
+        )

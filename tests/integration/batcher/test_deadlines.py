@@ -14,10 +14,10 @@ import pytest
 from testkit import group, wait_until_async
 from turnstream.errors import NotReadyError
 from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome
-from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.bus.ledger import LedgerCounts, read_ledger
+from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -28,8 +28,8 @@ SHORT = {"group_deadline_s": DEADLINE_S, "deadline_policy": "train_short"}
 
 BATCHER = """
 import asyncio, sys
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
 
 async def main():
     options = BatcherOptions(redis_url=sys.argv[1], leader_lease_s=0.6)
@@ -43,7 +43,7 @@ asyncio.run(main())
 REWARDER = """
 import sys
 from turnstream.generator import post_reward
-from turnstream.store.connection import connect
+from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryKey
 
 url, run, group, sample, reward = sys.argv[1:]

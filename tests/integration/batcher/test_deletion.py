@@ -8,10 +8,10 @@ import pytest
 from testkit import config, group, wait_until_async
 from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import create_run, list_runs
-from turnstream_server.bus.deletion import delete_run
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import create_run, list_runs
+from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.jobs.batches import archive_run
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

@@ -15,13 +15,13 @@ import pytest
 from testkit import group, ids, trajectory, turn, wait_until_async
 from turnstream.errors import ConflictError, EndOfRunError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.evals import eval_results
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.evals import eval_results
 from turnstream.types import EvalResult, Group, Purpose, TrajectoryState
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.ledger import LedgerCounts, read_ledger
-from turnstream_server.bus.manifests import read_plan
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 from turnstream_server.jobs.evals import evals_json
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -45,8 +45,8 @@ with Publisher(url, run) as publisher, publisher.group("e", 2, purpose="eval") a
 DOOMED = """
 import asyncio, sys
 from turnstream_server import failpoints
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
 
 url, failpoint = sys.argv[1:]
 failpoints.arm(failpoint)

@@ -11,9 +11,9 @@ import pytest
 
 from testkit import group, wait_until_async
 from turnstream.errors import FencedError, StoreUnavailableError
-from turnstream.store import backoff, keys
-from turnstream.store.connection import connect
-from turnstream_server.batcher import planner
+from turnstream.store.client import backoff, keys
+from turnstream.store.client.connection import connect
+from turnstream_server.batcher.planner import planner
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

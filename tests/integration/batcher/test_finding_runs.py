@@ -11,15 +11,15 @@ import pytest
 import testkit
 from testkit import group, wait_until_async
 from turnstream.errors import StoreUnavailableError
-from turnstream.store import keys
-from turnstream.store.runs import close_run, create_run, reopen_run
+from turnstream.store.client import keys
+from turnstream.store.run.runs import close_run, create_run, reopen_run
 from turnstream.types import RecoveryToken
-from turnstream_server.batcher import finder as search
-from turnstream_server.batcher.finder import RunFinder
-from turnstream_server.batcher.runs import RunView
-from turnstream_server.bus.deletion import delete_run
-from turnstream_server.bus.forks import fork_run
-from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.serving import run_discovery as search
+from turnstream_server.batcher.serving.run_discovery import RunFinder
+from turnstream_server.bus.admin.deletion import delete_run
+from turnstream_server.bus.admin.forks import fork_run
+from turnstream_server.bus.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.redis]
 

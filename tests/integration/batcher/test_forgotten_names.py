@@ -11,9 +11,9 @@ import pytest
 from testkit import group, ids, wait_until_async
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream_server.batcher.upkeep import Upkeep
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from testkit import group, wait_until_async
-from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 from turnstream.types import RecoveryToken
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.forks import fork_run
-from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.manifests import read_plan
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.admin.forks import fork_run
+from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.bus.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -12,12 +12,12 @@ from turnstream.batching.scoring.denominators import check_share
 from turnstream.errors import EndOfRunError
 from turnstream.generator import Publisher
 from turnstream.records.events import decode_event
-from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 from turnstream.types import Group, TrajectoryState, Turn, VersionAnnounced, VersionRun
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

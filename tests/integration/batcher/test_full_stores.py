@@ -18,10 +18,10 @@ from rich.console import Console
 from testkit import ids
 from turnstream.errors import NotReadyError, StoreFullError, StoreUnavailableError, TurnstreamError
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.tasks import Prompt, add_prompts
-from turnstream_server.batcher.health import NOTE
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.tasks import Prompt, add_prompts
+from turnstream_server.batcher.serving.health import NOTE
 from turnstream_server.jobs.ledger import ledger_json, print_ledger
 from turnstream_server.jobs.why import reasons_json
 

@@ -8,8 +8,8 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from turnstream_server.batcher.health import TROUBLE
-from turnstream_server.batcher.servicer import SERVICE
+from turnstream_server.batcher.serving.health import TROUBLE
+from turnstream_server.batcher.serving.servicer import SERVICE
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -17,10 +17,10 @@ import redis
 from testkit import config, group, wait_until
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import close_run, create_run
-from turnstream_server.bus.frontier import read_frontier
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import close_run, create_run
+from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -31,8 +31,8 @@ RUN = "run"
 BATCHER = """
 import asyncio, sys
 from turnstream_server import failpoints
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
 
 url, failpoint = sys.argv[1:]
 failpoints.arm(failpoint)

@@ -14,10 +14,10 @@ import pytest
 
 from testkit import group, wait_until_async
 from turnstream.records.framing import EVENT, write_frame
-from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 from turnstream.wire.v1 import records_pb2 as wire
-from turnstream_server.bus.dead_letters import read_dead_letters
+from turnstream_server.bus.admin.dead_letters import read_dead_letters
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(400)]
 
@@ -31,8 +31,8 @@ NUM_SEALS = 100
 # CPU seconds of the loop's thread: other processes of the machine do not count.
 BATCHER = """
 import asyncio, json, os, signal, sys, time
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
 
 url, path = sys.argv[1:]
 status = {"stall_s": 0.0, "address": ""}

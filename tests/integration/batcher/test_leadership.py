@@ -13,13 +13,13 @@ import pytest
 
 from testkit import group, wait_until_async
 from turnstream.errors import FencedError
-from turnstream.store import keys
-from turnstream.store.connection import connect, connect_async
-from turnstream_server.batcher import timekeeper
-from turnstream_server.batcher.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.leadership import Term, acquire_leadership, release_leadership
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect, connect_async
+from turnstream_server.batcher.planner import timekeeper
+from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.leadership.leadership import Term, acquire_leadership, release_leadership
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -29,9 +29,9 @@ LEASE_S = 0.5
 # it is told to go on. It renews its lease so many times in it.
 STALLED = """
 import asyncio, sys
-from turnstream_server.batcher import renewal
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
+from turnstream_server.batcher.planner import renewal
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
 
 url, lease_s, renewal.RENEWALS_PER_LEASE = sys.argv[1], sys.argv[2], float(sys.argv[3])
 

@@ -15,11 +15,11 @@ import pytest
 
 from testkit import group, ids, wait_until_async
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryState
-from turnstream_server.batcher import timekeeper
-from turnstream_server.bus.ledger import LedgerCounts, read_ledger
+from turnstream_server.batcher.planner import timekeeper
+from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -40,7 +40,8 @@ LOOKS_PER_S = 50
 GENERATOR = """
 import sys
 from turnstream.errors import TurnstreamError
-from turnstream.generator import Publisher, heartbeats
+from turnstream.generator import Publisher
+from turnstream.generator.outbox import heartbeats
 from testkit import ids
 
 url, run, name = sys.argv[1:4]

@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 
 from testkit import group, trajectory, turn, wait_until_async
+from testkit.scripts import script
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
 from turnstream.records.events import encode_event
 from turnstream.records.figures import shown_figures
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.groups import group_size
-from turnstream.store.scripts import Script, run_command
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.groups import group_size
 from turnstream.types import DeclaredColumn, GroupOpened, Purpose, VersionRun
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.pages import entry_ms, readable_events, server_ms
-from turnstream_server.bus.trajectory_history import TrajectoryNotFoundError
-from turnstream_server.bus.waits import read_snapshot
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.core.scan import entry_ms, readable_events, server_ms
+from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError
+from turnstream_server.bus.queries.wait_facts import read_snapshot
 from turnstream_server.jobs.batches import (
     batch_json,
     difference_json,
@@ -42,7 +43,10 @@ def open_one(house, run, name, *, purpose=Purpose.TRAIN):
     words = (keys.encode_name(name), group_size(opened), "w", encode_event(opened))
     where = keys.run_keys(run).of_open_group
     with connect(house.url) as client:
-        run_command(client, Script("open_group")(where, *words, f"{keys.encode_name(name)}/0/0"))
+        run_command(
+            client,
+            script("open_group")(where, *words, f"{keys.encode_name(name)}/0/0"),
+        )
 
 
 async def is_trimmed(house, run, name):

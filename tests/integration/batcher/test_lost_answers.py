@@ -9,13 +9,13 @@ import pytest
 
 from harness.proxy import Proxy
 from testkit import ids, wait_until_async
+from testkit.scripts import script
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.scripts import Script
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryState
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -31,7 +31,7 @@ async def test_a_seal_whose_answer_was_lost_is_known_though_the_run_has_forgotte
     await trainer.start()
 
     with Proxy(house.url) as proxy:
-        proxy.requests.unanswered = Script("post_sealed").sha.encode()
+        proxy.requests.unanswered = script("post_sealed").sha.encode()
         sealing = asyncio.create_task(asyncio.to_thread(_seal, proxy.url, run))
         pulled = await trainer.get(1, wait_s=60)
         await trainer.committed(await trainer.stepped(pulled))

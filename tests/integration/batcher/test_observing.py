@@ -3,9 +3,9 @@
 import pytest
 
 from testkit import group
-from turnstream.store import keys
-from turnstream.store.connection import connect_async
-from turnstream_server.bus.observers import declare_observer
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
+from turnstream_server.bus.sessions.observers import declare_observer
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -22,9 +22,9 @@ from testkit import config, group, wait_until_async
 from turnstream.errors import UnknownFormatError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.records.configs import RUN_FORMAT
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import create_run
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import create_run
 from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer
 

@@ -10,26 +10,27 @@ from typing import Any, NamedTuple
 import pytest
 
 from testkit import group, ids, wait_until_async
+from testkit.scripts import script
 from turnstream.errors import NotReadyError, RunNotFoundError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.records.events import decode_event, encode_event
-from turnstream.store import keys
-from turnstream.store.connection import connect, connect_async
-from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.store.runs import close_run, pause_run, reopen_run, resume_run
-from turnstream.store.scripts import Script, run_command
-from turnstream.store.tasks import Prompt, add_prompts
-from turnstream.store.wait_reasons import reasons_of
-from turnstream.store.waits import read_waits
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect, connect_async
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
+from turnstream.store.run.tasks import Prompt, add_prompts
+from turnstream.store.waits.wait_facts import read_waits
+from turnstream.store.waits.wait_reasons import reasons_of
 from turnstream.types import DeadlineFired, Event, GroupOpened, Purpose, TrajectoryAbandoned
-from turnstream_server.batcher import parking
-from turnstream_server.batcher.finder import RunFinder
-from turnstream_server.bus.deletion import delete_run
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.observers import declare_observer
-from turnstream_server.bus.reasons import reasons
-from turnstream_server.bus.replans import request_replan
-from turnstream_server.bus.waits import read_snapshot
+from turnstream_server.batcher.planner import parking
+from turnstream_server.batcher.serving.run_discovery import RunFinder
+from turnstream_server.bus.admin.deletion import delete_run
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.planning.replans import request_replan
+from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.wait_reasons import reasons
+from turnstream_server.bus.sessions.observers import declare_observer
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -413,7 +414,10 @@ def open_silently(house: Any, run: str, *, sample: int = 0) -> None:
     record = encode_event(GroupOpened(group_id="g0", prompt_uid="", num_samples=num_samples))
     words = ("g0", num_samples, "silent", record, f"g0/{sample}/0")
     with connect(house.url) as client:
-        run_command(client, Script("open_group")(keys.run_keys(run).of_open_group, *words))
+        run_command(
+            client,
+            script("open_group")(keys.run_keys(run).of_open_group, *words),
+        )
 
 
 async def test_deadline_that_is_set_in_a_parked_run_fires_on_time(house: Any) -> None:

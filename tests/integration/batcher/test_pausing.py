@@ -7,11 +7,11 @@ import pytest
 from testkit import group, wait_until_async
 from turnstream.errors import NotReadyError, RunNotFoundError
 from turnstream.generator import Publisher
-from turnstream.store.connection import connect
-from turnstream.store.runs import pause_run, resume_run
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.reasons import ReasonKind, reasons
-from turnstream_server.bus.waits import read_snapshot
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import pause_run, resume_run
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.wait_reasons import ReasonKind, reasons
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -5,11 +5,11 @@ import pytest
 from testkit import group, stored_turn, trajectory, turn
 from turnstream.batching.merge.plan import Manifest
 from turnstream.generator import Publisher
-from turnstream.store.connection import connect
+from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryState
-from turnstream_server.batcher import chain
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.batcher.planner import chain
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

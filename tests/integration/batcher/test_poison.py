@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from testkit import sealed, stored_turn
+from testkit.scripts import script
 from turnstream.records.events import encode_event
 from turnstream.records.framing import EVENT, TURN, write_frame
 from turnstream.records.turns import encode_turn
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.scripts import Script, run_command
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.client.scripts import run_command
 from turnstream.types import (
     GroupOpened,
     RunClosed,
@@ -30,7 +31,7 @@ from turnstream.types import (
     TrajectoryState,
 )
 from turnstream.wire.v1 import records_pb2 as wire
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]
 
@@ -281,8 +282,14 @@ def write(client: Any, run: str, sample: int, stored: Stored) -> None:
     name = keys.trajectory_id(key)
     opened = encode_event(GroupOpened(group_id="g", prompt_uid="", num_samples=3))
     place = keys.trajectory_keys(run, name)
-    append, post = Script("append"), Script("post_sealed")
-    run_command(client, Script("open_group")(names.of_open_group, "g", 3, "w", opened, name))
+    append, post = (
+        script("append"),
+        script("post_sealed"),
+    )
+    run_command(
+        client,
+        script("open_group")(names.of_open_group, "g", 3, "w", opened, name),
+    )
     run_command(client, append(place, "1:w", 0, 1, *stored.turns, stored.seal))
     run_command(client, post(names.of_post_sealed, name, 1, stored.seal))
 

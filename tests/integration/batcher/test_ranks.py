@@ -7,8 +7,8 @@ import pytest
 
 from testkit import group, wait_until_async
 from turnstream.errors import NotReadyError, StoreBehindError
-from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -18,9 +18,9 @@ from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import EndOfRunError
 from turnstream.records.events import encode_event
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import close_run
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import close_run
 from turnstream.types import (
     BatchDue,
     ConfigRevised,
@@ -40,10 +40,10 @@ from turnstream.types import (
     TrajectoryKey,
     VersionAnnounced,
 )
-from turnstream_server.batcher import chain
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.dead_letters import read_dead_letters
-from turnstream_server.bus.manifests import read_plan
+from turnstream_server.batcher.planner import chain
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.admin.dead_letters import read_dead_letters
+from turnstream_server.bus.planning.manifests import read_plan
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]
 
@@ -72,8 +72,8 @@ SNAPSHOTS = Upkeep(snapshot_events=1, snapshot_steps=1)
 DOOMED = """
 import asyncio, sys
 from turnstream_server import failpoints
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
 
 url, failpoint = sys.argv[1:]
 failpoints.arm(failpoint)

@@ -11,17 +11,17 @@ import pytest
 from testkit import group, trajectory, wait_until_async
 from turnstream.errors import ReleasedError
 from turnstream.records.compact import compact_batch, decode_batch, encode_batch
-from turnstream.store import keys
-from turnstream.store.connection import connect, connect_async
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect, connect_async
 from turnstream.types import TrajectoryState
-from turnstream_server.batcher import releaser
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.budget import parse_held, read_budget
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.leadership import Term
-from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.manifests import read_manifest
-from turnstream_server.bus.release import finish_batches, fold_batches
+from turnstream_server.batcher.planner import releaser
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.planning.manifests import read_manifest
+from turnstream_server.bus.queries.budget import parse_held, read_budget
+from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.release.release import finish_batches, fold_batches
 from turnstream_server.jobs.batches import batch_json, write_batch
 from turnstream_server.jobs.ledger import history_json, ledger_json
 
@@ -39,10 +39,10 @@ ONCE = {"fold_ended", "save_snapshot", "trim_events"}
 # A batcher that kills itself before the nth act of a kind.
 DOOMED = """
 import asyncio, os, signal, sys
-from turnstream_server.batcher import releaser
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
-from turnstream_server.batcher.upkeep import Upkeep
+from turnstream_server.batcher.planner import releaser
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
+from turnstream_server.batcher.planner.upkeep import Upkeep
 
 url, act, number = sys.argv[1:]
 left = int(number)

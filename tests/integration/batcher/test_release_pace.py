@@ -9,11 +9,11 @@ import pytest
 
 from testkit import group, trajectory, wait_until_async
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect_async
-from turnstream_server.batcher import releaser
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.budget import read_held_async
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
+from turnstream_server.batcher.planner import releaser
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.queries.budget import read_held_async
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

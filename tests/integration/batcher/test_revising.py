@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 
 from testkit import group, ids, wait_until_async
+from testkit.scripts import script
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.records.configs import encode_config
 from turnstream.records.events import decode_event, encode_event
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.store.scripts import Script, run_command
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream.types import ConfigRevised, GroupOpened
-from turnstream_server.batcher.local import assemble_locally
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.batcher.assembly.local import assemble_locally
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -286,7 +287,7 @@ async def test_a_lease_that_is_revised_is_the_one_that_ends(house):
         await wait_until_async(is_in_force, describe="the revision")
         client.hset(names_.config, "lease_floor", "1:1")  # as ten minutes later
         opened = encode_event(GroupOpened(group_id="gone", prompt_uid="", num_samples=1))
-        command = Script("open_group")(names_.of_open_group, "gone", 1, "w", opened, "gone/0/0")
+        command = script("open_group")(names_.of_open_group, "gone", 1, "w", opened, "gone/0/0")
         run_command(client, command)
 
         async def is_given_up():

@@ -8,12 +8,12 @@ import redis.asyncio
 
 import testkit
 from turnstream.errors import NotReadyError
-from turnstream.store import keys
-from turnstream.store.configs import read_config_async
-from turnstream.store.connection import connect_async
-from turnstream_server.batcher.runs import RunView
-from turnstream_server.batcher.shares import PlannedBatch
-from turnstream_server.bus.frontier import read_frontier_async
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
+from turnstream.store.run.configs import read_config_async
+from turnstream_server.batcher.assembly.shares import PlannedBatch
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.bus.core.frontier import read_frontier_async
 
 pytestmark = [pytest.mark.redis]
 

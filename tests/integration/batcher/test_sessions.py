@@ -13,10 +13,10 @@ from turnstream.errors import (
     StoreBehindError,
 )
 from turnstream.records.configs import decode_config
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import newest_version
-from turnstream_server.bus.frontier import Rollback, read_frontier
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import newest_version
+from turnstream_server.bus.core.frontier import Rollback, read_frontier
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

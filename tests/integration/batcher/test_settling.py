@@ -9,12 +9,12 @@ import pytest
 
 from testkit import group
 from turnstream.batching.fold.decisions import GroupCut, GroupDropped, MemberDropped
-from turnstream.store import keys
-from turnstream.store.connection import connect_async
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.batcher.dead_letters import DeadLetterWriter
-from turnstream_server.batcher.settling import Settler
-from turnstream_server.bus.leadership import Term, acquire_leadership
+from turnstream_server.batcher.planner.dead_letters import DeadLetterWriter
+from turnstream_server.batcher.planner.settling import Settler
+from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
 
 pytestmark = pytest.mark.redis
 

@@ -10,21 +10,21 @@ from testkit import group, wait_until_async
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.records.events import encode_event
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
-from turnstream.store import keys
-from turnstream.store.connection import connect, connect_async
-from turnstream.store.revisions import read_revisions, revise_config
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect, connect_async
+from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream.types import BatchDue, ConfigRevised, GroupOpened
-from turnstream_server.batcher.assembler import Assembler
-from turnstream_server.batcher.leader import Leader
-from turnstream_server.batcher.memory import event_position
-from turnstream_server.batcher.runs import RunView
-from turnstream_server.batcher.tasks import first_of
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.leadership import Term, acquire_leadership
-from turnstream_server.bus.manifests import read_plan
-from turnstream_server.bus.revisions import announce_revision, read_revisions_async
-from turnstream_server.bus.snapshots import last_event_id, read_snapshot, save_snapshot
+from turnstream_server.batcher.assembly.assembler import Assembler
+from turnstream_server.batcher.planner.event_loop import first_of
+from turnstream_server.batcher.planner.leader import Leader
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.planner.snapshotting import event_position
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
+from turnstream_server.bus.leadership.snapshots import last_event_id, read_snapshot, save_snapshot
+from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.bus.planning.revisions import announce_revision, read_revisions_async
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from testkit import group, wait_until
-from turnstream_server.batcher.local import read_planned_batch
-from turnstream_server.batcher.payload import Payload, PayloadReader
+from turnstream_server.batcher.assembly.local import read_planned_batch
+from turnstream_server.batcher.assembly.payload import Payload, PayloadReader
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from testkit import group, trajectory, turn, wait_until_async
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.revisions import read_revisions, revise_config
-from turnstream_server.batcher.chain import PAGE_MANIFESTS
-from turnstream_server.bus.events import PAGE_EVENTS
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream_server.batcher.planner.chain import PAGE_MANIFESTS
+from turnstream_server.bus.core.events import PAGE_EVENTS
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -24,9 +24,9 @@ LEASE_S = 0.6
 DOOMED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
-from turnstream_server.bus.manifests import encode_for_store
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
+from turnstream_server.bus.planning.manifests import encode_for_store
 
 url, folder, lease_s, number = sys.argv[1:]
 

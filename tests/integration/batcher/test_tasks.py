@@ -16,11 +16,11 @@ import pytest
 from testkit import ids, wait_until_async
 from turnstream.errors import EndOfRunError
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import close_run
-from turnstream.store.tasks import Prompt, PromptCounts, add_prompts, read_prompt_counts
-from turnstream_server.bus.ledger import read_ledger
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import close_run
+from turnstream.store.run.tasks import Prompt, PromptCounts, add_prompts, read_prompt_counts
+from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.jobs.ledger import ledger_json
 from turnstream_server.jobs.why import reasons_json
 

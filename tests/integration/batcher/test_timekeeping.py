@@ -12,13 +12,18 @@ import redis.asyncio
 from testkit import config, ids
 from turnstream.errors import FencedError, StoreUnavailableError
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect, connect_async
-from turnstream.store.ending import cancel_all
+from turnstream.store.client import keys
+from turnstream.store.client.cancellation import cancel_all
+from turnstream.store.client.connection import connect, connect_async
 from turnstream.types import TrajectoryState
-from turnstream_server.batcher.timekeeper import DueScript, Moment, Timekeeper, lapsed_leases
-from turnstream_server.bus.leadership import Term, acquire_leadership
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.batcher.planner.timekeeper import (
+    DueScript,
+    Moment,
+    Timekeeper,
+    lapsed_leases,
+)
+from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
+from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

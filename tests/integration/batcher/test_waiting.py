@@ -6,11 +6,11 @@ from testkit import group, ids, wait_until_async
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import BatcherUnavailableError, NotReadyError
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream_server.batcher import lookout
-from turnstream_server.bus.reasons import reasons
-from turnstream_server.bus.waits import read_snapshot
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream_server.batcher.planner import reason_cache
+from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.wait_reasons import reasons
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -57,7 +57,7 @@ async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
 
 
 async def test_ranks_that_wait_for_the_same_are_told_of_one_look(house, monkeypatch):
-    monkeypatch.setattr(lookout, "_LOOKS_EVERY_S", 600.0)
+    monkeypatch.setattr(reason_cache, "_LOOKS_EVERY_S", 600.0)
     run = house.create_run()
     trainer = house.trainer(await house.start_batcher(), run)
     await trainer.start()
@@ -209,10 +209,10 @@ async def test_unreadable_reasons_do_not_replace_the_error_of_a_wait(house):
 
 async def test_reasons_of_former_runs_are_dropped(house, monkeypatch):
     # The reasons of every run that ever waited stayed in memory until the batcher stopped.
-    watch = lookout.Lookout(house.url)
+    watch = reason_cache.Lookout(house.url)
     first = await watch.reasons(house.create_run())
 
-    monkeypatch.setattr(lookout, "_LOOKS_EVERY_S", 0.0)
+    monkeypatch.setattr(reason_cache, "_LOOKS_EVERY_S", 0.0)
     others = [await watch.reasons(house.create_run()) for _ in range(5)]
     watch.close()
 

@@ -12,16 +12,17 @@ import redis.asyncio
 
 from testkit import manifest, sealed, trajectory_plan
 from testkit.releases import release_payload
+from testkit.scripts import script
 from turnstream.batching.fold.decisions import GroupDropped, MemberDropped, RefillWanted
 from turnstream.batching.merge.plan import GroupPlan
 from turnstream.records.compact import CompactEnds, compact_batch, encode_batch, encode_ends
 from turnstream.records.events import decode_event, encode_event
-from turnstream.store import keys
-from turnstream.store.budget import reserve_command, settled_lease
-from turnstream.store.connection import connect_async
-from turnstream.store.groups import group_size
-from turnstream.store.rewards import RewardOutcome, post_reward_async
-from turnstream.store.scripts import Script, run_command_async
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
+from turnstream.store.client.scripts import run_command_async
+from turnstream.store.run.budget import reserve_command, settled_lease
+from turnstream.store.run.groups import group_size
+from turnstream.store.run.rewards import RewardOutcome, post_reward_async
 from turnstream.types import (
     Event,
     GroupOpened,
@@ -32,22 +33,31 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
-from turnstream_server.bus.deadlines import fire_deadlines
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.groups import Settlement, grant_refill, settle_groups
-from turnstream_server.bus.leadership import Term, acquire_leadership
-from turnstream_server.bus.leases import give_up_lapsed
-from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.manifests import StoredManifest, encode_for_store, write_manifest
-from turnstream_server.bus.release import finish_batches, fold_batches, fold_ended, raise_floor
-from turnstream_server.bus.sessions import (
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
+from turnstream_server.bus.leadership.snapshots import save_snapshot
+from turnstream_server.bus.planning.deadlines import fire_deadlines
+from turnstream_server.bus.planning.groups import Settlement, grant_refill, settle_groups
+from turnstream_server.bus.planning.leases import give_up_lapsed
+from turnstream_server.bus.planning.manifests import (
+    StoredManifest,
+    encode_for_store,
+    write_manifest,
+)
+from turnstream_server.bus.planning.trajectories import mark_dead
+from turnstream_server.bus.queries.ledger import read_ledger_async
+from turnstream_server.bus.release.release import (
+    finish_batches,
+    fold_batches,
+    fold_ended,
+    raise_floor,
+)
+from turnstream_server.bus.sessions.sessions import (
     TrainerSession,
     acknowledge_committed,
     acknowledge_stepped,
     start_session,
 )
-from turnstream_server.bus.snapshots import save_snapshot
-from turnstream_server.bus.trajectories import mark_dead
 from turnstream_server.embedded import EmbeddedServer
 
 
@@ -139,7 +149,7 @@ class RunDriver:
             keys.trajectory_id(TrajectoryKey(group_id, sample, attempt))
             for sample in range(num_samples if num_begun is None else num_begun)
         ]
-        command = Script("open_group")(
+        command = script("open_group")(
             self.keys.of_open_group,
             keys.encode_name(group_id),
             group_size(opened),
@@ -168,7 +178,7 @@ class RunDriver:
         trajectory = dataclasses.replace(
             sealed(group_id, sample=sample, attempt=attempt), awaits_reward=awaits_reward
         )
-        command = Script("post_sealed")(
+        command = script("post_sealed")(
             self.keys.of_post_sealed,
             keys.trajectory_id(trajectory.key),
             settled_lease(1, "", awaits_reward=awaits_reward, num_bytes=num_bytes),
@@ -181,7 +191,7 @@ class RunDriver:
         key = TrajectoryKey(group_id, sample)
         record = encode_event(TrajectoryAbandoned(key=key, reason="crashed"))
         names = self.keys
-        command = Script("abandon")(
+        command = script("abandon")(
             (names.ledger, names.counts, names.events, names.leases),
             keys.trajectory_id(key),
             1,

@@ -9,13 +9,13 @@ import redis.asyncio
 
 from turnstream.errors import ConflictError, FencedError, RunNotFoundError, StoreBehindError
 from turnstream.types import RecoveryToken, VersionAnnounced
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.sessions import (
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.sessions.sessions import (
     acknowledge_committed,
     acknowledge_stepped,
     start_session,
 )
-from turnstream_server.bus.versions import announce_version
+from turnstream_server.bus.sessions.versions import announce_version
 
 pytestmark = pytest.mark.redis
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from testkit.releases import release_payload
 from turnstream.batching.fold.decisions import GroupEvaluated
 from turnstream.errors import RejectedError
-from turnstream.store.connection import connect_async
+from turnstream.store.client.connection import connect_async
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.budget import ByteBudget, read_budget, read_held_async
-from turnstream_server.bus.leadership import Term
-from turnstream_server.bus.observers import declare_observer, note_observed
-from turnstream_server.bus.release import raise_floor
-from turnstream_server.bus.sessions import acknowledge_committed
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.queries.budget import ByteBudget, read_budget, read_held_async
+from turnstream_server.bus.release.release import raise_floor
+from turnstream_server.bus.sessions.observers import declare_observer, note_observed
+from turnstream_server.bus.sessions.sessions import acknowledge_committed
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from turnstream.errors import FencedError
-from turnstream.store import clock
-from turnstream_server.bus.clock import RunClock
+from turnstream.store.run import clock
+from turnstream_server.bus.leadership.clock import RunClock
 
 pytestmark = pytest.mark.redis
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from turnstream.store import keys
-from turnstream_server.bus.cold import (
+from turnstream.store.client import keys
+from turnstream_server.bus.release.ledger_files import (
     cold_records,
     files_up_to,
     read_cold_record,

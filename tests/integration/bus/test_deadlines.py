@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
+from testkit.scripts import script
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import ConflictError, FencedError, NotReadyError, WaitKind
-from turnstream.generator.refills import take_refill
-from turnstream.generator.steps import take_steps_async
-from turnstream.store.asking import StoreWait
-from turnstream.store.groups import Refill
-from turnstream.store.rewards import RewardOutcome
-from turnstream.store.scripts import Script, run_command_async
+from turnstream.generator.api.refills import take_refill
+from turnstream.generator.transport.steps import take_steps_async
+from turnstream.store.client.scripts import run_command_async
+from turnstream.store.run.groups import Refill
+from turnstream.store.run.rewards import RewardOutcome
+from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import (
     DeadlineFired,
     RefillGranted,
@@ -23,7 +24,7 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
-from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 
@@ -139,7 +140,7 @@ async def write(run: Any, *record: Any, most: int = 9) -> Any:
     """Call the script with one record of a deadline, a few milliseconds after the run began."""
     names = run.keys
     script_keys = (names.leader, names.deadlines, names.members, names.events, names.config)
-    fire = Script("fire_deadlines", "turnstream_server.bus")
+    fire = script("fire_deadlines")
     return await run_command_async(
         run.client, fire(script_keys, run.leader_epoch, 9, most, *record)
     )

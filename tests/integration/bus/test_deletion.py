@@ -11,14 +11,16 @@ import redis.asyncio
 
 from harness.stored import content_of
 from testkit import config, sealed
+from testkit.scripts import script
 from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.records.events import encode_event
-from turnstream.store import keys
-from turnstream.store.configs import read_config
-from turnstream.store.leases import list_lapsed, take_over_command
-from turnstream.store.revisions import revise_config
-from turnstream.store.rewards import reward_command
-from turnstream.store.runs import (
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import Command, run_command, run_commands
+from turnstream.store.run.configs import read_config
+from turnstream.store.run.leases import list_lapsed, take_over_command
+from turnstream.store.run.revisions import revise_config
+from turnstream.store.run.rewards import reward_command
+from turnstream.store.run.runs import (
     close_run,
     create_run,
     list_runs,
@@ -26,16 +28,15 @@ from turnstream.store.runs import (
     reopen_run,
     resume_run,
 )
-from turnstream.store.scripts import Command, Script, run_command, run_commands
 from turnstream.types import GroupOpened, TrajectoryKey, VersionAnnounced
 from turnstream.types.names import RunId
-from turnstream_server.bus.deletion import delete_run, deleting_since_ms
-from turnstream_server.bus.leadership import Term, acquire_leadership
-from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.observers import declare_observer
-from turnstream_server.bus.release import raise_floor
-from turnstream_server.bus.snapshots import save_snapshot
-from turnstream_server.bus.versions import announce_version
+from turnstream_server.bus.admin.deletion import delete_run, deleting_since_ms
+from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
+from turnstream_server.bus.leadership.snapshots import save_snapshot
+from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.release.release import raise_floor
+from turnstream_server.bus.sessions.observers import declare_observer
+from turnstream_server.bus.sessions.versions import announce_version
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis]
@@ -47,19 +48,19 @@ NUM_MANY = 700
 
 def append(run: str, key: TrajectoryKey, record: bytes, *, lease: str, first: int = 0) -> Command:
     payload = keys.trajectory_keys(run, key.trajectory_id)
-    return Script("append")(payload, lease, first, 0, record)
+    return script("append")(payload, lease, first, 0, record)
 
 
 def seal(run: str, key: TrajectoryKey) -> Command:
     record = encode_event(sealed(key.group_id, sample=key.sample))
-    return Script("post_sealed")(keys.run_keys(run).of_post_sealed, key.trajectory_id, 1, record)
+    return script("post_sealed")(keys.run_keys(run).of_post_sealed, key.trajectory_id, 1, record)
 
 
 def open_group(run: str, group_id: str, *, num_samples: int) -> Command:
     opened = GroupOpened(group_id=group_id, prompt_uid="", num_samples=num_samples)
     ids = [TrajectoryKey(group_id, sample).trajectory_id for sample in range(num_samples)]
     words = (keys.encode_name(group_id), num_samples, "w", encode_event(opened))
-    return Script("open_group")(keys.run_keys(run).of_open_group, *words, *ids)
+    return script("open_group")(keys.run_keys(run).of_open_group, *words, *ids)
 
 
 def fill(client: redis.Redis, run: str, *, num_samples: int = 2) -> None:
@@ -143,7 +144,7 @@ def test_a_late_writer_makes_no_key_again(client: redis.Redis, new_run: Callable
             append(run, begun, b"turn0", lease="1:w"),
             append(run, begun, b"", lease="99:planner"),
             seal(run, key),
-            Script("abandon")(abandoned, key.trajectory_id, 1, "bored", b"r"),
+            script("abandon")(abandoned, key.trajectory_id, 1, "bored", b"r"),
             reward_command(run, key, 1.0, None),
             open_group(run, "new", num_samples=1),
             take_over_command(run, key.trajectory_id, writer="x"),

@@ -9,14 +9,14 @@ import pytest
 import redis
 
 from turnstream.errors import WaitKind
-from turnstream.store import keys
-from turnstream.store.wait_reasons import reasons_of
-from turnstream.store.waits import read_waits
+from turnstream.store.client import keys
+from turnstream.store.waits.wait_facts import read_waits
+from turnstream.store.waits.wait_reasons import reasons_of
 from turnstream.types import Purpose, RecoveryToken
-from turnstream_server.bus.forks import fork_run
-from turnstream_server.bus.reasons import reasons
-from turnstream_server.bus.sessions import hear_rank, start_session
-from turnstream_server.bus.waits import read_snapshot
+from turnstream_server.bus.admin.forks import fork_run
+from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.wait_reasons import reasons
+from turnstream_server.bus.sessions.sessions import hear_rank, start_session
 
 pytestmark = pytest.mark.redis
 

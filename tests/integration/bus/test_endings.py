@@ -9,10 +9,15 @@ import pytest
 import redis
 
 from turnstream.errors import FencedError
-from turnstream.store.runs import close_run, pause_run, resume_run
+from turnstream.store.run.runs import close_run, pause_run, resume_run
 from turnstream.types import DeadlineFired, Purpose, RunFinished
-from turnstream_server.bus.endings import end_unheld, find_unheld, finish_run, is_evaluating
-from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.planning.run_completion import (
+    end_unheld,
+    find_unheld,
+    finish_run,
+    is_evaluating,
+)
 
 pytestmark = pytest.mark.redis
 

@@ -9,11 +9,11 @@ import redis
 
 from turnstream.batching.fold.decisions import GroupEvaluated
 from turnstream.errors import ConflictError, FencedError, RunNotFoundError
-from turnstream.store.evals import eval_results
+from turnstream.store.run.evals import eval_results
 from turnstream.types import EvalGroup, EvalResult, Purpose, Spread, TrajectoryKey
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.groups import settle_groups
-from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.planning.groups import settle_groups
+from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
+from testkit.scripts import script
 from turnstream.errors import ConflictError, FencedError
 from turnstream.records.compact import decode_batch
-from turnstream.store import keys
-from turnstream.store.scripts import Script, run_command_async
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import run_command_async
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.manifests import write_manifest
-from turnstream_server.bus.release import finish_batches, fold_batches
-from turnstream_server.bus.snapshots import save_snapshot, trim_events
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.leadership.snapshots import save_snapshot, trim_events
+from turnstream_server.bus.planning.manifests import write_manifest
+from turnstream_server.bus.queries.ledger import read_ledger_async
+from turnstream_server.bus.release.release import finish_batches, fold_batches
 
 pytestmark = pytest.mark.redis
 
@@ -56,9 +57,7 @@ async def test_what_is_not_of_the_batch_stays_though_a_call_names_it(released: A
     before = await released.dump()
     names = ("g9", "g9/0/0", "g3/0/0")  # an open group, its member, and one of a later batch
 
-    command = Script("fold_batch", "turnstream_server.bus")(
-        released.keys.of_fold_batch, released.leader_epoch, 1, 1, *names
-    )
+    command = script("fold_batch")(released.keys.of_fold_batch, released.leader_epoch, 1, 1, *names)
     num_folded = await run_command_async(released.client, command)
 
     assert num_folded == 0
@@ -211,7 +210,7 @@ async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: An
     for start in range(0, len(names), 250):
         some = [keys.encode_name(name) for name in names[start : start + 250]]
         await run.client.hset(run.keys.groups, mapping=dict.fromkeys(some, "1:planned"))
-        command = Script("fold_batch", "turnstream_server.bus")(
+        command = script("fold_batch")(
             run.keys.of_fold_batch, run.leader_epoch, 1, len(some), *some
         )
         await run_command_async(run.client, command)

@@ -11,9 +11,9 @@ from turnstream.batching.fold.decisions import GroupCut, GroupDropped, GroupEval
 from turnstream.errors import ConflictError
 from turnstream.records.compact import decode_ends
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.dead_letters import discard_trajectory
-from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.release import DROPPED, find_ended, groups_that_are_over
+from turnstream_server.bus.admin.dead_letters import discard_trajectory
+from turnstream_server.bus.queries.ledger import read_ledger_async
+from turnstream_server.bus.release.release import DROPPED, find_ended, groups_that_are_over
 
 pytestmark = pytest.mark.redis
 

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 
 from testkit import sealed
+from testkit.scripts import script
 from turnstream.records.events import encode_event
-from turnstream.store import keys
-from turnstream.store.scripts import Script, run_command_async
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import run_command_async
 from turnstream.types import TrajectoryKey
-from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.trajectories import post_forgotten_seals
+from turnstream_server.bus.planning.trajectories import post_forgotten_seals
+from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 
@@ -23,7 +24,7 @@ async def write_payload(run: Any, sample: int, *, is_sealed: bool = True, epoch:
     if is_sealed:
         records.append(encode_event(sealed("a", sample=sample, lease_epoch=epoch)))
     lease = f"{epoch}:writer"
-    append = Script("append")((names.turns, names.meta), lease, 0, int(is_sealed), *records)
+    append = script("append")((names.turns, names.meta), lease, 0, int(is_sealed), *records)
     await run_command_async(run.client, append)
 
 

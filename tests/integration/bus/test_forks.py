@@ -23,10 +23,10 @@ from turnstream.errors import (
 )
 from turnstream.records.compact import compact_batch, encode_batch
 from turnstream.records.snapshots import decode_snapshot
-from turnstream.store import keys
-from turnstream.store.configs import read_config
-from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.store.runs import list_runs, newest_version
+from turnstream.store.client import keys
+from turnstream.store.run.configs import read_config
+from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.runs import list_runs, newest_version
 from turnstream.types import (
     ConfigRevised,
     RecoveryToken,
@@ -34,18 +34,18 @@ from turnstream.types import (
     TrajectoryState,
     VersionAnnounced,
 )
-from turnstream_server.bus.budget import read_budget
-from turnstream_server.bus.deletion import delete_run
-from turnstream_server.bus.forks import fork_run, token_of_step
-from turnstream_server.bus.frontier import read_frontier, read_frontier_async
-from turnstream_server.bus.leadership import Term
-from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.past import find_past_step
-from turnstream_server.bus.release import raise_floor
-from turnstream_server.bus.revisions import announce_revision
-from turnstream_server.bus.sessions import start_session
-from turnstream_server.bus.trajectory_history import read_history
-from turnstream_server.bus.versions import announce_version
+from turnstream_server.bus.admin.deletion import delete_run
+from turnstream_server.bus.admin.forks import fork_run, token_of_step
+from turnstream_server.bus.core.frontier import read_frontier, read_frontier_async
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.planning.revisions import announce_revision
+from turnstream_server.bus.queries.budget import read_budget
+from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.queries.trajectory_history import read_history
+from turnstream_server.bus.release.compact_records import find_past_step
+from turnstream_server.bus.release.release import raise_floor
+from turnstream_server.bus.sessions.sessions import start_session
+from turnstream_server.bus.sessions.versions import announce_version
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.batches import read_batch
 from turnstream_server.jobs.ledger import ledger_json

@@ -9,9 +9,9 @@ import redis.asyncio
 from turnstream.batching.fold.decisions import GroupCut, MemberDropped
 from turnstream.errors import ConflictError, FencedError
 from turnstream.types import BatchDue, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.groups import announce_due
-from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.planning.groups import announce_due
+from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 

@@ -11,11 +11,11 @@ import redis
 from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import FencedError
-from turnstream.store.runs import create_run
+from turnstream.store.run.runs import create_run
 from turnstream.types import BatchDue
-from turnstream_server.bus.groups import announce_due
-from turnstream_server.bus.incarnations import BoundStore
-from turnstream_server.bus.leadership import Term, acquire_leadership
+from turnstream_server.bus.core.server_instance import BoundStore
+from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
+from turnstream_server.bus.planning.groups import announce_due
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

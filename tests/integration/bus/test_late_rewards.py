@@ -12,13 +12,13 @@ import redis
 import redis.asyncio
 
 from turnstream.errors import ConflictError, RunNotFoundError
-from turnstream.store import keys
-from turnstream.store.rewards import RewardOutcome
+from turnstream.store.client import keys
+from turnstream.store.run.rewards import RewardOutcome
 from turnstream.types import RewardPosted, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.deadlines import fire_deadlines
-from turnstream_server.bus.deletion import delete_run
-from turnstream_server.bus.leadership import Term
-from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.admin.deletion import delete_run
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.planning.deadlines import fire_deadlines
+from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 
@@ -30,8 +30,8 @@ NUM_REMEMBERED = 4096
 # Posts the same reward twice, and says what it was answered.
 JUDGE = """
 import sys
-from turnstream.store.connection import connect
-from turnstream.store.rewards import post_reward
+from turnstream.store.client.connection import connect
+from turnstream.store.run.rewards import post_reward
 from turnstream.types import TrajectoryKey
 
 url, run = sys.argv[1:]

@@ -10,13 +10,13 @@ import pytest
 from testkit import turn
 from testkit.releases import release_payload
 from turnstream.errors import FencedError
-from turnstream.generator.drafts import TrajectoryDraft
-from turnstream.generator.outbox import Outbox
-from turnstream.generator.receipts import Delivery
-from turnstream.store import keys
-from turnstream.store.connection import Link
+from turnstream.generator.encode.encoder import TrajectoryDraft
+from turnstream.generator.outbox.outbox import Outbox
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.store.client import keys
+from turnstream.store.client.connection import Link
 from turnstream.types import GroupOpened, TrajectoryKey
-from turnstream_server.bus.leases import give_up_lapsed
+from turnstream_server.bus.planning.leases import give_up_lapsed
 
 pytestmark = pytest.mark.redis
 

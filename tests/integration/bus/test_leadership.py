@@ -7,7 +7,7 @@ import redis.asyncio
 
 from testkit import wait_until_async
 from turnstream.errors import RunNotFoundError
-from turnstream_server.bus.leadership import (
+from turnstream_server.bus.leadership.leadership import (
     acquire_leadership,
     note_trouble,
     release_leadership,

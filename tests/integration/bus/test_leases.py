@@ -6,20 +6,21 @@ import pytest
 
 from testkit import sealed
 from testkit.releases import release_payload
+from testkit.scripts import script
 from turnstream.errors import ConflictError, FencedError
 from turnstream.records.events import encode_event
-from turnstream.store import keys
-from turnstream.store.leases import (
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import run_command_async
+from turnstream.store.run.leases import (
     MAX_LAPSED,
     LapsedTrajectory,
     heartbeat_command,
     list_lapsed_async,
     take_over_command,
 )
-from turnstream.store.scripts import Script, run_command_async
 from turnstream.types import TrajectoryAbandoned, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.leases import give_up_lapsed
-from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.planning.leases import give_up_lapsed
+from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 
@@ -46,8 +47,8 @@ async def end_lapsed(run: Any, found: LapsedTrajectory, *, until_ms: int) -> boo
     """Give up one that was listed; whether it is."""
     names = run.keys
     where = (names.leader, names.ledger, names.leases, names.counts, names.events)
-    script = Script("give_up", "turnstream_server.bus")
-    late = script(where, 1, until_ms, found.trajectory_id, found.epoch, "late", b"record")
+    give_up = script("give_up")
+    late = give_up(where, 1, until_ms, found.trajectory_id, found.epoch, "late", b"record")
     (reply,) = await run_command_async(run.client, late)
     return bool(reply)
 
@@ -56,7 +57,8 @@ async def append(run: Any, trajectory_id: str, *records: bytes, **fields: Any) -
     arguments = {"lease": "1:writer", "first": 0, "seals": 0, **fields}
     payload = keys.trajectory_keys(run.name, trajectory_id)
     return await run_command_async(
-        run.client, Script("append")(payload, *arguments.values(), *records)
+        run.client,
+        script("append")(payload, *arguments.values(), *records),
     )
 
 

@@ -6,16 +6,16 @@ import pytest
 import redis
 
 from turnstream.errors import RunNotFoundError
-from turnstream.store.runs import list_runs
+from turnstream.store.run.runs import list_runs
 from turnstream.types import TrajectoryState, VersionAnnounced
-from turnstream_server.bus.ledger import (
+from turnstream_server.bus.queries.ledger import (
     LedgerMismatchError,
     read_ledger,
     read_ledger_async,
     run_summary,
 )
-from turnstream_server.bus.sessions import acknowledge_committed
-from turnstream_server.bus.versions import announce_version
+from turnstream_server.bus.sessions.sessions import acknowledge_committed
+from turnstream_server.bus.sessions.versions import announce_version
 
 pytestmark = pytest.mark.redis
 

@@ -26,14 +26,14 @@ from hypothesis.stateful import (
 
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import ConflictError, FencedError
-from turnstream.store.connection import connect_async
-from turnstream.store.scripts import run_command_async
+from turnstream.store.client.connection import connect_async
+from turnstream.store.client.scripts import run_command_async
 from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.budget import parse_held, read_held_async
-from turnstream_server.bus.dead_letters import discard_trajectory_command
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.leadership import Term, acquire_leadership, release_leadership
-from turnstream_server.bus.ledger import read_ledger_async
+from turnstream_server.bus.admin.dead_letters import discard_trajectory_command
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.leadership.leadership import Term, acquire_leadership, release_leadership
+from turnstream_server.bus.queries.budget import parse_held, read_held_async
+from turnstream_server.bus.queries.ledger import read_ledger_async
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]

@@ -13,10 +13,10 @@ from turnstream.errors import (
     RunNotFoundError,
 )
 from turnstream.types import TrajectoryState
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.leadership import acquire_leadership, release_leadership
-from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.manifests import read_manifest, read_manifests, write_manifest
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.leadership.leadership import acquire_leadership, release_leadership
+from turnstream_server.bus.planning.manifests import read_manifest, read_manifests, write_manifest
+from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 

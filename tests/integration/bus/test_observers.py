@@ -12,8 +12,8 @@ from turnstream.errors import (
     ObserverExpiredError,
     RunNotFoundError,
 )
-from turnstream_server.bus import observers
-from turnstream_server.bus.observers import (
+from turnstream_server.bus.sessions import observers
+from turnstream_server.bus.sessions.observers import (
     Declared,
     declare_observer,
     forget_observers,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from turnstream_server.bus.openings import read_openings
+from turnstream_server.bus.core.group_open_times import read_openings
 
 pytestmark = pytest.mark.redis
 

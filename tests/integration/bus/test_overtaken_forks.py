@@ -9,13 +9,13 @@ import pytest
 import redis
 
 from testkit import config
+from testkit.scripts import script
 from turnstream.errors import ConflictError, RunNotFoundError
-from turnstream.store import keys
-from turnstream.store.runs import create_run
-from turnstream.store.scripts import Script
-from turnstream_server.bus.deletion import delete_run
-from turnstream_server.bus.forks import fork_run
-from turnstream_server.bus.frontier import read_frontier
+from turnstream.store.client import keys
+from turnstream.store.run.runs import create_run
+from turnstream_server.bus.admin.deletion import delete_run
+from turnstream_server.bus.admin.forks import fork_run
+from turnstream_server.bus.core.frontier import read_frontier
 
 pytestmark = pytest.mark.redis
 
@@ -31,9 +31,9 @@ async def origin(run: Any) -> Any:
 class Overtaken(redis.Redis):
     """A client of the same store; somebody acts just before its first call of a script."""
 
-    def __init__(self, client: redis.Redis, script: str, act: Callable[[], object]) -> None:
+    def __init__(self, client: redis.Redis, name: str, act: Callable[[], object]) -> None:
         super().__init__(connection_pool=client.connection_pool)
-        self._sha = Script(script, "turnstream_server.bus").sha
+        self._sha = script(name).sha
         self._acts = [act]
 
     def execute_command(self, *args: Any, **options: Any) -> Any:

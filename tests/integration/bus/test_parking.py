@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from turnstream.errors import FencedError
-from turnstream.store.scripts import run_command_async
-from turnstream_server.bus.clock import RunClock
-from turnstream_server.bus.leadership import (
+from turnstream.store.client.scripts import run_command_async
+from turnstream_server.bus.leadership.clock import RunClock
+from turnstream_server.bus.leadership.leadership import (
     Position,
     acquire_leadership,
     park_leadership,
     renew_command,
 )
-from turnstream_server.bus.observers import declare_observer
+from turnstream_server.bus.sessions.observers import declare_observer
 
 pytestmark = pytest.mark.redis
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.store.passing import RecentGroups
-from turnstream.store.waits import read_waits
+from turnstream.store.waits.pass_rate import RecentGroups
+from turnstream.store.waits.wait_facts import read_waits
 from turnstream.types import TrajectoryState
-from turnstream_server.bus.forks import fork_run
-from turnstream_server.bus.waits import read_snapshot
+from turnstream_server.bus.admin.forks import fork_run
+from turnstream_server.bus.queries.wait_facts import read_snapshot
 
 pytestmark = pytest.mark.redis
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from turnstream.errors import FencedError, NotReadyError, StoreBehindError
-from turnstream.store import keys
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.sessions import TrainerSession, hear_rank, start_session
+from turnstream.store.client import keys
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.sessions.sessions import TrainerSession, hear_rank, start_session
 
 pytestmark = pytest.mark.redis
 

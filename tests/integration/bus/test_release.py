@@ -8,22 +8,27 @@ from typing import Any
 import pytest
 
 from testkit.releases import release_payload
+from testkit.scripts import script
 from turnstream.errors import FencedError, ReleasedError, RunNotFoundError, TurnstreamError
-from turnstream.store import keys
-from turnstream.store.scripts import Script, run_command_async
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import run_command_async
 from turnstream.types import RecoveryToken
-from turnstream_server.bus.budget import read_held_async
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.observers import declare_observer, forget_observers, note_observed
-from turnstream_server.bus.release import read_release_state
-from turnstream_server.bus.snapshots import save_snapshot, trim_events
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.leadership.snapshots import save_snapshot, trim_events
+from turnstream_server.bus.queries.budget import read_held_async
+from turnstream_server.bus.release.release import read_release_state
+from turnstream_server.bus.sessions.observers import (
+    declare_observer,
+    forget_observers,
+    note_observed,
+)
 
 pytestmark = pytest.mark.redis
 
 
 async def append(run: Any, trajectory_id: str, record: bytes, *, lease: str) -> int:
     where = keys.trajectory_keys(run.name, trajectory_id)
-    return await run_command_async(run.client, Script("append")(where, lease, 0, 0, record))
+    return await run_command_async(run.client, script("append")(where, lease, 0, 0, record))
 
 
 # the floor
@@ -194,7 +199,10 @@ async def test_a_tombstone_also_stands_where_nothing_was_ever_written(run: Any) 
 
 async def test_a_tombstone_stays_as_it_was_when_the_payload_is_released_again(run: Any) -> None:
     # A deletion that a planner's release meets must not say otherwise than what was said first.
-    release, where = Script("release_payload", "turnstream_server.bus"), (run.client, run.name)
+    release, where = (
+        script("release_payload"),
+        (run.client, run.name),
+    )
     names = keys.trajectory_keys(run.name, "g/0/0")
     await release_payload(*where, ["g/0/0"], lease_s=600.0)
 

@@ -10,14 +10,14 @@ import pytest
 import redis.asyncio
 
 from turnstream.errors import ConflictError, FencedError, RejectedError
-from turnstream.store.connection import connect
-from turnstream.store.leases import heartbeat_command, list_lapsed_async, take_over_command
-from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.store.scripts import run_command_async
+from turnstream.store.client.connection import connect
+from turnstream.store.client.scripts import run_command_async
+from turnstream.store.run.leases import heartbeat_command, list_lapsed_async, take_over_command
+from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream.types import ConfigRevised, Purpose
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.revisions import announce_revision, read_revisions_async
-from turnstream_server.bus.waits import read_snapshot
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.planning.revisions import announce_revision, read_revisions_async
+from turnstream_server.bus.queries.wait_facts import read_snapshot
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -13,6 +13,7 @@ import redis
 
 from harness.stored import content_of
 from testkit import config, sealed
+from testkit.scripts import script
 from turnstream.errors import (
     ConflictError,
     FencedError,
@@ -22,21 +23,21 @@ from turnstream.errors import (
 )
 from turnstream.generator import Prompt, add_prompts
 from turnstream.records.events import encode_event
-from turnstream.store import keys
-from turnstream.store.configs import read_config
-from turnstream.store.leases import heartbeat_command, take_over_command
-from turnstream.store.rewards import post_reward, reward_command
-from turnstream.store.run_ids import find_run
-from turnstream.store.runs import close_command, close_run, create_run, list_runs
-from turnstream.store.scripts import Command, Script, run_command, run_commands
-from turnstream.store.tasks import next_task_command, read_prompt_counts
+from turnstream.store.client import keys
+from turnstream.store.client.run_ids import find_run
+from turnstream.store.client.scripts import Command, run_command, run_commands
+from turnstream.store.run.configs import read_config
+from turnstream.store.run.leases import heartbeat_command, take_over_command
+from turnstream.store.run.rewards import post_reward, reward_command
+from turnstream.store.run.runs import close_command, close_run, create_run, list_runs
+from turnstream.store.run.tasks import next_task_command, read_prompt_counts
 from turnstream.types import GroupOpened, RecoveryToken, TrajectoryKey
 from turnstream.types.names import RunId
-from turnstream_server.bus.deletion import delete_run, deleting_since_ms
-from turnstream_server.bus.forks import fork_run
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.sessions import start_session
+from turnstream_server.bus.admin.deletion import delete_run, deleting_since_ms
+from turnstream_server.bus.admin.forks import fork_run
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.sessions.sessions import start_session
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis]
@@ -60,12 +61,12 @@ def open_group(run: str, group_id: str, *, num_samples: int = 1) -> Command:
     opened = GroupOpened(group_id=group_id, prompt_uid="", num_samples=num_samples)
     ids = [TrajectoryKey(group_id, sample).trajectory_id for sample in range(num_samples)]
     words = (group_id, num_samples, "w", encode_event(opened))
-    return Script("open_group")(keys.run_keys(run).of_open_group, *words, *ids)
+    return script("open_group")(keys.run_keys(run).of_open_group, *words, *ids)
 
 
 def append(run: str, trajectory_id: str, record: bytes, *, lease: str, first: int = 0) -> Command:
     payload = keys.trajectory_keys(run, trajectory_id)
-    return Script("append")(payload, lease, first, 0, record)
+    return script("append")(payload, lease, first, 0, record)
 
 
 def fill(client: redis.Redis, run: str, *, num_samples: int = 1) -> None:
@@ -92,9 +93,9 @@ def kill_deletion(server: EmbeddedServer, name: str, place: str) -> int:
 class Overtaken(redis.Redis):
     """A client of the same store; another process acts just before its first call of a script."""
 
-    def __init__(self, client: redis.Redis, script: str, act: Callable[[], object]) -> None:
+    def __init__(self, client: redis.Redis, name: str, act: Callable[[], object]) -> None:
         super().__init__(connection_pool=client.connection_pool)
-        self._sha = Script(script).sha
+        self._sha = script(name).sha
         self._acts = [act]
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
@@ -171,8 +172,8 @@ def test_late_writers_of_a_deleted_run_leave_the_next_one_untouched(
         [
             append(old, trajectory_id, b"turn1", lease="1", first=1),
             append(old, trajectory_id, b"turn1", lease="1/w", first=1),
-            Script("post_sealed")(names.of_post_sealed, trajectory_id, 1, encode_event(sealed())),
-            Script("abandon")(abandoned, trajectory_id, 1, "bored", b"r"),
+            script("post_sealed")(names.of_post_sealed, trajectory_id, 1, encode_event(sealed())),
+            script("abandon")(abandoned, trajectory_id, 1, "bored", b"r"),
             open_group(old, "h"),
             reward_command(old, key, 1.0, None),
             heartbeat_command(old, [(trajectory_id, 1)]),

@@ -10,9 +10,9 @@ import pytest
 from testkit import sealed
 from turnstream.errors import RecordError
 from turnstream.records.events import encode_event
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
-from turnstream_server.bus.seals import read_posted_rewards, read_seals
+from turnstream_server.bus.planning.seals import read_posted_rewards, read_seals
 
 pytestmark = pytest.mark.redis
 

@@ -9,7 +9,7 @@ import pytest
 from turnstream.errors import ConflictError, FencedError, InvalidConfigError, StoreBehindError
 from turnstream.records.events import decode_event
 from turnstream.types import Event, RecoveryToken, RolledBack
-from turnstream_server.bus.sessions import TrainerSession, start_session
+from turnstream_server.bus.sessions.sessions import TrainerSession, start_session
 
 pytestmark = pytest.mark.redis
 

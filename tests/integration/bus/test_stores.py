@@ -9,7 +9,7 @@ import redis
 from pydantic import SecretStr
 
 from turnstream.errors import InvalidConfigError, RejectedError, StoreUnavailableError
-from turnstream_server.bus.stores import check_store, open_store
+from turnstream_server.bus.core.stores import check_store, open_store
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.settings import Settings
 

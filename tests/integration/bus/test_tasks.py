@@ -9,7 +9,7 @@ import redis
 
 from testkit.tasks import next_task_async
 from turnstream.batching.fold.decisions import GroupCut
-from turnstream.store.tasks import (
+from turnstream.store.run.tasks import (
     NoTask,
     Prompt,
     PromptCounts,

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.store.leases import take_over_command
-from turnstream.store.scripts import run_command
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.leases import take_over_command
 from turnstream.types import TrajectoryState
-from turnstream_server.bus.pages import server_ms
-from turnstream_server.bus.trajectory_history import TrajectoryHistory, read_history
+from turnstream_server.bus.core.scan import server_ms
+from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, read_history
 from turnstream_server.jobs.ledger import history_json, print_history
 from turnstream_server.jobs.screen import Screen
 

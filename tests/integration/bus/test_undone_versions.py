@@ -10,10 +10,10 @@ import redis
 import redis.asyncio
 
 from turnstream.records.snapshots import decode_snapshot
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import VersionAnnounced
-from turnstream_server.bus.forks import fork_run
-from turnstream_server.bus.versions import announce_version
+from turnstream_server.bus.admin.forks import fork_run
+from turnstream_server.bus.sessions.versions import announce_version
 
 pytestmark = pytest.mark.redis
 

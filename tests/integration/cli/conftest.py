@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import create_run
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import create_run
 from turnstream.types import Group, RecoveryToken
 from turnstream.worker import BatchStream
 from turnstream_server import cli
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
 from turnstream_server.embedded import EmbeddedServer
 
 

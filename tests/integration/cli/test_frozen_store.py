@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from testkit import config
 from turnstream.errors import StoreUnavailableError, WaitKind
-from turnstream.store.connection import address_of, connect
-from turnstream.store.runs import create_run
+from turnstream.store.client.connection import address_of, connect
+from turnstream.store.run.runs import create_run
 from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs import looks

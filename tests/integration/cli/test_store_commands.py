@@ -11,22 +11,23 @@ import redis
 from typer.testing import CliRunner
 
 from testkit import config, ids, sealed, wait_until
+from testkit.scripts import script
 from turnstream.batching.fold.decisions import RefillWanted
 from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
 from turnstream.generator import Publisher
 from turnstream.records.evals import encode_eval_result
 from turnstream.records.events import encode_event
-from turnstream.store import keys
-from turnstream.store.connection import address_of, connect, connect_async
-from turnstream.store.groups import group_size
-from turnstream.store.leases import list_lapsed
-from turnstream.store.rewards import post_reward
-from turnstream.store.runs import close_run, create_run
-from turnstream.store.scripts import Script, run_command
+from turnstream.store.client import keys
+from turnstream.store.client.connection import address_of, connect, connect_async
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.groups import group_size
+from turnstream.store.run.leases import list_lapsed
+from turnstream.store.run.rewards import post_reward
+from turnstream.store.run.runs import close_run, create_run
 from turnstream.types import EvalResult, GroupOpened, Spread, TrajectoryKey
 from turnstream_server import cli
-from turnstream_server.bus.groups import grant_refill
-from turnstream_server.bus.leadership import Term, acquire_leadership
+from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
+from turnstream_server.bus.planning.groups import grant_refill
 
 
 def test_runs_lists_every_run_of_the_store(url: str) -> None:
@@ -151,7 +152,7 @@ def open_group(
     )
     names = keys.run_keys(run)
     words = (keys.encode_name(name), group_size(opened), f"writer of {name}", encode_event(opened))
-    run_command(client, Script("open_group")(names.of_open_group, *words, *ids))
+    run_command(client, script("open_group")(names.of_open_group, *words, *ids))
 
 
 def seal(client: redis.Redis, run: str, group: str, *, awaits: bool = False) -> None:
@@ -160,7 +161,10 @@ def seal(client: redis.Redis, run: str, group: str, *, awaits: bool = False) -> 
     if awaits:
         trajectory = dataclasses.replace(trajectory, awaits_reward=True, reward=None)
     words = (trajectory.key.trajectory_id, "1:awaits" if awaits else "1", encode_event(trajectory))
-    run_command(client, Script("post_sealed")(keys.run_keys(run).of_post_sealed, *words))
+    run_command(
+        client,
+        script("post_sealed")(keys.run_keys(run).of_post_sealed, *words),
+    )
 
 
 def lead_and_grant(url: str, run: str, key: TrajectoryKey) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from testkit import group, ids, trajectory, wait_until
+from testkit.scripts import script
 from turnstream.generator import Prompt, Publisher, add_prompts
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.evals import eval_results
-from turnstream.store.runs import pause_run
-from turnstream.store.scripts import Script, run_command
-from turnstream_server.bus.dead_letters import read_dead_letters
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.evals import eval_results
+from turnstream.store.run.runs import pause_run
+from turnstream_server.bus.admin.dead_letters import read_dead_letters
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -37,7 +38,10 @@ def typed(place: Any) -> Iterator[Any]:
     with connect(place.url) as client:
         assert len(read_dead_letters(client, RUN).trajectories) == 1
         note = (keys.run_keys(RUN).conflicts,)
-        run_command(client, Script("note_conflict")(note, "k/0/0", "has [/another] content", "t"))
+        run_command(
+            client,
+            script("note_conflict")(note, "k/0/0", "has [/another] content", "t"),
+        )
         add_prompts(client, RUN, [Prompt(prompt_uid="p[/p]", payload=b"", num_samples=1)], first=1)
     with Publisher(place.url, RUN, writer="gen [/w]") as publisher:
         with publisher.group("e[/e]", 1, purpose="eval") as evaluated:

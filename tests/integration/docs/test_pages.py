@@ -16,13 +16,13 @@ import turnstream
 from testkit import wait_until
 from turnstream.records.turns import decode_turn
 from turnstream.service import DEFAULT_URL
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.evals import eval_results
-from turnstream.store.tasks import read_prompt_counts
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.evals import eval_results
+from turnstream.store.run.tasks import read_prompt_counts
 from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
-from turnstream_server.batcher.releaser import LONGEST_PAUSE_S
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.batcher.planner.releaser import LONGEST_PAUSE_S
+from turnstream_server.bus.queries.ledger import read_ledger
 
 if TYPE_CHECKING:
     from tests.integration.docs.conftest import Runner

@@ -15,8 +15,8 @@ import pytest
 import turnstream
 from testkit import wait_until
 from turnstream.types import TrajectoryState
-from turnstream_server.bus.frontier import Frontier, read_frontier
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.core.frontier import Frontier, read_frontier
+from turnstream_server.bus.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis, pytest.mark.timeout(300)]
 

@@ -12,12 +12,14 @@ import pytest
 import redis
 
 from harness.proxy import Proxy
+from testkit.scripts import script
 from turnstream.batching.merge.merging import turn_prompts
-from turnstream.generator import async_sender, heartbeats, patience, sender
+from turnstream.generator.outbox import heartbeats, outage
+from turnstream.generator.transport import async_sender, sender
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
-from turnstream.store import asking, keys
-from turnstream.store.scripts import Script
+from turnstream.store.client import keys
+from turnstream.store.waits import bounded_call
 from turnstream.types import Event, SealedTrajectory, StoredTurn, TrajectoryKey
 
 LONG_S: Final = 30.0
@@ -103,7 +105,7 @@ def proxy_to() -> Iterator[Callable[[str], Proxy]]:
 @pytest.fixture
 def lose_answer() -> Callable[[Proxy, str], None]:
     """`lose_answer(proxy, "append")`: the next call of that script is done, and its answer lost."""
-    return lambda proxy, name: proxy.cut_answers(Script(name).sha.encode(), after_bytes=[0])
+    return lambda proxy, name: proxy.cut_answers(script(name).sha.encode(), after_bytes=[0])
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +117,7 @@ def wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]
     """
 
     def wait(seconds: float) -> None:
-        for module in (patience, sender, async_sender, asking):
+        for module in (outage, sender, async_sender, bounded_call):
             monkeypatch.setattr(module, "ANSWER_S", seconds)
 
     wait(LONG_S)

@@ -9,8 +9,9 @@ import redis
 
 from testkit import group, ids, trajectory, turn, wait_until
 from turnstream.errors import EndOfRunError, GroupTooLargeError, NotReadyError
-from turnstream.generator import Publisher, sender
-from turnstream.store.runs import close_run
+from turnstream.generator import Publisher
+from turnstream.generator.transport import sender
+from turnstream.store.run.runs import close_run
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -12,7 +12,7 @@ import testkit
 from testkit import ids
 from turnstream.errors import InvalidConfigError, InvalidTurnError, TurnstreamError
 from turnstream.generator import Prompt, Publisher, add_prompts, credit, post_reward
-from turnstream.store import runs
+from turnstream.store.run import runs
 from turnstream.types import TrajectoryKey
 from turnstream.worker import BatchStream, ObserverStream
 from turnstream_server.embedded import EmbeddedServer

@@ -18,14 +18,14 @@ from turnstream.errors import (
 )
 from turnstream.generator import Publisher
 from turnstream.records.events import decode_event
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import (
     GroupOpened,
     RunClosed,
     SealedTrajectory,
     TrajectoryKey,
 )
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

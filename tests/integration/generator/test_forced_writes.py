@@ -11,8 +11,8 @@ import redis
 
 from testkit import group, ids, trajectory, turn, wait_until
 from turnstream.generator import Publisher
-from turnstream.generator.publisher import TrajectoryWriter
-from turnstream.store.connection import connect
+from turnstream.generator.api.publisher import TrajectoryWriter
+from turnstream.store.client.connection import connect
 from turnstream.types import Trajectory
 from turnstream_server.embedded import EmbeddedServer
 

@@ -11,8 +11,8 @@ import redis
 from testkit import group, ids
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
+from turnstream.store.client import keys
+from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -19,14 +19,14 @@ import pytest
 import redis
 
 from testkit import group, ids, wait_until, wait_until_async
+from testkit.scripts import script
 from turnstream.errors import NotReadyError, StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.generator.receipts import AsyncReceipt, Receipt
-from turnstream.store.connection import address_of
-from turnstream.store.limits import ANSWER_S
-from turnstream.store.runs import wait_for_version
-from turnstream.store.scripts import Script
-from turnstream.store.tasks import Prompt, add_prompts
+from turnstream.generator.outbox.receipts import AsyncReceipt, Receipt
+from turnstream.store.client.connection import address_of
+from turnstream.store.client.deadlines import ANSWER_S
+from turnstream.store.run.tasks import Prompt, add_prompts
+from turnstream.store.waits.version_wait import wait_for_version
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
@@ -289,7 +289,7 @@ def test_a_wait_for_leave_ends_by_its_deadline_while_the_publisher_is_held_by_a_
 ) -> None:
     # What the wait for "b" hangs on is asked of the store, and not answered, when it must end.
     run = new_run(own_client, **ONE_GROUP)
-    proxy = silent_from(Script("read_waits").sha)
+    proxy = silent_from(script("read_waits").sha)
     with (
         Publisher(proxy.url, run, admission_timeout_s=1.0) as publisher,
         ThreadPoolExecutor(1) as pool,
@@ -313,7 +313,7 @@ async def test_the_asynchronous_publisher_keeps_that_deadline_too(
     own_client: redis.Redis, new_run: NewRun, silent_from: Callable[[str], Any], clock: Any
 ) -> None:
     run = new_run(own_client, **ONE_GROUP)
-    proxy = silent_from(Script("read_waits").sha)
+    proxy = silent_from(script("read_waits").sha)
     async with AsyncPublisher(proxy.url, run, admission_timeout_s=1.0) as publisher:
         held = await publisher.trajectory("a", 0, num_samples=1).__aenter__()
         entered = asyncio.ensure_future(ended_async(publisher.group("b", 2).__aenter__()))

@@ -19,7 +19,7 @@ from testkit import group, ids, trajectory, turn, wait_until
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.records.turns import decode_turn
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import SealedTrajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 

@@ -11,7 +11,8 @@ import redis
 import redis.asyncio
 
 from testkit import group, wait_until, wait_until_async
-from turnstream.generator import AsyncPublisher, Publisher, async_sender, sender
+from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator.transport import async_sender, sender
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -10,7 +10,7 @@ import redis
 from testkit import group, ids, trajectory, turn, wait_until
 from turnstream.errors import NotReadyError, RejectedError, StoreUnavailableError
 from turnstream.generator import Publisher
-from turnstream.generator.publisher import TrajectoryWriter
+from turnstream.generator.api.publisher import TrajectoryWriter
 from turnstream.types import Trajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 

@@ -12,8 +12,8 @@ from turnstream.errors import (
     RejectedError,
 )
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 from turnstream.types import (
     GroupOpened,
     Status,

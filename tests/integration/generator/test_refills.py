@@ -14,8 +14,8 @@ import redis
 from testkit import group, trajectory, turn, wait_until
 from turnstream.errors import ConflictError, InvalidTurnError, NotReadyError
 from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome, post_reward
-from turnstream.store import keys
-from turnstream.store.credits import credit
+from turnstream.store.client import keys
+from turnstream.store.run.credits import credit
 from turnstream.types import GroupOpened, RewardPosted, SealedTrajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 

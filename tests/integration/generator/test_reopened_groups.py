@@ -17,7 +17,7 @@ import redis.asyncio
 from testkit import ids
 from turnstream.errors import ConflictError, RejectedError
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -14,9 +14,9 @@ from testkit import group, ids, wait_until
 from testkit.releases import release_payload
 from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect_async
-from turnstream.store.rewards import RewardOutcome
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
+from turnstream.store.run.rewards import RewardOutcome
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 

@@ -15,10 +15,10 @@ from harness.stored import content_of
 from testkit import config, ids, wait_until
 from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError
 from turnstream.generator import AsyncPublisher, Prompt, Publisher, add_prompts
-from turnstream.store import keys
-from turnstream.store.runs import create_run
+from turnstream.store.client import keys
+from turnstream.store.run.runs import create_run
 from turnstream.types import TrajectoryKey
-from turnstream_server.bus.deletion import delete_run
+from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -13,10 +13,10 @@ from turnstream.batching.merge.merged_extras import MergedRow, merged_sequence_c
 from turnstream.batching.merge.merging import plan_sequences
 from turnstream.errors import ConflictError, FencedError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.generator.steps import take_steps
-from turnstream.generator.takeovers import take_over
-from turnstream.store import keys
-from turnstream.store.asking import StoreWait
+from turnstream.generator.api.takeovers import take_over
+from turnstream.generator.transport.steps import take_steps
+from turnstream.store.client import keys
+from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import DeclaredColumn, SealedTrajectory, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 

@@ -14,11 +14,11 @@ import pytest
 import redis
 
 from testkit import wait_until
+from testkit.scripts import script
 from turnstream.errors import EndOfRunError, NotReadyError, PromptsExhaustedError
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store.runs import close_run
-from turnstream.store.scripts import Script
-from turnstream.store.tasks import Prompt, add_prompts, read_prompt_counts
+from turnstream.store.run.runs import close_run
+from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
@@ -31,9 +31,9 @@ Read = Callable[[redis.Redis, str], Any]
 OFFERED = """
 import sys
 import time
-from turnstream.store.connection import connect
-from turnstream.store.scripts import run_command
-from turnstream.store.tasks import next_task_command, parse_task
+from turnstream.store.client.connection import connect
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.tasks import next_task_command, parse_task
 
 url, run = sys.argv[1:]
 with connect(url) as client:
@@ -178,7 +178,7 @@ def test_lost_reply_neither_loses_nor_doubles_a_task(
             for trajectory in first.trajectories:
                 write(trajectory)
         publisher.flush()
-        proxy.cut_answers(Script("next_task").sha.encode(), after_bytes=cuts)
+        proxy.cut_answers(script("next_task").sha.encode(), after_bytes=cuts)
         with publisher.next_task(10) as second:
             for trajectory in second.trajectories:
                 write(trajectory)

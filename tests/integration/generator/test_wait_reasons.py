@@ -12,10 +12,10 @@ import redis
 from testkit import group, ids, wait_until
 from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.generator.receipts import Receipt
-from turnstream.store import keys
-from turnstream.store.runs import wait_for_version
-from turnstream.store.tasks import Prompt, add_prompts
+from turnstream.generator.outbox.receipts import Receipt
+from turnstream.store.client import keys
+from turnstream.store.run.tasks import Prompt, add_prompts
+from turnstream.store.waits.version_wait import wait_for_version
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

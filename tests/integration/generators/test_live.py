@@ -21,9 +21,9 @@ from turnstream.batching.merge.merging import turn_prompts
 from turnstream.errors import InvalidConfigError, NotReadyError, StoreUnavailableError
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
-from turnstream.store import keys
-from turnstream.store.connection import connect_async
-from turnstream.store.runs import close_run
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
+from turnstream.store.run.runs import close_run
 from turnstream.types import (
     GroupOpened,
     SealedTrajectory,
@@ -33,9 +33,9 @@ from turnstream.types import (
     TrajectoryState,
     VersionAnnounced,
 )
-from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.sessions import start_session
-from turnstream_server.bus.versions import announce_version
+from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.sessions.sessions import start_session
+from turnstream_server.bus.sessions.versions import announce_version
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators import playing
 from turnstream_server.generators.environments.guessing import Episode, GuessingGame

@@ -23,8 +23,8 @@ PUBLISH = """
 import sys
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
-from turnstream.store.connection import connect
-from turnstream.store.runs import create_run
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import create_run
 
 with connect(sys.argv[1]) as client:
     create_run(client, sys.argv[2], BatchingConfig(batch_groups=1, mini_batch_groups=1))
@@ -98,7 +98,7 @@ def test_the_two_wheels_have_no_file_in_common(wheels: dict[str, Path]) -> None:
     assert sdk & server == set()
     assert {path.split("/")[0].split("-")[0] for path in sdk} == {"turnstream"}
     assert {path.split("/")[0].split("-")[0] for path in server} == {"turnstream_server"}
-    assert "turnstream/store/lua/append.lua" in sdk
+    assert "turnstream/generator/outbox/lua/append.lua" in sdk
     assert "turnstream/py.typed" in sdk
     assert any(path.endswith(".lua") for path in server)
 

@@ -16,9 +16,9 @@ import redis
 from turnstream.batching.merge.merging import turn_prompts
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import SealedTrajectory, Status, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.recordings import read_groups

@@ -15,9 +15,9 @@ from turnstream.errors import (
     RunNotFoundError,
     StoreUnavailableError,
 )
-from turnstream.store.batchers import register_command
-from turnstream.store.runs import create_run
-from turnstream.store.scripts import run_command
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.batchers import register_command
+from turnstream.store.run.runs import create_run
 from turnstream_server import dependencies
 from turnstream_server.embedded import EmbeddedServer, free_port
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.redis
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dependencies, "AGAIN_S", 0.05)
-    monkeypatch.setattr("turnstream.store.wait_warnings.FIRST_S", 0.1)
+    monkeypatch.setattr("turnstream.store.waits.wait_warnings.FIRST_S", 0.1)
 
 
 def later(act: Callable[[], object]) -> threading.Timer:

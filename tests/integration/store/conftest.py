@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.store import keys
-from turnstream.store.scripts import Command, Script, run_command, run_commands
+from testkit.scripts import script
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import Command, run_command, run_commands
 
 
 class RunDriver:
@@ -34,7 +35,7 @@ class RunDriver:
     ) -> Command:
         """Open a group and samples of it."""
         record = b"opened " + group.encode()
-        return Script("open_group")(
+        return script("open_group")(
             self.keys.of_open_group, group, num_samples, writer, record, *ids
         )
 
@@ -42,23 +43,23 @@ class RunDriver:
         self, *records: bytes, first: int = 0, seals: bool = False, lease: str = "1:w"
     ) -> Command:
         """Append to the trajectory g/0/0."""
-        return Script("append")(self.payload_keys, lease, first, int(seals), *records)
+        return script("append")(self.payload_keys, lease, first, int(seals), *records)
 
     def post_sealed(self, *items: Any) -> Command:
         """Post seals: id, epoch, record of each."""
-        return Script("post_sealed")(self.keys.of_post_sealed, *items)
+        return script("post_sealed")(self.keys.of_post_sealed, *items)
 
     def abandon(self, trajectory_id: str, epoch: int | str = 1) -> Command:
         """Give a trajectory up because of boredom."""
         names = self.keys
         record = b"abandoned " + trajectory_id.encode()
         abandon_keys = (names.ledger, names.counts, names.events, names.leases)
-        return Script("abandon")(abandon_keys, trajectory_id, epoch, "bored", record)
+        return script("abandon")(abandon_keys, trajectory_id, epoch, "bored", record)
 
     def close(self) -> Command:
         """Close the run."""
         names = self.keys
-        return Script("close_run")((names.frontier, names.events, names.wake), b"closed")
+        return script("close_run")((names.frontier, names.events, names.wake), b"closed")
 
     def events(self) -> list[bytes]:
         """The records of all events."""

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from turnstream.store import keys
-from turnstream.store.scripts import Script, run_command
+from testkit.scripts import script
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import run_command
 
 pytestmark = pytest.mark.redis
 
-_NOTE = Script("note_conflict")
+_NOTE = script("note_conflict")
 
 
 def test_a_conflict_that_is_told_twice_is_counted_once(

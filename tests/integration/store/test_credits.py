@@ -9,9 +9,9 @@ import pytest
 import redis
 
 from turnstream.errors import RunNotFoundError
-from turnstream.store.connection import connect_async
-from turnstream.store.credits import CreditReason, credit, credit_async
-from turnstream.store.runs import pause_run, resume_run
+from turnstream.store.client.connection import connect_async
+from turnstream.store.run.credits import CreditReason, credit, credit_async
+from turnstream.store.run.runs import pause_run, resume_run
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -9,8 +9,8 @@ import pytest
 import redis
 
 from turnstream.errors import ConflictError, EndOfRunError
-from turnstream.store.leases import take_over_command
-from turnstream.store.runs import pause_run
+from turnstream.store.run.leases import take_over_command
+from turnstream.store.run.runs import pause_run
 
 pytestmark = pytest.mark.redis
 

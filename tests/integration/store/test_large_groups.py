@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import redis
 
+from testkit.scripts import script
 from testkit.tasks import next_task
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import LARGEST_GROUP
@@ -21,11 +22,11 @@ from turnstream.errors import (
 )
 from turnstream.generator import Publisher
 from turnstream.records.configs import encode_config
-from turnstream.store.budget import settled_lease
-from turnstream.store.revisions import revise_config
-from turnstream.store.scripts import Script, run_command
-from turnstream.store.tasks import Prompt, add_prompts
-from turnstream_server.bus.budget import read_budget
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.budget import settled_lease
+from turnstream.store.run.revisions import revise_config
+from turnstream.store.run.tasks import Prompt, add_prompts
+from turnstream_server.bus.queries.budget import read_budget
 
 pytestmark = pytest.mark.redis
 
@@ -228,9 +229,7 @@ def test_refill_of_no_sample_is_refused_before_any_write(client: redis.Redis, dr
     with pytest.raises(RejectedError, match="INVALID trajectory g/2/1 is none of the 2 samples"):
         run_command(
             client,
-            Script("grant_refill", "turnstream_server.bus")(
-                where, 1, "g", 1, "g/2/1", "uid", b"record"
-            ),
+            script("grant_refill")(where, 1, "g", 1, "g/2/1", "uid", b"record"),
         )
 
     assert contents(run) == before

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from turnstream.errors import ConflictError, FencedError, RunNotFoundError
-from turnstream.store.leases import (
+from turnstream.store.run.leases import (
     LapsedTrajectory,
     heartbeat_command,
     list_lapsed,

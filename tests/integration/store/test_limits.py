@@ -11,8 +11,8 @@ import redis
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from turnstream.store.connection import connect
-from turnstream.store.limits import SOCKET_TIMEOUT_S, ending_by, ending_within
+from turnstream.store.client.connection import connect
+from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S, ending_by, ending_within
 from turnstream_server.embedded import EmbeddedServer, free_port
 
 pytestmark = pytest.mark.redis

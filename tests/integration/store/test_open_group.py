@@ -16,8 +16,8 @@ from turnstream.errors import (
     RejectedError,
     RunNotFoundError,
 )
-from turnstream.store.credits import credit
-from turnstream.store.scripts import Command
+from turnstream.store.client.scripts import Command
+from turnstream.store.run.credits import credit
 
 pytestmark = pytest.mark.redis
 

@@ -9,14 +9,15 @@ import pytest
 import redis
 
 from testkit import config
+from testkit.scripts import script
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError, InvalidConfigError
 from turnstream.records.configs import encode_config
-from turnstream.store import keys
-from turnstream.store.configs import read_config
-from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.store.runs import create_run
-from turnstream.store.scripts import Command, Script, run_command
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import Command, run_command
+from turnstream.store.run.configs import read_config
+from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.runs import create_run
 
 pytestmark = pytest.mark.redis
 
@@ -130,7 +131,7 @@ def test_a_run_is_found_with_the_config_it_was_created_with_after_a_revision(
 
 def _command(run: str, to: BatchingConfig, *, from_step: int, changes: int) -> Command:
     names = keys.run_keys(run)
-    return Script("revise_config")(
+    return script("revise_config")(
         (names.frontier, names.config, names.wake), encode_config(to), from_step, changes
     )
 

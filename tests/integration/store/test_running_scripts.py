@@ -12,8 +12,8 @@ from turnstream.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from turnstream.store.connection import connect_async
-from turnstream.store.scripts import run_command_async, run_commands_async
+from turnstream.store.client.connection import connect_async
+from turnstream.store.client.scripts import run_command_async, run_commands_async
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -30,7 +30,7 @@ def test_a_full_server_takes_no_payload_but_still_takes_seals_and_abandons(
     run.do(run.open_group("g/0/0", "g/1/0"))
     run.do_all([run.append(), run.post_sealed("g/9/0", 1, b""), run.abandon("x")])
     memory: Any = own_client.info("memory")
-    own_client.config_set("maxmemory", memory["used_memory"] - 10_000)
+    own_client.config_set("maxmemory", memory["used_memory"] - 100_000)
 
     answers = run.do_all(
         [

@@ -13,16 +13,16 @@ from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError
 from turnstream.records.events import decode_event, encode_event
-from turnstream.store import keys
-from turnstream.store.configs import read_config
-from turnstream.store.connection import connect
-from turnstream.store.runs import (
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.configs import read_config
+from turnstream.store.run.runs import (
     close_run,
     create_run,
     list_runs,
     newest_version,
-    wait_for_version,
 )
+from turnstream.store.waits.version_wait import wait_for_version
 from turnstream.types import RunClosed, VersionAnnounced
 from turnstream_server.embedded import EmbeddedServer
 

@@ -19,8 +19,8 @@ from turnstream.errors import (
     RunNotFoundError,
 )
 from turnstream.records.events import encode_event
-from turnstream.store.runs import pause_run, resume_run
-from turnstream.store.tasks import (
+from turnstream.store.run.runs import pause_run, resume_run
+from turnstream.store.run.tasks import (
     NoTask,
     OfferedTask,
     Prompt,

@@ -12,7 +12,7 @@ import redis
 
 from turnstream.errors import InvalidConfigError, InvalidTurnError
 from turnstream.generator import Prompt, add_prompts, credit, post_reward
-from turnstream.store.tasks import read_prompt_counts
+from turnstream.store.run.tasks import read_prompt_counts
 from turnstream.types import TrajectoryKey
 from turnstream.types.names import shown
 

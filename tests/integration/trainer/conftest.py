@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
 from turnstream_server.embedded import EmbeddedServer
 
 

@@ -17,9 +17,9 @@ import torch
 
 import testkit
 from turnstream.generator import Publisher
-from turnstream.store.runs import close_run, newest_version
+from turnstream.store.run.runs import close_run, newest_version
 from turnstream.types import Group, RecoveryToken, TrajectoryState
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec

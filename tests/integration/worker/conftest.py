@@ -29,8 +29,8 @@ from turnstream.records.configs import encode_config
 from turnstream.records.statuses import error_to_status
 from turnstream.types import MiniBatch, RecoveryToken
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.options import BatcherOptions
-from turnstream_server.batcher.service import serving
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
 from turnstream_server.embedded import EmbeddedServer, free_port
 
 Fault = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]

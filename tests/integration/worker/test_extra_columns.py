@@ -13,7 +13,7 @@ import testkit
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store.runs import create_run
+from turnstream.store.run.runs import create_run
 from turnstream.types import DeclaredColumn
 from turnstream.worker import BatchStream
 

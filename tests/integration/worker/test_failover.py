@@ -20,12 +20,12 @@ from testkit import config, wait_until
 from testkit.processes import batcher_process, frozen
 from turnstream.errors import UnavailableError, WaitKind
 from turnstream.generator import Publisher
-from turnstream.store.connection import connect
-from turnstream.store.runs import create_run, newest_version
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import create_run, newest_version
 from turnstream.types import Group, Trajectory, Turn
 from turnstream.worker import BatchStream, ObserverStream, _prefetch
 from turnstream.worker._replicas import KEEPALIVE_EVERY_S, KEEPALIVE_WITHIN_S
-from turnstream_server.bus.frontier import Frontier, read_frontier
+from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]

@@ -23,11 +23,11 @@ from testkit import config, group, wait_until
 from testkit.processes import batcher_process, frozen
 from turnstream.errors import StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import Publisher
-from turnstream.store.connection import address_of
-from turnstream.store.runs import create_run
-from turnstream.store.wait_reasons import store_silent
+from turnstream.store.client.connection import address_of
+from turnstream.store.run.runs import create_run
+from turnstream.store.waits.wait_reasons import store_silent
 from turnstream.worker import BatchStream, ObserverStream, _calls
-from turnstream_server.batcher import servicer
+from turnstream_server.batcher.serving import servicer
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]

@@ -18,9 +18,9 @@ from turnstream.errors import (
     StoreUnavailableError,
 )
 from turnstream.generator import Publisher
-from turnstream.store.runs import create_run
+from turnstream.store.run.runs import create_run
 from turnstream.worker import BatchStream
-from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]

@@ -19,10 +19,10 @@ from turnstream.errors import (
     RejectedError,
 )
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.runs import close_run
+from turnstream.store.client import keys
+from turnstream.store.run.runs import close_run
 from turnstream.worker import BatchStream, ObserverStream
-from turnstream_server.bus.frontier import read_frontier
+from turnstream_server.bus.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 

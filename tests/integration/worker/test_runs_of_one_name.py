@@ -21,13 +21,13 @@ from turnstream.errors import (
     StoreBehindError,
 )
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.runs import create_run
+from turnstream.store.client import keys
+from turnstream.store.run.runs import create_run
 from turnstream.types.names import RunId
 from turnstream.worker import BatchStream, ObserverStream
-from turnstream_server.bus.deletion import delete_run
-from turnstream_server.bus.frontier import read_frontier
-from turnstream_server.bus.ledger import read_ledger
+from turnstream_server.bus.admin.deletion import delete_run
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]

@@ -13,8 +13,8 @@ import pytest
 
 import turnstream
 from testkit import group
-from turnstream.store.connection import connect
-from turnstream_server.bus.frontier import read_frontier
+from turnstream.store.client.connection import connect
+from turnstream_server.bus.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]
 

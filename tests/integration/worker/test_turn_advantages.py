@@ -10,7 +10,7 @@ import redis
 import testkit
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store.runs import create_run
+from turnstream.store.run.runs import create_run
 from turnstream.worker import BatchStream
 from turnstream_server.jobs.batches import difference, read_batch
 

@@ -14,7 +14,7 @@ import turnstream
 from testkit import group, wait_until
 from turnstream.errors import BatcherUnavailableError, NotReadyError, StoreUnavailableError
 from turnstream.generator import Publisher
-from turnstream.store import wait_warnings
+from turnstream.store.waits import wait_warnings
 from turnstream.worker import BatchStream
 from turnstream_server.embedded import free_port
 

@@ -12,7 +12,7 @@ import redis
 
 import testkit
 from turnstream.generator import Publisher
-from turnstream.store.runs import create_run
+from turnstream.store.run.runs import create_run
 from turnstream.worker import BatchStream, PulledMiniBatch
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]

@@ -17,10 +17,12 @@ from unittest.mock import patch
 from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, SyncClient
 from simulator.loops import ProcessLoop
 from simulator.processes import Process
-from turnstream.generator import async_publisher, async_sender, bases, tasks, writers
-from turnstream.store.trajectory_names import keys_named
-from turnstream_server.batcher import parking, payload, renewal, timekeeper, unheld
-from turnstream_server.bus import incarnations
+from turnstream.generator.api import async_publisher, bases, tasks, writers
+from turnstream.generator.transport import async_sender
+from turnstream.store.client.trajectory_names import keys_named
+from turnstream_server.batcher.assembly import payload
+from turnstream_server.batcher.planner import orphaned_groups, parking, renewal, timekeeper
+from turnstream_server.bus.core import server_instance
 
 _LOOKS = 6
 """Per lease and per deadline: half of what they are, and enough to find the clock steady."""
@@ -87,14 +89,14 @@ def inside() -> Iterator[None]:
         patch.multiple(async_sender, AsyncLink=link, connect_async=client, time=clock),
         patch.multiple(async_publisher, connect_async=client),
         patch.multiple(bases, time=clock),
-        patch.multiple(incarnations, connect_async=client),
+        patch.multiple(server_instance, connect_async=client),
         patch.multiple(parking, connect_async=client),
         patch.multiple(renewal, connect=thread_client, time=clock),
         patch.multiple(payload, Link=thread_link),
         patch.multiple(tasks, secrets=SimpleNamespace(token_hex=request)),
         patch.multiple(writers, random=chance),
         patch.multiple(timekeeper, LOOKS_PER_LEASE=_LOOKS, LOOKS_PER_DEADLINE=_LOOKS),
-        patch.multiple(unheld, LOOKS_PER_LEASE=_LOOKS),
+        patch.multiple(orphaned_groups, LOOKS_PER_LEASE=_LOOKS),
         _listening_to_the_log(),
     ):
         yield

@@ -232,7 +232,7 @@ class SyncPipeline:
 
 
 class AsyncLinkInMemory:
-    """In place of `turnstream.store.connection.AsyncLink`."""
+    """In place of `turnstream.store.client.connection.AsyncLink`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -259,7 +259,7 @@ class AsyncLinkInMemory:
 
 
 class LinkInMemory:
-    """In place of `turnstream.store.connection.Link`: for threads, carried out on the spot."""
+    """A `turnstream.store.client.connection.Link` for threads that calls the server at once."""
 
     def __init__(self, process: Process) -> None:
         self._process = process

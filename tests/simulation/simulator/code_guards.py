@@ -10,14 +10,14 @@ from simulator import ranks
 from simulator.breaks import Guard, method
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.planning.selection import Selector
-from turnstream.generator import lives
-from turnstream.generator.outbox import Outbox
-from turnstream.generator.window import Window
-from turnstream_server.batcher import planner, releaser, settling
-from turnstream_server.batcher.leader import Leader
-from turnstream_server.batcher.renewal import LeadershipKeeper
-from turnstream_server.batcher.timekeeper import Moment, SteadyClock
-from turnstream_server.bus.incarnations import BoundStore
+from turnstream.generator.outbox import trajectories
+from turnstream.generator.outbox.outbox import Outbox
+from turnstream.generator.outbox.resend_buffer import Window
+from turnstream_server.batcher.planner import planner, releaser, settling
+from turnstream_server.batcher.planner.leader import Leader
+from turnstream_server.batcher.planner.renewal import LeadershipKeeper
+from turnstream_server.batcher.planner.timekeeper import Moment, SteadyClock
+from turnstream_server.bus.core.server_instance import BoundStore
 
 
 async def _nothing(*_: Any, **__: Any) -> set[str]:
@@ -93,10 +93,10 @@ CODE_GUARDS = (
     ),
     Guard(
         "outbox: what survived a restart",
-        lambda: patch.object(lives, "has_survived", lambda *_: False),
+        lambda: patch.object(trajectories, "has_survived", lambda *_: False),
     ),
     Guard(
         "outbox: what its payload knows",
-        lambda: patch.object(lives, "is_left_to_payload", lambda *_: False),
+        lambda: patch.object(trajectories, "is_left_to_payload", lambda *_: False),
     ),
 )

@@ -14,7 +14,7 @@ from simulator.life import Life
 from simulator.processes import Process
 from simulator.sums import are_evals_open, is_unfinished
 from simulator.world import World
-from turnstream.store.runs import reopen_run, resume_run
+from turnstream.store.run.runs import reopen_run, resume_run
 
 _MAX_STEPS = 20_000
 _TEND_EVERY = 16

@@ -19,9 +19,9 @@ from turnstream.batching.fold.withdrawing import (
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.planning.selection import Selector
 from turnstream.records.events import decode_event
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryKey
-from turnstream_server.bus.replans import request_replan
+from turnstream_server.bus.planning.replans import request_replan
 
 _UNPLANNED = 0.02
 """How often, of damaged payload, it is not planned yet."""

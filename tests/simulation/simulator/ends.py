@@ -7,7 +7,7 @@ from collections import Counter
 
 from simulator.seen import Seen, Violations
 from turnstream.records.compact import decode_ends
-from turnstream.store import keys
+from turnstream.store.client import keys
 
 _UNFINISHED = ("open", "sealed", "awaiting_reward")
 _GIVEN_UP = re.compile(r"abandoned:the lease of (.*) ended")

@@ -15,8 +15,8 @@ from simulator.life import Life
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import InvalidConfigError
-from turnstream.store.tasks import Prompt
-from turnstream_server.batcher.upkeep import Upkeep
+from turnstream.store.run.tasks import Prompt
+from turnstream_server.batcher.planner.upkeep import Upkeep
 
 RUN = "life"
 _LONG = 1 / 16

@@ -17,9 +17,9 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.generator import AsyncPublisher
-from turnstream.generator.async_publisher import AsyncTrajectoryWriter
-from turnstream.generator.outbox import Outbox
-from turnstream.store import keys
+from turnstream.generator.api.async_publisher import AsyncTrajectoryWriter
+from turnstream.generator.outbox.outbox import Outbox
+from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 
 REWARDS = (0.0, 0.5, 1.0)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import TurnGapError
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import RecoveryToken, TrajectoryKey
-from turnstream_server.bus.sessions import TrainerSession
+from turnstream_server.bus.sessions.sessions import TrainerSession
 
 _NEVER = (
     "another content",

@@ -11,9 +11,9 @@ from simulator.plans import history_repeats, plan_holds
 from simulator.seen import Seen, Violations
 from simulator.sums import ledger_adds_up
 from simulator.world import World
-from turnstream.store import keys
-from turnstream_server.batcher.memory import event_position
-from turnstream_server.batcher.timekeeper import STEADY_LEASES
+from turnstream.store.client import keys
+from turnstream_server.batcher.planner.snapshotting import event_position
+from turnstream_server.batcher.planner.timekeeper import STEADY_LEASES
 
 _EVERY_STEPS = 40
 

@@ -19,8 +19,8 @@ from simulator.ends import states_of
 from simulator.fates import RUN, Fate, fate, new_life, prompt
 from simulator.seen import Seen
 from simulator.world import World
-from turnstream.store.runs import create_run
-from turnstream.store.tasks import add_prompts
+from turnstream.store.run.runs import create_run
+from turnstream.store.run.tasks import add_prompts
 
 _PER_CHUNK = 20
 

@@ -13,12 +13,12 @@ from simulator.clients import AsyncClient
 from simulator.life import Life, patiently
 from simulator.processes import Process
 from turnstream.errors import ConflictError, ObserverExpiredError, ReleasedError
-from turnstream.store import keys
-from turnstream.store.revisions import revise_config
-from turnstream.store.runs import close_run, pause_run, reopen_run, resume_run
+from turnstream.store.client import keys
+from turnstream.store.run.revisions import revise_config
+from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
 from turnstream.types import Leftover
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.observers import declare_observer, note_observed
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 
 _LONGEST_PAUSE_S = 0.4
 _LONGEST_REST_S = 0.8

@@ -13,7 +13,7 @@ from turnstream.batching.merge.plan import GroupPlan, Manifest, MiniBatchPlan
 from turnstream.batching.planning.plan_batch import event_order, plan_batch
 from turnstream.batching.planning.selection import Selector
 from turnstream.records.events import decode_event
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import ConfigRevised
 
 

@@ -7,17 +7,17 @@ from simulator.life import URL, Life
 from turnstream.errors import CorruptRecordError, NotReadyError, StoreBehindError
 from turnstream.types import RecoveryToken
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.assembler import Assembler
-from turnstream_server.batcher.callers import (
+from turnstream_server.batcher.assembly.assembler import Assembler
+from turnstream_server.batcher.assembly.shares import PlannedBatch
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.serving.request_checks import (
     check_caller,
     check_chain,
     hear_caller,
     note_handed,
 )
-from turnstream_server.batcher.runs import RunView
-from turnstream_server.batcher.shares import PlannedBatch
-from turnstream_server.bus.replans import note_damage
-from turnstream_server.bus.sessions import TrainerSession, acknowledge_stepped
+from turnstream_server.bus.planning.replans import note_damage
+from turnstream_server.bus.sessions.sessions import TrainerSession, acknowledge_stepped
 
 
 class Ranks:

@@ -13,7 +13,7 @@ from turnstream.batching.merge.plan import Manifest
 from turnstream.records.configs import decode_config
 from turnstream.records.events import decode_event
 from turnstream.records.manifests import decode_manifest, manifest_hash
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import (
     ConfigRevised,
     GroupOpened,

@@ -9,12 +9,12 @@ from simulator.clients import AsyncClient
 from simulator.life import URL, Life, patiently
 from simulator.processes import Process
 from turnstream.batching.merge.plan import Manifest
-from turnstream_server.batcher.assembler import Assembler
-from turnstream_server.batcher.parking import ParkedRuns
-from turnstream_server.batcher.planner import RunPlanner
-from turnstream_server.batcher.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
-from turnstream_server.batcher.runs import RunView
-from turnstream_server.bus.frontier import read_frontier_async
+from turnstream_server.batcher.assembly.assembler import Assembler
+from turnstream_server.batcher.planner.parking import ParkedRuns
+from turnstream_server.batcher.planner.planner import RunPlanner
+from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.bus.core.frontier import read_frontier_async
 
 _HANGS = 0.5
 _HANGS_LEASES = 5

@@ -23,18 +23,18 @@ from turnstream.errors import (
     StoreBehindError,
     UnavailableError,
 )
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import RecoveryToken, VersionAnnounced
-from turnstream_server.batcher.listener import RunListener
-from turnstream_server.batcher.runs import RunView
-from turnstream_server.batcher.shares import PlannedBatch
-from turnstream_server.bus.frontier import read_frontier_async
-from turnstream_server.bus.sessions import (
+from turnstream_server.batcher.assembly.shares import PlannedBatch
+from turnstream_server.batcher.planner.listener import RunListener
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.sessions.sessions import (
     TrainerSession,
     acknowledge_committed,
     start_session,
 )
-from turnstream_server.bus.versions import announce_version
+from turnstream_server.bus.sessions.versions import announce_version
 
 _LONGEST_WAIT_S = 1.0
 _HANGS = 0.15

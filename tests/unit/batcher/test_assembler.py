@@ -10,8 +10,8 @@ import pytest
 from testkit import config, manifest
 from turnstream.batching.merge.plan import ASSEMBLY_VERSION
 from turnstream.errors import StoreUnavailableError, UnknownFormatError
-from turnstream_server.batcher.assembler import Assembler
-from turnstream_server.batcher.shares import PlannedBatch
+from turnstream_server.batcher.assembly.assembler import Assembler
+from turnstream_server.batcher.assembly.shares import PlannedBatch
 
 
 @pytest.fixture

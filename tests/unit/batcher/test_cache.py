@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from turnstream_server.batcher.cache import SingleFlightCache, Sized
+from turnstream_server.batcher.assembly.cache import SingleFlightCache, Sized
 
 
 class Maker:

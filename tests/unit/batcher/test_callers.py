@@ -8,8 +8,8 @@ import pytest
 
 from turnstream.errors import FencedError, StoreBehindError
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.callers import check_caller
-from turnstream_server.bus.frontier import Frontier
+from turnstream_server.batcher.serving.request_checks import check_caller
+from turnstream_server.bus.core.frontier import Frontier
 
 WITHDRAWN = Frontier(
     planned=2,

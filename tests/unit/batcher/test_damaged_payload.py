@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from turnstream.types import TrajectoryKey
-from turnstream_server.batcher.payload import Damage, DamagedPayloadError
+from turnstream_server.batcher.assembly.payload import Damage, DamagedPayloadError
 
 
 def test_damage_is_told_by_the_names_that_people_wrote() -> None:

@@ -10,8 +10,8 @@ from turnstream.records import framing
 from turnstream.records.events import encode_event
 from turnstream.records.framing import EVENT, write_frame
 from turnstream.types import RewardPosted, RunClosed, TrajectoryKey
-from turnstream_server.batcher.dead_letters import UnreadableEvent, read_entry
-from turnstream_server.bus.events import EventEntry
+from turnstream_server.batcher.planner.dead_letters import UnreadableEvent, read_entry
+from turnstream_server.bus.core.events import EventEntry
 
 SEAL = sealed("g", sample=1)
 KEY = TrajectoryKey("g", sample=1)

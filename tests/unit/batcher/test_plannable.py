@@ -15,9 +15,9 @@ from turnstream.records.framing import EVENT, write_frame
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.types import GroupOpened
 from turnstream.wire.v1 import records_pb2 as wire
-from turnstream_server.batcher.dead_letters import UnreadableEvent, read_entry
-from turnstream_server.bus.events import EventEntry
-from turnstream_server.bus.manifests import encode_for_store
+from turnstream_server.batcher.planner.dead_letters import UnreadableEvent, read_entry
+from turnstream_server.bus.core.events import EventEntry
+from turnstream_server.bus.planning.manifests import encode_for_store
 
 CONFIGS = (
     config(1),

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from turnstream_server.batcher.tasks import first_of
+from turnstream_server.batcher.planner.event_loop import first_of
 
 
 async def _give(number: int) -> int:

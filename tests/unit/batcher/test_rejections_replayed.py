@@ -24,9 +24,9 @@ from turnstream.types import (
     TrajectoryDied,
     TrajectoryKey,
 )
-from turnstream_server.batcher.dead_letters import DeadLetterWriter
-from turnstream_server.bus.events import EventEntry
-from turnstream_server.bus.leadership import Term
+from turnstream_server.batcher.planner.dead_letters import DeadLetterWriter
+from turnstream_server.bus.core.events import EventEntry
+from turnstream_server.bus.leadership.leadership import Term
 
 CONFIG = config(2)
 REFUSED = "g2"

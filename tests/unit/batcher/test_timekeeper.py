@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnstream_server.batcher.timekeeper import SteadyClock
+from turnstream_server.batcher.planner.timekeeper import SteadyClock
 
 
 def read(clock: SteadyClock, *, server_s: float, now_s: float) -> float:

@@ -15,7 +15,7 @@ from turnstream.batching.merge.merging import merge_turns, plan_sequences, store
 from turnstream.batching.merge.plan import GroupPlan, TrajectoryPlan
 from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.errors import BatchingError, CorruptRecordError, InvalidTurnError
-from turnstream.store.keys import trajectory_id
+from turnstream.store.client.keys import trajectory_id
 from turnstream.types import Ragged, Rows, Status, StoredTurn, TrajectoryKey, Turn, VersionRun
 
 TEXTS = ("trajectory_id", "group_id", "prompt_uid", "status")

@@ -29,7 +29,7 @@ from turnstream.batching.fold.decisions import (
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.planning.plan_batch import num_groups_to_plan, plan_batch
 from turnstream.batching.planning.selection import Selector
-from turnstream.store.credits import Credit, credit_of
+from turnstream.store.run.credits import Credit, credit_of
 from turnstream.types import (
     BatchDue,
     DeadlineFired,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from turnstream_server.bus.frontier import Frontier
-from turnstream_server.bus.moments import RunSnapshot
+from turnstream_server.bus.core.frontier import Frontier
+from turnstream_server.bus.queries.run_snapshot import RunSnapshot
 
 FRONTIER = Frontier(
     planned=2,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from turnstream_server.bus.budget import ByteBudget, HeldBytes
-from turnstream_server.bus.moments import RunSnapshot
-from turnstream_server.bus.reasons import ReasonKind, reasons
+from turnstream_server.bus.queries.budget import ByteBudget, HeldBytes
+from turnstream_server.bus.queries.run_snapshot import RunSnapshot
+from turnstream_server.bus.queries.wait_reasons import ReasonKind, reasons
 
 Starved = Callable[..., RunSnapshot]
 

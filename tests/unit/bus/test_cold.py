@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from turnstream_server.bus.cold import LedgerFolder
+from turnstream_server.bus.release.ledger_files import LedgerFolder
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from turnstream.store.lasting import Lasting
-from turnstream.store.tasks import PromptCounts
-from turnstream_server.bus.frontier import PayloadDamage
-from turnstream_server.bus.moments import (
+from turnstream.store.run.tasks import PromptCounts
+from turnstream.store.waits.wait_durations import Lasting
+from turnstream_server.bus.core.frontier import PayloadDamage
+from turnstream_server.bus.queries.run_snapshot import (
     AwaitedReward,
     OpenMember,
     OpenRefill,
@@ -17,7 +17,7 @@ from turnstream_server.bus.moments import (
     SilentWriter,
     WaitingGroup,
 )
-from turnstream_server.bus.reasons import Reason, ReasonKind, reasons
+from turnstream_server.bus.queries.wait_reasons import Reason, ReasonKind, reasons
 
 Starved = Callable[..., RunSnapshot]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.bus.stores import check_version
+from turnstream_server.bus.core.stores import check_version
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ import pytest
 
 from testkit import config, turn
 from turnstream.errors import BatcherUnavailableError, WaitKind, WaitReason
-from turnstream.generator.drafts import TrajectoryDraft
-from turnstream.generator.lanes import Lane, PendingTurn
-from turnstream.generator.waits import no_room, not_on_disk, of_writes
-from turnstream.store.lasting import Lasting
-from turnstream.store.tasks import PromptCounts
-from turnstream.store.wait_reasons import (
+from turnstream.generator.encode.encoder import TrajectoryDraft
+from turnstream.generator.outbox.outbox_waits import no_room, not_on_disk, of_writes
+from turnstream.generator.outbox.trajectory_queue import Lane, PendingTurn
+from turnstream.store.run.tasks import PromptCounts
+from turnstream.store.waits.wait_durations import Lasting
+from turnstream.store.waits.wait_facts import WaitFacts
+from turnstream.store.waits.wait_reasons import (
     no_leave,
     no_refill,
     no_task,
@@ -24,12 +25,11 @@ from turnstream.store.wait_reasons import (
     store_away,
     store_silent,
 )
-from turnstream.store.waits import WaitFacts
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream.worker._reasons import batcher_silent, no_batch, not_acknowledged, of_failure
-from turnstream_server.bus.budget import ByteBudget, HeldBytes
-from turnstream_server.bus.frontier import Frontier, PayloadDamage
-from turnstream_server.bus.moments import (
+from turnstream_server.bus.core.frontier import Frontier, PayloadDamage
+from turnstream_server.bus.queries.budget import ByteBudget, HeldBytes
+from turnstream_server.bus.queries.run_snapshot import (
     AwaitedReward,
     KeptDeadLetters,
     OpenMember,
@@ -38,7 +38,7 @@ from turnstream_server.bus.moments import (
     SilentWriter,
     WaitingGroup,
 )
-from turnstream_server.bus.reasons import reasons
+from turnstream_server.bus.queries.wait_reasons import reasons
 
 PAGE = Path(__file__).parents[3] / "docs/waits.md"
 

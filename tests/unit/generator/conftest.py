@@ -10,7 +10,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
 from testkit import turn
-from turnstream.generator.calls import (
+from turnstream.generator.encode.encoder import TrajectoryDraft
+from turnstream.generator.outbox.calls import (
     Call,
     HeartbeatCall,
     NoteCall,
@@ -18,10 +19,9 @@ from turnstream.generator.calls import (
     Round,
     WaitsCall,
 )
-from turnstream.generator.drafts import TrajectoryDraft
-from turnstream.generator.lanes import Lane
-from turnstream.generator.outbox import Outbox
-from turnstream.generator.receipts import Delivery
+from turnstream.generator.outbox.outbox import Outbox
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.types import GroupOpened, Status, TrajectoryKey
 
 KEYS = [TrajectoryKey("g", sample) for sample in range(3)]

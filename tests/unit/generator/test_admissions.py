@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError, WaitKind
-from turnstream.generator.receipts import Delivery
+from turnstream.generator.outbox.receipts import Delivery
 from turnstream.records.configs import encode_config
 
 NewDesk = Callable[..., Any]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.generator.patience import Backoff
+from turnstream.generator.outbox.outage import Backoff
 
 
 def backoff(timeout_s: float = 100.0, jitter: float = 1.0) -> Backoff:

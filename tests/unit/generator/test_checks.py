@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as nps
 
 from testkit import group, trajectory
 from turnstream.errors import InvalidTurnError
-from turnstream.generator import checks
+from turnstream.generator.encode import checks
 from turnstream.types import Status, TrajectoryKey, Turn
 from turnstream.types.scalars import named_numbers
 

@@ -12,9 +12,9 @@ from testkit import assert_same, group, trajectory, turn
 from testkit.strategies import declared_columns, trees, with_extras
 from turnstream.batching.merge.anchors import anchor_hash
 from turnstream.errors import InvalidTurnError
-from turnstream.generator import checks, drafts
-from turnstream.generator.drafts import TrajectoryDraft, TurnRecord, draft_group
-from turnstream.generator.takeovers import taken_turns
+from turnstream.generator.api.takeovers import taken_turns
+from turnstream.generator.encode import checks, encoder
+from turnstream.generator.encode.encoder import TrajectoryDraft, TurnRecord, draft_group
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
 from turnstream.types import (
@@ -311,7 +311,7 @@ def test_a_group_is_drafted_in_order_and_its_errors_say_where() -> None:
 
 def test_turn_beyond_the_limit_of_a_seal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # A seal of more turns than a batcher reads was written, and its trajectory was lost there.
-    monkeypatch.setattr(drafts, "MAX_TURNS", 2)
+    monkeypatch.setattr(encoder, "MAX_TURNS", 2)
     made = draft(turn("ab", "C"), turn("abcd", "E"))
 
     with pytest.raises(InvalidTurnError, match="number 3, more than 2 turns"):
@@ -321,8 +321,8 @@ def test_turn_beyond_the_limit_of_a_seal_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_seal_beyond_the_limit_of_an_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "MAX_TURNS", 2)
-    monkeypatch.setattr(drafts, "MAX_EVENT_BYTES", 50)
+    monkeypatch.setattr(encoder, "MAX_TURNS", 2)
+    monkeypatch.setattr(encoder, "MAX_EVENT_BYTES", 50)
     made = draft(turn("ab", "CD", version=1), turn("x", "FG", version=2))
 
     with pytest.raises(InvalidTurnError, match="bytes, more than 50"):

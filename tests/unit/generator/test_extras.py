@@ -10,8 +10,8 @@ import pytest
 
 from testkit import turn
 from turnstream.errors import InvalidTurnError
-from turnstream.generator.drafts import TrajectoryDraft
-from turnstream.generator.extras import with_checked_extras
+from turnstream.generator.encode.encoder import TrajectoryDraft
+from turnstream.generator.encode.extras import with_checked_extras
 from turnstream.records.turns import decode_turn
 from turnstream.types import DeclaredColumn, TrajectoryKey
 

@@ -14,8 +14,8 @@ from turnstream.errors import (
     FencedError,
     RunNotFoundError,
 )
-from turnstream.generator.heartbeats import Heartbeats
-from turnstream.generator.lanes import Lane
+from turnstream.generator.outbox.heartbeats import Heartbeats
+from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.types import TrajectoryKey
 
 NewDesk = Callable[..., Any]

@@ -9,7 +9,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from turnstream.errors import ConflictError, FencedError
-from turnstream.generator.receipts import Delivery
+from turnstream.generator.outbox.receipts import Delivery
 from turnstream.types import GroupOpened, TrajectoryKey
 
 NewDesk = Callable[..., Any]

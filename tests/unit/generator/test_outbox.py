@@ -20,13 +20,13 @@ from turnstream.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from turnstream.generator.calls import (
+from turnstream.generator.outbox.calls import (
     SCRIPTS,
 )
-from turnstream.generator.lanes import Lane
-from turnstream.generator.receipts import Delivery
-from turnstream.store.backoff import FIRST_PAUSE_S
-from turnstream.store.keys import trajectory_keys
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.store.client.backoff import FIRST_PAUSE_S
+from turnstream.store.client.keys import trajectory_keys
 
 NewDesk = Callable[..., Any]
 OOM = OutOfMemoryError("command not allowed")

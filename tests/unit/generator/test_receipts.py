@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from turnstream.errors import ConflictError, FencedError, NotReadyError, StoreBehindError
-from turnstream.generator.receipts import AsyncReceipt, Delivery, Receipt
-from turnstream.generator.writers import raise_unread
+from turnstream.generator.api.writers import raise_unread
+from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
 from turnstream.types import TrajectoryKey
 
 ONE, OTHER = TrajectoryKey("g", 0), TrajectoryKey("g", 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from turnstream.store.budget import FIRST_BYTES, with_block
+from turnstream.store.run.budget import FIRST_BYTES, with_block
 from turnstream.types import TrajectoryKey
 
 NewDesk = Callable[..., Any]

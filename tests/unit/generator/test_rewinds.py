@@ -9,9 +9,9 @@ import pytest
 from redis.exceptions import ResponseError
 
 from turnstream.errors import ConflictError, FencedError, StoreBehindError, StoreUnavailableError
-from turnstream.generator.lanes import Lane, RewardPost
-from turnstream.generator.receipts import Delivery
-from turnstream.store.rewards import reward_command
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
+from turnstream.store.run.rewards import reward_command
 from turnstream.types import GroupOpened, TrajectoryKey
 
 NewDesk = Callable[..., Any]

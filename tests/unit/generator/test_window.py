@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 from turnstream.errors import FencedError
-from turnstream.generator.drafts import TurnRecord
-from turnstream.generator.lanes import Admission, Lane
-from turnstream.generator.receipts import Delivery
-from turnstream.generator.window import Ended, KeptTurn, Window
+from turnstream.generator.encode.encoder import TurnRecord
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.resend_buffer import Ended, KeptTurn, Window
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.types import GroupOpened, TrajectoryKey, TurnShape
 
 LANE = Lane(TrajectoryKey("g", 0), "g/0/0")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from turnstream.store.ending import to_the_end
+from turnstream.store.client.cancellation import to_the_end
 
 
 async def test_what_closing_gives_or_raises_is_told() -> None:

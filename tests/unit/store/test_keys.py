@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 
 # A name that is no valid Unicode has no bytes, and so no key.

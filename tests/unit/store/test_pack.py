@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from redis.connection import Connection
 
-from turnstream.store.scripts import Script, pack
+from testkit.scripts import script
+from turnstream.store.client.scripts import pack
 
 
 def test_commands_are_packed_as_the_client_packs_them() -> None:
     payload = bytes(range(256)) * 40
     calls = [
-        Script("append")(["ts:{r/ä}:turns"], 1, "2", payload, b"").words,
+        script("append")(["ts:{r/ä}:turns"], 1, "2", payload, b"").words,
         ("SCRIPT", "LOAD", "return 'ö'"),
     ]
 

@@ -6,7 +6,7 @@ from redis import exceptions as redis_errors
 from redis.connection import DefaultParser
 
 from turnstream import errors
-from turnstream.store import replies
+from turnstream.store.client import replies
 
 
 def error_reply(text: str) -> Exception:

@@ -8,9 +8,9 @@ import pytest
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import WaitKind, WaitReason
-from turnstream.store.lasting import Lasting
-from turnstream.store.wait_reasons import no_refill, reasons_of
-from turnstream.store.waits import MAX_LEASES, MAX_NAMED, HeldMember, WaitFacts
+from turnstream.store.waits.wait_durations import Lasting
+from turnstream.store.waits.wait_facts import MAX_LEASES, MAX_NAMED, HeldMember, WaitFacts
+from turnstream.store.waits.wait_reasons import no_refill, reasons_of
 from turnstream.types import GroupOpened, Purpose, TrajectoryKey
 
 

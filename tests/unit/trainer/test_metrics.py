@@ -15,7 +15,7 @@ from turnstream.batching.merge.plan import MiniBatchPlan, SequenceShape
 from turnstream.records.batches import decode_mini_batch
 from turnstream.types import MiniBatch
 from turnstream.worker.tensors import to_torch
-from turnstream_server.batcher.shares import PlannedBatch, cut_mini_batch, encode_share
+from turnstream_server.batcher.assembly.shares import PlannedBatch, cut_mini_batch, encode_share
 from turnstream_server.trainer.engine import UpdateReport
 from turnstream_server.trainer.metrics import UpdateFigures, step_figures
 

@@ -10,13 +10,14 @@ import redis
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store import runs
-from turnstream.store.batchers import wait_for_batchers
-from turnstream.store.configs import read_config
-from turnstream.store.credits import Credit, credit
-from turnstream.store.revisions import revise_config
-from turnstream.store.rewards import RewardOutcome, post_reward
-from turnstream.store.tasks import Prompt, add_prompts
+from turnstream.store.run import runs
+from turnstream.store.run.batchers import wait_for_batchers
+from turnstream.store.run.configs import read_config
+from turnstream.store.run.credits import Credit, credit
+from turnstream.store.run.revisions import revise_config
+from turnstream.store.run.rewards import RewardOutcome, post_reward
+from turnstream.store.run.tasks import Prompt, add_prompts
+from turnstream.store.waits.version_wait import wait_for_version
 from turnstream.types import Leftover, TrajectoryKey, VersionAnnounced
 from turnstream.types.names import RunId
 
@@ -150,7 +151,7 @@ class Run:
         Raises:
             NotReadyError: none was announced within `timeout_s`.
         """
-        return runs.wait_for_version(self._client, self._id, above=above, timeout_s=timeout_s)
+        return wait_for_version(self._client, self._id, above=above, timeout_s=timeout_s)
 
     def revise(self, *, from_step: int, **settings: Any) -> int:
         """Change settings from a step on; return the number of the revision.

@@ -10,12 +10,12 @@ from typing import Any, Final, Self
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import InvalidConfigError, StoreUnavailableError
 from turnstream.run import Run
-from turnstream.store import runs
-from turnstream.store.configs import read_config
-from turnstream.store.connection import address_of, checked_url
-from turnstream.store.connection import connect as connect_to_store
-from turnstream.store.replies import translating
-from turnstream.store.run_ids import find_run
+from turnstream.store.client.connection import address_of, checked_url
+from turnstream.store.client.connection import connect as connect_to_store
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import find_run
+from turnstream.store.run import runs
+from turnstream.store.run.configs import read_config
 
 DEFAULT_URL: Final = "redis://127.0.0.1:7379"
 """Where `turnstream up` keeps its store."""

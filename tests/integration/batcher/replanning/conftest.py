@@ -12,18 +12,18 @@ import pytest
 from harness.stored import content_of
 from testkit import group, trajectory, turn, wait_until_async
 from turnstream.batching.merge.plan import Manifest
-from turnstream.store import keys
-from turnstream.store.connection import connect, connect_async
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect, connect_async
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.bus.budget import read_budget
-from turnstream_server.bus.dead_letters import read_dead_letters
-from turnstream_server.bus.frontier import Frontier, read_frontier
-from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.manifests import read_plan
-from turnstream_server.bus.observers import declare_observer, note_observed
-from turnstream_server.bus.reasons import Reason, ReasonKind, reasons
-from turnstream_server.bus.replans import Replanned, await_replan, request_replan
-from turnstream_server.bus.waits import read_snapshot
+from turnstream_server.bus.admin.dead_letters import read_dead_letters
+from turnstream_server.bus.core.frontier import Frontier, read_frontier
+from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
+from turnstream_server.bus.queries.budget import read_budget
+from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.wait_reasons import Reason, ReasonKind, reasons
+from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 
 
 @pytest.fixture

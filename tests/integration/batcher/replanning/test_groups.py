@@ -7,10 +7,10 @@ import pytest
 
 from testkit import group, trajectory, turn
 from turnstream.records.events import decode_event, encode_event
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.revisions import read_revisions, revise_config
-from turnstream.store.rewards import post_reward
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.rewards import post_reward
 from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

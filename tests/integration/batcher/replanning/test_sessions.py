@@ -14,11 +14,11 @@ from turnstream.errors import (
     FencedError,
     StoreBehindError,
 )
-from turnstream.store import keys
-from turnstream.store.connection import connect
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.replans import Replanned
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.planning.replans import Replanned
 from turnstream_server.jobs.history import RunHistory
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

@@ -7,14 +7,14 @@ import pytest
 
 from testkit import group, trajectory, turn
 from turnstream.errors import EndOfRunError
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream.store.runs import pause_run, resume_run
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import pause_run, resume_run
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.batcher import releaser
-from turnstream_server.batcher.upkeep import Upkeep
-from turnstream_server.bus.forks import fork_run
-from turnstream_server.bus.openings import read_openings
+from turnstream_server.batcher.planner import releaser
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.admin.forks import fork_run
+from turnstream_server.bus.core.group_open_times import read_openings
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

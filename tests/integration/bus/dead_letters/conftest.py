@@ -10,12 +10,12 @@ import redis
 
 from testkit import ids
 from turnstream.generator import Publisher
-from turnstream.store import keys
-from turnstream.store.connection import connect_async
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
 from turnstream.types import TrajectoryDied
-from turnstream_server.bus.leadership import Term, acquire_leadership
-from turnstream_server.bus.ledger import read_ledger
-from turnstream_server.bus.trajectories import Rejection, mark_dead, reject_events
+from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
+from turnstream_server.bus.planning.trajectories import Rejection, mark_dead, reject_events
+from turnstream_server.bus.queries.ledger import read_ledger
 
 
 class DeadRun:

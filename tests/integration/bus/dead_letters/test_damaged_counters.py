@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from turnstream.errors import CorruptRecordError
-from turnstream.store.budget import reserve_command
-from turnstream.store.scripts import run_command
-from turnstream_server.bus.dead_letters import discard_event, discard_trajectory
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run.budget import reserve_command
+from turnstream_server.bus.admin.dead_letters import discard_event, discard_trajectory
 
 pytestmark = pytest.mark.redis
 

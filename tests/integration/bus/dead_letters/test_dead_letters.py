@@ -16,10 +16,9 @@ import pytest
 from turnstream.errors import ConflictError
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
-from turnstream.store.connection import connect_async
+from turnstream.store.client.connection import connect_async
 from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.budget import read_budget
-from turnstream_server.bus.dead_letters import (
+from turnstream_server.bus.admin.dead_letters import (
     DeadLetterNotFoundError,
     discard_event,
     discard_oldest,
@@ -28,7 +27,8 @@ from turnstream_server.bus.dead_letters import (
     open_trajectory,
     read_dead_letters,
 )
-from turnstream_server.bus.trajectory_history import read_history
+from turnstream_server.bus.queries.budget import read_budget
+from turnstream_server.bus.queries.trajectory_history import read_history
 from turnstream_server.jobs.dead_letters import export_dead_letter
 
 pytestmark = pytest.mark.redis

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from turnstream.store.connection import connect
+from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryDied
-from turnstream_server.bus.frontier import ReplanRequest
-from turnstream_server.bus.replans import Withdrawal, request_replan, withdraw_plans
+from turnstream_server.bus.core.frontier import ReplanRequest
+from turnstream_server.bus.planning.replans import Withdrawal, request_replan, withdraw_plans
 
 
 @pytest.fixture

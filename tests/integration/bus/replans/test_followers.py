@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from testkit import wait_until_async
-from turnstream.store.ending import cancel_all
-from turnstream_server.batcher.assembler import Assembler
-from turnstream_server.batcher.parking import ParkedRuns
-from turnstream_server.batcher.planner import RunPlanner
-from turnstream_server.batcher.renewal import LeadershipKeeper
-from turnstream_server.batcher.runs import RunView
-from turnstream_server.batcher.upkeep import DEFAULT_UPKEEP
-from turnstream_server.bus.frontier import read_frontier_async
+from turnstream.store.client.cancellation import cancel_all
+from turnstream_server.batcher.assembly.assembler import Assembler
+from turnstream_server.batcher.planner.parking import ParkedRuns
+from turnstream_server.batcher.planner.planner import RunPlanner
+from turnstream_server.batcher.planner.renewal import LeadershipKeeper
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.planner.upkeep import DEFAULT_UPKEEP
+from turnstream_server.bus.core.frontier import read_frontier_async
 
 pytestmark = pytest.mark.redis
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from turnstream.errors import ConflictError, FencedError, NotReadyError, RunNotFoundError
-from turnstream.store import keys
-from turnstream.store.connection import connect
-from turnstream_server.bus.frontier import Frontier, read_frontier_async
-from turnstream_server.bus.replans import (
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream_server.bus.core.frontier import Frontier, read_frontier_async
+from turnstream_server.bus.planning.replans import (
     await_replan,
     note_damage,
     refuse_replan,

@@ -12,24 +12,24 @@ import redis
 from harness.stored import content_of
 from turnstream.errors import ConflictError, FencedError
 from turnstream.records.events import decode_event
-from turnstream.store import keys
+from turnstream.store.client import keys
 from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.frontier import (
+from turnstream_server.bus.core.frontier import (
     Frontier,
     PayloadDamage,
     ReplanRequest,
     Withdrawn,
     read_frontier_async,
 )
-from turnstream_server.bus.ledger import read_ledger_async
-from turnstream_server.bus.manifests import read_manifest, read_manifests
-from turnstream_server.bus.replans import (
+from turnstream_server.bus.leadership.snapshots import save_snapshot
+from turnstream_server.bus.planning.manifests import read_manifest, read_manifests
+from turnstream_server.bus.planning.replans import (
     Withdrawal,
     note_damage,
     refuse_replan,
     withdraw_plans,
 )
-from turnstream_server.bus.snapshots import save_snapshot
+from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 

@@ -1,19 +1,19 @@
 """What generators use: turns in, as they are sampled, into the store."""
 
-from turnstream.generator.async_publisher import (
+from turnstream.generator.api.async_publisher import (
     AsyncGroupWriter,
     AsyncPublisher,
     AsyncTrajectoryWriter,
 )
-from turnstream.generator.publisher import GroupWriter, Publisher, TrajectoryWriter
-from turnstream.generator.receipts import AsyncReceipt, Receipt
-from turnstream.generator.tally import PublisherStatistics
-from turnstream.generator.tasks import AsyncTask, Task
-from turnstream.store.credits import Credit, CreditReason, credit, credit_async
-from turnstream.store.groups import Refill
-from turnstream.store.leases import LapsedTrajectory
-from turnstream.store.rewards import RewardOutcome, post_reward, post_reward_async
-from turnstream.store.tasks import Prompt, add_prompts
+from turnstream.generator.api.publisher import GroupWriter, Publisher, TrajectoryWriter
+from turnstream.generator.api.tasks import AsyncTask, Task
+from turnstream.generator.outbox.inflight import PublisherStatistics
+from turnstream.generator.outbox.receipts import AsyncReceipt, Receipt
+from turnstream.store.run.credits import Credit, CreditReason, credit, credit_async
+from turnstream.store.run.groups import Refill
+from turnstream.store.run.leases import LapsedTrajectory
+from turnstream.store.run.rewards import RewardOutcome, post_reward, post_reward_async
+from turnstream.store.run.tasks import Prompt, add_prompts
 
 __all__ = [
     "AsyncGroupWriter",

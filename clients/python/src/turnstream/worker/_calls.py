@@ -21,8 +21,8 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.records.statuses import status_to_error
-from turnstream.store.backoff import LONGEST_PAUSE_S, pause_after
-from turnstream.store.wait_warnings import WaitWarnings
+from turnstream.store.client.backoff import LONGEST_PAUSE_S, pause_after
+from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types.names import checked_setting
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream.worker._reasons import (

@@ -28,8 +28,8 @@ from turnstream.errors import (
     UnknownFormatError,
     WaitReason,
 )
-from turnstream.store.backoff import pause_after
-from turnstream.store.wait_warnings import WaitWarnings
+from turnstream.store.client.backoff import pause_after
+from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types import MiniBatchInfo
 from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
 from turnstream.worker._acknowledged import AcknowledgedSteps

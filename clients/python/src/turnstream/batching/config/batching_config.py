@@ -25,7 +25,7 @@ from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
 class BatchingConfig(Settings):
     """Settings of a run that are valid, one by one and together.
 
-    The attributes are those of `turnstream.batching.config.Settings`.
+    The attributes are those of `turnstream.batching.config.settings.Settings`.
 
     Raises:
         InvalidConfigError: a value that its setting cannot have, or a rule that is broken.

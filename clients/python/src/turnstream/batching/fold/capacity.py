@@ -2,8 +2,8 @@
 
 A group that would be too old for training is not started. The rule is that of AReaL (Fu et al.,
 2025, section 4.1) with one correction: filtered and failed groups are subtracted again. Otherwise a
-run that filters many groups starves its trainer. `store/lua/open_group.lua` is the same rule over
-the numbers of a run, and `store/credits.py` reports its result.
+run that filters many groups starves its trainer. `store/run/lua/open_group.lua` is the same rule
+over the numbers of a run, and `store/run/credits.py` reports its result.
 """
 
 from __future__ import annotations

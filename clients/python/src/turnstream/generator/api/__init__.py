@@ -1,0 +1,1 @@
+"""Publishers, and the writers of groups, trajectories and tasks."""

@@ -1,0 +1,187 @@
+"""A group being written, for threads and for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from turnstream.errors import ConflictError, RejectedError
+from turnstream.generator.api import writers
+from turnstream.generator.api.bases import Carrier, TrajectoryWriterBase
+from turnstream.generator.api.reopening import Reopened
+from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
+from turnstream.generator.encode.checks import check_key
+from turnstream.generator.outbox.outbox import Outbox
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.transport.async_sender import AsyncSender
+from turnstream.generator.transport.sender import Sender
+from turnstream.types import GroupOpened, TrajectoryKey
+
+_Carrier = TypeVar("_Carrier", bound=Carrier[Any])
+_Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any])
+
+
+class GroupWriterBase(Generic[_Carrier, _Writer]):
+    """A group being written, with a writer per sample."""
+
+    _entered_by: ClassVar[str]
+
+    def __init__(
+        self,
+        sender: _Carrier,
+        outbox: Outbox,
+        group: GroupOpened,
+        *,
+        make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], _Writer],
+    ) -> None:
+        self._sender = sender
+        self._outbox = outbox
+        self._make_writer = make_writer
+        self._group = group
+        self._is_open = False
+        self._lanes: dict[int, Lane] = {}
+        self._writers: dict[int, _Writer] = {}
+
+    def trajectory(self, sample: int) -> _Writer:
+        """The writer of one sample, open already; the same writer for the same sample.
+
+        Raises:
+            InvalidTurnError: the group has no such sample.
+            RejectedError: the group was not entered, or the sample is finished already.
+        """
+        group_id = self._group.group_id
+        key = TrajectoryKey(group_id, sample)
+        check_key(key, num_samples=self._group.num_samples)
+        writer = self._writers.get(sample)
+        if writer is None:
+            if not self._is_open:
+                raise RejectedError(f"group {group_id!r} is not open: use it in {self._entered_by}")
+            if sample not in self._lanes:
+                raise RejectedError(
+                    f"sample {sample} of group {group_id!r} is finished, or has another generator"
+                )
+            writer = self._make_writer(self._group, key, self._lanes[sample])
+            self._writers[sample] = writer
+        return writer
+
+    def __iter__(self) -> Iterator[_Writer]:
+        """Yield the writers of all samples in order; with `exist_ok`, of the unfinished ones."""
+        return map(self.trajectory, sorted({*self._lanes, *self._writers}))
+
+    def _ask(self, opened: Delivery, samples: Sequence[int]) -> None:
+        """Ask for the admission of these samples, all at once."""
+        group = self._group
+        members = [TrajectoryKey(group.group_id, sample) for sample in samples]
+        self._is_open = True
+        if not members:
+            opened.settle(None)
+            return
+        lanes = self._sender.put(lambda: self._outbox.admit(group, members, opened=opened))
+        self._lanes = dict(zip(samples, lanes, strict=True))
+
+    def _resume(self, reopened: Reopened[_Writer]) -> Sequence[int]:
+        """Keep the samples that an earlier process opened; return those to be opened."""
+        self._writers = dict(reopened.adopted)
+        return reopened.unopened
+
+    def _give_up(self, error: BaseException | None) -> None:
+        """Abandon the samples that are not sealed, and warn of those that should be."""
+        unsealed: list[int] = []
+        for sample in sorted({*self._lanes, *self._writers}):
+            is_started = sample in self._writers
+            writer = self.trajectory(sample)
+            if not writer.has_ended:
+                reason = writers.NOT_STARTED if error is None and not is_started else ""
+                writer.abandon(reason or writers.reason_of(error))
+                unsealed.append(sample)
+        if unsealed and error is None:
+            writers.warn_unsealed(self._group.group_id, unsealed)
+
+
+class GroupWriter(GroupWriterBase[Sender, TrajectoryWriter]):
+    """A group being written; a context manager. Made by `Publisher.group`.
+
+    Args:
+        sender: sender of the publisher.
+        outbox: outbox of the publisher.
+        group: as it is opened.
+        make_writer: return the writer of an open trajectory.
+        reopen: finds the unfinished samples of a group that may exist; None if it must be new.
+    """
+
+    _entered_by = "`with`"
+
+    def __init__(
+        self,
+        sender: Sender,
+        outbox: Outbox,
+        group: GroupOpened,
+        *,
+        make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], TrajectoryWriter],
+        reopen: Callable[[GroupOpened], Reopened[TrajectoryWriter]] | None,
+    ) -> None:
+        super().__init__(sender, outbox, group, make_writer=make_writer)
+        self._reopen = reopen
+
+    def __enter__(self) -> Self:
+        if self._reopen is None:
+            self._open(range(self._group.num_samples))
+            return self
+        try:
+            self._open(self._resume(self._reopen(self._group)))
+        except ConflictError:  # another generator was faster, or the sizes differ: raised again
+            self._open(self._resume(self._reopen(self._group)))
+        return self
+
+    def _open(self, samples: Sequence[int]) -> None:
+        opened = self._sender.receipt()
+        self._ask(opened, samples)
+        try:
+            opened.result()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._give_up(error)
+
+
+class AsyncGroupWriter(GroupWriterBase[AsyncSender, AsyncTrajectoryWriter]):
+    """A group being written; made by `AsyncPublisher.group`. See `GroupWriter`."""
+
+    _entered_by = "`async with`"
+
+    def __init__(
+        self,
+        sender: AsyncSender,
+        outbox: Outbox,
+        group: GroupOpened,
+        *,
+        make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], AsyncTrajectoryWriter],
+        reopen: Callable[[GroupOpened], Awaitable[Reopened[AsyncTrajectoryWriter]]] | None,
+    ) -> None:
+        super().__init__(sender, outbox, group, make_writer=make_writer)
+        self._reopen = reopen
+
+    async def __aenter__(self) -> Self:
+        if self._reopen is None:
+            await self._open(range(self._group.num_samples))
+            return self
+        try:
+            await self._open(self._resume(await self._reopen(self._group)))
+        except ConflictError:  # another generator was faster, or the sizes differ: raised again
+            await self._open(self._resume(await self._reopen(self._group)))
+        return self
+
+    async def _open(self, samples: Sequence[int]) -> None:
+        opened = self._sender.receipt()
+        self._ask(opened, samples)
+        try:
+            await opened
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._give_up(error)

@@ -1,0 +1,159 @@
+"""Tasks: what a run gives a generator to do, a refill or a prompt, leased until it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Protocol, Self, TypeVar
+
+from turnstream.errors import (
+    NotReadyError,
+    PromptsExhaustedError,
+    TurnstreamError,
+    UnavailableError,
+)
+from turnstream.generator.api import writers
+from turnstream.generator.transport.steps import ReadWaits, Steps, until_woken
+from turnstream.store.run.tasks import (
+    NoTask,
+    OfferedTask,
+    TakenTask,
+    next_task_command,
+    parse_task,
+)
+from turnstream.store.waits.bounded_call import StoreWait
+from turnstream.store.waits.wait_facts import WaitFacts
+from turnstream.store.waits.wait_reasons import no_task
+
+
+class _Writer(Protocol):
+    """A trajectory being written, by threads or in asyncio."""
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def abandon(self, reason: str) -> object: ...
+
+
+_AnyWriter = TypeVar("_AnyWriter", bound=_Writer)
+
+
+class _Task(Generic[_AnyWriter]):
+    """The common base of both kinds of tasks."""
+
+    def __init__(self, taken: TakenTask, trajectories: Sequence[_AnyWriter]) -> None:
+        self.group_id = taken.group.group_id
+        self.prompt_uid = taken.group.prompt_uid
+        self.payload = taken.payload
+        self.num_samples = taken.group.num_samples
+        self.num_needed = taken.group.num_needed
+        self.trajectories = tuple(trajectories)
+
+    def _give_up(self, error: BaseException | None) -> None:
+        for trajectory in self.trajectories:
+            if not trajectory.has_ended:
+                trajectory.abandon(writers.reason_of(error))
+
+
+class Task(_Task[_AnyWriter]):
+    """A prompt to be sampled, or one sample of it to be tried again; a context manager.
+
+    Made by `Publisher.next_task`, whose leases it holds from then on. Leaving it abandons what was
+    not sealed, so that the group can end and the prompt is given out again.
+
+    Attributes:
+        group_id: name of the group.
+        prompt_uid: the dataset's name of the prompt.
+        payload: bytes of the prompt; empty where the run was not given it, and a refill is taken.
+        num_samples: number of samples of the group.
+        num_needed: members that decide the group.
+        trajectories: their writers, open already: all samples of a new group, one of a refill.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._give_up(error)
+
+
+class AsyncTask(_Task[_AnyWriter]):
+    """The same as `Task`, made by `AsyncPublisher.next_task`; an asynchronous context manager."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._give_up(error)
+
+
+def take_task(
+    run: str,
+    *,
+    writer: str,
+    adopt: Callable[[TakenTask], list[_AnyWriter]],
+    wait: StoreWait,
+    unanswered: deque[str],
+) -> Steps[tuple[TakenTask, list[_AnyWriter]]]:
+    """Take the next task of a run, as soon as there is one, with the writers of its trajectories.
+
+    Args:
+        run: name of the run.
+        writer: the writer that takes it.
+        adopt: return the writers of a task; none if this publisher writes it already.
+        wait: deadline of the call.
+        unanswered: requests of this writer that the store has not answered, and may have granted;
+            calls for this writer share it.
+
+    Raises:
+        NotReadyError: there was none before the deadline, and why.
+        PromptsExhaustedError: every prompt of the run was done by then.
+        EndOfRunError: the run is closed.
+    """
+    while True:
+        with _request(unanswered) as request:
+            found = yield from _next_task(run, writer=writer, request=request)
+        if isinstance(found, TakenTask):
+            if found.epochs and (trajectories := adopt(found)):
+                return found, trajectories
+            continue  # it came late and was abandoned, or it was taken before
+        wait.told(found.why)
+        if wait.is_over:
+            facts = None if found.is_exhausted else (yield ReadWaits(run))
+            raise _none_came(run, found, wait, facts)
+        yield until_woken(run, found.wake_id, wait)
+
+
+def _next_task(run: str, *, writer: str, request: str) -> Steps[TakenTask | NoTask]:
+    """Open the next task of a run; a repeated request returns the same task."""
+    found = parse_task((yield next_task_command(run, writer=writer, request=request)))
+    while isinstance(found, OfferedTask):
+        command = next_task_command(run, writer=writer, request=request, offered=found)
+        found = parse_task((yield command))
+    return found
+
+
+def _none_came(
+    run: str, found: NoTask, wait: StoreWait, waits: WaitFacts | None
+) -> TurnstreamError:
+    if found.is_exhausted:
+        return PromptsExhaustedError(f"run {run!r}: {found.why}")
+    reasons = no_task(found.why, waits, waited_s=wait.wait_s)
+    return NotReadyError(f"{wait.message}: {found.why}", reasons)
+
+
+@contextlib.contextmanager
+def _request(unanswered: deque[str]) -> Iterator[str]:
+    """Return a name for one request; an unanswered request is repeated to find its task."""
+    try:
+        request = unanswered.pop()  # atomic: threads share it
+    except IndexError:
+        request = secrets.token_hex(8)
+    try:
+        yield request
+    except BaseException as error:
+        if isinstance(error, UnavailableError) or not isinstance(error, Exception):
+            unanswered.append(request)
+        raise

@@ -1,0 +1,1 @@
+"""Validation of a generator's data, and its records."""

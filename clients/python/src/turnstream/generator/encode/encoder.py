@@ -1,0 +1,297 @@
+"""A trajectory on the generator's side: numbers its turns, finds what they share, makes records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from turnstream.batching.merge.anchors import anchor_hash
+from turnstream.batching.merge.extras import ExtraIndex, LinkedTurn
+from turnstream.batching.merge.merging import plan_sequences, stored_turn
+from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
+from turnstream.errors import InvalidTurnError
+from turnstream.generator.encode import checks
+from turnstream.generator.encode.extras import with_checked_extras
+from turnstream.records.event_limits import MAX_EVENT_BYTES, MAX_TURNS
+from turnstream.records.events import encode_event
+from turnstream.records.turns import encode_turn
+from turnstream.types import (
+    DeclaredColumn,
+    Group,
+    SealedTrajectory,
+    Status,
+    Trajectory,
+    TrajectoryKey,
+    Turn,
+    TurnShape,
+    VersionRun,
+)
+from turnstream.types.scalars import flag, named_numbers
+
+SealMaker = Callable[[int], bytes]
+"""Gives the seal's record for a lease epoch: the epoch is known when the trajectory is open."""
+
+
+class TurnRecord(NamedTuple):
+    """An encoded turn.
+
+    Attributes:
+        record: the bytes that are stored.
+        shape: its lengths, in tokens.
+    """
+
+    record: bytes
+    shape: TurnShape
+
+
+class TrajectoryDraft:
+    """Makes the records of one trajectory, in order. Not thread-safe; no I/O.
+
+    A turn that is refused leaves the draft as it was.
+
+    Args:
+        key: of the trajectory.
+        extra_columns: what the run declares.
+    """
+
+    def __init__(self, key: TrajectoryKey, *, extra_columns: Sequence[DeclaredColumn] = ()) -> None:
+        self.key = key
+        self._index = PrefixIndex()
+        self._extras = ExtraIndex(extra_columns)
+        self._shapes: list[TurnShape] = []
+        self._rewards: list[float] = []
+        self._crcs: list[int] = []
+        self._anchors: list[int | None] = []
+        self._num_bytes = 0
+        self._has_logprobs = True
+        self._oldest_version: int | None = None
+        self._newest_version: int | None = None
+        self._versions: list[tuple[VersionRun, ...]] = []
+
+    def add(self, turn: Turn) -> TurnRecord:
+        """Encode the next turn, and remember its tokens for the turns that follow.
+
+        Raises:
+            InvalidTurnError: the record would be larger than MAX_RECORD_BYTES, the trajectory has
+                MAX_TURNS turns, or an extra column does not go with those of earlier turns.
+        """
+        linked = self._extras.link(turn, self._index.matches(turn.prompt_ids))
+        made = self._encode(turn, linked)
+        self._index.add(linked.match, turn.prompt_ids, turn.response_ids)
+        self._extras.add(turn, linked)
+        return made
+
+    def add_last(self, turn: Turn) -> TurnRecord:
+        """Encode the next turn, which none follows; its tokens are not kept."""
+        return self._encode(turn, self._extras.link(turn, self._index.matches(turn.prompt_ids)))
+
+    def restore(self, turn: Turn, stored: TurnRecord) -> None:
+        """Remember the next turn as one that is stored already, however that came about.
+
+        It is linked as it is stored, which is not for this version to say better.
+        """
+        turn = self._extras.as_stored(turn)
+        match = PrefixMatch(stored.shape.parent_turn, stored.shape.shared_tokens)
+        linked = self._extras.link(turn, [match])
+        self._index.add(match, turn.prompt_ids, turn.response_ids)
+        self._extras.add(turn, linked)
+        self._remember(turn, stored)
+
+    def seal(
+        self,
+        *,
+        reward: float | None,
+        reward_components: Mapping[str, float] | None,
+        status: Status | str,
+        sampling: Mapping[str, float] | None,
+        tags: Mapping[str, str] | None,
+        metrics: Mapping[str, float] | None,
+        awaits_reward: bool = False,
+    ) -> SealMaker:
+        """Check what is said of the whole trajectory, and give what makes its seal.
+
+        Raises:
+            InvalidTurnError: a value is wrong, there is no turn, or the seal is too large.
+        """
+        if not self._shapes:
+            raise InvalidTurnError("turns", "there is none; a trajectory needs at least one")
+        status = checks.checked_status(status)
+        awaits_reward = flag(awaits_reward, field="awaits_reward")
+        reward = checks.checked_reward(reward, awaits_reward=awaits_reward)
+        components = named_numbers(reward_components, field="reward_components")
+        sampling = named_numbers(sampling, field="sampling")
+        metrics = checks.checked_metrics(metrics)
+        tags = checks.checked_tags(tags)
+
+        turn_versions = self._turn_versions()
+        anchors = () if set(self._anchors) <= {None} else tuple(self._anchors)
+
+        def make_seal(epoch: int) -> bytes:
+            return encode_event(
+                SealedTrajectory(
+                    key=self.key,
+                    lease_epoch=epoch,
+                    status=status,
+                    reward=reward,
+                    reward_components=components,
+                    turns=tuple(self._shapes),
+                    turn_rewards=tuple(self._rewards),
+                    payload_crcs=tuple(self._crcs),
+                    anchors=anchors,
+                    oldest_version=self._oldest_version,
+                    newest_version=self._newest_version,
+                    turn_versions=turn_versions,
+                    num_payload_bytes=self._num_bytes,
+                    has_logprobs=self._has_logprobs,
+                    sampling=sampling,
+                    tags=tags,
+                    metrics=metrics,
+                    awaits_reward=awaits_reward,
+                )
+            )
+
+        # Seals of fewer turns and versions are far below the limit, whatever their labels are.
+        if len(self._shapes) + sum(map(len, turn_versions)) > MAX_TURNS:
+            _check_seal(make_seal(1))
+        return make_seal
+
+    @property
+    def merged_tokens(self) -> int:
+        """Tokens of the rows that the turns merge to."""
+        if len(self._shapes) == 1:
+            return self._shapes[0].num_tokens
+        return sum(row.num_tokens for row in plan_sequences(self._shapes, merge=True))
+
+    def _turn_versions(self) -> tuple[tuple[VersionRun, ...], ...]:
+        """What the seal says of the turns, if more than one version sampled trained tokens."""
+        names = {version for counts in self._versions for version, _ in counts}
+        return tuple(self._versions) if len(names) > 1 else ()
+
+    def _encode(self, turn: Turn, linked: LinkedTurn) -> TurnRecord:
+        if len(self._shapes) >= MAX_TURNS:
+            raise InvalidTurnError(
+                "turn", f"is number {len(self._shapes) + 1}, more than {MAX_TURNS} turns"
+            )
+        stored = stored_turn(turn, linked, index=len(self._shapes))
+        num_bytes = stored.token_ids.nbytes + 4 * len(turn.response_ids) * (
+            (turn.logprobs is not None) + (turn.rewards is not None)
+        )
+        num_bytes += sum([piece.values.nbytes for piece in linked.pieces.values()])
+        if num_bytes > checks.MAX_RECORD_BYTES:
+            raise InvalidTurnError(
+                "turn", f"is a record of {num_bytes} bytes, more than {checks.MAX_RECORD_BYTES}"
+            )
+        made = TurnRecord(encode_turn(stored), stored.shape)
+        self._remember(turn, made)
+        return made
+
+    def _remember(self, turn: Turn, made: TurnRecord) -> None:
+        self._shapes.append(made.shape)
+        self._rewards.append(
+            0.0 if turn.rewards is None else float(turn.rewards.sum(dtype=np.float64))
+        )
+        self._crcs.append(int.from_bytes(made.record[-4:], "little"))
+        self._anchors.append(anchor_hash(turn.anchor))
+        self._num_bytes += len(made.record)
+        counts = _trained_versions(turn, num_trained=made.shape.num_trained_tokens)
+        self._versions.append(counts)
+        if made.shape.num_trained_tokens == 0:
+            return
+        if turn.logprobs is None:
+            self._has_logprobs = False
+        versions = [version for version, _ in counts if version is not None]
+        if versions:
+            known = [v for v in (self._oldest_version, self._newest_version) if v is not None]
+            self._oldest_version = min((*versions, *known))
+            self._newest_version = max((*versions, *known))
+
+
+def _check_seal(record: bytes) -> None:
+    if len(record) > MAX_EVENT_BYTES:
+        raise InvalidTurnError(
+            "version_runs",
+            f"the seal of the trajectory has {len(record)} bytes, more than {MAX_EVENT_BYTES}",
+        )
+
+
+def _trained_versions(turn: Turn, *, num_trained: int) -> tuple[VersionRun, ...]:
+    """How many trained tokens each version sampled, ascending, the unknown one first."""
+    if num_trained == 0:
+        return ()
+    if len(turn.version_runs) <= 1:
+        version = turn.version_runs[0].version if turn.version_runs else None
+        return (VersionRun(version, num_trained),)
+    counts: dict[int | None, int] = {}
+    start = 0
+    for version, num_tokens in turn.version_runs:
+        stop = start + num_tokens
+        trained = num_tokens
+        if turn.loss_mask is not None:
+            trained = int(np.count_nonzero(turn.loss_mask[start:stop]))
+        if trained:
+            counts[version] = counts.get(version, 0) + trained
+        start = stop
+    known = sorted([(v, n) for v, n in counts.items() if v is not None])
+    unknown = [VersionRun(None, counts[None])] if None in counts else []
+    return (*unknown, *[VersionRun(version, count) for version, count in known])
+
+
+class DraftedTrajectory(NamedTuple):
+    """A whole trajectory, encoded but for its seal."""
+
+    key: TrajectoryKey
+    turns: list[TurnRecord]
+    seal: SealMaker
+    merged_tokens: int
+    awaits_reward: bool
+
+
+def draft_group(
+    group: Group, *, extra_columns: Sequence[DeclaredColumn] = ()
+) -> list[DraftedTrajectory]:
+    """Check and encode every trajectory of a finished group, in order of their samples.
+
+    Args:
+        group: whole.
+        extra_columns: what the run declares.
+
+    Raises:
+        InvalidTurnError: names trajectory, turn, field and value; nothing of the group is accepted.
+    """
+    return [
+        _draft_trajectory(group.group_id, made, extra_columns)
+        for made in checks.checked_group(group)
+    ]
+
+
+def _draft_trajectory(
+    group_id: str, trajectory: Trajectory, declared: Sequence[DeclaredColumn]
+) -> DraftedTrajectory:
+    where = f"trajectories[{trajectory.sample}]"
+    key = TrajectoryKey(group_id, trajectory.sample, trajectory.attempt)
+    draft = TrajectoryDraft(key, extra_columns=declared)
+    turns: list[TurnRecord] = []
+    try:
+        checks.check_key(key, num_samples=None)
+        checks.check_list_of(trajectory.turns, Turn, field="turns")
+        last = len(trajectory.turns) - 1
+        for number, turn in enumerate(trajectory.turns):
+            where = f"trajectories[{trajectory.sample}].turns[{number}]"
+            add = draft.add_last if number == last else draft.add
+            checked = checks.recheck_turn(turn)
+            turns.append(add(with_checked_extras(checked, turn.extras, declared)))
+        where = f"trajectories[{trajectory.sample}]"
+        seal = draft.seal(
+            reward=trajectory.reward,
+            reward_components=trajectory.reward_components,
+            status=trajectory.status,
+            sampling=trajectory.sampling,
+            tags=trajectory.tags,
+            metrics=trajectory.metrics,
+            awaits_reward=trajectory.awaits_reward,
+        )
+    except InvalidTurnError as error:
+        raise InvalidTurnError(f"{where}.{error.field}", error.message) from error
+    return DraftedTrajectory(key, turns, seal, draft.merged_tokens, trajectory.awaits_reward)

@@ -1,0 +1,1 @@
+"""The state machine of writes: sent, acknowledged, sent again. No I/O, no clock."""

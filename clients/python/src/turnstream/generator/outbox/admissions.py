@@ -1,0 +1,253 @@
+"""Groups that ask for leave to start, and how long they wait for it. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
+from turnstream.generator.outbox.calls import WaitsCall
+from turnstream.generator.outbox.outbox_waits import MAX_NAMED
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.trajectories import Lives
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+from turnstream.records.events import encode_event
+from turnstream.store.client.replies import Refusal, parse_refusal, wake_id
+from turnstream.store.waits.wait_facts import WaitFacts
+from turnstream.store.waits.wait_reasons import no_leave, reasons_of
+from turnstream.types import GroupOpened, TrajectoryKey
+
+ASKS_BEFORE_S: Final = 1.0
+"""So long before a wait for leave ends, the store is asked why: its answer must be here by then."""
+
+ASKS_EVERY_S: Final = 5.0
+"""Many groups may wait for the same: one answer will do for so long."""
+
+_TOO_LATE: Final = "its wait for leave had ended"
+
+
+class Admissions:
+    """The groups of one publisher that are not open yet.
+
+    Args:
+        lives: of their members.
+        timeout_s: how long a group may wait for leave.
+
+    Attributes:
+        wake_id: not None: groups wait until the run's wake stream is beyond this id.
+
+    A moment before a wait ends without leave, the store is asked what that hangs on, for all that
+    wait. Where a wait is shorter than that moment, it is asked with the group.
+
+    A wait ends by its deadline also while its group asks again, and the store says nothing. What
+    the store opens for it after that is given up. A group that was open before, and that the store
+    has forgotten, waits for as long as it takes: what was acknowledged of it is kept here alone.
+    """
+
+    def __init__(self, lives: Lives, *, timeout_s: float) -> None:
+        self.wake_id: str | None = None
+        self._lives = lives
+        self._queues = lives.queues
+        self._timeout_s = timeout_s
+        self._waits: WaitFacts | None = None
+        self._asked_s: float | None = None
+        self._told_to_wait: dict[Admission, None] = {}  # in the order in which they were
+
+    def ask(
+        self, group: GroupOpened, members: Iterable[TrajectoryKey], opened: Delivery
+    ) -> list[Lane]:
+        """Ask leave for a group and open these members of it."""
+        lanes = [self._lives.begin(key) for key in members]
+        self._queues.admissions.append(Admission(group, encode_event(group), lanes, opened))
+        return lanes
+
+    def adopt(
+        self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int], *, now_s: float
+    ) -> list[Lane]:
+        """Go on with a group of which the store has opened these members, with these epochs.
+
+        Empty where they are written here already: the store was started anew, has forgotten that it
+        had given them, and is told again.
+        """
+        if self._lives.has_any(epochs.keys()):
+            return []
+        lanes = self._lives.begin_opened(epochs, now_s=now_s)
+        opening = Admission(group, encode_event(group), lanes, Delivery(), is_task=True)
+        self._lives.window.keep(opening, now_s=now_s)
+        return lanes
+
+    def granted(self, admission: Admission, answers: Sequence[Any], now_s: float) -> None:
+        """The group is open; each member is, or why not."""
+        if admission.is_over:
+            self._give_back(admission, answers)
+            return
+        self._told_to_wait.pop(admission, None)
+        if admission.since_s is not None:
+            self._lives.tally.add_wait(now_s - admission.since_s)
+        first_error = None
+        for lane, answer in zip(admission.lanes, answers, strict=True):
+            if isinstance(answer, int):
+                self._lives.opened(lane, answer, now_s)
+            else:
+                refused = parse_refusal(answer.decode())
+                error = self._lives.not_opened(lane, refused, now_s)
+                first_error = first_error or error
+        self._lives.window.keep(admission, now_s=now_s)
+        admission.opened.settle(None, first_error)
+
+    def refused(self, admission: Admission, refused: Refusal, now_s: float) -> None:
+        """The group must wait, or will never start."""
+        if admission.is_over:
+            return
+        newest_wake_id = wake_id(refused)
+        if newest_wake_id is not None:
+            self._stand_aside(admission, str(refused.error), newest_wake_id, now_s)
+            return
+        self._told_to_wait.pop(admission, None)
+        for lane in admission.lanes:
+            self._lives.refuse(lane, refused, now_s)
+        if any(lane.error is None for lane in admission.lanes):
+            self._lives.window.keep(admission, now_s=now_s)
+        admission.opened.settle(None, refused.error)
+
+    def woken(self) -> None:
+        """The run's wake stream has moved: let those ask again who were told to wait."""
+        self.wake_id = None
+        self._queues.ask_again()
+
+    def expire(self, now_s: float, *, store: Sequence[WaitReason] = ()) -> None:
+        """Turn away the groups that have waited for leave long enough.
+
+        Args:
+            now_s: the time.
+            store: why the store says nothing, where it does not.
+        """
+        while (admission := self._first_to_end) is not None and self._left_s(admission, now_s) == 0:
+            head = f"group {admission.group.group_id}: no leave to start"
+            message = f"{head} within {self._timeout_s:g} s: {admission.reason}"
+            why = [self._no_leave(admission, now_s), *store, *self._reasons(admission, now_s)]
+            self._reject(admission, NotReadyError(message, why))
+
+    def pause_s(self, now_s: float) -> float | None:
+        """Seconds until one has waited long enough; None if none waits."""
+        admission = self._first_to_end
+        return None if admission is None else self._left_s(admission, now_s)
+
+    def asks_in_s(self, now_s: float) -> float | None:
+        """Seconds until the store is asked; None while what it said last will do."""
+        return None if (at_s := self._asks_at_s) is None else max(0.0, at_s - now_s)
+
+    @property
+    def waits(self) -> WaitFacts | None:
+        """The answer of the store that came last; None where there is none."""
+        return self._waits
+
+    def due(self, now_s: float, *, is_full: bool) -> list[WaitsCall]:
+        """The call to send after those of groups: the reasons of a wait that may end soon.
+
+        A store that is full is asked every few seconds, until it takes writes.
+        """
+        is_old = self._asked_s is None or now_s - self._asked_s >= ASKS_EVERY_S
+        may_end_soon = self._timeout_s < ASKS_BEFORE_S and len(self._queues.admissions) > 0
+        is_due = (is_full and is_old) or may_end_soon or self.asks_in_s(now_s) == 0
+        return [WaitsCall()] if is_due else []
+
+    def told(self, waits: WaitFacts | None, now_s: float) -> None:
+        """What the waits hang on; None where the store could not say."""
+        self._waits, self._asked_s = waits, now_s
+
+    def why_waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
+        """Why groups wait for leave: those that were told to, with members of this delivery."""
+        waiting = [
+            admission
+            for admission in (*self._queues.waiting, *self._queues.admissions)
+            if admission.since_s is not None and _concerns(admission, delivery)
+        ]
+        found = [self._no_leave(each, now_s) for each in waiting[:MAX_NAMED]]
+        return [*found, *self._reasons(waiting[0], now_s)] if found else []
+
+    def waited_s(self, now_s: float) -> float | None:
+        """Seconds for which the longest wait for leave lasts; None if no group waits."""
+        admission = self._first_to_end
+        return None if admission is None else now_s - (admission.since_s or now_s)
+
+    def withdraw_given_up(self) -> None:
+        """Ask no longer for groups of which every member was given up."""
+        for admission in self._queues.take_given_up():
+            for lane in admission.lanes:
+                self._lives.end(lane)
+            admission.opened.settle(None)
+
+    @property
+    def _first_to_end(self) -> Admission | None:
+        """Of those that were told to wait, wherever they are by now, the one that has longest."""
+        while self._told_to_wait:
+            admission = next(iter(self._told_to_wait))
+            if not admission.opened.is_done:
+                return admission
+            del self._told_to_wait[admission]
+        return None
+
+    def _left_s(self, admission: Admission, now_s: float) -> float:
+        """Seconds for which it may still wait."""
+        return max(0.0, (admission.since_s or 0.0) + self._timeout_s - now_s)
+
+    @property
+    def _asks_at_s(self) -> float | None:
+        """When the store is asked next."""
+        since_s = self._queues.waiting_since_s
+        if since_s is None:
+            return None
+        end_s = since_s + self._timeout_s
+        at_s = end_s - ASKS_BEFORE_S
+        if self._asked_s is not None and self._asked_s >= since_s:
+            at_s = max(at_s, self._asked_s + ASKS_EVERY_S)
+        return at_s if at_s < end_s else None
+
+    def _reasons(self, admission: Admission, now_s: float) -> list[WaitReason]:
+        """What the store has said of the wait of a group, where that was a moment ago."""
+        since_s, asked_s = admission.since_s, self._asked_s
+        if since_s is None or asked_s is None or not since_s <= asked_s >= now_s - ASKS_EVERY_S:
+            return []
+        return reasons_of(self._waits, group=admission.group)
+
+    def _no_leave(self, admission: Admission, now_s: float) -> WaitReason:
+        waited_s = now_s - (admission.since_s or now_s)
+        return no_leave(admission.group, admission.reason, waited_s=waited_s)
+
+    def _stand_aside(
+        self, admission: Admission, reason: str, newest_wake_id: str, now_s: float
+    ) -> None:
+        if admission.since_s is None:
+            admission.since_s = now_s
+            if not admission.is_again:
+                self._told_to_wait[admission] = None
+            self._lives.tally.add("num_waits")
+        admission.reason = reason
+        self._queues.waiting.append(admission)
+        self.wake_id = self.wake_id or newest_wake_id  # an older id may only wake too early
+        self.withdraw_given_up()
+
+    def _reject(self, admission: Admission, error: TurnstreamError) -> None:
+        admission.is_over = True
+        self._told_to_wait.pop(admission, None)
+        self._queues.withdraw_admission(admission)
+        for lane in admission.lanes:
+            self._lives.fail(lane, error)
+        admission.opened.settle(None, error)
+
+    def _give_back(self, admission: Admission, answers: Sequence[Any]) -> None:
+        """The store has opened what nobody waits for any more."""
+        for lane, answer in zip(admission.lanes, answers, strict=True):
+            if isinstance(answer, int):
+                self._lives.give_back(lane.key, answer, reason=_TOO_LATE)
+
+
+def _concerns(admission: Admission, delivery: Delivery | None) -> bool:
+    """Whether a delivery waits for this group."""
+    if delivery is None or admission.opened is delivery:
+        return True
+    return any(
+        lane.end is delivery or any(each.receipt is delivery for each in lane.pending)
+        for lane in admission.lanes
+    )

@@ -1,0 +1,154 @@
+"""What an answer of the store means, call by call. No I/O, no clock."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from turnstream.errors import RejectedError, RunNotFoundError, TurnstreamError
+from turnstream.generator.outbox.admissions import Admissions
+from turnstream.generator.outbox.calls import (
+    AbandonCall,
+    AdmissionCall,
+    Call,
+    CloseCall,
+    ConfigCall,
+    HeartbeatCall,
+    NoteCall,
+    PayloadCall,
+    ReserveCall,
+    RewardCall,
+    SealsCall,
+    TakeOverCall,
+    WaitsCall,
+)
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.resend import Reposts
+from turnstream.generator.outbox.resend_buffer import TakenOver
+from turnstream.generator.outbox.trajectories import Lives
+from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
+from turnstream.store.client.replies import Refusal
+from turnstream.store.run.configs import parse_config
+from turnstream.store.run.rewards import RewardOutcome
+from turnstream.store.waits.wait_facts import parse_waits
+from turnstream.types import DeclaredColumn
+
+_logger = logging.getLogger(__name__)
+_NO_ROOM = "no room can be reserved"
+
+
+class Answers:
+    """Tells the parts of one outbox what the store has answered.
+
+    Attributes:
+        extra_columns: what the run declares; None until it has said so.
+    """
+
+    def __init__(self, lives: Lives, admissions: Admissions, reposts: Reposts) -> None:
+        self.extra_columns: tuple[DeclaredColumn, ...] | None = None
+        self._lives = lives
+        self._window = lives.window
+        self._admissions = admissions
+        self._reposts = reposts
+
+    def accept(self, call: Call, answer: Any, now_s: float) -> None:
+        """The store has carried a call out."""
+        lives = self._lives
+        match call:
+            case PayloadCall():
+                lives.stored(call, num_new=answer, now_s=now_s)
+            case SealsCall(lanes):
+                lives.posted(lanes, answer, now_s)
+            case AdmissionCall(admission):
+                self._admissions.granted(admission, answer, now_s)
+            case AbandonCall(lane):
+                lives.tally.add("num_abandoned", not lane.has_ended)
+                lives.end_well(lane, now_s)
+            case TakeOverCall(lane):
+                self._window.keep(TakenOver(lane), now_s=now_s)
+                lives.opened(lane, answer[0], now_s)
+            case ReserveCall(lanes):
+                lives.reservations.answered(lanes, answer)
+            case HeartbeatCall(lanes):
+                lives.renewed(lanes, answer)
+            case WaitsCall():
+                self._told(answer, now_s)
+            case _:
+                self._accept_of_run(call, answer, now_s)
+
+    def refuse(self, call: Call, refused: Refusal, now_s: float) -> None:
+        """The store has refused a call, for good or, where it says so, for now."""
+        error = refused.error
+        match call:
+            case PayloadCall(lane) | AbandonCall(lane):
+                self._lives.refuse(lane, refused, now_s)
+            case TakeOverCall(lane):
+                self._lives.refuse(lane, refused, now_s)
+                self._window.keep(TakenOver(lane), now_s=now_s)
+            case RewardCall(post):
+                self._refuse_reward(post, error, now_s)
+            case SealsCall(lanes):
+                for lane in lanes:
+                    self._lives.fail(lane, error)
+            case AdmissionCall(admission):
+                self._admissions.refused(admission, refused, now_s)
+            case HeartbeatCall(lanes):
+                self._refuse_heartbeat(lanes, error)
+            case WaitsCall():
+                self._admissions.told(None, now_s)
+            case CloseCall(_, receipt) | ConfigCall(receipt):
+                receipt.settle(None, error)
+            case _:
+                what = "a conflict is not counted" if isinstance(call, NoteCall) else _NO_ROOM
+                _logger.warning("run %s: %s: %s", self._lives.run, what, error)
+
+    def _accept_of_run(self, call: Call, answer: Any, now_s: float) -> None:
+        """The same of what belongs to no trajectory of this writer."""
+        match call:
+            case CloseCall(reason, receipt):
+                receipt.settle(None)
+                self._window.keep(CloseCall(reason, Delivery()), now_s=now_s)
+            case RewardCall(post):
+                self._rewarded(post, answer.decode(), now_s)
+            case ConfigCall(receipt):
+                self._learn(answer, receipt)
+            case _:
+                pass  # nobody waits to hear that a note was taken
+
+    def _refuse_heartbeat(self, lanes: Sequence[Lane], error: TurnstreamError) -> None:
+        _logger.warning("run %s: leases cannot be renewed: %s", self._lives.run, error)
+        if isinstance(error, RunNotFoundError):
+            for lane in [lane for lane in lanes if not lane.is_ending]:
+                self._lives.fail(lane, error)
+
+    def _told(self, answer: Any, now_s: float) -> None:
+        """What a wait hangs on; a config of a newer release must not hide that it ends."""
+        try:
+            waits = parse_waits(self._lives.run, answer)
+        except TurnstreamError:
+            waits = None
+        self._admissions.told(waits, now_s)
+
+    def _learn(self, answer: Sequence[bytes], receipt: Delivery) -> None:
+        try:
+            self.extra_columns = parse_config(answer, run=self._lives.run)[1].extra_columns
+        except TurnstreamError as error:
+            receipt.settle(None, error)
+        else:
+            receipt.settle(None)
+
+    def _rewarded(self, post: RewardPost, outcome: str, now_s: float) -> None:
+        before, post.outcome = post.outcome, outcome
+        self._window.keep(RewardCall(post), now_s=now_s)
+        if not before:
+            post.receipt.settle(None)
+        elif outcome == RewardOutcome.LATE != before:
+            error = RejectedError(f"the group of {post.name} went on without it")
+            self._lives.lose("a reward", error)
+
+    def _refuse_reward(self, post: RewardPost, error: TurnstreamError, now_s: float) -> None:
+        if not post.outcome:
+            post.receipt.settle(None, error)
+        elif not self._reposts.add(RewardCall(post), now_s=now_s):
+            self._lives.lose("a reward", error)

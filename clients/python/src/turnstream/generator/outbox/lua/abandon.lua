@@ -1,0 +1,45 @@
+#!lua flags=allow-oom
+-- Gives up an open trajectory, with a reason. Its sample may be tried again as another attempt.
+--
+-- Runs also when the server is full: giving up makes room.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] ledger  hash    trajectory id: "open:<epoch>:<writer>" becomes "abandoned:<reason>"
+--   KEYS[2] counts  hash    changed: open, abandoned
+--   KEYS[3] events  stream  added: field r = the trajectory_abandoned record
+--   KEYS[4] leases  zset    removed: its lease
+-- Arguments: ARGV[1] trajectory id    ARGV[2] "<lease epoch>:<writer>", or the epoch alone
+--            ARGV[3] reason    ARGV[4] the record
+-- Reply:     1, or 0 where it was abandoned already, or its group was decided without it
+-- Errors:
+--   FENCED    never opened, or open with another epoch
+--   CONFLICT  fact: the state; sealed, or further on
+
+local entry = redis.call('HGET', KEYS[1], ARGV[1])
+if not entry then
+  return redis.error_reply('FENCED ' .. ARGV[1] .. ' was never opened')
+end
+local state, rest = string.match(entry, '^([^:]*):(.*)$')
+if state == 'abandoned' or state == 'surplus' then
+  return 0
+end
+if state ~= 'open' then
+  return redis.error_reply('CONFLICT [' .. state .. '] ' .. ARGV[1] .. ' is already ' .. state)
+end
+if string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then
+  return redis.error_reply('FENCED ' .. ARGV[1] .. ' is open for ' .. rest .. ', not for '
+    .. ARGV[2])
+end
+
+-- include: turnstream.store.run/whole_numbers.lua
+
+local damage = damaged(KEYS[2])
+if damage then
+  return damage
+end
+redis.call('HSET', KEYS[1], ARGV[1], 'abandoned:' .. ARGV[3])
+redis.call('HINCRBY', KEYS[2], 'open', -1)
+redis.call('HINCRBY', KEYS[2], 'abandoned', 1)
+redis.call('XADD', KEYS[3], '*', 'r', ARGV[4])
+redis.call('ZREM', KEYS[4], ARGV[1])
+return 1

@@ -1,0 +1,157 @@
+#!lua flags=allow-oom
+-- Tells the run of sealed trajectories, each of which counts only while the ledger says that it is
+-- open with the epoch that sealed it. Their payload must have been acknowledged before.
+--
+-- Runs also when the server is full: without these few bytes nothing could ever be released.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] ledger  hash    trajectory id: "open:<epoch>:<writer>" becomes "sealed:<epoch>", or
+--                           "awaiting_reward:<epoch>", or "surplus:<reason>" where the group was
+--                           decided without it
+--   KEYS[2] counts  hash    changed: open, sealed, awaiting_reward, surplus
+--   KEYS[3] groups  hash    read: the state of the trajectories' groups; one that is gone is over
+--   KEYS[4] events  stream  added per trajectory that counts: field r = the record, t = its id
+--   KEYS[5] leases  zset    removed: their leases
+--   KEYS[6] deadlines zset  added per trajectory that awaits its reward, where the run has such a
+--                           deadline
+--   KEYS[7] config  hash    read, where a trajectory awaits its reward
+--   KEYS[8] held    hash    trajectory id: "r<bytes>", what was reserved, becomes "<bytes>"
+--   KEYS[9] budget  hash    changed: reserved, stored; estimate, a running mean over the last `settled`
+--                           trajectories or so
+--   KEYS[10] clock  hash    read, where a trajectory awaits its reward: see run_clock.lua
+-- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<awaits>/<bytes>:<writer>", where
+--            <awaits> is "awaits" where the reward is posted later, else empty, and <bytes> are those
+--            of its records in the store. "/<bytes>" may be missing, then it goes on holding what was
+--            reserved; ":<writer>" may be missing, then the epoch alone is compared; and so may
+--            ":<awaits>" where both are. The trajectory_sealed record
+-- Reply: per trajectory, in order: "OK", "DUPLICATE" (it had been posted), "SURPLUS" (its group was
+--        decided without it), or why not: "FENCED ...", with the fact unknown where the
+--        ledger does not have it
+-- Errors: INVALID  an epoch, or a record, is missing: nothing was written
+
+local LEASES, DEADLINES, CONFIG, HELD, BUDGET = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local CLOCK = KEYS[10]
+local OVERHEAD = 4096  -- of keys, ledger entry, lease and events of a trajectory
+local MEAN_OVER = 16
+
+local ids = {}
+local awaits_any = false
+for i = 1, #ARGV, 3 do
+  local epoch, awaits = string.match(ARGV[i + 1] or '', '^(%d+):?(%a*)')
+  if not epoch or not ARGV[i + 2] then
+    return redis.error_reply('INVALID trajectory ' .. ARGV[i] .. ' has no lease epoch, or no record')
+  end
+  ids[#ids + 1] = ARGV[i]
+  awaits_any = awaits_any or awaits ~= ''
+end
+local reward_deadline_s = 0
+if awaits_any then
+  local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
+  reward_deadline_s = config.reward_deadline_s or 0
+end
+
+-- include: turnstream.store.run/slices.lua
+
+-- include: turnstream.store.run/whole_numbers.lua
+
+local damage = damaged(KEYS[2]) or damaged(BUDGET)
+if damage then
+  return damage
+end
+
+local entries = read_sliced('HMGET', KEYS[1], ids)
+local after_seal = {sealed = 1, awaiting_reward = 1, planned = 1, filtered = 1, expired = 1,
+  incomplete = 1, evaluated = 1, dead = 1}
+local has_epoch = {sealed = 1, awaiting_reward = 1}
+local group_states = {}
+
+local function is_decided(id)
+  local group = string.match(id, '^[^/]*')
+  if group_states[group] == nil then
+    local entry = redis.call('HGET', KEYS[3], group)
+    group_states[group] = entry and string.match(entry, ':(.*)$') or 'over'
+  end
+  return group_states[group] ~= 'open' and group_states[group] ~= 'evaluating'
+end
+
+-- include: turnstream.store.run/run_clock.lua
+
+local function await_reward(id)
+  if reward_deadline_s > 0 then
+    redis.call('ZADD', DEADLINES, string.format('%.0f', run_ms() + reward_deadline_s * 1000),
+      'reward:' .. id)
+  end
+end
+
+local usual, settled = unpack(redis.call('HMGET', BUDGET, 'estimate', 'settled'))
+usual, settled = tonumber(usual or 0), tonumber(settled or 0)
+local reserved, stored = 0, 0
+
+-- From now on a trajectory holds what it takes, where its writer says so.
+local function settle(id, size)
+  local held = tonumber(string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$'))
+  if not held then
+    return  -- of a run that did not count
+  end
+  local bytes = held
+  if size ~= '' then
+    bytes = size + OVERHEAD
+    settled = math.min(settled + 1, MEAN_OVER)
+    usual = usual + (bytes - usual) / settled
+  end
+  redis.call('HSET', HELD, id, string.format('%.0f', bytes))
+  reserved, stored = reserved + held, stored + bytes
+end
+
+local replies = {}
+local changes = {}
+local num = {sealed = 0, awaiting_reward = 0, surplus = 0}
+for i, id in ipairs(ids) do
+  local entry = entries[i] or ''
+  local epoch, awaits, size, writer = string.match(
+    ARGV[3 * i - 1], '^(%d+):?(%a*)/?(%d*)(.*)$')
+  local state, rest = string.match(entry, '^([^:]*):(.*)$')
+  if state == 'open' and (rest == epoch .. writer
+      or writer == '' and string.match(rest, '^%d+') == epoch) then
+    changes[#changes + 1] = id
+    redis.call('ZREM', LEASES, id)
+    settle(id, size)
+    if is_decided(id) then
+      changes[#changes + 1] = 'surplus:its group was decided before it was sealed'
+      num.surplus = num.surplus + 1
+      replies[i] = 'SURPLUS'
+    else
+      local becomes = awaits == '' and 'sealed' or 'awaiting_reward'
+      changes[#changes + 1] = becomes .. ':' .. epoch
+      num[becomes] = num[becomes] + 1
+      if awaits ~= '' then
+        await_reward(id)
+      end
+      redis.call('XADD', KEYS[4], '*', 'r', ARGV[3 * i], 't', id)
+      replies[i] = 'OK'
+    end
+  elseif state == 'surplus' then
+    replies[i] = 'SURPLUS'
+  elseif state and after_seal[state] and (not has_epoch[state] or rest == epoch) then
+    replies[i] = 'DUPLICATE'
+  elseif not state then
+    replies[i] = 'FENCED [unknown] ' .. id .. ' was never opened, or is finished'
+  else
+    replies[i] = 'FENCED ' .. id .. ' is ' .. entry .. ', not open with epoch ' .. epoch .. writer
+  end
+end
+if #changes > 0 then
+  write_sliced('HSET', KEYS[1], changes)
+  redis.call('HINCRBY', KEYS[2], 'open', -#changes / 2)
+  for state, number in pairs(num) do
+    if number > 0 then
+      redis.call('HINCRBY', KEYS[2], state, number)
+    end
+  end
+end
+if reserved > 0 then
+  redis.call('HINCRBY', BUDGET, 'reserved', string.format('%.0f', -reserved))
+  redis.call('HINCRBY', BUDGET, 'stored', string.format('%.0f', stored))
+  redis.call('HSET', BUDGET, 'estimate', string.format('%.0f', usual), 'settled', settled)
+end
+return replies

@@ -1,0 +1,423 @@
+"""The heart of both publishers: what to send next, and when again. No I/O, no clock.
+
+Its owner puts writes in and otherwise repeats: take a round, send it, hand in the answers. One
+round is on its way at a time. What the store did not acknowledge goes back to where it was, in
+order, so that a lost connection, a restart or a full server costs time and nothing else. A round
+takes, first to last::
+
+    questions    what the run declares, once
+    abandons     of lanes whose turns are all acknowledged
+    seals        of lanes whose payload is all acknowledged: one call for many
+    admissions   of groups; one that is told to wait stands aside until the run's wake stream
+                 moves, so that it holds up nothing else
+    payload      per lane one call with the turns that wait, and the seal if it ends there
+    rewards      for trajectories of whichever generator
+    reservations of lanes that have outgrown what the store holds room for
+    heartbeats   of all open lanes, where they are due; whatever fails of them is asked again. They
+                 go alone where nothing was heard of the leases for a lease: see Lives.take
+    waits        what the groups hang on that are about to be turned away
+
+Each answer of the store (`answers.py`) goes to the groups that request admission (`admissions.py`),
+or to the trajectories (`trajectories.py`).
+
+Acknowledged writes are kept until they are certainly on disk (`resend_buffer.py`). A new connection
+first reads which start of the store it leads to. After another start, the kept writes return to the
+queues before all others (`resend.py`).
+
+Where the store syncs to disk before it answers, a round is one write, so that a sync is paid for
+once a round and not for every few calls. Not thread-safe: the owner holds a lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from redis.exceptions import NoScriptError, ResponseError
+
+from turnstream.errors import StoreUnavailableError, TurnstreamError
+from turnstream.generator.encode.encoder import SealMaker, TurnRecord
+from turnstream.generator.outbox.admissions import Admissions
+from turnstream.generator.outbox.answers import Answers
+from turnstream.generator.outbox.calls import (
+    Call,
+    CloseCall,
+    CommandMaker,
+    ConfigCall,
+    HeartbeatCall,
+    RewardCall,
+    Round,
+)
+from turnstream.generator.outbox.inflight import PublisherStatistics, Tally
+from turnstream.generator.outbox.outage import Patience, first_of
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.resend import Reposts
+from turnstream.generator.outbox.resend_buffer import KEEP_S, MAX_KEPT_BYTES, Window
+from turnstream.generator.outbox.target import TargetRun
+from turnstream.generator.outbox.trajectories import Lives
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane, PendingTurn, RewardPost
+from turnstream.generator.outbox.wait_message import Explanations
+from turnstream.store.client.deadlines import is_silence
+from turnstream.store.client.replies import is_passing, translate
+from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
+from turnstream.types.names import RunId
+
+_logger = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Writes on their way to one run.
+
+    Args:
+        run: the run, or its id.
+        writer: who holds the leases of its trajectories.
+        max_inflight_bytes: see Tally.
+        timeout_s: how long the store may be away or full before everything fails.
+        admission_timeout_s: how long a group may wait for leave to start.
+        jitter: gives numbers from 0 to 1.
+        address: of the store, for people.
+        keep_s, max_kept_bytes: see Window.
+
+    Attributes:
+        target: the run, whose id is read before anything else is sent.
+        patience: how long the store may be away or silent.
+        why: its waits bring nothing.
+    """
+
+    def __init__(
+        self,
+        run: str | TargetRun,
+        writer: str,
+        *,
+        max_inflight_bytes: int,
+        timeout_s: float,
+        admission_timeout_s: float,
+        jitter: Callable[[], float],
+        address: str = "?",
+        keep_s: float = KEEP_S,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
+        self.target = TargetRun(RunId(run)) if isinstance(run, str) else run
+        self.writer = writer
+        self.tally = Tally(max_inflight_bytes)
+        self._make = CommandMaker(self.run, writer)
+        self._window = Window(keep_s=keep_s, max_bytes=max_kept_bytes)
+        # The same writer may have more than one outbox: their notes differ by a nonce.
+        self._lives = Lives(self.run, tally=self.tally, window=self._window, nonce=jitter())
+        self._queues = self._lives.queues
+        self._admissions = Admissions(self._lives, timeout_s=admission_timeout_s)
+        self._reposts = Reposts(timeout_s)
+        self._answers = Answers(self._lives, self._admissions, self._reposts)
+        self.timeout_s = timeout_s
+        self.admission_timeout_s = admission_timeout_s
+        self.patience = Patience(timeout_s, jitter=jitter, address=address)
+        self.why = Explanations(self._lives, self._admissions, self.patience)
+        self._incarnation: bytes | None = None
+        self._round: Round | None = None
+        self._scripts_known = False
+        self._syncs_each_write = False
+        self._was_aborted = False
+
+    @property
+    def run(self) -> str:
+        """The id of the run; its name until it is found."""
+        return self.target.run
+
+    @property
+    def wake_id(self) -> str | None:
+        """Not None: groups wait until the run's wake stream is beyond this id. See `woken`."""
+        return self._admissions.wake_id
+
+    @property
+    def extra_columns(self) -> tuple[DeclaredColumn, ...] | None:
+        """What the run declares; None until it was asked. See `learn_columns`."""
+        return self._answers.extra_columns
+
+    def admit(
+        self,
+        group: GroupOpened,
+        members: Iterable[TrajectoryKey],
+        *,
+        opened: Delivery | None = None,
+    ) -> list[Lane]:
+        """Ask leave for a group and open these members of it."""
+        return self._admissions.ask(group, members, opened or Delivery())
+
+    def adopt(
+        self, key: TrajectoryKey, *, epoch: int, num_turns: int, num_bytes: int, now_s: float
+    ) -> Lane:
+        """Go on with a trajectory that was taken over with this epoch, behind its stored turns."""
+        return self._lives.adopt(
+            key, epoch=epoch, num_turns=num_turns, num_bytes=num_bytes, now_s=now_s
+        )
+
+    def is_writing(self, key: TrajectoryKey) -> bool:
+        """Return whether this trajectory is open here, or was and may have to be sent again."""
+        return self._lives.has_any({key})
+
+    def adopt_opened(
+        self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int], *, now_s: float
+    ) -> list[Lane]:
+        """Write the trajectories of a task, unless they are written: see `Admissions.adopt`."""
+        return self._admissions.adopt(group, epochs, now_s=now_s)
+
+    def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None = None) -> None:
+        """Send a turn behind the others of its trajectory.
+
+        Raises:
+            TurnstreamError: the trajectory has failed before.
+        """
+        lane.raise_error()
+        lane.pending.append(PendingTurn(turn, receipt))
+        self.tally.accepted(lane, len(turn.record))
+        lane.num_bytes += len(turn.record)
+        self._lives.reservations.grew(lane)
+        self._queues.add_payload(lane)
+
+    def seal(
+        self,
+        lane: Lane,
+        seal: SealMaker,
+        *,
+        merged_tokens: int,
+        end: Delivery,
+        awaits_reward: bool = False,
+    ) -> None:
+        """End a trajectory behind its last turn; `end` is told when the run knows.
+
+        Raises:
+            TurnstreamError: the trajectory has failed before.
+        """
+        lane.raise_error()
+        lane.seal, lane.merged_tokens, lane.end = seal, merged_tokens, end
+        lane.awaits_reward = awaits_reward
+        self._queues.add_payload(lane)
+
+    def abandon(self, lane: Lane, reason: str, *, end: Delivery) -> None:
+        """Give a trajectory up behind its last turn; `end` is told when the run knows.
+
+        One that has failed is left as it is: it may belong to another writer.
+        """
+        if lane.error is not None:
+            end.settle(lane.key)
+            return
+        lane.abandon_reason, lane.end = reason, end
+        if lane.epoch == 0:
+            self._admissions.withdraw_given_up()
+        elif not lane.pending:
+            self._queues.abandons.append(lane)
+
+    def post_reward(self, post: RewardPost) -> None:
+        """Post a reward; its receipt is told when the store has answered."""
+        self._queues.rewards.append(RewardCall(post))
+
+    def close_run(self, reason: str, receipt: Delivery) -> None:
+        """Close the run to new groups."""
+        self._queues.closings.append(CloseCall(reason, receipt))
+
+    def learn_columns(self, receipt: Delivery) -> None:
+        """Ask what the run declares."""
+        self._queues.questions.append(ConfigCall(receipt))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything accepted is acknowledged or has failed."""
+        return self._queues.is_empty and (self._round is None or self._round.is_heartbeat)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether, beyond that, the store has had the time to sync what it acknowledged."""
+        return self.is_idle and self._window.is_settled and self._reposts.is_empty
+
+    def take_losses(self) -> list[TurnstreamError]:
+        """What was acknowledged and is lost for good, each once: of lanes that had ended."""
+        losses, self._lives.losses = self._lives.losses, []
+        return losses
+
+    def statistics(self) -> PublisherStatistics:
+        """What happened so far, and what is held."""
+        return self.tally.statistics(**self._window.statistics())
+
+    @property
+    def num_open(self) -> int:
+        """Trajectories that hold a lease, which ends some time after nobody renews it."""
+        return self._lives.heartbeats.num_open
+
+    def next_round(self, now_s: float) -> Round | None:
+        """What to send now; None while there is nothing, or while the store is left alone."""
+        self.expire(now_s)
+        if warning := self.why.warning(now_s):
+            _logger.warning("run %s: %s", self.run, warning)
+        if self._round is not None or self.patience.pause_s(now_s) > 0:
+            return None
+        self.patience.sent_s = now_s
+        is_known = self._scripts_known or self._window.is_settled
+        if not is_known or not (self.target.is_found or self._queues.is_empty):
+            return self._look()  # whatever else is sent must find what was acknowledged before
+        heartbeats = self._lives.heartbeats.due(now_s)
+        self._queues.rewards.extend(self._reposts.due(now_s))
+        asks = self._admissions.due(now_s, is_full=self.patience.is_full)
+        calls = [*self._lives.take(heartbeats, now_s), *asks]
+        if not calls:
+            return self._look() if self._window.pause_s(now_s) == 0 else None
+        if heartbeats:
+            self._lives.heartbeats.sent(now_s)
+        if self._make.run != self.run:  # it was found since
+            self._make = CommandMaker(self.run, self.writer)
+        commands = [self._make.command(call) for call in calls]
+        self._round = Round(
+            calls,
+            commands,
+            loads_scripts=not self._scripts_known,
+            is_grouped=self._syncs_each_write and not self._was_aborted and len(calls) > 1,
+        )
+        self.patience.sent(len(calls))
+        return self._round
+
+    def expire(self, now_s: float) -> None:
+        """End what has waited long enough, also while a round is on its way.
+
+        Its owner may be held by a store that is silent: whoever waits must see to it meanwhile.
+        """
+        patience = self.patience
+        if self._admissions.pause_s(now_s) == 0:
+            store = self.why.store(now_s) if patience.is_strained(now_s) else ()
+            self._admissions.expire(now_s, store=store)
+        if patience.left_s(now_s) == 0:
+            self._give_up(patience.trouble, now_s)
+
+    def ends_in_s(self, now_s: float) -> float | None:
+        """Seconds after which `expire` may end something; None while nothing has a deadline."""
+        return first_of(self._admissions.pause_s(now_s), self.patience.left_s(now_s))
+
+    def _look(self) -> Round:
+        """A round without calls, to see which store answers, and which run has the name."""
+        self._round = Round((), (), loads_scripts=True, pointer=self.target.pointer)
+        self.patience.sent(0)
+        return self._round
+
+    def pause_s(self, now_s: float) -> float | None:
+        """Seconds after which `next_round` may give something that it does not give now."""
+        expires_s, away_s = self._admissions.pause_s(now_s), self.patience.pause_s(now_s)
+        if away_s > 0:
+            return first_of(expires_s, away_s)
+        parts = (self._lives.heartbeats, self._window, self._reposts)
+        due_s = [part.pause_s(now_s) for part in parts]
+        return first_of(expires_s, *due_s, self._admissions.asks_in_s(now_s))
+
+    def wakes_in_s(self, now_s: float) -> float | None:
+        """Return the seconds until `next_round` is to be called again: for a round, or to warn."""
+        return first_of(self.pause_s(now_s), self.why.warns_in_s(now_s))
+
+    def answered(self, sent: Round, *, replies: Sequence[Any], now_s: float) -> None:
+        """The store answered the round; `replies` holds values and ResponseErrors."""
+        if refusal := sent.refusal_of_store(replies):
+            self.lost(sent, error=refusal, now_s=now_s)
+            return
+        if not self._ends(sent):
+            return
+        self.patience.answered(now_s)
+        back: list[Call] = []
+        trouble = "" if sent.calls else sent.trouble(replies)
+        is_new, self._scripts_known = not self._scripts_known, not is_passing(trouble)
+        if sent.loads_scripts and self._scripts_known:
+            self._meet(sent, replies, is_new=is_new)
+        for call, answer in sent.answers(replies):
+            if not isinstance(answer, ResponseError):
+                self._answers.accept(call, answer, now_s)
+                continue
+            refused = self.target.refusal(answer)
+            is_unknown = isinstance(answer, NoScriptError)
+            if is_unknown or refused.is_passing:
+                back.append(call)
+                # A server that forgot the scripts is told them again at once, but only once.
+                is_loading = is_unknown and not sent.loads_scripts
+                trouble = trouble or ("" if is_loading else f"{refused.code} {refused.message}")
+                self._scripts_known = self._scripts_known and not is_unknown
+            else:
+                self._answers.refuse(call, refused, now_s)
+        self._put_back(back)
+        # A full store takes no group with a payload in it, but goes on with what makes room.
+        self._was_aborted = sent.is_aborted(replies) or (self._was_aborted and bool(trouble))
+        if self._scripts_known:
+            self._window.prove(self.patience.sent_s)
+        if trouble:
+            self._back_off(trouble, now_s, self.patience.refused)
+        else:
+            self.patience.took()
+
+    def lost(self, sent: Round, *, error: Exception, now_s: float) -> None:
+        """The connection failed: nothing is known of what the round asked for."""
+        if not self._ends(sent):
+            return
+        self._put_back(sent.calls)
+        self.tally.add("num_retries", not sent.calls)
+        self._scripts_known = False
+        reason = translate(error)
+        if isinstance(reason, StoreUnavailableError):
+            patience = self.patience
+            failed = patience.unanswered if is_silence(error) else patience.lost
+            self._back_off(str(reason), now_s, failed)
+        else:
+            self.fail_all(reason)
+
+    def _meet(self, sent: Round, replies: Sequence[Any], *, is_new: bool) -> None:
+        """See which store this is; one that started anew may have forgotten what is kept.
+
+        One that does not say who it is, is taken for another after every new connection.
+        """
+        self._syncs_each_write = sent.syncs_each_write(replies)
+        self._window.is_needed = sent.may_lose_writes(replies)
+        known, self._incarnation = self._incarnation, sent.incarnation(replies)
+        is_same = known == self._incarnation and (known is not None or not is_new)
+        if not is_same and not self._window.is_settled:
+            self._lives.rewind(is_other=known is not None or self._incarnation is None)
+        if sent.pointer and (error := self.target.answered(replies[-1])):
+            self.fail_all(error)
+
+    def woken(self) -> None:
+        """The run's wake stream has moved: let those ask again who were told to wait."""
+        self._admissions.woken()
+
+    def fail_all(self, error: TurnstreamError) -> None:
+        """Give up everything that is not acknowledged."""
+        self._end_all(lambda _: error)
+
+    def _end_all(self, error_of: Callable[[Lane | Admission | str], TurnstreamError]) -> None:
+        if self._round is not None:
+            self._queues.put_back(self._round.calls)
+            self._scripts_known = not self._ends(self._round)
+        self.woken()
+        self._lives.fail_all(error_of)
+
+    def _ends(self, sent: Round) -> bool:
+        """Whether this is the round on its way; it is not if everything was given up meanwhile."""
+        if self._round is not sent:
+            return False
+        self._round = None
+        self.patience.ended()
+        return True
+
+    def _put_back(self, calls: Sequence[Call]) -> None:
+        """Calls that must be repeated."""
+        self.tally.add("num_retries", len(calls))
+        self._queues.put_back(calls)
+        self._lives.reservations.failed(calls)
+        if any(isinstance(call, HeartbeatCall) for call in calls):
+            self._lives.heartbeats.failed()
+
+    def _back_off(self, trouble: str, now_s: float, failed: Callable[[str, float], bool]) -> None:
+        """Leave the store alone; where it has failed for too long, give up."""
+        if not self.patience.is_failing:
+            _logger.warning("run %s: the store takes no writes: %s", self.run, trouble)
+        if failed(trouble, now_s):
+            self._give_up(trouble, now_s)
+
+    def _give_up(self, trouble: str, now_s: float) -> None:
+        """The store was away, or silent, for too long."""
+        message = f"the store took no writes for {self.timeout_s:g} s: {trouble}"
+        _logger.error("run %s: %s", self.run, message)
+        error_of = self.why.given_up(message, now_s)
+        self.patience.took()
+        self._end_all(error_of)

@@ -1,0 +1,194 @@
+"""What waits to be sent, and in which order rounds take it. Data of the outbox; no decisions."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Container, Sequence
+from typing import Any
+
+from turnstream.generator.outbox.calls import (
+    AbandonCall,
+    AdmissionCall,
+    Call,
+    CloseCall,
+    ConfigCall,
+    HeartbeatCall,
+    NoteCall,
+    PayloadCall,
+    ReserveCall,
+    RewardCall,
+    SealsCall,
+    TakeOverCall,
+    WaitsCall,
+)
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+
+_MAX_ROUND_BYTES = 1 << 20  # enough to hide the round trip, small beside the server's buffers
+_MAX_SEALS = 256  # a script can unpack some thousand values, not more
+
+
+class Queues:
+    """Everything that is not on its way.
+
+    Attributes:
+        abandons: lanes to be given up, all their turns acknowledged.
+        seals: lanes whose payload is acknowledged, and of which the run must be told.
+        admissions: groups that ask, or ask again, for leave.
+        waiting: groups that were told to wait, in the order in which they asked.
+        closings: requests to close the run.
+        questions: what asks for the run's configuration.
+        takeovers: trajectories that are taken over once more.
+        rewards: to be posted.
+        notes: of writes that were refused.
+    """
+
+    def __init__(self) -> None:
+        self.abandons: deque[Lane] = deque()
+        self.seals: deque[Lane] = deque()
+        self.admissions: deque[Admission] = deque()
+        self.waiting: deque[Admission] = deque()
+        self.closings: deque[CloseCall] = deque()
+        self.questions: deque[ConfigCall] = deque()
+        self.takeovers: deque[TakeOverCall] = deque()
+        self.rewards: deque[RewardCall] = deque()
+        self.notes: deque[NoteCall] = deque()
+        self._payload: deque[Lane] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not any((*self._queues, self._payload))
+
+    def add_payload(self, lane: Lane) -> None:
+        """Queue a lane that is admitted and has something to send; it stands here once."""
+        if lane.epoch and not lane.is_queued:
+            lane.is_queued = True
+            self._payload.append(lane)
+
+    def take(self) -> list[Call]:
+        """The calls of the next round."""
+        calls: list[Call] = _drained(self.questions)
+        calls += [AbandonCall(lane) for lane in _drained(self.abandons)]
+        if self.seals:
+            num_seals = min(len(self.seals), _MAX_SEALS)
+            calls.append(SealsCall([self.seals.popleft() for _ in range(num_seals)]))
+        calls += [AdmissionCall(admission) for admission in _drained(self.admissions)]
+        calls += _drained(self.takeovers)
+        num_bytes = 0
+        while self._payload and num_bytes < _MAX_ROUND_BYTES:
+            lane = self._payload.popleft()
+            if lane.error is not None:  # a call of it would make the place of its payload anew
+                lane.is_queued = False
+                continue
+            call, num_call_bytes = _payload_call(lane)
+            calls.append(call)
+            num_bytes += num_call_bytes
+        rest = (self.rewards, self.closings, self.notes)
+        return [*calls, *itertools.chain.from_iterable(_drained(queue) for queue in rest)]
+
+    def put_back(self, calls: Sequence[Call]) -> None:
+        """Calls that were not answered: first in line again, in the same order."""
+        for call in reversed(calls):
+            match call:
+                case PayloadCall(lane):
+                    if not lane.is_queued:  # it may stand there for what came after
+                        lane.is_queued = True
+                        self._payload.appendleft(lane)
+                case SealsCall(lanes):
+                    self.seals.extendleft(reversed(lanes))
+                case AdmissionCall(admission):
+                    if not admission.is_over:
+                        self.admissions.appendleft(admission)
+                case AbandonCall(lane):
+                    self.abandons.appendleft(lane)
+                case HeartbeatCall() | ReserveCall() | WaitsCall():
+                    pass  # they are due again, see Heartbeats, Reservations and Admissions
+                case _:
+                    self._queue_of(call).appendleft(call)
+
+    def withdraw(self, lanes: Container[Lane]) -> None:
+        """Let these lanes wait for nothing; they are put in anew."""
+        for lane in self._payload:
+            lane.is_queued = lane not in lanes
+        for queue in (self._payload, self.seals, self.abandons):
+            staying = [lane for lane in queue if lane not in lanes]
+            queue.clear()
+            queue.extend(staying)
+
+    def ask_again(self) -> None:
+        """Those who were told to wait ask before those who come now."""
+        self.admissions.extendleft(reversed(self.waiting))
+        self.waiting.clear()
+
+    @property
+    def waiting_since_s(self) -> float | None:
+        """When the first of those who were told to wait was told so; None if nobody waits."""
+        return self.waiting[0].since_s if self.waiting else None
+
+    def withdraw_admission(self, admission: Admission) -> None:
+        """Let this group neither ask nor wait."""
+        for queue in (self.admissions, self.waiting):
+            if admission in queue:
+                queue.remove(admission)
+
+    def take_given_up(self) -> list[Admission]:
+        """Remove the groups that ask or wait, and of which every member was given up."""
+        given_up: list[Admission] = []
+        for queue in (self.admissions, self.waiting):
+            for admission in list(queue):
+                if all(lane.abandon_reason is not None for lane in admission.lanes):
+                    queue.remove(admission)
+                    given_up.append(admission)
+        return given_up
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for lane in _drained(self._payload):
+            lane.is_queued = False
+        for queue in self._queues:
+            queue.clear()
+
+    def _queue_of(
+        self, call: CloseCall | ConfigCall | TakeOverCall | RewardCall | NoteCall
+    ) -> deque[Any]:
+        match call:
+            case CloseCall():
+                return self.closings
+            case ConfigCall():
+                return self.questions
+            case TakeOverCall():
+                return self.takeovers
+            case RewardCall():
+                return self.rewards
+            case NoteCall():
+                return self.notes
+
+    @property
+    def _queues(self) -> tuple[deque[Any], ...]:
+        return (
+            *(self.abandons, self.seals, self.admissions, self.waiting),
+            *(self.closings, self.questions, self.takeovers, self.rewards, self.notes),
+        )
+
+
+def _payload_call(lane: Lane) -> tuple[PayloadCall, int]:
+    """Everything a lane can send now, within the bound of a round, and its bytes."""
+    lane.is_queued = False
+    num_turns = 0
+    num_bytes = 0
+    for turn, _, _ in lane.pending:
+        if num_turns and num_bytes + len(turn.record) > _MAX_ROUND_BYTES:
+            break
+        num_turns += 1
+        num_bytes += len(turn.record)
+    seals = lane.seal is not None and num_turns == len(lane.pending)
+    if seals and lane.seal is not None:
+        lane.seal_record = lane.seal(lane.epoch)
+    return PayloadCall(lane, num_turns, seals), num_bytes
+
+
+def _drained(queue: deque[Any]) -> list[Any]:
+    drained = list(queue)
+    queue.clear()
+    return drained

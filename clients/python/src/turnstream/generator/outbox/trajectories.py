@@ -1,0 +1,332 @@
+"""How trajectories fare on their way: opened, stored, ended, failed or lost. No I/O, no clock.
+
+Owns what all trajectories of a publisher share: the queues, leases, room, and what is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
+from turnstream.generator.outbox.calls import Call, HeartbeatCall, NoteCall, PayloadCall
+from turnstream.generator.outbox.heartbeats import Heartbeats, Reservations
+from turnstream.generator.outbox.inflight import Tally
+from turnstream.generator.outbox.queues import Queues
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.resend import (
+    has_survived,
+    is_ended,
+    is_left_to_payload,
+    is_payload_released,
+    is_unknown,
+    leave_to_payload,
+    rewind,
+    why_refused,
+)
+from turnstream.generator.outbox.resend_buffer import Ended, KeptTurn, TakenOver, Window
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+from turnstream.store.client import keys
+from turnstream.store.client.replies import Refusal, parse_refusal
+from turnstream.types import TrajectoryKey
+
+_logger = logging.getLogger(__name__)
+
+
+class Lives:
+    """The trajectories of one publisher, from their first write to their end.
+
+    Args:
+        run: name of the run.
+        tally: counts them.
+        window: keeps what the store has acknowledged.
+        nonce: tells the notes of this publisher from those of another of the same writer.
+
+    Attributes:
+        losses: what an earlier start of the store had acknowledged, and this one has not.
+        unended: those that the run does not know to be over.
+    """
+
+    def __init__(self, run: str, *, tally: Tally, window: Window, nonce: float) -> None:
+        self.run = run
+        self.tally = tally
+        self.window = window
+        self.queues = Queues()
+        self.heartbeats = Heartbeats()
+        self.reservations = Reservations()
+        self.losses: list[TurnstreamError] = []
+        self.unended: dict[Lane, None] = {}
+        self._nonce = nonce
+        self._num_conflicts = 0
+
+    def begin(self, key: TrajectoryKey) -> Lane:
+        """A lane that is not open."""
+        name = keys.trajectory_id(key)
+        lane = Lane(key, name)
+        self.unended[lane] = None
+        return lane
+
+    def adopt(
+        self, key: TrajectoryKey, *, epoch: int, num_turns: int, num_bytes: int, now_s: float
+    ) -> Lane:
+        """Go on with a trajectory that was taken over with this epoch, behind its stored turns."""
+        lane = self.begin(key)
+        lane.epoch, lane.is_placed, lane.num_acknowledged = epoch, True, num_turns
+        lane.num_bytes = num_bytes
+        self._hold(lane, now_s)
+        self.window.keep(TakenOver(lane), now_s=now_s)
+        return lane
+
+    def begin_opened(self, epochs: Mapping[TrajectoryKey, int], *, now_s: float) -> list[Lane]:
+        """Lanes that the store has opened with these epochs."""
+        lanes = [self.begin(key) for key in epochs]
+        for lane in lanes:
+            lane.epoch = epochs[lane.key]
+            self._hold(lane, now_s)
+        return lanes
+
+    def has_any(self, keys: Set[TrajectoryKey]) -> bool:
+        """Whether one of these is written here, or was and may have to be sent again."""
+        is_written = any(lane.key in keys for lane in self.unended)
+        return is_written or any(map(self.window.has_opened, keys))
+
+    def opened(self, lane: Lane, epoch: int, now_s: float) -> None:
+        """The store has opened it, with this epoch: its turns may go."""
+        num_bytes = lane.num_pending_bytes
+        self.tally.accepted(lane, -num_bytes)
+        lane.epoch = epoch
+        self._hold(lane, now_s)
+        self.tally.accepted(lane, num_bytes)
+        self.advance(lane)
+
+    def not_opened(self, lane: Lane, refused: Refusal, now_s: float) -> TurnstreamError | None:
+        """Return why the store has not opened it; None where the store has all of it."""
+        if self._is_beyond(lane, refused, now_s):
+            return None
+        if lane.seal_record and is_ended(refused):
+            lane.epoch = lane.held_epoch  # its seal had been posted, and the answer was lost
+            self.queues.seals.append(lane)
+        else:
+            error = refused.error
+            self.fail(lane, error)
+            return error
+        return None
+
+    def stored(self, call: PayloadCall, *, num_new: int, now_s: float) -> None:
+        """The store has the payload of a call."""
+        lane = call.lane
+        lane.is_placed = True
+        for _ in range(call.num_turns):
+            turn, receipt, is_again = lane.pending.popleft()
+            self.window.keep(KeptTurn(lane, turn), now_s=now_s)
+            if is_again:
+                self.tally.add("num_resent")
+            else:
+                self.tally.acknowledged(lane, turn)
+            if receipt is not None:
+                receipt.settle(lane.key)
+        lane.num_acknowledged += call.num_turns
+        self.tally.add("num_duplicates", call.num_turns + call.seals - num_new)
+        if call.seals:
+            self.window.keep(Ended(lane), now_s=now_s)
+            self.queues.seals.append(lane)
+        else:
+            self.advance(lane)
+
+    def advance(self, lane: Lane) -> None:
+        """Queue a lane for what it waits with, now that something before is done."""
+        if lane.pending or lane.seal is not None:
+            self.queues.add_payload(lane)
+        elif lane.abandon_reason is not None:
+            self.queues.abandons.append(lane)
+
+    def posted(self, lanes: Sequence[Lane], answers: Sequence[bytes], now_s: float) -> None:
+        """The run was told of the seals of these."""
+        for lane, answer in zip(lanes, answers, strict=True):
+            text = answer.decode()
+            if text in ("OK", "DUPLICATE", "SURPLUS"):
+                self._is_known(lane, now_s)
+                continue
+            refused = parse_refusal(text)
+            if is_unknown(refused) and not lane.is_doubted:
+                lane.is_doubted = True  # an answer may be lost: its payload is asked
+                self.advance(lane)
+            else:
+                self.fail(lane, refused.error)
+
+    def _is_known(self, lane: Lane, now_s: float) -> None:
+        """The run knows its seal."""
+        if not lane.has_ended:
+            self.tally.add("num_trajectories")
+            self.tally.add("merged_tokens", lane.merged_tokens)
+        self.end_well(lane, now_s)
+
+    def renewed(self, lanes: Sequence[Lane], answers: Sequence[Any]) -> None:
+        """Each lane's lease was renewed, or is lost.
+
+        A lane that ends is not judged by this: what ends it may have been done before. But where it
+        is given up, nothing of it may be written for the first time.
+        """
+        lease_ms, *states = answers
+        self.heartbeats.answered(lease_s=lease_ms / 1000)
+        for lane, state in zip(lanes, states, strict=True):
+            if state == b"OK":
+                continue
+            refused = parse_refusal(state.decode())
+            if not lane.is_ending or _is_gone_unwritten(lane, refused):
+                self.fail(lane, refused.error)
+
+    def refuse(self, lane: Lane, refused: Refusal, now_s: float) -> None:
+        """Fail a lane of which the store refused something, unless the store has it all."""
+        if not self._is_beyond(lane, refused, now_s):
+            error = why_refused(lane, refused)
+            self._note(lane, error)
+            self.fail(lane, error)
+
+    def _is_beyond(self, lane: Lane, refused: Refusal, now_s: float) -> bool:
+        """Whether a refusal is no failure: the store has it all, or the payload has to show it."""
+        if is_left_to_payload(lane, refused):
+            leave_to_payload(lane)
+            self.advance(lane)
+            return True
+        if has_survived(lane, refused):
+            self.survived(lane, now_s)
+            return True
+        if lane.is_doubted and is_payload_released(refused):
+            self._is_known(lane, now_s)
+            return True
+        return False
+
+    def take(self, heartbeats: Sequence[HeartbeatCall], now_s: float) -> list[Call]:
+        """What is to be sent now, first to last.
+
+        Whoever has slept for longer than its leases asks for them alone: what was given up, and
+        released so long ago that nobody knows its name, would be made anew by a late write.
+        """
+        if self.heartbeats.has_slept(now_s):
+            return [*heartbeats]
+        return [*self.queues.take(), *self.reservations.due(), *heartbeats]
+
+    def rewind(self, *, is_other: bool) -> None:
+        """What is kept goes before everything that waits: it may be another start of the store.
+
+        Args:
+            is_other: that is known; a task may be taken before the first meeting with the store.
+        """
+        rewound = rewind(self.window.take(), queues=self.queues, tally=self.tally)
+        if is_other:
+            self.tally.add("num_restarts")
+            _logger.warning(
+                "run %s: the store was started anew and may have lost writes: those of %d "
+                "trajectories are sent again",
+                self.run,
+                len(rewound.closed) + len(rewound.open),
+            )
+        for lane in (*rewound.closed, *rewound.open):
+            self.unended[lane] = None
+        for lane in rewound.closed:
+            self.heartbeats.ended(lane)
+        for lane in rewound.open:
+            self.reservations.grew(lane)
+            self.advance(lane)
+        self.heartbeats.failed()
+
+    def fail(self, lane: Lane, error: TurnstreamError) -> None:
+        """It goes no further."""
+        _logger.warning("run %s: trajectory %s failed: %s", self.run, lane.key.readable_name, error)
+        self.end(lane, error)
+
+    def end_well(self, lane: Lane, now_s: float) -> None:
+        """The run knows how a lane ended; of the draft nothing is needed but the seal.
+
+        Turns that were to be sent again are stored: the next start of the store may lose them.
+        """
+        for pending in lane.pending:
+            self.window.keep(KeptTurn(lane, pending.turn), now_s=now_s)
+        lane.num_acknowledged += len(lane.pending)
+        if lane.seal is not None:
+            record = lane.seal_record
+            lane.seal = lambda _epoch: record
+        self.window.keep(Ended(lane), now_s=now_s)
+        self.end(lane)
+        lane.has_ended = True
+
+    def survived(self, lane: Lane, now_s: float) -> None:
+        """The store has all of a lane that had ended; the next start of it may not."""
+        lane.epoch = lane.epoch or lane.held_epoch
+        self.end_well(lane, now_s)
+
+    def end(self, lane: Lane, error: TurnstreamError | None = None) -> None:
+        """It is over, or has failed: whoever waits for any of it is told."""
+        lane.error = error
+        self.unended.pop(lane, None)
+        self.heartbeats.ended(lane)
+        self.reservations.ended(lane)
+        while lane.pending:
+            turn, receipt, is_again = lane.pending.popleft()
+            if not is_again:
+                self.tally.accepted(lane, -len(turn.record))
+            if receipt is not None:
+                receipt.settle(lane.key, error)
+        if lane.end is not None:
+            lane.end.settle(lane.key, error)
+            lane.end = None
+        if error is not None and lane.has_ended and lane.abandon_reason is None:
+            self.lose(lane.key.readable_name, error)
+
+    def lose(self, what: str, reason: TurnstreamError) -> None:
+        """Something that was acknowledged is gone for good."""
+        error = reason
+        if not isinstance(reason, StoreBehindError):
+            error = StoreBehindError(f"{what} was acknowledged, and the store lost it: {reason}")
+        _logger.error("run %s: %s", self.run, error)
+        self.tally.add("num_lost")
+        self.losses.append(error)
+
+    def fail_all(self, error_of: Callable[[Lane | Admission | str], TurnstreamError]) -> None:
+        """Fail whatever is not acknowledged, and settle its receipts.
+
+        Args:
+            error_of: return the error of a trajectory, of a group that waits for admission, or of
+                a call, in words.
+        """
+        queues = self.queues
+        opened = [(each.opened, error_of(each)) for each in queues.admissions]
+        calls: list[tuple[Delivery, str]] = [
+            *[(call.receipt, "the closing of the run") for call in queues.closings],
+            *[(call.receipt, "the question what the run declares") for call in queues.questions],
+            *[(call.post.receipt, f"the reward of {call.post.name}") for call in queues.rewards],
+        ]
+        queues.clear()
+        for lane in list(self.unended):
+            if lane.pending or lane.end is not None or lane.epoch == 0 or lane.has_ended:
+                self.end(lane, error_of(lane))
+        for receipt, error in opened:
+            receipt.settle(None, error)
+        for receipt, what in calls:
+            receipt.settle(None, error_of(what))
+
+    def give_back(self, key: TrajectoryKey, epoch: int, *, reason: str) -> None:
+        """The store has opened, with this epoch, what nobody here will write."""
+        stray = self.begin(key)
+        stray.epoch, stray.abandon_reason = epoch, reason
+        self.queues.abandons.append(stray)
+
+    def _hold(self, lane: Lane, now_s: float) -> None:
+        """A lane has a lease from now on."""
+        self.reservations.grew(lane)
+        self.heartbeats.opened(lane, now_s=now_s)
+
+    def _note(self, lane: Lane, error: TurnstreamError) -> None:
+        """Let the run count what was refused because its key has another content."""
+        if isinstance(error, ConflictError):
+            self._num_conflicts += 1
+            token = f"{self._nonce}:{self._num_conflicts}"
+            self.queues.notes.append(NoteCall(lane.trajectory_id, str(error), token))
+
+
+def _is_gone_unwritten(lane: Lane, refused: Refusal) -> bool:
+    """Whether a lane would write its first turns for nothing: its seal cannot be stored."""
+    is_gone = refused.fact in ("abandoned", "unknown")
+    return is_gone and bool(lane.pending) and not lane.is_placed

@@ -1,0 +1,137 @@
+"""What is on its way to the store, by trajectory and by group. Data of the outbox; no decisions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from turnstream.errors import TurnstreamError
+from turnstream.generator.encode.encoder import SealMaker, TurnRecord
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.store.client.scripts import Command
+from turnstream.store.run.budget import FIRST_BYTES
+from turnstream.types import GroupOpened, TrajectoryKey
+
+
+class PendingTurn(NamedTuple):
+    """A turn that the store has not acknowledged, or may have forgotten since: `is_again`."""
+
+    turn: TurnRecord
+    receipt: Delivery | None
+    is_again: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One trajectory's writes, in order.
+
+    A lane goes through these, and stops early by `error`:
+
+    1. not admitted: `epoch` is 0; turns wait here;
+    2. admitted: `epoch` is set; turns are sent as they come;
+    3. ending: `seal` or `abandon_reason` is set, and follows the last turn;
+    4. sealed: all payload is acknowledged, the run is told with `seal_record`;
+    5. ended: `end` is settled.
+
+    Attributes:
+        awaits_reward: its reward is posted after the seal.
+        is_placed: the store has made the place of its payload.
+        num_acknowledged: turns acknowledged: the index of `pending[0]`.
+        is_queued: stands in the outbox's queue of lanes with something to send.
+        num_bytes: of all its turn records so far.
+        reserved_bytes: up to which the store holds room for them.
+        end: told when the lane has ended, once.
+        has_ended: it has; it goes through all of this again where the store may have forgotten it.
+        held_epoch: the epoch that it had before.
+        is_doubted: its seal is posted, and the run does not know it, or no longer: an answer may
+            have been lost, and the payload was asked.
+    """
+
+    key: TrajectoryKey
+    trajectory_id: str
+    end: Delivery | None = None
+    epoch: int = 0
+    is_placed: bool = False
+    pending: deque[PendingTurn] = field(default_factory=deque)
+    num_acknowledged: int = 0
+    seal: SealMaker | None = None
+    seal_record: bytes = b""
+    awaits_reward: bool = False
+    merged_tokens: int = 0
+    abandon_reason: str | None = None
+    is_queued: bool = False
+    num_bytes: int = 0
+    reserved_bytes: int = FIRST_BYTES
+    error: TurnstreamError | None = None
+    has_ended: bool = False
+    held_epoch: int = 0
+    is_doubted: bool = False
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it takes no further turn."""
+        return self.seal is not None or self.abandon_reason is not None or self.error is not None
+
+    def raise_error(self) -> None:
+        """Raise the error of a trajectory that has failed."""
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def num_pending_bytes(self) -> int:
+        """Bytes of the turns that were never acknowledged."""
+        return sum([len(turn.record) for turn, _, is_again in self.pending if not is_again])
+
+    def rewind(self, turns: Sequence[TurnRecord]) -> None:
+        """Its last acknowledged turns are sent again, before those that wait."""
+        self.reserved_bytes = FIRST_BYTES
+        self.pending.extendleft([PendingTurn(turn, None, True) for turn in reversed(turns)])
+        self.num_acknowledged -= len(turns)
+
+
+@dataclass(slots=True, eq=False)
+class Admission:
+    """A group that asks for leave to start, or for places of further samples.
+
+    Attributes:
+        record: the encoded `group`.
+        opened: told when the store has answered.
+        since_s: when it was first refused for lack of capacity; None before.
+        reason: what the last refusal said.
+        is_over: its wait has ended, and whoever waited was told.
+        is_task: the store gave it as a task, and may have forgotten that.
+        is_again: it was open, and the store may have forgotten that.
+    """
+
+    group: GroupOpened
+    record: bytes
+    lanes: Sequence[Lane]
+    opened: Delivery
+    since_s: float | None = None
+    reason: str = ""
+    is_over: bool = False
+    is_task: bool = False
+    is_again: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RewardPost:
+    """A reward that is posted for a trajectory of any generator.
+
+    Attributes:
+        receipt: told when the store has answered, once.
+        outcome: the answer.
+        until_s: until when it asks again, where the store may have forgotten the trajectory.
+    """
+
+    command: Command
+    receipt: Delivery
+    outcome: str = ""
+    until_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the trajectory."""
+        return str(self.command.args[0])

@@ -1,0 +1,257 @@
+"""Clients of the store: raw bytes in both directions, RESP2, no reply waited for without end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+import redis
+import redis.asyncio
+import redis.asyncio.retry
+from redis.backoff import ExponentialBackoff
+from redis.connection import parse_url
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+from redis.retry import Retry
+
+from turnstream.errors import InvalidConfigError
+from turnstream.store.client.deadlines import (
+    SOCKET_TIMEOUT_S,
+    BoundedPauses,
+    bounded,
+    ending_within,
+)
+from turnstream.types.names import shown, text_trouble
+
+MAX_BLOCK_S = 10.0
+"""Longest blocking read: well below SOCKET_TIMEOUT_S, which would end the connection."""
+
+NUM_RETRIES = 3
+"""Of a command whose connection was lost, as after a restart of the server. All we send is safe to
+send twice. A server that is silent is not asked again: that would be as long once more."""
+
+MAX_CONNECTIONS = 10_000
+"""Of one client: the server's own default bound. A batcher holds a connection for every run that it
+follows, and a client of redis-py refuses the hundred and first otherwise."""
+
+_PORT = 6379
+_CONNECT_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 0.5
+
+
+def connect(
+    url: str, *, num_retries: int = NUM_RETRIES, silent_s: float = SOCKET_TIMEOUT_S
+) -> redis.Redis:
+    """A client for `redis://`, `rediss://` or `unix://`; it connects when it is first used.
+
+    Args:
+        url: address of the store.
+        num_retries: of a command whose connection was lost.
+        silent_s: a server that does not answer a call for so long counts as away; see also
+            `turnstream.store.client.deadlines.ending_by`.
+    """
+    pauses = BoundedPauses(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
+    retry = Retry(pauses, num_retries, supported_errors=(RedisConnectionError,))
+    return redis.Redis.from_url(url, retry=retry, **_blocking_options(url, silent_s=silent_s))
+
+
+def connect_async(url: str, *, num_retries: int = NUM_RETRIES) -> redis.asyncio.Redis:
+    """The same as `connect`, for asyncio."""
+    backoff = ExponentialBackoff(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
+    errors = (RedisConnectionError,)
+    retry = redis.asyncio.retry.Retry(backoff, num_retries, supported_errors=errors)
+    return redis.asyncio.Redis.from_url(url, retry=retry, **_options())
+
+
+def checked_url(url: str, *, field: str = "url") -> str:
+    """Return the address of a store, if it is one.
+
+    >>> checked_url("redis://localhost:7379")
+    'redis://localhost:7379'
+    """
+    if text_trouble(url):
+        raise InvalidConfigError(field, f"{_without_password(url)} is not a valid text")
+    try:
+        parse_url(url)
+        address_of(url)
+    except ValueError as error:
+        shown_url = _without_password(url)
+        form = "redis://HOST:PORT"
+        if "://" not in url and ":" in url:
+            form = f"redis://{url.rpartition('@')[2]}"
+        reason = "" if "://" not in url else f" ({error})"
+        raise InvalidConfigError(
+            field, f"{shown_url} is not the address of a store{reason}: write {form}"
+        ) from error
+    return url
+
+
+def _without_password(url: object) -> str:
+    if isinstance(url, bytes):
+        return shown(url.rpartition(b"@")[2])
+    return shown(url.rpartition("@")[2] if isinstance(url, str) else url)
+
+
+def address_of(url: str) -> str:
+    """Where a store is, for people, without what nobody should read.
+
+    >>> address_of("redis://me:secret@10.0.0.7:6379/0"), address_of("unix:///run/store.sock?db=1")
+    ('10.0.0.7:6379', '/run/store.sock')
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return parts.path
+    return f"{parts.hostname or 'localhost'}:{parts.port or _PORT}"
+
+
+def address_of_client(client: redis.Redis | redis.asyncio.Redis) -> str:
+    """The same, of a client."""
+    options = client.connection_pool.connection_kwargs
+    return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', _PORT)}"
+
+
+def _blocking_options(url: str, *, silent_s: float = SOCKET_TIMEOUT_S) -> dict[str, Any]:
+    kind = parse_url(url).get("connection_class", redis.Connection)
+    return {**_options(), "socket_timeout": silent_s, "connection_class": bounded(kind)}
+
+
+def _options() -> dict[str, Any]:
+    return {
+        "decode_responses": False,
+        "max_connections": MAX_CONNECTIONS,
+        "protocol": 2,
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+    }
+
+
+class Link:
+    """One connection on which many commands travel at once, and which never repeats any itself.
+
+    It connects when it is first used, and again after it was lost.
+    """
+
+    def __init__(self, url: str) -> None:
+        pool = redis.ConnectionPool.from_url(url, **_blocking_options(url))
+        self._connection = pool.make_connection()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the next exchange finds the connection of the last one."""
+        return self._connection.is_connected
+
+    def connect(self) -> None:
+        """Connect, where that is not so already."""
+        self._connection.connect()
+
+    def exchange(
+        self, data: bytes, num_replies: int, *, timeout_s: float = SOCKET_TIMEOUT_S
+    ) -> list[Any]:
+        """Send packed commands and give their replies in order, error replies among them."""
+        replies: list[Any] = []
+        try:
+            with ending_within(timeout_s):
+                self._connection.send_packed_command([data], check_health=False)
+                while len(replies) < num_replies:
+                    try:
+                        replies.append(self._connection.read_response())
+                    except ResponseError as error:
+                        replies.append(error)
+        except BaseException:
+            self.close()  # whoever comes next must not read what was left of this exchange
+            raise
+        return replies
+
+    def close(self) -> None:
+        """Disconnect. Safe to repeat, and from another thread, where it ends an exchange."""
+        self._connection.disconnect()
+
+
+class AsyncLink:
+    """The same as Link, for asyncio."""
+
+    def __init__(self, url: str) -> None:
+        # One deadline per exchange: the client's own would cost a timer for every reply.
+        options = {**_options(), "socket_timeout": None}
+        pool = redis.asyncio.ConnectionPool.from_url(url, **options)
+        self._connection = pool.make_connection()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the next exchange finds the connection of the last one."""
+        return self._connection.is_connected
+
+    async def connect(self) -> None:
+        """Connect, where that is not so already."""
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            await self._connection.connect()
+
+    async def exchange(self, data: bytes, num_replies: int) -> list[Any]:
+        """Send packed commands and give their replies in order, error replies among them.
+
+        Whoever cancels it loses the connection.
+        """
+        replies: list[Any] = []
+        try:
+            async with asyncio.timeout(SOCKET_TIMEOUT_S):
+                await self._connection.send_packed_command([data], check_health=False)
+                while len(replies) < num_replies:
+                    try:
+                        replies.append(await self._connection.read_response())
+                    except ResponseError as error:
+                        replies.append(error)
+        except BaseException:
+            await self.close()  # whoever comes next must not read what was left of this exchange
+            raise
+        return replies
+
+    async def close(self) -> None:
+        """Disconnect. Safe to repeat."""
+        await self._connection.disconnect(nowait=True)
+
+
+SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite")
+"""What is asked for."""
+
+SYNCS: Final = ("everysec", "always")
+"""Of `appendfsync`: "no" leaves the sync to the system, which takes half a minute or longer."""
+
+
+class Unsafe(NamedTuple):
+    """A setting of a server, and a value that it must have instead."""
+
+    setting: str
+    value: str
+    needed: str
+
+    @property
+    def message(self) -> str:
+        """For people."""
+        return f"has {self.value!r}; needed is {self.needed!r}"
+
+
+def unsafe_setting(found: Mapping[str, str], *, syncs: Collection[str] = SYNCS) -> Unsafe | None:
+    """The first setting that loses what was acknowledged; None where none is known.
+
+    With `no-appendfsync-on-rewrite`, nothing is synced while the file is rewritten, however long
+    that takes, whatever `appendfsync` says.
+
+    >>> unsafe_setting({"appendfsync": "everysec", "no-appendfsync-on-rewrite": "yes"})
+    Unsafe(setting='no-appendfsync-on-rewrite', value='yes', needed='no')
+    >>> unsafe_setting({"appendfsync": "always"}) is None
+    True
+
+    Args:
+        found: the settings that the server told.
+        syncs: values of `appendfsync` that are good enough; the first is asked for.
+    """
+    first = next(iter(syncs))
+    sync, pauses = (found.get(name) for name in SETTINGS)
+    if sync is not None and sync not in syncs:
+        return Unsafe("appendfsync", sync, first)
+    if pauses is not None and pauses != "no":
+        return Unsafe("no-appendfsync-on-rewrite", pauses, "no")
+    return None

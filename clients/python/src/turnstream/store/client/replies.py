@@ -1,0 +1,222 @@
+"""Errors of the store: the one table from error replies to the errors of this package.
+
+A script refuses with `CODE message`, or with `CODE [fact] message` where a caller acts on a fact.
+The code and the fact are for programs. The message is for people: no program reads it.
+
+=========  ====================  ==================  =============================================
+code       error                 fact                meaning
+=========  ====================  ==================  =============================================
+FENCED     FencedError           state, or released  another owner has it, or it is finished
+CONFLICT   ConflictError         state, group, name  the key has another content, or is finished
+INVALID    RejectedError                             an argument that is not allowed
+GAP        TurnGapError          expected turn       an earlier turn is missing
+WAIT       RejectedError         wake id             no capacity now
+FORMAT     UnknownFormatError    format of the run   another release wrote the run
+HELD       ConflictError         ms of the lease     another writer holds the lease
+NORUN      RunNotFoundError                          no run of that name
+BEHIND     StoreBehindError                          a recovery token that the store does not have
+EXPIRED    ObserverExpiredError                      an observer was silent for too long
+CLOSED     EndOfRunError                             the run takes no new group
+RELEASED   ReleasedError                             a step that is no longer retained
+UNHEARD    NotReadyError                             a step that a rank may not have yet
+TOOLARGE   GroupTooLargeError                        a group that can never be admitted
+DAMAGED    CorruptRecordError                        a damaged counter; nothing was written
+=========  ====================  ==================  =============================================
+
+The state is that of a trajectory in the ledger, or `unknown` where the ledger does not have it.
+`group` stands for a group that takes no member any more, and `name` for a group that is finished.
+
+A server that has reached its `maxmemory` is StoreFullError. Everything else that passes by itself
+(no connection, a server that is loading, read-only or without its disk) is StoreUnavailableError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from redis import exceptions as redis_errors
+
+from turnstream.errors import (
+    ConflictError,
+    CorruptRecordError,
+    EndOfRunError,
+    FencedError,
+    GroupTooLargeError,
+    NotReadyError,
+    ObserverExpiredError,
+    RejectedError,
+    ReleasedError,
+    RunNotFoundError,
+    StoreBehindError,
+    StoreFullError,
+    StoreUnavailableError,
+    TurnGapError,
+    TurnstreamError,
+    UnknownFormatError,
+)
+from turnstream.records.configs import RUN_FORMAT
+from turnstream.store.client.deadlines import is_silence
+from turnstream.store.client.trajectory_names import with_readable_names
+
+RETRY_AFTER_S = 1.0
+"""Said to a caller that was told to wait and cannot listen to the run's `wake` stream, or whose
+store is full or away."""
+
+FULL = "OOM"
+"""First word of an error reply of a server that has reached its `maxmemory`."""
+
+_REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
+    "FENCED": FencedError,
+    "CONFLICT": ConflictError,
+    "GAP": TurnGapError,
+    "NORUN": RunNotFoundError,
+    "BEHIND": StoreBehindError,
+    "EXPIRED": ObserverExpiredError,
+    "CLOSED": EndOfRunError,
+    "RELEASED": ReleasedError,
+    "UNHEARD": NotReadyError,
+    "TOOLARGE": GroupTooLargeError,
+}
+CODES: Final = frozenset({*_REFUSALS, "INVALID", "WAIT", "HELD", "DAMAGED", "FORMAT"})
+"""The codes of scripts."""
+
+FACTS: Final = frozenset({"unknown", "released", "group", "name"})
+"""The facts that are words of their own; the others are numbers, ids or states of the ledger."""
+
+_PASSING = frozenset(
+    {
+        *(FULL, "LOADING", "BUSY", "MISCONF", "READONLY", "NOREPLICAS", "NOSCRIPT"),
+        *("MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "EXECABORT"),
+    }
+)
+_CODES: dict[type[redis_errors.ResponseError], str] = {  # what older clients do not keep
+    redis_errors.ClusterDownError: "CLUSTERDOWN",
+    redis_errors.ExecAbortError: "EXECABORT",
+    redis_errors.MasterDownError: "MASTERDOWN",
+    redis_errors.NoScriptError: "NOSCRIPT",
+    redis_errors.OutOfMemoryError: FULL,
+    redis_errors.ReadOnlyError: "READONLY",
+    redis_errors.TryAgainError: "TRYAGAIN",
+}
+_DENIED = (
+    redis_errors.AuthenticationError,
+    redis_errors.AuthorizationError,
+    redis_errors.NoPermissionError,
+)
+
+
+_REPLY: Final = re.compile(r"(?P<code>\S+) ?(?:\[(?P<fact>[^\]]*)\] ?)?(?P<message>.*)", re.DOTALL)
+
+
+class Refusal(NamedTuple):
+    """An error reply, in parts: see the table above.
+
+    Attributes:
+        code: first word of the reply.
+        fact: empty where the reply has none.
+        message: for people; names are encoded.
+    """
+
+    code: str
+    fact: str
+    message: str
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether it is about the state of the server and not about the command."""
+        return self.code in _PASSING
+
+    @property
+    def error(self) -> TurnstreamError:
+        """The error that the reply stands for, with readable names in its message."""
+        message = with_readable_names(self.message)
+        if self.code == "WAIT":
+            return RejectedError(message, RETRY_AFTER_S)
+        if self.code == "HELD":
+            return ConflictError(message, int(self.fact) / 1000)
+        if self.code == "FORMAT":
+            return UnknownFormatError("the run", int(self.fact), RUN_FORMAT)
+        if self.code == FULL:
+            return StoreFullError(f"the store is full: {message}", retry_after_s=RETRY_AFTER_S)
+        if self.code == "DAMAGED":
+            return CorruptRecordError(f"damaged: {message}")
+        if self.is_passing:
+            return StoreUnavailableError(f"{self.code} {message}", retry_after_s=RETRY_AFTER_S)
+        if self.code in _REFUSALS:
+            return _REFUSALS[self.code](message)
+        return RejectedError(f"the store refused the command: {self.code} {message}")
+
+
+def parse_refusal(text: str) -> Refusal:
+    """Return the parts of an error reply.
+
+    >>> parse_refusal("GAP [3] expected 3")
+    Refusal(code='GAP', fact='3', message='expected 3')
+    >>> parse_refusal("NORUN no such run").fact
+    ''
+    """
+    found = _REPLY.fullmatch(text)
+    if found is None:
+        return Refusal("", "", text)
+    return Refusal(found["code"], found["fact"] or "", found["message"])
+
+
+def refusal(text: str) -> TurnstreamError:
+    """Return the error that an error reply stands for.
+
+    >>> refusal("GAP [3] expected 3")
+    TurnGapError('expected 3', None)
+    """
+    return parse_refusal(text).error
+
+
+def translate(error: Exception) -> TurnstreamError:
+    """The error of ours that an error of the Redis client, or of its socket, stands for."""
+    if isinstance(error, TurnstreamError):
+        return error
+    if isinstance(error, _DENIED):
+        return RejectedError(f"the store denied access: {error}")
+    if isinstance(error, redis_errors.ResponseError):
+        return refusal(error_text(error))
+    if is_silence(error):
+        message = f"the store has not answered in time: {error}".rstrip(": ")
+    else:
+        message = f"the store cannot be reached: {error}"
+    return StoreUnavailableError(message, retry_after_s=RETRY_AFTER_S)
+
+
+@contextlib.contextmanager
+def translating() -> Iterator[None]:
+    """Inside, what the Redis client raises is raised as an error of ours."""
+    try:
+        yield
+    except TurnstreamError:
+        raise
+    except (redis_errors.RedisError, OSError) as error:
+        raise translate(error) from error
+
+
+def error_text(error: redis_errors.ResponseError) -> str:
+    """The error reply as the server sent it: the client cuts off the codes that it knows."""
+    text = str(error)
+    code = getattr(error, "status_code", None) or _CODES.get(type(error), "")
+    return text if not code or text.startswith(f"{code} ") else f"{code} {text}"
+
+
+def wake_id(refused: Refusal) -> str | None:
+    """Return the last id of the run's wake stream as of a WAIT refusal; None for another refusal.
+
+    A read of the stream from that id returns as soon as the same call may succeed.
+
+    >>> wake_id(parse_refusal("WAIT [17-0] 20 groups are live"))
+    '17-0'
+    """
+    return refused.fact if refused.code == "WAIT" else None
+
+
+def is_passing(text: str) -> bool:
+    """Whether an error reply is about the state of the server and not about the command."""
+    return parse_refusal(text).is_passing

@@ -1,0 +1,219 @@
+"""Scripts, the calls of scripts, and running them, in sync and asyncio programs.
+
+Every script is idempotent: a call whose reply was lost is sent again as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.resources
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import redis
+import redis.asyncio
+from redis.exceptions import NoScriptError, RedisError
+
+from turnstream.errors import RunNotFoundError, StoreFullError
+from turnstream.store.client.fullness import Bytes
+from turnstream.store.client.keys import run_keys, run_of
+from turnstream.store.client.replies import translate, translating
+from turnstream.store.client.run_ids import no_such_run
+
+Argument = str | bytes | int | memoryview
+"""What may be a key or an argument of a script."""
+
+_INCLUDE = re.compile(r"^-- include: (?:([\w.]+)/)?(\w+)\.lua$", re.MULTILINE)
+
+
+class Script:
+    """A Lua file of a package's `lua` folder.
+
+    A line `-- include: other.lua`, or `-- include: package/other.lua` where another package has it,
+    stands for what is in that file, but for its first line.
+
+    Attributes:
+        name: the file name without its suffix.
+        source: the text; its header says which keys it touches and what it replies.
+        sha: what EVALSHA calls it by.
+    """
+
+    __slots__ = ("name", "sha", "source")
+
+    def __init__(self, name: str, package: str) -> None:
+        self.name = name
+        self.source = _read(name, package)
+        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"Script({self.name!r})"
+
+    def __call__(self, keys: Sequence[str], *args: Argument) -> Command:
+        """The call of this script with these keys and arguments; nothing is sent."""
+        return Command(self, tuple(keys), args)
+
+
+def _read(name: str, package: str) -> str:
+    path = importlib.resources.files(package) / "lua" / f"{name}.lua"
+    text = path.read_text(encoding="utf-8")
+    return _INCLUDE.sub(lambda line: _read(line[2], line[1] or package).partition("\n")[2], text)
+
+
+class Command(NamedTuple):
+    """One call of a script, not yet sent."""
+
+    script: Script
+    keys: tuple[str, ...]
+    args: tuple[Argument, ...]
+
+    @property
+    def words(self) -> tuple[Argument, ...]:
+        """The command as the server is told it."""
+        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
+
+
+def pack(calls: Iterable[Sequence[Argument]]) -> bytes:
+    """Commands in the words of the Redis protocol, ready for a socket.
+
+    One join: twice as fast as the client's own pipelines, which pack word by word.
+    """
+    parts: list[bytes | memoryview] = []
+    for words in calls:
+        parts.append(b"*%d\r\n" % len(words))
+        for word in words:
+            if isinstance(word, str):
+                word = word.encode()
+            elif isinstance(word, int):
+                word = b"%d" % word
+            parts += (b"$%d\r\n" % len(word), word, b"\r\n")
+    return b"".join(parts)
+
+
+def run_command(client: redis.Redis, command: Command) -> Any:
+    """Call a script and give its reply."""
+    try:
+        with _translating(command):
+            try:
+                return client.execute_command(*command.words)
+            except NoScriptError:
+                client.script_load(command.script.source)
+                return client.execute_command(*command.words)
+    except StoreFullError as error:
+        with translating():
+            memory: Any = client.info("memory")
+            held: Any = client.hgetall(run_keys(run_of(command.keys[0])).budget)
+        raise _full(error, memory, held) from error
+
+
+def run_commands(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
+    """Call scripts in order, in one round trip.
+
+    Returns:
+        One reply per command; where a call was refused, the error, not raised.
+    """
+    with translating():
+        replies = _send(client, commands)
+        start = _first_unknown(replies)
+        if start is not None:
+            for source in _sources(commands[start:]):
+                client.script_load(source)
+            replies[start:] = _send(client, commands[start:])
+    return [_translated(*each) for each in zip(replies, commands, strict=True)]
+
+
+async def run_command_async(client: redis.asyncio.Redis, command: Command) -> Any:
+    """The same as `run_command`, for asyncio."""
+    try:
+        with _translating(command):
+            try:
+                return await client.execute_command(*command.words)
+            except NoScriptError:
+                await client.script_load(command.script.source)
+                return await client.execute_command(*command.words)
+    except StoreFullError as error:
+        with translating():
+            memory: Any = await client.info("memory")
+            held: Any = await client.execute_command(
+                "HGETALL", run_keys(run_of(command.keys[0])).budget
+            )
+        raise _full(error, memory, held) from error
+
+
+async def run_commands_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Any]:
+    """The same as `run_commands`, for asyncio."""
+    with translating():
+        replies = await _send_async(client, commands)
+        start = _first_unknown(replies)
+        if start is not None:
+            for source in _sources(commands[start:]):
+                await client.script_load(source)
+            replies[start:] = await _send_async(client, commands[start:])
+    return [_translated(*each) for each in zip(replies, commands, strict=True)]
+
+
+def _send(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
+    pipeline = client.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command.words)
+    return pipeline.execute(raise_on_error=False)
+
+
+async def _send_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Any]:
+    pipeline = client.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command.words)
+    return await pipeline.execute(raise_on_error=False)
+
+
+def _first_unknown(replies: Sequence[Any]) -> int | None:
+    """Where the server did not know a script.
+
+    What came after it may have been refused only because it was left out, so that all of it is
+    sent again; what had been done already is answered as a duplicate.
+    """
+    for position, reply in enumerate(replies):
+        if isinstance(reply, NoScriptError):
+            return position
+    return None
+
+
+def _sources(commands: Sequence[Command]) -> set[str]:
+    return {command.script.source for command in commands}
+
+
+@contextlib.contextmanager
+def _translating(command: Command) -> Iterator[None]:
+    try:
+        with translating():
+            yield
+    except RunNotFoundError as error:
+        raise _unknown_run(command) from error
+
+
+def _full(
+    error: StoreFullError, memory: Mapping[str, Any], held: Mapping[bytes, bytes]
+) -> StoreFullError:
+    """Return the error with the bytes used and allowed, and what holds them."""
+    known = Bytes(
+        used=int(memory.get("used_memory", 0)),
+        allowed=int(memory.get("maxmemory", 0)),
+        reserved=int(held.get(b"reserved", 0)),
+        stored=int(held.get(b"stored", 0)),
+        planned=int(held.get(b"planned", 0)),
+    )
+    message = known.why_full(is_urgent=True) if known.refuses_writes else error.message
+    return StoreFullError(message, retry_after_s=error.retry_after_s)
+
+
+def _translated(reply: Any, command: Command) -> Any:
+    if not isinstance(reply, (RedisError, OSError)):
+        return reply
+    error = translate(reply)
+    return _unknown_run(command) if isinstance(error, RunNotFoundError) else error
+
+
+def _unknown_run(command: Command) -> RunNotFoundError:
+    """Scripts do not know the id of their run: it is in their keys."""
+    return no_such_run(run_of(command.keys[0]))

@@ -1,0 +1,1 @@
+"""The state of one run: its configs, groups, leases, rewards, tasks, bytes and evaluations."""

@@ -1,0 +1,82 @@
+"""Bytes that are held for trajectories: reserved when their group is opened, and topped up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from turnstream.errors import RecordError
+from turnstream.records.events import decode_event
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import Argument, Command, Script
+from turnstream.types import SealedTrajectory
+
+FIRST_BYTES: Final = 12_288
+"""Of records, for which there is room in every reservation that open_group.lua makes."""
+
+_LEAST_BLOCK: Final = 16_384
+_LARGEST_BLOCK: Final = 1 << 20
+
+RESERVE = Script("reserve", "turnstream.store.run")
+
+
+def reserve_command(
+    run: str, wanted: Sequence[tuple[str, int, int]], *, writer: str = ""
+) -> Command:
+    """The call that tops up what is reserved for open trajectories; nothing is sent.
+
+    Args:
+        run: name of the run.
+        wanted: (id, lease epoch, bytes of its records) of each.
+        writer: who holds them; empty where the epoch alone is to be compared.
+    """
+    names = keys.run_keys(run)
+    arguments: list[Argument] = []
+    for trajectory_id, epoch, num_bytes in wanted:
+        arguments += (trajectory_id, f"{epoch}:{writer}" if writer else epoch, num_bytes)
+    return RESERVE((names.ledger, names.held, names.budget), *arguments)
+
+
+def with_block(num_bytes: int) -> int:
+    """What to ask for where a trajectory of so many bytes goes on: as much again, within bounds.
+
+    >>> with_block(20_000), with_block(1_000), with_block(10 << 20) >> 20
+    (40000, 17384, 11)
+    """
+    return num_bytes + min(max(num_bytes, _LEAST_BLOCK), _LARGEST_BLOCK)
+
+
+def settled_lease(epoch: int, writer: str, *, awaits_reward: bool, num_bytes: int) -> str:
+    """Lease and size of a sealed trajectory in the words of the script post_sealed.
+
+    >>> settled_lease(2, "gpu7", awaits_reward=True, num_bytes=500)
+    '2:awaits/500:gpu7'
+
+    Args:
+        epoch: of the lease.
+        writer: who holds it; empty where the epoch alone is to be compared.
+        awaits_reward: its reward is posted later.
+        num_bytes: of its records, the seal among them.
+    """
+    words = f"{epoch}:{'awaits' if awaits_reward else ''}/{num_bytes}"
+    return f"{words}:{writer}" if writer else words
+
+
+def lease_of_seal(epoch: int, writer: str, seal: bytes) -> str:
+    """The same of a stored seal, whose writer is gone.
+
+    One that cannot be read is posted as it is, so that the planner sets it aside. What was reserved
+    for it is held on.
+    """
+    try:
+        event = decode_event(seal)
+    except RecordError:
+        event = None
+    if not isinstance(event, SealedTrajectory):
+        return f"{epoch}::{writer}"
+    return settled_lease(
+        epoch,
+        writer,
+        awaits_reward=event.awaits_reward,
+        num_bytes=event.num_payload_bytes + len(seal),
+    )

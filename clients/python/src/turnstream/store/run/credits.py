@@ -1,0 +1,177 @@
+"""How many groups of a run may start now, and why not more.
+
+A credit is an answer and no claim: what is asked for is granted when a group is opened, by the same
+rule (store/run/lua/open_group.lua), so that nothing leaks when whoever asked dies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.fold.capacity import capacity, most_live_groups
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import find_run, find_run_async, no_such_run
+from turnstream.store.run.configs import read_config, read_config_async
+
+_FIELDS = ("stepped", "live_groups", "open_groups", "closed", "revised_groups", "paused")
+
+
+class CreditReason(StrEnum):
+    """Why no group may start now."""
+
+    CLOSED = "closed"
+    PAUSED = "paused"
+    STALENESS = "staleness"
+    OPEN_GROUPS = "open_groups"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """How many groups may start now, as far as capacity goes: they also need room for their bytes.
+
+    Attributes:
+        num_groups: so many.
+        most: out of so many, by the bound that is nearest: groups that may be live after the last
+            step, or `max_open_groups` of the run.
+        stepped: the step after which this is so.
+        num_live: groups that were opened and not dropped.
+        num_open: those of them that are not decided yet.
+        reason: None while a group may start.
+        sentence: for people.
+    """
+
+    num_groups: int
+    most: int
+    stepped: int
+    num_live: int
+    num_open: int
+    reason: CreditReason | None
+    sentence: str
+
+
+def credit(client: redis.Redis, run: str) -> Credit:
+    """How many groups of a run may start now.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    run = find_run(client, run)
+    _, config = read_config(client, run)
+    with translating():
+        found: Any = client.hmget(keys.run_keys(run).frontier, _FIELDS)
+    return _parse(run, config, found)
+
+
+async def credit_async(client: redis.asyncio.Redis, run: str) -> Credit:
+    """The same as `credit`, for asyncio."""
+    run = await find_run_async(client, run)
+    _, config = await read_config_async(client, run)
+    with translating():
+        found: Any = await client.execute_command("HMGET", keys.run_keys(run).frontier, *_FIELDS)
+    return _parse(run, config, found)
+
+
+def credit_of(
+    config: BatchingConfig,
+    *,
+    stepped: int,
+    num_live: int,
+    num_open: int,
+    is_closed: bool,
+    num_revised: int = 0,
+    paused: str | None = None,
+) -> Credit:
+    """What the numbers of a run give.
+
+    >>> config = BatchingConfig(batch_groups=2, mini_batch_groups=2, max_open_groups=3)
+    >>> credit_of(config, stepped=1, num_live=4, num_open=1, is_closed=False).sentence
+    '2 groups may start: 4 of 6 are live after step 1, 1 of 3 are open'
+    """
+    most = most_live_groups(
+        stepped,
+        batch_groups=config.batch_groups,
+        max_staleness=config.max_staleness,
+        num_revised=num_revised,
+    )
+    most_open = config.max_open_groups
+    num_groups = capacity(
+        version_step=stepped,
+        batch_groups=config.batch_groups,
+        max_staleness=config.max_staleness,
+        num_accepted=num_live - num_open,
+        num_running=num_open,
+        max_concurrent=most_open,
+        num_revised=num_revised,
+    )
+    reason, sentence = _why_none(
+        is_closed=is_closed,
+        paused=paused,
+        live=f"{num_live} groups are live, {most} are allowed after step {stepped}",
+        is_too_far=num_live >= most,
+        open_groups=f"{num_open} groups are open, max_open_groups is {most_open}",
+        has_most_open=num_groups == 0,
+    )
+    if reason is None:
+        sentence = (
+            f"{num_groups} groups may start: {num_live} of {most} are live after step {stepped}"
+        )
+        sentence += f", {num_open} of {most_open} are open" if most_open else ""
+    is_bound_by_open = 0 < most_open - num_open < most - num_live or (
+        reason is CreditReason.OPEN_GROUPS
+    )
+    return Credit(
+        num_groups=0 if reason else num_groups,
+        most=most_open if is_bound_by_open else most,
+        stepped=stepped,
+        num_live=num_live,
+        num_open=num_open,
+        reason=reason,
+        sentence=sentence,
+    )
+
+
+def _why_none(
+    *,
+    is_closed: bool,
+    paused: str | None,
+    live: str,
+    is_too_far: bool,
+    open_groups: str,
+    has_most_open: bool,
+) -> tuple[CreditReason | None, str]:
+    """Why no group may start, and the same for people; None where one may."""
+    if is_closed:
+        return CreditReason.CLOSED, "the run takes no new group"
+    if paused is not None:
+        return (
+            CreditReason.PAUSED,
+            f"the run is paused: {paused}" if paused else "the run is paused",
+        )
+    if is_too_far:
+        return CreditReason.STALENESS, live
+    if has_most_open:
+        return CreditReason.OPEN_GROUPS, open_groups
+    return None, ""
+
+
+def _parse(run: str, config: BatchingConfig, found: Any) -> Credit:
+    stepped, live, opened, closed, revised, paused = found
+    if stepped is None:
+        raise no_such_run(run)
+    return credit_of(
+        config,
+        stepped=int(stepped),
+        num_live=int(live),
+        num_open=int(opened or 0),
+        is_closed=closed == b"1",
+        num_revised=int(revised or 0),
+        paused=None if paused is None else paused.decode(),
+    )

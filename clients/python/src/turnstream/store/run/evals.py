@@ -1,0 +1,60 @@
+"""What the evaluations of a run gave, version by version."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any, Final
+
+import redis
+
+from turnstream.records.evals import decode_eval_group, decode_eval_result
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import find_run, no_such_run
+from turnstream.types import EvalGroup, EvalResult
+
+_UNKNOWN: Final = "unknown"
+_PAGE: Final = 1_000
+
+
+def eval_results(client: redis.Redis, run: str) -> list[EvalResult]:
+    """What each version of the weights gave, the oldest first, one of no known version before all.
+
+    The newest 1,000 versions are kept, and at least the newest 10,000 groups one by one. A version
+    that is still being evaluated has what its ended groups gave.
+    """
+    run = find_run(client, run)
+    names = keys.run_keys(run)
+    with translating():
+        stepped: Any = client.hget(names.frontier, "stepped")
+        records: Any = client.hvals(names.evals)
+    if stepped is None:
+        raise no_such_run(run)
+    groups: dict[int | None, list[EvalGroup]] = defaultdict(list)
+    for group in _read_groups(client, names.evalgroups):
+        groups[group.version].append(group)
+    results = [decode_eval_result(record) for record in records]
+    results.sort(key=lambda each: -1 if each.version is None else each.version)
+    return [replace(each, groups=tuple(groups[each.version])) for each in results]
+
+
+def version_field(version: int | None) -> str:
+    """The name of a version among the results.
+
+    >>> version_field(7), version_field(None)
+    ('7', 'unknown')
+    """
+    return _UNKNOWN if version is None else str(version)
+
+
+def _read_groups(client: redis.Redis, stream: str) -> list[EvalGroup]:
+    groups: list[EvalGroup] = []
+    start = "-"
+    while True:
+        with translating():
+            page: Any = client.xrange(stream, start, "+", count=_PAGE)
+        groups += [decode_eval_group(fields[b"r"]) for _, fields in page]
+        if len(page) < _PAGE:
+            return groups
+        start = f"({page[-1][0].decode()}"

@@ -1,0 +1,124 @@
+"""Leases of open trajectories: kept by heartbeats, taken over when they have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from turnstream.store.client import keys
+from turnstream.store.client.run_ids import find_run, find_run_async
+from turnstream.store.client.scripts import (
+    Argument,
+    Command,
+    Script,
+    run_command,
+    run_command_async,
+)
+from turnstream.types import TrajectoryKey
+
+_HEARTBEAT = Script("heartbeat", "turnstream.store.run")
+_TAKE_OVER = Script("take_over", "turnstream.store.run")
+_LIST_LAPSED = Script("list_lapsed", "turnstream.store.run")
+
+MAX_HEARTBEATS = 256
+"""Trajectories of one heartbeat: the store does nothing else for the quarter of a millisecond."""
+
+MAX_LAPSED = 256
+"""Trajectories of one list."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LapsedTrajectory:
+    """An open trajectory whose lease has ended.
+
+    Attributes:
+        writer: who held it, and still does until another takes it over.
+        epoch: its lease epoch.
+        ended_ms: when the lease ended, in ms of the store's clock.
+    """
+
+    key: TrajectoryKey
+    writer: str
+    epoch: int
+    ended_ms: int
+
+    @property
+    def trajectory_id(self) -> str:
+        """Its name inside its run."""
+        return keys.trajectory_id(self.key)
+
+
+def list_lapsed(
+    client: redis.Redis, run: str, *, max_count: int = MAX_LAPSED
+) -> list[LapsedTrajectory]:
+    """Trajectories that may be taken over now, the longest lapsed first."""
+    run = find_run(client, run)
+    return _parse(run_command(client, _list(run, max_count=max_count)))
+
+
+async def list_lapsed_async(
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    until_ms: int | None = None,
+    max_count: int = MAX_LAPSED,
+) -> list[LapsedTrajectory]:
+    """The same as `list_lapsed`, for asyncio.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        until_ms: only leases that ended at this time of the store's clock, or before; None for now.
+        max_count: how many at most.
+    """
+    run = await find_run_async(client, run)
+    return _parse(
+        await run_command_async(client, _list(run, until_ms=until_ms, max_count=max_count))
+    )
+
+
+def heartbeat_command(run: str, held: Sequence[tuple[str, int]], *, writer: str = "") -> Command:
+    """The call that renews the leases of open trajectories; nothing is sent.
+
+    Args:
+        run: name of the run.
+        held: (id, lease epoch) of at most MAX_HEARTBEATS trajectories.
+        writer: who holds them; empty where the epoch alone is to be compared.
+    """
+    names = keys.run_keys(run)
+    arguments: list[Argument] = []
+    for trajectory_id, epoch in held:
+        arguments += (trajectory_id, f"{epoch}:{writer}" if writer else epoch)
+    return _HEARTBEAT((names.ledger, names.leases, names.config), *arguments)
+
+
+def take_over_command(run: str, trajectory_id: str, *, writer: str) -> Command:
+    """The call that gives a lapsed trajectory to another writer; nothing is sent."""
+    names = keys.run_keys(run)
+    where = (names.ledger, names.leases, names.config, names.groups)
+    return _TAKE_OVER(where, trajectory_id, writer)
+
+
+def _list(run: str, *, max_count: int, until_ms: int | None = None) -> Command:
+    names = keys.run_keys(run)
+    where = (names.ledger, names.leases, names.config)
+    return _LIST_LAPSED(where, "" if until_ms is None else until_ms, max_count)
+
+
+def _parse(reply: Sequence[Any]) -> list[LapsedTrajectory]:
+    lapsed: list[LapsedTrajectory] = []
+    for trajectory_id, entry, ended_ms in zip(*[iter(reply)] * 3, strict=True):
+        _, epoch, writer = entry.decode().split(":", 2)
+        lapsed.append(
+            LapsedTrajectory(
+                key=keys.parse_trajectory_id(trajectory_id.decode()),
+                writer=keys.decode_name(writer),
+                epoch=int(epoch),
+                ended_ms=ended_ms,
+            )
+        )
+    return lapsed

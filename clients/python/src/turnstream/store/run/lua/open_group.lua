@@ -1,0 +1,349 @@
+#!lua flags=allow-oom
+-- Registers a group, where it is new, and takes samples of it for one writer, with a lease.
+--
+-- A new group needs capacity, by the rule of batching/fold/capacity.py: (max_staleness + stepped + 1) *
+-- batch_groups groups may ever have been opened, not counting those that were dropped untrained;
+-- revised_groups is added, where steps before had others than batch_groups; and max_open_groups, where the
+-- run has such a bound, may be open at once. A paused run takes none. A known group never waits. One
+-- that is opened to evaluate needs no capacity, also while the run is paused: it counts among no
+-- groups.
+--
+-- Any new group needs room, for its samples at the size that those of the run usually have: in the
+-- run's budget, and in the server's memory less a reserve for whatever goes on while it is full. For
+-- a trainer that has nothing to do and waits for this very group there is room in any budget, and in
+-- half of the reserve; it never waits for an evaluation. The room is reserved here for all samples at
+-- once, and topped up in reserve.lua. Why that cannot deadlock: docs/decisions/0018-byte-budgets.md.
+-- A group that needs more than there can ever be room for does not wait, and neither does one with
+-- more samples than the run allows (max_samples). All arguments are checked before the first write.
+--
+-- Runs also when the server is full, so that it can reply WAIT with the bytes used and allowed: a
+-- new group waits then, and a member of a known group is some hundred bytes.
+--
+-- A group that its writer has opened before, and that a store which was started anew has forgotten,
+-- had room then, and needs capacity only: room may never come where less is allowed since.
+--
+-- Keys, all in the run's slot:
+--   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused, planned, planned_groups,
+--                             released; changed: live_groups, open_groups, opened_groups,
+--                             opened_ms, when a group was opened to train last
+--   KEYS[2] config    hash    read: newest, that revision's JSON, lease_floor
+--   KEYS[3] groups    hash    group name -> "<num_samples>:<state>"; made here with state "open", or
+--                             "evaluating"
+--   KEYS[4] ledger    hash    trajectory id -> "open:<epoch>:<writer>"; made here
+--   KEYS[5] counts    hash    changed: accepted, open
+--   KEYS[6] events    stream  added, once per group: field r = the group_opened record
+--   KEYS[7] wake      stream  read: its last id; added where a lease begins in a parked run
+--   KEYS[8] leases    zset    trajectory id -> end of its lease; made here, renewed for its writer
+--   KEYS[9] deadlines zset    added, once per group, where the run has such a deadline
+--   KEYS[10] members  hash    group name -> "<num_needed>:<highest attempt>:...", where these are not
+--                             num_samples and 0
+--   KEYS[11] refills  zset    removed: attempts that are opened here
+--   KEYS[12] over     hash    read: fingerprints of the groups that are over
+--   KEYS[13] held     hash    trajectory id -> "r<bytes>"; made here, for samples not begun, too
+--   KEYS[14] budget   hash    read: stored, planned, estimate; changed: reserved
+--   KEYS[15] clock    hash    read, where the run has such a deadline: see run_clock.lua
+--   KEYS[16] leader   hash    read: parked, see park_leader.lua
+-- Arguments:
+--   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>",
+--                         and ":eval" behind it where it is opened to evaluate, and "+" at the
+--                         end where this writer has opened it before
+--   ARGV[3] writer
+--   ARGV[4] the group_opened record              ARGV[5...] trajectory ids
+-- Reply: per trajectory id, in order: its lease epoch (integer), or why not: "CONFLICT ...", with
+--        the fact group where the group takes no member any more, the state where the trajectory
+--        is no longer open, and none where another writer has it
+-- Errors:
+--   NORUN     no such run
+--   CLOSED    a new group in a closed run
+--   CONFLICT  the group was opened with another num_samples or num_needed, or for another purpose;
+--             or it is finished (fact: name)
+--   TOOLARGE  a new group has more samples than max_samples, or needs more bytes than the run or
+--             the server may ever have for it
+--   FORMAT    fact: the format of the run, which this release does not read
+--   INVALID   num_samples, num_needed or a trajectory id cannot be
+--   WAIT      fact: the last wake id; no capacity, no room, or the run is paused; try again when
+--             wake has a newer entry
+
+local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
+local HELD, BUDGET, CLOCK, CONFIG = KEYS[13], KEYS[14], KEYS[15], KEYS[2]
+local FIRST_ESTIMATE = 65536  -- bytes of a trajectory, before any is sealed
+local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see store/run/budget.py
+local RESERVE = 0.2           -- of the server's memory
+local RUN_FORMAT = 1          -- of runs that this release reads and writes, see records/configs.py
+
+local stepped, closed, live, open, revised, paused = unpack(redis.call('HMGET', KEYS[1],
+  'stepped', 'closed', 'live_groups', 'open_groups', 'revised_groups', 'paused'))
+if not stepped then
+  return redis.error_reply('NORUN no such run')
+end
+local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
+if config.format ~= RUN_FORMAT then
+  return redis.error_reply('FORMAT [' .. string.format('%d', tonumber(config.format) or 0)
+    .. '] another release wrote the run')
+end
+
+local samples, needed, purpose, again = string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)(%+?)$')
+local begins = purpose == 'eval' and 'evaluating' or 'open'
+needed = needed == '' and samples or needed
+
+-- Why the arguments cannot be; nil where they can.
+local function why_invalid()
+  local num_samples, num_needed = tonumber(samples), tonumber(needed)
+  if not num_samples or num_samples < 1 or num_needed < 1 or num_needed > num_samples then
+    return 'size ' .. ARGV[2] .. ' of group ' .. ARGV[1] .. ' is no num_samples/num_needed'
+  end
+  for i = 5, #ARGV do
+    local group, sample = string.match(ARGV[i], '^([^/]*)/(%d+)/%d+$')
+    if group ~= ARGV[1] or tonumber(sample) >= num_samples then
+      return 'trajectory ' .. ARGV[i] .. ' is none of the ' .. samples .. ' samples of group '
+        .. ARGV[1]
+    end
+  end
+end
+
+local group = redis.call('HGET', KEYS[3], ARGV[1])
+if not group and samples and tonumber(samples) > config.max_samples then
+  return redis.error_reply(string.format('TOOLARGE group %s: num_samples=%s is above max_samples=%.0f '
+    .. 'of the run: use fewer samples, or revise max_samples', ARGV[1], samples, config.max_samples))
+end
+local invalid = why_invalid()
+if invalid then
+  return redis.error_reply('INVALID ' .. invalid)
+end
+
+-- Why no group may be opened to train now; nil where one may.
+local function shortage()
+  if paused then
+    return 'the run is paused' .. (paused == '' and '' or ': ' .. paused)
+  end
+  local most = (config.max_staleness + stepped + 1) * config.batch_groups + (revised or 0)
+  if most - live <= 0 then
+    return live .. ' groups are live, ' .. most .. ' are allowed after step ' .. stepped
+  end
+  local most_open = config.max_open_groups or 0
+  if most_open > 0 and most_open - (open or 0) <= 0 then
+    return open .. ' groups are open, max_open_groups is ' .. most_open
+  end
+end
+
+-- include: finished_names.lua
+
+-- include: run_clock.lua
+
+-- include: lease_end.lua
+
+-- include: slices.lua
+
+local function estimate()
+  local usual = tonumber(redis.call('HGET', BUDGET, 'estimate') or FIRST_ESTIMATE)
+  return math.max(LEAST_ESTIMATE, usual)
+end
+
+-- Of the server: the bytes in use, the most it takes, 0 for any, and what it uses when it is empty;
+-- all 0 where it does not say.
+local info
+local function server_memory()
+  info = info or redis.pcall('INFO', 'memory')
+  if type(info) ~= 'string' then
+    return 0, 0, 0
+  end
+  return tonumber(string.match(info, 'used_memory:(%d+)') or 0),
+    tonumber(string.match(info, '\nmaxmemory:(%d+)') or 0),
+    tonumber(string.match(info, '\nused_memory_startup:(%d+)') or 0)
+end
+
+-- Why no room that comes would do; nil where some would. Of a run's budget the groups of a starving
+-- trainer may have any share, so that those to train are never too large for it.
+local function why_too_large(num_samples)
+  local needed = num_samples * estimate()
+  local usual = redis.call('HEXISTS', BUDGET, 'estimate') == 1 and 'what one usually takes'
+    or 'taken for one until any is sealed'
+  local needs = string.format('%.0f bytes, %.0f for each of its %.0f trajectories, which is %s',
+    needed, estimate(), num_samples, usual)
+  local most = config.max_bytes or 0
+  if begins == 'evaluating' and most > 0 and needed > most then
+    return string.format('%s; max_bytes is %.0f: evaluate with fewer samples, or raise it', needs,
+      most)
+  end
+  local _, memory, empty = server_memory()
+  local usable = memory * (1 - (begins == 'open' and RESERVE / 2 or RESERVE)) - empty
+  if memory > 0 and needed > usable then
+    return string.format('%s; of the %.0f bytes of the server it may have %.0f', needs, memory,
+      math.floor(usable))
+  end
+end
+
+local function why_no_room(num_samples)
+  local step, groups, released = unpack(
+    redis.call('HMGET', KEYS[1], 'planned', 'planned_groups', 'released'))
+  step = tonumber(step or 0)
+  local starves = begins == 'open' and step <= tonumber(stepped)
+    and live - (groups or 0) < config.batch_groups
+  local reserved, stored, planned = unpack(
+    redis.call('HMGET', BUDGET, 'reserved', 'stored', 'planned'))
+  reserved, stored, planned = tonumber(reserved or 0), tonumber(stored or 0), tonumber(planned or 0)
+  local held = reserved + stored + planned
+  local needed = num_samples * estimate()
+  local by = string.format('%.0f by open trajectories, %.0f by sealed ones, %.0f by the steps %.0f '
+    .. 'to %.0f; this group needs %.0f', reserved, stored, planned, (released or 0) + 1, step, needed)
+  local most = config.max_bytes or 0
+  if most > 0 and held + needed > most and not starves then
+    local comes = needed > most and 'above the budget, it begins when the trainer waits for it'
+      or 'room comes as steps are committed and fall behind the retained checkpoints'
+    return string.format('%.0f of max_bytes=%.0f are held: %s; %s', held, most, by, comes)
+  end
+  local used, memory = server_memory()
+  local usable = memory * (1 - (starves and RESERVE / 2 or RESERVE))
+  if memory > 0 and used >= memory then
+    return string.format('the store is full: it uses %.0f bytes, maxmemory is %.0f, and it refuses '
+      .. 'writes; this run holds %.0f: %s', used, memory, held, by)
+  end
+  if memory > 0 and used + reserved + needed > usable then
+    return string.format('the server uses %.0f of its %.0f bytes, of which it keeps %.0f for what '
+      .. 'goes on; this run holds %.0f: %s; room comes as steps of any run are released', used,
+      memory, memory - usable, held, by)
+  end
+  return nil
+end
+
+-- A further attempt is of a known group, which never waits.
+local function reserve_more(id)
+  if redis.call('HEXISTS', HELD, id) == 0 then
+    local bytes = string.format('%.0f', estimate())
+    redis.call('HSET', HELD, id, 'r' .. bytes)
+    redis.call('HINCRBY', BUDGET, 'reserved', bytes)
+  end
+end
+
+-- include: whole_numbers.lua
+
+local damage = damaged(KEYS[5]) or damaged(BUDGET)
+  or damaged(KEYS[1], 'live_groups', 'open_groups', 'opened_groups')
+if damage then
+  return damage
+end
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local state = begins
+local members = group and redis.call('HGET', MEMBERS, ARGV[1])
+if group then
+  local num_samples
+  num_samples, state = string.match(group, '^(%d+):(.*)$')
+  if num_samples ~= samples then
+    return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' was opened with ' .. num_samples
+      .. ' samples, not ' .. samples)
+  end
+  if state ~= begins and (state == 'open' or state == 'evaluating') then
+    return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' is ' .. state .. ', not ' .. begins
+      .. ': a group is for training or for evaluation')
+  end
+  local num_needed = string.match(members or samples, '^%d+')
+  if num_needed ~= needed and state == 'open' then
+    return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' was opened to need ' .. num_needed
+      .. ' of its samples, not ' .. needed)
+  end
+else
+  if is_finished_name(ARGV[1]) then
+    return redis.error_reply('CONFLICT [name] group ' .. ARGV[1] .. ' is finished: a name is used once')
+  end
+  if closed ~= '0' then
+    return redis.error_reply('CLOSED the run takes no new group')
+  end
+  local needs_room = again == ''
+  local too_large = needs_room and why_too_large(samples)
+  if too_large then
+    return redis.error_reply('TOOLARGE group ' .. ARGV[1] .. ' needs ' .. too_large)
+  end
+  local why_not = begins == 'open' and shortage() or needs_room and why_no_room(samples)
+  if why_not then
+    local last = redis.call('XREVRANGE', KEYS[7], '+', '-', 'COUNT', 1)[1]
+    return redis.error_reply('WAIT [' .. (last and last[1] or '0-0') .. '] ' .. why_not)
+  end
+  local bytes = estimate()
+  local reserved = {}
+  for sample = 0, samples - 1 do
+    reserved[#reserved + 1] = ARGV[1] .. '/' .. sample .. '/0'
+    reserved[#reserved + 1] = string.format('r%.0f', bytes)
+  end
+  write_sliced('HSET', HELD, reserved)
+  redis.call('HINCRBY', BUDGET, 'reserved', string.format('%.0f', samples * bytes))
+  redis.call('HSET', KEYS[3], ARGV[1], samples .. ':' .. begins)
+  if needed ~= samples then
+    members = needed .. ':0:0:'
+    redis.call('HSET', MEMBERS, ARGV[1], members)
+  end
+  local deadline_s = config.group_deadline_s or 0
+  if deadline_s > 0 then
+    redis.call('ZADD', DEADLINES, string.format('%.0f', run_ms() + deadline_s * 1000),
+      'group:' .. ARGV[1])
+  end
+  if begins == 'open' then
+    redis.call('HINCRBY', KEYS[1], 'live_groups', 1)
+    redis.call('HINCRBY', KEYS[1], 'open_groups', 1)
+    redis.call('HINCRBY', KEYS[1], 'opened_groups', 1)
+    redis.call('HSET', KEYS[1], 'opened_ms', string.format('%.0f', now_ms))
+  end
+  redis.call('XADD', KEYS[6], '*', 'r', ARGV[4])
+end
+
+local ids = {}
+for i = 5, #ARGV do
+  ids[#ids + 1] = ARGV[i]
+end
+local entries = read_sliced('HMGET', KEYS[4], ids)
+local lease_ms = math.floor(config.lease_s * 1000)
+local ends_ms = string.format('%.0f', lease_end(now_ms, lease_ms))
+local replies = {}
+local opened = {}
+local leases = {}
+local highest = 0
+for i, id in ipairs(ids) do
+  local entry = entries[i]
+  if entry then
+    local epoch, writer = string.match(entry, '^open:(%d+):(.*)$')
+    if writer == ARGV[3] then
+      replies[i] = tonumber(epoch)
+      leases[#leases + 1] = ends_ms
+      leases[#leases + 1] = id
+    elseif writer then
+      replies[i] = 'CONFLICT ' .. id .. ' is being written by ' .. writer
+    else
+      local ended = string.match(entry, '^[^:]*')
+      replies[i] = 'CONFLICT [' .. ended .. '] ' .. id .. ' is already ' .. ended
+    end
+  elseif state ~= begins then
+    replies[i] = 'CONFLICT [group] group ' .. ARGV[1] .. ' is already ' .. state
+  else
+    replies[i] = 1
+    opened[#opened + 1] = id
+    opened[#opened + 1] = 'open:1:' .. ARGV[3]
+    leases[#leases + 1] = ends_ms
+    leases[#leases + 1] = id
+    local attempt = tonumber(string.match(id, '(%d+)$'))
+    if group or attempt > 0 then  -- the first attempts of a new group hold theirs already
+      reserve_more(id)
+    end
+    if attempt > 0 then
+      highest = math.max(highest, attempt)
+      redis.call('ZREM', REFILLS, id)
+    end
+  end
+end
+if highest > 0 then
+  local before, rest = string.match(members or needed .. ':0:0:', '^%d+:(%d+)(:.*)$')
+  if highest > tonumber(before) then
+    redis.call('HSET', MEMBERS, ARGV[1], needed .. ':' .. highest .. rest)
+  end
+end
+if #leases > 0 then
+  write_sliced('ZADD', LEASES, leases)
+  if group and redis.call('HEXISTS', KEYS[16], 'parked') == 1 then
+    redis.call('XADD', KEYS[7], 'MAXLEN', 1, '*', 'w', '')  -- no event says so
+  end
+end
+if #opened > 0 then
+  write_sliced('HSET', KEYS[4], opened)
+  redis.call('HINCRBY', KEYS[5], 'accepted', #opened / 2)
+  redis.call('HINCRBY', KEYS[5], 'open', #opened / 2)
+end
+return replies

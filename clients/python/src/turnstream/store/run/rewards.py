@@ -1,0 +1,120 @@
+"""Rewards that are posted after the seal, by whatever process knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final
+
+import redis
+import redis.asyncio
+
+from turnstream.errors import InvalidTurnError
+from turnstream.records.events import encode_event
+from turnstream.store.client import keys
+from turnstream.store.client.run_ids import find_run, find_run_async
+from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
+from turnstream.types import RewardPosted, TrajectoryKey
+from turnstream.types.names import checked_setting, checked_text, shown
+from turnstream.types.scalars import finite_number, named_numbers, whole_number
+
+POST_REWARD: Final = Script("post_reward", "turnstream.store.run")
+
+_NUMBER_LIMIT: Final = 2**31
+
+
+class RewardOutcome(StrEnum):
+    """What became of a posted reward."""
+
+    POSTED = "OK"
+    DUPLICATE = "DUPLICATE"
+    LATE = "LATE"
+
+
+def post_reward(
+    client: redis.Redis,
+    run: str,
+    key: TrajectoryKey,
+    reward: float | None = None,
+    *,
+    reward_components: Mapping[str, float] | None = None,
+) -> RewardOutcome:
+    """Give a trajectory, sealed with `awaits_reward`, its reward; the same again changes nothing.
+
+    Args:
+        client: of the store.
+        run: name of the run. A process that posts many rewards passes the id that
+            `turnstream.store.client.run_ids.find_run` returns: that saves a round trip each, and
+            no reward goes to a later run of the same name.
+        key: the trajectory.
+        reward: its outcome reward.
+        reward_components: named rewards; they join those of the seal, and replace their namesakes.
+
+    Returns:
+        LATE where its group was decided before: that is counted and changes nothing. A DUPLICATE
+        is known while the ledger has the trajectory, and for the last few thousand that left it;
+        of older ones every reward is LATE.
+
+    Raises:
+        InvalidTurnError: there is no reward, it is not finite, or a name cannot be one.
+        ConflictError: another reward was posted; or the trajectory was never opened, is not sealed
+            yet, or was sealed with its reward.
+        RunNotFoundError: no such run, or it was deleted.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    command = reward_command(run, key, reward, reward_components)
+    command = addressed(command, find_run(client, run))
+    return RewardOutcome(run_command(client, command).decode())
+
+
+async def post_reward_async(
+    client: redis.asyncio.Redis,
+    run: str,
+    key: TrajectoryKey,
+    reward: float | None = None,
+    *,
+    reward_components: Mapping[str, float] | None = None,
+) -> RewardOutcome:
+    """The same as `post_reward`, for asyncio."""
+    command = reward_command(run, key, reward, reward_components)
+    command = addressed(command, await find_run_async(client, run))
+    return RewardOutcome((await run_command_async(client, command)).decode())
+
+
+def reward_command(
+    run: str,
+    key: TrajectoryKey,
+    reward: float | None,
+    reward_components: Mapping[str, float] | None,
+) -> Command:
+    """The call that posts a reward; nothing is sent."""
+    checked_setting(run, field="run")
+    components = named_numbers(reward_components, field="reward_components")
+    if reward is None and not components:
+        raise InvalidTurnError("reward", "there is none, and no component")
+    outcome = None if reward is None else finite_number(reward, field="reward")
+    name = _trajectory_id(key)
+    record = encode_event(RewardPosted(key=key, reward=outcome, reward_components=components))
+    return POST_REWARD(
+        keys.run_keys(run).of_post_reward,
+        name,
+        record[-4:].hex(),
+        record,
+    )
+
+
+def addressed(command: Command, run: str) -> Command:
+    """The same reward for this run: a reward is checked before the id of its run is known."""
+    return command._replace(keys=keys.run_keys(run).of_post_reward)
+
+
+def _trajectory_id(key: TrajectoryKey) -> str:
+    if not isinstance(key, TrajectoryKey):
+        raise InvalidTurnError("key", f"{shown(key)} is not a TrajectoryKey")
+    checked_text(key.group_id, field="group_id")
+    for field in ("sample", "attempt"):
+        whole_number(getattr(key, field), field=field, limit=_NUMBER_LIMIT)
+    try:
+        return keys.trajectory_id(key)
+    except ValueError as error:
+        raise InvalidTurnError("group_id", str(error)) from error

@@ -1,0 +1,189 @@
+"""Runs in the store: create, list, pause, resume, close, reopen and watch for new weights."""
+
+from __future__ import annotations
+
+from typing import Any, Final, get_args
+
+import redis
+import redis.asyncio
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config.rules import changed_settings
+from turnstream.errors import (
+    ConflictError,
+    InvalidConfigError,
+)
+from turnstream.records.configs import decode_config, encode_config
+from turnstream.records.events import decode_event, encode_event
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import create_under, find_run
+from turnstream.store.client.scripts import Command, Script, run_command
+from turnstream.store.run.configs import read_config
+from turnstream.types import Leftover, RunClosed, RunReopened, VersionAnnounced
+from turnstream.types.names import RunId, checked_setting
+
+_NUM_NEWS: Final = 1_000
+"""Whoever has missed more reads the list of all runs."""
+
+_CREATE_RUN = Script("create_run", "turnstream.store.run")
+_CLOSE_RUN = Script("close_run", "turnstream.store.run")
+_REOPEN_RUN = Script("reopen_run", "turnstream.store.run")
+_SET_PAUSED = Script("set_paused", "turnstream.store.run")
+
+
+def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
+    """Create a run, or find it with the config that it has, or was created with.
+
+    The config that another release stored is the same where it says the same: a setting that it
+    did not know has its default.
+
+    Returns:
+        The config revision in force, 1 for a new run: whoever creates a run that was revised since
+        learns it by the number.
+    """
+
+    def create(run_id: RunId) -> int:
+        try:
+            return run_command(client, _create_command(run_id, config))
+        except ConflictError:
+            revision, stored = read_config(client, run_id)
+            if config not in (stored, _first_config(client, run_id)):
+                raise _other_config(run_id, stored, config) from None
+            return revision
+
+    run_id, revision = create_under(client, run, create)
+    list_run(client, run_id)
+    return revision
+
+
+def _other_config(run: str, stored: BatchingConfig, config: BatchingConfig) -> ConflictError:
+    changes = [
+        f"{change.name} is {change.before!r}, not {change.after!r}"
+        for change in changed_settings(stored, config)
+    ]
+    return ConflictError(
+        f"run {run} exists with another config: {'; '.join(changes)}. Open it with its own "
+        f"settings, change them with `turnstream run revise`, or use another name"
+    )
+
+
+def _create_command(run: RunId, config: BatchingConfig) -> Command:
+    names = keys.run_keys(run)
+    shared = keys.incarnation_key(run)
+    where = (names.frontier, names.config, names.counts, names.deleted, names.clock, shared)
+    return _CREATE_RUN(where, encode_config(config), run.incarnation)
+
+
+def list_run(client: redis.Redis, run: str) -> None:
+    """Let a run that was created be listed, and found by every batcher at once."""
+    with translating():
+        client.sadd(keys.RUNS, keys.encode_run(run))
+    tell_batchers(client, run)
+
+
+def tell_batchers(client: redis.Redis, run: str) -> None:
+    """Say that a run needs a planner from now on: it is new, or takes groups again."""
+    with translating():
+        words = ("MAXLEN", "~", _NUM_NEWS, "*", "n", keys.encode_run(run))
+        client.execute_command("XADD", keys.NEWS, *words)
+
+
+def list_runs(client: redis.Redis) -> list[RunId]:
+    """The ids of all runs, sorted; also of those whose payload is still being deleted."""
+    with translating():
+        names: Any = client.smembers(keys.RUNS)
+    return sorted(RunId(keys.decode_name(name.decode())) for name in names)
+
+
+def _first_config(client: redis.Redis, run: str) -> BatchingConfig:
+    with translating():
+        text: Any = client.hget(keys.run_keys(run).config, "1")
+    return decode_config(text, run=run)
+
+
+def newest_version(client: redis.Redis, run: str) -> VersionAnnounced | None:
+    """The highest version announced so far; None before the first."""
+    versions = keys.run_keys(find_run(client, run)).versions
+    with translating():
+        entries: Any = client.xrevrange(versions, count=1)
+    if not entries:
+        return None
+    event = decode_event(entries[0][1][b"r"])
+    assert isinstance(event, VersionAnnounced)  # only announcements are written there
+    return event
+
+
+def close_run(
+    client: redis.Redis, run: str, reason: str = "", *, leftover: Leftover | None = None
+) -> bool:
+    """Take no new group any more; groups that are open may be finished.
+
+    When all are decided and no batch follows, whoever asks for one is told by EndOfRunError.
+
+    Args:
+        client: of the store.
+        run: its name.
+        reason: for people.
+        leftover: what becomes of complete groups that make no whole batch: a last, "short" one;
+            "carry" keeps them for `reopen_run`; "drop" ends them as surplus. None: "short", or
+            whatever a run that is closed was closed with.
+
+    Returns:
+        False where it was closed before.
+    """
+    run = find_run(client, run)
+    return bool(run_command(client, close_command(run, reason, leftover=leftover)))
+
+
+def close_command(run: str, reason: str, *, leftover: Leftover | None = None) -> Command:
+    """The call that closes a run; nothing is sent."""
+    if leftover not in (None, *get_args(Leftover)):
+        choices = ", ".join(get_args(Leftover))
+        raise InvalidConfigError("leftover", f"{leftover!r} is not one of {choices}")
+    names = keys.run_keys(run)
+    checked_setting(reason, field="reason")
+    record = encode_event(RunClosed(reason=reason, leftover=leftover or "short"))
+    return _CLOSE_RUN((names.frontier, names.events, names.wake), record, leftover or "")
+
+
+def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:
+    """Take no new group and plan no batch until the run is resumed.
+
+    Groups that are open may be finished, batches that are planned are delivered; leases and
+    deadlines go on. Generators and trainers that wait are told the reason when their time is up.
+
+    Returns:
+        False where it was paused before; the first reason stays.
+    """
+    return bool(run_command(client, _set_paused(find_run(client, run), 1, reason)))
+
+
+def resume_run(client: redis.Redis, run: str) -> bool:
+    """End the pause of a run.
+
+    Returns:
+        False where it was not paused.
+    """
+    return bool(run_command(client, _set_paused(find_run(client, run), 0, "")))
+
+
+def reopen_run(client: redis.Redis, run: str) -> bool:
+    """Reopen a closed run; carried groups are planned with the new ones.
+
+    Returns:
+        False where it was not closed.
+    """
+    run = find_run(client, run)
+    names = keys.run_keys(run)
+    record = encode_event(RunReopened())
+    command = _REOPEN_RUN((names.frontier, names.events, names.wake), record)
+    was_closed = bool(run_command(client, command))
+    tell_batchers(client, run)  # one that began after the run had ended has let it lie
+    return was_closed
+
+
+def _set_paused(run: str, is_paused: int, reason: str) -> Command:
+    names = keys.run_keys(run)
+    text = checked_setting(reason, field="reason")
+    return _SET_PAUSED((names.frontier, names.wake), is_paused, text)

@@ -1,0 +1,319 @@
+"""The prompts of a run, and the tasks that generators make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
+
+import redis
+
+from turnstream.batching.config.rules import LARGEST_GROUP
+from turnstream.errors import InvalidTurnError
+from turnstream.records.events import encode_event
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import find_run
+from turnstream.store.client.scripts import Command, Script, run_command
+from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
+from turnstream.store.run.revisions import read_revisions
+from turnstream.types import GroupOpened, TrajectoryKey
+from turnstream.types.names import checked_setting, checked_text, shown
+from turnstream.types.scalars import whole_number
+
+_ADD_PROMPTS = Script("add_prompts", "turnstream.store.run")
+_NEXT_TASK = Script("next_task", "turnstream.store.run")
+
+_MAX_PROMPTS_PER_CALL: Final = 256
+_MAX_BYTES_PER_CALL: Final = 1_000_000
+_FIRST_LIMIT: Final = 2**53
+"""Limit of the numbers of prompts: the store counts them in floats of 64 bits."""
+
+_LONGEST_SUFFIX: Final = "#" + "9" * 9
+"""Longest suffix of a group's name: the number of the visit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt that a generator samples.
+
+    Attributes:
+        prompt_uid: its name in the dataset. A group of it is named `<prompt_uid>#<visit>`.
+        payload: the generator's input, kept until the prompt is done.
+        num_samples: trajectories of its group.
+        num_needed: number of them that complete the group; 0 means all.
+    """
+
+    prompt_uid: str
+    payload: bytes
+    num_samples: int
+    num_needed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            InvalidTurnError: names the field and its value.
+        """
+        _check_uid(self.prompt_uid)
+        if not isinstance(self.payload, bytes):
+            raise InvalidTurnError("payload", f"{shown(self.payload)} is not bytes")
+        for field, least in (("num_samples", 1), ("num_needed", 0)):
+            whole_number(getattr(self, field), field=field, least=least, limit=LARGEST_GROUP + 1)
+        if self.num_needed > self.num_samples:
+            raise InvalidTurnError("num_needed", f"{self.num_needed} of {self.num_samples} samples")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCounts:
+    """Numbers of the prompts of a run in each state.
+
+    Attributes:
+        num_added: prompts ever added to the run.
+        num_left: prompts without a group, and those whose group failed.
+        num_given: prompts with a group that has not ended.
+        num_trained: prompts in a planned batch.
+        num_filtered: prompts whose group carried no signal.
+    """
+
+    num_added: int
+    num_left: int
+    num_given: int
+    num_trained: int
+    num_filtered: int
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether there were prompts, and all of them are done."""
+        return self.num_added > 0 and not self.num_left and not self.num_given
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        return (
+            f"{self.num_added} added, {self.num_left} left, {self.num_given} given out, "
+            f"{self.num_trained} trained, {self.num_filtered} filtered"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenTask:
+    """A task that a writer holds the leases of.
+
+    Attributes:
+        group: group of its trajectories.
+        payload: bytes of the prompt; empty for a group that the generator opened itself.
+        epochs: the lease epoch of each trajectory.
+    """
+
+    group: GroupOpened
+    payload: bytes
+    epochs: dict[TrajectoryKey, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedTask:
+    """The next prompt as a group that is not open yet."""
+
+    group: GroupOpened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoTask:
+    """Reason for having no task yet.
+
+    Attributes:
+        wake_id: an entry of the run's wake stream; a newer one may bring a task.
+        why: reason for people.
+        is_exhausted: every prompt of the run is done.
+    """
+
+    wake_id: str
+    why: str
+    is_exhausted: bool
+
+
+def add_prompts(
+    client: redis.Redis, run: str, prompts: Sequence[Prompt], *, first: int | None = None
+) -> int:
+    """Append prompts to those of a run; they are opened in this order.
+
+    A call whose reply was lost is repeated with the same `first`: no prompt is added twice. A
+    prompt that should be trained several times is added as often.
+
+    Args:
+        client: client of the store.
+        run: name of the run.
+        prompts: any number; add a large data set in portions, since it is in memory.
+        first: number of the first of these, from 1; None for the number after the newest.
+
+    Returns:
+        The number of prompts ever added to the run.
+
+    Raises:
+        InvalidConfigError: no run can have this name.
+        InvalidTurnError: `first` is not a whole number from 1, a prompt is not a Prompt, or it has
+            more samples than `max_samples` of the run; none was added.
+        ConflictError: a number has another prompt already, or the one before is missing.
+        EndOfRunError: the run is closed.
+        RunNotFoundError: no such run.
+        StoreFullError: the store has no memory left; some may have been added.
+        StoreUnavailableError: the store cannot be reached; some may have been added.
+    """
+    checked_setting(run, field="run")
+    listed = _listed(prompts)
+    number = None if first is None else _first_number(first)
+    run = find_run(client, run)
+    names = keys.run_keys(run)
+    where = (names.frontier, names.prompts, names.wake)
+    _check_samples(client, run, listed)
+    most = max((prompt.num_samples for prompt in listed), default=0)
+    if number is None:
+        number = read_prompt_counts(client, run).num_added + 1
+    num_added: int = run_command(client, _ADD_PROMPTS(where, number, most))
+    for page in _pages(listed):
+        num_added = run_command(client, _ADD_PROMPTS(where, number, most, *page))
+        number += len(page)
+    return num_added
+
+
+def read_prompt_counts(client: redis.Redis, run: str) -> PromptCounts:
+    """Where the prompts of a run are; all counts are 0 for a run without prompts.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(find_run(client, run))
+    counted = ("added", "next", "done", "filtered")
+    with reading(f"{names.prompts} or {names.again}"), translating():
+        pipeline = client.pipeline(transaction=True)
+        pipeline.hmget(names.prompts, counted)
+        pipeline.zcard(names.again)
+        found: Any = pipeline.execute()
+    stored = StoredHash(
+        names.prompts,
+        {field.encode(): value or b"0" for field, value in zip(counted, found[0], strict=True)},
+    )
+    added, last, done, filtered = (stored.needed(field, parsed_number) for field in counted)
+    num_again: int = found[1]
+    return PromptCounts(
+        num_added=added,
+        num_left=added - last + num_again,
+        num_given=last - num_again - done,
+        num_trained=done - filtered,
+        num_filtered=filtered,
+    )
+
+
+def next_task_command(
+    run: str, *, writer: str, request: str, offered: OfferedTask | None = None
+) -> Command:
+    """Return the call that opens a refill or the offered group, or offers the next prompt."""
+    names = keys.run_keys(run).of_next_task
+    if offered is None:
+        return _NEXT_TASK(names, writer, request, "", "")
+    name, record = keys.encode_name(offered.group.group_id), encode_event(offered.group)
+    return _NEXT_TASK(names, writer, request, name, record)
+
+
+def parse_task(reply: Sequence[Any]) -> TakenTask | OfferedTask | NoTask:
+    """Return the answer of next_task.lua; a task has the trajectories that the writer holds."""
+    kind = reply[0].decode()
+    if kind in ("WAIT", "EXHAUSTED"):
+        _, wake_id, why = (word.decode() for word in reply)
+        return NoTask(wake_id=wake_id, why=why, is_exhausted=kind == "EXHAUSTED")
+    group_id = keys.decode_name(reply[1].decode())
+    if kind == "OFFER":
+        return OfferedTask(group=_group_of_prompt(group_id, *reply[2:]))
+    _, _, num_samples, num_needed, prompt_uid, payload, *flat = reply
+    group = _group_of_prompt(group_id, num_samples, num_needed)
+    if payload is None:
+        group = replace(group, prompt_uid=prompt_uid.decode())
+    return TakenTask(
+        group=group,
+        payload=payload or b"",
+        epochs={
+            keys.parse_trajectory_id(flat[i].decode()): flat[i + 1]
+            for i in range(0, len(flat), 2)
+            if isinstance(flat[i + 1], int)
+        },
+    )
+
+
+def _group_of_prompt(group_id: str, num_samples: int, num_needed: int) -> GroupOpened:
+    """Return the group of a visit of a prompt, which is named `<prompt_uid>#<visit>`.
+
+    >>> _group_of_prompt("task#7#1", 4, 4).prompt_uid
+    'task#7'
+    """
+    return GroupOpened(
+        group_id=group_id,
+        prompt_uid=group_id.rpartition("#")[0],
+        num_samples=num_samples,
+        num_needed=num_needed,
+    )
+
+
+def _check_uid(prompt_uid: object) -> None:
+    if not isinstance(prompt_uid, str) or not prompt_uid:
+        raise InvalidTurnError("prompt_uid", f"{shown(prompt_uid)} is no text, or empty")
+    checked_text(prompt_uid, field="prompt_uid")
+    try:
+        keys.encode_name(prompt_uid + _LONGEST_SUFFIX)
+    except ValueError as error:
+        raise InvalidTurnError("prompt_uid", str(error)) from error
+
+
+def _check_samples(client: redis.Redis, run: str, prompts: Sequence[Prompt]) -> None:
+    """Refuse all prompts if one has more samples than the config, or a stored revision, allows."""
+    stored = read_revisions(client, run)
+    most = min(each.config.max_samples for each in (stored.last, stored.revision(stored.in_force)))
+    for prompt in prompts:
+        if prompt.num_samples > most:
+            raise InvalidTurnError(
+                "num_samples",
+                f"prompt {prompt.prompt_uid!r} has {prompt.num_samples} samples, above "
+                f"max_samples={most} of the run: use fewer samples, or revise max_samples",
+            )
+
+
+def _first_number(first: object) -> int:
+    return whole_number(first, field="first", least=1, limit=_FIRST_LIMIT)
+
+
+def _listed(prompts: object) -> list[Prompt]:
+    """Return prompts as a list.
+
+    Raises:
+        InvalidTurnError: names the first entry that is not a Prompt.
+    """
+    if not isinstance(prompts, Iterable):
+        raise InvalidTurnError("prompts", f"{shown(prompts)} is not a list of Prompt")
+    listed = list(cast("Iterable[object]", prompts))
+    for position, prompt in enumerate(listed):
+        if not isinstance(prompt, Prompt):
+            raise InvalidTurnError(f"prompts[{position}]", f"{shown(prompt)} is not a Prompt")
+    return cast("list[Prompt]", listed)
+
+
+def _record(prompt: Prompt) -> bytes:
+    needed = prompt.num_needed or prompt.num_samples
+    uid = keys.encode_name(prompt.prompt_uid).encode()
+    return b"%d/%d:%s:%s" % (prompt.num_samples, needed, uid, prompt.payload)
+
+
+def _pages(prompts: Sequence[Prompt]) -> Iterator[list[bytes]]:
+    """Records for one call each."""
+    page: list[bytes] = []
+    num_bytes = 0
+    for prompt in prompts:
+        record = _record(prompt)
+        if page and (
+            len(page) == _MAX_PROMPTS_PER_CALL or num_bytes + len(record) > _MAX_BYTES_PER_CALL
+        ):
+            yield page
+            page, num_bytes = [], 0
+        page.append(record)
+        num_bytes += len(record)
+    if page:
+        yield page

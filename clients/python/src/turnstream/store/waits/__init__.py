@@ -1,0 +1,1 @@
+"""Waits on a run: the facts they depend on, the reasons, the warnings, and bounded calls."""

@@ -1,0 +1,156 @@
+"""A wait that asks a store, call by call: by when each must be answered, and why one was not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import NamedTuple
+
+import redis
+import redis.asyncio
+
+from turnstream.errors import (
+    StoreFullError,
+    StoreUnavailableError,
+    UnavailableError,
+    WaitKind,
+    WaitReason,
+)
+from turnstream.store.client.connection import MAX_BLOCK_S, address_of_client
+from turnstream.store.client.deadlines import ANSWER_S, ending_by, is_silence
+from turnstream.store.client.replies import translating
+from turnstream.store.waits.wait_facts import WaitFacts, read_waits, read_waits_async
+from turnstream.store.waits.wait_reasons import store_away, store_full, store_silent
+
+
+class _Told(NamedTuple):
+    why: str
+    at_s: float
+
+
+class StoreWait:
+    """What is waited for, and what the store has said of it so far. It ends by its deadline.
+
+    Args:
+        client: of the store.
+        kind: what is waited for, for programs; None for an answer alone.
+        what: the same for people, as in "run 'maze': no task".
+        wait_s: how long, from now on. A call that was sent before the deadline has ANSWER_S more
+            for its answer.
+        clock: gives seconds; in asyncio that of the event loop.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis | redis.asyncio.Redis,
+        kind: WaitKind | None,
+        what: str,
+        *,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address = address_of_client(client)
+        self._kind = kind
+        self._what = what
+        self.wait_s = wait_s
+        self._clock = clock
+        self._since_s = clock()
+        self._told: _Told | None = None
+
+    @property
+    def message(self) -> str:
+        """What did not come, and for how long it was waited for."""
+        return f"{self._what} within {self.wait_s:g} s"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._left_s <= 0
+
+    @property
+    def block_ms(self) -> int:
+        """Milliseconds for which the next blocking read may wait; at least one."""
+        return max(1, int(min(MAX_BLOCK_S, self._left_s) * 1000))
+
+    def told(self, why: str) -> None:
+        """The store has answered, and said this of what is waited for."""
+        self._told = _Told(why, self._clock())
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Inside, blocking calls end by the deadline; what ends them is said with its reasons."""
+        asked_s = self._clock()
+        try:
+            with ending_by(self._last_s), translating():
+                yield
+        except (StoreFullError, StoreUnavailableError) as error:
+            raise self._unanswered(error, asked_s) from error
+
+    @contextlib.asynccontextmanager
+    async def asking_async(self) -> AsyncIterator[None]:
+        """The same as `asking`, for asyncio."""
+        asked_s = self._clock()
+        try:
+            with translating():
+                async with asyncio.timeout(self._last_s - asked_s):
+                    yield
+        except (StoreFullError, StoreUnavailableError) as error:
+            raise self._unanswered(error, asked_s) from error
+
+    def look(self, client: redis.Redis, run: str) -> WaitFacts | None:
+        """What the run of a wait that ends may hang on; None where the store cannot say in time."""
+        with ending_by(self._last_s):
+            return read_waits(client, run)
+
+    async def look_async(self, client: redis.asyncio.Redis, run: str) -> WaitFacts | None:
+        """The same as `look`, for asyncio."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._last_s - self._clock()):
+                return await read_waits_async(client, run)
+        return None
+
+    @property
+    def _left_s(self) -> float:
+        return self._since_s + self.wait_s - self._clock()
+
+    @property
+    def _last_s(self) -> float:
+        """Until when a call may wait for its answer."""
+        return self._since_s + self.wait_s + ANSWER_S
+
+    def _unanswered(
+        self, error: StoreFullError | StoreUnavailableError, asked_s: float
+    ) -> UnavailableError:
+        """The error of a call that brought no answer, with what is known."""
+        now_s = self._clock()
+        reason = unanswered(error, address=self._address, since_s=now_s - asked_s)
+        message = f"{self._what}: {reason.sentence}"
+        retry_after_s = error.retry_after_s if self._left_s > 0 else None
+        if self._kind is None:
+            return type(error)(message, [reason], retry_after_s)
+        why, told_s = "the store has said nothing of it", None
+        if self._told is not None:
+            told_s = now_s - self._told.at_s
+            why = f"the store said {told_s:.1f} s ago: {self._told.why}"
+        facts = {"waited_s": now_s - self._since_s, "told_s": told_s}
+        waited = WaitReason(self._kind, why, facts)
+        return type(error)(message, [waited, reason], retry_after_s)
+
+
+def unanswered(
+    error: StoreFullError | StoreUnavailableError, *, address: str, since_s: float
+) -> WaitReason:
+    """Why a call brought no answer.
+
+    Args:
+        error: with which it ended.
+        address: of the store.
+        since_s: seconds since it was made.
+    """
+    if isinstance(error, StoreFullError):
+        return store_full(None, address=address, since_s=since_s)
+    if error.__cause__ is not None and is_silence(error.__cause__):
+        return store_silent(address=address, since_s=since_s)
+    return store_away(str(error), address=address, since_s=since_s)

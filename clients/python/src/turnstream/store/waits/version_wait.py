@@ -1,0 +1,42 @@
+"""The wait for newer weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis
+
+from turnstream.errors import NotReadyError, WaitKind
+from turnstream.store.client import keys
+from turnstream.store.client.run_ids import find_run
+from turnstream.store.run.runs import newest_version
+from turnstream.store.waits.bounded_call import StoreWait
+from turnstream.store.waits.wait_reasons import no_version
+from turnstream.types import VersionAnnounced
+
+
+def wait_for_version(
+    client: redis.Redis, run: str, *, above: int, timeout_s: float
+) -> VersionAnnounced:
+    """Return the newest version, once it is higher than `above`.
+
+    Raises:
+        NotReadyError: no such version was announced within `timeout_s`, and why.
+        StoreUnavailableError: the store cannot be reached, or did not answer by then.
+    """
+    what = f"run {run!r}: no version above {above}"
+    wait = StoreWait(client, WaitKind.NO_VERSION, what, wait_s=timeout_s)
+    with wait.asking():
+        run = find_run(client, run)
+    # The entry of version v has the id <v + 1>-0: whatever is above lies behind this id.
+    position: Any = {keys.run_keys(run).versions: f"{above + 1}-0"}
+    while True:
+        with wait.asking():
+            found = client.xread(position, count=1, block=wait.block_ms)
+            newest = newest_version(client, run) if found else None
+        if newest is not None:
+            return newest
+        wait.told(f"no version above {above} was announced")
+        if wait.is_over:
+            reasons = no_version(above, wait.look(client, run), waited_s=timeout_s)
+            raise NotReadyError(wait.message, reasons)

@@ -1,0 +1,1 @@
+"""A plan and its payload become the encoded share of one rank, and files of the archive."""

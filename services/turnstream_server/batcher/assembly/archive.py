@@ -1,0 +1,138 @@
+"""What was trained, as files for pandas, polars and DuckDB: one Parquet file per step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from turnstream.records.batches import COLUMNS, EncodedMiniBatch
+from turnstream.store.client import keys
+from turnstream_server.batcher.assembly.labels import read_labels
+from turnstream_server.batcher.assembly.local import assemble_batch, read_planned_batch
+from turnstream_server.batcher.assembly.shares import PlannedBatch
+
+ROW_GROUP_ROWS: Final = 4_096
+"""Rows that a reader unpacks at once; with tens of thousands of tokens a row that is hundreds of
+megabytes already."""
+
+_LABELS: Final = {"tags": pa.string(), "metrics": pa.float64()}
+
+
+def archive_path(folder: Path, run: str, step: int) -> Path:
+    """Where a step of a run is archived.
+
+    >>> archive_path(Path("archive"), "a/b", 17).as_posix()
+    'archive/a%2Fb/step-00000017.parquet'
+    """
+    return folder / keys.encode_name(run) / f"step-{step:08d}.parquet"
+
+
+def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
+    """Write the rows of a step, the way one rank alone would get them, unless they are there.
+
+    A column `mini_batch` tells the optimizer updates apart. `rewards` is as long as the response in
+    every row; `logprobs` is too, or null where no row of the mini-batch has any, and `advantages`,
+    or null where `advantage` is that of every trained token. The maps `tags` and `metrics` are
+    those of the row's trajectory, null where its seal cannot be read. The file appears whole or
+    not at all, and is on disk when this returns. Its metadata name run, step, lineage and manifest
+    hash.
+
+    Raises:
+        ReleasedError: the step is no longer retained.
+        NotReadyError: the step is not planned yet.
+        DamagedPayloadError: payload of it is damaged.
+        StoreUnavailableError: the store cannot be reached.
+        OSError: the file cannot be written.
+    """
+    batch = read_planned_batch(url, run, step)
+    path = archive_path(folder, run, step)
+    if not _is_archived(path, manifest_hash=batch.manifest_hash):
+        _write_whole(_table(url, batch), path)
+    return path
+
+
+def _is_archived(path: Path, *, manifest_hash: str) -> bool:
+    """Whether the file holds this very batch, and not that of an earlier run of the same name."""
+    if not path.is_file():
+        return False
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (pa.ArrowException, OSError):
+        return False
+    return metadata.get(b"manifest_hash") == manifest_hash.encode()
+
+
+def _table(url: str, batch: PlannedBatch) -> pa.Table:
+    shares = assemble_batch(url, batch, dp_rank=0, dp_world_size=1)
+    tables = [_rows_of(share, mini_batch=index) for index, share in enumerate(shares)]
+    manifest = batch.manifest
+    rows = _with_labels(url, batch, pa.concat_tables(tables, promote_options="default"))
+    return rows.replace_schema_metadata(
+        {
+            "run": manifest.run,
+            "step": str(manifest.step),
+            "lineage": manifest.lineage,
+            "manifest_hash": batch.manifest_hash,
+        }
+    )
+
+
+def _rows_of(share: EncodedMiniBatch, *, mini_batch: int) -> pa.Table:
+    """The real rows of a mini-batch, with the columns that did not travel because they say nothing.
+
+    Every column may have nulls: those of a batch have not all the same optional columns.
+    """
+    table = pa.ipc.open_stream(share.data).read_all()
+    table = table.filter(~pc.field("is_padding")).drop_columns("is_padding")
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    columns.setdefault("rewards", _zeros_like(columns["loss_mask"]))
+    for name in ("logprobs", "advantages"):
+        columns.setdefault(name, pa.nulls(len(table), COLUMNS[name]))
+    columns["mini_batch"] = pa.array([mini_batch] * len(table), pa.int32())
+    first = [name for name in ("mini_batch", *COLUMNS) if name in columns]
+    order = [*first, *(name for name in columns if name not in first)]
+    return pa.table({name: columns[name] for name in order})
+
+
+def _zeros_like(lists: pa.ChunkedArray) -> pa.ListArray:
+    """Lists as long as these, of zeros."""
+    ends = np.cumsum(pc.call_function("list_value_length", [lists]).to_numpy(), dtype=np.int32)
+    offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
+    zeros = pa.array(np.zeros(ends[-1] if len(ends) else 0, np.float32))
+    return pa.ListArray.from_arrays(offsets, zeros, COLUMNS["rewards"])
+
+
+def _with_labels(url: str, batch: PlannedBatch, table: pa.Table) -> pa.Table:
+    """The rows with the tags and metrics of their trajectories."""
+    manifest = batch.manifest
+    plans = [plan for group in manifest.groups for plan in group.trajectories]
+    labels = read_labels(url, manifest.run, plans)
+    own = [labels.get(name) for name in table["trajectory_id"].to_pylist()]
+    for name, kind in _LABELS.items():
+        values: list[Any] = [None if e is None else [*getattr(e, name).items()] for e in own]
+        table = table.append_column(name, pa.array(values, pa.map_(pa.string(), kind)))
+    return table
+
+
+def _write_whole(table: pa.Table, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        with draft.open("wb") as file:
+            pq.write_table(table, file, compression="zstd", row_group_size=ROW_GROUP_ROWS)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # the name, too, is on disk
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,115 @@
+"""A planned batch assembled here and now, beside the replicas: for whoever looks into a run."""
+
+from __future__ import annotations
+
+from turnstream.batching.rows.assemble import assemble_rows
+from turnstream.errors import NotReadyError, RunNotFoundError
+from turnstream.records.batches import EncodedMiniBatch
+from turnstream.records.configs import decode_config
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect
+from turnstream.store.client.replies import translating
+from turnstream.store.run.configs import open_run
+from turnstream_server.batcher.assembly.assembler import check_assembly_version
+from turnstream_server.batcher.assembly.payload import Payload, PayloadReader
+from turnstream_server.batcher.assembly.shares import PlannedBatch, cut_mini_batch, encode_share
+from turnstream_server.bus.core.frontier import not_retained, read_frontier
+from turnstream_server.bus.planning.manifests import read_plan
+
+
+def assemble_locally(
+    url: str, run: str, step: int, *, dp_rank: int, dp_world_size: int
+) -> list[EncodedMiniBatch]:
+    """The share of one rank of every mini-batch of a step: the very bytes that a Get gives.
+
+    Raises:
+        ReleasedError: the step is no longer retained.
+        NotReadyError: the step is not planned yet.
+        DamagedPayloadError: payload of it is damaged.
+        UnknownFormatError: it is to be assembled by rules of another release.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    batch = read_planned_batch(url, run, step)
+    return assemble_batch(url, batch, dp_rank=dp_rank, dp_world_size=dp_world_size)
+
+
+def assemble_batch(
+    url: str, batch: PlannedBatch, *, dp_rank: int, dp_world_size: int
+) -> list[EncodedMiniBatch]:
+    """The same of a plan that was read already.
+
+    Raises:
+        DamagedPayloadError: payload of it is damaged.
+        UnknownFormatError: it is to be assembled by rules of another release.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    check_assembly_version(batch.manifest)
+    reader = PayloadReader(url)
+    try:
+        return [
+            _share(batch, reader, index, dp_rank=dp_rank, dp_world_size=dp_world_size)
+            for index in range(len(batch.manifest.mini_batches))
+        ]
+    finally:
+        reader.close()
+
+
+def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
+    """The plan of a step and the configuration that it was made under.
+
+    Raises:
+        ReleasedError: the step is no longer retained.
+        NotReadyError: the step is not planned yet.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    with connect(url) as client:
+        run = open_run(client, run)
+        frontier = read_frontier(client, run)
+        if step <= frontier.released:
+            raise not_retained(step, frontier)
+        stored = read_plan(client, run, step)
+        if stored is None:
+            raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
+        revision = str(stored.manifest.config_revision)
+        with translating():
+            config = client.hget(keys.run_keys(run).config, revision)
+    if not isinstance(config, bytes):
+        raise RunNotFoundError(f"run {run!r} has no config revision {revision}")
+    return PlannedBatch(
+        manifest=stored.manifest, manifest_hash=stored.hash, config=decode_config(config, run=run)
+    )
+
+
+def read_batch_payload(url: str, batch: PlannedBatch) -> Payload:
+    """All turns of a planned batch, whole and as they were sealed.
+
+    Raises:
+        DamagedPayloadError: payload of it is damaged.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    reader = PayloadReader(url)
+    try:
+        members = [member for group in batch.manifest.groups for member in group.trajectories]
+        return reader.read(members, run=batch.manifest.run)
+    finally:
+        reader.close()
+
+
+def _share(
+    batch: PlannedBatch, reader: PayloadReader, index: int, *, dp_rank: int, dp_world_size: int
+) -> EncodedMiniBatch:
+    groups = batch.groups_of(index)
+    members = [member for group in groups for member in group.trajectories]
+    payload = reader.read(members, run=batch.manifest.run)
+    first_row_id = batch.manifest.mini_batches[index].first_row_id
+    rows = assemble_rows(
+        groups,
+        payload,
+        first_row_id=first_row_id,
+        extra_columns=batch.config.extra_columns,
+        masked_versions=batch.manifest.masked_versions,
+    )
+    cut = cut_mini_batch(batch, rows, dp_world_size=dp_world_size)
+    return encode_share(batch, rows, cut, mini_batch=index, dp_rank=dp_rank)

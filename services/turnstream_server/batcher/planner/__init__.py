@@ -1,0 +1,1 @@
+"""One task per run: follow it, lead it, plan its batches, release finished steps."""

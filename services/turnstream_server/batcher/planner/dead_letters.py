@@ -1,0 +1,211 @@
+"""Rejection of events that a leader cannot read or fold; the run continues without them.
+
+A rejection is decided once, in the store. Each later leader of the run, of any release, reads the
+decisions before it folds the events, and passes over the same ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from redis.exceptions import RedisError
+
+from turnstream.errors import (
+    BatchingError,
+    CorruptRecordError,
+    RecordError,
+    TurnstreamError,
+    UnknownFormatError,
+)
+from turnstream.records.event_limits import check_key
+from turnstream.records.events import decode_event, key_of_seal
+from turnstream.store.client import keys
+from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
+from turnstream_server.batcher.assembly.payload import Damage
+from turnstream_server.bus.core.events import EventEntry
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.planning import trajectories
+from turnstream_server.bus.planning.trajectories import Rejection
+from turnstream_server.failpoints import reach
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S: Final = 10.0
+"""Shortest time between two log lines about rejected events of a run."""
+
+MAX_REASON: Final = 500
+"""Longest reason, in characters: it may quote a text of a generator."""
+
+
+class FoldBrokenError(Exception):
+    """The fold failed inside an event; the event is rejected, and the fold restarts."""
+
+
+class UnreadableEvent(NamedTuple):
+    """An event that cannot be read, or that belongs to another trajectory.
+
+    Attributes:
+        key: key of the trajectory that it ends; None if it names no trajectory.
+    """
+
+    reason: str
+    key: TrajectoryKey | None
+
+
+def read_entry(entry: EventEntry) -> Event | UnreadableEvent:
+    """Return the event of an entry, or why it cannot be read.
+
+    An entry with field t must be a seal, or a reward, of the trajectory that the field names. A
+    seal that names another trajectory ends the one in field t.
+
+    Raises:
+        UnknownFormatError: a newer release wrote the event, which this one must not pass over.
+    """
+    key = _posted_for(entry)
+    try:
+        if entry.problem:
+            raise CorruptRecordError(entry.problem)
+        event = decode_event(entry.record)
+    except UnknownFormatError as error:
+        if key is None or not error.unknown:
+            raise
+        return UnreadableEvent(str(error), key)
+    except RecordError as error:
+        return UnreadableEvent(str(error), key or key_of_seal(entry.record))
+    is_of_generator = isinstance(event, SealedTrajectory | RewardPosted)
+    if not entry.posted_for or (is_of_generator and event.key == key):
+        return event
+    if key is None:
+        return UnreadableEvent(
+            f"its field t is {entry.posted_for!r}, which names no trajectory", _named_by(event)
+        )
+    return UnreadableEvent(f"what was posted for it is {_described(event)}", key)
+
+
+class DeadLetterWriter:
+    """Rejects events and marks trajectories as dead, for one term of a run's leader.
+
+    Args:
+        term: the leader's term.
+    """
+
+    def __init__(self, term: Term) -> None:
+        self._term = term
+        self._rejected: set[str] = set()
+        self._noted: list[Rejection] = []
+        self._num_unlogged = 0
+        self._log_at_s = 0.0
+
+    async def load(self) -> None:
+        """Read the earlier rejections; to be called before any event is folded.
+
+        Raises:
+            StoreUnavailableError: the store cannot be reached.
+        """
+        self._rejected = await trajectories.read_rejected(self._term.client, self._term.run)
+
+    def read(self, entry: EventEntry) -> Event | None:
+        """Return the event; None where it is rejected, now or by an earlier leader.
+
+        Raises:
+            UnknownFormatError: a newer release wrote the event.
+        """
+        if entry.event_id in self._rejected:
+            return None
+        try:
+            found = read_entry(entry)
+        except UnknownFormatError as error:
+            name = f"event {entry.event_id}"
+            raise UnknownFormatError(name, error.version, error.supported, error.unknown) from error
+        if not isinstance(found, UnreadableEvent):
+            return found
+        self._reject(entry.event_id, found.reason, key=found.key)
+        return None
+
+    def reject_unfoldable(self, event_id: str, event: Event, error: Exception) -> None:
+        """Reject an event for which the fold raised an error.
+
+        Raises:
+            FoldBrokenError: the fold may hold a part of the event.
+            Exception: the error itself, if the event did not cause it.
+        """
+        is_refusal = isinstance(error, BatchingError | RecordError)  # raised before any change
+        is_of_resources = isinstance(error, MemoryError | OSError | RedisError | TurnstreamError)
+        if event_id in self._rejected or (is_of_resources and not is_refusal):
+            raise error
+        reason = f"it cannot be folded: {str(error) or repr(error)}"
+        self._reject(event_id, reason, key=_named_by(event))
+        if not is_refusal:
+            raise FoldBrokenError(f"event {event_id}: {reason}") from error
+
+    async def write(self) -> None:
+        """Write the noted decisions; repeats change nothing.
+
+        Raises:
+            FencedError: another planner leads the run.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        if not self._noted:
+            return
+        self._log(self._noted)
+        reach("reject.before")
+        await trajectories.reject_events(self._term, self._noted)
+        reach("reject.after")
+        self._noted.clear()
+
+    async def mark_dead(self, damages: Iterable[Damage]) -> None:
+        """Mark sealed trajectories as dead, with the reason.
+
+        Raises:
+            FencedError: another planner leads the run.
+            ConflictError: one of them is not sealed.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        for key, reason in damages:
+            died = TrajectoryDied(key=key, reason=reason)
+            reach("mark_dead.before")
+            await trajectories.mark_dead(self._term, died)
+            reach("mark_dead.after")
+
+    def _reject(self, event_id: str, reason: str, *, key: TrajectoryKey | None) -> None:
+        self._rejected.add(event_id)
+        self._noted.append(Rejection(event_id, reason[:MAX_REASON], key))
+
+    def _log(self, noted: list[Rejection]) -> None:
+        """Count the rejections in the log, at most once per LOG_EVERY_S."""
+        self._num_unlogged += len(noted)
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._log_at_s:
+            return
+        logger.error(
+            "run %s: %d events are rejected, the last of them %s: %s",
+            self._term.run,
+            self._num_unlogged,
+            noted[-1].event_id,
+            noted[-1].reason,
+        )
+        self._num_unlogged, self._log_at_s = 0, now_s + LOG_EVERY_S
+
+
+def _posted_for(entry: EventEntry) -> TrajectoryKey | None:
+    """Return the trajectory of the field t; None where it is missing or no id of a trajectory."""
+    try:
+        key = keys.parse_trajectory_id(entry.posted_for)
+        check_key(key)
+        return key if keys.trajectory_id(key) == entry.posted_for else None
+    except ValueError:
+        return None
+
+
+def _named_by(event: Event) -> TrajectoryKey | None:
+    """Return the trajectory that an event is of; None where it is of none."""
+    return getattr(event, "key", None)
+
+
+def _described(event: Event) -> str:
+    if isinstance(event, SealedTrajectory):
+        return f"the seal of {event.key}"
+    return f"a {type(event).__name__}"

@@ -1,0 +1,60 @@
+"""The event loop of a batcher: tasks in groups and races, and the share of each run in its time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, Final, TypeVar
+
+from turnstream.store.client.cancellation import cancel_all
+from turnstream_server.bus.core.events import EventEntry
+
+FOLD_SLICE: Final = 100
+"""Weight of the events that are folded before the event loop runs other tasks: about 2 ms."""
+
+BYTES_PER_WEIGHT: Final = 300
+"""Bytes of an event's record that weigh as much as another event."""
+
+Result = TypeVar("Result")
+
+
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Yield a TaskGroup that raises a single error as it is, and not as a group of one."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except ExceptionGroup as group:
+        error, *others = group.exceptions
+        if others:
+            raise
+        raise error from None
+
+
+async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
+    """Return the first result, or raise the first error; cancel the rest.
+
+    The works run in their own tasks. Calls of the Redis client belong in such a work, also a single
+    one: see `cancel_all`.
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task in done).result()
+    finally:
+        await cancel_all(tasks)
+
+
+class LoopShare:
+    """Yields to other tasks, by the number and the bytes of the events that a run has folded."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+
+    async def after(self, entry: EventEntry) -> None:
+        """Count an event; yield to the event loop at the end of a slice."""
+        self._weight += 1 + len(entry.record) / BYTES_PER_WEIGHT
+        if self._weight >= FOLD_SLICE:
+            self._weight = 0.0
+            await asyncio.sleep(0)

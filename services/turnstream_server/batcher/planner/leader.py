@@ -1,0 +1,390 @@
+"""Leading a run: its events folded into groups, its groups planned into batches, one by one.
+
+A plan is a function of the events before it, so a leader that starts anew comes to the plan that
+the one before it was about to write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.fold.decisions import Decision, ReadyGroup
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.fold.staleness import VersionSteps
+from turnstream.batching.merge.plan import Manifest
+from turnstream.batching.planning.plan_batch import num_groups_to_plan
+from turnstream.batching.planning.selection import Selector
+from turnstream.records.snapshots import PlannerSnapshot
+from turnstream.store.run.revisions import Revisions
+from turnstream.types import BatchDue, ConfigRevised, Event
+from turnstream_server.batcher.assembly.assembler import Assembler
+from turnstream_server.batcher.assembly.payload import DamagedPayloadError
+from turnstream_server.batcher.assembly.shares import PlannedBatch
+from turnstream_server.batcher.planner.chain import PlanChain
+from turnstream_server.batcher.planner.dead_letters import DeadLetterWriter, FoldBrokenError
+from turnstream_server.batcher.planner.event_loop import LoopShare
+from turnstream_server.batcher.planner.listener import RunListener
+from turnstream_server.batcher.planner.replanning import Replanner
+from turnstream_server.batcher.planner.revising import ConfigInForce
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.planner.settling import Settler
+from turnstream_server.batcher.planner.snapshotting import PlannerMemory, event_position
+from turnstream_server.batcher.planner.upkeep import DEFAULT_UPKEEP, Upkeep
+from turnstream_server.batcher.planner.wait_message import why_not_complete
+from turnstream_server.bus.core.events import PAGE_EVENTS, EventEntry
+from turnstream_server.bus.leadership.leadership import Position, Term
+from turnstream_server.bus.planning.groups import announce_due
+from turnstream_server.bus.planning.manifests import StoredManifest
+from turnstream_server.bus.planning.run_completion import finish_run
+from turnstream_server.failpoints import reach
+
+logger = logging.getLogger(__name__)
+
+GATHER_S: Final = 0.004
+"""Pause after events, in which more of them come: each read costs as much as fifty events, so that
+a thousand trajectories that are sealed one by one would otherwise cost 0.2 CPU seconds."""
+
+Hook = Callable[[Manifest], Awaitable[None]]
+
+
+async def no_hook(_: Manifest) -> None:
+    """Do nothing between the check of a plan and its writing."""
+
+
+class Leader:
+    """One term of leading a run, from the replay of its history until it is fenced.
+
+    Args:
+        term: its term.
+        view: what this replica knows of the run.
+        assembler: checks the payload of what is planned.
+        revisions: of the config, as the term began.
+        upkeep: when to take snapshots.
+        before_write: awaited when a plan is checked and not yet written; for fault injection.
+
+    Attributes:
+        is_waiting: whether everything that was read is carried out, and more is waited for.
+    """
+
+    def __init__(
+        self,
+        term: Term,
+        view: RunView,
+        assembler: Assembler,
+        *,
+        revisions: Revisions,
+        upkeep: Upkeep = DEFAULT_UPKEEP,
+        before_write: Hook = no_hook,
+    ) -> None:
+        self.is_waiting = False
+        self._term = term
+        self._view = view
+        self._assembler = assembler
+        self._in_force = ConfigInForce(term, view, revisions)
+        self._upkeep = upkeep
+        self._before_write = before_write
+        self._fold = RunFold(self._config)
+        self._selector = Selector(self._config)
+        self._listener = RunListener(term.client, term.run, after_step=0)
+        self._dead_letters = DeadLetterWriter(term)
+        self._settler = Settler(term, self._dead_letters)
+        self._chain = PlanChain(term, view, self._in_force)
+        self._replanner = Replanner(term, view, assembler)
+        self._share = LoopShare()
+        self._memory = PlannerMemory(term, assembler, upkeep=upkeep)
+
+    @property
+    def _config(self) -> BatchingConfig:
+        return self._in_force.config
+
+    @property
+    def position(self) -> Position:
+        """The last entries that were read."""
+        return Position(self._listener.position, self._listener.wake_id)
+
+    async def lead(self) -> None:
+        """Plan whatever can be planned, until an error ends the term.
+
+        Raises:
+            FencedError: another planner leads the run.
+            FoldBrokenError: an event broke the fold and is rejected: lead with another Leader.
+            RecordError: a newer release wrote an event.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        try:
+            await self._lead()
+        except FoldBrokenError:
+            await self._dead_letters.write()
+            raise
+
+    async def _lead(self) -> None:
+        await self._dead_letters.load()
+        await self._replay()
+        await self._view.refresh()
+        logger.info(
+            "leading run %s from step %d on",
+            self._view.run,
+            self._chain.next_step,
+            extra={"epoch": self._term.epoch},
+        )
+        self._view.explain = self.explain
+        self._view.undecided = lambda: [
+            *(group.group_id for group in self._fold.waiting()),
+            *self._fold.evaluating,
+        ]
+        try:
+            while True:
+                await self._replan()
+                await self._plan_what_is_due()
+                await self._finish()
+                # A choice of groups is not part of a snapshot; it stands for a moment only.
+                if self._selector.choice is None and self._memory.is_due(
+                    step=self._chain.newest_step
+                ):
+                    await self._memory.save(self._snapshot(), self._fold)
+                await self._listen()
+        finally:
+            self._view.explain = None
+            self._view.undecided = list
+
+    async def _replan(self) -> None:
+        """Withdraw plans of damaged payload, where somebody asks, and begin anew behind them."""
+        request = self._view.frontier.replan
+        if request is None:
+            return
+        if await self._replanner.answer(request, self._snapshot(), config=self._config):
+            await self._replay()
+        await self._view.refresh()
+
+    async def _replay(self) -> None:
+        """Fold the history in; each plan takes its groups where it was made."""
+        await self._restore()
+        planned = await self._read_plans()
+        decisions = await self._pass_all(planned, through=self._listener.position)
+        while events := await self._listener.read_events():
+            for entry in events:
+                decisions += await self._apply(entry)
+                decisions += await self._pass_all(planned, through=entry.event_id)
+                await self._share.after(entry)
+            self._memory.num_events += len(events)
+            await self._dead_letters.write()
+        await self._carry_out(await self._settler.still_known(decisions))
+
+    async def _restore(self) -> None:
+        """Go on from the snapshot, where there is one."""
+        snapshot = await self._memory.read()
+        if snapshot is None:
+            return
+        self._in_force.restore(snapshot.config_revision, snapshot.revised_at)
+        self._fold = snapshot.restore_fold(self._config)
+        self._selector = Selector(self._config)
+        self._selector.versions = VersionSteps(snapshot.versions, lineage=snapshot.lineage)
+        self._selector.pass_step(snapshot.step)
+        self._listener.start_after(snapshot.position)
+        self._chain.restore(snapshot)
+
+    def _snapshot(self) -> PlannerSnapshot:
+        return PlannerSnapshot(
+            position=self._listener.position,
+            step=self._chain.newest_step,
+            manifest_hash=self._chain.hash,
+            next_row_id=self._chain.next_row_id,
+            fold=self._fold.snapshot(),
+            versions=self._selector.versions.steps,
+            lineage=self._selector.versions.lineage,
+            config_revision=self._in_force.revision,
+            revised_at=self._in_force.since,
+        )
+
+    async def _pass_all(self, planned: deque[StoredManifest], *, through: str) -> list[Decision]:
+        """Take the groups of the plans that were made up to an event, and remove these plans."""
+        decisions: list[Decision] = []
+        last = event_position(through)
+        while planned and event_position(planned[0].manifest.last_event_id) <= last:
+            decisions += self._pass(planned.popleft().manifest)
+            if not planned:
+                planned += await self._read_plans()
+        return decisions
+
+    async def _read_plans(self) -> deque[StoredManifest]:
+        """The next plans of those that exist; the listener does not tell of them."""
+        stored = await self._chain.read_on()
+        self._listener.pass_step(self._chain.newest_step)
+        return stored
+
+    def _pass(self, manifest: Manifest) -> list[Decision]:
+        wanted = {group.group_id for group in manifest.groups}
+        left_over = self._fold.take(
+            [group for group in self._fold.ready if group.group_id in wanted]
+        )
+        self._fold.pass_over(wanted)
+        self._selector.pass_step(manifest.step)
+        return left_over
+
+    async def _listen(self) -> None:
+        """Wait for news and take it in."""
+        self.is_waiting = True
+        news = await self._listener.wait(with_events=True)
+        self.is_waiting = False
+        await self._take_in(news.events)
+        if news.is_frontier_old:
+            await self._view.refresh()
+        elif len(news.events) < PAGE_EVENTS and not self._due_groups():
+            await asyncio.sleep(GATHER_S)
+
+    async def _take_in(self, events: Iterable[EventEntry]) -> None:
+        decisions: list[Decision] = []
+        for entry in events:
+            decisions += await self._apply(entry)
+            self._memory.num_events += 1
+            await self._share.after(entry)
+        self._memory.forget(self._fold, position=self._listener.position)
+        await self._carry_out(decisions)
+
+    async def _apply(self, entry: EventEntry) -> list[Decision]:
+        """Fold an event and return the decisions; reject an event that cannot be read or folded."""
+        event = self._dead_letters.read(entry) or self._in_force.told_at(entry.event_id)
+        if event is None:
+            return []
+        if isinstance(event, ConfigRevised):
+            through = self._listener.position
+            await self._in_force.check_author(entry.event_id, event, through=through)
+        try:
+            return self._fold_in(entry.event_id, event)
+        except Exception as error:  # noqa: BLE001 - raised again where not due to the event
+            self._dead_letters.reject_unfoldable(entry.event_id, event, error)
+            return []
+
+    def _fold_in(self, event_id: str, event: Event) -> list[Decision]:
+        if isinstance(event, ConfigRevised):
+            return self._take_revision(event_id, event)
+        decisions = self._fold.apply(event_id, event)
+        return [*decisions, *self._selector.apply(event_id, event, self._fold)]
+
+    def _take_revision(self, event_id: str, event: ConfigRevised) -> list[Decision]:
+        if not self._in_force.take(event_id, event):
+            return []
+        self._selector.revise(self._config)
+        return self._fold.revise(event_id, self._config)
+
+    async def _carry_out(self, decisions: Iterable[Decision]) -> None:
+        """Tell the ledger; all of it may have been told before, by the leader of another term."""
+        await self._settler.carry_out([each for each in decisions if self._fold.still_holds(each)])
+
+    async def _plan_what_is_due(self) -> None:
+        while groups := await self._next_groups():
+            if self._config.chooses_by_event and self._selector.choice is None:
+                await self._choose()
+            elif not await self._plan(groups):
+                await self._take_in(await self._listener.read_events())
+
+    async def _finish(self) -> None:
+        """Say that nothing more is planned, where that is so."""
+        frontier = self._view.frontier
+        while self._fold.is_finished and not frontier.is_finished and frontier.paused is None:
+            reach("finish_run.before")
+            await finish_run(
+                self._term, step=self._chain.newest_step, position=self._listener.position
+            )
+            reach("finish_run.after")
+            await self._take_in(await self._listener.read_events())
+            frontier = await self._view.refresh()
+
+    async def _next_groups(self) -> tuple[ReadyGroup, ...]:
+        """The groups of the next batch, by the config of its step."""
+        while 0 < self._view.frontier.next_revision <= self._chain.next_step:
+            await self._come_to(await self._in_force.announce(step=self._chain.next_step))
+            await self._view.refresh()
+        return self._due_groups()
+
+    async def _choose(self) -> None:
+        """Write the event at which the groups of the next batch are chosen, and come to it."""
+        reach("batch_due.before")
+        event_id = await announce_due(self._term, BatchDue(step=self._chain.next_step))
+        reach("batch_due.after")
+        await self._come_to(event_id)
+
+    async def _come_to(self, event_id: str) -> None:
+        """Take in all events up to one that is written, whatever can be read of it."""
+        while event_position(self._listener.position) < event_position(event_id):
+            await self._take_in(await self._listener.read_events())
+
+    def _due_groups(self) -> tuple[ReadyGroup, ...]:
+        """The groups of the next batch; none while it must wait."""
+        is_paused = self._view.frontier.paused is not None
+        if is_paused or self._chain.next_step > self._last_allowed_step():
+            return ()
+        if self._selector.choice is not None:
+            return self._selector.choice.groups
+        num_groups = num_groups_to_plan(
+            self._fold.num_ready, self._config, is_final=self._fold.is_final
+        )
+        return self._fold.ready[:num_groups] if num_groups else ()
+
+    def _last_allowed_step(self) -> int:
+        return self._view.frontier.stepped + 1 + self._config.max_planned_ahead
+
+    async def _plan(self, groups: tuple[ReadyGroup, ...]) -> bool:
+        """Plan, check and write the next batch; False where it must be planned anew.
+
+        Some of its payload was damaged, or the step has got another config meanwhile, or the run
+        was paused, or its trainer went back.
+        """
+        try:
+            stored = await self._assembler.in_thread(
+                lambda: self._chain.draft_or_blame(groups, self._selector.choice)
+            )
+            manifest = stored.manifest
+            batch = PlannedBatch(manifest=manifest, manifest_hash=stored.hash, config=self._config)
+            reach("plan.before_check")
+            await self._assembler.check(batch)
+        except DamagedPayloadError as error:
+            logger.warning("run %s: %s", self._view.run, error)
+            await self._dead_letters.mark_dead(error.damages)
+            return False
+        self._prepare(batch)
+        await self._before_write(manifest)
+        reach("plan.before_write")
+        if not await self._chain.write(stored):
+            return False
+        reach("plan.after_write")
+        self._chain.note(stored)
+        self._listener.pass_step(manifest.step)
+        num_over_age = self._selector.num_over_age(groups, step=manifest.step)
+        left_over = self._fold.take(groups)
+        self._selector.pass_step(manifest.step)
+        self._view.offer(batch)
+        await self._carry_out(left_over)
+        logger.info(
+            "planned step %d of run %s",
+            manifest.step,
+            self._view.run,
+            extra={
+                "num_groups": len(groups),
+                "num_over_age": num_over_age,
+                "manifest_hash": stored.hash,
+                "leader_epoch": self._term.epoch,
+            },
+        )
+        self._chain.warn_of(manifest)
+        return True
+
+    def _prepare(self, batch: PlannedBatch) -> None:
+        """Begin to encode what most trainers of one rank ask this replica for next."""
+        frontier = self._view.frontier
+        if frontier.session_epoch and frontier.dp_world_size == 1:
+            self._assembler.prepare(batch, mini_batch=0, dp_rank=0, dp_world_size=1)
+
+    def explain(self, step: int) -> str:
+        """Why a step is not planned yet."""
+        if step > self._chain.next_step:
+            return f"step {step}: step {self._chain.next_step} is planned before it"
+        if step > self._last_allowed_step():
+            stepped = self._view.frontier.stepped
+            return f"step {step} is planned when step {stepped + 1} is stepped"
+        return f"step {step}: {why_not_complete(self._fold, self._config)}"

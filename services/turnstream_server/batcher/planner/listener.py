@@ -1,0 +1,116 @@
+"""News of a run as it happens: one blocking read of everything that a planner waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from turnstream.store.client import keys
+from turnstream.store.client.connection import MAX_BLOCK_S
+from turnstream.store.client.replies import translate
+from turnstream_server.bus.core.events import EventEntry, event_entry, read_events_async
+
+WAKE_EVENTS: Final = 8
+"""Events in the reply of a read that waits, at most: only then their bytes are not bounded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What has happened since the last read.
+
+    Attributes:
+        events: new ones, in order; where there are WAKE_EVENTS or more, others may follow.
+        is_frontier_old: a batch was planned or stepped, a session began, the run was closed, or
+            groups were dropped.
+    """
+
+    events: list[EventEntry]
+    is_frontier_old: bool
+
+
+class RunListener:
+    """Reads the streams of a run from where it stopped; the events from the first one on.
+
+    Args:
+        client: of the store; a connection of its pool is held during every read that waits.
+        run: name of the run.
+        after_step: the newest plan that is known already.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, run: str, *, after_step: int) -> None:
+        names = keys.run_keys(run)
+        self._client = client
+        self._run = run
+        self._events = names.events.encode()
+        # Whatever woke the run before is read once more: better than to miss what came between.
+        self._signals = {names.wake.encode(): "0-0", names.plan.encode(): f"{after_step}-0"}
+        self._plan, self._wake = names.plan.encode(), names.wake.encode()
+        self._last_event = "0-0"
+
+    @property
+    def position(self) -> str:
+        """Id of the last event that was read; "0-0" before the first."""
+        return self._last_event
+
+    @property
+    def wake_id(self) -> str:
+        """Id of the last entry of the wake stream that was read; "0-0" before the first."""
+        return self._signals[self._wake]
+
+    def start_after(self, event_id: str) -> None:
+        """Begin behind this event: the caller knows what came before."""
+        self._last_event = event_id
+
+    def pass_step(self, step: int) -> None:
+        """Do not tell of the plan of this step: the caller has written it."""
+        self._signals[self._plan] = f"{step}-0"
+
+    def fall_back(self, step: int) -> None:
+        """The newest plan is that of this step: later ones that were told of are withdrawn."""
+        if int(self._signals[self._plan].partition("-")[0]) > step:
+            self.pass_step(step)
+
+    async def read_events(self) -> list[EventEntry]:
+        """Return the next events that are there already, one slice of them at most.
+
+        Raises:
+            StoreUnavailableError: the store cannot be reached.
+        """
+        events = await read_events_async(self._client, self._run, after=self._last_event)
+        if events:
+            self._last_event = events[-1].event_id
+        return events
+
+    async def wait(self, *, with_events: bool, wait_s: float = MAX_BLOCK_S) -> News:
+        """What is new, or nothing after `wait_s`, which is at most MAX_BLOCK_S.
+
+        Raises:
+            StoreUnavailableError: the store cannot be reached.
+        """
+        streams = dict(self._signals)
+        if with_events:
+            streams[self._events] = self._last_event
+        news = await self._wait(streams, wait_s=min(wait_s, MAX_BLOCK_S))
+        if len(news.events) == WAKE_EVENTS:
+            news.events.extend(await self.read_events())
+        return news
+
+    async def _wait(self, streams: dict[bytes, str], *, wait_s: float) -> News:
+        block_ms = max(1, round(wait_s * 1000))  # BLOCK 0 would never time out
+        words = ("XREAD", "COUNT", WAKE_EVENTS, "BLOCK", block_ms)
+        words = (*words, "STREAMS", *streams, *streams.values())
+        try:
+            reply: Any = await self._client.execute_command(*words)
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+        found: dict[bytes, Any] = dict(reply or ())
+        new_events = found.pop(self._events, [])
+        events = [event_entry(event_id, fields) for event_id, fields in new_events]
+        if events:
+            self._last_event = events[-1].event_id
+        for stream, entries in found.items():
+            self._signals[stream] = entries[-1][0].decode()
+        return News(events=events, is_frontier_old=bool(found))

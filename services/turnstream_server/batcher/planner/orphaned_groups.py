@@ -1,0 +1,54 @@
+"""Groups of a closed run that nobody holds any more: decided, so that the run comes to its end.
+
+A generator that died left samples that it had begun, which its leases end, and maybe samples that
+it had not. In an open run another generator may begin these; in a closed one nobody comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from turnstream.batching.config import BatchingConfig
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.planner.timekeeper import (
+    LOOKS_PER_LEASE,
+    STEADY_LEASES,
+    DueScript,
+    Moment,
+)
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.planning.run_completion import end_unheld, find_unheld
+
+logger = logging.getLogger(__name__)
+
+MAX_GROUPS: Final = 200
+"""Of one look; the others have their turn when these are decided."""
+
+
+def unheld_groups(term: Term, view: RunView, config: BatchingConfig) -> DueScript:
+    """Fires the deadline of a group that nobody has held for `lease_s + takeover_s`."""
+    wait_s = config.lease_s + config.takeover_s
+    pause_s = config.lease_s / LOOKS_PER_LEASE
+    since_s: dict[str, float] = {}
+
+    async def look(moment: Moment) -> float:
+        is_steady = moment.steady_s >= config.lease_s * STEADY_LEASES
+        if not (view.frontier.is_closed and is_steady):
+            since_s.clear()
+            return pause_s
+        now_s = asyncio.get_running_loop().time()
+        undecided = view.undecided()[:MAX_GROUPS]
+        found = await find_unheld(term, undecided)
+        for group_id in since_s.keys() - found.keys():
+            del since_s[group_id]
+        for group_id in found:
+            since_s.setdefault(group_id, now_s)
+        due = {each: found[each] for each in found if now_s - since_s[each] >= wait_s}
+        num_fired = await end_unheld(term, due)
+        if num_fired:
+            logger.warning("run %s is closed: nobody holds %d groups", term.run, num_fired)
+        return pause_s
+
+    return DueScript("unheld groups", look)

@@ -1,0 +1,126 @@
+"""Parked runs: idle runs without a leader, all watched by one blocking read on one connection.
+
+A run whose planner has nothing to do and nothing to time is parked: its leadership is released, and
+the planner waits here. Every call that gives a run work writes to its `events` or `wake` stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final, NamedTuple
+
+from turnstream.errors import UnavailableError
+from turnstream.store.client import keys
+from turnstream.store.client.cancellation import cancel_all
+from turnstream.store.client.connection import MAX_BLOCK_S, connect_async
+from turnstream.store.client.replies import translating
+from turnstream_server.batcher.planner.event_loop import first_of
+from turnstream_server.bus.leadership.leadership import Position
+
+logger = logging.getLogger(__name__)
+
+PARK_AFTER_S: Final = 10.0
+"""A run without news for so long is parked. To lead it again costs a replay of its events, which is
+about as much CPU time as to lead it idly for 10 s."""
+
+_GATHER_S: Final = 0.05
+"""Runs that are parked within this time are added to the read together."""
+
+_AGAIN_S: Final = 1.0
+"""Pause after a read that failed."""
+
+
+class _Wait(NamedTuple):
+    position: Position
+    ended: asyncio.Future[bool]
+
+
+class ParkedRuns:
+    """Wakes the planners of parked runs.
+
+    Args:
+        url: of the store.
+        after_s: a run without news for so long is parked.
+    """
+
+    def __init__(self, url: str, *, after_s: float = PARK_AFTER_S) -> None:
+        self.after_s = after_s
+        self._client = connect_async(url, num_retries=0)
+        self._waits: dict[str, _Wait] = {}
+        self._has_more = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def wait(self, run: str, position: Position) -> bool:
+        """Wait until a parked run has entries after `position`, or `wake` is called.
+
+        Returns:
+            Whether the run is to be led. False after `wake`: it may be parked again at once.
+        """
+        wait = _Wait(position, asyncio.get_running_loop().create_future())
+        self._waits[run] = wait
+        self._has_more.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._watch(), name="watch of parked runs")
+        try:
+            return await wait.ended
+        finally:
+            if self._waits.get(run) is wait:
+                del self._waits[run]
+
+    def wake(self, run: str) -> None:
+        """End the wait for a run, if it is parked: the store may have lost it, or started anew."""
+        self._end(run, has_news=False)
+
+    async def close(self) -> None:
+        """End the read and disconnect."""
+        if self._task is not None:
+            await cancel_all([self._task])
+        await self._client.aclose()
+
+    async def _watch(self) -> None:
+        """Read until no run is parked."""
+        trouble = ""
+        while self._waits:
+            try:
+                await asyncio.sleep(_GATHER_S)
+                self._has_more.clear()
+                for run in await first_of(self._read(), self._wait_for_more()):
+                    self._end(run, has_news=True)
+                trouble = ""
+            except UnavailableError as error:
+                # Nothing is missed: the next read begins at the same positions. After a restart of
+                # the store the search for runs wakes every planner, too.
+                if str(error) != trouble:
+                    logger.warning("parked runs are not watched: %s", error)
+                trouble = str(error)
+                await asyncio.sleep(_AGAIN_S)
+            except Exception:  # a defect of one run must not stop the others: each reads for itself
+                logger.exception("the watch of parked runs failed")
+                for run in [*self._waits]:
+                    self._end(run, has_news=True)
+
+    async def _read(self) -> set[str]:
+        """The parked runs that have entries after their position; none after MAX_BLOCK_S."""
+        streams: dict[bytes, tuple[str, str]] = {}
+        for run, wait in self._waits.items():
+            names = keys.run_keys(run)
+            streams[names.events.encode()] = run, wait.position.event_id
+            streams[names.wake.encode()] = run, wait.position.wake_id
+        if not streams:
+            return set()
+        ids = (last_id for _, last_id in streams.values())
+        block_ms = round(MAX_BLOCK_S * 1000)
+        words = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *streams, *ids)
+        with translating():
+            reply: Any = await self._client.execute_command(*words)
+        return {streams[stream][0] for stream in dict(reply or ())}
+
+    async def _wait_for_more(self) -> set[str]:
+        await self._has_more.wait()
+        return set()
+
+    def _end(self, run: str, *, has_news: bool) -> None:
+        wait = self._waits.pop(run, None)
+        if wait is not None and not wait.ended.done():
+            wait.ended.set_result(has_news)

@@ -1,0 +1,392 @@
+"""Delete the payload and the ledger entries of finished steps and trajectories, for one leader.
+
+The work is done in slices: each call of a planner waits for one slice at most. A round that leaves
+finished steps behind is followed by the next round at once. After any other round there is a short
+pause of constant length, so release keeps up with planning at any rate. Only the search for
+untrained trajectories is paced by its own duration: it reads the whole ledger however few it finds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Container, Sequence
+from typing import Any, Final
+
+from turnstream.errors import (
+    ConflictError,
+    FencedError,
+    RecordError,
+    RunNotFoundError,
+    UnavailableError,
+)
+from turnstream.records.compact import compact_batch, compact_ends, encode_batch, encode_ends
+from turnstream.store.client import keys
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.admin.dead_letters import discard_oldest
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.leadership.leadership import Term, note_trouble
+from turnstream_server.bus.planning.manifests import StoredManifest, read_manifests
+from turnstream_server.bus.release.ledger_files import (
+    move_to_file,
+    read_hot_records,
+    write_ledger_file,
+)
+from turnstream_server.bus.release.release import (
+    FOLD_SLICE,
+    ReleaseState,
+    find_ended,
+    finish_batches,
+    fold_batches,
+    fold_ended,
+    give_back,
+    groups_that_are_over,
+    raise_floor,
+    read_release_state,
+    remove_payload,
+)
+
+logger = logging.getLogger(__name__)
+
+SHORTEST_PAUSE_S: Final = 0.1
+"""Pause between two rounds, in which commits gather: the calls of an empty round cost as much as
+the release of some ten trajectories. A pause that grows with the last round lets the backlog grow
+without a bound."""
+
+LONGEST_PAUSE_S: Final = 2.0
+"""Pause after rounds that found nothing; a batch that is planned or stepped ends it."""
+
+SEARCH_REST: Final = 9
+"""A search for untrained trajectories is followed by a rest of so many times its own duration,
+unless it will find one in so many entries: then the backlog must not grow."""
+
+ROUND_SLICE: Final = 1_000
+"""Trajectories of steps that one round releases, and folds, or one larger step. If more are left,
+the next round follows at once: folding must not keep payload waiting, whose bytes are counted."""
+
+PAGE: Final = 500
+"""Entries of the ledger that one call looks at."""
+
+
+class Releaser:
+    """Deletes finished steps and trajectories of one run, for one leadership term.
+
+    Args:
+        term: the leader's term.
+        view: the run as this replica sees it.
+        owner: name of the leader.
+        upkeep: when to fold.
+
+    Attributes:
+        done_at_s: start of the newest round, by the event loop's clock, if that round found
+            nothing to do and no trouble; else minus infinity.
+    """
+
+    def __init__(self, term: Term, view: RunView, *, owner: str, upkeep: Upkeep) -> None:
+        self.done_at_s = float("-inf")
+        self._term = term
+        self._client = term.client
+        self._run = term.run
+        self._view = view
+        self._owner = owner
+        self._upkeep = upkeep
+        self._archived = 0
+        self._trouble = ""
+        self._file_trouble = ""
+        self._noted = ""
+        self._payload_through = 0
+        self._steps_at_once = 1
+        self._has_backlog = False
+        self._search_from_s = 0.0
+        self._ended: dict[str, str] = {}
+        """Ended trajectories without payload that are still in the ledger."""
+
+    async def run(self) -> None:
+        """Run rounds until cancelled.
+
+        Raises:
+            FencedError: another planner leads the run.
+            RunNotFoundError: the run is gone.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        pause_s = SHORTEST_PAUSE_S
+        loop = asyncio.get_running_loop()
+        while True:
+            started_s = loop.time()
+            has_worked = is_done = False
+            try:
+                has_worked = await self.release_what_is_over()
+                is_done = not (has_worked or self._trouble or self._file_trouble)
+            except (FencedError, RunNotFoundError, UnavailableError):
+                raise
+            except Exception as error:  # planning must not stop because release fails
+                logger.exception("release in run %s failed", self._run)
+                await self._note(str(error) or repr(error))
+            self.done_at_s = started_s if is_done else float("-inf")
+            if has_worked and self._has_backlog:
+                await asyncio.sleep(0)
+                continue
+            await asyncio.sleep(SHORTEST_PAUSE_S)
+            pause_s = SHORTEST_PAUSE_S if has_worked else min(LONGEST_PAUSE_S, 2 * pause_s)
+            if await self._view.wait_for_change(pause_s - SHORTEST_PAUSE_S):
+                pause_s = SHORTEST_PAUSE_S
+
+    async def release_what_is_over(self) -> bool:
+        """Run one round; return whether it found anything to do.
+
+        Raises:
+            FencedError: another planner leads the run.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        await self._upkeep.before("raise_floor")
+        floor = await raise_floor(self._term, at_most=await self._archive())
+        state = await read_release_state(self._client, self._run)
+        has_batches = await self._release_batches(state, floor=floor)
+        has_ended = await self._release_ended(state)
+        has_cooled = await self._move_to_file(state)
+        await self._note_trouble()
+        return await self._discard_dead_letters(state) or has_batches or has_ended or has_cooled
+
+    async def _discard_dead_letters(self, state: ReleaseState) -> bool:
+        """Discard the oldest dead letters above the limit of the run."""
+        _, config = await self._view.newest_config()
+        if state.dead_bytes <= config.max_dead_bytes:
+            return False
+        await self._upkeep.before("discard_dead_letters")
+        num_discarded = await discard_oldest(
+            self._client, self._run, max_bytes=config.max_dead_bytes
+        )
+        if num_discarded:
+            logger.warning("%d dead letters of run %s had no room", num_discarded, self._run)
+        return num_discarded > 0
+
+    async def _archive(self) -> int | None:
+        """Archive what was committed; the newest step that may be released, None for any."""
+        archive = self._upkeep.archive
+        if archive is None:
+            return None
+        frontier = await read_frontier_async(self._client, self._run)
+        self._archived = max(self._archived, frontier.released)
+        trouble = ""
+        for step in range(self._archived + 1, frontier.committed + 1):
+            try:
+                await asyncio.to_thread(archive, self._run, step)
+            except (RecordError, OSError) as error:
+                # Nothing is released until the folder can be written again, or someone decides.
+                trouble = f"step {step} is not archived: {error}"
+                if trouble != self._trouble:
+                    logger.warning("run %s: %s", self._run, trouble)
+                break
+            self._archived = step
+        self._trouble = trouble
+        return self._archived
+
+    async def _note_trouble(self) -> None:
+        """Tell `turnstream why` what is not released, and when it is again."""
+        await self._note(self._trouble or self._file_trouble)
+
+    async def _note(self, trouble: str) -> None:
+        if trouble != self._noted:
+            await note_trouble(
+                self._client, self._run, "release_trouble", trouble, owner=self._owner
+            )
+            self._noted = trouble
+
+    async def _move_to_file(self, state: ReleaseState) -> bool:
+        """Compact records of the oldest batches leave the store, as many as a file takes."""
+        place = self._upkeep.ledger_folder
+        steps = place.next_steps(cold=state.cold, folded=state.folded) if place else range(0)
+        if place is None or not steps:
+            return False
+        records = await read_hot_records(self._client, self._run, steps)
+        if records is None:  # of a fork that is not done
+            return False
+        await self._upkeep.before("write_ledger_file")
+        try:
+            name = await asyncio.to_thread(
+                write_ledger_file, place.folder, self._run, steps, records
+            )
+        except OSError as error:
+            trouble = f"the ledger stays in the store: {error}"
+            if trouble != self._file_trouble:
+                logger.warning("run %s: %s", self._run, trouble)
+            self._file_trouble = trouble
+            return False
+        self._file_trouble = ""
+        await self._upkeep.before("move_to_file")
+        await move_to_file(self._term, steps, name=name)
+        logger.info("steps %d to %d of run %s are in %s", steps[0], steps[-1], self._run, name)
+        return True
+
+    async def _release_batches(self, state: ReleaseState, *, floor: int) -> bool:
+        """Delete the payload of some released steps, and fold some that the snapshot includes.
+
+        A step is folded after its payload is deleted: until then the ledger must name it.
+        """
+        released = max(state.folded, self._payload_through)
+        has_worked = released < floor
+        if released < floor:
+            plans = await self._plans(released + 1, last=floor)
+            groups = [group for each in plans for group in each.manifest.groups]
+            members = [member.key for group in groups for member in group.trajectories]
+            await self._release_payload([*map(keys.trajectory_id, members)])
+            released = self._payload_through = plans[-1].manifest.step
+        folded, fold_through = state.folded, min(released, floor, state.snapshot_step)
+        if folded < fold_through:
+            plans = await self._plans(folded + 1, last=fold_through)
+            await self._fold_batches(plans)
+            folded = plans[-1].manifest.step
+        self._has_backlog = released < floor or folded < fold_through
+        return has_worked or state.folded < folded
+
+    async def _release_payload(
+        self, trajectory_ids: list[str], *, given_up: Container[str] = ()
+    ) -> None:
+        _, config = await self._view.newest_config()
+        await self._upkeep.before("release_payload")
+        await remove_payload(
+            self._client, self._run, trajectory_ids, lease_s=config.lease_s, given_up=given_up
+        )
+        await self._upkeep.before("give_back")
+        await give_back(self._client, self._run, trajectory_ids)
+
+    async def _fold_batches(self, plans: Sequence[StoredManifest]) -> None:
+        records = await asyncio.to_thread(
+            lambda: {
+                each.manifest.step: encode_batch(
+                    compact_batch(each.manifest, manifest_hash=each.hash)
+                )
+                for each in plans
+            }
+        )
+        manifests = [each.manifest for each in plans]
+        await self._upkeep.before("fold_batch")
+        await fold_batches(self._term, manifests)
+        await self._upkeep.before("finish_batch")
+        await finish_batches(self._term, records)
+        for each in manifests:
+            logger.info(
+                "released step %d of run %s",
+                each.step,
+                self._run,
+                extra={
+                    "num_trajectories": each.num_trajectories,
+                    "num_bytes": len(records[each.step]),
+                },
+            )
+
+    async def _plans(self, first: int, *, last: int) -> list[StoredManifest]:
+        """Return the plans of one step or more from `first` on, about ROUND_SLICE trajectories.
+
+        Raises:
+            FencedError: another planner has replaced the first one by its compact record.
+            ConflictError: the first one is missing.
+        """
+        max_count = min(self._steps_at_once, last - first + 1)
+        found = await read_manifests(self._client, self._run, first_step=first, max_count=max_count)
+        if found and found[0].manifest.step == first:
+            num_trajectories = max(1, sum(each.manifest.num_trajectories for each in found))
+            self._steps_at_once = 1 + ROUND_SLICE * len(found) // num_trajectories
+            return found
+        name = f"step {first} of run {self._run!r}"
+        if first <= (await read_release_state(self._client, self._run)).folded:
+            raise FencedError(f"another planner has folded {name}")
+        raise ConflictError(f"{name} is not folded, and has no plan")
+
+    async def _release_ended(self, state: ReleaseState) -> bool:
+        """Delete the payload of untrained trajectories, and fold their entries, many together.
+
+        Returns:
+            Whether something was done, or waits for the next search.
+        """
+        loop = asyncio.get_running_loop()
+        least = min(self._upkeep.fold_ended, FOLD_SLICE)
+        num_new = state.num_ended - state.num_ended_folded - len(self._ended)
+        if num_new <= 0 and len(self._ended) < least:
+            return False
+        is_worth_it = 0 < state.num_entries <= SEARCH_REST * num_new
+        if loop.time() < self._search_from_s and not is_worth_it:
+            return True
+        started_s = loop.time()
+        new = await self._find_ended() if num_new > 0 else {}
+        foldable = await self._foldable([*self._ended, *new])
+        self._search_from_s = loop.time() + SEARCH_REST * (loop.time() - started_s)
+        await self._release_new(new)
+        return await self._fold_slices(foldable, state, least=least) or num_new > 0
+
+    async def _find_ended(self) -> dict[str, str]:
+        """Return the ledger entries of untrained trajectories that were not found before."""
+        new: dict[str, str] = {}
+        cursor = "0"
+        while True:
+            cursor, found = await find_ended(
+                self._client, self._run, cursor=cursor, num_entries=PAGE
+            )
+            new |= {name: found[name] for name in found if name not in self._ended}
+            if cursor == "0":
+                return new
+
+    async def _release_new(self, new: dict[str, str]) -> None:
+        names = list(new)
+        for start in range(0, len(names), PAGE):
+            some = {name: new[name] for name in names[start : start + PAGE]}
+            given_up = {name for name in some if some[name].startswith("abandoned:")}
+            await self._release_payload([*some], given_up=given_up)
+            self._ended |= some
+
+    async def _foldable(self, trajectory_ids: Sequence[str]) -> list[str]:
+        """Return the trajectories whose groups can get no new member, in the order of their names.
+
+        An entry of a group that is open keeps its name from being opened once more.
+        """
+        by_group = await asyncio.to_thread(_by_group, trajectory_ids)
+        over = await groups_that_are_over(self._client, self._run, [*by_group])
+        return [each for group in by_group if group in over for each in by_group[group]]
+
+    async def _fold_slices(
+        self, foldable: Sequence[str], state: ReleaseState, *, least: int
+    ) -> bool:
+        """Replace entries by compact records of at least `least`; whether there were enough."""
+        number = state.num_records
+        for start in range(0, len(foldable) - least + 1, FOLD_SLICE):
+            some = foldable[start : start + FOLD_SLICE]
+            number += 1
+            try:
+                await self._fold_ended(some, number=number)
+            except ConflictError:
+                if {*some} <= {*await self._foldable(some)}:
+                    raise
+                return True  # a plan was withdrawn: a group of these may change again
+        return number > state.num_records
+
+    async def _fold_ended(self, trajectory_ids: Sequence[str], *, number: int) -> None:
+        ended = {keys.parse_trajectory_id(each): self._ended[each] for each in trajectory_ids}
+        record = await asyncio.to_thread(lambda: encode_ends(compact_ends(ended)))
+        await self._upkeep.before("fold_ended")
+        await fold_ended(self._term, trajectory_ids, number=number, record=record)
+        for each in trajectory_ids:
+            del self._ended[each]
+
+
+def _by_group(trajectory_ids: Sequence[str]) -> dict[str, list[str]]:
+    """Return trajectories by group name, in the order of their names.
+
+    >>> _by_group(["g10/0/0", "g9/1/0", "g9/0/0"])
+    {'g9': ['g9/0/0', 'g9/1/0'], 'g10': ['g10/0/0']}
+    """
+    groups: dict[str, list[str]] = {}
+    for each in sorted(trajectory_ids, key=_natural):
+        groups.setdefault(each.partition("/")[0], []).append(each)
+    return groups
+
+
+def _natural(trajectory_id: str) -> list[Any]:
+    """Orders names by the numbers in them, so that they count up.
+
+    >>> sorted(["g10/0/0", "g9/0/0", "g9/0/1"], key=_natural)
+    ['g9/0/0', 'g9/0/1', 'g10/0/0']
+    """
+    parts = re.split(r"([0-9]+)", trajectory_id)  # texts and numbers by turns
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]

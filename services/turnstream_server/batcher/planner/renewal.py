@@ -1,0 +1,167 @@
+"""Keeps leaderships while the event loop is busy: a thread of its own renews their leases.
+
+Decoding 64 MB of payload, or a page of events, must not cost a leadership. Yet a loop that stands
+still for good must lose it: each term is touched from the loop, and one that was not touched for
+MAX_STALL_LEASES leases is not renewed any more. Whoever then takes over has a higher epoch, by
+which the store refuses everything that the old leader still sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from turnstream.errors import FencedError, TurnstreamError
+from turnstream.store.client.connection import connect
+from turnstream.store.client.scripts import run_commands
+from turnstream_server.bus.leadership.leadership import renew_command
+
+logger = logging.getLogger(__name__)
+
+RENEWALS_PER_LEASE: Final = 3
+"""Two of them may fail before the leadership is lost."""
+
+MAX_STALL_LEASES: Final = 6
+"""With the usual lease of 5 s, half a minute: no slice of work takes so long, the loop hangs."""
+
+_TOUCHES_PER_LEASE: Final = 4
+_JOIN_TIMEOUT_S: Final = 5.0
+
+
+class RenewedLease:
+    """A leadership that is being renewed; made by LeadershipKeeper."""
+
+    def __init__(self, run: str, epoch: int) -> None:
+        self.run = run
+        self.epoch = epoch
+        self.touched_s = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        self._lost: asyncio.Future[str] = self._loop.create_future()
+
+    async def wait_until_lost(self, *, touch_every_s: float) -> None:
+        """Show that the loop lives, for as long as the term lasts.
+
+        Raises:
+            FencedError: the term is over.
+        """
+        while not self._lost.done():
+            self.touched_s = time.monotonic()
+            await asyncio.wait([self._lost], timeout=touch_every_s)
+        raise FencedError(self._lost.result())
+
+    def lose(self, reason: str) -> None:
+        """Say from any thread that the term is over."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._set_lost, reason)
+
+    def _set_lost(self, reason: str) -> None:
+        if not self._lost.done():
+            self._lost.set_result(reason)
+
+
+class LeadershipKeeper:
+    """Renews the leases of one replica's leaderships, of any number of runs.
+
+    Args:
+        url: of the store.
+        owner: name of this replica, different from every other's.
+        lease_s: a leader that is silent for so long is replaced.
+    """
+
+    def __init__(self, url: str, *, owner: str, lease_s: float) -> None:
+        self.url = url
+        self.owner = owner
+        self.lease_s = lease_s
+        self._client = connect(url, num_retries=0)
+        self._terms: set[RenewedLease] = set()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def renewing(self, run: str, epoch: int) -> Iterator[RenewedLease]:
+        """Inside, a leadership that was just acquired is renewed."""
+        term = RenewedLease(run, epoch)
+        with self._lock:
+            self._terms.add(term)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._renew_until_closed, name="turnstream-leadership", daemon=True
+                )
+                self._thread.start()
+        try:
+            yield term
+        finally:
+            with self._lock:
+                self._terms.discard(term)
+
+    async def hold(self, run: str, epoch: int) -> None:
+        """Keep a leadership that was just acquired.
+
+        Raises:
+            FencedError: it is lost.
+        """
+        with self.renewing(run, epoch) as term:
+            await term.wait_until_lost(touch_every_s=self.lease_s / _TOUCHES_PER_LEASE)
+
+    async def close(self) -> None:
+        """End the thread and disconnect."""
+        self._closed.set()
+        self._client.connection_pool.disconnect()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT_S)
+        self._client.close()
+
+    def _renew_until_closed(self) -> None:
+        pause_s = self.lease_s / RENEWALS_PER_LEASE
+        next_pause_s = pause_s
+        while not self._closed.wait(next_pause_s):
+            next_pause_s = pause_s
+            try:
+                self._renew(self._living_terms())
+            except TurnstreamError as error:
+                if not self._closed.is_set():
+                    logger.warning("leaderships cannot be renewed: %s", error)
+                next_pause_s = pause_s / RENEWALS_PER_LEASE
+            except Exception:  # a defect must not cost every other leadership of this replica
+                logger.exception("the renewal of leaderships failed")
+
+    def _living_terms(self) -> list[RenewedLease]:
+        oldest_s = time.monotonic() - MAX_STALL_LEASES * self.lease_s
+        with self._lock:
+            terms = list(self._terms)
+        living = [term for term in terms if term.touched_s >= oldest_s]
+        if len(living) < len(terms):
+            logger.error(
+                "the event loop stands still: %d leaderships are not renewed any more",
+                len(terms) - len(living),
+            )
+        return living
+
+    def _renew(self, terms: Sequence[RenewedLease]) -> None:
+        if not terms:
+            return
+        commands = [
+            renew_command(term.run, owner=self.owner, epoch=term.epoch, lease_s=self.lease_s)
+            for term in terms
+        ]
+        for term, reply in zip(terms, run_commands(self._client, commands), strict=True):
+            reason = _why_lost(term, reply)
+            if reason:
+                term.lose(reason)
+
+
+def _why_lost(term: RenewedLease, reply: Any) -> str:
+    """Empty where the lease was renewed, or may be the next time."""
+    if isinstance(reply, Exception):
+        logger.warning("the leadership of run %s cannot be renewed: %s", term.run, reply)
+        return ""
+    is_ours, epoch, owner = reply
+    if is_ours:
+        return ""
+    return f"epoch {term.epoch} is over, {owner.decode()!r} leads with epoch {epoch}"

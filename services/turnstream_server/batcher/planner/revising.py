@@ -1,0 +1,139 @@
+"""Which config a leader goes by: the one that the events of the run have put in force."""
+
+from __future__ import annotations
+
+import logging
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config.rules import changed_settings
+from turnstream.batching.planning.plan_batch import event_order
+from turnstream.errors import CorruptRecordError, FencedError
+from turnstream.store.run.revisions import Revisions
+from turnstream.types import ConfigRevised
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.planning.revisions import announce_revision, read_revisions_async
+from turnstream_server.failpoints import reach
+
+logger = logging.getLogger(__name__)
+
+
+class ConfigInForce:
+    """The config of one leader's term, from the first revision on, or that of a snapshot.
+
+    Only a leader puts revisions in force, and the one before is fenced: what the history tells of
+    was stored before this term began to read it, or the term is over.
+
+    Args:
+        term: the leader's term.
+        view: what this replica knows of the run.
+        known: the revisions, as the term began.
+
+    Attributes:
+        revision: number of the config in force.
+        since: id of the event that put it in force; "0-0" before the first.
+    """
+
+    def __init__(self, term: Term, view: RunView, known: Revisions) -> None:
+        self.revision = known.stored[0].number
+        self.since = "0-0"
+        self._term = term
+        self._view = view
+        self._known = known
+        self._config = known.stored[0].config
+        self._read_through: tuple[int, ...] = (0, 0)
+        view.led_by_revision = self.revision
+
+    @property
+    def config(self) -> BatchingConfig:
+        """What is in force."""
+        return self._config
+
+    def restore(self, revision: int, since: str) -> None:
+        """Go on with the config of a snapshot, or of an event.
+
+        Raises:
+            FencedError: it is one that this term does not know: a successor put it in force.
+        """
+        if revision > self._known.last.number:
+            raise self._led_by_another(revision)
+        self.revision, self.since = revision, since
+        self._view.led_by_revision = revision
+        self._config = self._known.revision(revision).config
+
+    def told_at(self, event_id: str) -> ConfigRevised | None:
+        """What an event says that cannot be read any more; None where it revised no config.
+
+        The store has the id of the event beside the config, so that a damaged record neither undoes
+        the revision nor moves it.
+        """
+        revision = self._known.put_in_force_by(event_id)
+        if revision is None:
+            return None
+        return ConfigRevised(revision=revision.number, step=revision.from_step)
+
+    async def check_author(self, event_id: str, event: ConfigRevised, *, through: str) -> None:
+        """Read again whether an event put its revision in force, where this term did not do so.
+
+        Args:
+            event_id: of the event.
+            event: as it was read.
+            through: id of the last event that was read from the store.
+
+        Raises:
+            FencedError: it did: a successor of this term wrote it.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        is_known = self._known.was_put_in_force(event.revision, event_id)
+        if is_known or event_order(event_id) <= self._read_through:
+            return
+        self._read_through = event_order(through)
+        newest = await read_revisions_async(self._term.client, self._term.run)
+        if newest.was_put_in_force(event.revision, event_id):
+            raise self._led_by_another(event.revision)
+
+    def take(self, event_id: str, event: ConfigRevised) -> bool:
+        """Put a revision in force; returns False where it was in force before.
+
+        Raises:
+            CorruptRecordError: the store does not say that this event put it in force.
+        """
+        if event.revision <= self.revision:
+            return False
+        if not self._known.was_put_in_force(event.revision, event_id):
+            raise CorruptRecordError(
+                f"config revision {event.revision} was not put in force by this event"
+            )
+        before = self._config
+        self.restore(event.revision, event_id)
+        changes = changed_settings(before, self._config)
+        logger.info(
+            "run %s has config revision %d from step %d on: %s",
+            self._view.run,
+            event.revision,
+            event.step,
+            ", ".join(f"{each.name}={each.after!r}" for each in changes),
+        )
+        return True
+
+    def _led_by_another(self, revision: int) -> FencedError:
+        return FencedError(
+            f"config revision {revision} of run {self._view.run} is in force, which was stored "
+            "after this term had begun: another planner leads"
+        )
+
+    async def announce(self, *, step: int) -> str:
+        """Write the event of what must be in force before `step` is planned; its id.
+
+        Raises:
+            FencedError: another planner leads the run.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        self._known = await read_revisions_async(self._term.client, self._term.run)
+        due = self._known.due(step=step)
+        revision = self._known.in_force if due is None else due.number
+        reach("revise.before")
+        await announce_revision(self._term, ConfigRevised(revision=revision, step=step))
+        reach("revise.after")
+        self._known = await read_revisions_async(self._term.client, self._term.run)
+        return self._known.revision(revision).announced_at

@@ -1,0 +1,1 @@
+"""The gRPC service: requests, answers, health, and the runs of this replica."""

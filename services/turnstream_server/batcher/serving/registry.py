@@ -1,0 +1,152 @@
+"""The runs that this replica takes part in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import redis.asyncio
+
+from turnstream.errors import RunNotFoundError, UnknownFormatError
+from turnstream.store.run.configs import check_format
+from turnstream_server.batcher.assembly.assembler import Assembler
+from turnstream_server.batcher.planner.leader import Hook, no_hook
+from turnstream_server.batcher.planner.parking import ParkedRuns
+from turnstream_server.batcher.planner.planner import RunPlanner
+from turnstream_server.batcher.planner.reason_cache import Look, no_look
+from turnstream_server.batcher.planner.renewal import LeadershipKeeper
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.bus.core.frontier import Frontier, read_frontier_async
+from turnstream_server.bus.planning.run_completion import is_evaluating
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    view: RunView
+    task: asyncio.Task[None]
+
+
+class RunRegistry:
+    """Views of runs, each kept fresh by a planner task.
+
+    Args:
+        client: of the store.
+        assembler: checks the payload of what is planned.
+        tasks: in which the planners run.
+        keeper: of the leaderships of this replica.
+        upkeep: how the runs that are led here are kept small.
+        parked: the runs that are idle.
+        before_write: see Leader; for fault injection.
+        look: why a batch of a run does not come.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        assembler: Assembler,
+        tasks: asyncio.TaskGroup,
+        *,
+        keeper: LeadershipKeeper,
+        upkeep: Upkeep,
+        parked: ParkedRuns,
+        before_write: Hook = no_hook,
+        look: Look = no_look,
+    ) -> None:
+        self._client = client
+        self._assembler = assembler
+        self._tasks = tasks
+        self._keeper = keeper
+        self._look = look
+        self._upkeep = upkeep
+        self._parked = parked
+        self._before_write = before_write
+        self._entries: dict[str, _Entry] = {}
+
+    async def take_part(self, run: str) -> None:
+        """Take part in a run, unless it has come to its end, or is gone.
+
+        After its end nothing is planned, and a trainer's first call names the run; but evaluations
+        may outlast it. A parked run is read again: it may be gone, or another of its name.
+
+        Raises:
+            StoreUnavailableError: the store cannot be reached.
+        """
+        if self._takes_part(run):
+            self._parked.wake(run)
+            return
+        try:
+            frontier = await self._open(run)
+        except RunNotFoundError:  # of a run that was deleted, the name may be left over
+            return
+        except UnknownFormatError as error:
+            logger.warning("this replica plans nothing: %s", error)
+            return
+        is_over = frontier.is_finished and not await is_evaluating(self._client, run)
+        if not is_over and not self._takes_part(run):
+            self._entries[run] = self._begin(run, frontier)
+
+    async def find(self, run: str) -> RunView:
+        """The view of a run; from the first call on, this replica takes part in it.
+
+        Raises:
+            RunNotFoundError: the store has no such run.
+            UnknownFormatError: another release wrote the run.
+            StoreUnavailableError: the store cannot be reached.
+        """
+        if not self._takes_part(run):
+            frontier = await self._open(run)
+            if not self._takes_part(run):  # no other call was faster
+                self._entries[run] = self._begin(run, frontier)
+        return self._entries[run].view
+
+    def dismiss(self) -> None:
+        """Answer whoever waits for a batch that this replica stops."""
+        for entry in self._entries.values():
+            entry.view.close()
+
+    async def close(self) -> None:
+        """Stop the planners and give leaderships back."""
+        tasks = [entry.task for entry in self._entries.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _open(self, run: str) -> Frontier:
+        frontier = await read_frontier_async(self._client, run)
+        await check_format(self._client, run)
+        return frontier
+
+    def _takes_part(self, run: str) -> bool:
+        entry = self._entries.get(run)
+        return entry is not None and not entry.task.done()
+
+    def _begin(self, run: str, frontier: Frontier) -> _Entry:
+        view = RunView(
+            self._client,
+            run,
+            frontier=frontier,
+            on_stepped=lambda step: self._assembler.release(run, through_step=step),
+            look=self._look,
+        )
+        planner = RunPlanner(
+            self._client,
+            view,
+            self._assembler,
+            keeper=self._keeper,
+            upkeep=self._upkeep,
+            parked=self._parked,
+            before_write=self._before_write,
+        )
+        task = self._tasks.create_task(planner.run(), name=f"planner of {run}")
+        task.add_done_callback(lambda ended: self._forget(run, ended))
+        return _Entry(view, task)
+
+    def _forget(self, run: str, ended: asyncio.Task[None]) -> None:
+        """Keep nothing of a run that is gone; one of its name may have begun since."""
+        entry = self._entries.get(run)
+        if entry is not None and entry.task is ended:
+            del self._entries[run]

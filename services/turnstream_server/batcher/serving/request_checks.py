@@ -1,0 +1,160 @@
+"""Who asks for a batch: whether it may have it, and what the store must know of what it has."""
+
+from __future__ import annotations
+
+import logging
+
+import redis.asyncio
+
+from turnstream.errors import ConflictError, FencedError, StoreBehindError
+from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream_server.batcher.assembly.shares import PlannedBatch
+from turnstream_server.bus.core.frontier import Frontier
+from turnstream_server.bus.sessions.sessions import TrainerSession, hear_rank
+
+logger = logging.getLogger(__name__)
+
+
+async def hear_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -> None:
+    """Note the newest batch of which something was delivered to a rank of the trainer.
+
+    Raises:
+        StoreBehindError: the store does not have it, or not that of another rank: the session is
+            lost. Names the step.
+        FencedError: the session is over.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    if request.manifest_hash:
+        await _note(client, request, request.step, request.manifest_hash, has=True)
+    elif request.previous_hash:
+        await _note(client, request, request.step - 1, request.previous_hash, has=True)
+
+
+async def note_handed(
+    client: redis.asyncio.Redis, request: wire.GetRequest, batch: PlannedBatch
+) -> None:
+    """Note, before the first byte, that a rank of several is about to get a batch.
+
+    Raises:
+        NotReadyError: the store lost the batch a moment ago.
+        StoreBehindError, FencedError, RunNotFoundError, StoreUnavailableError: see `hear_caller`.
+    """
+    if request.dp_world_size > 1:
+        await _note(client, request, request.step, batch.manifest_hash, has=False)
+
+
+async def _note(
+    client: redis.asyncio.Redis,
+    request: wire.GetRequest,
+    step: int,
+    manifest_hash: str,
+    *,
+    has: bool,
+) -> None:
+    if request.observer:
+        return
+    await hear_rank(
+        client,
+        request.run,
+        session_epoch=request.session_epoch,
+        dp_rank=request.dp_rank,
+        step=step,
+        manifest_hash=manifest_hash,
+        has=has,
+        session=request.session,
+    )
+
+
+def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
+    """Refuse a rank that is not one of the run's present session, nor of an observer.
+
+    Raises:
+        FencedError: its session is over.
+        StoreBehindError: this store has not planned what it has got before.
+        ConflictError: the session has another number of ranks.
+    """
+    if not request.observer:
+        _check_not_withdrawn(request, frontier)
+    if request.previous_hash and frontier.planned < request.step - 1:
+        raise StoreBehindError(
+            f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
+            f"but the newest batch of this store is {frontier.planned}"
+        )
+    if request.observer:
+        return
+    if request.session_epoch != frontier.session_epoch or not frontier.session_epoch:
+        raise FencedError(
+            f"trainer session {request.session_epoch} is over, {frontier.session_epoch} has begun"
+        )
+    if request.session and request.session != frontier.session:
+        raise FencedError(
+            f"trainer session {request.session!r} is over or was lost, "
+            f"{frontier.session!r} has its epoch {frontier.session_epoch}"
+        )
+    if frontier.lost_session:
+        raise StoreBehindError(frontier.lost_session)
+    if request.dp_world_size != frontier.dp_world_size:
+        raise ConflictError(
+            f"the session has {frontier.dp_world_size} ranks, not {request.dp_world_size}"
+        )
+
+
+def _check_not_withdrawn(request: wire.GetRequest, frontier: Frontier) -> None:
+    """Refuse a rank of a session that ended with its plans, as long as no other has begun."""
+    is_older = request.session_epoch < frontier.session_epoch
+    if is_older and not frontier.has_session:
+        raise FencedError(
+            f"trainer session {request.session_epoch} is over: payload was damaged and plans were "
+            "withdrawn; begin another session with the token of the last checkpoint"
+        )
+
+
+def check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
+    """Refuse to go on for a caller who has a part of another batch, or another one before this.
+
+    The store may have lost it, or withdrawn it, and planned its number again with something else.
+    """
+    own = batch.manifest_hash
+    if request.manifest_hash and request.manifest_hash != own:
+        raise StoreBehindError(
+            f"a part of step {request.step} was delivered from the manifest "
+            f"{request.manifest_hash!r}, this store has {own!r} as step {request.step}"
+        )
+    before = batch.manifest.previous_hash
+    if request.previous_hash and request.previous_hash != before:
+        raise StoreBehindError(
+            f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
+            f"this store has {before!r} as step {request.step - 1}"
+        )
+
+
+def log_start(request: wire.StartRequest, session: TrainerSession, run: str) -> None:
+    """Say in the log where a session begins, and what comes again to it."""
+    facts = {
+        "session_epoch": session.session_epoch,
+        "dp_world_size": request.dp_world_size,
+        "lineage": session.lineage,
+    }
+    logger.info(
+        "trainer session %r of run %s begins at step %d",
+        request.session,
+        run,
+        session.next_step,
+        extra=facts,
+    )
+    if session.is_rollback:
+        logger.warning(
+            "run %s goes back behind committed step %d; steps %s come again",
+            run,
+            session.previous_committed,
+            list(session.returning_steps),
+            extra=facts,
+        )
+    elif session.returning_steps:
+        logger.info(
+            "run %s: steps %s were not committed and come again",
+            run,
+            list(session.returning_steps),
+            extra=facts,
+        )

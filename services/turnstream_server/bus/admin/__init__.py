@@ -1,0 +1,1 @@
+"""Operations on whole runs and on dead letters: delete, fork, list, discard."""

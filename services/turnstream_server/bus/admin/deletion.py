@@ -1,0 +1,157 @@
+"""Deletion: a run leaves the store in one moment, its name is free at once, its payload follows.
+
+The order lets any caller continue a deletion that was interrupted::
+
+    condemn_run        one moment: all keys of the run go but the ledger, which becomes `doomed`;
+                       the next run of the name can be created, and gets another id
+    release_payload    of every trajectory in it; a tombstone refuses late writers
+    the id             leaves the list of runs
+
+Late writers use the id of the old run: they meet its tombstones, and never the next run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis
+
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import find_run, is_id
+from turnstream.store.client.scripts import Script, run_command, run_commands
+from turnstream.types.names import RunId
+from turnstream_server.bus.release.release import SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES
+from turnstream_server.failpoints import reach
+
+logger = logging.getLogger(__name__)
+
+TOMBSTONE_OUTLASTS_PAYLOAD_MS: Final = 60_000
+"""`deleted` stays so much longer than the tombstones of the payload: a leader that was releasing
+when the run was condemned may create one of these later."""
+
+_DELETED: Final = "deleted"
+"""Text in the tombstones of the payload."""
+
+SLICE: Final = 64
+"""Trajectories of one round trip."""
+
+_CONDEMN = Script("condemn_run", "turnstream_server.bus.admin")
+_RELEASE = Script("release_payload", "turnstream_server.bus.release")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeletedRun:
+    """The result of a deletion.
+
+    Attributes:
+        runs: ids of the runs that are deleted now, the oldest first.
+        num_trajectories: trajectories whose payload this call removed, or found removed.
+    """
+
+    runs: tuple[RunId, ...]
+    num_trajectories: int
+
+
+def delete_run(client: redis.Redis, run: str) -> DeletedRun:
+    """Remove everything that the store holds of a run; the same call continues where it stopped.
+
+    From the first moment on the run is not found any more: generators, trainers, observers and
+    batchers that still speak of it get RunNotFoundError, or FencedError where they hold a lease of
+    it. In the same moment its name can be used again. Payload then goes in slices, so that the
+    server never stands still. Tombstones for late writers remain for a while, and expire.
+
+    Runs that were forked from it stay as they are, and so do files of the archive folder.
+
+    Args:
+        client: connection to the store.
+        run: its name, or the id of one run. If deletions of earlier runs of the name were
+            interrupted, this call finishes them, and leaves the run that has the name now.
+
+    Raises:
+        RunNotFoundError: no such run, and no deletion to finish.
+        StoreUnavailableError: the store cannot be reached; repeat the call.
+    """
+    current = find_run(client, run)
+    unfinished = [] if is_id(run) else _unfinished(client, current)
+    runs = unfinished or [current]
+    num_trajectories = sum(_delete(client, each) for each in runs)
+    return DeletedRun(runs=tuple(runs), num_trajectories=num_trajectories)
+
+
+def _unfinished(client: redis.Redis, current: RunId) -> list[RunId]:
+    """The runs before this one of its name whose deletion was interrupted."""
+    before = [RunId.of(current.name, number) for number in range(1, current.incarnation)]
+    with translating():
+        pipeline = client.pipeline(transaction=False)
+        for each in before:
+            pipeline.pttl(keys.run_keys(each).deleted)
+        lives_ms: list[int] = pipeline.execute()
+    return [each for each, left_ms in zip(before, lives_ms, strict=True) if left_ms == -1]
+
+
+def _delete(client: redis.Redis, run: RunId) -> int:
+    """Delete one run; returns how many trajectories it had."""
+    names = keys.run_keys(run)
+    shortest_ms = round(SHORTEST_TOMBSTONE_S * 1_000)
+    command = _CONDEMN(names.of_condemn_run, shortest_ms, TOMBSTONE_LEASES, run.incarnation)
+    fence_ms = run_command(client, command)
+    if not fence_ms:
+        return 0
+    reach("delete.after_condemned")
+    num_trajectories = 0
+    for some in _slices(client, names.doomed):
+        _remove_payload(client, run, some, fence_ms=fence_ms)
+        num_trajectories += len(some)
+        reach("delete.after_slice")
+    reach("delete.after_payload")
+    with translating():
+        client.srem(keys.RUNS, keys.encode_run(run))
+        client.pexpire(names.deleted, fence_ms + TOMBSTONE_OUTLASTS_PAYLOAD_MS)
+    logger.info("deleted run %s", run, extra={"num_trajectories": num_trajectories})
+    return num_trajectories
+
+
+def deleting_since_ms(client: redis.Redis, run: str) -> int | None:
+    """When the deletion of a run (by its id) began that is not done, in ms of the server's clock.
+
+    Returns:
+        None where the run is not being deleted.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    name = keys.run_keys(run).deleted
+    with translating():
+        since_ms: Any = client.hget(name, "since_ms")
+        is_done = since_ms is not None and client.pttl(name) != -1
+    return None if since_ms is None or is_done else int(since_ms)
+
+
+def _remove_payload(
+    client: redis.Redis, run: str, trajectory_ids: Sequence[bytes], *, fence_ms: int
+) -> None:
+    """Remove the payload of a few trajectories, and only then forget where it was."""
+    places = [keys.trajectory_keys(run, each.decode()) for each in trajectory_ids]
+    for reply in run_commands(client, [_RELEASE(place, fence_ms, _DELETED) for place in places]):
+        if isinstance(reply, Exception):
+            raise reply
+    with translating():
+        client.hdel(keys.run_keys(run).doomed, *trajectory_ids)
+
+
+def _slices(client: redis.Redis, doomed: str) -> Iterator[list[bytes]]:
+    """The trajectories that are left, a few at a time, until there are none."""
+    cursor, is_left = 0, True
+    while is_left:
+        with translating():
+            page: Any = client.hscan(doomed, cursor, count=SLICE)
+        cursor, found = page
+        ids = list(found)
+        for start in range(0, len(ids), SLICE):
+            yield ids[start : start + SLICE]
+        with translating():
+            is_left = cursor != 0 or bool(client.exists(doomed))

@@ -1,0 +1,340 @@
+"""A new run whose history is that of another one, up to a checkpoint.
+
+The new run is made in one moment, as if it had trained and released every step up to the token's
+itself; whoever holds that checkpoint starts with the token it has. Then the compact records of
+these steps are copied, so that the new run answers for its past by itself. Nothing is written to
+the origin, which goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+import redis
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.fold.staleness import VersionSteps
+from turnstream.errors import ConflictError, ReleasedError, RunNotFoundError, StoreBehindError
+from turnstream.records.compact import compact_batch, encode_batch
+from turnstream.records.configs import decode_config, encode_config
+from turnstream.records.events import decode_event
+from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import create_under, find_run
+from turnstream.store.client.scripts import Argument, Script, run_command
+from turnstream.store.run.configs import read_config
+from turnstream.store.run.runs import list_run
+from turnstream.types import RecoveryToken, VersionAnnounced
+from turnstream.types.names import RunId, checked_run_name
+from turnstream_server.bus.core.frontier import Frontier, Origin, read_frontier
+from turnstream_server.bus.core.scan import hash_fields, stream_entries
+from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.bus.release.ledger_files import files_up_to
+from turnstream_server.failpoints import reach
+
+SLICE: Final = 64
+"""Compact records of one call: some tens of kilobytes."""
+
+MAX_VERSIONS: Final = 1_000
+"""Announcements that are copied, the newest: a generator asks for the last one. For the age of
+tokens the planner knows all of them."""
+
+_FORK = Script("fork_run", "turnstream_server.bus.admin")
+_INHERIT = Script("inherit_records", "turnstream_server.bus.admin")
+
+
+class _Versions(NamedTuple):
+    """The announced versions of an origin.
+
+    Attributes:
+        records: those that were made by the step, in order.
+        steps: after which step each of these was made.
+        lineage: of the last of them.
+        highest: of all that were ever announced; -1: none.
+    """
+
+    records: list[tuple[int, bytes]]
+    steps: dict[int, int]
+    lineage: str
+    highest: int
+
+
+def fork_run(
+    client: redis.Redis,
+    run: str,
+    new_run: str,
+    token: RecoveryToken,
+    *,
+    config: BatchingConfig | None = None,
+) -> Origin:
+    """Make a run that goes on from a checkpoint of another one; the same again changes nothing.
+
+    Its history up to the token's step is that of the origin: the chain of manifests, row ids, which
+    trajectories were trained, policy versions. Its trainer starts with that same token and gets
+    the next step, planned from what generators bring to the new run. A version that the origin has
+    announced, also later than the token, is never announced again.
+
+    Nothing that the origin has open, sealed or planned behind the token is carried over: its
+    trajectories belong to it alone, and are trained there once. In the new run every name of a
+    group is free.
+
+    Args:
+        client: of the store.
+        run: the origin; nothing of it is changed.
+        new_run: name of the new run, which may be that of a deleted one.
+        token: of a committed step of the origin that is still retained.
+        config: of the new run; None takes the one that the origin has in force. A revision of the
+            origin that waits for its step is not carried over.
+
+    Raises:
+        InvalidConfigError: no new run can have this name.
+        RunNotFoundError: no such origin; or the new run was deleted meanwhile.
+        StoreBehindError: the origin does not have the batch that the token names.
+        ReleasedError: the step is no longer retained.
+        ConflictError: the step is not committed; the new name is taken; or the origin was deleted
+            meanwhile.
+        StoreUnavailableError: the store cannot be reached; to be repeated.
+    """
+    run = find_run(client, run)
+    if run.name == new_run:
+        raise ConflictError(f"run {run!r} cannot be forked into itself")
+    new_id = find_run(client, checked_run_name(new_run))
+    origin = _find_fork(client, run, new_id, token, config=config)
+    if origin is None:
+        new_id, origin = _make_fork(client, run, new_id, token, config=config)
+        reach("fork.after_made")
+    list_run(client, new_id)
+    _copy_records(client, new_id, origin)
+    return origin
+
+
+def token_of_step(client: redis.Redis, run: str, step: int) -> RecoveryToken:
+    """The token of a committed step, as `fork_run` takes it.
+
+    Raises:
+        RunNotFoundError: no such run.
+        ReleasedError: the step is no longer retained.
+        ConflictError: the step is not planned.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    run = find_run(client, run)
+    frontier = read_frontier(client, run)
+    with translating():
+        entry: Any = client.hget(keys.run_keys(run).batches, str(step))
+    if step and step < frontier.released:
+        raise _not_retained(step, frontier)
+    if step and entry is None:
+        raise ConflictError(f"step {step} of run {run!r} is not planned; {frontier.planned} are")
+    chain_hash = entry.decode().partition(":")[2] if entry else ""
+    return RecoveryToken(lineage=frontier.lineage, step=step, chain_hash=chain_hash)
+
+
+def _find_fork(
+    client: redis.Redis,
+    run: RunId,
+    new_run: RunId,
+    token: RecoveryToken,
+    *,
+    config: BatchingConfig | None,
+) -> Origin | None:
+    """The origin of the new run where it was made before by this very call; None without it.
+
+    Raises:
+        ConflictError: the name is taken.
+    """
+    try:
+        origin = read_frontier(client, new_run).origin
+    except RunNotFoundError:
+        return None
+    if origin is None or not _is_from(origin, run, token):
+        raise ConflictError(f"run {new_run!r} exists, and was not forked from there")
+    with translating():
+        first: Any = client.hget(keys.run_keys(new_run).config, "1")
+    if config is not None and decode_config(first, run=new_run) != config:
+        raise ConflictError(f"run {new_run!r} was forked with another config")
+    return origin
+
+
+def _is_from(origin: Origin, run: RunId, token: RecoveryToken) -> bool:
+    """Whether a fork began where the token says.
+
+    Its origin may have been deleted since, so that the name stands for another run: then the hash
+    of the manifest tells them apart, which step 0 has none of.
+    """
+    is_it = origin.run == run or (token.step > 0 and RunId(origin.run).name == run.name)
+    return is_it and (origin.step, origin.manifest_hash) == (token.step, token.chain_hash)
+
+
+def _make_fork(
+    client: redis.Redis,
+    run: RunId,
+    new_run: RunId,
+    token: RecoveryToken,
+    *,
+    config: BatchingConfig | None,
+) -> tuple[RunId, Origin]:
+    """The id of the run that was made: another one where `new_run` was deleted meanwhile."""
+    versions = _read_versions(client, run, through_step=token.step)
+    origin, next_row_id = _read_origin(client, run, token)
+    config = config or read_config(client, run)[1]
+    snapshot = PlannerSnapshot(
+        position="0-0",
+        step=token.step,
+        manifest_hash=token.chain_hash,
+        next_row_id=next_row_id,
+        versions=versions.steps,
+        lineage=versions.lineage,
+    )
+    words = (
+        str(origin),
+        encode_config(config),
+        f"{keys.encode_name(run)}@{token.step}",
+        token.step * config.batch_groups,
+        versions.highest,
+        encode_snapshot(snapshot),
+    )
+    records = [*itertools.chain.from_iterable(versions.records[-MAX_VERSIONS:])]
+
+    def create(run_id: RunId) -> int:
+        names = keys.run_keys(run_id)
+        where = (
+            *(names.frontier, names.config, names.counts, names.batches, names.snapshot),
+            *(names.versions, names.deleted, names.clock, keys.incarnation_key(run_id)),
+        )
+        return run_command(client, _FORK(where, *words, run_id.incarnation, *records))
+
+    made, _ = create_under(client, new_run.name, create)
+    return made, origin
+
+
+def _read_origin(client: redis.Redis, run: str, token: RecoveryToken) -> tuple[Origin, int]:
+    """What the token names, and the first row id behind it.
+
+    Raises:
+        StoreBehindError, ReleasedError, ConflictError: see fork_run.
+    """
+    step, names = token.step, keys.run_keys(run)
+    row_id = _next_row_id(client, run, step)
+    with translating():
+        entry: Any = client.hget(names.batches, str(step))
+    frontier = read_frontier(client, run)  # last: what it retains, was retained before
+    if step < frontier.released:
+        raise _not_retained(step, frontier)
+    total, _, chain_hash = (entry or b"0:").decode().partition(":")
+    if chain_hash != token.chain_hash or (step and not entry):
+        raise StoreBehindError(
+            f"the token names the manifest {token.chain_hash!r} as step {step}, run {run!r} has "
+            f"{chain_hash!r}, and {frontier.planned} steps"
+        )
+    if step > frontier.committed:
+        raise ConflictError(
+            f"step {step} of run {run!r} is not committed; {frontier.committed} steps are"
+        )
+    if row_id is None:
+        raise ConflictError(f"run {run!r} has lost the plan of step {step}")
+    origin = Origin(run=run, step=step, num_trajectories=int(total), manifest_hash=token.chain_hash)
+    return origin, row_id
+
+
+def _next_row_id(client: redis.Redis, run: str, step: int) -> int | None:
+    """The first row id behind a step; of the last released one its plan may be gone."""
+    if step == 0:
+        return 0
+    stored = read_plan(client, run, step)
+    if stored is not None:
+        return stored.manifest.end_row_id
+    following = read_plan(client, run, step + 1)
+    if following is not None:
+        return following.manifest.mini_batches[0].first_row_id
+    with translating():
+        record: Any = client.hget(keys.run_keys(run).snapshot, "record")
+    snapshot = None if record is None else decode_snapshot(record)
+    return snapshot.next_row_id if snapshot is not None and snapshot.step == step else None
+
+
+def _read_versions(client: redis.Redis, run: str, *, through_step: int) -> _Versions:
+    """The versions that the history up to a step knows, as old as the planner takes them for."""
+    known, forks = VersionSteps(), _read_forks(client, run)
+    records: dict[int, tuple[str, bytes]] = {}
+    for _, record in stream_entries(client, keys.run_keys(run).versions):
+        announced = decode_event(record)
+        assert isinstance(announced, VersionAnnounced)  # nothing else is written there
+        known.announce(announced)
+        records[announced.version] = (announced.lineage, record)
+    made_by = {
+        version: min([step, *(fork for newest, fork in forks if version <= newest)])
+        for version, step in known.steps.items()
+    }
+    steps = {version: step for version, step in made_by.items() if step <= through_step}
+    return _Versions(
+        records=[(version, records[version][1]) for version in steps],
+        steps=steps,
+        lineage=records[max(steps)][0] if steps else "",
+        highest=max(records, default=-1),
+    )
+
+
+def _read_forks(client: redis.Redis, run: str) -> list[tuple[int, int]]:
+    """The rollbacks of a run: the newest version then, and the step that was gone back to."""
+    with translating():
+        found: Any = client.hget(keys.run_keys(run).frontier, "forks")
+    pairs = [pair.split(":") for pair in (found or b"").decode().split(",") if pair]
+    return [(int(version), int(step)) for version, step in pairs]
+
+
+def _copy_records(client: redis.Redis, new_run: str, origin: Origin) -> None:
+    """Give the new run what is left of every batch before it, unless it has all of it.
+
+    Raises:
+        ConflictError: the origin was deleted meanwhile.
+        RunNotFoundError: the new run was, and may have been made again from elsewhere.
+    """
+    if read_frontier(client, new_run).has_inherited:
+        return
+    names = keys.run_keys(new_run)
+    where = (names.frontier, names.past, names.cold, names.wake)
+    found: set[int] = set()
+    for some in _sliced(_records(client, origin), SLICE):
+        found |= {step for step, _ in some}
+        flat: Iterable[Argument] = itertools.chain.from_iterable(some)
+        run_command(client, _INHERIT(where, str(origin), "", *flat))
+    files = files_up_to(client, origin.run, origin.step)  # last: a record may have moved there
+    cold = max(files, default=0)
+    num_missing = len(set(range(cold + 1, origin.step + 1)) - found)
+    if num_missing:
+        raise ConflictError(f"run {origin.run!r} has no record of {num_missing} of its batches")
+    flat = itertools.chain.from_iterable(files.items())
+    run_command(client, _INHERIT(where, str(origin), cold, *flat))
+
+
+def _records(client: redis.Redis, origin: Origin) -> Iterator[tuple[int, bytes]]:
+    """Step and compact record of every batch of the history; some may come twice.
+
+    Plans first: they become records, and never the other way.
+    """
+    names = keys.run_keys(origin.run)
+    with translating():
+        folded: Any = client.hget(names.frontier, "folded")
+    for step in range(int(folded or 0) + 1, origin.step + 1):
+        stored = read_plan(client, origin.run, step)
+        if stored is not None:
+            compact = compact_batch(stored.manifest, manifest_hash=stored.hash)
+            yield step, encode_batch(compact)
+    for field, record in hash_fields(client, names.past):
+        if int(field) <= origin.step:
+            yield int(field), record
+
+
+def _sliced(values: Iterator[tuple[int, bytes]], size: int) -> Iterator[list[tuple[int, bytes]]]:
+    while some := list(itertools.islice(values, size)):
+        yield some
+
+
+def _not_retained(step: int, frontier: Frontier) -> ReleasedError:
+    return ReleasedError(
+        f"step {step} is no longer retained: the oldest token that can be taken up is that of "
+        f"step {frontier.released}"
+    )

@@ -1,0 +1,1 @@
+"""The state of a run that every part reads: events, frontier, scans, and the store itself."""

@@ -1,0 +1,277 @@
+"""How far a run is: planned, stepped, committed, and who trains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import redis
+import redis.asyncio
+
+from turnstream.errors import ReleasedError
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import no_such_run
+from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a forked run comes from.
+
+    Attributes:
+        run: name of the other run.
+        step: its last batch that is part of the history of this one.
+        num_trajectories: in its batches up to that one.
+        manifest_hash: of that batch; "" of step 0.
+    """
+
+    run: str
+    step: int
+    num_trajectories: int
+    manifest_hash: str
+
+    def __str__(self) -> str:
+        run = keys.encode_name(self.run)
+        return f"{run}:{self.step}:{self.num_trajectories}:{self.manifest_hash}"
+
+    @classmethod
+    def parse(cls, text: str) -> Origin:
+        """Read what `str(origin)` wrote."""
+        run, step, num_trajectories, manifest_hash = text.split(":")
+        return cls(
+            run=keys.decode_name(run),
+            step=int(step),
+            num_trajectories=int(num_trajectories),
+            manifest_hash=manifest_hash,
+        )
+
+
+class Rollback(NamedTuple):
+    """A trainer that began behind what was stepped, so that another lineage began.
+
+    Attributes:
+        lineage: that began.
+        step: the last batch that it has in common with the one before.
+        stepped: the last batch that was stepped before; those between come again.
+    """
+
+    lineage: str
+    step: int
+    stepped: int
+
+    @classmethod
+    def parse(cls, text: str) -> Rollback:
+        """Read one of the frontier.
+
+        >>> Rollback.parse("main-1:4:7")
+        Rollback(lineage='main-1', step=4, stepped=7)
+        """
+        lineage, step, stepped = text.rsplit(":", 2)
+        return cls(lineage, int(step), int(stepped))
+
+
+class PayloadDamage(NamedTuple):
+    """Payload that was damaged after it was planned.
+
+    Attributes:
+        step: whose batch it is of.
+        manifest_hash: of that batch.
+        sentence: names the trajectories, and what is wrong with them.
+    """
+
+    step: int
+    manifest_hash: str
+    sentence: str
+
+
+class ReplanRequest(NamedTuple):
+    """Somebody asks to plan again from a damaged step on.
+
+    Attributes:
+        name: of the request.
+        step: 0 for the first step that is damaged.
+    """
+
+    name: str
+    step: int
+
+
+class Withdrawn(NamedTuple):
+    """How often plans of the run were withdrawn, and the newest step that ever was."""
+
+    revision: int = 0
+    through_step: int = 0
+
+
+NONE_WITHDRAWN: Final = Withdrawn()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier:
+    """The numbers of a run, as of one moment.
+
+    Attributes:
+        planned: newest batch that has a manifest; 0 before the first.
+        stepped: newest batch that the optimizer has taken.
+        committed: newest batch that a checkpoint on disk holds.
+        session_epoch: fencing number of the trainer session; 0 before the first.
+        session: its name.
+        dp_world_size: its data-parallel ranks.
+        lineage: name of the history; another one after every rollback.
+        num_opened_groups: groups ever opened.
+        num_live_groups: those of them that were not dropped untrained.
+        num_open_groups: those of them that may still change: neither decided, nor planned.
+        num_planned_groups: those that are in a batch.
+        at_plans: see store.keys.
+        is_closed: no group will be opened any more.
+        released: newest batch that is no longer retained; 0 before the first.
+        origin: of a run that was forked from another; else None.
+        version_floor: the highest version that the origin has announced; -1: none.
+        has_inherited: whether a forked run has the records of all batches before it.
+        next_revision: first step of the next config that is not in force; 0 without one.
+        leftover: see RunClosed; of a run that is closed.
+        is_finished: the run is closed, and no batch follows `planned`.
+        paused: why the run is paused; None while it is not.
+        num_revised_groups: see `revised_groups` in store.keys.
+        rollbacks: the newest of them, the last one first.
+        lost_session: in which step the store is not what a rank of the session had; "": in none.
+        damage: what a rank was refused last because of its payload; None where nothing was, or its
+            plan was withdrawn since.
+        replan: a request to plan again that no leader has answered yet.
+        withdrawn: plans that were withdrawn because of damage.
+    """
+
+    planned: int
+    stepped: int
+    committed: int
+    session_epoch: int
+    session: str
+    dp_world_size: int
+    lineage: str
+    num_opened_groups: int
+    num_live_groups: int
+    is_closed: bool
+    released: int = 0
+    num_open_groups: int = 0
+    num_planned_groups: int = 0
+    at_plans: str = ""
+    origin: Origin | None = None
+    version_floor: int = -1
+    has_inherited: bool = False
+    next_revision: int = 0
+    num_revised_groups: int = 0
+    paused: str | None = None
+    leftover: str = "short"
+    is_finished: bool = False
+    rollbacks: tuple[Rollback, ...] = ()
+    lost_session: str = ""
+    damage: PayloadDamage | None = None
+    replan: ReplanRequest | None = None
+    withdrawn: Withdrawn = NONE_WITHDRAWN
+
+    @property
+    def has_session(self) -> bool:
+        """Whether a trainer session has begun that is not over: plans that are withdrawn end it."""
+        return bool(self.session_epoch and self.session)
+
+    def revision_of(self, step: int) -> int:
+        """The number of the next plan of this step: 0, or one above those that were withdrawn."""
+        return self.withdrawn.revision if step <= self.withdrawn.through_step else 0
+
+    @property
+    def pause(self) -> str:
+        """A pause in words; empty where there is none."""
+        if self.paused is None:
+            return ""
+        return f"the run is paused: {self.paused}" if self.paused else "the run is paused"
+
+
+def not_retained(step: int, frontier: Frontier) -> ReleasedError:
+    """The refusal of a step that is released."""
+    return ReleasedError(
+        f"step {step} is no longer retained: the oldest batch kept is {frontier.released + 1}"
+    )
+
+
+def read_frontier(client: redis.Redis, run: str) -> Frontier:
+    """How far the run is.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    name = keys.run_keys(run).frontier
+    with reading(name), translating():
+        fields: Any = client.execute_command("HGETALL", name)
+    return _parse(run, fields)
+
+
+async def read_frontier_async(client: redis.asyncio.Redis, run: str) -> Frontier:
+    """The same as `read_frontier`, for asyncio."""
+    name = keys.run_keys(run).frontier
+    with reading(name), translating():
+        fields: Any = await client.execute_command("HGETALL", name)
+    return _parse(run, fields)
+
+
+def _rollbacks(value: bytes) -> tuple[Rollback, ...]:
+    return tuple(Rollback.parse(each) for each in value.decode().split(",") if each)
+
+
+def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
+    if not fields:
+        raise no_such_run(run)
+    stored = StoredHash(keys.run_keys(run).frontier, fields)
+    number = partial(stored.parsed, parse=parsed_number, default=0)
+    number_needed = partial(stored.needed, parse=parsed_number)
+    return Frontier(
+        planned=number("planned"),
+        stepped=number_needed("stepped"),
+        committed=number_needed("committed"),
+        session_epoch=number_needed("session_epoch"),
+        session=stored.needed("session", bytes.decode),
+        dp_world_size=number_needed("dp_world_size"),
+        lineage=stored.needed("lineage", bytes.decode),
+        num_opened_groups=number_needed("opened_groups"),
+        num_live_groups=number_needed("live_groups"),
+        is_closed=stored.needed("closed", bytes) == b"1",
+        released=number("released"),
+        num_open_groups=number("open_groups"),
+        num_planned_groups=number("planned_groups"),
+        at_plans=stored.parsed("at_plans", bytes.decode, ""),
+        origin=stored.parsed("origin", lambda value: Origin.parse(value.decode()), None),
+        version_floor=stored.parsed("version_floor", parsed_number, -1),
+        has_inherited=b"inherited" in fields,
+        next_revision=number("next_revision"),
+        leftover=stored.parsed("leftover", bytes.decode, "") or "short",
+        is_finished=fields.get(b"finished") == b"1",
+        paused=stored.parsed("paused", bytes.decode, None),
+        num_revised_groups=number("revised_groups"),
+        rollbacks=stored.parsed("rollbacks", _rollbacks, ()),
+        lost_session=_sentence(fields.get(b"session_lost", b"")),
+        damage=stored.parsed("damaged", _damage, None),
+        replan=stored.parsed("replan", _replan, None),
+        withdrawn=stored.parsed("withdrawn", _withdrawn, Withdrawn()),
+    )
+
+
+def _sentence(value: bytes) -> str:
+    """What follows the step; it may quote damaged bytes."""
+    return value.decode(errors="replace").partition(":")[2]
+
+
+def _damage(value: bytes) -> PayloadDamage:
+    step, manifest_hash, sentence = value.decode().split(":", 2)
+    return PayloadDamage(int(step), manifest_hash, sentence)
+
+
+def _replan(value: bytes) -> ReplanRequest:
+    name, _, step = value.decode().rpartition(":")
+    return ReplanRequest(name, int(step))
+
+
+def _withdrawn(value: bytes) -> Withdrawn:
+    revision, through_step = map(int, value.split(b":"))
+    return Withdrawn(revision, through_step)

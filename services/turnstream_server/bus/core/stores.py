@@ -1,0 +1,122 @@
+"""Which store a process uses: the embedded server, or the external one that it was told of."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import redis
+from redis.exceptions import RedisError, ResponseError
+
+from turnstream.errors import InvalidConfigError
+from turnstream.store.client.connection import SETTINGS, SYNCS, connect, unsafe_setting
+from turnstream.store.client.replies import translate
+from turnstream_server.embedded import EmbeddedServer, free_port
+from turnstream_server.settings import Settings, mask_password
+
+_OLDEST = {"valkey": 8, "redis": 7}
+_SYNCS = {"everysec": SYNCS, "fsync": ("always",)}
+
+
+@contextlib.contextmanager
+def open_store(settings: Settings, *, port: int = 0) -> Iterator[str]:
+    """The URL of the store, for as long as it is needed.
+
+    Without TURNSTREAM_REDIS_URL the embedded server runs until the end of the block; otherwise the
+    external server is checked, and never stopped.
+
+    Args:
+        settings: which server, and the folder of the embedded one.
+        port: of the embedded server; 0 takes a free one.
+
+    Raises:
+        InvalidConfigError: the external server is too old, or set up so that it would lose data.
+        StoreUnavailableError: it cannot be reached, or the embedded one does not start.
+    """
+    if settings.redis_url is not None:
+        url = settings.redis_url.get_secret_value()
+        check_store(url, durability=settings.durability)
+        yield url
+        return
+    with EmbeddedServer(
+        settings.data_dir,
+        durability=settings.durability,
+        max_memory_bytes=settings.store_max_bytes,
+        choose_port=(lambda: port) if port else free_port,
+    ) as server:
+        yield server.url
+
+
+def check_store(url: str, *, durability: str) -> None:
+    """Make sure that an external server keeps what it acknowledges.
+
+    Raises:
+        InvalidConfigError: names the server's setting, its value and the one that is needed.
+        StoreUnavailableError: the server cannot be reached.
+    """
+    try:
+        client = connect(url)
+    except ValueError as error:
+        raise InvalidConfigError("TURNSTREAM_REDIS_URL", str(error)) from error
+    with client:
+        try:
+            facts: dict[str, Any] = client.info()  # pyright: ignore[reportAssignmentType]  # sync
+            settings = _settings(client, durability=durability)
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+    where = mask_password(url)
+    check_version(facts, where=where)
+    _check_setting(where, "appendonly", "yes" if facts["aof_enabled"] else "no", needed="yes")
+    _check_setting(where, "maxmemory-policy", facts["maxmemory_policy"], needed="noeviction")
+    unsafe = unsafe_setting(settings, syncs=_SYNCS[durability])
+    if unsafe is not None:
+        raise InvalidConfigError(unsafe.setting, f"the server at {where} {unsafe.message}")
+
+
+def check_version(facts: Mapping[str, Any], *, where: str) -> None:
+    """Make sure that a server is new enough for our scripts.
+
+    Args:
+        facts: the reply to INFO, by name.
+        where: the server in the words of the error.
+
+    Raises:
+        InvalidConfigError: names the version.
+    """
+    name = "valkey" if "valkey_version" in facts else "redis"
+    version = str(facts[f"{name}_version"])
+    major = re.match(r"\d+", version)
+    if major is None or int(major[0]) < _OLDEST[name]:
+        raise InvalidConfigError(
+            "TURNSTREAM_REDIS_URL",
+            f"{where} is {name} {version}; needed is Redis 7 or Valkey 8 and above",
+        )
+
+
+def _check_setting(where: str, setting: str, value: str, *, needed: str) -> None:
+    if value != needed:
+        raise InvalidConfigError(
+            setting, f"the server at {where} has {value!r}; needed is {needed!r}"
+        )
+
+
+def _settings(client: redis.Redis, *, durability: str) -> dict[str, str]:
+    """How the server syncs; with `everysec`, one that does not let us ask is taken at its word.
+
+    Raises:
+        ResponseError: it does not let us ask.
+    """
+    try:
+        found: Any = client.config_get(*SETTINGS)
+    except ResponseError:
+        if durability == "fsync":
+            raise
+        return {}
+    told = {_text(name): _text(value) for name, value in found.items()}
+    return {"appendfsync": "", **told} if durability == "fsync" else told
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,152 @@
+"""Who plans a run: a lease by the server's clock, and a fencing number for whoever loses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import redis.asyncio
+
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import Command, Script, run_command_async
+
+_ACQUIRE = Script("acquire_leader", "turnstream_server.bus.leadership")
+_RENEW = Script("renew_leader", "turnstream_server.bus.leadership")
+_RELEASE = Script("release_leader", "turnstream_server.bus.leadership")
+_PARK = Script("park_leader", "turnstream_server.bus.leadership")
+_NOTE = Script("note_trouble", "turnstream_server.bus.leadership")
+
+Trouble = Literal["planning_trouble", "release_trouble"]
+"""What a leader cannot do."""
+
+
+class Position(NamedTuple):
+    """The last entries that a planner has read of the two streams that tell it of every change.
+
+    Attributes:
+        event_id: the last entry of `events`; "0-0" before the first.
+        wake_id: the last entry of `wake`; "0-0" before the first.
+    """
+
+    event_id: str
+    wake_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leadership:
+    """Who plans the run now.
+
+    Attributes:
+        is_ours: whether the caller leads.
+        epoch: fencing number of the leader; every script of the planner takes it.
+        owner: name of the leader.
+        lease_left_s: seconds until the lease ends unless it is renewed.
+        parked: the position up to which a parked run was read; None where it is not parked.
+    """
+
+    is_ours: bool
+    epoch: int
+    owner: str
+    lease_left_s: float
+    parked: Position | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A replica's term as leader of a run: the fence of every write that it makes.
+
+    A script that gets the epoch of an earlier term writes nothing and raises FencedError.
+
+    Attributes:
+        client: client of the store, for this term.
+        run: name of the run.
+        epoch: fencing number of the term; a later leader has a larger one.
+    """
+
+    client: redis.asyncio.Redis
+    run: str
+    epoch: int
+
+
+async def acquire_leadership(
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    owner: str,
+    lease_s: float,
+    leads_parked: bool = True,
+) -> Leadership:
+    """Become the run's planner, or stay it; the same owner keeps its epoch.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        owner: name of this replica, different from every other's, also from its own before a
+            restart.
+        lease_s: seconds until another replica may take over, from now.
+        leads_parked: whether to lead a parked run, too.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    where, lease_ms = (names.frontier, names.leader), max(1, round(lease_s * 1000))
+    command = _ACQUIRE(where, owner, lease_ms, int(not leads_parked))
+    leads, epoch, leader, left_ms, parked = await run_command_async(client, command)
+    return Leadership(
+        is_ours=bool(leads),
+        epoch=epoch,
+        owner=leader.decode(),
+        lease_left_s=left_ms / 1000,
+        parked=Position(*parked.decode().split()) if parked else None,
+    )
+
+
+def renew_command(run: str, *, owner: str, epoch: int, lease_s: float) -> Command:
+    """The call that renews a leadership that is held; nothing is sent.
+
+    Its reply is [whether the caller leads, the leader's epoch, the leader].
+    """
+    names = keys.run_keys(run)
+    return _RENEW((names.leader,), owner, epoch, max(1, round(lease_s * 1000)))
+
+
+async def release_leadership(term: Term, *, owner: str) -> bool:
+    """End the term before its lease ends; return False where it was lost already."""
+    command = _RELEASE((keys.run_keys(term.run).leader,), owner, term.epoch)
+    return bool(await run_command_async(term.client, command))
+
+
+async def park_leadership(term: Term, position: Position) -> bool:
+    """Release the leadership of an idle run, until something is written to it after `position`.
+
+    Returns:
+        False where something in the run can expire.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(term.run)
+    where = (names.leader, names.leases, names.deadlines, names.observers, names.clock)
+    return bool(await run_command_async(term.client, _PARK(where, term.epoch, *position)))
+
+
+async def note_trouble(
+    client: redis.asyncio.Redis, run: str, what: Trouble, trouble: str, *, owner: str
+) -> bool:
+    """Leave word of what keeps the leader from going on; False where another one leads.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        what: which part of its work.
+        trouble: for people; empty where it is over.
+        owner: the leader.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    command = _NOTE((keys.run_keys(run).leader,), owner, what, trouble)
+    return bool(await run_command_async(client, command))

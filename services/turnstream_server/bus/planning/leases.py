@@ -1,0 +1,95 @@
+"""Trajectories whose writers are silent: given up when nobody has taken them over in time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+import redis.asyncio
+
+from turnstream.records.events import encode_event
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import Script, run_command_async, run_commands_async
+from turnstream.store.run.leases import MAX_LAPSED, LapsedTrajectory, list_lapsed_async
+from turnstream.types import TrajectoryAbandoned
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.planning.trajectories import post_seals_of
+from turnstream_server.failpoints import reach
+
+logger = logging.getLogger(__name__)
+
+_GIVE_UP = Script("give_up", "turnstream_server.bus.planning")
+_APPEND = Script("append", "turnstream.generator.outbox")
+_FENCE: Final = "given up"
+"""Name of the writer that ends the payload of what was given up."""
+
+
+async def give_up_lapsed(term: Term, *, until_ms: int) -> bool:
+    """Give up a page of trajectories whose leases ended at this time of the store, or before.
+
+    Where the writer had stored the seal, and died before it could tell the run, it is told so
+    instead: what was acknowledged is not lost.
+
+    Args:
+        term: the leader's term.
+        until_ms: ms of the store's clock.
+
+    Returns:
+        Whether there may be more of them.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    lapsed = await list_lapsed_async(term.client, term.run, until_ms=until_ms)
+    if not lapsed:
+        return False
+    await post_seals_of(term.client, term.run, [each.trajectory_id for each in lapsed])
+    reach("give_up.before")
+    given_up = await _give_up(term, lapsed, until_ms=until_ms)
+    reach("give_up.after")
+    await _end_payload(term.client, term.run, given_up)
+    for each in given_up:
+        logger.warning(
+            "run %s: %s is given up: %s", term.run, each.key.readable_name, _reason(each)
+        )
+    return len(lapsed) == MAX_LAPSED
+
+
+async def _give_up(
+    term: Term, lapsed: Sequence[LapsedTrajectory], *, until_ms: int
+) -> list[LapsedTrajectory]:
+    """Those that were given up: nobody renewed them meanwhile, took them over or sealed them."""
+    names = keys.run_keys(term.run)
+    arguments: list[Any] = []
+    for each in lapsed:
+        reason = _reason(each)
+        record = encode_event(TrajectoryAbandoned(key=each.key, reason=reason))
+        arguments += (each.trajectory_id, each.epoch, reason, record)
+    command = _GIVE_UP(
+        (names.leader, names.ledger, names.leases, names.counts, names.events),
+        term.epoch,
+        until_ms,
+        *arguments,
+    )
+    replies = await run_command_async(term.client, command)
+    return [each for each, was_given_up in zip(lapsed, replies, strict=True) if was_given_up]
+
+
+async def _end_payload(
+    client: redis.asyncio.Redis, run: str, given_up: Sequence[LapsedTrajectory]
+) -> None:
+    """Refuse whatever the writers still send. The ledger has refused them already, this is sooner.
+
+    A writer that stored nothing yet is refused too: the place of its payload is taken.
+    """
+    commands = [
+        _APPEND(keys.trajectory_keys(run, each.trajectory_id), f"{each.epoch + 1}:{_FENCE}", 0, 0)
+        for each in given_up
+    ]
+    await run_commands_async(client, commands)
+
+
+def _reason(lapsed: LapsedTrajectory) -> str:
+    return f"the lease of {lapsed.writer} ended"

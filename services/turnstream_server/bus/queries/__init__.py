@@ -1,0 +1,1 @@
+"""Answers about a run: its ledger, histories, bytes, health, and reasons for waiting."""

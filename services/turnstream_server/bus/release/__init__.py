@@ -1,0 +1,1 @@
+"""Deletion of finished payload, and the compact records that remain."""

@@ -1,0 +1,340 @@
+"""What is over leaves: its payload, its plan, its entries in the ledger.
+
+In this order, so that nothing is ever gone that the ledger could offer again. Every call may be
+sent twice, and after a crash the next planner goes on wherever this one stopped::
+
+    raise_floor        no session can ask for these steps any more
+    remove_payload     of every trajectory in them
+    give_back          what it held: others may begin
+    fold_batch         its trajectories leave the ledger, its groups leave a fingerprint
+    finish_batch       its plan becomes a compact record
+
+What ended untrained is past asking for from the beginning: its payload goes, and when its group is
+decided, `fold_ended` leaves compact records of many together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from turnstream.batching.merge.plan import Manifest
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translate
+from turnstream.store.client.run_ids import no_such_run
+from turnstream.store.client.scripts import Command, Script, run_command_async, run_commands_async
+from turnstream_server.bus.leadership.leadership import Term
+
+TOMBSTONE_LEASES: Final = 15
+"""Late writers of a released trajectory are refused by its own key for so many leases, after which
+only the ledger does. Longer helps nobody, for a writer stops when its lease is over, and a
+tombstone costs about 200 bytes."""
+
+SHORTEST_TOMBSTONE_S: Final = 900.0
+
+OVER: Final = "over"
+GIVEN_UP: Final = "given up"
+"""What a tombstone says. Who had sealed the trajectory in a store that forgot it, and finds that
+another gave it up, is told that it is lost."""
+
+SLICE_WORDS: Final = 512
+"""Words of the calls of one round trip: they take the event loop about 3 ms to pack."""
+
+FOLD_SLICE: Final = 256
+"""Trajectories of one call: half a millisecond of the server."""
+
+GROUP_SLICE: Final = 128
+"""Groups of one call: a millisecond of the server, for each has a bucket of its own in `over`."""
+
+DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "evaluated", "abandoned")
+"""States of the ledger in which a trajectory ends untrained and leaves. Dead ones are kept until
+they are discarded."""
+
+_OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"surplus", b"evaluated")
+
+_RAISE = Script("raise_floor", "turnstream_server.bus.release")
+_RELEASE = Script("release_payload", "turnstream_server.bus.release")
+_GIVE_BACK = Script("give_back", "turnstream_server.bus.release")
+_FOLD_BATCH = Script("fold_batch", "turnstream_server.bus.release")
+_FINISH = Script("finish_batch", "turnstream_server.bus.release")
+_FIND_ENDED = Script("find_ended", "turnstream_server.bus.release")
+_FOLD_ENDED = Script("fold_ended", "turnstream_server.bus.release")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseState:
+    """How far the release of a run is, as of one moment.
+
+    Attributes:
+        released: newest step that nobody can ask for any more.
+        folded: newest step of which a compact record is left.
+        num_records: compact records of what ended untrained.
+        snapshot_step: newest plan that a starting planner does not read.
+        num_ended: trajectories that ever ended untrained and are not kept as dead letters.
+        num_ended_folded: those of them that are in compact records.
+        dead_bytes: what dead letters keep.
+        cold: newest step whose compact record is in a file.
+        num_entries: trajectories in the ledger.
+    """
+
+    released: int
+    folded: int
+    num_records: int
+    snapshot_step: int
+    num_ended: int
+    num_ended_folded: int
+    dead_bytes: int
+    cold: int = 0
+    num_entries: int = 0
+
+
+async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseState:
+    """How far the release is.
+
+    Raises:
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    pipeline = client.pipeline(transaction=True)
+    pipeline.execute_command(
+        "HMGET", names.frontier, "stepped", "released", "folded", "ends", "cold"
+    )
+    pipeline.execute_command("HGET", names.snapshot, "step")
+    pipeline.execute_command("HMGET", names.counts, *DROPPED, "discarded", "dead_bytes")
+    pipeline.execute_command("HVALS", names.reasons)
+    pipeline.execute_command("HLEN", names.ledger)
+    try:
+        frontier, step, (*counts, dead_bytes), folded, num_entries = await pipeline.execute()
+    except (RedisError, OSError) as error:
+        raise translate(error) from error
+    if frontier[0] is None:
+        raise no_such_run(run)
+    return ReleaseState(
+        released=int(frontier[1] or 0),
+        folded=int(frontier[2] or 0),
+        num_records=int(frontier[3] or 0),
+        snapshot_step=int(step or 0),
+        num_ended=sum(int(count or 0) for count in counts),
+        num_ended_folded=sum(map(int, folded)),
+        dead_bytes=int(dead_bytes or 0),
+        cold=int(frontier[4] or 0),
+        num_entries=num_entries,
+    )
+
+
+async def raise_floor(term: Term, *, at_most: int | None = None) -> int:
+    """Give up the steps that no checkpoint of the last `retain_checkpoints` can ask for.
+
+    A live observer keeps what it has not seen.
+
+    Args:
+        term: the leader's term.
+        at_most: newest step that may be given up; None means any.
+
+    Returns:
+        The newest step that is given up.
+
+    Raises:
+        FencedError: another planner leads the run.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(term.run)
+    command = _RAISE(
+        (names.leader, names.frontier, names.config, names.observers),
+        term.epoch,
+        "" if at_most is None else at_most,
+    )
+    floor: int = await run_command_async(term.client, command)
+    return floor
+
+
+async def remove_payload(
+    client: redis.asyncio.Redis,
+    run: str,
+    trajectory_ids: Sequence[str],
+    *,
+    lease_s: float,
+    given_up: Container[str] = (),
+) -> None:
+    """Remove payload, which is counted until `give_back`."""
+    commands = (
+        release_command(run, each, lease_s=lease_s, is_given_up=each in given_up)
+        for each in trajectory_ids
+    )
+    await _run_all(client, commands)
+
+
+async def give_back(client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str]) -> None:
+    """Take trajectories whose payload is removed out of what the run holds; once.
+
+    Until then they must be in the ledger.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    commands = [give_back_command(run, some) for some in _sliced(trajectory_ids, FOLD_SLICE)]
+    await _run_all(client, commands)
+
+
+def release_command(
+    run: str, trajectory_id: str, *, lease_s: float, is_given_up: bool = False
+) -> Command:
+    """The call that removes the payload of one trajectory; nothing is sent."""
+    tombstone_ms = round(max(SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES * lease_s) * 1_000)
+    says = GIVEN_UP if is_given_up else OVER
+    return _RELEASE(keys.trajectory_keys(run, trajectory_id), tombstone_ms, says)
+
+
+def give_back_command(run: str, trajectory_ids: Sequence[str]) -> Command:
+    """The call that takes them out of what the run holds, of a few at a time; nothing is sent."""
+    names = keys.run_keys(run)
+    where = (names.ledger, names.held, names.budget, names.wake)
+    return _GIVE_BACK(where, *trajectory_ids)
+
+
+async def fold_batches(term: Term, manifests: Sequence[Manifest]) -> None:
+    """Remove the trajectories and groups of released steps from the ledger, in few round trips.
+
+    Raises:
+        FencedError: another planner leads the run.
+        ConflictError: a step is not released.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    commands = (command for manifest in manifests for command in _fold_commands(term, manifest))
+    await _run_all(term.client, commands)
+
+
+def _fold_commands(term: Term, manifest: Manifest) -> list[Command]:
+    where = keys.run_keys(term.run).of_fold_batch
+    groups = [keys.encode_name(group.group_id) for group in manifest.groups]
+    ids = [keys.trajectory_id(each.key) for group in manifest.groups for each in group.trajectories]
+    start = (term.epoch, manifest.step)
+    return [
+        *(_FOLD_BATCH(where, *start, 0, *some) for some in _sliced(ids, FOLD_SLICE)),
+        *(_FOLD_BATCH(where, *start, len(some), *some) for some in _sliced(groups, GROUP_SLICE)),
+    ]
+
+
+async def finish_batches(term: Term, records: Mapping[int, bytes]) -> None:
+    """Replace the plans of consecutive released steps by their compact records.
+
+    Raises:
+        FencedError: another planner leads the run.
+        ConflictError: a step is not released, not the next one, or not in the snapshot.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(term.run)
+    where = (
+        *(names.leader, names.frontier, names.batches),
+        *(names.plan, names.past, names.snapshot, names.times),
+    )
+    await _run_all(
+        term.client, [_FINISH(where, term.epoch, step, records[step]) for step in sorted(records)]
+    )
+
+
+async def find_ended(
+    client: redis.asyncio.Redis, run: str, *, cursor: str, num_entries: int
+) -> tuple[str, dict[str, str]]:
+    """A part of the ledger: what ended untrained in it, and the cursor of the next part, or "0".
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    command = _FIND_ENDED((keys.run_keys(run).ledger,), cursor, num_entries)
+    reply: list[bytes] = await run_command_async(client, command)
+    next_cursor, *pairs = [each.decode() for each in reply]
+    return next_cursor, dict(zip(pairs[::2], pairs[1::2], strict=True))
+
+
+async def groups_that_are_over(
+    client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
+) -> set[str]:
+    """Those of these (encoded) names that can get no member any more: planned, dropped, or gone.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    states = await _group_states(client, run, group_names)
+    return {
+        name
+        for name, entry in zip(group_names, states, strict=True)
+        if entry is None or entry.partition(b":")[2] in _OVER
+    }
+
+
+async def groups_that_are_gone(
+    client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
+) -> set[str]:
+    """Those of these (encoded) names of opened groups that have left a fingerprint and no more.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    states = await _group_states(client, run, group_names)
+    return {name for name, entry in zip(group_names, states, strict=True) if entry is None}
+
+
+async def fold_ended(
+    term: Term, trajectory_ids: Sequence[str], *, number: int, record: bytes
+) -> bool:
+    """Take trajectories that ended untrained out of the ledger and leave this record, once.
+
+    Raises:
+        FencedError: another planner leads the run.
+        ConflictError: `number` is not the next one, or a trajectory may still change.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(term.run)
+    where = (
+        *(names.leader, names.frontier, names.ledger, names.groups),
+        *(names.over, names.ended, names.reasons, names.rewards, names.rewarded),
+    )
+    command = _FOLD_ENDED(where, term.epoch, number, record, *trajectory_ids)
+    return bool(await run_command_async(term.client, command))
+
+
+async def _group_states(
+    client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
+) -> list[bytes | None]:
+    states: list[bytes | None] = []
+    groups = keys.run_keys(run).groups
+    for some in _sliced(group_names, FOLD_SLICE):
+        try:
+            entries: Any = await client.execute_command("HMGET", groups, *some)
+        except (RedisError, OSError) as error:
+            raise translate(error) from error
+        states += entries
+    return states
+
+
+async def _run_all(client: redis.asyncio.Redis, commands: Iterable[Command]) -> None:
+    """Run scripts in order, a slice in each round trip; the first that is refused raises."""
+    for some in _in_slices(commands):
+        for reply in await run_commands_async(client, some):
+            if isinstance(reply, Exception):
+                raise reply
+
+
+def _in_slices(commands: Iterable[Command]) -> Iterator[list[Command]]:
+    some: list[Command] = []
+    num_words = 0
+    for command in commands:
+        some.append(command)
+        num_words += len(command.words)
+        if num_words >= SLICE_WORDS:
+            yield some
+            some, num_words = [], 0
+    if some:
+        yield some
+
+
+def _sliced(values: Sequence[str], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]

@@ -1,0 +1,1 @@
+"""Trainer sessions, policy versions and observers."""

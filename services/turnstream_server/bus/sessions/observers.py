@@ -1,0 +1,173 @@
+"""Observers: consumers beside the trainer, which see its batches and drive nothing."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import redis
+import redis.asyncio
+
+from turnstream.errors import InvalidConfigError
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import Script, run_command_async
+from turnstream.store.client.stored_values import reading
+from turnstream.store.run import clock
+from turnstream_server.bus.core.scan import hash_fields, server_ms
+from turnstream_server.bus.leadership.leadership import Term
+
+logger = logging.getLogger(__name__)
+
+_OBSERVE = Script("observe", "turnstream_server.bus.sessions")
+_OBSERVED = Script("observed", "turnstream_server.bus.sessions")
+_FORGET = Script("forget_observers", "turnstream_server.bus.sessions")
+
+MOST_FORGOTTEN: Final = 256
+"""Of so many forgotten observers stays written what they had seen: whoever makes up a new name each
+time fills no store."""
+
+
+class Declared(NamedTuple):
+    """Where an observer begins.
+
+    Attributes:
+        next_step: that it has not seen.
+        first_missed: it was forgotten, and missed the steps from here to the one before
+            `next_step`; 0 where it missed none, or nobody knows any more.
+    """
+
+    next_step: int
+    first_missed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observer:
+    """An observer, as the run knows it.
+
+    Attributes:
+        seen: the newest step that it has seen; 0 before the first.
+        silent_s: seconds since it was heard of.
+        left_s: seconds until it is forgotten, and nothing is kept for it; 0 or below: it is gone.
+    """
+
+    name: str
+    seen: int
+    silent_s: float
+    left_s: float
+
+
+def read_observers(client: redis.Redis, run: str) -> tuple[Observer, ...]:
+    """The observers of a run, by name; also those that are forgotten, as far as they are known.
+
+    Raises:
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    found = dict(hash_fields(client, names.observers))
+    with reading(names.clock), translating():
+        fields: Any = client.hmget(names.clock, *clock.FIELDS)
+        run_ms = clock.run_ms(fields, now_ms=server_ms(client))
+    observers: list[Observer] = []
+    for name in sorted(found):
+        with reading(names.observers, name):
+            observers.append(_observer(name, found[name].decode(), run_ms))
+    return tuple(observers)
+
+
+def _observer(name: str, entry: str, run_ms: int) -> Observer:
+    """One that is forgotten was silent for its expiry at least, and has nothing left."""
+    seen, expires_ms, expiry_ms = map(int, entry.split(":")[:3])
+    expires_ms = expires_ms or run_ms
+    return Observer(
+        name=keys.decode_name(name),
+        seen=seen,
+        silent_s=max(0, run_ms - (expires_ms - expiry_ms)) / 1_000,
+        left_s=(expires_ms - run_ms) / 1_000,
+    )
+
+
+async def declare_observer(
+    client: redis.asyncio.Redis, run: str, *, observer: str, first_step: int | None, expiry_s: float
+) -> Declared:
+    """Declare an observer, or let one come back where it was; one that was forgotten begins anew.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        observer: its name.
+        first_step: that a new observer begins with; None: the one after the last stepped.
+        expiry_s: an observer that is silent for so long is forgotten.
+
+    Raises:
+        InvalidConfigError: no name, or an expiry or step that cannot be.
+        ReleasedError: the step that it would begin with is no longer retained.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    if not observer:
+        raise InvalidConfigError("observer", "an observer needs a name")
+    if not 0.001 <= expiry_s < 1e9:
+        raise InvalidConfigError("expiry_s", f"{expiry_s} is not from 0.001 to 1e9 seconds")
+    if first_step is not None and first_step < 1:
+        raise InvalidConfigError("first_step", f"{first_step}; steps count from 1")
+    names = keys.run_keys(run)
+    command = _OBSERVE(
+        (names.frontier, names.observers, names.clock, names.wake),
+        keys.encode_name(observer),
+        first_step or 0,
+        int(expiry_s * 1000),
+    )
+    return Declared(*await run_command_async(client, command))
+
+
+async def note_observed(
+    client: redis.asyncio.Redis, run: str, *, observer: str, seen: int = 0, asks: int = 0
+) -> float:
+    """Note that an observer lives and has seen all batches up to `seen`; gives its expiry, in s.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        observer: its name.
+        seen: the newest step that it has seen; 0 where it does not say.
+        asks: the step that it asks for, which shows that it lives where it has seen all before;
+            0 where it asks for none.
+
+    Raises:
+        ObserverExpiredError: it was silent for too long, or never declared.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _OBSERVED((names.observers, names.clock), keys.encode_name(observer), seen, asks)
+    expiry_ms: int = await run_command_async(client, command)
+    return expiry_ms / 1000
+
+
+async def forget_observers(term: Term, *, run_ms: int) -> int:
+    """Forget the observers that were silent for longer than their expiry, and say so in the log.
+
+    Args:
+        term: the leader's term.
+        run_ms: the run's time, see RunClock.
+
+    Returns:
+        Milliseconds until the next one expires; -1 where there is none.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(term.run)
+    command = _FORGET((names.leader, names.observers), term.epoch, run_ms, MOST_FORGOTTEN)
+    next_ms, *forgotten = await run_command_async(term.client, command)
+    for name, seen, expiry_ms in zip(*[iter(forgotten)] * 3, strict=True):
+        logger.warning(
+            "run %s: observer %r was silent for %g s; nothing behind step %d is kept for it",
+            term.run,
+            keys.decode_name(name.decode()),
+            expiry_ms / 1_000,
+            seen,
+        )
+    return int(next_ms)

@@ -1,0 +1,213 @@
+"""Trainer sessions: which one trains the run, how far it is, how much of it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import redis.asyncio
+
+from turnstream.errors import InvalidConfigError
+from turnstream.records.events import encode_event
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import Script, run_command_async
+from turnstream.types import RecoveryToken, RolledBack
+
+_START = Script("start_session", "turnstream_server.bus.sessions")
+_STEPPED = Script("stepped", "turnstream_server.bus.sessions")
+_COMMITTED = Script("committed", "turnstream_server.bus.sessions")
+_HEAR_RANK = Script("hear_rank", "turnstream_server.bus.sessions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSession:
+    """A session that has begun.
+
+    Attributes:
+        session_epoch: fencing number of the session.
+        next_step: the batch it begins with.
+        lineage: name of the history it continues; another one after every rollback.
+        previous_stepped: the last stepped batch before it began.
+        previous_committed: the last committed batch before it began.
+    """
+
+    session_epoch: int
+    next_step: int
+    lineage: str
+    previous_stepped: int
+    previous_committed: int
+
+    @property
+    def returning_steps(self) -> range:
+        """Batches that were stepped before and will be trained again."""
+        return range(self.next_step, self.previous_stepped + 1)
+
+    @property
+    def is_rollback(self) -> bool:
+        """Whether batches that were committed will be trained again."""
+        return self.next_step <= self.previous_committed
+
+
+async def start_session(
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    session: str,
+    dp_world_size: int,
+    token: RecoveryToken | None,
+) -> TrainerSession:
+    """Begin a session after the batch that the token names, and fence every session before it.
+
+    All ranks of a session may call this: the same again, before its first step, changes nothing.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        session: name of this start of the trainer, never used again.
+        dp_world_size: data-parallel ranks.
+        token: of the checkpoint that was loaded; None begins a run of which nothing is committed.
+            The token of step 0 with an empty hash goes back to the start in any case.
+
+    Raises:
+        StoreBehindError: this store does not have the batch that the token names.
+        ConflictError: no token, but batches are committed; or the session began otherwise.
+        FencedError: the session has begun before, and another one since.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    if not session:
+        raise InvalidConfigError("session", "a trainer session needs a name")
+    if dp_world_size < 1:
+        raise InvalidConfigError("dp_world_size", f"{dp_world_size} is not at least 1")
+    names = keys.run_keys(run)
+    step, chain_hash = ("", "") if token is None else (token.step, token.chain_hash)
+    command = _START(
+        (
+            *(names.frontier, names.batches, names.wake, names.sessions),
+            *(names.events, names.versions, names.ranks, names.times),
+        ),
+        session,
+        dp_world_size,
+        step,
+        chain_hash,
+        encode_event(RolledBack(step=step or 0)),
+    )
+    epoch, next_step, lineage, stepped, committed = await run_command_async(client, command)
+    return TrainerSession(
+        session_epoch=epoch,
+        next_step=next_step,
+        lineage=lineage.decode(),
+        previous_stepped=stepped,
+        previous_committed=committed,
+    )
+
+
+async def hear_rank(
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    session_epoch: int,
+    dp_rank: int,
+    step: int,
+    manifest_hash: str,
+    has: bool,
+    session: str = "",
+) -> None:
+    """Note that a rank of the session has a batch, or is about to get it.
+
+    Where it has one that the store does not have, the ranks may differ in what they train: the
+    session is lost, and all its ranks are refused from now on.
+
+    Args:
+        client: of the store.
+        run: name of the run.
+        session_epoch: of the session.
+        dp_rank: which rank.
+        step: number of the batch.
+        manifest_hash: of the batch.
+        has: whether some of it has been delivered before.
+        session: its name; where it is given, it must be that of the epoch, too.
+
+    Raises:
+        StoreBehindError: the session is lost, by this or before; names the step that differs.
+        NotReadyError: the batch that the rank was about to get is not in the store any more.
+        FencedError: another session has begun.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _HEAR_RANK(
+        (names.frontier, names.batches, names.ranks, names.wake),
+        session_epoch,
+        session,
+        dp_rank,
+        step,
+        manifest_hash,
+        "has" if has else "gets",
+    )
+    await run_command_async(client, command)
+
+
+async def acknowledge_stepped(
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    session_epoch: int,
+    step: int,
+    manifest_hash: str,
+    session: str = "",
+    dp_rank: int | None = None,
+) -> RecoveryToken:
+    """Note that the optimizer took the last update of a step; gives the token for its checkpoint.
+
+    The same again, for this or an earlier step, gives the same token.
+
+    The name of the session, where it is given, must be that of the epoch, too. A call with a
+    `dp_rank` speaks for that rank alone.
+
+    Raises:
+        FencedError: another session has begun.
+        StoreBehindError: this store does not have the batch, or the session is lost.
+        ConflictError: not the next step, or trained from another manifest.
+        NotReadyError: a rank is not known to have this batch, or, of a call for one rank, to have
+            stepped it; its next call says so.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    command = _STEPPED(
+        (names.frontier, names.batches, names.wake, names.ranks, names.times),
+        session_epoch,
+        step,
+        manifest_hash,
+        session,
+        "" if dp_rank is None else dp_rank,
+    )
+    lineage: bytes = await run_command_async(client, command)
+    return RecoveryToken(lineage=lineage.decode(), step=step, chain_hash=manifest_hash)
+
+
+async def acknowledge_committed(
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    session_epoch: int,
+    token: RecoveryToken,
+    session: str = "",
+    dp_rank: int | None = None,
+) -> None:
+    """Note that the checkpoint with this token is on disk. The same or an older one is fine.
+
+    A call with a `dp_rank` speaks for that rank's part: it counts once all ranks have called.
+
+    Raises:
+        FencedError: another session has begun.
+        StoreBehindError: a rank has the step, or one before it, from another manifest.
+        ConflictError: its step is not stepped, or was trained from another manifest.
+        RunNotFoundError: no such run.
+        StoreUnavailableError: the store cannot be reached.
+    """
+    names = keys.run_keys(run)
+    where = (names.frontier, names.batches, names.times, names.wake, names.ranks)
+    rank = "" if dp_rank is None else dp_rank
+    command = _COMMITTED(where, session_epoch, token.step, token.chain_hash, session, rank)
+    await run_command_async(client, command)
