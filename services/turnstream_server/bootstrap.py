@@ -75,7 +75,9 @@ def start_trainer(
     redis_url: str,
     new_run: BatchingConfig | None = None,
 ) -> int:
-    """Train until the run ends, or SIGTERM or SIGINT comes; return the exit status.
+    """Train until the run ends, or a signal stops it; return the exit status.
+
+    SIGTERM and SIGINT stop it.
 
     Args:
         settings: of the environment.

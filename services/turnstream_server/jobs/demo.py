@@ -38,12 +38,12 @@ _MIN_TRAJECTORIES = 2_560
 """Below it a tenth is less than 256 games, and luck alone could end the job."""
 
 _MARGIN = 1.02
-"""The job goes on until the goal is passed by so much: games under way still count after that."""
+"""Factor above the goal at which the job ends: games under way still count after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What `turnstream demo` was asked for; see its command line for the meaning."""
+    """Options of `turnstream demo`; see its command line for the meaning."""
 
     folder: Path
     json_path: Path | None = None
@@ -114,7 +114,7 @@ def _watch(
     options: DemoOptions,
     console: Console,
 ) -> None:
-    """Show the progress until the policy has learned, or the time is over."""
+    """Show the progress until the policy has learned, or the time is up."""
     with ProgressDisplay(console) as display:
         for elapsed_s in stack.watch(timeout_s=options.max_seconds, every_s=_REFRESH_S):
             summary = history.summary()

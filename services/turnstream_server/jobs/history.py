@@ -1,4 +1,4 @@
-"""What a run has done so far, read from the store again and again, only what is new each time."""
+"""The history of a run, read from the store in increments."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _PAGE = 1_000
 
 
 class RunHistory:
-    """The figures of one run, up to the last `refresh`.
+    """The statistics of one run, up to the last `refresh`.
 
-    An event may stand in the stream twice, and a batch may be planned anew: events count once, and
+    An event may be in the stream twice, and a batch may be planned again: events count once, and
     the newest plan of a step counts.
     """
 

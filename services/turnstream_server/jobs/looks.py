@@ -19,14 +19,14 @@ SILENT_S: Final = 5.0
 
 @contextlib.contextmanager
 def looking_at(url: str, *, silent_s: float | None = None) -> Iterator[redis.Redis]:
-    """A client for as long as the block lasts.
+    """Return a client for as long as the block lasts.
 
     Args:
         url: of the store.
         silent_s: how long it may be silent; None for SILENT_S.
 
     Raises:
-        StoreUnavailableError: the store is away, or silent; its reasons say since when.
+        StoreUnavailableError: the store is away or silent, with reasons.
     """
     silent_s = SILENT_S if silent_s is None else silent_s
     began_s = time.monotonic()

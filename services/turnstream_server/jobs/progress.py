@@ -19,13 +19,13 @@ _LINE_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressView:
-    """What a job shows of one moment.
+    """The progress of a job at one time.
 
     Attributes:
-        share: of the work that is done, 0 to 1.
+        share: finished part of the work, 0 to 1.
         elapsed_s: since the start of the job.
-        summary: the figures so far.
-        goal: reward that ends the job; None where it has none.
+        summary: the statistics so far.
+        goal: reward that ends the job; None without one.
     """
 
     share: float

@@ -47,7 +47,7 @@ class IncompleteReplayError(TurnstreamError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """What `turnstream replay` was asked for; see its command line for the meaning."""
+    """Options of `turnstream replay`; see its command line for the meaning."""
 
     recordings: Path
     tokenizer: Path

@@ -45,14 +45,14 @@ class BatchFigures(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The figures of a job.
+    """The statistics of a job.
 
     Attributes:
-        groups: opened.
+        groups: opened groups.
         trajectories: accepted; equals the sum of `ledger`.
-        turns: of the sealed trajectories.
-        sequences: rows that were trained on.
-        batches: planned.
+        turns: turns of the sealed trajectories.
+        sequences: trained rows.
+        batches: planned batches.
         steps: batches that the trainer acknowledged.
         merge_ratio: tokens of the trained turns sent one by one / tokens of the trained rows.
         padding_share: padding positions of the trained mini-batches, left-padded, 0 to 1.

@@ -1,4 +1,4 @@
-"""Why nobody gets data of a run, for people and for programs."""
+"""The reasons why a run waits, for people and for programs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,13 @@ from turnstream_server.jobs.looks import looking_at
 
 
 def print_reasons(url: str, run: str, console: Console) -> None:
-    """One reason a line, the most important first; that the store is away is one.
-
-    Raises:
-        RunNotFoundError: no such run.
-    """
+    """Print one reason a line, the most important first; an unreachable store is a reason."""
     for reason in _reasons(url, run):
         console.print(f"{reason.kind}: {reason.sentence}", highlight=False, soft_wrap=True)
 
 
 def reasons_json(url: str, run: str) -> str:
-    """Return the same as JSON.
-
-    Raises:
-        RunNotFoundError: no such run.
-    """
+    """Return the same as JSON."""
     found = [asdict(reason) for reason in _reasons(url, run)]
     return json.dumps({"run": run, "reasons": found}, indent=2)
 

@@ -121,9 +121,9 @@ class _Clock:
 def dump_rows(mini_batch: MiniBatch, folder: Path) -> None:
     """Write the real rows of a mini-batch to `step-<step>-<mini-batch>.npz`.
 
-    With B rows: `row_id`, `trajectory_id`, `prompt_length`, `reward` and `advantage` (B,),
-    `input_ids` with `row_offsets` (B + 1,), and on the responses `loss_mask` and, where the rows
-    have them, `logprobs` with `response_offsets` (B + 1,). The same mini-batch replaces its file.
+    With B rows: `row_id`, `trajectory_id`, `prompt_length`, `reward` and `advantage` (B,), and
+    `input_ids` with `row_offsets` (B + 1,). On the responses: `loss_mask`, and `logprobs` if the
+    rows have them, with `response_offsets` (B + 1,). The same mini-batch replaces its file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows, info = mini_batch.rows, mini_batch.info

@@ -337,7 +337,7 @@ async def test_wait_for_a_parked_run_ends_when_the_store_restarts(house: Any, se
     await until("a Get that waits", lambda: num_reads(house) > before)
     await asyncio.to_thread(server.restart)
 
-    with pytest.raises(NotReadyError, match="started anew"):
+    with pytest.raises(NotReadyError, match="restarted"):
         await getting
 
 

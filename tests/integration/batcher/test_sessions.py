@@ -57,7 +57,7 @@ async def test_a_get_asks_the_store_who_trains_and_not_its_own_memory(house):
     with connect(house.url) as client:  # as when the word of a new session is still on its way
         client.hset(keys.run_keys(run).frontier, "session_epoch", 9)
 
-    with pytest.raises(FencedError, match="trainer session 1 is over, 9 has begun"):
+    with pytest.raises(FencedError, match="trainer session 1 has ended, 9 has begun"):
         await trainer.get(1)
 
 
@@ -73,7 +73,7 @@ async def test_a_rank_whose_last_batch_the_store_does_not_have_is_told_which(hou
     await trainer.start("t")
     await trainer.stepped([first])
     await house.publish(run, group("g1"))
-    with pytest.raises(FencedError, match="'lost' is over or was lost, 't' has its epoch"):
+    with pytest.raises(FencedError, match="'lost' has ended or was lost, 't' has its epoch"):
         await trainer.get(2, session="lost")
     assert await trainer.get(2, previous_hash=first.mini_batch.info.manifest_hash)
     with pytest.raises(StoreBehindError, match=r"step 1 was delivered .* as step 1"):

@@ -36,7 +36,7 @@ async def test_a_planner_from_before_an_empty_store_is_fenced_though_its_epoch_i
         new = await acquire_leadership(after.client, run, owner="new", lease_s=30.0)
 
         for _ in range(2):  # it does not get used to it
-            with pytest.raises(FencedError, match="the store was started anew"):
+            with pytest.raises(FencedError, match="the store was restarted"):
                 await announce_due(Term(before.client, run, old.epoch), BatchDue(step=1))
         await announce_due(Term(after.client, run, new.epoch), BatchDue(step=1))
 
@@ -66,7 +66,7 @@ async def test_whoever_waits_for_the_store_is_told_that_it_was_started_anew(
         await asyncio.sleep(0)
         await asyncio.to_thread(own_server.restart)
 
-        with pytest.raises(FencedError, match="the store was started anew"):
+        with pytest.raises(FencedError, match="the store was restarted"):
             await waiting
 
 

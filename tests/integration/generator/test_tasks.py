@@ -101,7 +101,7 @@ def test_a_task_that_is_taken_first_of_all_is_no_sign_of_another_store(
         statistics = publisher.statistics()
 
     assert (statistics.num_restarts, statistics.num_lost) == (0, 0)
-    assert "started anew" not in caplog.text
+    assert "restarted" not in caplog.text
     assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
 
 

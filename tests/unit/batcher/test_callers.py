@@ -45,5 +45,5 @@ def test_a_rank_of_a_session_that_the_store_lost_is_told_what_the_store_has() ->
 def test_a_rank_is_told_of_the_session_that_has_begun_since() -> None:
     request = wire.GetRequest(step=3, dp_world_size=1, session_epoch=2)
 
-    with pytest.raises(FencedError, match="trainer session 2 is over, 3 has begun"):
+    with pytest.raises(FencedError, match="trainer session 2 has ended, 3 has begun"):
         check_caller(request, replace(WITHDRAWN, session="next"))

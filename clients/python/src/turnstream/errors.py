@@ -194,7 +194,7 @@ class WaitKind(StrEnum):
 
 
 class WaitReason(NamedTuple):
-    """Why a wait brought nothing.
+    """A reason why a wait timed out.
 
     Attributes:
         kind: for programs: a WaitKind, as in the output of `turnstream why --json`; a newer

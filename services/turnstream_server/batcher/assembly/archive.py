@@ -1,4 +1,4 @@
-"""What was trained, as files for pandas, polars and DuckDB: one Parquet file per step."""
+"""The archive of trained steps for pandas, polars and DuckDB: one Parquet file per step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
         ReleasedError: the step is no longer retained.
         NotReadyError: the step is not planned yet.
         DamagedPayloadError: payload of it is damaged.
-        StoreUnavailableError: the store cannot be reached.
         OSError: the file cannot be written.
     """
     batch = read_planned_batch(url, run, step)

@@ -1,7 +1,6 @@
-"""From a planned batch to the encoded share of one rank: fetched, checked, merged, cut, encoded.
+"""Assembly of a planned batch to the encoded share of one rank.
 
-All of it runs in threads of its own, so that the event loop goes on meanwhile. What was made is
-kept for whoever asks next::
+It runs in threads of its own, so the event loop is free. Results are cached::
 
     rows of a mini-batch           when the leader checks the plan, or at the first Get
     cut for a world size           at the first Get of any rank
@@ -67,11 +66,11 @@ _Key = _RowsKey | _CutKey | _ShareKey
 
 
 class Assembler:
-    """Makes the shares of planned batches and keeps them within a bound of bytes.
+    """Makes the shares of planned batches, with a cache of limited bytes.
 
     Args:
-        url: of the store.
-        max_cache_bytes: bound on the memory of kept rows, cuts and shares.
+        url: address of the store.
+        max_cache_bytes: limit of the memory of kept rows, cuts and shares.
     """
 
     def __init__(self, url: str, *, max_cache_bytes: int) -> None:
@@ -84,17 +83,15 @@ class Assembler:
 
         Raises:
             DamagedPayloadError: names trajectories that cannot be trained.
-            StoreUnavailableError: the store cannot be reached.
         """
         for mini_batch in range(len(batch.manifest.mini_batches)):
             await self._rows(batch, mini_batch)
 
     async def examine(self, batch: PlannedBatch) -> tuple[Damage, ...]:
-        """What of a batch's payload is damaged in the store now, whatever is kept of it here.
+        """Return the damaged payload of a batch, read from the store and not from the cache.
 
         Raises:
-            UnknownFormatError: the batch is to be assembled by rules of another release.
-            StoreUnavailableError: the store cannot be reached.
+            UnknownFormatError: the batch has the assembly rules of another release.
         """
         check_assembly_version(batch.manifest)
         damages: list[Damage] = []
@@ -114,7 +111,6 @@ class Assembler:
         Raises:
             DamagedPayloadError: payload was damaged after the batch was planned.
             UnknownFormatError: the batch is to be assembled by rules of another release.
-            StoreUnavailableError: the store cannot be reached.
         """
         key = _ShareKey(_rows_key(batch, mini_batch), dp_rank, dp_world_size)
         share: EncodedMiniBatch = await self._cache.get(key, self._share_maker(batch, key))
@@ -142,7 +138,7 @@ class Assembler:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def statistics(self) -> CacheStatistics:
-        """What is kept."""
+        """Return the counts of the cache."""
         return self._cache.statistics()
 
     async def close(self) -> None:

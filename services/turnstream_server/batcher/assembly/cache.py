@@ -20,7 +20,7 @@ class Sized(NamedTuple, Generic[Value]):
 
 
 class CacheStatistics(NamedTuple):
-    """What a cache holds and how often it helped."""
+    """The content and the hits of a cache."""
 
     num_values: int
     num_bytes: int
@@ -30,10 +30,10 @@ class CacheStatistics(NamedTuple):
 
 
 class SingleFlightCache(Generic[Key, Value]):
-    """Keeps made values, the least recently used going first when `max_bytes` are passed.
+    """Caches values; the least recently used are dropped above `max_bytes`.
 
-    A value that is larger than the bound is handed to those who wait for it and not kept. What
-    fails is not kept either: all who wait get the error, and the next to ask starts again.
+    A value larger than the limit is returned to its callers and not kept. An error is not kept
+    either: all callers get it, and the next call starts again.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
@@ -45,9 +45,9 @@ class SingleFlightCache(Generic[Key, Value]):
         self._num_made = 0
 
     async def get(self, key: Key, make: Callable[[], Awaitable[Sized[Value]]]) -> Value:
-        """The value of `key`; `make` is called unless it is kept or being made already.
+        """Return the value of `key`; `make` is called unless the value exists or is being made.
 
-        The making goes on when a caller is cancelled: others may wait for the same value.
+        A cancelled caller does not stop `make`: others may wait for the same value.
         """
         kept = self._kept.get(key)
         if kept is None:
@@ -77,12 +77,12 @@ class SingleFlightCache(Generic[Key, Value]):
             self._num_bytes -= oldest.num_bytes
 
     def drop(self, is_unwanted: Callable[[Key], bool]) -> None:
-        """Forget the values of all such keys; what is being made stays wanted."""
+        """Drop the values of all such keys; values that are being made are kept."""
         for key in [key for key in self._kept if is_unwanted(key)]:
             self._num_bytes -= self._kept.pop(key).num_bytes
 
     def statistics(self) -> CacheStatistics:
-        """What is kept now, and hits and makings since the start."""
+        """Return the content now, and hits and makings since the start."""
         return CacheStatistics(
             num_values=len(self._kept),
             num_bytes=self._num_bytes,
@@ -120,6 +120,6 @@ class SingleFlightCache(Generic[Key, Value]):
 
 
 def _mark_retrieved(task: asyncio.Task[Value]) -> None:
-    """Look at the error, which nobody else does when every caller was cancelled meanwhile."""
+    """Read the error, in case every caller was cancelled."""
     with contextlib.suppress(asyncio.CancelledError):
         task.exception()

@@ -17,18 +17,14 @@ _SLICE: Final = 256
 
 
 class Labels(NamedTuple):
-    """What a generator said of one trajectory beside its reward."""
+    """The tags and metrics of one trajectory."""
 
     tags: Mapping[str, str]
     metrics: Mapping[str, float]
 
 
 def read_labels(url: str, run: str, plans: Sequence[TrajectoryPlan]) -> dict[str, Labels]:
-    """Of these trajectories, by their ids; one whose seal cannot be read is left out.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the labels of trajectories by id, except those with an unreadable seal."""
     found: dict[str, Labels] = {}
     with connect(url) as client, translating():
         for start in range(0, len(plans), _SLICE):
@@ -36,7 +32,7 @@ def read_labels(url: str, run: str, plans: Sequence[TrajectoryPlan]) -> dict[str
             pipeline = client.pipeline(transaction=False)
             for plan in some:
                 stream = keys.trajectory_keys(run, keys.trajectory_id(plan.key)).turns
-                entry_id = f"0-{len(plan.payload_crcs) + 1}"  # the seal is behind the last turn
+                entry_id = f"0-{len(plan.payload_crcs) + 1}"  # the seal comes after the last turn
                 pipeline.execute_command("XRANGE", stream, entry_id, entry_id)
             for plan, entries in zip(some, pipeline.execute(), strict=True):
                 seal = _decode(entries)

@@ -1,4 +1,4 @@
-"""A planned batch assembled here and now, beside the replicas: for whoever looks into a run."""
+"""Assembly of a planned batch in the calling process, for commands."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ def assemble_locally(
         NotReadyError: the step is not planned yet.
         DamagedPayloadError: payload of it is damaged.
         UnknownFormatError: it is to be assembled by rules of another release.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     batch = read_planned_batch(url, run, step)
     return assemble_batch(url, batch, dp_rank=dp_rank, dp_world_size=dp_world_size)
@@ -42,7 +40,6 @@ def assemble_batch(
     Raises:
         DamagedPayloadError: payload of it is damaged.
         UnknownFormatError: it is to be assembled by rules of another release.
-        StoreUnavailableError: the store cannot be reached.
     """
     check_assembly_version(batch.manifest)
     reader = PayloadReader(url)
@@ -61,8 +58,6 @@ def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
     Raises:
         ReleasedError: the step is no longer retained.
         NotReadyError: the step is not planned yet.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     with connect(url) as client:
         run = open_run(client, run)
@@ -87,7 +82,6 @@ def read_batch_payload(url: str, batch: PlannedBatch) -> Payload:
 
     Raises:
         DamagedPayloadError: payload of it is damaged.
-        StoreUnavailableError: the store cannot be reached.
     """
     reader = PayloadReader(url)
     try:

@@ -54,10 +54,10 @@ Payload = dict[TrajectoryKey, list[StoredTurn]]
 
 
 class PayloadReader:
-    """Reads payload from the store; for threads, each of which uses a connection by itself.
+    """Reads payload from the store; each thread uses a connection of its own.
 
     Args:
-        url: of the store.
+        url: address of the store.
     """
 
     def __init__(self, url: str) -> None:
@@ -69,7 +69,6 @@ class PayloadReader:
 
         Raises:
             DamagedPayloadError: names every trajectory of which that is not true.
-            StoreUnavailableError: the store cannot be reached.
         """
         turns: Payload = {}
         damages: list[Damage] = []
@@ -137,7 +136,7 @@ def _decode(records: Sequence[bytes], *, plan: TrajectoryPlan) -> list[StoredTur
 
 
 def _check_values(turn: StoredTurn) -> None:
-    """Refuse numbers that would poison the gradient of a whole batch; the SDK lets none through."""
+    """Refuse values that would make the gradient of a whole batch non-finite."""
     for name, values in (("logprobs", turn.logprobs), ("rewards", turn.rewards)):
         if values is not None and not np.isfinite(values).all():
             raise CorruptRecordError(f"turn {turn.index} has {name} that are not finite")

@@ -36,13 +36,13 @@ class PlanChain:
 
     Args:
         term: the leader's term.
-        view: what this replica knows of the run.
-        in_force: the config that the next plan goes by.
+        view: this replica's view of the run.
+        in_force: the config of the next plan.
 
     Attributes:
         next_step: the step that is planned next.
-        hash: of the newest plan; empty before the first.
-        next_row_id: of the first row of the next plan.
+        hash: hash of the newest plan; empty before the first.
+        next_row_id: id of the first row of the next plan.
     """
 
     def __init__(self, term: Term, view: RunView, in_force: ConfigInForce) -> None:
@@ -60,13 +60,13 @@ class PlanChain:
         return self.next_step - 1
 
     def restore(self, snapshot: PlannerSnapshot) -> None:
-        """Go on behind the newest plan of a snapshot."""
+        """Continue after the newest plan of a snapshot."""
         self.next_step = snapshot.step + 1
         self.hash = snapshot.manifest_hash
         self.next_row_id = snapshot.next_row_id
 
     def note(self, stored: StoredManifest) -> None:
-        """Go on behind a plan that is written."""
+        """Continue after a written plan."""
         self.next_step = stored.manifest.step + 1
         self.hash = stored.hash
         self.next_row_id = stored.manifest.end_row_id
@@ -76,7 +76,6 @@ class PlanChain:
 
         Raises:
             RecordError: one of them is damaged, or of a newer release.
-            StoreUnavailableError: the store cannot be reached.
         """
         stored = await read_manifests(
             self._term.client, self._term.run, first_step=self.next_step, max_count=PAGE_MANIFESTS
@@ -136,12 +135,10 @@ class PlanChain:
         return False
 
     async def write(self, stored: StoredManifest) -> bool:
-        """Write a plan; False, with the view refreshed, where the step must be planned anew.
+        """Write a plan; return False, with a new view, if the step must be planned again.
 
         Raises:
-            FencedError: another planner leads the run.
             ConflictError: the plan contradicts the ledger.
-            StoreUnavailableError: the store cannot be reached.
         """
         is_written = await write_manifest(self._term, stored)
         if not is_written:
@@ -149,7 +146,7 @@ class PlanChain:
         return is_written
 
     def warn_of(self, manifest: Manifest) -> None:
-        """Say what is odd about a batch: of each kind once, or a run would say nothing else."""
+        """Log the oddities of a batch, each kind once."""
         for kind, sentence in plan_report(manifest, self._in_force.config).warnings.items():
             if kind not in self._warned:
                 self._warned.add(kind)

@@ -86,11 +86,7 @@ def read_entry(entry: EventEntry) -> Event | UnreadableEvent:
 
 
 class DeadLetterWriter:
-    """Rejects events and marks trajectories as dead, for one term of a run's leader.
-
-    Args:
-        term: the leader's term.
-    """
+    """Rejects events and marks trajectories as dead, for one term of a run's leader."""
 
     def __init__(self, term: Term) -> None:
         self._term = term
@@ -100,11 +96,7 @@ class DeadLetterWriter:
         self._log_at_s = 0.0
 
     async def load(self) -> None:
-        """Read the earlier rejections; to be called before any event is folded.
-
-        Raises:
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Read the earlier rejections; to be called before any event is folded."""
         self._rejected = await trajectories.read_rejected(self._term.client, self._term.run)
 
     def read(self, entry: EventEntry) -> Event | None:
@@ -142,12 +134,7 @@ class DeadLetterWriter:
             raise FoldBrokenError(f"event {event_id}: {reason}") from error
 
     async def write(self) -> None:
-        """Write the noted decisions; repeats change nothing.
-
-        Raises:
-            FencedError: another planner leads the run.
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Write the noted decisions; repeats change nothing."""
         if not self._noted:
             return
         self._log(self._noted)
@@ -160,9 +147,7 @@ class DeadLetterWriter:
         """Mark sealed trajectories as dead, with the reason.
 
         Raises:
-            FencedError: another planner leads the run.
             ConflictError: one of them is not sealed.
-            StoreUnavailableError: the store cannot be reached.
         """
         for key, reason in damages:
             died = TrajectoryDied(key=key, reason=reason)

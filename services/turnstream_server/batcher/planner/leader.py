@@ -1,7 +1,7 @@
-"""Leading a run: its events folded into groups, its groups planned into batches, one by one.
+"""The leadership of a run: events are folded into groups, and groups planned into batches.
 
-A plan is a function of the events before it, so a leader that starts anew comes to the plan that
-the one before it was about to write.
+A plan is a function of the events before it, so a new leader makes the plan that the last one was
+about to write.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Leader:
 
     Args:
         term: its term.
-        view: what this replica knows of the run.
-        assembler: checks the payload of what is planned.
-        revisions: of the config, as the term began.
+        view: this replica's view of the run.
+        assembler: checks the payload of new plans.
+        revisions: revisions of the config at the start of the term.
         upkeep: when to take snapshots.
-        before_write: awaited when a plan is checked and not yet written; for fault injection.
+        before_write: awaited between the check of a plan and its writing; for fault injection.
 
     Attributes:
-        is_waiting: whether everything that was read is carried out, and more is waited for.
+        is_waiting: whether everything that was read is done, and more is waited for.
     """
 
     def __init__(
@@ -111,10 +111,8 @@ class Leader:
         """Plan whatever can be planned, until an error ends the term.
 
         Raises:
-            FencedError: another planner leads the run.
             FoldBrokenError: an event broke the fold and is rejected: lead with another Leader.
             RecordError: a newer release wrote an event.
-            StoreUnavailableError: the store cannot be reached.
         """
         try:
             await self._lead()
@@ -153,7 +151,7 @@ class Leader:
             self._view.undecided = list
 
     async def _replan(self) -> None:
-        """Withdraw plans of damaged payload, where somebody asks, and begin anew behind them."""
+        """Withdraw plans of damaged payload if that is requested, and restart after them."""
         request = self._view.frontier.replan
         if request is None:
             return
@@ -176,7 +174,7 @@ class Leader:
         await self._carry_out(await self._settler.still_known(decisions))
 
     async def _restore(self) -> None:
-        """Go on from the snapshot, where there is one."""
+        """Continue from the snapshot, if there is one."""
         snapshot = await self._memory.read()
         if snapshot is None:
             return
@@ -212,7 +210,7 @@ class Leader:
         return decisions
 
     async def _read_plans(self) -> deque[StoredManifest]:
-        """The next plans of those that exist; the listener does not tell of them."""
+        """Return the next existing plans, which the listener does not report."""
         stored = await self._chain.read_on()
         self._listener.pass_step(self._chain.newest_step)
         return stored
@@ -330,10 +328,10 @@ class Leader:
         return self._view.frontier.stepped + 1 + self._config.max_planned_ahead
 
     async def _plan(self, groups: tuple[ReadyGroup, ...]) -> bool:
-        """Plan, check and write the next batch; False where it must be planned anew.
+        """Plan, check and write the next batch; return False if it must be planned again.
 
-        Some of its payload was damaged, or the step has got another config meanwhile, or the run
-        was paused, or its trainer went back.
+        Some of its payload was damaged, the step has another config now, the run was paused, or its
+        trainer went back.
         """
         try:
             stored = await self._assembler.in_thread(

@@ -19,10 +19,10 @@ WAKE_EVENTS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What has happened since the last read.
+    """The changes since the last read.
 
     Attributes:
-        events: new ones, in order; where there are WAKE_EVENTS or more, others may follow.
+        events: new ones, in order; if there are WAKE_EVENTS or more, others may follow.
         is_frontier_old: a batch was planned or stepped, a session began, the run was closed, or
             groups were dropped.
     """
@@ -32,10 +32,10 @@ class News:
 
 
 class RunListener:
-    """Reads the streams of a run from where it stopped; the events from the first one on.
+    """Reads the streams of a run from its last position; the events from the first one on.
 
     Args:
-        client: of the store; a connection of its pool is held during every read that waits.
+        client: client of the store; every waiting read holds a connection of its pool.
         run: name of the run.
         after_step: the newest plan that is known already.
     """
@@ -45,7 +45,7 @@ class RunListener:
         self._client = client
         self._run = run
         self._events = names.events.encode()
-        # Whatever woke the run before is read once more: better than to miss what came between.
+        # The last wake entry is read once more: better than to miss what came between.
         self._signals = {names.wake.encode(): "0-0", names.plan.encode(): f"{after_step}-0"}
         self._plan, self._wake = names.plan.encode(), names.wake.encode()
         self._last_event = "0-0"
@@ -65,7 +65,7 @@ class RunListener:
         self._last_event = event_id
 
     def pass_step(self, step: int) -> None:
-        """Do not tell of the plan of this step: the caller has written it."""
+        """Do not report the plan of this step: the caller has written it."""
         self._signals[self._plan] = f"{step}-0"
 
     def fall_back(self, step: int) -> None:
@@ -74,22 +74,14 @@ class RunListener:
             self.pass_step(step)
 
     async def read_events(self) -> list[EventEntry]:
-        """Return the next events that are there already, one slice of them at most.
-
-        Raises:
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Return the next events that are there already, one slice of them at most."""
         events = await read_events_async(self._client, self._run, after=self._last_event)
         if events:
             self._last_event = events[-1].event_id
         return events
 
     async def wait(self, *, with_events: bool, wait_s: float = MAX_BLOCK_S) -> News:
-        """What is new, or nothing after `wait_s`, which is at most MAX_BLOCK_S.
-
-        Raises:
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Return the changes, or none after `wait_s`, which is at most MAX_BLOCK_S."""
         streams = dict(self._signals)
         if with_events:
             streams[self._events] = self._last_event

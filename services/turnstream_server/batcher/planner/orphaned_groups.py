@@ -1,7 +1,7 @@
-"""Groups of a closed run that nobody holds any more: decided, so that the run comes to its end.
+"""Orphaned groups of a closed run, which are decided so that the run ends.
 
-A generator that died left samples that it had begun, which its leases end, and maybe samples that
-it had not. In an open run another generator may begin these; in a closed one nobody comes.
+A dead generator leaves samples that it had opened, which end with their leases, and perhaps samples
+that it had not. In an open run another generator may open these; in a closed one none can.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from turnstream_server.bus.planning.run_completion import end_unheld, find_unhel
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS: Final = 200
-"""Of one look; the others have their turn when these are decided."""
+"""Groups decided at a time; the others follow."""
 
 
 def unheld_groups(term: Term, view: RunView, config: BatchingConfig) -> DueScript:
-    """Fires the deadline of a group that nobody has held for `lease_s + takeover_s`."""
+    """Return a script that fires the deadline of groups without a writer.
+
+    They have had none for `lease_s + takeover_s`.
+    """
     wait_s = config.lease_s + config.takeover_s
     pause_s = config.lease_s / LOOKS_PER_LEASE
     since_s: dict[str, float] = {}
@@ -48,7 +51,7 @@ def unheld_groups(term: Term, view: RunView, config: BatchingConfig) -> DueScrip
         due = {each: found[each] for each in found if now_s - since_s[each] >= wait_s}
         num_fired = await end_unheld(term, due)
         if num_fired:
-            logger.warning("run %s is closed: nobody holds %d groups", term.run, num_fired)
+            logger.warning("run %s is closed: %d groups have no writer", term.run, num_fired)
         return pause_s
 
     return DueScript("unheld groups", look)

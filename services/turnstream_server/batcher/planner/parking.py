@@ -40,8 +40,8 @@ class ParkedRuns:
     """Wakes the planners of parked runs.
 
     Args:
-        url: of the store.
-        after_s: a run without news for so long is parked.
+        url: address of the store.
+        after_s: seconds without news after which a run is parked.
     """
 
     def __init__(self, url: str, *, after_s: float = PARK_AFTER_S) -> None:
@@ -69,7 +69,7 @@ class ParkedRuns:
                 del self._waits[run]
 
     def wake(self, run: str) -> None:
-        """End the wait for a run, if it is parked: the store may have lost it, or started anew."""
+        """End the wait for a parked run: the store may have lost it, or was restarted."""
         self._end(run, has_news=False)
 
     async def close(self) -> None:

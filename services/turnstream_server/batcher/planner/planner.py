@@ -46,14 +46,14 @@ _RELEASE_S: Final = 1.0
 
 
 class RunPlanner:
-    """Keeps a run's view fresh, and plans the run whenever no other replica does.
+    """Refreshes a run's view, and plans the run if no other replica does.
 
     Args:
-        client: of the store, for the time until the first term.
-        view: what this replica knows of the run.
-        assembler: checks the payload of what is planned.
-        keeper: renews the leadership, and says whose it is.
-        upkeep: how the run is kept small while it is led here.
+        client: client of the store, until the first term.
+        view: this replica's view of the run.
+        assembler: checks the payload of new plans.
+        keeper: renews the leadership, and reports the leader.
+        upkeep: settings of the release while the run is led here.
         parked: wakes the planners of parked runs.
         before_write: awaited between the check of a plan and its writing; for fault injection.
     """
@@ -80,7 +80,7 @@ class RunPlanner:
         self._run_id = ""
 
     async def run(self) -> None:
-        """Go on until cancelled, or until the run is gone from the store."""
+        """Run until cancelled, or until the run is deleted."""
         num_failures = 0
         while True:
             started_s = asyncio.get_running_loop().time()
@@ -103,7 +103,7 @@ class RunPlanner:
             await asyncio.sleep(pause_after(num_failures))
 
     async def _lead_and_park(self) -> None:
-        """Lead while there is work, and wait while the run is parked, for ever.
+        """Lead while there is work, and wait while the run is parked; never returns.
 
         The first term leads a parked run, too: this replica may have other settings than the one
         that parked it.
@@ -150,11 +150,11 @@ class RunPlanner:
         return position
 
     async def _meet(self, store: BoundStore) -> None:
-        """Forget what is known of the run, where the store was started anew."""
+        """Drop the view of the run if the store was restarted."""
         with translating():
             await store.client.ping()
         if self._run_id and store.run_id != self._run_id:
-            logger.warning("the store was started anew: run %s is read again", self._view.run)
+            logger.warning("the store was restarted: run %s is read again", self._view.run)
             self._view.forget()
         self._run_id = store.run_id
 
@@ -186,7 +186,7 @@ class RunPlanner:
             try:
                 return await self._lead_once(term)
             except FoldBrokenError:
-                logger.exception("the state of run %s is built anew", self._view.run)
+                logger.exception("the state of run %s is rebuilt", self._view.run)
 
     async def _lead_once(self, term: Term) -> Position | None:
         """Lead from the newest snapshot on, until the run is parked or an event breaks the fold."""
@@ -238,9 +238,9 @@ class RunPlanner:
             await keeper.keep(until=lambda old=revision: self._view.led_by_revision > old)
 
     async def _sweep(self) -> None:
-        """Post the seals of writers that died between a seal and its event; then wait for ever.
+        """Post the stored seals of dead writers, once; then wait until cancelled.
 
-        Done a while after a term has begun: by then, writers that live have posted their own.
+        It waits a while after the start of the term: by then, live writers have posted their own.
         """
         await asyncio.sleep(self._keeper.lease_s / RENEWALS_PER_LEASE)
         num_posted = await post_forgotten_seals(self._client, self._view.run)
@@ -249,14 +249,14 @@ class RunPlanner:
         await asyncio.Event().wait()
 
     async def _recover(self) -> None:
-        """Clear the recorded error once this term has lasted; then wait for ever."""
+        """Clear the recorded error once this term has lasted; then wait until cancelled."""
         await asyncio.sleep(_SETTLED_S)
         self._view.trouble = ""
         await self._note_trouble("")
         await asyncio.Event().wait()
 
     async def _note_trouble(self, trouble: str) -> None:
-        """For `turnstream why`, if the store can be told."""
+        """Record the error for `turnstream why`, if the store is reachable."""
         with contextlib.suppress(TurnstreamError):
             await note_trouble(
                 self._client,
@@ -267,7 +267,7 @@ class RunPlanner:
             )
 
     async def _release(self, term: Term) -> None:
-        """Let another replica lead at once, if the store can be told so."""
+        """Release the leadership for another replica, if the store is reachable."""
         with contextlib.suppress(TurnstreamError, TimeoutError):
             async with asyncio.timeout(_RELEASE_S):
                 await release_leadership(term, owner=self._keeper.owner)

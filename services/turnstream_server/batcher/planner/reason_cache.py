@@ -1,4 +1,4 @@
-"""Why nobody gets data, for calls whose deadline has passed: looked up beside the event loop."""
+"""Reasons for waiting, read in a thread for calls whose deadline has passed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOK_S: Final = 0.8
 
 
 Look = Callable[[str], Awaitable[tuple[WaitReason, ...]]]
-"""What a run waits for, the most important first."""
+"""Returns the reasons why a run waits, the most important first."""
 
 
 async def no_look(_: str) -> tuple[WaitReason, ...]:

@@ -104,13 +104,7 @@ class Releaser:
         """Ended trajectories without payload that are still in the ledger."""
 
     async def run(self) -> None:
-        """Run rounds until cancelled.
-
-        Raises:
-            FencedError: another planner leads the run.
-            RunNotFoundError: the run is gone.
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Run rounds until cancelled."""
         pause_s = SHORTEST_PAUSE_S
         loop = asyncio.get_running_loop()
         while True:
@@ -134,12 +128,7 @@ class Releaser:
                 pause_s = SHORTEST_PAUSE_S
 
     async def release_what_is_over(self) -> bool:
-        """Run one round; return whether it found anything to do.
-
-        Raises:
-            FencedError: another planner leads the run.
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Run one round; return whether it found anything to do."""
         await self._upkeep.before("raise_floor")
         floor = await raise_floor(self._term, at_most=await self._archive())
         state = await read_release_state(self._client, self._run)

@@ -1,9 +1,8 @@
-"""Keeps leaderships while the event loop is busy: a thread of its own renews their leases.
+"""Renewal of leaderships in a thread of its own, while the event loop is busy.
 
-Decoding 64 MB of payload, or a page of events, must not cost a leadership. Yet a loop that stands
-still for good must lose it: each term is touched from the loop, and one that was not touched for
-MAX_STALL_LEASES leases is not renewed any more. Whoever then takes over has a higher epoch, by
-which the store refuses everything that the old leader still sends.
+Decoding 64 MB of payload, or a page of events, must not cost a leadership. A loop that hangs must
+lose it: the loop touches each term, and a term that was not touched for MAX_STALL_LEASES leases is
+not renewed. The next leader has a higher epoch, so the store refuses late writes of the old one.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class RenewedLease:
         self._lost: asyncio.Future[str] = self._loop.create_future()
 
     async def wait_until_lost(self, *, touch_every_s: float) -> None:
-        """Show that the loop lives, for as long as the term lasts.
+        """Touch the term from the event loop, for as long as it lasts.
 
         Raises:
-            FencedError: the term is over.
+            FencedError: the term has ended.
         """
         while not self._lost.done():
             self.touched_s = time.monotonic()
@@ -55,7 +54,7 @@ class RenewedLease:
         raise FencedError(self._lost.result())
 
     def lose(self, reason: str) -> None:
-        """Say from any thread that the term is over."""
+        """End the term, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._set_lost, reason)
 
@@ -68,9 +67,9 @@ class LeadershipKeeper:
     """Renews the leases of one replica's leaderships, of any number of runs.
 
     Args:
-        url: of the store.
-        owner: name of this replica, different from every other's.
-        lease_s: a leader that is silent for so long is replaced.
+        url: address of the store.
+        owner: unique name of this replica.
+        lease_s: seconds of silence after which a leader is replaced.
     """
 
     def __init__(self, url: str, *, owner: str, lease_s: float) -> None:

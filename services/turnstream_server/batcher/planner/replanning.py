@@ -1,8 +1,7 @@
-"""Damage that is found after planning: the plans from there on are withdrawn, and made anew.
+"""Damage that is found after planning: the plans from there on are withdrawn and made again.
 
-Only a leader does it, because somebody asks. The plans become void in one act, which leaves a
-snapshot of a planner that has not made them yet. This leader and all after it begin from there, as
-if they had never been: so that all of them plan the same, to the bit.
+A leader does it on request. One write withdraws the plans and stores a snapshot of a planner before
+them. This leader and all later ones continue from that snapshot, so all make equal plans.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Replanner:
 
     Args:
         term: the leader's term.
-        view: what this replica knows of the run.
+        view: this replica's view of the run.
         assembler: reads and checks payload.
     """
 
@@ -55,19 +54,14 @@ class Replanner:
     async def answer(
         self, request: ReplanRequest, known: PlannerSnapshot, *, config: BatchingConfig
     ) -> bool:
-        """Carry a request out, or say why not.
+        """Execute or refuse a request; return whether plans were withdrawn.
+
+        Then the leader restarts from its snapshot.
 
         Args:
-            request: that stands.
-            known: what the leader knows, which must not change meanwhile.
-            config: that it plans by.
-
-        Returns:
-            Whether plans were withdrawn: then the leader begins anew, from its snapshot.
-
-        Raises:
-            FencedError: another planner leads the run.
-            StoreUnavailableError: the store cannot be reached.
+            request: the pending request.
+            known: the leader's state, which must not change during the call.
+            config: the config of the leader's next plan.
         """
         try:
             batches, damages = await self._examine(request)
@@ -154,7 +148,7 @@ class Replanner:
         first, newest = withdrawal.manifests[0].step, withdrawal.manifests[-1].step
         names = [keys.trajectory_id(died.key) for died in withdrawal.dead]
         logger.warning(
-            "run %s: the plans of steps %d to %d are withdrawn, its trainer session is over: "
+            "run %s: the plans of steps %d to %d are withdrawn, its trainer session has ended: "
             "damaged payload of %s",
             self._view.run,
             first,
@@ -174,7 +168,7 @@ def _before(
     known: PlannerSnapshot,
     config: BatchingConfig,
 ) -> PlannerSnapshot:
-    """What a planner knows that has heard as many events, and has made none of these plans."""
+    """Return the state of a planner that has read as many events and made none of these plans."""
     first = manifests[0]
     fold = known.restore_fold(config)
     fold.put_back(withdrawn_groups(manifests, members))

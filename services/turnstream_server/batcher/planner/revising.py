@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 class ConfigInForce:
     """The config of one leader's term, from the first revision on, or that of a snapshot.
 
-    Only a leader puts revisions in force, and the one before is fenced: what the history tells of
-    was stored before this term began to read it, or the term is over.
+    Only a leader puts revisions in force. So the history holds those that were stored before this
+    term began to read; otherwise the term is fenced.
 
     Args:
         term: the leader's term.
-        view: what this replica knows of the run.
-        known: the revisions, as the term began.
+        view: this replica's view of the run.
+        known: the revisions at the start of the term.
 
     Attributes:
         revision: number of the config in force.
@@ -46,14 +46,14 @@ class ConfigInForce:
 
     @property
     def config(self) -> BatchingConfig:
-        """What is in force."""
+        """Return the config in force."""
         return self._config
 
     def restore(self, revision: int, since: str) -> None:
-        """Go on with the config of a snapshot, or of an event.
+        """Continue with the config of a snapshot, or of an event.
 
         Raises:
-            FencedError: it is one that this term does not know: a successor put it in force.
+            FencedError: this term does not know it: a successor put it in force.
         """
         if revision > self._known.last.number:
             raise self._led_by_another(revision)
@@ -62,10 +62,10 @@ class ConfigInForce:
         self._config = self._known.revision(revision).config
 
     def told_at(self, event_id: str) -> ConfigRevised | None:
-        """What an event says that cannot be read any more; None where it revised no config.
+        """Return the revision of an unreadable event; None if it revised no config.
 
-        The store has the id of the event beside the config, so that a damaged record neither undoes
-        the revision nor moves it.
+        The store has the id of the event with the config, so a damaged record neither undoes nor
+        moves the revision.
         """
         revision = self._known.put_in_force_by(event_id)
         if revision is None:
@@ -73,16 +73,15 @@ class ConfigInForce:
         return ConfigRevised(revision=revision.number, step=revision.from_step)
 
     async def check_author(self, event_id: str, event: ConfigRevised, *, through: str) -> None:
-        """Read again whether an event put its revision in force, where this term did not do so.
+        """Check that this term has not been fenced by the leader that put a revision in force.
 
         Args:
-            event_id: of the event.
-            event: as it was read.
+            event_id: id of the event.
+            event: the event.
             through: id of the last event that was read from the store.
 
         Raises:
-            FencedError: it did: a successor of this term wrote it.
-            StoreUnavailableError: the store cannot be reached.
+            FencedError: a successor of this term wrote the event.
         """
         is_known = self._known.was_put_in_force(event.revision, event_id)
         if is_known or event_order(event_id) <= self._read_through:
@@ -123,12 +122,7 @@ class ConfigInForce:
         )
 
     async def announce(self, *, step: int) -> str:
-        """Write the event of what must be in force before `step` is planned; its id.
-
-        Raises:
-            FencedError: another planner leads the run.
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Write the event of what must be in force before `step` is planned; its id."""
         self._known = await read_revisions_async(self._term.client, self._term.run)
         due = self._known.due(step=step)
         revision = self._known.in_force if due is None else due.number

@@ -1,4 +1,4 @@
-"""What a replica knows of a run: kept fresh by the run's planner, waited for by calls."""
+"""The view of a run in one replica: refreshed by the run's planner, awaited by calls."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class RunView:
     """A run as this replica sees it.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: id of the run.
         on_stepped: called with the newest stepped batch whenever it may have moved.
-        look: why a batch does not come, for calls that have waited for it.
+        look: returns why a batch is missing, for calls that have waited for it.
 
     Attributes:
-        frontier: as it was read last.
-        explain: why a step is not there yet, in the words of a planner that leads; else None.
-        trouble: why planning failed the last time; empty once it went well.
-        undecided: groups that a planner that leads here has not decided, the oldest first, then
-            evaluations that have not ended.
-        led_by_revision: of the config, by which a planner leads here; 0 before the first.
+        frontier: the last read frontier.
+        explain: returns why a step is missing, if a planner leads here; else None.
+        trouble: last error of planning; empty after a success.
+        undecided: groups that the local planner has not decided, the oldest first, then evaluations
+            that have not ended.
+        led_by_revision: config revision of the local planner; 0 before the first.
     """
 
     def __init__(
@@ -80,14 +80,10 @@ class RunView:
         self._is_gone = False
 
     async def refresh(self) -> Frontier:
-        """The frontier, read after this call began; wakes whoever waits for it.
+        """Return the frontier, read after this call began; wake all waiting calls.
 
-        Replies may overtake one another, and what was read before a plan was written must not
-        replace what is known since.
-
-        Raises:
-            RunNotFoundError: the run is gone.
-            StoreUnavailableError: the store cannot be reached.
+        Replies may overtake one another, and a frontier from before a plan was written must not
+        replace a newer one.
         """
         while True:
             self._num_reads += 1
@@ -130,12 +126,12 @@ class RunView:
         self._num_forgotten += 1
 
     def close(self) -> None:
-        """Send away whoever waits: this replica stops."""
+        """Refuse all waiting calls: this replica stops."""
         self._is_closed = True
         self._changed.set()
 
     def lose(self) -> None:
-        """Send away whoever waits, and let go of what was made: the run is gone from the store."""
+        """Refuse all waiting calls, and drop the caches: the run was deleted."""
         self._is_gone = True
         self._changed.set()
         self._on_stepped(self.frontier.planned)
@@ -143,20 +139,18 @@ class RunView:
     async def wait_for_batch(
         self, step: int, *, check: Callable[[Frontier], None], wait_s: float
     ) -> PlannedBatch:
-        """The batch of a step, once it is planned.
+        """Return the batch of a step, once it is planned.
 
         Args:
             step: number of the batch.
-            check: raises where the caller may not have it; asked again after every change.
+            check: raises if the caller may not have it; repeated after every change.
             wait_s: longest wait.
 
         Raises:
             BatcherUnavailableError: this replica stops.
-            RunNotFoundError: the run is gone.
-            NotReadyError: it was not planned within `wait_s`; says what is missing, and why. Or
-                the store was started anew, and may wait for what its trainer had said.
+            NotReadyError: it was not planned within `wait_s`, with the reason; or the store was
+                restarted and may have lost acknowledgements of the trainer.
             EndOfRunError: there will never be one.
-            StoreUnavailableError: the store cannot be reached.
         """
         deadline_s = asyncio.get_running_loop().time() + wait_s
         num_forgotten = self._num_forgotten
@@ -173,7 +167,7 @@ class RunView:
             if self._is_over():
                 raise EndOfRunError(f"run {self.run!r} ended with step {self.frontier.planned}")
             if self._num_forgotten > num_forgotten:
-                raise NotReadyError(f"step {step}: the store was started anew")
+                raise NotReadyError(f"step {step}: the store was restarted")
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await changed.wait()
@@ -182,15 +176,14 @@ class RunView:
                 raise NotReadyError(why, reasons) from None
 
     async def batch(self, step: int) -> PlannedBatch:
-        """The plan of a step that is planned.
+        """Return the plan of a planned step.
 
-        What is known of it counts only while the store says so: a power cut may have taken the
-        plan away, and another one has its number since.
+        Cached plans count only while the store has them: a power cut may have taken a plan away,
+        and another one may have its number.
 
         Raises:
             ReleasedError: it is no longer retained.
             RecordError: the stored plan is damaged, or of a newer release.
-            StoreUnavailableError: the store cannot be reached.
         """
         batch = self._batches.get(step)
         entry = await self._call("HGET", keys.run_keys(self.run).batches, step)
@@ -210,7 +203,6 @@ class RunView:
 
         Raises:
             NotReadyError: the store has no such revision: it may have lost it in a power cut.
-            StoreUnavailableError: the store cannot be reached.
         """
         config = self._configs.get(revision)
         if config is None:
@@ -221,12 +213,7 @@ class RunView:
         return config
 
     async def newest_config(self) -> tuple[int, BatchingConfig]:
-        """The configuration in force, which admission, leases and deadlines go by; its revision.
-
-        Raises:
-            RunNotFoundError: no such run.
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """The configuration in force, which admission, leases and deadlines go by; its revision."""
         return await read_config_async(self._client, self.run)
 
     def _keep(self, batch: PlannedBatch) -> None:

@@ -1,4 +1,4 @@
-"""What a leader's fold decides, told to the ledger: ends with their reasons, and refills."""
+"""The decisions of a leader's fold, written to the ledger: ends with their reasons, and refills."""
 
 from __future__ import annotations
 
@@ -37,12 +37,7 @@ class Settler:
         self._dead_letters = dead_letters
 
     async def carry_out(self, standing: Iterable[Decision]) -> None:
-        """Tell what still holds; all of it may have been told before, by another leader.
-
-        Raises:
-            FencedError: another planner leads the run.
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Tell what still holds; all of it may have been told before, by another leader."""
         settled: list[Settlement] = []
         refills: list[RefillWanted] = []
         for decision in standing:
@@ -59,9 +54,6 @@ class Settler:
         """Those that the ledger may not have been told of: a group that is gone was settled.
 
         A member may still be there: it was sealed when its group was decided, or later.
-
-        Raises:
-            StoreUnavailableError: the store cannot be reached.
         """
         names = list({keys.encode_name(_group_of(each)): None for each in decisions})
         gone = await groups_that_are_gone(self._term.client, self._term.run, names)

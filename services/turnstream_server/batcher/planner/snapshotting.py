@@ -1,4 +1,4 @@
-"""What a leader keeps for its successor, so that the history of a run can be cut short."""
+"""Snapshots of a leader's state for its successor, which shorten the history of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from turnstream_server.bus.release.release import groups_that_are_gone
 
 
 class PlannerMemory:
-    """Snapshots of one leader's term, and what the fold may forget meanwhile.
+    """Snapshots of one leader's term.
 
     Args:
         term: the leader's term.
-        assembler: in whose threads snapshots are encoded.
+        assembler: owner of the threads in which snapshots are encoded.
         upkeep: when a snapshot is due.
 
     Attributes:
-        num_events: folded in since the last snapshot.
+        num_events: events folded since the last snapshot.
     """
 
     def __init__(self, term: Term, assembler: Assembler, *, upkeep: Upkeep) -> None:
@@ -43,7 +43,6 @@ class PlannerMemory:
 
         Raises:
             RecordError: it is damaged, or of a newer release.
-            StoreUnavailableError: the store cannot be reached.
         """
         snapshot = await read_snapshot(self._term.client, self._term.run)
         if snapshot is not None:
@@ -58,12 +57,7 @@ class PlannerMemory:
         )
 
     async def save(self, snapshot: PlannerSnapshot, fold: RunFold) -> None:
-        """Keep a snapshot of the fold, which must not change meanwhile, and cut the history short.
-
-        Raises:
-            FencedError: another planner leads the run.
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Store a snapshot of the fold, which must not change in this call; trim the history."""
         record = await self._assembler.in_thread(lambda: encode_snapshot(snapshot))
         await self._upkeep.before("save_snapshot")
         await save_snapshot(

@@ -1,9 +1,9 @@
-"""The one place where time becomes events: scripts that are due are run, while this replica leads.
+"""The only source of time events: due scripts run while this replica leads.
 
-Leases are by the store's clock, so that every replica means the same by it. But a clock may jump,
-and a store may stand still for a while, in which nobody can renew what then looks as if it had
-ended. So the timekeeper watches that clock with its own, and tells every script for how long it has
-been steady. Deadlines and observers are by the run's time, which it counts with its own clock.
+Leases use the store's clock, which all replicas share. That clock may jump, and a stopped store
+lets leases expire that no writer could renew. So the timekeeper compares it with its own clock, and
+passes every script the time for which it has been steady. Deadlines and observers use the run's
+time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LOOKS_PER_LEASE: Final = 10
 """How often the store's clock is read."""
 
 TOLERANCE_LEASES: Final = 1 / 4
-"""What a writer survives that renews every third of its lease: a pause of the store, a jump of its
-clock by so much, and both together. Longer ones make the clock unsteady."""
+"""Tolerated pause of the store, and jump of its clock, in leases. A writer that renews every third
+of its lease survives both together. Longer ones make the clock unsteady."""
 
 STEADY_LEASES: Final = 1 / 2
 """How long the clock must have been steady before a lease counts as ended: in it, every writer that
@@ -52,11 +52,10 @@ class Moment(NamedTuple):
     """A reading of the store's clock.
 
     Attributes:
-        server_ms: what it said. A script that judges by this, and not by the time when it runs,
-            cannot be deceived by a jump in between.
-        steady_s: for how long the store has answered without a gap, and its clock has kept pace
+        server_ms: the reading. Scripts use it, so a jump between reading and running has no effect.
+        steady_s: seconds for which the store has answered without a gap, with its clock in pace
             with ours.
-        own_s: our own clock, when the answer was in.
+        own_s: local time when the answer arrived.
     """
 
     server_ms: int
@@ -88,7 +87,7 @@ class SteadyClock:
         self._tolerance_s = tolerance_s
         self._since_s = 0.0
         self._read_s = float("-inf")
-        self._ahead_s = 0.0  # of ours, when it began to be steady
+        self._ahead_s = 0.0  # local time since which it is steady
 
     def read(self, *, server_ms: int, now_s: float) -> Moment:
         """The store has just said what time it is."""
@@ -104,10 +103,10 @@ class Timekeeper:
     """Runs the due scripts of one run, for one term of leading it.
 
     Args:
-        client: of the store.
+        client: client of the store.
         scripts: each must be fenced by the epoch of the term.
         tolerance_s: see SteadyClock.
-        longest_pause_s: the store's clock is read at least so often.
+        longest_pause_s: longest time between two reads of the store's clock.
         sleep: pauses for so many seconds, or less.
     """
 
@@ -127,12 +126,7 @@ class Timekeeper:
         self._longest_pause_s = longest_pause_s
 
     async def keep(self, *, until: Callable[[], bool] = lambda: False) -> None:
-        """Run what is due, until it is to end.
-
-        Raises:
-            FencedError: another planner leads the run.
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Run what is due, until it is to end."""
         loop = asyncio.get_running_loop()
         due_s = dict.fromkeys(self._scripts, 0.0)
         while not until():
@@ -190,7 +184,7 @@ def going_clock(clock: RunClock, *, config: BatchingConfig) -> DueScript:
 
 
 def lapsed_leases(term: Term, *, config: BatchingConfig) -> DueScript:
-    """Gives up trajectories that nobody took over within `takeover_s` of the end of their lease."""
+    """Return a script that abandons trajectories not adopted in time (`takeover_s`)."""
     takeover_ms = round(config.takeover_s * 1000)
     pause_s = config.lease_s / LOOKS_PER_LEASE
 

@@ -24,12 +24,12 @@ class Upkeep:
     """Settings of the upkeep of a run.
 
     Attributes:
-        snapshot_events: a snapshot is taken after so many events, and the events go.
-        snapshot_steps: or after so many plans, since the plan of a step is kept until then.
-        fold_ended: so many trajectories that ended untrained make a compact record. Fewer are
-            not worth its 100 bytes, and stay in the ledger one by one.
-        archive: what keeps a committed step before it may be released; None keeps none.
-        ledger_folder: where compact records of old batches go; None keeps them in the store.
+        snapshot_events: events after which a snapshot is taken, and the events are deleted.
+        snapshot_steps: plans after which a snapshot is taken; until then each plan is kept.
+        fold_ended: untrained trajectories of one compact record. Fewer are not worth its 100 bytes,
+            and stay in the ledger.
+        archive: archives a committed step before its release; None for no archive.
+        ledger_folder: folder for compact records of old batches; None keeps them in the store.
         before: awaited before every act.
     """
 

@@ -25,7 +25,7 @@ def why_not_complete(fold: RunFold, config: BatchingConfig) -> str:
 
 
 def _describe(group: WaitingGroup) -> str:
-    """A group in the words of whoever waits for it.
+    """Describe a group that is waited for.
 
     "group g7, open since 2026-03-01 12:00:00 UTC, has 2 of 4 members; sample 1, 3 may still come"
     """

@@ -1,4 +1,4 @@
-"""How the interpreter of a batcher process runs, so that its event loop waits for nobody long.
+"""Interpreter settings of a batcher process, which keep its event loop responsive.
 
 The loop shares one interpreter lock with the threads that assemble, and one garbage collector.
 """
@@ -26,8 +26,7 @@ _MIDDLE_ROUNDS: Final = 500
 def tune_process() -> None:
     """Set the interpreter up, once everything is loaded."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # What is loaded by now stays. To look through it again at every full collection would stop
-    # the event loop for 30 ms each time.
+    # Loaded modules stay: a full collection that scans them stops the event loop for 30 ms.
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, _YOUNG_ROUNDS, _MIDDLE_ROUNDS)

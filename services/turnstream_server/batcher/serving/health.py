@@ -44,7 +44,7 @@ class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttribute
     """The health servicer of a batcher; it reads the state of the store every second.
 
     Args:
-        url: of the store.
+        url: address of the store.
         service: name that callers may ask for, in addition to the empty name of the server.
     """
 

@@ -1,4 +1,4 @@
-"""What a batcher process is told when it starts."""
+"""Start options of a batcher process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class BatcherOptions:
         redis_url: the store.
         listen: host:port of the gRPC server; port 0 takes a free one.
         advertise: "host:port" or "host" at which workers reach this replica; "" for the address
-            that it listens on, or the name of this machine where it listens on all addresses.
-        address_file: where the bound "host:port" is written once the server answers; None
-            writes it nowhere.
-        get_wait_max_s: longest a Get may wait for its batch, whatever it asks for.
-        leader_lease_s: a planner that dies is replaced after at most this long.
-        park_after_s: a run that has had no news for so long, and in which nothing can expire, is
-            parked: it costs nothing until something is written to it.
-        cache_bytes: payload, rows and encoded mini-batches kept in memory, least recently used
+            that it listens on, or the name of this machine if it listens on all addresses.
+        address_file: file for the bound "host:port", written once the server answers; None for
+            none.
+        get_wait_max_s: longest wait of a Get for its batch.
+        leader_lease_s: longest time until a dead planner is replaced.
+        park_after_s: seconds without news after which a run is parked, if nothing in it can expire.
+            A parked run costs nothing until something is written to it.
+        cache_bytes: limit of payload, rows and encoded mini-batches in memory, least recently used
             dropped first. One mini-batch that is larger is still served.
-        upkeep: how the runs that it leads are kept small.
-        shutdown_grace_s: how long calls in progress may go on after a stop was asked for.
+        upkeep: settings of the release of the runs that it leads.
+        shutdown_grace_s: time for calls in progress after a request to stop.
     """
 
     redis_url: str

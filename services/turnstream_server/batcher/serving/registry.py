@@ -31,17 +31,17 @@ class _Entry:
 
 
 class RunRegistry:
-    """Views of runs, each kept fresh by a planner task.
+    """Views of runs, each with a planner task.
 
     Args:
-        client: of the store.
-        assembler: checks the payload of what is planned.
-        tasks: in which the planners run.
-        keeper: of the leaderships of this replica.
-        upkeep: how the runs that are led here are kept small.
+        client: client of the store.
+        assembler: checks the payload of new plans.
+        tasks: task group of the planners.
+        keeper: leaderships of this replica.
+        upkeep: settings of the release of the runs that are led here.
         parked: the runs that are idle.
         before_write: see Leader; for fault injection.
-        look: why a batch of a run does not come.
+        look: returns why a batch of a run is missing.
     """
 
     def __init__(
@@ -71,16 +71,13 @@ class RunRegistry:
 
         After its end nothing is planned, and a trainer's first call names the run; but evaluations
         may outlast it. A parked run is read again: it may be gone, or another of its name.
-
-        Raises:
-            StoreUnavailableError: the store cannot be reached.
         """
         if self._takes_part(run):
             self._parked.wake(run)
             return
         try:
             frontier = await self._open(run)
-        except RunNotFoundError:  # of a run that was deleted, the name may be left over
+        except RunNotFoundError:  # the name of a deleted run may be left over
             return
         except UnknownFormatError as error:
             logger.warning("this replica plans nothing: %s", error)
@@ -95,7 +92,6 @@ class RunRegistry:
         Raises:
             RunNotFoundError: the store has no such run.
             UnknownFormatError: another release wrote the run.
-            StoreUnavailableError: the store cannot be reached.
         """
         if not self._takes_part(run):
             frontier = await self._open(run)
@@ -104,7 +100,7 @@ class RunRegistry:
         return self._entries[run].view
 
     def dismiss(self) -> None:
-        """Answer whoever waits for a batch that this replica stops."""
+        """Answer all waiting calls that this replica stops."""
         for entry in self._entries.values():
             entry.view.close()
 
@@ -146,7 +142,7 @@ class RunRegistry:
         return _Entry(view, task)
 
     def _forget(self, run: str, ended: asyncio.Task[None]) -> None:
-        """Keep nothing of a run that is gone; one of its name may have begun since."""
+        """Drop the view of a deleted run; another run may have its name."""
         entry = self._entries.get(run)
         if entry is not None and entry.task is ended:
             del self._entries[run]

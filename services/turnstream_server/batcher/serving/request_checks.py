@@ -1,4 +1,4 @@
-"""Who asks for a batch: whether it may have it, and what the store must know of what it has."""
+"""Checks of requests for a batch, and records of the batches that callers have."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 async def hear_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -> None:
-    """Note the newest batch of which something was delivered to a rank of the trainer.
+    """Record the newest batch that was delivered to a rank of the trainer, at least in part.
 
     Raises:
-        StoreBehindError: the store does not have it, or not that of another rank: the session is
-            lost. Names the step.
-        FencedError: the session is over.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
+        StoreBehindError: the store does not have it, or another rank has another one: the session
+            is lost. Names the step.
+        FencedError: the session has ended.
     """
     if request.manifest_hash:
         await _note(client, request, request.step, request.manifest_hash, has=True)
@@ -67,11 +65,11 @@ async def _note(
 
 
 def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
-    """Refuse a rank that is not one of the run's present session, nor of an observer.
+    """Refuse a rank that is neither of the current session nor of an observer.
 
     Raises:
-        FencedError: its session is over.
-        StoreBehindError: this store has not planned what it has got before.
+        FencedError: its session has ended.
+        StoreBehindError: this store has not planned the batch that it has.
         ConflictError: the session has another number of ranks.
     """
     if not request.observer:
@@ -85,11 +83,11 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
         return
     if request.session_epoch != frontier.session_epoch or not frontier.session_epoch:
         raise FencedError(
-            f"trainer session {request.session_epoch} is over, {frontier.session_epoch} has begun"
+            f"trainer session {request.session_epoch} has ended, {frontier.session_epoch} has begun"
         )
     if request.session and request.session != frontier.session:
         raise FencedError(
-            f"trainer session {request.session!r} is over or was lost, "
+            f"trainer session {request.session!r} has ended or was lost, "
             f"{frontier.session!r} has its epoch {frontier.session_epoch}"
         )
     if frontier.lost_session:
@@ -101,19 +99,19 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
 
 
 def _check_not_withdrawn(request: wire.GetRequest, frontier: Frontier) -> None:
-    """Refuse a rank of a session that ended with its plans, as long as no other has begun."""
+    """Refuse a rank of a session that ended with its plans, until another one starts."""
     is_older = request.session_epoch < frontier.session_epoch
     if is_older and not frontier.has_session:
         raise FencedError(
-            f"trainer session {request.session_epoch} is over: payload was damaged and plans were "
-            "withdrawn; begin another session with the token of the last checkpoint"
+            f"trainer session {request.session_epoch} has ended: payload was damaged and plans "
+            "were withdrawn; start another session with the token of the last checkpoint"
         )
 
 
 def check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
-    """Refuse to go on for a caller who has a part of another batch, or another one before this.
+    """Refuse a caller who has another batch, or a part of one, in this place of the chain.
 
-    The store may have lost it, or withdrawn it, and planned its number again with something else.
+    The store may have lost that batch, or withdrawn it and planned its number again.
     """
     own = batch.manifest_hash
     if request.manifest_hash and request.manifest_hash != own:

@@ -1,8 +1,8 @@
-"""Finds the runs of a store: those that are there, and each that is made later, at once.
+"""Discovery of the runs of a store: existing ones, and each new one at once.
 
-Whoever makes a run, or opens one again, writes its name to one stream. A batcher waits there, so
-that to find a run costs the same however many there are. A name that was not told, because its
-maker died in between, or by an older release, shows as another number of runs.
+A process that creates or reopens a run writes its name to one stream, on which a batcher waits. So
+the cost does not grow with the number of runs. If a name is missing there, because its creator died
+in between or has an older release, the number of runs differs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _AGAIN_S: Final = 1.0
 
 
 class RunFinder:
-    """Meets every run of the store: all of them at first, and later those that need a planner.
+    """Finds every run of the store at first, and later each run that needs a planner.
 
     Args:
-        url: of the store.
-        meet: called with the name of a run, and again whenever it may have begun anew.
-        count_every_s: longest time between two looks at the number of runs.
+        url: address of the store.
+        meet: called with the name of a run, and again whenever it may have been created again.
+        count_every_s: longest time between two reads of the number of runs.
     """
 
     def __init__(
@@ -53,11 +53,7 @@ class RunFinder:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Meet the runs that are there, and from now on those that come.
-
-        Raises:
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Meet the runs that are there, and from now on those that come."""
         await self._begin()
         self._task = asyncio.create_task(self._go_on(), name="search for runs")
 
@@ -68,7 +64,7 @@ class RunFinder:
         await self._client.aclose()
 
     async def _begin(self) -> None:
-        """Meet all runs; what is told from now on comes behind them."""
+        """Find all runs; later news come after them."""
         with translating():
             newest: Any = await self._client.xrevrange(keys.NEWS, count=1)
         self._last_news = newest[0][0] if newest else "0-0"

@@ -1,4 +1,4 @@
-"""One batcher process: the gRPC server and a planner per run, until it is told to stop."""
+"""One batcher process: the gRPC server and a planner per run, until a signal stops it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SERVER_OPTIONS: Final = (
     # Requests are small, our own messages bounded: the limit only stops what is not ours.
     ("grpc.max_receive_message_length", 4 << 20),
     ("grpc.max_send_message_length", -1),
-    # A client that waits minutes for a batch hears nothing meanwhile: pings keep its path through
+    # A client that waits minutes for a batch gets no data in that time: pings keep its path through
     # load balancers open, and a peer that is gone is noticed.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -76,10 +76,10 @@ async def _serve_until_signal(options: BatcherOptions) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> AsyncIterator[str]:
-    """Serve for as long as the block lasts; gives the bound "host:port".
+    """Serve until the end of the block; yield the bound "host:port".
 
     Args:
-        options: of this replica.
+        options: options of this replica.
         before_write: awaited between the check of a plan and its writing; for fault injection.
 
     Raises:
@@ -135,7 +135,7 @@ async def _stop(
     health: StoreHealth,
     grace_s: float,
 ) -> None:
-    """Let transfers in progress end; whoever waits for a batch is sent away at once."""
+    """Finish transfers in progress; refuse calls that wait for a batch."""
     await health.enter_graceful_shutdown()
     runs.dismiss()
     await server.stop(grace_s)
@@ -165,7 +165,7 @@ def _bind(server: grpc.aio.Server, listen: str) -> str:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write a file that nobody can see half-written."""
+    """Write a file that no reader sees half-written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")

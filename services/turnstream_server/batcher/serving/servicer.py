@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 SERVICE = "turnstream.wire.v1.Batches"
 
 _ANSWER_SHARE: Final = 0.2
-"""Of a caller's deadline, which is left for the answer that the store is silent."""
+"""Share of a caller's deadline that is kept for the answer that the store is silent."""
 
 _LEAST_ANSWER_S: Final = 1.0
 """For so long a Get that has waited may hang on the store: to say why there is no batch."""
@@ -73,11 +73,11 @@ class FindRun(Protocol):
 
 
 class BatchesServicer:
-    """What every call does, in terms of values and errors of ours.
+    """The calls of the service, in terms of values and errors of this package.
 
     Args:
-        client: of the store.
-        find_run: gives the view of a run.
+        client: client of the store.
+        find_run: returns the view of a run.
         assembler: makes shares.
         wait_max_s: longest wait of a Get.
     """
@@ -164,7 +164,7 @@ class BatchesServicer:
             raise await self._damaged(batch, error) from error
 
     async def _damaged(self, batch: PlannedBatch, error: DamagedPayloadError) -> CorruptRecordError:
-        """What a rank is told of damage; noted in the run, where an operator finds it."""
+        """Return the error for damaged payload, and record it in the run."""
         run, step = batch.manifest.run, batch.manifest.step
         sentence = f"step {step}: {error}"
         await note_damage(
@@ -236,9 +236,9 @@ class BatchesServicer:
     async def announce_version(
         self, request: wire.AnnounceVersionRequest
     ) -> wire.AnnounceVersionReply:
-        """Tell generators of new weights, in the lineage that the store has now.
+        """Announce new weights, in the lineage that the store has now.
 
-        The caller's session may have begun at another replica, a moment ago.
+        The caller's session may have just begun at another replica.
         """
         view = await self._find_run(request.run)
         frontier = await view.refresh()
@@ -259,10 +259,10 @@ class BatchesServicer:
 
     @contextlib.asynccontextmanager
     async def hearing_of_the_store(self, within_s: float | None) -> AsyncIterator[None]:
-        """Inside, nothing waits longer for a store that says nothing; the reasons are told.
+        """Limit the waits for a silent store inside the block.
 
         Raises:
-            StoreUnavailableError: that is so, or it cannot be reached.
+            StoreUnavailableError: the store is silent or cannot be reached.
         """
         address, began_s = address_of_client(self._client), time.monotonic()
         try:
@@ -292,7 +292,7 @@ class BatchesServicer:
             )
             check_chain(request, batch)
         except StoreBehindError:
-            await hear_caller(self._client, request)  # so that the other ranks hear of it too
+            await hear_caller(self._client, request)  # so that the other ranks get the error, too
             raise
         await note_handed(self._client, request, batch)
         return batch

@@ -165,12 +165,7 @@ class DeadContent:
 
 
 def read_dead_letters(client: redis.Redis, run: str) -> DeadLetters:
-    """Return the dead letters of a run; they are read one after the other.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the dead letters of a run; they are read one after the other."""
     names = keys.run_keys(run)
     _, config = read_config(client, run)
     kept = dict(hash_fields(client, names.letters))
@@ -191,11 +186,7 @@ def read_dead_letters(client: redis.Redis, run: str) -> DeadLetters:
 
 
 def read_kept(client: redis.Redis, run: str) -> KeptDeadLetters | None:
-    """Return the number of dead letters of a run, and the newest; None if it keeps none.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the number of dead letters of a run, and the newest; None if it keeps none."""
     names = keys.run_keys(run)
     kept = dict(hash_fields(client, names.letters))
     with translating():
@@ -223,7 +214,6 @@ def find_trajectory(client: redis.Redis, run: str, name: str) -> str:
 
     Raises:
         DeadLetterNotFoundError: the name is not one of a trajectory.
-        StoreUnavailableError: the store cannot be reached.
     """
     try:
         meant = [key.trajectory_id for key in keys_named(name)]
@@ -242,7 +232,6 @@ def open_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> DeadCo
 
     Raises:
         DeadLetterNotFoundError: the run keeps no dead trajectory of this id.
-        StoreUnavailableError: the store cannot be reached.
     """
     with translating():
         value: Any = client.hget(keys.run_keys(run).letters, trajectory_id)
@@ -271,7 +260,6 @@ def open_event(client: redis.Redis, run: str, event_id: str) -> RejectedEvent:
 
     Raises:
         DeadLetterNotFoundError: the run keeps no rejected event of this id.
-        StoreUnavailableError: the store cannot be reached.
     """
     for event in _read_events(client, run):
         if event.event_id == event_id:
@@ -302,7 +290,6 @@ def discard_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> boo
 
     Raises:
         ConflictError: it is not dead.
-        StoreUnavailableError: the store cannot be reached.
     """
     _, config = read_config(client, run)
     is_new = bool(run_command(client, discard_trajectory_command(run, trajectory_id)))
@@ -315,11 +302,7 @@ def discard_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> boo
 
 
 def discard_event(client: redis.Redis, run: str, event_id: str) -> bool:
-    """Delete the copy of a rejected event; False if it was deleted before.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Delete the copy of a rejected event; False if it was deleted before."""
     return bool(run_command(client, discard_event_command(run, event_id)))
 
 
@@ -328,9 +311,6 @@ async def discard_oldest(client: redis.asyncio.Redis, run: str, *, max_bytes: in
 
     Returns:
         Number of dead letters that this call discarded.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
     """
     try:
         kept = [*await _kept_trajectories(client, run), *await _kept_events(client, run)]

@@ -120,9 +120,6 @@ def deleting_since_ms(client: redis.Redis, run: str) -> int | None:
 
     Returns:
         None where the run is not being deleted.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
     """
     name = keys.run_keys(run).deleted
     with translating():

@@ -1,9 +1,8 @@
-"""A new run whose history is that of another one, up to a checkpoint.
+"""Forks: new runs with the history of another run up to a checkpoint.
 
-The new run is made in one moment, as if it had trained and released every step up to the token's
-itself; whoever holds that checkpoint starts with the token it has. Then the compact records of
-these steps are copied, so that the new run answers for its past by itself. Nothing is written to
-the origin, which goes on.
+The new run is created at once, as if it had trained and released every step up to the token's
+itself. A trainer with that checkpoint starts with its token. Then the compact records of these
+steps are copied. The origin does not change.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class _Versions(NamedTuple):
     """The announced versions of an origin.
 
     Attributes:
-        records: those that were made by the step, in order.
-        steps: after which step each of these was made.
-        lineage: of the last of them.
-        highest: of all that were ever announced; -1: none.
+        records: the versions announced by the step, in order.
+        steps: the step after which each was made.
+        lineage: lineage of the last of them.
+        highest: highest version ever announced; -1: none.
     """
 
     records: list[tuple[int, bytes]]
@@ -70,33 +69,31 @@ def fork_run(
     *,
     config: BatchingConfig | None = None,
 ) -> Origin:
-    """Make a run that goes on from a checkpoint of another one; the same again changes nothing.
+    """Create a run that continues from a checkpoint of another one; a repeat changes nothing.
 
-    Its history up to the token's step is that of the origin: the chain of manifests, row ids, which
-    trajectories were trained, policy versions. Its trainer starts with that same token and gets
-    the next step, planned from what generators bring to the new run. A version that the origin has
-    announced, also later than the token, is never announced again.
+    Its history up to the token's step is that of the origin: manifests, row ids, trained
+    trajectories, policy versions. Its trainer starts with the same token and gets the next step
+    from groups of the new run. Versions that the origin has announced, also later ones, are never
+    announced again.
 
-    Nothing that the origin has open, sealed or planned behind the token is carried over: its
-    trajectories belong to it alone, and are trained there once. In the new run every name of a
-    group is free.
+    Open, sealed and later planned trajectories of the origin are not copied. Every group name is
+    free in the new run.
 
     Args:
-        client: of the store.
-        run: the origin; nothing of it is changed.
+        client: client of the store.
+        run: the origin.
         new_run: name of the new run, which may be that of a deleted one.
-        token: of a committed step of the origin that is still retained.
-        config: of the new run; None takes the one that the origin has in force. A revision of the
-            origin that waits for its step is not carried over.
+        token: token of a committed step of the origin that is still retained.
+        config: config of the new run; None takes the one that is in force in the origin.
 
     Raises:
         InvalidConfigError: no new run can have this name.
-        RunNotFoundError: no such origin; or the new run was deleted meanwhile.
-        StoreBehindError: the origin does not have the batch that the token names.
+        RunNotFoundError: no such origin; or the new run was deleted in between.
+        StoreBehindError: the origin does not have the batch of the token.
         ReleasedError: the step is no longer retained.
         ConflictError: the step is not committed; the new name is taken; or the origin was deleted
-            meanwhile.
-        StoreUnavailableError: the store cannot be reached; to be repeated.
+            in between.
+        StoreUnavailableError: the store cannot be reached; repeat the call.
     """
     run = find_run(client, run)
     if run.name == new_run:
@@ -115,10 +112,8 @@ def token_of_step(client: redis.Redis, run: str, step: int) -> RecoveryToken:
     """The token of a committed step, as `fork_run` takes it.
 
     Raises:
-        RunNotFoundError: no such run.
         ReleasedError: the step is no longer retained.
         ConflictError: the step is not planned.
-        StoreUnavailableError: the store cannot be reached.
     """
     run = find_run(client, run)
     frontier = read_frontier(client, run)
@@ -176,7 +171,7 @@ def _make_fork(
     *,
     config: BatchingConfig | None,
 ) -> tuple[RunId, Origin]:
-    """The id of the run that was made: another one where `new_run` was deleted meanwhile."""
+    """Return the id of the new run: another one if `new_run` was deleted in between."""
     versions = _read_versions(client, run, through_step=token.step)
     origin, next_row_id = _read_origin(client, run, token)
     config = config or read_config(client, run)[1]
@@ -211,7 +206,7 @@ def _make_fork(
 
 
 def _read_origin(client: redis.Redis, run: str, token: RecoveryToken) -> tuple[Origin, int]:
-    """What the token names, and the first row id behind it.
+    """Return the origin of the token, and the first row id after it.
 
     Raises:
         StoreBehindError, ReleasedError, ConflictError: see fork_run.
@@ -240,7 +235,7 @@ def _read_origin(client: redis.Redis, run: str, token: RecoveryToken) -> tuple[O
 
 
 def _next_row_id(client: redis.Redis, run: str, step: int) -> int | None:
-    """The first row id behind a step; of the last released one its plan may be gone."""
+    """Return the first row id after a step; None if its plan is released."""
     if step == 0:
         return 0
     stored = read_plan(client, run, step)
@@ -286,11 +281,11 @@ def _read_forks(client: redis.Redis, run: str) -> list[tuple[int, int]]:
 
 
 def _copy_records(client: redis.Redis, new_run: str, origin: Origin) -> None:
-    """Give the new run what is left of every batch before it, unless it has all of it.
+    """Copy the compact records of the origin, unless the new run has all of them.
 
     Raises:
-        ConflictError: the origin was deleted meanwhile.
-        RunNotFoundError: the new run was, and may have been made again from elsewhere.
+        ConflictError: the origin was deleted in between.
+        RunNotFoundError: the new run was deleted, and may have been created again.
     """
     if read_frontier(client, new_run).has_inherited:
         return

@@ -39,20 +39,12 @@ class EventEntry(NamedTuple):
 async def read_events_async(
     client: redis.asyncio.Redis, run: str, *, after: str
 ) -> list[EventEntry]:
-    """Return the next events after an id, at most one slice; none at the end.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the next events after an id, at most one slice; none at the end."""
     return _entries(await run_command_async(client, _command(run, after)))
 
 
 def read_events(client: redis.Redis, run: str) -> Iterator[EventEntry]:
-    """Yield all events of a run in order, read slice by slice.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Yield all events of a run in order, read slice by slice."""
     after = "0-0"
     while entries := _entries(run_command(client, _command(run, after))):
         yield from entries

@@ -18,13 +18,13 @@ from turnstream.store.client.stored_values import StoredHash, parsed_number, rea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a forked run comes from.
+    """The origin of a forked run.
 
     Attributes:
         run: name of the other run.
         step: its last batch that is part of the history of this one.
-        num_trajectories: in its batches up to that one.
-        manifest_hash: of that batch; "" of step 0.
+        num_trajectories: trajectories in its batches up to that one.
+        manifest_hash: hash of that batch; "" of step 0.
     """
 
     run: str
@@ -76,9 +76,9 @@ class PayloadDamage(NamedTuple):
     """Payload that was damaged after it was planned.
 
     Attributes:
-        step: whose batch it is of.
-        manifest_hash: of that batch.
-        sentence: names the trajectories, and what is wrong with them.
+        step: step of its batch.
+        manifest_hash: hash of that batch.
+        sentence: the trajectories and their defects.
     """
 
     step: int
@@ -87,10 +87,10 @@ class PayloadDamage(NamedTuple):
 
 
 class ReplanRequest(NamedTuple):
-    """Somebody asks to plan again from a damaged step on.
+    """A request to plan again from a damaged step on.
 
     Attributes:
-        name: of the request.
+        name: name of the request.
         step: 0 for the first step that is damaged.
     """
 
@@ -110,7 +110,7 @@ NONE_WITHDRAWN: Final = Withdrawn()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """The numbers of a run, as of one moment.
+    """The numbers of a run at one time.
 
     Attributes:
         planned: newest batch that has a manifest; 0 before the first.
@@ -121,24 +121,22 @@ class Frontier:
         dp_world_size: its data-parallel ranks.
         lineage: name of the history; another one after every rollback.
         num_opened_groups: groups ever opened.
-        num_live_groups: those of them that were not dropped untrained.
-        num_open_groups: those of them that may still change: neither decided, nor planned.
-        num_planned_groups: those that are in a batch.
-        at_plans: see store.keys.
+        num_live_groups: opened groups that were not dropped untrained.
+        num_open_groups: live groups that are neither decided nor planned.
+        num_planned_groups: live groups that are in a batch.
+        at_plans, num_revised_groups: see store.keys.
         is_closed: no group will be opened any more.
         released: newest batch that is no longer retained; 0 before the first.
-        origin: of a run that was forked from another; else None.
+        origin: origin of a forked run; else None.
         version_floor: the highest version that the origin has announced; -1: none.
         has_inherited: whether a forked run has the records of all batches before it.
         next_revision: first step of the next config that is not in force; 0 without one.
-        leftover: see RunClosed; of a run that is closed.
+        leftover: see RunClosed; only of a closed run.
         is_finished: the run is closed, and no batch follows `planned`.
-        paused: why the run is paused; None while it is not.
-        num_revised_groups: see `revised_groups` in store.keys.
-        rollbacks: the newest of them, the last one first.
-        lost_session: in which step the store is not what a rank of the session had; "": in none.
-        damage: what a rank was refused last because of its payload; None where nothing was, or its
-            plan was withdrawn since.
+        paused: reason of the pause; None if the run is not paused.
+        rollbacks: the newest rollbacks, the last one first.
+        lost_session: the step in which the store differs from a rank of the session; "" for none.
+        damage: the last payload damage that a rank met, until its plan is withdrawn; None without.
         replan: a request to plan again that no leader has answered yet.
         withdrawn: plans that were withdrawn because of damage.
     """
@@ -173,7 +171,7 @@ class Frontier:
 
     @property
     def has_session(self) -> bool:
-        """Whether a trainer session has begun that is not over: plans that are withdrawn end it."""
+        """Return whether a trainer session is active; withdrawn plans end it."""
         return bool(self.session_epoch and self.session)
 
     def revision_of(self, step: int) -> int:
@@ -196,12 +194,7 @@ def not_retained(step: int, frontier: Frontier) -> ReleasedError:
 
 
 def read_frontier(client: redis.Redis, run: str) -> Frontier:
-    """How far the run is.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """How far the run is."""
     name = keys.run_keys(run).frontier
     with reading(name), translating():
         fields: Any = client.execute_command("HGETALL", name)
@@ -258,7 +251,7 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
 
 
 def _sentence(value: bytes) -> str:
-    """What follows the step; it may quote damaged bytes."""
+    """Return the text after the step; it may quote damaged bytes."""
     return value.decode(errors="replace").partition(":")[2]
 
 

@@ -48,14 +48,10 @@ class Openings:
 
 
 def read_openings(client: redis.Redis, run: str) -> Openings:
-    """When the groups of a run were opened: what its events and its planner's snapshot tell.
+    """Return when the groups of a run were opened, from its events and its planner's snapshot.
 
-    Events are removed from the oldest on, so that a group which neither knows is older than all
-    that are kept; or its event is one that cannot be read.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
+    Old events are removed first. So a group in neither is older than all kept events, or its event
+    is unreadable.
     """
     names = keys.run_keys(run)
     known_ms = openings_in_snapshot(client, run)
@@ -77,12 +73,7 @@ def read_openings(client: redis.Redis, run: str) -> Openings:
 
 
 def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str, int]:
-    """When the groups were opened that the planner's snapshot has as open or ready.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """When the groups were opened that the planner's snapshot has as open or ready."""
     _, config = read_config(client, run)
     name = keys.run_keys(run).snapshot
     with reading(name), translating():
@@ -101,7 +92,7 @@ def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str, int]:
 
 
 def _newest_damaged_ms(client: redis.Redis, damaged: str) -> int:
-    """When the newest event was written that was set aside because nobody can read it."""
+    """Return when the newest unreadable event was written."""
     with reading(damaged), translating():
         entries: Any = client.xrevrange(damaged, count=1)
     return entry_ms(entries[0][0].decode()) if entries else 0

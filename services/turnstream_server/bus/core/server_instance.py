@@ -1,8 +1,8 @@
-"""Clients that speak to one start of the store and to no other.
+"""Clients that write to one server instance only.
 
-A store that was started anew may have lost its last writes, leaderships among them, and give the
-same epoch to another owner. So an epoch counts together with the start of the store that gave it:
-whoever writes with one does so through a client whose connections all lead there.
+A restarted store may have lost its last writes, a leader's lease among them, and may grant the same
+epoch to another owner. So an epoch is valid only together with the server instance that granted it.
+A leader writes through a client whose connections all lead to that instance.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ _RUN_ID = re.compile(rb"\brun_id:(\w+)")
 
 
 class BoundStore:
-    """A client that refuses to go on with another start of the server; a context manager.
+    """A client that refuses another server instance; a context manager.
 
-    The first connection says which start it is. A later one that finds another raises FencedError
-    from whatever was asked, before it is sent, also where the client repeats what a lost connection
-    had not answered.
+    The first connection determines the instance. A later connection to another one raises
+    FencedError before anything is sent, also when the client repeats a call.
 
     Args:
-        url: of the store.
+        url: address of the store.
 
     Attributes:
-        client: to be used while it lasts.
-        run_id: of the server's start; empty before the first connection.
+        client: the client.
+        run_id: run id of the server; empty before the first connection.
     """
 
     def __init__(self, url: str) -> None:
@@ -54,6 +53,6 @@ class BoundStore:
         if self.run_id and run_id != self.run_id:
             await connection.disconnect()
             raise FencedError(
-                f"the store was started anew: it is {run_id[:8]}, no longer {self.run_id[:8]}"
+                f"the store was restarted: it is {run_id[:8]}, no longer {self.run_id[:8]}"
             )
         self.run_id = run_id

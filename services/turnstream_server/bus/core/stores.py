@@ -22,17 +22,17 @@ _SYNCS = {"everysec": SYNCS, "fsync": ("always",)}
 
 @contextlib.contextmanager
 def open_store(settings: Settings, *, port: int = 0) -> Iterator[str]:
-    """The URL of the store, for as long as it is needed.
+    """Return the URL of the store, which is available until the end of the block.
 
-    Without TURNSTREAM_REDIS_URL the embedded server runs until the end of the block; otherwise the
-    external server is checked, and never stopped.
+    Without TURNSTREAM_REDIS_URL the embedded server runs until then; an external server is checked,
+    and never stopped.
 
     Args:
-        settings: which server, and the folder of the embedded one.
-        port: of the embedded server; 0 takes a free one.
+        settings: choice of the server, and the folder of the embedded one.
+        port: port of the embedded server; 0 takes a free one.
 
     Raises:
-        InvalidConfigError: the external server is too old, or set up so that it would lose data.
+        InvalidConfigError: the external server is too old, or its settings would lose data.
         StoreUnavailableError: it cannot be reached, or the embedded one does not start.
     """
     if settings.redis_url is not None:
@@ -76,7 +76,7 @@ def check_store(url: str, *, durability: str) -> None:
 
 
 def check_version(facts: Mapping[str, Any], *, where: str) -> None:
-    """Make sure that a server is new enough for our scripts.
+    """Refuse a server that is too old for the scripts.
 
     Args:
         facts: the reply to INFO, by name.

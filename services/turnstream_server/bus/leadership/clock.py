@@ -1,7 +1,7 @@
-"""The time of a run: counted by its leader's own clock, which nobody sets, and kept in the store.
+"""The time of a run: measured by its leader's monotonic clock, and kept in the store.
 
-Deadlines and the expiry of observers are by it. The store's clock may jump, a store may stand
-still, and leaders change; a run's time only ever goes on, by no more than has truly passed.
+Deadlines and the expiry of observers use it. The store's clock may jump and leaders change; the
+time of a run never decreases, and never grows by more than the true time.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from turnstream.store.client.scripts import Script, run_command_async
 from turnstream_server.bus.leadership.leadership import Term
 
 LONGEST_MOST_S: Final = 15.0
-"""What begins while the store's clock jumps ends late by so much at most: see run_clock.lua."""
+"""Longest delay of a deadline that starts while the store's clock jumps: see run_clock.lua."""
 
 _KEEP = Script("keep_clock", "turnstream_server.bus.leadership")
 
 
 class RunClock:
-    """Counts the time of one run, for one term of leading it.
+    """Counts the time of one run during one leadership term.
 
     Args:
         term: the leader's term.
-        most_s: of a longer time between two ticks no more than this counts. A leader that stood
-            still does not know what its store has promised meanwhile.
+        most_s: most time that counts between two ticks. A leader that stood still does not know the
+            deadlines that were set in between.
     """
 
     def __init__(self, term: Term, *, most_s: float) -> None:
@@ -34,15 +34,11 @@ class RunClock:
         self._ticked_s = 0.0
 
     async def tick(self, *, server_ms: int, own_s: float) -> None:
-        """Say in the store which time of the run it is, and go on from there.
+        """Write the time of the run to the store, and continue from there.
 
         Args:
-            server_ms: what the store's clock said.
-            own_s: ours, when the store's answer was in.
-
-        Raises:
-            FencedError: another planner leads the run.
-            StoreUnavailableError: the store cannot be reached.
+            server_ms: time of the store's clock.
+            own_s: local time when the store's answer arrived.
         """
         names = keys.run_keys(self._term.run)
         ms = None if self._ms is None else self._ms + self._since_ms(own_s)

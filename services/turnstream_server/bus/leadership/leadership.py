@@ -1,4 +1,4 @@
-"""Who plans a run: a lease by the server's clock, and a fencing number for whoever loses it."""
+"""The leadership of a run: a lease by the server's clock, and a fencing number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PARK = Script("park_leader", "turnstream_server.bus.leadership")
 _NOTE = Script("note_trouble", "turnstream_server.bus.leadership")
 
 Trouble = Literal["planning_trouble", "release_trouble"]
-"""What a leader cannot do."""
+"""The part of its work that a leader cannot do."""
 
 
 class Position(NamedTuple):
@@ -34,14 +34,14 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leadership:
-    """Who plans the run now.
+    """The current leader of a run.
 
     Attributes:
         is_ours: whether the caller leads.
         epoch: fencing number of the leader; every script of the planner takes it.
         owner: name of the leader.
         lease_left_s: seconds until the lease ends unless it is renewed.
-        parked: the position up to which a parked run was read; None where it is not parked.
+        parked: the position up to which a parked run was read; None if it is not parked.
     """
 
     is_ours: bool
@@ -76,19 +76,14 @@ async def acquire_leadership(
     lease_s: float,
     leads_parked: bool = True,
 ) -> Leadership:
-    """Become the run's planner, or stay it; the same owner keeps its epoch.
+    """Acquire or keep the leadership of a run; the same owner keeps its epoch.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: name of the run.
-        owner: name of this replica, different from every other's, also from its own before a
-            restart.
-        lease_s: seconds until another replica may take over, from now.
+        owner: name of this replica, unique also among its restarts.
+        lease_s: seconds until another replica may lead, from now.
         leads_parked: whether to lead a parked run, too.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
     where, lease_ms = (names.frontier, names.leader), max(1, round(lease_s * 1000))
@@ -123,10 +118,6 @@ async def park_leadership(term: Term, position: Position) -> bool:
 
     Returns:
         False where something in the run can expire.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(term.run)
     where = (names.leader, names.leases, names.deadlines, names.observers, names.clock)
@@ -136,17 +127,14 @@ async def park_leadership(term: Term, position: Position) -> bool:
 async def note_trouble(
     client: redis.asyncio.Redis, run: str, what: Trouble, trouble: str, *, owner: str
 ) -> bool:
-    """Leave word of what keeps the leader from going on; False where another one leads.
+    """Record the reason why a leader cannot work; return False if another one leads.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: name of the run.
-        what: which part of its work.
-        trouble: for people; empty where it is over.
+        what: the part of its work.
+        trouble: for people; empty once it is solved.
         owner: the leader.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
     """
     command = _NOTE((keys.run_keys(run).leader,), owner, what, trouble)
     return bool(await run_command_async(client, command))

@@ -25,10 +25,6 @@ async def save_snapshot(term: Term, *, position: str, step: int, record: bytes) 
     """Keep what the planner knows after the event `position` and the plan of `step`.
 
     A later one stays, where this call comes late.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(term.run)
     command = _SAVE((names.leader, names.snapshot), term.epoch, position, step, record)
@@ -41,7 +37,6 @@ async def read_snapshot(client: redis.asyncio.Redis, run: str) -> PlannerSnapsho
     Raises:
         CorruptRecordError: the stored bytes are damaged.
         UnknownFormatError: a newer release wrote it.
-        StoreUnavailableError: the store cannot be reached.
     """
     try:
         record: Any = await client.execute_command("HGET", keys.run_keys(run).snapshot, "record")
@@ -51,12 +46,7 @@ async def read_snapshot(client: redis.asyncio.Redis, run: str) -> PlannerSnapsho
 
 
 async def trim_events(term: Term) -> int:
-    """Remove some of the events below the snapshot before; how many, 0 once all are gone.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Remove some of the events below the snapshot before; how many, 0 once all are gone."""
     names = keys.run_keys(term.run)
     command = _TRIM(
         (names.leader, names.snapshot, names.events, names.rejected), term.epoch, TRIM_SLICE
@@ -65,11 +55,7 @@ async def trim_events(term: Term) -> int:
 
 
 async def last_event_id(client: redis.asyncio.Redis, run: str) -> str:
-    """The id of the newest event; "0-0" before the first.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """The id of the newest event; "0-0" before the first."""
     events = keys.run_keys(run).events
     try:
         entries: Any = await client.execute_command("XREVRANGE", events, "+", "-", "COUNT", 1)

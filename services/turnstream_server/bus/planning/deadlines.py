@@ -25,10 +25,6 @@ async def fire_deadlines(term: Term, *, run_ms: int) -> int:
 
     Returns:
         Milliseconds until the next one is due; -1 where there is none.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(term.run)
     script_keys = (

@@ -1,4 +1,4 @@
-"""What the plan decides about groups and their members, told to the ledger, and when it chooses."""
+"""Writes of the planner's decisions on groups and their members."""
 
 from __future__ import annotations
 
@@ -34,10 +34,6 @@ async def announce_due(term: Term, due: BatchDue) -> str:
     """Put the event at which the groups of a batch are chosen behind those before; its id.
 
     Sent twice in a row it is there once.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(term.run)
     command = _DUE((names.leader, names.events), term.epoch, encode_event(due))
@@ -51,9 +47,7 @@ async def settle_groups(term: Term, settled: Sequence[Settlement]) -> None:
     Each group is settled whole or not at all, once: settling it again changes nothing.
 
     Raises:
-        FencedError: another planner leads the run.
         ConflictError: a group is in a batch already, or was never opened.
-        StoreUnavailableError: the store cannot be reached.
     """
     if not settled:
         return
@@ -69,15 +63,13 @@ async def settle_groups(term: Term, settled: Sequence[Settlement]) -> None:
 
 
 async def grant_refill(term: Term, wanted: RefillWanted) -> bool:
-    """Let another attempt of a sample begin: the first that nobody has opened.
+    """Grant another attempt of a sample.
 
     Returns:
-        False where it was granted before, or the group needs none any more.
+        False if it was granted before, or the group needs none any more.
 
     Raises:
-        FencedError: another planner leads the run.
         ConflictError: the group was never opened.
-        StoreUnavailableError: the store cannot be reached.
     """
     for attempt in itertools.count(wanted.key.attempt):
         command = _grant(term, wanted, attempt)

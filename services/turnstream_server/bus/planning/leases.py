@@ -1,4 +1,4 @@
-"""Trajectories whose writers are silent: given up when nobody has taken them over in time."""
+"""Lapsed trajectories, which are abandoned if no generator adopts them in time."""
 
 from __future__ import annotations
 
@@ -22,25 +22,18 @@ logger = logging.getLogger(__name__)
 _GIVE_UP = Script("give_up", "turnstream_server.bus.planning")
 _APPEND = Script("append", "turnstream.generator.outbox")
 _FENCE: Final = "given up"
-"""Name of the writer that ends the payload of what was given up."""
+"""Name of the writer that fences the payload of abandoned trajectories."""
 
 
 async def give_up_lapsed(term: Term, *, until_ms: int) -> bool:
-    """Give up a page of trajectories whose leases ended at this time of the store, or before.
+    """Abandon a page of trajectories whose leases ended by then; return whether there are more.
 
-    Where the writer had stored the seal, and died before it could tell the run, it is told so
-    instead: what was acknowledged is not lost.
+    A trajectory whose seal is stored and not posted is sealed instead, so that no acknowledged
+    write is lost.
 
     Args:
         term: the leader's term.
         until_ms: ms of the store's clock.
-
-    Returns:
-        Whether there may be more of them.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
     """
     lapsed = await list_lapsed_async(term.client, term.run, until_ms=until_ms)
     if not lapsed:
@@ -52,7 +45,7 @@ async def give_up_lapsed(term: Term, *, until_ms: int) -> bool:
     await _end_payload(term.client, term.run, given_up)
     for each in given_up:
         logger.warning(
-            "run %s: %s is given up: %s", term.run, each.key.readable_name, _reason(each)
+            "run %s: %s is abandoned: %s", term.run, each.key.readable_name, _reason(each)
         )
     return len(lapsed) == MAX_LAPSED
 
@@ -60,7 +53,7 @@ async def give_up_lapsed(term: Term, *, until_ms: int) -> bool:
 async def _give_up(
     term: Term, lapsed: Sequence[LapsedTrajectory], *, until_ms: int
 ) -> list[LapsedTrajectory]:
-    """Those that were given up: nobody renewed them meanwhile, took them over or sealed them."""
+    """Abandon trajectories; return those that were not renewed, adopted or sealed before."""
     names = keys.run_keys(term.run)
     arguments: list[Any] = []
     for each in lapsed:

@@ -49,15 +49,13 @@ async def write_manifest(term: Term, planned: Manifest | StoredManifest) -> bool
     Writing the same plan again changes nothing.
 
     Returns:
-        False where the step must be planned anew, and nothing was written: the run is paused, the
-        step has got another config, or the trainer went back to another lineage.
+        False if the step must be planned again, and nothing was written: the run is paused, the
+            step
+        has another config, or the trainer returned to another lineage.
 
     Raises:
-        FencedError: another planner leads the run.
         ConflictError: the step has another plan or is not the next one, the chain differs, the
             config is not in force, or a trajectory is not sealed: nothing was written.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     stored = planned if isinstance(planned, StoredManifest) else encode_for_store(planned)
     manifest = stored.manifest
@@ -102,7 +100,6 @@ async def read_manifest(client: redis.asyncio.Redis, run: str, step: int) -> Sto
     Raises:
         CorruptRecordError: the stored bytes are damaged.
         UnknownFormatError: a newer release wrote it.
-        StoreUnavailableError: the store cannot be reached.
     """
     plan = keys.run_keys(run).plan
     try:
@@ -129,7 +126,6 @@ async def read_manifests(
     Raises:
         CorruptRecordError: the stored bytes are damaged.
         UnknownFormatError: a newer release wrote one.
-        StoreUnavailableError: the store cannot be reached.
     """
     plan = keys.run_keys(run).plan
     try:
@@ -142,7 +138,7 @@ async def read_manifests(
 
 
 async def _stored_in_thread(entries: Sequence[Any]) -> list[StoredManifest]:
-    """Decoded beside the event loop: one of three thousand trajectories takes 30 ms."""
+    """Decode in a thread: one manifest of three thousand trajectories takes 30 ms."""
     return await asyncio.to_thread(lambda: [_stored(entry) for entry in entries]) if entries else []
 
 

@@ -1,6 +1,6 @@
-"""Plans that are withdrawn because their payload was damaged: asked for, done, answered.
+"""Withdrawal of plans whose payload was damaged: request, execution, answer.
 
-Whoever asks leaves a request in the run; the leader answers it::
+A request is stored in the run, and the leader answers it::
 
     request_replan ──> replan ──> leader ──> withdraw_plans ──> replanned: which steps, who is dead
                                         └──> refuse_replan ──> refused_replan: why
@@ -31,7 +31,7 @@ from turnstream_server.bus.core.frontier import ReplanRequest
 from turnstream_server.bus.leadership.leadership import Term
 
 MAX_NAMED: Final = 16
-"""Dead trajectories that the run remembers by name; the dead letters have them all."""
+"""Dead trajectories that are named in the run; the dead letters have them all."""
 
 _WAKE_S: Final = 1.0
 """Longest read that waits for an answer: where its wake was missed, it is found all the same."""
@@ -62,15 +62,15 @@ class Replanned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Withdrawal:
-    """What is withdrawn, for `withdraw_plans`.
+    """The arguments of `withdraw_plans`.
 
     Attributes:
         manifests: the plans, from the damaged step to the newest.
-        manifest_hashes: of these.
-        dead: the damaged trajectories of them, each with its reason.
-        lease_epochs: of all others, those that they were sealed with.
-        position: the event that `snapshot` includes.
-        snapshot: what a planner knows that goes on behind the step before; a record.
+        manifest_hashes: their hashes.
+        dead: the damaged trajectories in them, each with its reason.
+        lease_epochs: the lease epochs of all others at their seal.
+        position: the last event in `snapshot`.
+        snapshot: record of the planner's state after the step before.
     """
 
     manifests: Sequence[Manifest]
@@ -82,26 +82,19 @@ class Withdrawal:
 
 
 def how_to_go_on(run: str) -> str:
-    """What an operator can do about damage, for whoever meets it."""
+    """Return the command that repairs damage, for error messages."""
     return f"`turnstream run replan {shlex.quote(run)}` sets it aside, and plans again without it"
 
 
 def request_replan(client: redis.Redis, run: str, *, step: int | None = None) -> str:
-    """Request a replan from a damaged step on, or join the request that stands.
+    """Request a replan from a damaged step on, or join the pending request; return its name.
 
     The leader checks the step when it answers.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: name of the run.
         step: the damaged one; None for the first that is planned, not stepped, and damaged.
-
-    Returns:
-        The name of the request, for `await_replan`.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
     command = _REQUEST((names.frontier, names.wake), uuid.uuid4().hex, step or 0)
@@ -115,7 +108,6 @@ def await_replan(client: redis.Redis, run: str, request: str, *, wait_s: float) 
     Raises:
         ConflictError: the leader refuses it, and says why.
         NotReadyError: no leader has answered; the request stands.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
     end_s = time.monotonic() + wait_s
@@ -143,41 +135,30 @@ def await_replan(client: redis.Redis, run: str, request: str, *, wait_s: float) 
 
 
 def last_replanned(client: redis.Redis, run: str) -> Replanned | None:
-    """The last plans of a run that were withdrawn; None before the first.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """The last plans of a run that were withdrawn; None before the first."""
     with translating():
         done: Any = client.hget(keys.run_keys(run).frontier, "replanned")
     return None if done is None else _parse(done.decode())
 
 
 async def refuse_replan(term: Term, request: ReplanRequest, why: str) -> None:
-    """Say why a request comes to nothing.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Say why a request comes to nothing."""
     names = keys.run_keys(term.run)
     where = (names.leader, names.frontier, names.wake)
     await run_command_async(term.client, _REFUSE(where, term.epoch, request.name, why))
 
 
 async def withdraw_plans(term: Term, request: ReplanRequest, withdrawal: Withdrawal) -> bool:
-    """Make plans void, all or none; what was damaged is dead, the rest is sealed again.
+    """Withdraw plans, all or none: damaged trajectories are dead, the others sealed again.
 
-    The trainer session ends by it, and the planner goes on from the snapshot.
+    It ends the trainer session. The planner continues from the snapshot.
 
     Returns:
-        False where it was done before.
+        False if it was done before.
 
     Raises:
-        FencedError: another planner leads the run.
-        ConflictError: the request does not stand, a step is stepped, or there are other plans:
+        ConflictError: there is no such request, a step is stepped, or there are other plans:
             nothing was written.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(term.run)
     first, newest = withdrawal.manifests[0], withdrawal.manifests[-1]
@@ -217,11 +198,7 @@ async def withdraw_plans(term: Term, request: ReplanRequest, withdrawal: Withdra
 async def note_damage(
     client: redis.asyncio.Redis, run: str, *, step: int, manifest_hash: str, sentence: str
 ) -> None:
-    """Note that a rank was refused a step, for whoever asks why it does not go on.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Record the damage that a rank met."""
     names = keys.run_keys(run)
     command = _NOTE_DAMAGE((names.frontier, names.batches), step, manifest_hash, sentence)
     await run_command_async(client, command)

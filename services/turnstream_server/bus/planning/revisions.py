@@ -22,9 +22,7 @@ async def read_revisions_async(client: redis.asyncio.Redis, run: str) -> Revisio
     """All configs of a run.
 
     Raises:
-        RunNotFoundError: no such run.
         RecordError: one of them is damaged, or of a newer release.
-        StoreUnavailableError: the store cannot be reached.
     """
     try:
         fields: Any = await client.execute_command("HGETALL", keys.run_keys(run).config)
@@ -34,15 +32,13 @@ async def read_revisions_async(client: redis.asyncio.Redis, run: str) -> Revisio
 
 
 async def announce_revision(term: Term, revised: ConfigRevised) -> bool:
-    """Put a revision in force, and the event that says so behind those before.
+    """Put a revision in force, and write its event after those before.
 
     Returns:
-        False where it was in force before.
+        False if it was in force before.
 
     Raises:
-        FencedError: another planner leads the run.
         ConflictError: no such revision, or the step before its first is not planned.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(term.run)
     command = _ANNOUNCE(

@@ -1,4 +1,4 @@
-"""The end of a closed run: groups that nobody holds are decided, and at last all are told."""
+"""The end of a closed run: orphaned groups are decided, then the run is finished."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ async def finish_run(term: Term, *, step: int, position: str) -> bool:
 
     Returns:
         False where the run is not closed, or there are later events.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(term.run)
     command = _FINISH(
@@ -45,11 +41,7 @@ async def finish_run(term: Term, *, step: int, position: str) -> bool:
 
 
 async def is_evaluating(client: redis.asyncio.Redis, run: str) -> bool:
-    """Whether an evaluation of the run has not ended: a run ends without waiting for them.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Whether an evaluation of the run has not ended: a run ends without waiting for them."""
     try:
         groups: Any = await client.execute_command("HVALS", keys.run_keys(run).groups)
     except (RedisError, OSError) as error:
@@ -58,24 +50,14 @@ async def is_evaluating(client: redis.asyncio.Redis, run: str) -> bool:
 
 
 async def find_unheld(term: Term, group_ids: Sequence[str]) -> dict[str, int]:
-    """Those of the groups that nobody holds, with the refills that were granted to each.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the groups without a writer, with the refills that were granted to each."""
     replies = await _end(term, [(each, "", b"") for each in group_ids])
     found = zip(group_ids, replies, strict=True)
     return {group_id: refills for group_id, refills in found if refills >= 0}
 
 
 async def end_unheld(term: Term, unheld: Mapping[str, int]) -> int:
-    """Fire the deadlines of groups, unless somebody holds them now; how many.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Fire the deadlines of groups, unless somebody holds them now; how many."""
     items = [
         (each, refills, encode_event(DeadlineFired(group_id=each, num_refills=refills)))
         for each, refills in unheld.items()

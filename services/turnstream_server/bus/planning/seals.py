@@ -1,4 +1,4 @@
-"""What trajectories were sealed with, as their payload and the run's events still tell it."""
+"""Seals of trajectories, read from their payload and the run's events."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ _SLICE: Final = 256
 async def read_seals(
     client: redis.asyncio.Redis, run: str, wanted: Sequence[TrajectoryKey]
 ) -> dict[TrajectoryKey, SealedTrajectory | RecordError]:
-    """The seal of each of these trajectories, or why it cannot be read.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """The seal of each of these trajectories, or why it cannot be read."""
     seals: dict[TrajectoryKey, SealedTrajectory | RecordError] = {}
     for start in range(0, len(wanted), _SLICE):
         some = wanted[start : start + _SLICE]
@@ -48,11 +44,7 @@ async def read_seals(
 async def read_posted_rewards(
     client: redis.asyncio.Redis, run: str, wanted: Collection[TrajectoryKey]
 ) -> dict[TrajectoryKey, RewardPosted]:
-    """The rewards that were posted for these trajectories, as far as events are kept.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """The rewards that were posted for these trajectories, as far as events are kept."""
     posted: dict[TrajectoryKey, RewardPosted] = {}
     after = "0-0"
     while wanted and (entries := await read_events_async(client, run, after=after)):

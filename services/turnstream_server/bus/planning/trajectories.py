@@ -1,4 +1,4 @@
-"""Single trajectories that the plan must be told of: damaged ones, and seals that nobody posted."""
+"""Single trajectories that change a plan: damaged ones, and stored seals that were not posted."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ async def mark_dead(term: Term, died: TrajectoryDied) -> bool:
         False where it was dead before.
 
     Raises:
-        FencedError: another planner leads the run.
         ConflictError: it is not sealed, or already in a batch.
-        StoreUnavailableError: the store cannot be reached.
     """
     names, name = keys.run_keys(term.run), keys.trajectory_id(died.key)
     try:
@@ -83,10 +81,6 @@ async def reject_events(term: Term, rejections: Sequence[Rejection]) -> int:
 
     Returns:
         How many were rejected now.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(term.run)
     where = (
@@ -108,11 +102,7 @@ async def reject_events(term: Term, rejections: Sequence[Rejection]) -> int:
 
 
 async def read_rejected(client: redis.asyncio.Redis, run: str) -> set[str]:
-    """Return the ids of all rejected events of a run that a leader may still read.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the ids of all rejected events of a run that a leader may still read."""
     name, rejected = keys.run_keys(run).rejected, set[str]()
     for start in itertools.count(0, _PAGE):
         with translating():
@@ -154,9 +144,6 @@ async def post_forgotten_seals(client: redis.asyncio.Redis, run: str) -> int:
 
     Returns:
         How many were posted.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
     """
     num_posted = 0
     try:
@@ -168,11 +155,7 @@ async def post_forgotten_seals(client: redis.asyncio.Redis, run: str) -> int:
 
 
 async def post_seals_of(client: redis.asyncio.Redis, run: str, ids: Sequence[str]) -> int:
-    """The same for these open trajectories alone, a page of them at most.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """The same for these open trajectories alone, a page of them at most."""
     names = keys.run_keys(run)
     arguments: list[Any] = []
     try:

@@ -23,13 +23,13 @@ FIRST_ESTIMATE: Final = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes:
-    """What is held for the trajectories of a run, as of one moment.
+    """The bytes of a run's trajectories at one time.
 
     Attributes:
-        reserved: for those that are not sealed: open, not begun, or ended and not released yet.
-        stored: by those that are sealed and in no batch.
-        planned: by the batches that are not released.
-        estimate: what a trajectory usually takes.
+        reserved: for unsealed trajectories: open, not opened, or ended and not released.
+        stored: bytes of sealed trajectories that are in no batch.
+        planned: bytes of the batches that are not released.
+        estimate: usual bytes of a trajectory.
     """
 
     reserved: int
@@ -45,14 +45,14 @@ class HeldBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteBudget:
-    """What a run holds, and what it may hold.
+    """The bytes of a run, and their limits.
 
     Attributes:
-        max_bytes: of the run; 0 for no limit.
+        max_bytes: limit of the run; 0 for none.
         server_used: bytes that the server uses.
         server_max: bytes that it may use; 0 for no limit.
         num_kept_steps: planned steps whose payload is kept.
-        unseen_by: the observers that have not seen the oldest of them, where that is committed.
+        unseen_by: the observers that have not seen the oldest committed one of them.
     """
 
     held: HeldBytes
@@ -115,12 +115,7 @@ class ByteBudget:
 
 
 def read_budget(client: redis.Redis, run: str) -> ByteBudget:
-    """What a run holds and may hold; its parts are read one after the other.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the bytes of a run and their limits; the parts are read one after the other."""
     _, config = read_config(client, run)
     frontier = read_frontier(client, run)
     name = keys.run_keys(run).budget
@@ -138,7 +133,7 @@ def read_budget(client: redis.Redis, run: str) -> ByteBudget:
 
 
 def _unseen_by(observers: Iterable[Observer], frontier: Frontier) -> str:
-    """Who keeps the oldest step that is kept, and has nothing else to wait for."""
+    """Return the observers that alone keep the oldest step from its release."""
     if frontier.released >= frontier.committed:
         return ""
     return ", ".join(
@@ -149,11 +144,7 @@ def _unseen_by(observers: Iterable[Observer], frontier: Frontier) -> str:
 
 
 async def read_held_async(client: redis.asyncio.Redis, run: str) -> HeldBytes:
-    """The sums that the scripts keep.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """The sums that the scripts keep."""
     name = keys.run_keys(run).budget
     with reading(name), translating():
         fields: Any = await client.execute_command("HGETALL", name)

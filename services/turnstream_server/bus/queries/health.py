@@ -16,10 +16,10 @@ SECTIONS = ("persistence", "memory")
 
 
 def store_trouble(facts: Mapping[str, Any]) -> str:
-    """Why a store refuses writes now; empty where it takes them.
+    """Return why a store refuses writes now; empty if it takes them.
 
-    Memory that is full is no trouble: producers wait, and what frees it is not refused. It is
-    reported by `store_note`.
+    Full memory does not count: producers wait, and calls that free memory are not refused. See
+    `store_note`.
 
     Args:
         facts: the reply to INFO, by name.
@@ -39,11 +39,11 @@ def store_trouble(facts: Mapping[str, Any]) -> str:
 
 
 def store_note(facts: Mapping[str, Any], held: Iterable[HeldBytes]) -> str:
-    """Return that the memory of a store is full, and what holds it; empty while it is not.
+    """Return that the memory of a store is full, with its holders; empty if it is not.
 
     Args:
         facts: the reply to INFO, by name.
-        held: bytes that each run holds.
+        held: bytes of each run.
     """
     runs = list(held)
     known = Bytes(
@@ -59,11 +59,7 @@ def store_note(facts: Mapping[str, Any], held: Iterable[HeldBytes]) -> str:
 
 
 def read_store_trouble(client: redis.Redis) -> str:
-    """The same, asked now.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """The same, asked now."""
     with translating():
         facts: Any = client.info(*SECTIONS)
     return store_trouble(facts)

@@ -1,4 +1,4 @@
-"""What a run looks like at one moment to somebody who waits for it. No I/O."""
+"""The state of a run at one time, from which the reasons for waiting follow. No I/O."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class OpenMember:
     """A trajectory that is not sealed.
 
     Attributes:
-        writer: who holds it.
-        lease_left_s: of its lease; 0 or below where it has lapsed, by so much.
+        writer: owner of its lease.
+        lease_left_s: time left of its lease; 0 or below after it has lapsed.
     """
 
     sample: int
@@ -32,8 +32,8 @@ class AwaitedReward:
     """A sealed trajectory whose reward was not posted.
 
     Attributes:
-        since_s: seconds since it was sealed; None where no event tells.
-        deadline_left_s: until the run goes on without it; None without a deadline.
+        since_s: seconds since it was sealed; None if its event is gone.
+        deadline_left_s: until its reward deadline; None without one.
     """
 
     sample: int
@@ -44,15 +44,14 @@ class AwaitedReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingGroup:
-    """A group that is not decided; of its members a bounded number is named.
+    """An undecided group with a limited number of its members.
 
     Attributes:
-        age_s: seconds since it was opened; None where neither an event nor the planner's snapshot
-            tells.
+        age_s: seconds since it was opened; None if unknown.
         num_sealed: samples with a member that is sealed, and rewarded.
-        deadline_left_s: until its deadline fires; None without one.
-        open_members: those that are being written.
-        awaited: those that wait for their reward.
+        deadline_left_s: until its deadline; None without one.
+        open_members: members that are being written.
+        awaited: members without their reward.
         not_begun: samples that no generator has taken.
     """
 
@@ -68,7 +67,7 @@ class WaitingGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRefill:
-    """An attempt that was granted, and that nobody has begun.
+    """A granted attempt that no generator has taken.
 
     Attributes:
         since_s: seconds since it was granted.
@@ -96,31 +95,31 @@ class SilentWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """What the reasons follow from.
+    """The state of a run at one time.
 
     Attributes:
-        planner: name of the batcher that planned last; empty if none ever did, or it has left.
-        planner_left_s: of its lease; 0 or below where it has ended.
+        planner: name of the batcher that planned last; empty before the first, or after it has
+            stopped.
+        planner_left_s: time left of its lease; 0 or below after its end.
         batch_groups: groups of one step.
-        max_planned_ahead: batches planned beyond the one that is to be stepped next.
+        max_planned_ahead: batches planned beyond the next step.
         most_live_groups: groups that may be live after the last step.
         num_ready: groups that can be planned.
         num_waiting: groups that are not decided.
-        groups: the oldest of these, a bounded number.
-        refills: the oldest that nobody has taken, a bounded number.
+        groups: the oldest undecided groups, a limited number.
+        refills: the oldest untaken refills, a limited number.
         silent: generators that are gone, those with most trajectories first.
-        untrained: (reason, trajectories) of what ended untrained, the most frequent first.
-        num_unsealed: trajectories that were left without a seal.
-        newest_version: of the policy; None before the first.
+        untrained: (reason, trajectories) that ended untrained, the most frequent first.
+        num_unsealed: trajectories whose block ended without a seal.
+        newest_version: newest policy version; None before the first.
         max_open_groups: groups that may be open at once; 0 means no limit.
-        prompts: where those are that the run was given; None where it was not asked.
-        budget: the bytes that are held, and may be.
-        store_trouble: why the store takes no writes; empty where it does.
-        planning_trouble, release_trouble: what keeps the planner from planning, and from letting
-            go of what is over; empty where nothing does.
-        lasting: for how long it is so.
-        behind: ranks that have not asked for the step that is to be stepped next.
-        dead: the dead letters; None where none is kept.
+        prompts: counts of the run's prompts; None if it has none.
+        budget: the bytes of the run, and their limits.
+        store_trouble: why the store takes no writes; empty if it does.
+        planning_trouble, release_trouble: why the planner cannot plan or release; empty if it can.
+        lasting: durations of the current state.
+        behind: ranks that have not asked for the next step.
+        dead: the dead letters; None if there are none.
     """
 
     run: str

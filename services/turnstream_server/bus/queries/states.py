@@ -31,7 +31,7 @@ STATES_WITH_REASON: Final = frozenset(
 """Ends of a trajectory that is not trained; the ledger says why."""
 
 _MAY_BE_COMPACT: Final = STATES_WITH_REASON | {TrajectoryState.COMMITTED}
-"""States whose trajectories leave the ledger: of those that did, the age is not known."""
+"""States whose trajectories may be compact, so that their age is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +39,12 @@ class StateFacts:
     """The trajectories of one state.
 
     Attributes:
-        count: how many there are, also those of which only the number is kept.
-        oldest_age_s: seconds since the group of the oldest one was opened; None where the ledger
-            holds none of them one by one, or nothing tells.
-        may_be_older: whether the age of some is not known, because their groups were opened before
-            any event that is kept, or they are compact: `oldest_age_s` is the least that can be.
-        reasons: all of them with their numbers, the most frequent first.
-        held_bytes: that they hold in the store, reserved or stored.
+        count: their number, compact ones included.
+        oldest_age_s: seconds since the group of the oldest one was opened; None if unknown.
+        may_be_older: whether some ages are unknown, because their events are gone or they are
+            compact: `oldest_age_s` is a lower limit.
+        reasons: all reasons with their numbers, the most frequent first.
+        held_bytes: their bytes in the store, reserved or stored.
     """
 
     state: TrajectoryState
@@ -61,11 +60,10 @@ class LedgerStates:
     """A run's ledger by state; its parts are read one after the other.
 
     Attributes:
-        counts: the numbers, as of one moment.
-        states: those that occur, in the order of a trajectory's life.
-        prompts: where those are that the run was given.
-        budget: what they hold, and may hold. More than the states say is held for samples that are
-            not begun.
+        counts: the numbers at one time.
+        states: the states that occur, in their order in time.
+        prompts: counts of the run's prompts.
+        budget: bytes and limits; samples without a trajectory have reservations, too.
     """
 
     run: str
@@ -81,8 +79,6 @@ def read_states(client: redis.Redis, run: str) -> LedgerStates:
 
     Raises:
         CorruptRecordError: a field is damaged; names its key.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     frontier = read_frontier(client, run)
     tallies = _tally(client, run, frontier)
@@ -130,7 +126,7 @@ class _Tally:
 def _tally(
     client: redis.Redis, run: str, frontier: Frontier
 ) -> defaultdict[TrajectoryState, _Tally]:
-    """What the ledger says of each state, and of the reasons what is compact says, too."""
+    """Return the numbers by state, and by reason, compact records included."""
     names = keys.run_keys(run)
     held = {name: _held(names.held, name, value) for name, value in hash_fields(client, names.held)}
     tallies: defaultdict[TrajectoryState, _Tally] = defaultdict(_Tally)
@@ -170,7 +166,7 @@ def parse_entry(value: bytes, frontier: Frontier) -> tuple[TrajectoryState, str]
 
 
 def state_of_step(step: int, frontier: Frontier) -> TrajectoryState:
-    """Where the trajectories of a planned batch are: that follows from the frontier."""
+    """Return the state of the trajectories of a planned batch, which follows from the frontier."""
     if step <= frontier.committed:
         return TrajectoryState.COMMITTED
     return TrajectoryState.STEPPED if step <= frontier.stepped else TrajectoryState.PLANNED

@@ -51,7 +51,7 @@ class TrajectoryEvent:
     """One event of a trajectory.
 
     Attributes:
-        name: such as "sealed" or "planned".
+        name: for example "sealed" or "planned".
         details: further fields as text; may be empty.
         at_ms: time by the server's clock, in milliseconds.
     """
@@ -103,8 +103,6 @@ def read_history(
     Raises:
         LedgerFileError: a file that may have it cannot be read.
         TrajectoryNotFoundError: it was never opened, or the name is malformed.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     try:
         *before, last = keys_named(name)
@@ -126,8 +124,6 @@ def history_of(
     Raises:
         LedgerFileError: a file that may have it cannot be read.
         TrajectoryNotFoundError: it was never opened.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     trajectory_id = key.trajectory_id
     frontier = read_frontier(client, run)

@@ -1,4 +1,4 @@
-"""Who waits for whom in a run: read from the store, for bus.reasons."""
+"""The state of a run, read from the store for `wait_reasons`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from turnstream_server.bus.release.compact_records import past_reasons
 
 MAX_GROUPS: Final = 8
 MAX_MEMBERS: Final = 8
-"""Of one group and one kind."""
+"""Members of one group and one kind."""
 MAX_REFILLS: Final = 8
 MAX_SILENT: Final = 8
 
@@ -96,12 +96,7 @@ class _Group:
 
 
 def read_snapshot(client: redis.Redis, run: str) -> RunSnapshot:
-    """What the reasons of a wait follow from; its parts are read one after the other.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the state of a run; its parts are read one after the other."""
     names = keys.run_keys(run)
     frontier = read_frontier(client, run)
     _, config = read_config(client, run)
@@ -160,7 +155,7 @@ def _lasting(client: redis.Redis, names: keys.RunKeys, frontier: Frontier, now_m
 
 
 def _ranks_behind(client: redis.Redis, names: keys.RunKeys, frontier: Frontier) -> tuple[int, ...]:
-    """Ranks of the session, if one goes on, that have not asked for what is to be stepped next."""
+    """Return the ranks of an active session that have not asked for the next step."""
     if not frontier.has_session:
         return ()
     with translating():
@@ -196,7 +191,7 @@ def _last_id(client: redis.Redis, stream: str) -> bytes:
 
 
 def _read_groups(client: redis.Redis, names: keys.RunKeys) -> dict[str, _Group]:
-    """The groups that are open, or decided and not planned, by name."""
+    """Return the open groups, and the decided ones that are not planned."""
     needed = {name: int(v.partition(b":")[0]) for name, v in hash_fields(client, names.members)}
     groups: dict[str, _Group] = {}
     for name, value in hash_fields(client, names.groups):
@@ -257,7 +252,7 @@ def _open_refills(
 def _lease_ends(
     client: redis.Redis, names: keys.RunKeys, groups: Iterable[_Group]
 ) -> dict[TrajectoryKey, int]:
-    """When the lease of every open trajectory ends; one that was sealed meanwhile has none."""
+    """Return the end of the lease of every open trajectory that has one."""
     return _scores(
         client,
         names.leases,
@@ -357,9 +352,9 @@ def _moments(
     groups: Mapping[str, _Group],
     trajectories: set[TrajectoryKey],
 ) -> tuple[dict[str, int], dict[TrajectoryKey, int]]:
-    """When groups were opened and trajectories sealed, as far as events are kept.
+    """Return when groups were opened and trajectories sealed, as far as known.
 
-    Of a group whose event is gone the planner's snapshot tells.
+    If the event of a group is gone, the planner's snapshot has the time.
     """
     opened_ms: dict[str, int] = {}
     sealed_ms: dict[TrajectoryKey, int] = {}

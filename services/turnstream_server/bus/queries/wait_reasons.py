@@ -1,4 +1,4 @@
-"""Why nobody gets data: typed reasons, from what a run looks like at one moment. No I/O."""
+"""Reasons why a run waits, from its state at one time. No I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reason:
 
     Attributes:
         sentence: for people.
-        facts: what the sentence says, by name, for programs.
+        facts: the values in the sentence by name, for programs.
     """
 
     kind: ReasonKind
@@ -32,10 +32,9 @@ class Reason:
 
 
 def reasons(snapshot: RunSnapshot) -> tuple[Reason, ...]:
-    """Why nobody gets data, the most important reason first; at least one.
+    """Return why a run waits, the most important reason first; at least one.
 
-    What is part of the day, such as a member that is being written, is a reason only while the
-    trainer waits for groups.
+    Normal states, such as an open member, are reasons only while the trainer waits for groups.
     """
     if snapshot.is_over:
         return (_over(snapshot),)
@@ -152,7 +151,7 @@ def _of_services(snapshot: RunSnapshot) -> Iterator[Reason]:
 
 
 def _of_trainer(snapshot: RunSnapshot) -> Reason:
-    """Who has the step that everything waits for, and which ranks do not even ask for it."""
+    """Return who has the awaited step, and which ranks have not asked for it."""
     frontier, since_s = snapshot.frontier, snapshot.lasting.trainer_s
     step, awaited = frontier.planned + 1, frontier.stepped + 1
     trainer = f"trainer session {frontier.session_epoch} has it"
@@ -173,7 +172,7 @@ def _of_trainer(snapshot: RunSnapshot) -> Reason:
 
 
 def _of_damage(snapshot: RunSnapshot) -> Iterator[Reason]:
-    """What a rank was refused, until it is stepped all the same or planned again."""
+    """Yield damage that a rank met, until the step is stepped or planned again."""
     frontier, damage = snapshot.frontier, snapshot.frontier.damage
     if damage is not None and frontier.stepped < damage.step <= frontier.planned:
         yield Reason(
@@ -184,7 +183,7 @@ def _of_damage(snapshot: RunSnapshot) -> Iterator[Reason]:
 
 
 def _of_capacity(snapshot: RunSnapshot) -> Iterator[Reason]:
-    """What lets no generator open a group."""
+    """Yield why no generator may open a group."""
     frontier = snapshot.frontier
     most, live = snapshot.most_live_groups, frontier.num_live_groups
     most_open, num_open = snapshot.max_open_groups, frontier.num_open_groups
@@ -331,7 +330,7 @@ def _of_refills(snapshot: RunSnapshot) -> Iterator[Reason]:
 
 
 def _of_group(group: WaitingGroup) -> Iterator[Reason]:
-    """What one group waits for, member by member."""
+    """Yield the missing members of one group."""
     head = f"group {group.group_id} ({group.num_sealed} of {group.num_needed} members)"
     until = _until(group.deadline_left_s)
 

@@ -1,16 +1,16 @@
-"""What is over leaves: its payload, its plan, its entries in the ledger.
+"""Release of finished steps: their payload, plans and ledger entries.
 
-In this order, so that nothing is ever gone that the ledger could offer again. Every call may be
-sent twice, and after a crash the next planner goes on wherever this one stopped::
+The order keeps the payload of every batch that the ledger can still offer. Every call may be sent
+twice, and after a crash the next planner continues::
 
     raise_floor        no session can ask for these steps any more
     remove_payload     of every trajectory in them
-    give_back          what it held: others may begin
-    fold_batch         its trajectories leave the ledger, its groups leave a fingerprint
-    finish_batch       its plan becomes a compact record
+    give_back          releases their bytes: others may begin
+    fold_batch         moves trajectories and groups from the ledger to compact records
+    finish_batch       replaces the plan by a compact record
 
-What ended untrained is past asking for from the beginning: its payload goes, and when its group is
-decided, `fold_ended` leaves compact records of many together.
+Trajectories that ended untrained need no watermark: their payload is deleted, and `fold_ended`
+replaces them by compact records when their groups are decided.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from turnstream.store.client.scripts import Command, Script, run_command_async, 
 from turnstream_server.bus.leadership.leadership import Term
 
 TOMBSTONE_LEASES: Final = 15
-"""Late writers of a released trajectory are refused by its own key for so many leases, after which
-only the ledger does. Longer helps nobody, for a writer stops when its lease is over, and a
-tombstone costs about 200 bytes."""
+"""Leases for which a released trajectory keeps a tombstone of about 200 bytes, to refuse late
+writers. A writer stops when its lease ends, so a longer time has no effect."""
 
 SHORTEST_TOMBSTONE_S: Final = 900.0
 
 OVER: Final = "over"
 GIVEN_UP: Final = "given up"
-"""What a tombstone says. Who had sealed the trajectory in a store that forgot it, and finds that
-another gave it up, is told that it is lost."""
+"""Text of the tombstone of an abandoned trajectory. A writer that had sealed it, in a store that lost
+the seal, learns from it that the trajectory is lost."""
 
 SLICE_WORDS: Final = 512
 """Words of the calls of one round trip: they take the event loop about 3 ms to pack."""
@@ -67,16 +66,16 @@ _FOLD_ENDED = Script("fold_ended", "turnstream_server.bus.release")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseState:
-    """How far the release of a run is, as of one moment.
+    """The progress of a run's release at one time.
 
     Attributes:
-        released: newest step that nobody can ask for any more.
-        folded: newest step of which a compact record is left.
-        num_records: compact records of what ended untrained.
+        released: newest released step.
+        folded: newest step with a compact record.
+        num_records: compact records of untrained trajectories.
         snapshot_step: newest plan that a starting planner does not read.
         num_ended: trajectories that ever ended untrained and are not kept as dead letters.
-        num_ended_folded: those of them that are in compact records.
-        dead_bytes: what dead letters keep.
+        num_ended_folded: their number in compact records.
+        dead_bytes: bytes of the dead letters.
         cold: newest step whose compact record is in a file.
         num_entries: trajectories in the ledger.
     """
@@ -93,12 +92,7 @@ class ReleaseState:
 
 
 async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseState:
-    """How far the release is.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """How far the release is."""
     names = keys.run_keys(run)
     pipeline = client.pipeline(transaction=True)
     pipeline.execute_command(
@@ -128,21 +122,13 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
 
 
 async def raise_floor(term: Term, *, at_most: int | None = None) -> int:
-    """Give up the steps that no checkpoint of the last `retain_checkpoints` can ask for.
+    """Advance the low watermark to the steps behind the last `retain_checkpoints`; return it.
 
-    A live observer keeps what it has not seen.
+    A live observer keeps the steps that it has not seen.
 
     Args:
         term: the leader's term.
-        at_most: newest step that may be given up; None means any.
-
-    Returns:
-        The newest step that is given up.
-
-    Raises:
-        FencedError: another planner leads the run.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
+        at_most: newest step that may be released; None means any.
     """
     names = keys.run_keys(term.run)
     command = _RAISE(
@@ -174,9 +160,6 @@ async def give_back(client: redis.asyncio.Redis, run: str, trajectory_ids: Seque
     """Take trajectories whose payload is removed out of what the run holds; once.
 
     Until then they must be in the ledger.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
     """
     commands = [give_back_command(run, some) for some in _sliced(trajectory_ids, FOLD_SLICE)]
     await _run_all(client, commands)
@@ -202,9 +185,7 @@ async def fold_batches(term: Term, manifests: Sequence[Manifest]) -> None:
     """Remove the trajectories and groups of released steps from the ledger, in few round trips.
 
     Raises:
-        FencedError: another planner leads the run.
         ConflictError: a step is not released.
-        StoreUnavailableError: the store cannot be reached.
     """
     commands = (command for manifest in manifests for command in _fold_commands(term, manifest))
     await _run_all(term.client, commands)
@@ -225,9 +206,7 @@ async def finish_batches(term: Term, records: Mapping[int, bytes]) -> None:
     """Replace the plans of consecutive released steps by their compact records.
 
     Raises:
-        FencedError: another planner leads the run.
         ConflictError: a step is not released, not the next one, or not in the snapshot.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(term.run)
     where = (
@@ -242,11 +221,7 @@ async def finish_batches(term: Term, records: Mapping[int, bytes]) -> None:
 async def find_ended(
     client: redis.asyncio.Redis, run: str, *, cursor: str, num_entries: int
 ) -> tuple[str, dict[str, str]]:
-    """A part of the ledger: what ended untrained in it, and the cursor of the next part, or "0".
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the untrained trajectories in a part of the ledger, and the next cursor, or "0"."""
     command = _FIND_ENDED((keys.run_keys(run).ledger,), cursor, num_entries)
     reply: list[bytes] = await run_command_async(client, command)
     next_cursor, *pairs = [each.decode() for each in reply]
@@ -256,11 +231,7 @@ async def find_ended(
 async def groups_that_are_over(
     client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
 ) -> set[str]:
-    """Those of these (encoded) names that can get no member any more: planned, dropped, or gone.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Those of these (encoded) names that can get no member any more: planned, dropped, or gone."""
     states = await _group_states(client, run, group_names)
     return {
         name
@@ -272,11 +243,7 @@ async def groups_that_are_over(
 async def groups_that_are_gone(
     client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
 ) -> set[str]:
-    """Those of these (encoded) names of opened groups that have left a fingerprint and no more.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Those of these (encoded) names of opened groups that have left a fingerprint and no more."""
     states = await _group_states(client, run, group_names)
     return {name for name, entry in zip(group_names, states, strict=True) if entry is None}
 
@@ -287,9 +254,7 @@ async def fold_ended(
     """Take trajectories that ended untrained out of the ledger and leave this record, once.
 
     Raises:
-        FencedError: another planner leads the run.
         ConflictError: `number` is not the next one, or a trajectory may still change.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(term.run)
     where = (

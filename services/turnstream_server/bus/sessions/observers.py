@@ -1,4 +1,4 @@
-"""Observers: consumers beside the trainer, which see its batches and drive nothing."""
+"""Observers: consumers that see the trainer's batches and drive nothing."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ _OBSERVED = Script("observed", "turnstream_server.bus.sessions")
 _FORGET = Script("forget_observers", "turnstream_server.bus.sessions")
 
 MOST_FORGOTTEN: Final = 256
-"""Of so many forgotten observers stays written what they had seen: whoever makes up a new name each
-time fills no store."""
+"""Expired observers whose last step is kept. The limit bounds what new names can fill."""
 
 
 class Declared(NamedTuple):
-    """Where an observer begins.
+    """The start of an observer.
 
     Attributes:
-        next_step: that it has not seen.
-        first_missed: it was forgotten, and missed the steps from here to the one before
-            `next_step`; 0 where it missed none, or nobody knows any more.
+        next_step: first step that it has not seen.
+        first_missed: first step that it missed while it was expired; 0 if it missed none, or that
+            is no longer known.
     """
 
     next_step: int
@@ -59,11 +58,7 @@ class Observer:
 
 
 def read_observers(client: redis.Redis, run: str) -> tuple[Observer, ...]:
-    """The observers of a run, by name; also those that are forgotten, as far as they are known.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the observers of a run, sorted; also expired ones that are still known."""
     names = keys.run_keys(run)
     found = dict(hash_fields(client, names.observers))
     with reading(names.clock), translating():
@@ -91,20 +86,18 @@ def _observer(name: str, entry: str, run_ms: int) -> Observer:
 async def declare_observer(
     client: redis.asyncio.Redis, run: str, *, observer: str, first_step: int | None, expiry_s: float
 ) -> Declared:
-    """Declare an observer, or let one come back where it was; one that was forgotten begins anew.
+    """Declare an observer, or resume one at its next step; an expired one restarts.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: name of the run.
         observer: its name.
-        first_step: that a new observer begins with; None: the one after the last stepped.
-        expiry_s: an observer that is silent for so long is forgotten.
+        first_step: first step of a new observer; None: the one after the last stepped.
+        expiry_s: seconds of silence after which an observer expires.
 
     Raises:
-        InvalidConfigError: no name, or an expiry or step that cannot be.
-        ReleasedError: the step that it would begin with is no longer retained.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
+        InvalidConfigError: no name, or an invalid expiry or step.
+        ReleasedError: its first step is no longer retained.
     """
     if not observer:
         raise InvalidConfigError("observer", "an observer needs a name")
@@ -125,19 +118,17 @@ async def declare_observer(
 async def note_observed(
     client: redis.asyncio.Redis, run: str, *, observer: str, seen: int = 0, asks: int = 0
 ) -> float:
-    """Note that an observer lives and has seen all batches up to `seen`; gives its expiry, in s.
+    """Record that an observer is alive and what it has seen; return its expiry in seconds.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: name of the run.
         observer: its name.
-        seen: the newest step that it has seen; 0 where it does not say.
-        asks: the step that it asks for, which shows that it lives where it has seen all before;
-            0 where it asks for none.
+        seen: the newest step that it has seen; 0 if unknown.
+        asks: the step that it asks for; 0 for none.
 
     Raises:
         ObserverExpiredError: it was silent for too long, or never declared.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
     command = _OBSERVED((names.observers, names.clock), keys.encode_name(observer), seen, asks)
@@ -154,10 +145,6 @@ async def forget_observers(term: Term, *, run_ms: int) -> int:
 
     Returns:
         Milliseconds until the next one expires; -1 where there is none.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(term.run)
     command = _FORGET((names.leader, names.observers), term.epoch, run_ms, MOST_FORGOTTEN)

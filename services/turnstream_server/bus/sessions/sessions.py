@@ -20,14 +20,14 @@ _HEAR_RANK = Script("hear_rank", "turnstream_server.bus.sessions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSession:
-    """A session that has begun.
+    """A trainer session.
 
     Attributes:
         session_epoch: fencing number of the session.
-        next_step: the batch it begins with.
+        next_step: its first batch.
         lineage: name of the history it continues; another one after every rollback.
-        previous_stepped: the last stepped batch before it began.
-        previous_committed: the last committed batch before it began.
+        previous_stepped: the last stepped batch before the session.
+        previous_committed: the last committed batch before the session.
     """
 
     session_epoch: int
@@ -55,24 +55,22 @@ async def start_session(
     dp_world_size: int,
     token: RecoveryToken | None,
 ) -> TrainerSession:
-    """Begin a session after the batch that the token names, and fence every session before it.
+    """Start a session after the batch that the token names, and fence every earlier session.
 
-    All ranks of a session may call this: the same again, before its first step, changes nothing.
+    All ranks of a session may call this: a repeat before its first step changes nothing.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: name of the run.
         session: name of this start of the trainer, never used again.
         dp_world_size: data-parallel ranks.
-        token: of the checkpoint that was loaded; None begins a run of which nothing is committed.
-            The token of step 0 with an empty hash goes back to the start in any case.
+        token: of the loaded checkpoint; None starts a run without committed batches. The token of
+            step 0 with an empty hash returns to the start in any case.
 
     Raises:
-        StoreBehindError: this store does not have the batch that the token names.
-        ConflictError: no token, but batches are committed; or the session began otherwise.
-        FencedError: the session has begun before, and another one since.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
+        StoreBehindError: this store does not have the batch of the token.
+        ConflictError: no token, but batches are committed; or the session started otherwise.
+        FencedError: the session has started before, and another one since.
     """
     if not session:
         raise InvalidConfigError("session", "a trainer session needs a name")
@@ -112,27 +110,25 @@ async def hear_rank(
     has: bool,
     session: str = "",
 ) -> None:
-    """Note that a rank of the session has a batch, or is about to get it.
+    """Record that a rank of the session has a batch, or is about to receive it.
 
-    Where it has one that the store does not have, the ranks may differ in what they train: the
+    If it has a batch that the store does not have, its ranks may train different data. Then the
     session is lost, and all its ranks are refused from now on.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: name of the run.
-        session_epoch: of the session.
-        dp_rank: which rank.
+        session_epoch: epoch of the session.
+        dp_rank: the rank.
         step: number of the batch.
-        manifest_hash: of the batch.
+        manifest_hash: hash of the batch.
         has: whether some of it has been delivered before.
-        session: its name; where it is given, it must be that of the epoch, too.
+        session: its name; if it is set, it must be that of the epoch.
 
     Raises:
-        StoreBehindError: the session is lost, by this or before; names the step that differs.
-        NotReadyError: the batch that the rank was about to get is not in the store any more.
-        FencedError: another session has begun.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
+        StoreBehindError: the session is lost; names the step that differs.
+        NotReadyError: the requested batch is not in the store any more.
+        FencedError: another session has started.
     """
     names = keys.run_keys(run)
     command = _HEAR_RANK(
@@ -157,21 +153,19 @@ async def acknowledge_stepped(
     session: str = "",
     dp_rank: int | None = None,
 ) -> RecoveryToken:
-    """Note that the optimizer took the last update of a step; gives the token for its checkpoint.
+    """Record that the optimizer took the last update of a step; return its recovery token.
 
-    The same again, for this or an earlier step, gives the same token.
+    A repeat, for this or an earlier step, returns the same token.
 
-    The name of the session, where it is given, must be that of the epoch, too. A call with a
-    `dp_rank` speaks for that rank alone.
+    If `session` is set, it must be the name of the epoch's session. A call with a `dp_rank` is for
+    that rank alone.
 
     Raises:
-        FencedError: another session has begun.
+        FencedError: another session has started.
         StoreBehindError: this store does not have the batch, or the session is lost.
         ConflictError: not the next step, or trained from another manifest.
         NotReadyError: a rank is not known to have this batch, or, of a call for one rank, to have
-            stepped it; its next call says so.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
+            stepped it; its next call reports it.
     """
     names = keys.run_keys(run)
     command = _STEPPED(
@@ -195,16 +189,14 @@ async def acknowledge_committed(
     session: str = "",
     dp_rank: int | None = None,
 ) -> None:
-    """Note that the checkpoint with this token is on disk. The same or an older one is fine.
+    """Record that the checkpoint with this token is on disk; a repeat changes nothing.
 
-    A call with a `dp_rank` speaks for that rank's part: it counts once all ranks have called.
+    A call with a `dp_rank` is for that rank's part: it counts once all ranks have called.
 
     Raises:
-        FencedError: another session has begun.
+        FencedError: another session has started.
         StoreBehindError: a rank has the step, or one before it, from another manifest.
         ConflictError: its step is not stepped, or was trained from another manifest.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     names = keys.run_keys(run)
     where = (names.frontier, names.batches, names.times, names.wake, names.ranks)

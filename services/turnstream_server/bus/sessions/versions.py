@@ -25,13 +25,11 @@ async def announce_version(
     session_epoch: int,
     session: str = "",
 ) -> None:
-    """Tell generators and the plan that new weights exist. The very same again changes nothing.
+    """Announce new weights to generators and the planner; a repeat changes nothing.
 
     Raises:
-        FencedError: another trainer session has begun, or the run goes on in another lineage.
+        FencedError: another trainer session has started, or the run has another lineage.
         ConflictError: a higher version exists, or this one was announced with another content.
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
     """
     if announced.version < 0:
         raise InvalidConfigError("version", f"{announced.version} is below 0")
@@ -53,7 +51,6 @@ async def newest_version(client: redis.asyncio.Redis, run: str) -> VersionAnnoun
 
     Raises:
         CorruptRecordError: the stored bytes are damaged.
-        StoreUnavailableError: the store cannot be reached.
     """
     versions = keys.run_keys(run).versions
     try:

@@ -35,8 +35,8 @@ class AsyncPublisher(
 ):
     """Sends the trajectories of one generator to a run; an asynchronous context manager.
 
-    The same as `Publisher`, for one event loop: what waits there is awaited here. A task of it
-    keeps the leases: what blocks the loop for as long as a lease belongs into a thread.
+    The same as `Publisher`, for one event loop: blocking calls are coroutines here. A task renews
+    the leases, so a call that blocks the loop for as long as a lease belongs in a thread.
 
     Its arguments are those of `Publisher`.
     """
@@ -68,7 +68,7 @@ class AsyncPublisher(
     async def take_over(
         self, group_id: str, sample: int, attempt: int = 0
     ) -> AsyncTrajectoryWriter:
-        """Go on with a trajectory whose writer is gone. See `Publisher.take_over`."""
+        """Continue a trajectory whose writer is gone. See `Publisher.take_over`."""
         key = writers.checked_key(group_id, sample, attempt)
         self._sender.require_open()
         declared = await self._sender.learn_columns()
@@ -123,14 +123,7 @@ class AsyncPublisher(
         return self._sent(opening, drafted)
 
     async def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until everything accepted is acknowledged.
-
-        Raises:
-            NotReadyError: that was not so within `timeout_s`.
-            TurnstreamError: a published group failed, and its receipt was not asked; or the store
-                came back without something that it had acknowledged and that is no longer kept.
-                Several of them are one error, with `others`.
-        """
+        """Wait until everything accepted is acknowledged. See `Publisher.flush`."""
         await self._sender.flush(timeout(timeout_s, field="timeout_s"))
         writers.raise_unread(self._unread_failures, self._outbox.take_losses())
 
@@ -140,7 +133,7 @@ class AsyncPublisher(
         await self.flush(timeout_s)
 
     def statistics(self) -> PublisherStatistics:
-        """What happened so far."""
+        """Return the counts so far."""
         return self._outbox.statistics()
 
     async def close_run(self, reason: str = "") -> None:
@@ -150,15 +143,7 @@ class AsyncPublisher(
         await self._closing(reason)
 
     async def close(self, timeout_s: float | None = None) -> None:
-        """Send what was accepted, then disconnect. Safe to repeat.
-
-        Trajectories that are open stay so until their leases end: until then this generator, by its
-        name, may take them over, then any other; see `lease_s` and `takeover_s` of the run.
-
-        Raises:
-            NotReadyError: not all of it was sent within `timeout_s`; the rest was given up.
-            TurnstreamError: a published group failed, and its receipt was not asked.
-        """
+        """Send all accepted writes, then disconnect. Safe to repeat. See `Publisher.close`."""
         timeout_s = timeout(timeout_s, field="timeout_s")
         try:
             await self.flush(timeout_s)

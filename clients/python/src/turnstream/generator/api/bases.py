@@ -265,21 +265,21 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         purpose: Purpose | str = Purpose.TRAIN,
         attempt: int = 0,
     ) -> _Writer:
-        """One sample of a group that several generators may share.
+        """Return the writer of one sample of a group that several generators may share.
 
-        Entering it waits for leave, where the group is new.
+        Entering it opens the group, and waits for admission.
 
         Args:
             group_id: the same for all samples that are compared with each other.
             sample: from 0 to `num_samples` - 1.
-            num_samples: of the group.
+            num_samples: samples of the group.
             num_needed: members that decide the group, the first that are sealed; None for all.
             prompt_uid: the dataset's name of the prompt.
             purpose: "eval" waits for bytes alone and is never trained: `turnstream evals`.
-            attempt: another one of a sample that was given up before, below 1,000.
+            attempt: number of the retry of an abandoned sample, below 1,000.
 
         Raises:
-            InvalidTurnError: the key cannot be.
+            InvalidTurnError: the key is invalid.
         """
         group = writers.checked_opening(
             group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose

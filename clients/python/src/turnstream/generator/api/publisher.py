@@ -32,12 +32,11 @@ from turnstream.types.scalars import seconds, timeout
 class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
     """Sends the trajectories of one generator to a run; a context manager.
 
-    What it has accepted is sent until the store acknowledges it, over restarts and while the store
-    is full, for at most `timeout_s`. May be used from several threads.
+    Accepted writes are sent until the store acknowledges them, over restarts and while the store is
+    full, for at most `timeout_s`. Several threads may use it.
 
-    Its thread also keeps the leases of the open trajectories, whatever the caller does meanwhile.
-    One that was lost all the same, as after a long sleep of the machine, raises FencedError, which
-    says who has it, from whatever is called on it; the others go on.
+    Its thread also renews the leases of the open trajectories. A trajectory whose lease was lost,
+    for example while the machine slept, raises FencedError with its new owner. The others continue.
 
     Args:
         url: `redis://`, `rediss://` or `unix://` address of the store.
@@ -45,13 +44,13 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             has the name then; this publisher never writes to a later run of that name.
         writer: name of this generator, which holds the leases of its trajectories; the same name
             again is the same generator. None makes a name up.
-        max_inflight_bytes: accepted and not yet acknowledged; writes wait above it.
+        max_inflight_bytes: limit of the unacknowledged bytes; writes wait above it.
         timeout_s: how long the store may be away or full before accepted writes fail.
-        admission_timeout_s: how long a group may wait for leave to start.
-        keep_s: for how long what the store has acknowledged is kept, to be sent again to a store
-            that comes back without it; 0 keeps nothing. Nothing is kept for a store that syncs
-            before it answers.
-        max_kept_bytes: bound of that; beyond it the oldest turns are kept for less long.
+        admission_timeout_s: how long a group may wait for admission.
+        keep_s: seconds for which acknowledged writes are kept, to be sent again to a restarted
+            store that lost them; 0 keeps nothing. Nothing is kept for a store that syncs before it
+            answers.
+        max_kept_bytes: limit of the kept bytes; beyond it the oldest turns are dropped.
     """
 
     def _connect(self, url: str) -> Sender:
@@ -86,17 +85,17 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             return list_lapsed(self._client, run)
 
     def take_over(self, group_id: str, sample: int, attempt: int = 0) -> TrajectoryWriter:
-        """Go on with a trajectory whose writer is gone, from the next turn.
+        """Continue a trajectory whose writer is gone, from the next turn.
 
-        Its stored turns are `turns` of the writer that this gives; whoever wrote it before is
-        refused from now on. The generator that began it, by its name, need not wait until its lease
-        has ended.
+        The returned writer has its stored turns in `turns`. Later writes of the earlier writer are
+        refused. A generator of the same name as the earlier writer does not wait for the end of the
+        lease.
 
         Raises:
-            InvalidTurnError: the key cannot be.
-            ConflictError: its lease has not ended, which `retry_after_s` says, or it is not open.
+            InvalidTurnError: the key is invalid.
+            ConflictError: its lease lasts for `retry_after_s` more, or it is not open.
             FencedError: another generator was faster.
-            RecordError: a stored turn is damaged; the trajectory is left to lapse.
+            RecordError: a stored turn is damaged; the trajectory lapses later.
             StoreUnavailableError: the store cannot be reached, or did not answer for `timeout_s`.
         """
         key = writers.checked_key(group_id, sample, attempt)
@@ -135,15 +134,15 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         return take_steps(self._client, self._next_refill(wait), wait)
 
     def next_task(self, wait_s: float) -> Task[TrajectoryWriter]:
-        """Take what the run gives out: a refill if there is one, else the next prompt.
+        """Take the next task of the run: a refill if there is one, else the next prompt.
 
-        The trajectories of the task are open and this publisher's, which keeps their leases.
+        The trajectories of the task are open, and this publisher renews their leases.
 
         Args:
-            wait_s: how long to wait for a task, and for leave to start its group.
+            wait_s: how long to wait for a task, and for the admission of its group.
 
         Raises:
-            NotReadyError: there was none within `wait_s`, and why.
+            NotReadyError: there was none within `wait_s`, with the reason.
             PromptsExhaustedError: every prompt of the run was done by then.
             EndOfRunError: the run is closed.
             StoreUnavailableError: the store cannot be reached, or did not answer by then.
@@ -176,30 +175,29 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         """Wait until everything accepted is acknowledged.
 
         Raises:
-            NotReadyError: that was not so within `timeout_s`.
-            TurnstreamError: a published group failed, and its receipt was not asked; or the store
-                came back without something that it had acknowledged and that is no longer kept.
-                Several of them are one error, with `others`.
+            NotReadyError: writes are unacknowledged after `timeout_s`.
+            TurnstreamError: a published group failed, and its receipt was not read; or the store
+                lost acknowledged writes that are no longer kept. Several errors are one, with
+                `others`.
         """
         self._sender.flush(timeout(timeout_s, field="timeout_s"))
         writers.raise_unread(self._unread_failures, self._outbox.take_losses())
 
     def flush_to_disk(self, timeout_s: float | None = None) -> None:
-        """Wait until everything accepted is on the store's disk, as far as that can be known.
+        """Wait until everything accepted is on the store's disk.
 
         A store that does not sync before it answers has synced when it still answers `keep_s`
-        later: so long this takes, behind the last write of any thread. Whoever closes before gives
-        up what could be sent again.
+        later. So this takes `keep_s` after the last write of any thread.
 
         Raises:
-            NotReadyError: that was not so within `timeout_s`.
+            NotReadyError: writes may not be on disk after `timeout_s`.
             TurnstreamError: see `flush`.
         """
         self._sender.flush_to_disk(timeout(timeout_s, field="timeout_s"))
         self.flush(timeout_s)
 
     def statistics(self) -> PublisherStatistics:
-        """What happened so far."""
+        """Return the counts so far."""
         with self._sender.lock:
             return self._outbox.statistics()
 
@@ -210,14 +208,14 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         self._closing(reason).result()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Send what was accepted, then disconnect. Safe to repeat.
+        """Send all accepted writes, then disconnect. Safe to repeat.
 
-        Trajectories that are open stay so until their leases end: until then this generator, by its
-        name, may take them over, then any other; see `lease_s` and `takeover_s` of the run.
+        Open trajectories stay open until their leases end. This generator, by its name, may adopt
+        them before that, and any other after it; see `lease_s` and `takeover_s` of the run.
 
         Raises:
-            NotReadyError: not all of it was sent within `timeout_s`; the rest was given up.
-            TurnstreamError: a published group failed, and its receipt was not asked.
+            NotReadyError: writes were unacknowledged after `timeout_s`, and have failed.
+            TurnstreamError: a published group failed, and its receipt was not read.
         """
         timeout_s = timeout(timeout_s, field="timeout_s")
         try:

@@ -1,4 +1,4 @@
-"""Tasks: what a run gives a generator to do, a refill or a prompt, leased until it is written."""
+"""Tasks: refills and prompts that a run grants to a generator, leased until they are written."""
 
 from __future__ import annotations
 

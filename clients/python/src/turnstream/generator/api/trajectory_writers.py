@@ -65,25 +65,24 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         """Send one turn, and return before the store has answered.
 
         Args:
-            prompt_ids: every token that the model saw, those of earlier turns included; what an
-                earlier turn holds is found and not sent again.
+            prompt_ids: every token that the model saw, those of earlier turns included. Tokens of
+                earlier turns are recognised and not sent again.
             response_ids: the sampled tokens.
             logprobs: one per response token, in nats, under the sampling policy.
             loss_mask: one per response token, 1 where it is trained; None trains all.
             rewards: one per response token; None for none.
             policy_version: the version of the weights that sampled the response.
             version_runs: (version, num_tokens) of each part, if several versions sampled it.
-            extras: values of the columns that the run declares, by name, each said of the whole
-                turn, as `prompt_ids` is: see `turnstream.types.extras`.
-            anchor: the state that the environment was in when the turn began, for
-                `estimator="gigpo"`: a text or bytes that are the same wherever the state is, or a
-                hash of 64 bits.
+            extras: values of the declared extra columns by name, each for the whole turn as
+                `prompt_ids` is: see `turnstream.types.extras`.
+            anchor: the state of the environment when the turn began, for `estimator="gigpo"`: a
+                text or bytes that are equal for equal states, or a hash of 64 bits.
             allow_empty: accept a response without tokens.
 
         Raises:
             InvalidTurnError: names field, value and position; nothing was accepted.
             RejectedError: the trajectory has ended.
-            TurnstreamError: an earlier write of this trajectory failed, and why.
+            TurnstreamError: the error of an earlier write of this trajectory.
         """
         turn = checked_turn(
             prompt_ids,
@@ -100,7 +99,7 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         receipt = self._sender.receipt()
         with self._order:
             lane = self._opened_lane()
-            # Room first: whatever the draft has counted must be sent.
+            # Room first: a turn in the draft must be sent.
             self._sender.wait_until(self._has_room(turn), timeout_s=self._outbox.timeout_s)
             made = self._drafted.add(turn)
             self._sender.put(lambda: self._outbox.append(lane, made, receipt))
@@ -117,10 +116,10 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         metrics: Mapping[str, float] | None = None,
         awaits_reward: bool = False,
     ) -> None:
-        """End the trajectory and wait until the run knows of it.
+        """End the trajectory and wait until the run has recorded it.
 
         Args:
-            reward: of the whole episode; None where the turns or the components carry it.
+            reward: of the whole episode; None if the turns or the components carry it.
             reward_components: named rewards.
             status: how the episode ended.
             sampling: parameters such as temperature.
@@ -131,7 +130,7 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
 
         Raises:
             InvalidTurnError: a value is wrong, or there is no turn; the trajectory is still open.
-            TurnstreamError: a write of this trajectory failed, and why.
+            TurnstreamError: the error of a write of this trajectory.
         """
         end = self._sender.receipt()
         with self._order:
@@ -235,7 +234,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
         receipt = self._sender.receipt()
         async with self._order:
             lane = await self._opened_lane()
-            # Room first: whatever the draft has counted must be sent.
+            # Room first: a turn in the draft must be sent.
             await self._sender.wait_until(self._has_room(turn), timeout_s=self._outbox.timeout_s)
             self._require_open()  # `abandon` does not wait for its turn
             self._sender.require_open()

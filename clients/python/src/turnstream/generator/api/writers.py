@@ -1,4 +1,4 @@
-"""What the writers of both publishers have in common: everything but the waiting."""
+"""Common functions of both publishers, without the waiting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_STARTED = "never started"
 
 _logger = logging.getLogger(__name__)
 
-_MAX_NOTES = 5  # of an error, for those beside it
+_MAX_NOTES = 5  # notes on the first error about the others
 
 
 def new_outbox(
@@ -133,11 +133,11 @@ def checked_key(group_id: str, sample: int, attempt: int) -> TrajectoryKey:
 
 
 def tell_what_stays_open(outbox: Outbox) -> None:
-    """Say that a publisher leaves trajectories behind, which nobody keeps from now on."""
+    """Log a warning if a publisher closes with open trajectories."""
     if outbox.num_open:
         _logger.warning(
-            "run %s: %s leaves %d trajectories open: when their leases end they may be taken over, "
-            "or are given up",
+            "run %s: %s leaves %d trajectories open: when their leases end they may be adopted, "
+            "or are abandoned",
             outbox.run,
             outbox.writer,
             outbox.num_open,
@@ -145,7 +145,7 @@ def tell_what_stays_open(outbox: Outbox) -> None:
 
 
 def raise_unread(failures: list[Delivery], losses: list[TurnstreamError]) -> None:
-    """Raise what is lost and the errors that nobody has asked for, as one; forget the errors."""
+    """Raise the losses and the unread errors as one error, and clear the list."""
     unread = [failed for failed in failures if not failed.was_read]
     failures.clear()
     errors = [*losses, *(error for failed in unread for error in failed.errors.values())]

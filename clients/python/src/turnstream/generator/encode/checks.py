@@ -1,4 +1,4 @@
-"""The door: whatever a generator gives is checked here, once, before anything is sent.
+"""Validation of everything that a generator sends, once, before it is sent.
 
 Pure functions. Every error names the field, the value and its position.
 """
@@ -39,7 +39,7 @@ from turnstream.types.scalars import (
 )
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
-"""Of one stored turn: a reader must hold several in memory."""
+"""Largest stored turn: a reader must hold several in memory."""
 
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, but sampling engines round."""
@@ -51,10 +51,10 @@ MAX_LABELS = 64
 """Tags, and metrics, of one trajectory: the planner keeps those of every trajectory that waits."""
 
 MAX_LABEL_BYTES = 128
-"""Of the name of a tag or a metric, in UTF-8."""
+"""Longest name of a tag or a metric, in UTF-8."""
 
 MAX_TAG_BYTES = 256
-"""Of the value of a tag, in UTF-8: a label, not a text."""
+"""Longest value of a tag, in UTF-8: a label, not a text."""
 
 _TOKEN_ID_LIMIT = 2**31
 _NUMBER_LIMIT = 2**31  # of samples
@@ -78,17 +78,16 @@ def checked_turn(
     anchor: Anchor | None = None,
     allow_empty: bool = False,
 ) -> Turn:
-    """A turn of arrays that fit each other, from lists, numpy arrays or torch tensors.
+    """Return a turn of arrays that fit each other, from lists, numpy arrays or torch tensors.
 
     Args:
         prompt_ids: (P,) whole numbers, every token that the model saw.
         response_ids: (R,) whole numbers, the sampled tokens.
-        logprobs: (R,) in nats; None if there are none. What stands where `loss_mask` is 0 is not
-            looked at, and becomes 0.0.
+        logprobs: (R,) in nats; None if there are none. Values where `loss_mask` is 0 become 0.0.
         loss_mask: (R,) of 0 and 1 or booleans; None trains every response token.
         rewards: (R,); None for none.
         policy_version: the version of the weights that sampled all of the response.
-        version_runs: which weights sampled which part of it, where there were several.
+        version_runs: (version, num_tokens) of each part, if several versions sampled it.
         anchor: the state that the turn began in; its hash is kept.
         allow_empty: accept a response without tokens.
 
@@ -156,7 +155,7 @@ def check_group(group_id: str, *, num_samples: int, num_needed: int | None = Non
 
 
 def checked_purpose(purpose: Purpose | str, *, num_samples: int, num_needed: int | None) -> Purpose:
-    """What a group is sampled for; an evaluation takes no first few, which would flatter it."""
+    """Return the purpose of a group; an evaluation has no `num_needed`, which would bias it."""
     try:
         checked = Purpose(purpose)
     except (ValueError, TypeError) as error:
@@ -202,7 +201,7 @@ def checked_reward(reward: Any, *, awaits_reward: bool = False) -> float | None:
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Named numbers that can be summed up, ordered by name."""
+    """Return named finite numbers, ordered by name."""
     numbers = named_numbers(metrics, field="metrics")
     _check_labels(numbers, field="metrics")
     for name, number in numbers.items():
@@ -212,7 +211,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
-    """Return named texts, ordered by name."""
+    """Return named labels, ordered by name."""
     named = named_values(tags, field="tags")
     for name, text in named.items():
         checked_text(text, field=f"tags[{name!r}]")
@@ -347,7 +346,9 @@ def check_list_of(values: object, kind: type[object], *, field: str) -> None:
 def _as_float32(array: NDArray[Any]) -> NDArray[np.float32]:
     if array.dtype == np.float32:
         return np.ascontiguousarray(array)
-    with np.errstate(over="ignore"):  # what is too large for float32 is refused as infinite
+    with np.errstate(
+        over="ignore"
+    ):  # values too large for float32 become infinite, and are refused
         return np.ascontiguousarray(array, dtype=np.float32)
 
 

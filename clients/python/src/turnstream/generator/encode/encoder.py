@@ -49,11 +49,11 @@ class TurnRecord(NamedTuple):
 class TrajectoryDraft:
     """Makes the records of one trajectory, in order. Not thread-safe; no I/O.
 
-    A turn that is refused leaves the draft as it was.
+    A refused turn does not change the draft.
 
     Args:
         key: of the trajectory.
-        extra_columns: what the run declares.
+        extra_columns: the declared columns of the run.
     """
 
     def __init__(self, key: TrajectoryKey, *, extra_columns: Sequence[DeclaredColumn] = ()) -> None:
@@ -165,7 +165,7 @@ class TrajectoryDraft:
         return sum(row.num_tokens for row in plan_sequences(self._shapes, merge=True))
 
     def _turn_versions(self) -> tuple[tuple[VersionRun, ...], ...]:
-        """What the seal says of the turns, if more than one version sampled trained tokens."""
+        """Return the versions by turn for the seal, if several versions sampled trained tokens."""
         names = {version for counts in self._versions for version, _ in counts}
         return tuple(self._versions) if len(names) > 1 else ()
 
@@ -255,7 +255,7 @@ def draft_group(
 
     Args:
         group: whole.
-        extra_columns: what the run declares.
+        extra_columns: the declared columns of the run.
 
     Raises:
         InvalidTurnError: names trajectory, turn, field and value; nothing of the group is accepted.

@@ -1,4 +1,4 @@
-"""The door of extra columns: whatever a generator gives for them is checked here, once.
+"""Validation of extra columns.
 
 Pure functions. Every error names the column, the value and its position.
 """
@@ -25,15 +25,15 @@ _KINDS = {"u": "biu", "i": "biu", "f": "iuf"}
 def with_checked_extras(
     turn: Turn, extras: Mapping[str, Any] | None, declared: Sequence[DeclaredColumn]
 ) -> Turn:
-    """The turn with these columns, as arrays of the declared types and shapes.
+    """Return the turn with these columns, as arrays of the declared types and shapes.
 
     Args:
         turn: checked, without extra columns.
-        extras: lists, numpy arrays or torch tensors by name; None where a column is not given.
-        declared: by the run.
+        extras: lists, numpy arrays or torch tensors by name; None for a missing column.
+        declared: columns of the run.
 
     Raises:
-        InvalidTurnError: names the column and what is wrong with it.
+        InvalidTurnError: names the column and the defect.
     """
     named = named_values(extras, field="extras")
     if not declared and not named:
@@ -73,7 +73,9 @@ def _checked(column: DeclaredColumn, values: Any) -> NDArray[Any]:
 
 
 def _as_floats(array: NDArray[Any], column: DeclaredColumn, *, field: str) -> NDArray[Any]:
-    with np.errstate(over="ignore"):  # what is too large for the type is refused as infinite
+    with np.errstate(
+        over="ignore"
+    ):  # values too large for the type become infinite, and are refused
         floats = array.astype(column.dtype, copy=False)
     is_finite = np.isfinite(floats)
     if not is_finite.all():

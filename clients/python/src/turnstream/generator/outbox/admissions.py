@@ -1,4 +1,4 @@
-"""Groups that ask for leave to start, and how long they wait for it. No I/O, no clock."""
+"""Groups that request admission, and their waits. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from turnstream.store.waits.wait_reasons import no_leave, reasons_of
 from turnstream.types import GroupOpened, TrajectoryKey
 
 ASKS_BEFORE_S: Final = 1.0
-"""So long before a wait for leave ends, the store is asked why: its answer must be here by then."""
+"""Seconds before the end of a wait at which the store is asked for the reasons."""
 
 ASKS_EVERY_S: Final = 5.0
 """Many groups may wait for the same: one answer will do for so long."""
@@ -30,18 +30,18 @@ class Admissions:
     """The groups of one publisher that are not open yet.
 
     Args:
-        lives: of their members.
-        timeout_s: how long a group may wait for leave.
+        lives: their members.
+        timeout_s: how long a group may wait for admission.
 
     Attributes:
-        wake_id: not None: groups wait until the run's wake stream is beyond this id.
+        wake_id: groups wait until the run's wake stream is beyond this id; None if none waits.
 
-    A moment before a wait ends without leave, the store is asked what that hangs on, for all that
-    wait. Where a wait is shorter than that moment, it is asked with the group.
+    Shortly before a wait times out, the store is asked for the reasons, once for all waiting
+    groups. A wait shorter than that is asked with the group's request.
 
-    A wait ends by its deadline also while its group asks again, and the store says nothing. What
-    the store opens for it after that is given up. A group that was open before, and that the store
-    has forgotten, waits for as long as it takes: what was acknowledged of it is kept here alone.
+    A wait also times out while a request is unanswered. If the store opens the group later, its
+    trajectories are abandoned. A group that was open before a restart of the store has no deadline:
+    only this publisher still has its acknowledged writes.
     """
 
     def __init__(self, lives: Lives, *, timeout_s: float) -> None:
@@ -64,10 +64,9 @@ class Admissions:
     def adopt(
         self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int], *, now_s: float
     ) -> list[Lane]:
-        """Go on with a group of which the store has opened these members, with these epochs.
+        """Continue a group whose members the store has opened with these epochs.
 
-        Empty where they are written here already: the store was started anew, has forgotten that it
-        had given them, and is told again.
+        Empty if they are written here already: a restarted store grants such a task again.
         """
         if self._lives.has_any(epochs.keys()):
             return []
@@ -153,7 +152,7 @@ class Admissions:
         return [WaitsCall()] if is_due else []
 
     def told(self, waits: WaitFacts | None, now_s: float) -> None:
-        """What the waits hang on; None where the store could not say."""
+        """Record the state of the run; None if the store did not return it."""
         self._waits, self._asked_s = waits, now_s
 
     def why_waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
@@ -172,7 +171,7 @@ class Admissions:
         return None if admission is None else now_s - (admission.since_s or now_s)
 
     def withdraw_given_up(self) -> None:
-        """Ask no longer for groups of which every member was given up."""
+        """Withdraw the requests of groups whose members are all abandoned."""
         for admission in self._queues.take_given_up():
             for lane in admission.lanes:
                 self._lives.end(lane)
@@ -180,7 +179,7 @@ class Admissions:
 
     @property
     def _first_to_end(self) -> Admission | None:
-        """Of those that were told to wait, wherever they are by now, the one that has longest."""
+        """Return the group that has waited longest."""
         while self._told_to_wait:
             admission = next(iter(self._told_to_wait))
             if not admission.opened.is_done:
@@ -205,7 +204,7 @@ class Admissions:
         return at_s if at_s < end_s else None
 
     def _reasons(self, admission: Admission, now_s: float) -> list[WaitReason]:
-        """What the store has said of the wait of a group, where that was a moment ago."""
+        """Return the store's reasons for the wait of a group, if they are recent."""
         since_s, asked_s = admission.since_s, self._asked_s
         if since_s is None or asked_s is None or not since_s <= asked_s >= now_s - ASKS_EVERY_S:
             return []
@@ -237,7 +236,7 @@ class Admissions:
         admission.opened.settle(None, error)
 
     def _give_back(self, admission: Admission, answers: Sequence[Any]) -> None:
-        """The store has opened what nobody waits for any more."""
+        """Abandon members that the store opened after their wait had ended."""
         for lane, answer in zip(admission.lanes, answers, strict=True):
             if isinstance(answer, int):
                 self._lives.give_back(lane.key, answer, reason=_TOO_LATE)

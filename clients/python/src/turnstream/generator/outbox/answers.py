@@ -1,4 +1,4 @@
-"""What an answer of the store means, call by call. No I/O, no clock."""
+"""Replies of the store, by type of call. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _NO_ROOM = "no room can be reserved"
 
 
 class Answers:
-    """Tells the parts of one outbox what the store has answered.
+    """Passes the replies of the store to the parts of one outbox.
 
     Attributes:
-        extra_columns: what the run declares; None until it has said so.
+        extra_columns: declared columns of the run; None before they were read.
     """
 
     def __init__(self, lives: Lives, admissions: Admissions, reposts: Reposts) -> None:
@@ -78,7 +78,7 @@ class Answers:
                 self._accept_of_run(call, answer, now_s)
 
     def refuse(self, call: Call, refused: Refusal, now_s: float) -> None:
-        """The store has refused a call, for good or, where it says so, for now."""
+        """Handle a refused call."""
         error = refused.error
         match call:
             case PayloadCall(lane) | AbandonCall(lane):
@@ -114,7 +114,7 @@ class Answers:
             case ConfigCall(receipt):
                 self._learn(answer, receipt)
             case _:
-                pass  # nobody waits to hear that a note was taken
+                pass  # notes have no receipt
 
     def _refuse_heartbeat(self, lanes: Sequence[Lane], error: TurnstreamError) -> None:
         _logger.warning("run %s: leases cannot be renewed: %s", self._lives.run, error)
@@ -123,7 +123,7 @@ class Answers:
                 self._lives.fail(lane, error)
 
     def _told(self, answer: Any, now_s: float) -> None:
-        """What a wait hangs on; a config of a newer release must not hide that it ends."""
+        """Record the state of the run; an unreadable one must not hide that a wait ends."""
         try:
             waits = parse_waits(self._lives.run, answer)
         except TurnstreamError:

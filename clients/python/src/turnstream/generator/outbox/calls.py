@@ -78,7 +78,7 @@ class SealsCall(NamedTuple):
 
 
 class AbandonCall(NamedTuple):
-    """Tell the run that a trajectory is given up."""
+    """Abandon a trajectory."""
 
     lane: Lane
 
@@ -203,7 +203,7 @@ class Round(NamedTuple):
         return next((error_text(r) for r in first if isinstance(r, ResponseError)), "")
 
     def incarnation(self, replies: Sequence[Any]) -> bytes | None:
-        """Which start of which server answered; known where `loads_scripts`, and it says so."""
+        """Return the run id of the server, if scripts are loaded and it is readable."""
         answer = replies[self._num_first - 2]
         found = _RUN_ID.search(answer) if isinstance(answer, bytes) else None
         return found[1] if found else None
@@ -228,7 +228,7 @@ class Round(NamedTuple):
         return InvalidConfigError(unsafe.setting, f"the store {unsafe.message}")
 
     def _settings(self, replies: Sequence[Any]) -> dict[str, str]:
-        """What the store told of its settings; empty where it does not let us ask."""
+        """Return the durability settings of the store; empty if it refuses to report them."""
         answer = replies[self._num_first - 1]
         words = [word.decode() for word in answer] if isinstance(answer, list) else []
         return dict(zip(words[::2], words[1::2], strict=True))
@@ -260,7 +260,7 @@ class CommandMaker:
         self._abandon_keys = (names.ledger, names.counts, names.events, names.leases)
 
     def command(self, call: Call) -> Command:
-        """What the store is told."""
+        """Return the command of a call."""
         match call:
             case PayloadCall():
                 return self._payload(call)

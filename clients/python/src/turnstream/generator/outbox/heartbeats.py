@@ -22,7 +22,7 @@ needs no heartbeat."""
 _FIRST_LEASE_S = 60.0
 """Until then, a silence is long where it is longer than a lease usually is."""
 
-_MAX_LANES = 256  # of one call: the store does nothing else for a quarter of a millisecond
+_MAX_LANES = 256  # lanes of one call, which blocks the store for a quarter of a millisecond
 
 
 class Heartbeats:
@@ -70,7 +70,7 @@ class Heartbeats:
         self._due_s = 0.0
 
     def has_slept(self, now_s: float) -> bool:
-        """Whether what is open may be another's, or given up: nothing was heard for a lease."""
+        """Return whether no renewal was acknowledged for a lease, so that leases may be lost."""
         return bool(self._open) and now_s - self._known_s > self._lease_s
 
     def answered(self, *, lease_s: float) -> None:
@@ -86,9 +86,9 @@ class Heartbeats:
 
 
 class Reservations:
-    """What one publisher must ask room for. Its owner sends what is due and hands in the answers.
+    """Bytes that one publisher must reserve. Its owner sends due calls and passes the answers back.
 
-    The store refuses none of it, so that nothing waits for an answer.
+    The store refuses no reservation, so no write waits for one.
     """
 
     def __init__(self) -> None:

@@ -17,26 +17,24 @@ class PublisherStatistics:
 
     Attributes:
         num_trajectories: trajectories sealed and acknowledged.
-        num_abandoned: trajectories given up.
+        num_abandoned: trajectories abandoned.
         num_turns: turns acknowledged.
         wire_bytes: bytes of the acknowledged turn records.
-        resend_bytes: what they would be if each turn carried its full context.
+        resend_bytes: their size if each turn carried its full context.
         turn_tokens: prompt + response, summed over the turns.
-        merged_tokens: tokens of the rows that the turns merge to.
-        num_duplicates: records that the store had already, from a call whose answer was lost, or
-            from before a restart.
-        num_retries: how often a call had to be repeated because the store was away or full.
-        num_waits: how often a group had to wait for leave to start.
-        wait_s: seconds of those waits.
-        num_restarts: how often another start of the store answered than before, which may have lost
-            writes, so that they were sent again.
-        num_resent: turns that were sent again then, and acknowledged again.
-        num_lost: ended trajectories, and posted rewards, that a store forgot for good.
-        num_forgotten: turns that were kept for less than `keep_s`, for want of room.
-        kept_bytes: acknowledged, and kept to be sent again.
-        max_kept_bytes: the bound of that.
+        merged_tokens: tokens of the merged rows.
+        num_duplicates: records that the store already had, after a lost answer or a restart.
+        num_retries: calls repeated because the store was away or full.
+        num_waits: refused requests for admission.
+        wait_s: seconds of waiting for admission.
+        num_restarts: restarts of the store after which kept writes were sent again.
+        num_resent: turns acknowledged again after a restart.
+        num_lost: ended trajectories and posted rewards that the store lost for good.
+        num_forgotten: turns dropped from the resend buffer before `keep_s`, for lack of space.
+        kept_bytes: acknowledged bytes in the resend buffer.
+        max_kept_bytes: limit of `kept_bytes`.
         inflight_bytes: accepted and not yet acknowledged.
-        max_inflight_bytes: the bound of that.
+        max_inflight_bytes: limit of `inflight_bytes`.
     """
 
     num_trajectories: int = 0
@@ -70,14 +68,14 @@ class Tally:
     def __init__(self, max_inflight_bytes: int) -> None:
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
-        self._held_bytes = 0  # of trajectories that are not admitted
+        self._held_bytes = 0  # trajectories that are not admitted
         self._wait_s = 0.0
         self._counts: Counter[str] = Counter()
 
     def has_room_for_turn(self, num_bytes: int) -> bool:
-        """Whether an open trajectory may add so much; anything fits while nothing is on its way.
+        """Return whether an open trajectory may add so much; always, while nothing is in flight.
 
-        What waits for leave does not count: leave may depend on this very trajectory.
+        Groups that wait for admission do not count: it may depend on this trajectory.
         """
         total_bytes = self._inflight_bytes + num_bytes
         return self._inflight_bytes == 0 or total_bytes <= self._max_inflight_bytes
@@ -88,7 +86,7 @@ class Tally:
         return held_bytes == 0 or held_bytes + num_bytes <= self._max_inflight_bytes
 
     def why_no_room(self) -> WaitReason:
-        """What is on its way, where it leaves no room."""
+        """Return the reason for a lack of space."""
         return no_room(
             inflight_bytes=self._inflight_bytes,
             held_bytes=self._held_bytes,
@@ -121,7 +119,7 @@ class Tally:
         counts["turn_tokens"] += turn.shape.num_tokens
 
     def statistics(self, **window: int) -> PublisherStatistics:
-        """What happened so far, and what is kept beside, by its names there."""
+        """Return the counts so far, with those of the resend buffer."""
         return PublisherStatistics(
             **self._counts,
             **window,

@@ -28,9 +28,9 @@ class Backoff:
         self._paused_until_s = 0.0
 
     def failed(self, now_s: float, *, since_s: float | None = None) -> bool:
-        """Another try failed. Gives whether the outage has lasted too long.
+        """Record a failed try; return whether the outage has lasted too long.
 
-        It began with the first try that failed, or at `since_s`, when that was begun.
+        The outage began with the first failed try, or at `since_s`.
         """
         if self._since_s is None:
             self._since_s = now_s if since_s is None else since_s
@@ -44,7 +44,7 @@ class Backoff:
         return False
 
     def succeeded(self) -> None:
-        """The store answered: the outage, if there was one, is over."""
+        """Record an answer of the store, which ends the outage."""
         self._since_s = None
         self._num_failures = 0
         self._paused_until_s = 0.0
@@ -65,16 +65,15 @@ class Backoff:
 
 
 class Patience:
-    """When the store was asked and when it answered last, and when that has gone on for too long.
+    """Times of the last question and answer, and the length of an outage.
 
     Args:
-        timeout_s: how long the store may take no writes. A round that was sent before has ANSWER_S
-            more for its answer.
-        jitter: gives numbers from 0 to 1.
-        address: of the store, for people.
+        timeout_s: how long the store may take no writes. An earlier round has ANSWER_S more.
+        jitter: returns numbers from 0 to 1.
+        address: of the store, for messages.
 
     Attributes:
-        sent_s: when the last round was sent.
+        sent_s: time of the last round.
     """
 
     def __init__(self, timeout_s: float, *, jitter: Callable[[], float], address: str) -> None:
@@ -82,7 +81,7 @@ class Patience:
         self.sent_s = 0.0
         self._address = address
         self._backoff = Backoff(timeout_s, jitter=jitter)
-        self._trouble = ""  # what the store, or the connection, said last
+        self._trouble = ""  # last error of the store or the connection
         self._is_silent = False  # or that it said nothing
         self._away_since_s: float | None = None
         self._num_calls: int | None = None
@@ -116,7 +115,7 @@ class Patience:
         self._answered_s = now_s
 
     def took(self) -> None:
-        """The store takes writes, or nobody waits any more for it to do so."""
+        """End the outage: the store takes writes, or nothing waits for it."""
         self._away_since_s = None
         self._backoff.succeeded()
 

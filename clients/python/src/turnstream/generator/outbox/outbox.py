@@ -1,31 +1,26 @@
-"""The heart of both publishers: what to send next, and when again. No I/O, no clock.
+"""The state machine of both publishers: order of sending and of resending. No I/O, no clock.
 
-Its owner puts writes in and otherwise repeats: take a round, send it, hand in the answers. One
-round is on its way at a time. What the store did not acknowledge goes back to where it was, in
-order, so that a lost connection, a restart or a full server costs time and nothing else. A round
-takes, first to last::
+Its owner adds writes and repeats three calls: take a round, send it, pass the replies back. One
+round is in flight at a time. Unacknowledged calls return to their queues in order. A round takes,
+first to last::
 
-    questions    what the run declares, once
+    questions    the configuration of the run, once
     abandons     of lanes whose turns are all acknowledged
     seals        of lanes whose payload is all acknowledged: one call for many
-    admissions   of groups; one that is told to wait stands aside until the run's wake stream
-                 moves, so that it holds up nothing else
-    payload      per lane one call with the turns that wait, and the seal if it ends there
-    rewards      for trajectories of whichever generator
-    reservations of lanes that have outgrown what the store holds room for
-    heartbeats   of all open lanes, where they are due; whatever fails of them is asked again. They
-                 go alone where nothing was heard of the leases for a lease: see Lives.take
-    waits        what the groups hang on that are about to be turned away
+    admissions   of groups; a refused one waits until the run's wake stream moves
+    payload      per lane one call with the waiting turns, and the seal if it ends there
+    rewards      for trajectories of any generator
+    reservations of lanes that have outgrown their reserved bytes
+    heartbeats   of all open lanes when they are due; alone after a silence: see Lives.take
+    waits        the state of the run, for groups whose wait is about to time out
 
-Each answer of the store (`answers.py`) goes to the groups that request admission (`admissions.py`),
-or to the trajectories (`trajectories.py`).
+Replies go to the groups that request admission (`admissions.py`) or to the trajectories
+(`trajectories.py`), by type of call (`answers.py`). Acknowledged writes are kept until they are on
+disk (`resend_buffer.py`). A new connection first reads the server's run id. If the server was
+restarted, the kept writes return to the queues before all others (`resend.py`).
 
-Acknowledged writes are kept until they are certainly on disk (`resend_buffer.py`). A new connection
-first reads which start of the store it leads to. After another start, the kept writes return to the
-queues before all others (`resend.py`).
-
-Where the store syncs to disk before it answers, a round is one write, so that a sync is paid for
-once a round and not for every few calls. Not thread-safe: the owner holds a lock.
+If the store syncs before it answers, a round is one transaction and costs one sync. Not
+thread-safe: the owner holds a lock.
 """
 
 from __future__ import annotations
@@ -71,18 +66,18 @@ class Outbox:
 
     Args:
         run: the run, or its id.
-        writer: who holds the leases of its trajectories.
+        writer: owner of the leases of its trajectories.
         max_inflight_bytes: see Tally.
         timeout_s: how long the store may be away or full before everything fails.
-        admission_timeout_s: how long a group may wait for leave to start.
-        jitter: gives numbers from 0 to 1.
-        address: of the store, for people.
+        admission_timeout_s: how long a group may wait for admission.
+        jitter: returns numbers from 0 to 1.
+        address: of the store, for messages.
         keep_s, max_kept_bytes: see Window.
 
     Attributes:
         target: the run, whose id is read before anything else is sent.
         patience: how long the store may be away or silent.
-        why: its waits bring nothing.
+        why: reasons of unfinished waits.
     """
 
     def __init__(
@@ -131,7 +126,7 @@ class Outbox:
 
     @property
     def extra_columns(self) -> tuple[DeclaredColumn, ...] | None:
-        """What the run declares; None until it was asked. See `learn_columns`."""
+        """Return the declared columns of the run; None before `learn_columns` was answered."""
         return self._answers.extra_columns
 
     def admit(
@@ -147,7 +142,7 @@ class Outbox:
     def adopt(
         self, key: TrajectoryKey, *, epoch: int, num_turns: int, num_bytes: int, now_s: float
     ) -> Lane:
-        """Go on with a trajectory that was taken over with this epoch, behind its stored turns."""
+        """Continue an adopted trajectory after its stored turns."""
         return self._lives.adopt(
             key, epoch=epoch, num_turns=num_turns, num_bytes=num_bytes, now_s=now_s
         )
@@ -163,7 +158,7 @@ class Outbox:
         return self._admissions.adopt(group, epochs, now_s=now_s)
 
     def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None = None) -> None:
-        """Send a turn behind the others of its trajectory.
+        """Send a turn after the others of its trajectory.
 
         Raises:
             TurnstreamError: the trajectory has failed before.
@@ -184,7 +179,7 @@ class Outbox:
         end: Delivery,
         awaits_reward: bool = False,
     ) -> None:
-        """End a trajectory behind its last turn; `end` is told when the run knows.
+        """End a trajectory after its last turn; the answer of the run settles `end`.
 
         Raises:
             TurnstreamError: the trajectory has failed before.
@@ -195,9 +190,9 @@ class Outbox:
         self._queues.add_payload(lane)
 
     def abandon(self, lane: Lane, reason: str, *, end: Delivery) -> None:
-        """Give a trajectory up behind its last turn; `end` is told when the run knows.
+        """Abandon a trajectory after its last turn; the answer of the run settles `end`.
 
-        One that has failed is left as it is: it may belong to another writer.
+        A failed trajectory is not abandoned: it may belong to another writer.
         """
         if lane.error is not None:
             end.settle(lane.key)
@@ -209,7 +204,7 @@ class Outbox:
             self._queues.abandons.append(lane)
 
     def post_reward(self, post: RewardPost) -> None:
-        """Post a reward; its receipt is told when the store has answered."""
+        """Post a reward; the answer settles its receipt."""
         self._queues.rewards.append(RewardCall(post))
 
     def close_run(self, reason: str, receipt: Delivery) -> None:
@@ -231,21 +226,21 @@ class Outbox:
         return self.is_idle and self._window.is_settled and self._reposts.is_empty
 
     def take_losses(self) -> list[TurnstreamError]:
-        """What was acknowledged and is lost for good, each once: of lanes that had ended."""
+        """Return, once, the errors of acknowledged trajectories that the store lost for good."""
         losses, self._lives.losses = self._lives.losses, []
         return losses
 
     def statistics(self) -> PublisherStatistics:
-        """What happened so far, and what is held."""
+        """Return the counts so far."""
         return self.tally.statistics(**self._window.statistics())
 
     @property
     def num_open(self) -> int:
-        """Trajectories that hold a lease, which ends some time after nobody renews it."""
+        """Return the number of trajectories that hold a lease."""
         return self._lives.heartbeats.num_open
 
     def next_round(self, now_s: float) -> Round | None:
-        """What to send now; None while there is nothing, or while the store is left alone."""
+        """Return the calls to send now; None if there is nothing to send, or a pause lasts."""
         self.expire(now_s)
         if warning := self.why.warning(now_s):
             _logger.warning("run %s: %s", self.run, warning)
@@ -254,7 +249,7 @@ class Outbox:
         self.patience.sent_s = now_s
         is_known = self._scripts_known or self._window.is_settled
         if not is_known or not (self.target.is_found or self._queues.is_empty):
-            return self._look()  # whatever else is sent must find what was acknowledged before
+            return self._look()  # acknowledged writes must be restored first
         heartbeats = self._lives.heartbeats.due(now_s)
         self._queues.rewards.extend(self._reposts.due(now_s))
         asks = self._admissions.due(now_s, is_full=self.patience.is_full)
@@ -276,9 +271,9 @@ class Outbox:
         return self._round
 
     def expire(self, now_s: float) -> None:
-        """End what has waited long enough, also while a round is on its way.
+        """End the waits that have timed out.
 
-        Its owner may be held by a store that is silent: whoever waits must see to it meanwhile.
+        A silent store may block the sender, so another thread calls this during a round.
         """
         patience = self.patience
         if self._admissions.pause_s(now_s) == 0:
@@ -331,14 +326,14 @@ class Outbox:
             is_unknown = isinstance(answer, NoScriptError)
             if is_unknown or refused.is_passing:
                 back.append(call)
-                # A server that forgot the scripts is told them again at once, but only once.
+                # A server without the scripts gets them at once, but only once.
                 is_loading = is_unknown and not sent.loads_scripts
                 trouble = trouble or ("" if is_loading else f"{refused.code} {refused.message}")
                 self._scripts_known = self._scripts_known and not is_unknown
             else:
                 self._answers.refuse(call, refused, now_s)
         self._put_back(back)
-        # A full store takes no group with a payload in it, but goes on with what makes room.
+        # A full store refuses a transaction with one append in it; single calls free memory.
         self._was_aborted = sent.is_aborted(replies) or (self._was_aborted and bool(trouble))
         if self._scripts_known:
             self._window.prove(self.patience.sent_s)
@@ -363,9 +358,9 @@ class Outbox:
             self.fail_all(reason)
 
     def _meet(self, sent: Round, replies: Sequence[Any], *, is_new: bool) -> None:
-        """See which store this is; one that started anew may have forgotten what is kept.
+        """Compare the server instance with the last one; another may have lost acknowledged writes.
 
-        One that does not say who it is, is taken for another after every new connection.
+        A server without a readable run id counts as another one after every new connection.
         """
         self._syncs_each_write = sent.syncs_each_write(replies)
         self._window.is_needed = sent.may_lose_writes(replies)
@@ -381,7 +376,7 @@ class Outbox:
         self._admissions.woken()
 
     def fail_all(self, error: TurnstreamError) -> None:
-        """Give up everything that is not acknowledged."""
+        """Fail everything that is not acknowledged."""
         self._end_all(lambda _: error)
 
     def _end_all(self, error_of: Callable[[Lane | Admission | str], TurnstreamError]) -> None:
@@ -392,7 +387,7 @@ class Outbox:
         self._lives.fail_all(error_of)
 
     def _ends(self, sent: Round) -> bool:
-        """Whether this is the round on its way; it is not if everything was given up meanwhile."""
+        """Return whether this round is in flight; it is not if everything failed in between."""
         if self._round is not sent:
             return False
         self._round = None
@@ -408,7 +403,7 @@ class Outbox:
             self._lives.heartbeats.failed()
 
     def _back_off(self, trouble: str, now_s: float, failed: Callable[[str, float], bool]) -> None:
-        """Leave the store alone; where it has failed for too long, give up."""
+        """Pause before the next round; fail everything if the outage lasted too long."""
         if not self.patience.is_failing:
             _logger.warning("run %s: the store takes no writes: %s", self.run, trouble)
         if failed(trouble, now_s):

@@ -18,12 +18,12 @@ MAX_NAMED: Final = 8
 def of_writes(
     lanes: Iterable[Lane], delivery: Delivery | None, *, silent_s: float | None
 ) -> list[WaitReason]:
-    """Which writes are not acknowledged.
+    """Return the unacknowledged writes.
 
     Args:
-        lanes: those that have not ended.
-        delivery: whose writes are asked for; None for all.
-        silent_s: seconds since the store answered anything; None if it never did.
+        lanes: lanes that have not ended.
+        delivery: only the writes of this one; None for all.
+        silent_s: seconds since the last answer of the store; None before the first.
     """
     answered = f"the store last answered {silent_s or 0.0:.1f} s ago"
     if silent_s is None:
@@ -71,7 +71,7 @@ def _end_in_words(lane: Lane) -> str:
 def of_what_ends(
     what: Lane | Admission | str, *, silent_s: float | None, now_s: float
 ) -> list[WaitReason]:
-    """What is given up: a trajectory, a group that asks for leave, or a call, in words."""
+    """Return the reason for a failed trajectory, waiting group, or named call."""
     match what:
         case Lane():
             return of_writes([what], None, silent_s=silent_s)
@@ -87,7 +87,7 @@ def of_what_ends(
 
 
 def no_room(*, inflight_bytes: int, held_bytes: int, max_inflight_bytes: int) -> WaitReason:
-    """What is on its way leaves no room for more."""
+    """Return the reason for a lack of space."""
     return WaitReason(
         WaitKind.NO_ROOM,
         f"{inflight_bytes + held_bytes:,} bytes are not acknowledged, {held_bytes:,} of them of "

@@ -1,4 +1,4 @@
-"""What waits to be sent, and in which order rounds take it. Data of the outbox; no decisions."""
+"""Queues of unsent calls, and their order in a round. No decisions."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from turnstream.generator.outbox.calls import (
 )
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 
-_MAX_ROUND_BYTES = 1 << 20  # enough to hide the round trip, small beside the server's buffers
+_MAX_ROUND_BYTES = 1 << 20  # enough to hide the round trip, small in the server's buffers
 _MAX_SEALS = 256  # a script can unpack some thousand values, not more
 
 
 class Queues:
-    """Everything that is not on its way.
+    """Everything that is not in flight.
 
     Attributes:
-        abandons: lanes to be given up, all their turns acknowledged.
-        seals: lanes whose payload is acknowledged, and of which the run must be told.
-        admissions: groups that ask, or ask again, for leave.
-        waiting: groups that were told to wait, in the order in which they asked.
+        abandons: lanes to abandon, all their turns acknowledged.
+        seals: lanes whose payload is acknowledged and whose seal is not posted.
+        admissions: groups that request admission.
+        waiting: groups whose request was refused for lack of capacity, oldest first.
         closings: requests to close the run.
-        questions: what asks for the run's configuration.
-        takeovers: trajectories that are taken over once more.
-        rewards: to be posted.
-        notes: of writes that were refused.
+        questions: requests for the run's configuration.
+        takeovers: trajectories to adopt again.
+        rewards: rewards to post.
+        notes: records of refused writes.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Queues:
         num_bytes = 0
         while self._payload and num_bytes < _MAX_ROUND_BYTES:
             lane = self._payload.popleft()
-            if lane.error is not None:  # a call of it would make the place of its payload anew
+            if lane.error is not None:  # a call would create its payload stream again
                 lane.is_queued = False
                 continue
             call, num_call_bytes = _payload_call(lane)
@@ -108,7 +108,7 @@ class Queues:
                     self._queue_of(call).appendleft(call)
 
     def withdraw(self, lanes: Container[Lane]) -> None:
-        """Let these lanes wait for nothing; they are put in anew."""
+        """Remove these lanes from all queues."""
         for lane in self._payload:
             lane.is_queued = lane not in lanes
         for queue in (self._payload, self.seals, self.abandons):
@@ -123,7 +123,7 @@ class Queues:
 
     @property
     def waiting_since_s(self) -> float | None:
-        """When the first of those who were told to wait was told so; None if nobody waits."""
+        """Return when the oldest waiting group was first refused; None if no group waits."""
         return self.waiting[0].since_s if self.waiting else None
 
     def withdraw_admission(self, admission: Admission) -> None:
@@ -133,7 +133,7 @@ class Queues:
                 queue.remove(admission)
 
     def take_given_up(self) -> list[Admission]:
-        """Remove the groups that ask or wait, and of which every member was given up."""
+        """Remove and return the groups whose members are all abandoned before admission."""
         given_up: list[Admission] = []
         for queue in (self.admissions, self.waiting):
             for admission in list(queue):

@@ -1,4 +1,4 @@
-"""What a write gives at once, while the store has not yet answered."""
+"""Receipts of writes that the store has not acknowledged yet."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from turnstream.types.scalars import timeout
 
 
 class Delivery:
-    """Counts the parts of a write that are still on their way. Settled by the outbox alone.
+    """Counts the unacknowledged parts of a write. Only the outbox settles it.
 
     Args:
-        num_parts: trajectories, or turns, that will each be settled once.
-        unread_failures: where it puts itself when it ends with an error, so that an error which
-            nobody asks for is not lost.
+        num_parts: trajectories, or turns, that are each settled once.
+        unread_failures: list to which it adds itself if it ends with an error, so that the error is
+            raised even if no caller reads it.
     """
 
     __slots__ = ("_errors", "_num_open", "_unread_failures", "was_read")
@@ -38,7 +38,7 @@ class Delivery:
 
     @property
     def errors(self) -> Mapping[TrajectoryKey | None, TurnstreamError]:
-        """What failed so far, by trajectory, and why."""
+        """Return the errors so far by trajectory."""
         return dict(self._errors)
 
     def settle(self, key: TrajectoryKey | None, error: TurnstreamError | None = None) -> None:
@@ -91,7 +91,7 @@ class Receipt(Delivery):
         """Wait until the store has acknowledged all of it.
 
         Raises:
-            NotReadyError: it was not done within `timeout_s`, and why; it goes on being sent.
+            NotReadyError: it was not done within `timeout_s`, with the reason; sending continues.
             TurnstreamError: the first error; `errors` has all of them.
         """
         timeout_s = timeout(timeout_s, field="timeout_s")
@@ -133,7 +133,7 @@ class AsyncReceipt(Delivery):
         """Wait until the store has acknowledged all of it.
 
         Raises:
-            NotReadyError: it was not done within `timeout_s`, and why; it goes on being sent.
+            NotReadyError: it was not done within `timeout_s`, with the reason; sending continues.
             TurnstreamError: the first error; `errors` has all of them.
         """
         timeout_s = timeout(timeout_s, field="timeout_s")

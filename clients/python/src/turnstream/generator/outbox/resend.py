@@ -31,10 +31,10 @@ class Rewound(NamedTuple):
 
 
 def rewind(kept: Iterable[Acknowledged], *, queues: Queues, tally: Tally) -> Rewound:
-    """Put everything that was kept into the queues, before whatever waits there.
+    """Return everything that was kept to the queues, before everything that waits there.
 
-    The openings that were kept are asked for anew, the turns follow theirs, then the seals. Whoever
-    calls this queues the turns of the lanes that are open.
+    Openings are requested again, then follow the turns, then the seals. The caller queues the turns
+    of the open lanes.
     """
     turns: dict[Lane, list[TurnRecord]] = {}
     openings: list[Admission] = []
@@ -148,7 +148,7 @@ def _is_without(refused: Refusal) -> bool:
 
 
 def leave_to_payload(lane: Lane) -> None:
-    """Go on with the epoch it had: the payload, or its tombstone, answers."""
+    """Continue with its earlier epoch: the payload, or its tombstone, answers."""
     lane.epoch, lane.is_placed = lane.held_epoch, True
 
 

@@ -1,11 +1,10 @@
-"""What the store has acknowledged and may still lose, kept to be sent again. No I/O, no clock.
+"""Acknowledged writes that the store may still lose, kept to be sent again. No I/O, no clock.
 
-A store that does not sync before it answers loses its last writes in a power cut. Whether it did is
-not asked of it: when another start of the store answers than the one that acknowledged, everything
-that is kept is sent again. What survived is answered as a duplicate.
+A store that does not sync before it answers loses its last writes in a power cut. After a restart
+everything that is kept is sent again; the store answers surviving writes as duplicates.
 
-A write is *proven* when the store that acknowledged it, the same start of it, still answers so many
-seconds later: by then it has synced.
+A write is *proven* when the same server instance still answers `keep_s` seconds after it: by then
+the write is synced.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class TakenOver(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The seal of a trajectory was stored or posted, or it was given up."""
+    """The seal of a trajectory was stored or posted, or it was abandoned."""
 
     lane: Lane
 
@@ -56,13 +55,13 @@ class Window:
     """The newest acknowledged writes of one publisher, in the order of their answers.
 
     Args:
-        keep_s: how long the store may take to sync what it has acknowledged; 0 keeps nothing.
-        max_bytes: bound of the turns that are kept; beyond it the oldest are forgotten early.
+        keep_s: time in which the store syncs acknowledged writes; 0 keeps nothing.
+        max_bytes: limit of the kept turns; the oldest are dropped first.
 
     Attributes:
         is_needed: whether the store answers before it syncs.
-        num_bytes: of the turns that are kept.
-        num_forgotten: turns that were forgotten before they were proven, for want of room.
+        num_bytes: bytes of the kept turns.
+        num_forgotten: turns dropped before they were proven, for lack of space.
     """
 
     def __init__(self, *, keep_s: float, max_bytes: int) -> None:
@@ -118,7 +117,7 @@ class Window:
         return taken
 
     def statistics(self) -> dict[str, int]:
-        """What is kept, by its names in PublisherStatistics."""
+        """Return the counts by their names in PublisherStatistics."""
         return {
             "num_forgotten": self.num_forgotten,
             "kept_bytes": self.num_bytes,

@@ -39,13 +39,13 @@ class Lives:
 
     Args:
         run: name of the run.
-        tally: counts them.
-        window: keeps what the store has acknowledged.
-        nonce: tells the notes of this publisher from those of another of the same writer.
+        tally: counts of the publisher.
+        window: resend buffer of acknowledged writes.
+        nonce: part of the ids of its conflict notes; several publishers may share a writer name.
 
     Attributes:
-        losses: what an earlier start of the store had acknowledged, and this one has not.
-        unended: those that the run does not know to be over.
+        losses: errors of acknowledged trajectories that a restarted store has lost.
+        unended: trajectories whose end the run has not acknowledged.
     """
 
     def __init__(self, run: str, *, tally: Tally, window: Window, nonce: float) -> None:
@@ -70,7 +70,7 @@ class Lives:
     def adopt(
         self, key: TrajectoryKey, *, epoch: int, num_turns: int, num_bytes: int, now_s: float
     ) -> Lane:
-        """Go on with a trajectory that was taken over with this epoch, behind its stored turns."""
+        """Continue an adopted trajectory after its stored turns."""
         lane = self.begin(key)
         lane.epoch, lane.is_placed, lane.num_acknowledged = epoch, True, num_turns
         lane.num_bytes = num_bytes
@@ -163,10 +163,10 @@ class Lives:
         self.end_well(lane, now_s)
 
     def renewed(self, lanes: Sequence[Lane], answers: Sequence[Any]) -> None:
-        """Each lane's lease was renewed, or is lost.
+        """Handle renewed and lost leases.
 
-        A lane that ends is not judged by this: what ends it may have been done before. But where it
-        is given up, nothing of it may be written for the first time.
+        A lost lease of an ending lane is no failure, because its end may be stored already. It is
+        one if the trajectory was abandoned before its first write.
         """
         lease_ms, *states = answers
         self.heartbeats.answered(lease_s=lease_ms / 1000)
@@ -199,26 +199,26 @@ class Lives:
         return False
 
     def take(self, heartbeats: Sequence[HeartbeatCall], now_s: float) -> list[Call]:
-        """What is to be sent now, first to last.
+        """Return the calls to send now, first to last.
 
-        Whoever has slept for longer than its leases asks for them alone: what was given up, and
-        released so long ago that nobody knows its name, would be made anew by a late write.
+        After a silence longer than a lease, only heartbeats are sent. A late write could otherwise
+        create a trajectory again that was abandoned and released.
         """
         if self.heartbeats.has_slept(now_s):
             return [*heartbeats]
         return [*self.queues.take(), *self.reservations.due(), *heartbeats]
 
     def rewind(self, *, is_other: bool) -> None:
-        """What is kept goes before everything that waits: it may be another start of the store.
+        """Return all kept writes to the queues, before everything that waits.
 
         Args:
-            is_other: that is known; a task may be taken before the first meeting with the store.
+            is_other: the store is known to be restarted; False at the first contact.
         """
         rewound = rewind(self.window.take(), queues=self.queues, tally=self.tally)
         if is_other:
             self.tally.add("num_restarts")
             _logger.warning(
-                "run %s: the store was started anew and may have lost writes: those of %d "
+                "run %s: the store was restarted and may have lost writes: those of %d "
                 "trajectories are sent again",
                 self.run,
                 len(rewound.closed) + len(rewound.open),
@@ -238,9 +238,9 @@ class Lives:
         self.end(lane, error)
 
     def end_well(self, lane: Lane, now_s: float) -> None:
-        """The run knows how a lane ended; of the draft nothing is needed but the seal.
+        """End a lane whose end the run has acknowledged; only its seal is still needed.
 
-        Turns that were to be sent again are stored: the next start of the store may lose them.
+        Turns that were to be sent again are stored, and a restart of the store may lose them.
         """
         for pending in lane.pending:
             self.window.keep(KeptTurn(lane, pending.turn), now_s=now_s)
@@ -258,7 +258,7 @@ class Lives:
         self.end_well(lane, now_s)
 
     def end(self, lane: Lane, error: TurnstreamError | None = None) -> None:
-        """It is over, or has failed: whoever waits for any of it is told."""
+        """End a lane, and settle all its receipts."""
         lane.error = error
         self.unended.pop(lane, None)
         self.heartbeats.ended(lane)
@@ -308,7 +308,7 @@ class Lives:
             receipt.settle(None, error_of(what))
 
     def give_back(self, key: TrajectoryKey, epoch: int, *, reason: str) -> None:
-        """The store has opened, with this epoch, what nobody here will write."""
+        """Abandon a trajectory that the store has opened and that has no writer here."""
         stray = self.begin(key)
         stray.epoch, stray.abandon_reason = epoch, reason
         self.queues.abandons.append(stray)

@@ -1,4 +1,4 @@
-"""What is on its way to the store, by trajectory and by group. Data of the outbox; no decisions."""
+"""The writes in flight, by trajectory and by group. Data of the outbox; no decisions."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class PendingTurn(NamedTuple):
 class Lane:
     """One trajectory's writes, in order.
 
-    A lane goes through these, and stops early by `error`:
+    States, which `error` ends early:
 
     1. not admitted: `epoch` is 0; turns wait here;
     2. admitted: `epoch` is set; turns are sent as they come;
     3. ending: `seal` or `abandon_reason` is set, and follows the last turn;
-    4. sealed: all payload is acknowledged, the run is told with `seal_record`;
+    4. sealed: all payload is acknowledged, and `seal_record` is posted;
     5. ended: `end` is settled.
 
     Attributes:
         awaits_reward: its reward is posted after the seal.
-        is_placed: the store has made the place of its payload.
+        is_placed: the store has created its payload stream.
         num_acknowledged: turns acknowledged: the index of `pending[0]`.
-        is_queued: stands in the outbox's queue of lanes with something to send.
-        num_bytes: of all its turn records so far.
-        reserved_bytes: up to which the store holds room for them.
-        end: told when the lane has ended, once.
-        has_ended: it has; it goes through all of this again where the store may have forgotten it.
-        held_epoch: the epoch that it had before.
-        is_doubted: its seal is posted, and the run does not know it, or no longer: an answer may
-            have been lost, and the payload was asked.
+        is_queued: it is in the queue of lanes with payload to send.
+        num_bytes: bytes of all its turn records so far.
+        reserved_bytes: bytes that the store has reserved for them.
+        end: receipt of the end.
+        has_ended: it has ended once; a restart of the store may repeat all states.
+        held_epoch: its epoch before the restart.
+        is_doubted: the run does not know its posted seal, perhaps after a lost answer, so its
+            payload is asked.
     """
 
     key: TrajectoryKey
@@ -93,16 +93,16 @@ class Lane:
 
 @dataclass(slots=True, eq=False)
 class Admission:
-    """A group that asks for leave to start, or for places of further samples.
+    """A group that requests admission, or further samples of an open group.
 
     Attributes:
         record: the encoded `group`.
-        opened: told when the store has answered.
-        since_s: when it was first refused for lack of capacity; None before.
-        reason: what the last refusal said.
-        is_over: its wait has ended, and whoever waited was told.
-        is_task: the store gave it as a task, and may have forgotten that.
-        is_again: it was open, and the store may have forgotten that.
+        opened: receipt of the answer.
+        since_s: time of the first refusal for lack of capacity; None before.
+        reason: message of the last refusal.
+        is_over: its wait has timed out.
+        is_task: the store granted it as a task, and may have lost that.
+        is_again: it was open before a restart of the store.
     """
 
     group: GroupOpened
@@ -133,5 +133,5 @@ class RewardPost:
 
     @property
     def name(self) -> str:
-        """Of the trajectory."""
+        """Return the name of the trajectory."""
         return str(self.command.args[0])

@@ -1,4 +1,4 @@
-"""Why waits on a publisher bring nothing: what its parts know, put together. No I/O, no clock."""
+"""Reasons for the waits of a publisher, from all its parts. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Explanations:
         self._warnings = WaitWarnings()
 
     def waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
-        """Why not all is acknowledged; of one delivery where it is given. Looks at every write."""
+        """Return why writes are unacknowledged; only those of `delivery` if it is set."""
         silent_s = self._patience.silent_s(now_s)
         return [
             *of_writes(self._lives.unended, delivery, silent_s=silent_s),

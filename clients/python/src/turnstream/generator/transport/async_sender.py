@@ -94,7 +94,7 @@ class AsyncSender:
         """Wait until everything accepted is acknowledged or has failed.
 
         Raises:
-            NotReadyError: that was not so within `timeout_s`, and why.
+            NotReadyError: writes are unacknowledged after `timeout_s`, with the reason.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -105,10 +105,10 @@ class AsyncSender:
             raise NotReadyError(message, self._outbox.why.waiting(time.monotonic())) from error
 
     async def flush_to_disk(self, timeout_s: float | None) -> None:
-        """Wait until all that is so, and the store has had the time to sync it.
+        """Wait for `flush`, and until the store has had the time to sync.
 
         Raises:
-            NotReadyError: that was not so within `timeout_s`, and why.
+            NotReadyError: writes may not be on disk after `timeout_s`, with the reason.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -120,7 +120,7 @@ class AsyncSender:
             raise NotReadyError(message, self._outbox.why.not_on_disk(time.monotonic())) from error
 
     async def close(self) -> None:
-        """Give up what is not acknowledged, stop the tasks, disconnect. Safe to repeat."""
+        """Fail unacknowledged writes, stop the tasks, disconnect. Safe to repeat."""
         self._is_closed = True
         self._outbox.fail_all(StoreUnavailableError("the publisher was closed"))
         self._tell_progress()

@@ -97,7 +97,7 @@ class Sender:
         """Wait until everything accepted is acknowledged or has failed.
 
         Raises:
-            NotReadyError: that was not so within `timeout_s`, and why.
+            NotReadyError: writes are unacknowledged after `timeout_s`, with the reason.
         """
         with self.lock:
             if not self._progress.wait_for(lambda: self._outbox.is_idle, timeout_s):
@@ -105,10 +105,10 @@ class Sender:
                 raise NotReadyError(message, self._outbox.why.waiting(time.monotonic()))
 
     def flush_to_disk(self, timeout_s: float | None) -> None:
-        """Wait until all that is so, and the store has had the time to sync it.
+        """Wait for `flush`, and until the store has had the time to sync.
 
         Raises:
-            NotReadyError: that was not so within `timeout_s`, and why.
+            NotReadyError: writes may not be on disk after `timeout_s`, with the reason.
         """
         with self.lock:
             has_ended = self._progress.wait_for(
@@ -120,7 +120,7 @@ class Sender:
                 raise NotReadyError(message, self._outbox.why.not_on_disk(time.monotonic()))
 
     def close(self) -> None:
-        """Give up what is not acknowledged, stop the threads, disconnect. Safe to repeat."""
+        """Fail unacknowledged writes, stop the threads, disconnect. Safe to repeat."""
         with self.lock:
             self._is_closed = True
             self._outbox.fail_all(StoreUnavailableError("the publisher was closed"))

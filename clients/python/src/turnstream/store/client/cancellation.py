@@ -12,11 +12,10 @@ _ASK_AGAIN_S = 0.05
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel tasks that wait for nothing but I/O, and wait until they have ended, however.
+    """Cancel tasks that wait for I/O only, and wait until they have ended.
 
-    They are asked again and again: below Python 3.12 `asyncio.wait_for`, which the Redis client
-    uses, forgets a cancellation that comes just when what it waits for is done. Whoever cancels the
-    caller meanwhile is obeyed when they have ended: nothing goes on alone.
+    Cancellation is repeated: below Python 3.12 `asyncio.wait_for`, which the Redis client uses, can
+    lose one. A cancellation of the caller takes effect after the tasks have ended.
     """
     cancelled: asyncio.CancelledError | None = None
     while pending := [task for task in tasks if not task.done()]:
@@ -34,9 +33,9 @@ async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 async def to_the_end(closing: Coroutine[Any, Any, Result]) -> Result:
-    """Close something, whoever cancels the caller meanwhile; that is obeyed afterwards.
+    """Close something completely, even if the caller is cancelled, which takes effect afterwards.
 
-    A Redis client that is cancelled while it closes leaves connections open.
+    A Redis client that is cancelled while it closes keeps connections open.
     """
     task = asyncio.create_task(closing)
     cancelled: asyncio.CancelledError | None = None

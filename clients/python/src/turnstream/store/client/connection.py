@@ -29,12 +29,12 @@ MAX_BLOCK_S = 10.0
 """Longest blocking read: well below SOCKET_TIMEOUT_S, which would end the connection."""
 
 NUM_RETRIES = 3
-"""Of a command whose connection was lost, as after a restart of the server. All we send is safe to
-send twice. A server that is silent is not asked again: that would be as long once more."""
+"""Retries of a command after a lost connection, for example a restart of the server. Every command
+is safe to repeat. A silent server is not asked again: that would take as long once more."""
 
 MAX_CONNECTIONS = 10_000
-"""Of one client: the server's own default bound. A batcher holds a connection for every run that it
-follows, and a client of redis-py refuses the hundred and first otherwise."""
+"""Connections of one client: the server's own default limit. A batcher holds one for every run that
+it follows, and a client of redis-py refuses the hundred and first otherwise."""
 
 _PORT = 6379
 _CONNECT_TIMEOUT_S = 5.0
@@ -45,12 +45,12 @@ _LONGEST_PAUSE_S = 0.5
 def connect(
     url: str, *, num_retries: int = NUM_RETRIES, silent_s: float = SOCKET_TIMEOUT_S
 ) -> redis.Redis:
-    """A client for `redis://`, `rediss://` or `unix://`; it connects when it is first used.
+    """Return a client for `redis://`, `rediss://` or `unix://`; the first use connects it.
 
     Args:
         url: address of the store.
-        num_retries: of a command whose connection was lost.
-        silent_s: a server that does not answer a call for so long counts as away; see also
+        num_retries: retries of a command after a lost connection.
+        silent_s: seconds without an answer after which a server counts as away; see also
             `turnstream.store.client.deadlines.ending_by`.
     """
     pauses = BoundedPauses(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
@@ -96,7 +96,7 @@ def _without_password(url: object) -> str:
 
 
 def address_of(url: str) -> str:
-    """Where a store is, for people, without what nobody should read.
+    """Return the address of a store without its credentials.
 
     >>> address_of("redis://me:secret@10.0.0.7:6379/0"), address_of("unix:///run/store.sock?db=1")
     ('10.0.0.7:6379', '/run/store.sock')
@@ -161,7 +161,7 @@ class Link:
                     except ResponseError as error:
                         replies.append(error)
         except BaseException:
-            self.close()  # whoever comes next must not read what was left of this exchange
+            self.close()  # the next exchange must not read replies of this one
             raise
         return replies
 
@@ -190,9 +190,9 @@ class AsyncLink:
             await self._connection.connect()
 
     async def exchange(self, data: bytes, num_replies: int) -> list[Any]:
-        """Send packed commands and give their replies in order, error replies among them.
+        """Send packed commands and return their replies in order, error replies among them.
 
-        Whoever cancels it loses the connection.
+        A cancellation closes the connection.
         """
         replies: list[Any] = []
         try:
@@ -204,7 +204,7 @@ class AsyncLink:
                     except ResponseError as error:
                         replies.append(error)
         except BaseException:
-            await self.close()  # whoever comes next must not read what was left of this exchange
+            await self.close()  # the next exchange must not read replies of this one
             raise
         return replies
 
@@ -214,7 +214,7 @@ class AsyncLink:
 
 
 SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite")
-"""What is asked for."""
+"""Settings that are read."""
 
 SYNCS: Final = ("everysec", "always")
 """Of `appendfsync`: "no" leaves the sync to the system, which takes half a minute or longer."""

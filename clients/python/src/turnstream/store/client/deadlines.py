@@ -1,7 +1,7 @@
-"""By when calls of the store must be answered: a server may be there and say nothing.
+"""Deadlines for calls of the store: a server may keep its connections and not answer.
 
-A process that is stopped, or whose machine is gone, keeps its connections: a call waits for the
-socket's own timeout, which knows nothing of the deadline of whoever waits for the call.
+A process that is stopped, or whose machine is gone, keeps its connections. Without a deadline a
+call waits for the timeout of the socket.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ SOCKET_TIMEOUT_S: Final = 30.0
 """A server that is silent for so long counts as away."""
 
 ANSWER_S: Final = 0.5
-"""For so long beyond its deadline a wait may hang on a call that was sent before: a store that is
-well has answered by then."""
+"""Seconds beyond its deadline for which a wait may depend on an earlier call."""
 
-_LIMITS_EVERY_S: Final = 0.05  # of one exchange: a system call for each of its replies is dear
+_LIMITS_EVERY_S: Final = 0.05  # a system call for each reply of an exchange is expensive
 _LEAST_S: Final = 0.001  # a socket with a timeout of 0 would not wait at all, and say so otherwise
 
 _end_s: ContextVar[float | None] = ContextVar("turnstream_calls_end_s", default=None)

@@ -66,7 +66,7 @@ RETRY_AFTER_S = 1.0
 store is full or away."""
 
 FULL = "OOM"
-"""First word of an error reply of a server that has reached its `maxmemory`."""
+"""First word of the error reply of a server at its `maxmemory`."""
 
 _REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
     "FENCED": FencedError,
@@ -92,7 +92,7 @@ _PASSING = frozenset(
         *("MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "EXECABORT"),
     }
 )
-_CODES: dict[type[redis_errors.ResponseError], str] = {  # what older clients do not keep
+_CODES: dict[type[redis_errors.ResponseError], str] = {  # older clients do not keep it
     redis_errors.ClusterDownError: "CLUSTERDOWN",
     redis_errors.ExecAbortError: "EXECABORT",
     redis_errors.MasterDownError: "MASTERDOWN",
@@ -116,7 +116,7 @@ class Refusal(NamedTuple):
 
     Attributes:
         code: first word of the reply.
-        fact: empty where the reply has none.
+        fact: empty if the reply has none.
         message: for people; names are encoded.
     """
 

@@ -23,7 +23,7 @@ from turnstream.store.client.replies import translate, translating
 from turnstream.store.client.run_ids import no_such_run
 
 Argument = str | bytes | int | memoryview
-"""What may be a key or an argument of a script."""
+"""Types of keys and arguments of scripts."""
 
 _INCLUDE = re.compile(r"^-- include: (?:([\w.]+)/)?(\w+)\.lua$", re.MULTILINE)
 
@@ -31,13 +31,13 @@ _INCLUDE = re.compile(r"^-- include: (?:([\w.]+)/)?(\w+)\.lua$", re.MULTILINE)
 class Script:
     """A Lua file of a package's `lua` folder.
 
-    A line `-- include: other.lua`, or `-- include: package/other.lua` where another package has it,
-    stands for what is in that file, but for its first line.
+    A line `-- include: other.lua`, or `-- include: package/other.lua`, is replaced by the lines of
+    that file after the first.
 
     Attributes:
         name: the file name without its suffix.
-        source: the text; its header says which keys it touches and what it replies.
-        sha: what EVALSHA calls it by.
+        source: the text; its header lists the keys and the reply.
+        sha: its name for EVALSHA.
     """
 
     __slots__ = ("name", "sha", "source")
@@ -70,7 +70,7 @@ class Command(NamedTuple):
 
     @property
     def words(self) -> tuple[Argument, ...]:
-        """The command as the server is told it."""
+        """Return the words of the command for the server."""
         return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
 
 
@@ -168,10 +168,10 @@ async def _send_async(client: redis.asyncio.Redis, commands: Sequence[Command]) 
 
 
 def _first_unknown(replies: Sequence[Any]) -> int | None:
-    """Where the server did not know a script.
+    """Return the index of the first script that the server did not know.
 
-    What came after it may have been refused only because it was left out, so that all of it is
-    sent again; what had been done already is answered as a duplicate.
+    Later calls may have been refused because it was left out, so all of them are sent again;
+    finished ones are answered as duplicates.
     """
     for position, reply in enumerate(replies):
         if isinstance(reply, NoScriptError):

@@ -30,16 +30,16 @@ _MAX_SHOWN: Final = 200
 
 @contextlib.contextmanager
 def reading(key: str, field: str = "") -> Iterator[None]:
-    """Inside, what cannot be read of a key is raised as damage of this key and field.
+    """Raise unreadable values inside the block as damage of this key and field.
 
     Args:
         key: of the store.
-        field: of the hash, or id of the entry; empty for the whole key.
+        field: field of the hash, or id of the entry; empty for the whole key.
     """
     try:
         yield
     except UnknownFormatError:
-        raise  # of a newer release, and not damaged
+        raise  # a newer release wrote it; it is not damaged
     except (CorruptRecordError, InvalidConfigError, *_UNREADABLE) as error:
         raise damaged(key, field, error) from error
     except RejectedError as error:
@@ -70,8 +70,8 @@ class StoredHash(NamedTuple):
     """The fields of a hash, parsed one by one.
 
     Attributes:
-        key: of the hash.
-        fields: as they are stored.
+        key: name of the hash.
+        fields: the stored values.
     """
 
     key: str

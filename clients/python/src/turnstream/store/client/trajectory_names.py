@@ -30,10 +30,10 @@ def keys_named(text: str) -> tuple[TrajectoryKey, ...]:
 
 
 def with_readable_names(message: str) -> str:
-    """A message of a script with its names as people read them: scripts know only encoded ones.
+    """Return a message of a script with decoded names; scripts know only encoded ones.
 
-    Trajectories are known by their form, groups, observers and writers by the word before them.
-    What else is in a message stays as it is: a reason that somebody gave may have a percent sign.
+    Trajectories are recognised by their form; groups, observers and writers by the word before
+    them. The rest of a message does not change: a reason may contain a percent sign.
 
     >>> with_readable_names("group a%2Fb of a%2Fb/0/0 is open:1:host%3A7, not at 50%25")
     'group a/b of a/b/0/0 is open:1:host:7, not at 50%25'

@@ -12,7 +12,7 @@ from turnstream.store.client.scripts import Argument, Command, Script
 from turnstream.types import SealedTrajectory
 
 FIRST_BYTES: Final = 12_288
-"""Of records, for which there is room in every reservation that open_group.lua makes."""
+"""Bytes of records in every reservation that open_group.lua makes."""
 
 _LEAST_BLOCK: Final = 16_384
 _LARGEST_BLOCK: Final = 1 << 20
@@ -23,12 +23,12 @@ RESERVE = Script("reserve", "turnstream.store.run")
 def reserve_command(
     run: str, wanted: Sequence[tuple[str, int, int]], *, writer: str = ""
 ) -> Command:
-    """The call that tops up what is reserved for open trajectories; nothing is sent.
+    """Return the call that tops up the reservations of open trajectories; nothing is sent.
 
     Args:
         run: name of the run.
         wanted: (id, lease epoch, bytes of its records) of each.
-        writer: who holds them; empty where the epoch alone is to be compared.
+        writer: owner of the leases; empty compares the epoch alone.
     """
     names = keys.run_keys(run)
     arguments: list[Argument] = []
@@ -38,7 +38,7 @@ def reserve_command(
 
 
 def with_block(num_bytes: int) -> int:
-    """What to ask for where a trajectory of so many bytes goes on: as much again, within bounds.
+    """Return the reservation for a growing trajectory: as much again, within bounds.
 
     >>> with_block(20_000), with_block(1_000), with_block(10 << 20) >> 20
     (40000, 17384, 11)
@@ -47,26 +47,25 @@ def with_block(num_bytes: int) -> int:
 
 
 def settled_lease(epoch: int, writer: str, *, awaits_reward: bool, num_bytes: int) -> str:
-    """Lease and size of a sealed trajectory in the words of the script post_sealed.
+    """Return lease and size of a sealed trajectory for the script post_sealed.
 
     >>> settled_lease(2, "gpu7", awaits_reward=True, num_bytes=500)
     '2:awaits/500:gpu7'
 
     Args:
         epoch: of the lease.
-        writer: who holds it; empty where the epoch alone is to be compared.
+        writer: its owner; empty compares the epoch alone.
         awaits_reward: its reward is posted later.
-        num_bytes: of its records, the seal among them.
+        num_bytes: size of its records and the seal.
     """
     words = f"{epoch}:{'awaits' if awaits_reward else ''}/{num_bytes}"
     return f"{words}:{writer}" if writer else words
 
 
 def lease_of_seal(epoch: int, writer: str, seal: bytes) -> str:
-    """The same of a stored seal, whose writer is gone.
+    """Return the same for a stored seal, whose writer is gone.
 
-    One that cannot be read is posted as it is, so that the planner sets it aside. What was reserved
-    for it is held on.
+    An unreadable seal is posted as it is, so that the planner rejects it; its reservation stays.
     """
     try:
         event = decode_event(seal)

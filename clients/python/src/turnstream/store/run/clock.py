@@ -1,11 +1,11 @@
-"""The time of a run, for whoever reads it without a script."""
+"""The time of a run, read without a script."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 FIELDS = ("ms", "at_ms", "most_ms")
-"""Of the key `clock`, in the order in which `run_ms` takes them."""
+"""Fields of the key `clock`, in the order of `run_ms`'s arguments."""
 
 
 def run_ms(fields: Sequence[bytes | None], *, now_ms: int) -> int:

@@ -1,7 +1,7 @@
-"""How many groups of a run may start now, and why not more.
+"""The number of groups of a run that may start now, with the reason if none may.
 
-A credit is an answer and no claim: what is asked for is granted when a group is opened, by the same
-rule (store/run/lua/open_group.lua), so that nothing leaks when whoever asked dies.
+A credit is no claim. The script that opens a group applies the same rule
+(store/run/lua/open_group.lua), so a reader that dies holds nothing.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def credit_of(
     num_revised: int = 0,
     paused: str | None = None,
 ) -> Credit:
-    """What the numbers of a run give.
+    """Return the credit from the numbers of a run.
 
     >>> config = BatchingConfig(batch_groups=2, mini_batch_groups=2, max_open_groups=3)
     >>> credit_of(config, stepped=1, num_live=4, num_open=1, is_closed=False).sentence

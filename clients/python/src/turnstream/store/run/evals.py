@@ -1,4 +1,4 @@
-"""What the evaluations of a run gave, version by version."""
+"""Results of a run's evaluations by policy version."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PAGE: Final = 1_000
 
 
 def eval_results(client: redis.Redis, run: str) -> list[EvalResult]:
-    """What each version of the weights gave, the oldest first, one of no known version before all.
+    """Return the result of each version, the oldest first, an unknown version before all.
 
-    The newest 1,000 versions are kept, and at least the newest 10,000 groups one by one. A version
-    that is still being evaluated has what its ended groups gave.
+    The newest 1,000 versions and at least the newest 10,000 groups are kept. A version under
+    evaluation has the results of its ended groups.
     """
     run = find_run(client, run)
     names = keys.run_keys(run)

@@ -1,4 +1,4 @@
-"""Groups as the scripts are told of them, and attempts that were granted to refill them."""
+"""Arguments of scripts about groups, and granted refills."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Unfinished(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """Another attempt of a sample, to be begun by a generator.
+    """A granted retry of a sample.
 
     Attributes:
         key: the attempt.
         prompt_uid: the dataset's name of the prompt.
-        num_samples: of its group.
+        num_samples: samples of its group.
         num_needed: members that decide its group.
     """
 
@@ -112,7 +112,7 @@ def open_refill_command(run: str, writer: str, refill: Refill) -> Command:
 
 
 def list_refills_command(run: str, *, max_count: int) -> Command:
-    """The call that reads the oldest refills that nobody has opened; nothing is sent."""
+    """Return the call that reads the oldest unopened refills; nothing is sent."""
     names = keys.run_keys(run)
     where = (names.groups, names.members, names.refills, names.wake, names.frontier)
     return _LIST_REFILLS(where, max_count)

@@ -36,9 +36,9 @@ class LapsedTrajectory:
     """An open trajectory whose lease has ended.
 
     Attributes:
-        writer: who held it, and still does until another takes it over.
+        writer: its owner until another generator adopts it.
         epoch: its lease epoch.
-        ended_ms: when the lease ended, in ms of the store's clock.
+        ended_ms: end of the lease, in ms of the store's clock.
     """
 
     key: TrajectoryKey
@@ -67,12 +67,12 @@ async def list_lapsed_async(
     until_ms: int | None = None,
     max_count: int = MAX_LAPSED,
 ) -> list[LapsedTrajectory]:
-    """The same as `list_lapsed`, for asyncio.
+    """Return the same as `list_lapsed`, for asyncio.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: name of the run.
-        until_ms: only leases that ended at this time of the store's clock, or before; None for now.
+        until_ms: only leases that ended by this time of the store's clock; None for now.
         max_count: how many at most.
     """
     run = await find_run_async(client, run)
@@ -82,12 +82,12 @@ async def list_lapsed_async(
 
 
 def heartbeat_command(run: str, held: Sequence[tuple[str, int]], *, writer: str = "") -> Command:
-    """The call that renews the leases of open trajectories; nothing is sent.
+    """Return the call that renews the leases of open trajectories; nothing is sent.
 
     Args:
         run: name of the run.
         held: (id, lease epoch) of at most MAX_HEARTBEATS trajectories.
-        writer: who holds them; empty where the epoch alone is to be compared.
+        writer: owner of the leases; empty compares the epoch alone.
     """
     names = keys.run_keys(run)
     arguments: list[Argument] = []

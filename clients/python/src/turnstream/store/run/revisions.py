@@ -50,7 +50,7 @@ class Revisions:
 
     @property
     def last(self) -> Revision:
-        """What was stored last; it may not be in force yet."""
+        """Return the newest stored revision; it may not be in force yet."""
         return self.stored[-1]
 
     @property
@@ -90,11 +90,11 @@ class Revisions:
 
 
 def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from_step: int) -> int:
-    """Let a run go on with another config from a step on that is not planned yet.
+    """Change the config of a run from a step on that is not planned yet.
 
-    It comes into force when the step before is planned: groups that are decided from then on are
-    judged by it, and admission, leases and deadlines go by it. Steps before stay as they are.
-    Saying the same again changes nothing.
+    It comes into force when the step before is planned. From then on it applies to admission,
+    leases, deadlines and the decisions on groups. Earlier steps do not change. An equal revision
+    changes nothing.
 
     Returns:
         The number of the revision.
@@ -106,7 +106,7 @@ def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from
     check_revision(last.config, config)
     _check_prompts(client, run, config)
     names = keys.run_keys(run)
-    # What another release stored is the same where it says the same.
+    # A config of another release is equal if its settings are.
     text = stored_config(client, run, last.number) if last.config == config else ""
     command = _REVISE_CONFIG(
         (names.frontier, names.config, names.wake),

@@ -24,7 +24,7 @@ _NUMBER_LIMIT: Final = 2**31
 
 
 class RewardOutcome(StrEnum):
-    """What became of a posted reward."""
+    """The outcome of a posted reward."""
 
     POSTED = "OK"
     DUPLICATE = "DUPLICATE"
@@ -39,24 +39,26 @@ def post_reward(
     *,
     reward_components: Mapping[str, float] | None = None,
 ) -> RewardOutcome:
-    """Give a trajectory, sealed with `awaits_reward`, its reward; the same again changes nothing.
+    """Post the reward of a trajectory sealed with `awaits_reward`; a repeat changes nothing.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: name of the run. A process that posts many rewards passes the id that
-            `turnstream.store.client.run_ids.find_run` returns: that saves a round trip each, and
-            no reward goes to a later run of the same name.
+            `turnstream.store.client.run_ids.find_run` returns. It saves a round trip each, and no
+            reward goes to a later run of the same name.
         key: the trajectory.
         reward: its outcome reward.
-        reward_components: named rewards; they join those of the seal, and replace their namesakes.
+        reward_components: named rewards; they are added to those of the seal, and replace equal
+            names.
 
     Returns:
-        LATE where its group was decided before: that is counted and changes nothing. A DUPLICATE
-        is known while the ledger has the trajectory, and for the last few thousand that left it;
-        of older ones every reward is LATE.
+        LATE if its group was decided before: it is counted and changes nothing. A DUPLICATE is
+            known
+        while the ledger has the trajectory, and for the last few thousand released ones; rewards of
+        older ones are LATE.
 
     Raises:
-        InvalidTurnError: there is no reward, it is not finite, or a name cannot be one.
+        InvalidTurnError: there is no reward, it is not finite, or a name is invalid.
         ConflictError: another reward was posted; or the trajectory was never opened, is not sealed
             yet, or was sealed with its reward.
         RunNotFoundError: no such run, or it was deleted.

@@ -24,7 +24,7 @@ from turnstream.types import Leftover, RunClosed, RunReopened, VersionAnnounced
 from turnstream.types.names import RunId, checked_setting
 
 _NUM_NEWS: Final = 1_000
-"""Whoever has missed more reads the list of all runs."""
+"""Kept entries; a batcher that missed more reads the list of all runs."""
 
 _CREATE_RUN = Script("create_run", "turnstream.store.run")
 _CLOSE_RUN = Script("close_run", "turnstream.store.run")
@@ -33,14 +33,13 @@ _SET_PAUSED = Script("set_paused", "turnstream.store.run")
 
 
 def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
-    """Create a run, or find it with the config that it has, or was created with.
+    """Create a run, or find the run that was created with this config.
 
-    The config that another release stored is the same where it says the same: a setting that it
-    did not know has its default.
+    A config that another release stored is equal if its settings are; a setting that it lacks has
+    its default.
 
     Returns:
-        The config revision in force, 1 for a new run: whoever creates a run that was revised since
-        learns it by the number.
+        The config revision in force: 1 for a new run, more for a run that was revised since.
     """
 
     def create(run_id: RunId) -> int:
@@ -117,20 +116,20 @@ def newest_version(client: redis.Redis, run: str) -> VersionAnnounced | None:
 def close_run(
     client: redis.Redis, run: str, reason: str = "", *, leftover: Leftover | None = None
 ) -> bool:
-    """Take no new group any more; groups that are open may be finished.
+    """Close a run to new groups; open groups may be finished.
 
-    When all are decided and no batch follows, whoever asks for one is told by EndOfRunError.
+    When all groups are decided and no batch follows, requests for one raise EndOfRunError.
 
     Args:
-        client: of the store.
+        client: client of the store.
         run: its name.
         reason: for people.
-        leftover: what becomes of complete groups that make no whole batch: a last, "short" one;
-            "carry" keeps them for `reopen_run`; "drop" ends them as surplus. None: "short", or
-            whatever a run that is closed was closed with.
+        leftover: rule for complete groups that fill no whole batch: a last, "short" one; "carry"
+            keeps them for `reopen_run`; "drop" ends them as surplus. None: "short", or the rule of
+            the first close.
 
     Returns:
-        False where it was closed before.
+        False if it was closed before.
     """
     run = find_run(client, run)
     return bool(run_command(client, close_command(run, reason, leftover=leftover)))
@@ -148,13 +147,13 @@ def close_command(run: str, reason: str, *, leftover: Leftover | None = None) ->
 
 
 def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:
-    """Take no new group and plan no batch until the run is resumed.
+    """Refuse new groups and plan no batch until the run is resumed.
 
-    Groups that are open may be finished, batches that are planned are delivered; leases and
-    deadlines go on. Generators and trainers that wait are told the reason when their time is up.
+    Open groups may be finished, planned batches are delivered, and leases and deadlines count.
+    Generators and trainers that wait get the reason when their wait times out.
 
     Returns:
-        False where it was paused before; the first reason stays.
+        False if it was paused before; the first reason stays.
     """
     return bool(run_command(client, _set_paused(find_run(client, run), 1, reason)))
 

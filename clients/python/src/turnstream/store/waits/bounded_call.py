@@ -31,15 +31,15 @@ class _Told(NamedTuple):
 
 
 class StoreWait:
-    """What is waited for, and what the store has said of it so far. It ends by its deadline.
+    """A wait that asks a store in several calls, with one deadline.
 
     Args:
-        client: of the store.
-        kind: what is waited for, for programs; None for an answer alone.
+        client: client of the store.
+        kind: the awaited thing, for programs; None for a call without a wait.
         what: the same for people, as in "run 'maze': no task".
         wait_s: how long, from now on. A call that was sent before the deadline has ANSWER_S more
             for its answer.
-        clock: gives seconds; in asyncio that of the event loop.
+        clock: returns seconds; in asyncio that of the event loop.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StoreWait:
 
     @property
     def message(self) -> str:
-        """What did not come, and for how long it was waited for."""
+        """Return that the wait has timed out, in words."""
         return f"{self._what} within {self.wait_s:g} s"
 
     @property
@@ -80,7 +80,7 @@ class StoreWait:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Inside, blocking calls end by the deadline; what ends them is said with its reasons."""
+        """End blocking calls inside by the deadline, with the reasons in the error."""
         asked_s = self._clock()
         try:
             with ending_by(self._last_s), translating():
@@ -100,7 +100,7 @@ class StoreWait:
             raise self._unanswered(error, asked_s) from error
 
     def look(self, client: redis.Redis, run: str) -> WaitFacts | None:
-        """What the run of a wait that ends may hang on; None where the store cannot say in time."""
+        """Return the state of the run; None if the store does not return it in time."""
         with ending_by(self._last_s):
             return read_waits(client, run)
 
@@ -142,12 +142,12 @@ class StoreWait:
 def unanswered(
     error: StoreFullError | StoreUnavailableError, *, address: str, since_s: float
 ) -> WaitReason:
-    """Why a call brought no answer.
+    """Return why a call was not answered.
 
     Args:
-        error: with which it ended.
-        address: of the store.
-        since_s: seconds since it was made.
+        error: the end of the call.
+        address: address of the store.
+        since_s: seconds since the call.
     """
     if isinstance(error, StoreFullError):
         return store_full(None, address=address, since_s=since_s)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 LOW_PASS_RATE: Final = 0.5
-"""Of the decided groups; below it, most of what generators do is for nothing."""
+"""Share of the decided groups below which most sampling is wasted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +24,11 @@ class RecentGroups:
     num_decided: int
 
     def why_low(self, *, least: int) -> str:
-        """That most of them were dropped, in words; empty where they were not, or are few.
+        """Return that most groups were dropped, in words; empty if not, or if there are too few.
 
         >>> recent = RecentGroups(since_step=3, num_dropped=12, num_decided=20)
         >>> recent.why_low(least=8)
         '12 of the 20 groups that were decided since step 3 was planned were dropped'
-
-        Args:
-            least: fewer groups say nothing.
         """
         passed = self.num_decided - self.num_dropped
         if self.num_decided < least or passed >= LOW_PASS_RATE * self.num_decided:
@@ -45,15 +42,15 @@ class RecentGroups:
 def recent_groups(
     at_plans: str, *, num_dropped: int, num_in_batches: int, num_ready: int
 ) -> RecentGroups:
-    """What was decided lately, from the numbers of a run.
+    """Return the groups that were decided since the batch before the newest was planned.
 
-    Two batches, so that there is something to judge by at any time, also right after a plan.
+    Two batches, so that there are groups to judge by right after a plan.
 
     >>> recent_groups("3:10:12,4:15:16", num_dropped=22, num_in_batches=16, num_ready=4)
     RecentGroups(since_step=3, num_dropped=12, num_decided=20)
 
     Args:
-        at_plans: see store.keys; empty before the first plan, and where an older release planned.
+        at_plans: see store.keys; empty before the first plan, and if an older release planned.
         num_dropped: groups of the run that were dropped.
         num_in_batches: groups that are in a batch.
         num_ready: groups that are decided, and in no batch.

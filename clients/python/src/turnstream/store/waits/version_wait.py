@@ -28,7 +28,7 @@ def wait_for_version(
     wait = StoreWait(client, WaitKind.NO_VERSION, what, wait_s=timeout_s)
     with wait.asking():
         run = find_run(client, run)
-    # The entry of version v has the id <v + 1>-0: whatever is above lies behind this id.
+    # The entry of version v has the id <v + 1>-0: newer versions have later ids.
     position: Any = {keys.run_keys(run).versions: f"{above + 1}-0"}
     while True:
         with wait.asking():

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 RUN_FIELDS: Final = ("session_ms", "opened_ms")
-"""Of the hash `frontier`; see store.keys."""
+"""Fields of the hash `frontier`; see store.keys."""
 
 MAX_RANKS: Final = 8
-"""That are named."""
+"""Most ranks in a sentence."""
 
 
 class Lasting(NamedTuple):
-    """For how long, in seconds; None where nobody noted since when.
+    """Durations in seconds; None if the start was not recorded.
 
     Attributes:
-        trainer_s: the trainer session that there is could have the step after the last stepped one.
-        step_s: that step is the next one that the run needs.
-        opened_s: no group was opened to train.
+        trainer_s: since the trainer session can have the step after the last stepped one.
+        step_s: since that step is the next one that the run needs.
+        opened_s: since the last group was opened to train.
     """
 
     trainer_s: float | None = None
@@ -39,10 +39,9 @@ def step_fields(stepped: int) -> tuple[str, str]:
 
 
 def lasting(now_ms: int, run: Sequence[bytes | None], step: Sequence[bytes | None]) -> Lasting:
-    """What the values of RUN_FIELDS and of `step_fields` tell.
+    """Return the durations from the values of RUN_FIELDS and of `step_fields`.
 
-    A session that began later than the step was planned has it since then; one that ended made the
-    step wait anew.
+    A later session has a planned step since its start. A session that ended restarts the wait.
 
     >>> lasting(9_000, [b"2000", b"1000"], [b"4000", b"5000"])
     Lasting(trainer_s=4.0, step_s=5.0, opened_s=8.0)
@@ -65,9 +64,9 @@ def _since_s(now_ms: int, *moments: bytes | None) -> float | None:
 
 
 def ranks_behind(ranks: Mapping[bytes, bytes], *, dp_world_size: int, step: int) -> tuple[int, ...]:
-    """The ranks that have not asked for a step, by what the hash `ranks` has of them.
+    """Return the ranks that have not asked for a step, from the hash `ranks`.
 
-    A session of one rank is none to be told of: its rank is the trainer.
+    Empty for a session of one rank: its rank is the trainer.
 
     >>> ranks_behind({b"0": b"5:ab", b"2": b"4:cd"}, dp_world_size=3, step=5)
     (1, 2)
@@ -97,7 +96,7 @@ def last_opened(seconds: float | None) -> str:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Ranks by number; of many only the first.
+    """Return ranks by number, at most MAX_RANKS.
 
     >>> named_ranks([1, 3]), named_ranks(range(10))
     ('1, 3', '0, 1, 2, 3, 4, 5, 6, 7 and 2 others')
@@ -107,7 +106,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def not_asked(ranks: Sequence[int]) -> str:
-    """What is said of ranks that are behind.
+    """Return the sentence about ranks that are behind.
 
     >>> not_asked([2]), not_asked([])
     ('; dp_rank 2 did not ask for it', '')

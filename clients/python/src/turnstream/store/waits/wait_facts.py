@@ -1,4 +1,4 @@
-"""What a generator's wait may hang on, read when it is about to end without data."""
+"""The state of a run that a generator's wait depends on, read when the wait times out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from turnstream.store.waits.wait_durations import NOT_NOTED, Lasting, lasting, r
 from turnstream.types import TrajectoryKey
 
 MAX_LEASES: Final = 512
-"""Beyond so many open trajectories nobody is called gone: another lease of theirs may go on."""
+"""With more open trajectories no generator counts as gone: an unread lease may last."""
 
 MAX_NAMED: Final = 8
 """Trajectories, and generators, that are named."""
@@ -36,9 +36,9 @@ class HeldMember:
     """A trajectory that is being written.
 
     Attributes:
-        writer: who holds it.
-        lease_left_s: of its lease; 0 or below where it has lapsed, by so much.
-        deadline_left_s: until its group's deadline fires; None without one.
+        writer: owner of its lease.
+        lease_left_s: time left of its lease; 0 or below after it has lapsed.
+        deadline_left_s: until its group's deadline; None without one.
     """
 
     key: TrajectoryKey
@@ -49,33 +49,32 @@ class HeldMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitFacts:
-    """A run as whoever waits for it sees it, as of one moment.
+    """The state of a run at one time.
 
     Attributes:
-        stepped, planned: newest batches that the trainer has stepped, and that have a plan.
+        stepped, planned: newest stepped and newest planned batch.
         planned_groups: groups in batches.
-        released: newest batch whose payload may be gone.
+        released: newest batch whose payload may be released.
         num_live: groups that were opened and not dropped.
-        num_open: those of them that are not decided.
+        num_open: live groups that are not decided.
         num_opened: groups ever opened.
-        num_revised: see `revised_groups` in store.keys.
-        at_plans: see store.keys.
-        session_epoch: of the trainer session; 0 before the first.
-        paused: why the run is paused; None while it is not.
-        planner: name of the batcher that planned last; empty if none ever did.
-        planner_left_s: of its lease.
+        num_revised, at_plans: see store.keys.
+        session_epoch: epoch of the trainer session; 0 before the first.
+        paused: reason of the pause; None if the run is not paused.
+        planner: name of the batcher that planned last; empty before the first.
+        planner_left_s: time left of its lease.
         reserved, stored, planned_bytes: see `budget` in store.keys.
         estimate: usual bytes of a trajectory.
         server_used, server_max: bytes of the server; 0 for no limit.
-        prompts_added, prompts_left, prompts_given: ever given to the run, not given out, and given
-            out and not done.
-        num_refills: granted attempts that nobody has taken.
-        newest_version: of the policy; None before the first.
-        untrained: (state, trajectories) of what ended untrained.
+        prompts_added, prompts_left, prompts_given: added to the run, not granted, and granted
+            but not done.
+        num_refills: granted attempts that no generator has taken.
+        newest_version: newest policy version; None before the first.
+        untrained: (state, trajectories) that ended untrained.
         num_leases: trajectories that are being written.
-        members: of these, the first whose lease ends, or has ended; at most MAX_LEASES.
-        lasting: for how long it is so.
-        behind: ranks that have not asked for the step that is to be stepped next.
+        members: the first of these by the end of their leases; at most MAX_LEASES.
+        lasting: durations of the current state.
+        behind: ranks that have not asked for the step to train.
     """
 
     run: str
@@ -164,9 +163,9 @@ def waits_command(run: str) -> Command:
 
 
 def read_waits(client: redis.Redis, run: str) -> WaitFacts | None:
-    """What a wait for a run may hang on.
+    """Return the state of a run; None if the store cannot return it.
 
-    None where the store cannot say: this is told beside an error, and must not hide it.
+    It accompanies an error, and must not hide it.
     """
     try:
         return parse_waits(run, run_command(client, waits_command(run)))
@@ -183,7 +182,7 @@ async def read_waits_async(client: redis.asyncio.Redis, run: str) -> WaitFacts |
 
 
 def parse_waits(run: str, reply: Sequence[Any]) -> WaitFacts:
-    """What the script has answered.
+    """Return the state from the reply of the script.
 
     Raises:
         RecordError: the config is of a newer release.

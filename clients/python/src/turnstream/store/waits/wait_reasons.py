@@ -19,11 +19,11 @@ UNSEALED: Final = "left without a seal"
 
 
 def reasons_of(waits: WaitFacts | None, *, group: GroupOpened | None = None) -> list[WaitReason]:
-    """What holds a wait for leave, a task, a refill or a version; the most important first.
+    """Return the reasons for a wait for admission, a task, a refill or a version, by importance.
 
     Args:
-        waits: what was read; None where the store could not say.
-        group: the one that waits for leave; None stands for one of a single sample.
+        waits: state of the run; None if the store could not return it.
+        group: the group that waits for admission; None stands for one of a single sample.
     """
     if waits is None:
         return []
@@ -162,7 +162,7 @@ def _of_services(waits: WaitFacts) -> Iterator[WaitReason]:
 
 
 def _of_capacity(waits: WaitFacts) -> Iterator[WaitReason]:
-    """What lets no group start, by the rule of credits."""
+    """Yield the lack of capacity, by the rule of credits."""
     found = credit_of(
         waits.config,
         stepped=waits.stepped,
@@ -191,7 +191,7 @@ def _of_capacity(waits: WaitFacts) -> Iterator[WaitReason]:
 
 
 def _of_bytes(waits: WaitFacts, group: GroupOpened | None) -> Iterator[WaitReason]:
-    """What leaves no room for a group, by the rule of open_group.lua."""
+    """Yield the lack of bytes for a group, by the rule of open_group.lua."""
     num_samples = 1 if group is None else group.num_samples
     needed = num_samples * max(LEAST_ESTIMATE, waits.estimate)
     held = waits.reserved + waits.stored + waits.planned_bytes
@@ -221,7 +221,7 @@ def _of_bytes(waits: WaitFacts, group: GroupOpened | None) -> Iterator[WaitReaso
 
 
 def _of_shortage(waits: WaitFacts) -> Iterator[WaitReason]:
-    """What the trainer waits for, where it does."""
+    """Yield the missing groups of the next step, if the trainer waits for them."""
     if not waits.is_starved or waits.is_closed:
         return
     step, ready, needed = waits.stepped + 1, waits.num_ready, waits.config.batch_groups
@@ -254,7 +254,7 @@ def _of_shortage(waits: WaitFacts) -> Iterator[WaitReason]:
 
 
 def _of_members(waits: WaitFacts) -> Iterator[WaitReason]:
-    """Who holds what is being written: generators that are gone, and trajectories by name."""
+    """Yield the generators that are gone, and the first open trajectories."""
     for writer, members in _gone(waits)[:MAX_NAMED]:
         silent_s = -max(member.lease_left_s for member in members)
         yield WaitReason(
