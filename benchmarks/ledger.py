@@ -103,7 +103,13 @@ class Life:
             "leadership": ("acquire_leader", "save_snapshot"),
             "planning": ("write_manifest",),
             "sessions": ("start_session", "stepped", "committed"),
-            "release": ("raise_floor", "give_back", "fold_batch", "finish_batch", "fold_ended"),
+            "release": (
+                "advance_watermark",
+                "give_back",
+                "fold_batch",
+                "finish_batch",
+                "fold_ended",
+            ),
         }
         self._scripts = {
             name: Script(name, f"turnstream_server.bus.{folder}")
@@ -153,7 +159,10 @@ class Life:
             self._call("stepped", stepped, 1, step, batch.manifest_hash),
             self._call("committed", committed, 1, step, batch.manifest_hash),
             self._call(
-                "raise_floor", (names.leader, names.frontier, names.config, names.observers), 1, ""
+                "advance_watermark",
+                (names.leader, names.frontier, names.config, names.observers),
+                1,
+                "",
             ),
             self._call("save_snapshot", (names.leader, names.snapshot), 1, f"{step}-0", step, "s"),
         )

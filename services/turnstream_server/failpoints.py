@@ -59,7 +59,7 @@ NAMES: Final = frozenset(
         "checkpoint.after_weights",  # the weights are written, the token is not
         "checkpoint.before_committed",  # the checkpoint is on disk, no batcher knows
         "checkpoint.after_committed",
-        "delete.after_condemned",  # the name is free, the whole payload remains
+        "delete.after_begin",  # the name is free, the whole payload remains
         "delete.after_slice",  # a part of the payload is gone
         "delete.after_payload",  # the name of the run is not free yet
         "fork.after_made",  # the new run can be trained, of its past nothing is written

@@ -14,7 +14,7 @@ from rich.table import Table
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import NotReadyError
 from turnstream.records.compact import CompactBatch
-from turnstream.records.figures import shown_figures
+from turnstream.records.tag_statistics import shown_figures
 from turnstream.store.client import keys
 from turnstream.store.run.configs import open_run
 from turnstream_server.batcher.assembly.archive import archive_step
@@ -23,8 +23,8 @@ from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import StoredManifest, read_plan
 from turnstream_server.bus.queries.states import state_of_step
 from turnstream_server.bus.release.compact_records import read_past_batch
-from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.screen import print_figures
+from turnstream_server.jobs.store_client import store_client
 
 MAX_SHOWN: Final = 12
 """Trajectories of a batch that are printed; more do not fit one screen."""
@@ -127,7 +127,7 @@ def write_batch(
 
 def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> dict[str, Any]:
     """Return a batch in plain values; a released batch has names and checksums."""
-    with looking_at(url) as client:
+    with store_client(url) as client:
         run = open_run(client, run)
         frontier = read_frontier(client, run)
         stored = read_plan(client, run, step)
@@ -248,7 +248,7 @@ def _denominators(batch: dict[str, Any], index: int) -> dict[str, Any] | None:
 
 def archive_run(url: str, run: str, folder: Path) -> Iterator[Path]:
     """Write the steps that are committed and still retained; each as soon as it is on disk."""
-    with looking_at(url) as client:
+    with store_client(url) as client:
         run = open_run(client, run)
         frontier = read_frontier(client, run)
     for step in range(frontier.released + 1, frontier.committed + 1):

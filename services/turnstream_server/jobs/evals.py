@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from turnstream.records.figures import shown_figures
+from turnstream.records.tag_statistics import shown_figures
 from turnstream.store.run.evals import eval_results
 from turnstream.types import EvalGroup, EvalResult, Spread
-from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.screen import print_figures
+from turnstream_server.jobs.store_client import store_client
 
 
 def print_evals(url: str, run: str, console: Console) -> None:
@@ -41,7 +41,7 @@ def evals_json(url: str, run: str) -> str:
 
 
 def _read(url: str, run: str) -> list[EvalResult]:
-    with looking_at(url) as client:
+    with store_client(url) as client:
         return eval_results(client, run)
 
 

@@ -17,7 +17,7 @@ from turnstream.store.run.configs import open_run
 from turnstream_server.bus.core.scan import server_ms
 from turnstream_server.bus.queries.states import TOP_REASONS, LedgerStates, read_states
 from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, read_history
-from turnstream_server.jobs.looks import looking_at
+from turnstream_server.jobs.store_client import store_client
 
 
 def print_ledger(url: str, run: str, console: Console) -> None:
@@ -100,7 +100,7 @@ def print_history(
     url: str, run: str, name: str, console: Console, *, folder: Path | None = None
 ) -> None:
     """Print the events of one trajectory, then its state."""
-    with looking_at(url) as client:
+    with store_client(url) as client:
         run = open_run(client, run)
         history = read_history(client, run, name, folder=folder)
         now_ms = server_ms(client)
@@ -118,7 +118,7 @@ def print_history(
 
 def history_json(url: str, run: str, name: str, *, folder: Path | None = None) -> str:
     """Return the history of one trajectory as JSON."""
-    with looking_at(url) as client:
+    with store_client(url) as client:
         run = open_run(client, run)
         history = read_history(client, run, name, folder=folder)
         return json.dumps(asdict(history), indent=2)
@@ -143,7 +143,7 @@ def _history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:
 
 
 def _read_states(url: str, run: str) -> LedgerStates:
-    with looking_at(url) as client:
+    with store_client(url) as client:
         run = open_run(client, run)
         seen = read_states(client, run)
     seen.counts.check()

@@ -26,8 +26,8 @@ from turnstream_server.bus.queries.ledger import RunSummary, run_summary
 from turnstream_server.bus.sessions.observers import Observer, read_observers
 from turnstream_server.jobs.batches import BatchNumbers, numbers_of
 from turnstream_server.jobs.ledger import duration
-from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.run_commands import pending_revisions, replanned_text
+from turnstream_server.jobs.store_client import store_client
 
 _COLUMNS: Final = (
     "run",
@@ -79,7 +79,7 @@ def no_runs(url: str) -> str:
 
 
 def _runs(url: str) -> Any:
-    with looking_at(url) as client:
+    with store_client(url) as client:
         for run in list_runs(client):
             yield client, run
 
@@ -137,7 +137,7 @@ def origin_text(origin: Origin | None) -> str:
 
 def print_run(url: str, run: str, console: Console, *, show_all: bool = False) -> None:
     """Progress, numbers of the newest batch, and settings of a run."""
-    with looking_at(url) as client:
+    with store_client(url) as client:
         run = open_run(client, run)
         seen = run_summary(client, run)
         revisions = read_revisions(client, run)
@@ -164,7 +164,7 @@ def print_run(url: str, run: str, console: Console, *, show_all: bool = False) -
 
 def run_json(url: str, run: str) -> str:
     """Return the same as JSON, with every setting."""
-    with looking_at(url) as client:
+    with store_client(url) as client:
         run = open_run(client, run)
         seen = run_summary(client, run)
         revisions = read_revisions(client, run)

@@ -20,8 +20,8 @@ from turnstream_server.bus.queries.ledger import RunSummary, run_summary
 from turnstream_server.bus.queries.wait_facts import read_snapshot
 from turnstream_server.bus.queries.wait_reasons import Reason, reasons
 from turnstream_server.jobs.batches import BatchNumbers
-from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.runs import newest_batch, no_runs, state_of, steps_text
+from turnstream_server.jobs.store_client import store_client
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def watch_status(
 
 def read_status(url: str, run: str | None) -> list[RunStatus]:
     """Return the status of one run, or of all runs of the store for None."""
-    with looking_at(url) as client:
+    with store_client(url) as client:
         if run is not None:
             return [_read(client, open_run(client, run))]
         return [each for name in list_runs(client) if (each := _read_if_there(client, name))]

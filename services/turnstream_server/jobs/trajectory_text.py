@@ -21,8 +21,8 @@ from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import open_run
 from turnstream.types import StoredTurn
 from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, read_history
-from turnstream_server.jobs.looks import looking_at
 from turnstream_server.jobs.screen import visible
+from turnstream_server.jobs.store_client import store_client
 
 PROMPT: Final = "prompt"
 SAMPLED: Final = "sampled"
@@ -96,7 +96,7 @@ def read_text(
 ) -> dict[str, Any]:
     """Return a trajectory with its turns as text, in plain values."""
     decode = load_decoder(tokenizer)
-    with looking_at(url) as client:
+    with store_client(url) as client:
         run = open_run(client, run)
         history = read_history(client, run, name, folder=folder)
         turns = _read_turns(client, run, history)

@@ -11,7 +11,7 @@ from turnstream.errors import StoreUnavailableError, WaitKind
 from turnstream.store.run.configs import open_run
 from turnstream_server.bus.queries.wait_facts import read_snapshot
 from turnstream_server.bus.queries.wait_reasons import Reason, reasons
-from turnstream_server.jobs.looks import looking_at
+from turnstream_server.jobs.store_client import store_client
 
 
 def print_reasons(url: str, run: str, console: Console) -> None:
@@ -28,7 +28,7 @@ def reasons_json(url: str, run: str) -> str:
 
 def _reasons(url: str, run: str) -> tuple[Reason, ...]:
     try:
-        with looking_at(url) as client:
+        with store_client(url) as client:
             run = open_run(client, run)
             return reasons(read_snapshot(client, run))
     except StoreUnavailableError as error:

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from turnstream.records.figures import shown_figures
+from turnstream.records.tag_statistics import shown_figures
 from turnstream.types import MiniBatch, MiniBatchInfo, Rows
 from turnstream_server.trainer.engine import UpdateReport
 

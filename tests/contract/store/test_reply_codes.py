@@ -11,7 +11,7 @@ from turnstream.store.client.replies import CODES, FACTS, parse_refusal, refusal
 
 SCRIPTS = {path.name: path.read_text() for path in script_files().values()}
 REPLY = re.compile(
-    r"(?:error_reply\(|repl(?:y|ies\[[^]]*\]) = )'(?P<code>[A-Z]{3,})\b(?P<rest>[^']*)'"
+    r"(?:error_reply\(|repl(?:y|ies\[[^]]*\]) = )'(?P<code>[A-Z_]{3,})\b(?P<rest>[^']*)'"
 )
 FACT = re.compile(r"^ \[(?P<word>[^\]]*)")
 

@@ -12,7 +12,7 @@ from testkit.scripts import script
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
 from turnstream.records.events import encode_event
-from turnstream.records.figures import shown_figures
+from turnstream.records.tag_statistics import shown_figures
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_command

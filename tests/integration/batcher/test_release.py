@@ -31,7 +31,7 @@ EQUAL = (trajectory(sample=0), trajectory(sample=1))
 SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
 HISTORY_FACTS = ("state", "reason", "step", "payload_is_kept")
 ACTS = (
-    *("raise_floor", "release_payload", "give_back", "fold_batch", "finish_batch"),
+    *("advance_watermark", "release_payload", "give_back", "fold_batch", "finish_batch"),
     *("fold_ended", "save_snapshot", "trim_events"),
 )
 ONCE = {"fold_ended", "save_snapshot", "trim_events"}
@@ -146,7 +146,7 @@ async def test_a_leader_that_slept_while_another_folded_is_told_so_and_nothing_f
         await finish_batches(Term(client, run, 1), {step: record})
 
     async def sleep(act: str) -> None:
-        if act == "raise_floor":
+        if act == "advance_watermark":
             await committed.wait()
         if act == "give_back" and not await client.hexists(keys.run_keys(run).past, "1"):
             await fold_as_another(1)

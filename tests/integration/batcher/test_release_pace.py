@@ -70,7 +70,7 @@ async def test_release_rests_less_than_it_works(house):
     await trainer.start()
 
     await train(trainer, range(1, 3))
-    rest_s = await slow.rest_s(until="raise_floor")
+    rest_s = await slow.rest_s(until="advance_watermark")
 
     assert rest_s < WORK_S
 

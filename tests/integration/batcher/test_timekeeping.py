@@ -17,8 +17,8 @@ from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import connect, connect_async
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.planner.timekeeper import (
+    ClockReading,
     DueScript,
-    Moment,
     Timekeeper,
     lapsed_leases,
 )
@@ -65,7 +65,7 @@ async def test_a_trajectory_waits_to_be_taken_over_before_it_is_given_up(
     settings = dataclasses.replace(config(), lease_s=LEASE_S, takeover_s=TAKEOVER_S)
     script = lapsed_leases(Term(client, run, 1), config=settings)
 
-    pause_s = await script.run(Moment(ended_ms + after_ms, steady_s, 0.0))
+    pause_s = await script.run(ClockReading(ended_ms + after_ms, steady_s, 0.0))
 
     assert pause_s == LEASE_S / 10
     with connect(house.url) as reader:
@@ -79,7 +79,7 @@ async def test_every_script_is_called_when_it_asked_to_be(client):
     done = asyncio.Event()
 
     def script(name: str, pause_s: float) -> DueScript:
-        async def run(moment: Moment) -> float:
+        async def run(moment: ClockReading) -> float:
             called.append((name, moment.steady_s == 0))
             if len(called) == 7:
                 done.set()
@@ -98,7 +98,7 @@ async def test_every_script_is_called_when_it_asked_to_be(client):
 
 
 async def test_a_script_that_is_fenced_ends_the_term(client):
-    async def fenced(_: Moment) -> float:
+    async def fenced(_: ClockReading) -> float:
         raise FencedError("another planner leads")
 
     timekeeper = Timekeeper(

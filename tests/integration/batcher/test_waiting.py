@@ -209,7 +209,7 @@ async def test_unreadable_reasons_do_not_replace_the_error_of_a_wait(house):
 
 async def test_reasons_of_former_runs_are_dropped(house, monkeypatch):
     # The reasons of every run that ever waited stayed in memory until the batcher stopped.
-    watch = reason_cache.Lookout(house.url)
+    watch = reason_cache.ReasonCache(house.url)
     first = await watch.reasons(house.create_run())
 
     monkeypatch.setattr(reason_cache, "_LOOKS_EVERY_S", 0.0)

@@ -38,7 +38,7 @@ from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
 from turnstream_server.bus.leadership.snapshots import save_snapshot
 from turnstream_server.bus.planning.deadlines import fire_deadlines
 from turnstream_server.bus.planning.groups import Settlement, grant_refill, settle_groups
-from turnstream_server.bus.planning.leases import give_up_lapsed
+from turnstream_server.bus.planning.leases import abandon_lapsed
 from turnstream_server.bus.planning.manifests import (
     StoredManifest,
     encode_for_store,
@@ -47,10 +47,10 @@ from turnstream_server.bus.planning.manifests import (
 from turnstream_server.bus.planning.trajectories import mark_dead
 from turnstream_server.bus.queries.ledger import read_ledger_async
 from turnstream_server.bus.release.release import (
+    advance_watermark,
     finish_batches,
     fold_batches,
     fold_ended,
-    raise_floor,
 )
 from turnstream_server.bus.sessions.sessions import (
     TrainerSession,
@@ -97,7 +97,7 @@ async def released(run: RunDriver) -> RunDriver:
     await run.plan_steps(4)
     session = await run.start("s")
     await run.commit(session, 1, 2, 3)
-    assert await run.raise_floor() == 2
+    assert await run.advance_watermark() == 2
     return run
 
 
@@ -354,16 +354,16 @@ class RunDriver:
             counts.by_state[TrajectoryState.COMMITTED],
         )
 
-    async def raise_floor(
+    async def advance_watermark(
         self, *, at_most: int | None = None, leader_epoch: int | None = None
     ) -> int:
         """Give up the steps that nobody can ask for."""
         epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        return await raise_floor(self.term_of(epoch), at_most=at_most)
+        return await advance_watermark(self.term_of(epoch), at_most=at_most)
 
     async def give_up(self) -> None:
         """Give up what lapsed in the first millisecond of all time: what a test let lapse."""
-        await give_up_lapsed(self.term, until_ms=1)
+        await abandon_lapsed(self.term, until_ms=1)
 
     async def release(self, *members: tuple[str, int]) -> None:
         """Remove the payload of these samples of groups, and give back what it held."""

@@ -144,13 +144,13 @@ async def test_a_session_that_the_store_lost_is_fenced_though_another_has_its_ep
     token = token_of(1, run.manifests[1].hash)
     step = {"step": 1, "manifest_hash": run.manifests[1].hash}
 
-    with pytest.raises(FencedError, match='"lost" is over or was lost, "second" has its epoch'):
+    with pytest.raises(FencedError, match='"lost" has ended or was lost, "second" has its epoch'):
         await acknowledge_stepped(run.client, run.name, **one, **step, session="lost")
     await acknowledge_stepped(run.client, run.name, **one, **step, session="second")
-    with pytest.raises(FencedError, match='"lost" is over or was lost'):
+    with pytest.raises(FencedError, match='"lost" has ended or was lost'):
         await acknowledge_committed(run.client, run.name, **one, token=token, session="lost")
     announced = VersionAnnounced(version=1, step=1, lineage="main", weights_uri="")
-    with pytest.raises(FencedError, match='"lost" is over or was lost'):
+    with pytest.raises(FencedError, match='"lost" has ended or was lost'):
         await announce_version(run.client, run.name, announced, **one, session="lost")
     await acknowledge_committed(run.client, run.name, **one, token=token, session="second")
 

@@ -19,7 +19,7 @@ from turnstream.store.client.connection import connect_async
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.queries.budget import ByteBudget, read_budget, read_held_async
-from turnstream_server.bus.release.release import raise_floor
+from turnstream_server.bus.release.release import advance_watermark
 from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 from turnstream_server.bus.sessions.sessions import acknowledge_committed
 from turnstream_server.embedded import EmbeddedServer
@@ -88,7 +88,7 @@ class _Life:
             await acknowledge_committed(
                 client, name, session_epoch=session.session_epoch, token=token
             )
-            floor = await raise_floor(Term(client, name, self.run.leader_epoch))
+            floor = await advance_watermark(Term(client, name, self.run.leader_epoch))
             for groups in self.groups_of[:floor]:
                 await release_payload(client, name, ids(groups))
 

@@ -34,14 +34,14 @@ from turnstream_server.bus.admin.deletion import delete_run, deleting_since_ms
 from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
 from turnstream_server.bus.leadership.snapshots import save_snapshot
 from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.bus.release.release import raise_floor
+from turnstream_server.bus.release.release import advance_watermark
 from turnstream_server.bus.sessions.observers import declare_observer
 from turnstream_server.bus.sessions.versions import announce_version
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis]
 
-PLACES = ("delete.after_condemned", "delete.after_slice", "delete.after_payload")
+PLACES = ("delete.after_begin", "delete.after_slice", "delete.after_payload")
 NUM_MANY = 700
 """Trajectories of several slices, and of several pages of a hash."""
 
@@ -173,7 +173,7 @@ async def test_planner_trainer_and_readers_are_refused_by_name(
     with pytest.raises(RunNotFoundError):
         await acquire_leadership(async_client, driver.name, owner="q", lease_s=1)
     with pytest.raises(FencedError):
-        await raise_floor(Term(async_client, driver.name, driver.leader_epoch))
+        await advance_watermark(Term(async_client, driver.name, driver.leader_epoch))
     with pytest.raises(RunNotFoundError):
         list_lapsed(client, driver.name)
     with pytest.raises(RunNotFoundError):
@@ -207,7 +207,7 @@ def test_a_deletion_that_is_killed_anywhere_is_finished_by_the_next(
     assert is_listed
     assert since_ms is not None
     assert (num_payloads == NUM_MANY, num_payloads == 0) == {
-        "delete.after_condemned": (True, False),
+        "delete.after_begin": (True, False),
         "delete.after_slice": (False, False),
         "delete.after_payload": (False, True),
     }[place]

@@ -16,7 +16,7 @@ from turnstream.types import Purpose, RecoveryToken
 from turnstream_server.bus.admin.forks import fork_run
 from turnstream_server.bus.queries.wait_facts import read_snapshot
 from turnstream_server.bus.queries.wait_reasons import reasons
-from turnstream_server.bus.sessions.sessions import hear_rank, start_session
+from turnstream_server.bus.sessions.sessions import record_rank, start_session
 
 pytestmark = pytest.mark.redis
 
@@ -170,7 +170,7 @@ async def test_both_say_for_how_long_the_trainer_has_it_and_which_ranks_did_not_
     for rank, step in ((0, 2), (2, 1)):
         heard: dict[str, Any] = {"manifest_hash": run.manifests[step].hash, "has": True}
         whose = {"session_epoch": session.session_epoch, "dp_rank": rank, "step": step}
-        await hear_rank(run.client, run.name, **whose, **heard)
+        await record_rank(run.client, run.name, **whose, **heard)
     pass_time(client, run.name)
 
     found = reasons(read_snapshot(client, run.name))

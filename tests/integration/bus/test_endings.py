@@ -13,8 +13,8 @@ from turnstream.store.run.runs import close_run, pause_run, resume_run
 from turnstream.types import DeadlineFired, Purpose, RunFinished
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.planning.run_completion import (
-    end_unheld,
-    find_unheld,
+    end_orphaned,
+    find_orphaned,
     finish_run,
     is_evaluating,
 )
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.redis
 
 
 async def find(run: Any, *group_ids: str) -> dict[str, int]:
-    return await find_unheld(run.term, group_ids)
+    return await find_orphaned(run.term, group_ids)
 
 
 async def end(run: Any, **unheld: int) -> int:
-    return await end_unheld(run.term, unheld)
+    return await end_orphaned(run.term, unheld)
 
 
 async def finish(run: Any, position: str, *, leader_epoch: int | None = None) -> bool:
@@ -153,7 +153,7 @@ async def test_only_the_leader_ends_what_nobody_holds(run: Any, close: Any) -> N
     close(run)
 
     with pytest.raises(FencedError):
-        await find_unheld(run.term_of(run.leader_epoch - 1), ["g"])
+        await find_orphaned(run.term_of(run.leader_epoch - 1), ["g"])
     with pytest.raises(FencedError):
         await finish(run, await position(run), leader_epoch=run.leader_epoch - 1)
 

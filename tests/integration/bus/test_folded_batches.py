@@ -206,7 +206,7 @@ async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: An
     names = [f"visit {number}" for number in range(10_000)]
     await run.plan_steps(3)
     await run.commit(await run.start("s"), 1, 2, 3)
-    await run.raise_floor()
+    await run.advance_watermark()
     for start in range(0, len(names), 250):
         some = [keys.encode_name(name) for name in names[start : start + 250]]
         await run.client.hset(run.keys.groups, mapping=dict.fromkeys(some, "1:planned"))

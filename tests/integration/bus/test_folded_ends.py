@@ -281,7 +281,7 @@ async def test_what_is_folded_leaves_no_member_deadline_refill_or_lease(
     await run.plan("a")
     assert await run.post_reward("a", 2, 1.0) == "LATE"
     await run.commit(await run.start("s"), 1)
-    assert await run.raise_floor() == 1
+    assert await run.advance_watermark() == 1
 
     await run.fold_ends(*(f"a/{sample}/0" for sample in (2, 3, 4)))
     await run.fold(1)

@@ -43,7 +43,7 @@ from turnstream_server.bus.queries.budget import read_budget
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.queries.trajectory_history import read_history
 from turnstream_server.bus.release.compact_records import find_past_step
-from turnstream_server.bus.release.release import raise_floor
+from turnstream_server.bus.release.release import advance_watermark
 from turnstream_server.bus.sessions.sessions import start_session
 from turnstream_server.bus.sessions.versions import announce_version
 from turnstream_server.embedded import EmbeddedServer
@@ -185,7 +185,7 @@ async def test_a_step_that_is_no_longer_retained_is_refused_and_the_floor_is_not
     await run.plan_steps(4)
     session = await run.start("s")
     await run.commit(session, 1, 2, 3, 4)
-    floor = await raise_floor(Term(async_client, run.name, run.leader_epoch))
+    floor = await advance_watermark(Term(async_client, run.name, run.leader_epoch))
 
     with pytest.raises(ReleasedError, match=r"step 2 is no longer retained: .* step 3"):
         fork_run(client, run.name, "late", run.token(2))
@@ -268,7 +268,7 @@ async def test_a_fork_that_was_killed_is_finished_by_the_same_call(
         read_batch(server.url, "fork g", 1)
     session = await origin.start("s2", origin.token(2))  # and the origin has moved on
     await origin.commit(session, *range(3, 6))
-    await raise_floor(Term(async_client, origin.name, origin.leader_epoch))
+    await advance_watermark(Term(async_client, origin.name, origin.leader_epoch))
     fork_run(client, origin.name, "fork g", origin.token(2))
 
     assert killed.returncode == -9, killed.stderr

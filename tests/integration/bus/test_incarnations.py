@@ -13,7 +13,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import FencedError
 from turnstream.store.run.runs import create_run
 from turnstream.types import BatchDue
-from turnstream_server.bus.core.server_instance import BoundStore
+from turnstream_server.bus.core.server_instance import PinnedClient
 from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
 from turnstream_server.bus.planning.groups import announce_due
 from turnstream_server.embedded import EmbeddedServer
@@ -27,7 +27,7 @@ async def test_a_planner_from_before_an_empty_store_is_fenced_though_its_epoch_i
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(own_client)
-    async with BoundStore(own_server.url) as before, BoundStore(own_server.url) as after:
+    async with PinnedClient(own_server.url) as before, PinnedClient(own_server.url) as after:
         old = await acquire_leadership(before.client, run, owner="old", lease_s=30.0)
         own_server.kill()
         shutil.rmtree(own_server.data_dir / "appendonlydir")
@@ -47,7 +47,7 @@ async def test_a_lost_connection_to_the_same_start_of_the_store_is_none(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(own_client)
-    async with BoundStore(own_server.url) as store:
+    async with PinnedClient(own_server.url) as store:
         mine = await acquire_leadership(store.client, run, owner="o", lease_s=30.0)
         own_client.client_kill_filter(_type="normal", skipme=True)
 
@@ -60,7 +60,7 @@ async def test_whoever_waits_for_the_store_is_told_that_it_was_started_anew(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(own_client)
-    async with BoundStore(own_server.url) as store:
+    async with PinnedClient(own_server.url) as store:
         await store.client.ping()
         waiting = asyncio.create_task(read_in_the_end(store, f"ts:{{{run}}}:wake"))
         await asyncio.sleep(0)
@@ -70,7 +70,7 @@ async def test_whoever_waits_for_the_store_is_told_that_it_was_started_anew(
             await waiting
 
 
-async def read_in_the_end(store: BoundStore, stream: str) -> None:
+async def read_in_the_end(store: PinnedClient, stream: str) -> None:
     """Wait for an entry, and ask again for as long as the store is away."""
     while True:
         try:
@@ -87,7 +87,7 @@ async def test_who_is_cancelled_while_it_leaves_a_store_leaves_no_connection_ope
     is_leaving = asyncio.Event()
 
     async def live() -> None:
-        async with BoundStore(server.url) as store:
+        async with PinnedClient(server.url) as store:
             ids.append(await store.client.client_id())
             is_leaving.set()
 

@@ -56,7 +56,7 @@ async def live_until(run: Any, stage: str) -> None:
     await run.commit(await run.start("s"), 1)
     if stage == "committed":
         return
-    assert await run.raise_floor() == 1
+    assert await run.advance_watermark() == 1
     await run.release(("a", 0), ("a", 1), ("a", 2))
     if stage == "folded":
         await run.fold_ends("a/2/0")
@@ -145,7 +145,7 @@ async def test_rewards_of_what_left_the_ledger_wait_to_be_forgotten(short: Any) 
     await live_until(short, "planned")
     await short.post_reward("a", 2, 1.0)
     await short.commit(await short.start("s"), 1)
-    await short.raise_floor()
+    await short.advance_watermark()
 
     await short.fold_ends("a/2/0")
     after_ends = await short.client.zrange(short.keys.rewarded, 0, -1)

@@ -16,7 +16,7 @@ from turnstream.generator.outbox.receipts import Delivery
 from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
 from turnstream.types import GroupOpened, TrajectoryKey
-from turnstream_server.bus.planning.leases import give_up_lapsed
+from turnstream_server.bus.planning.leases import abandon_lapsed
 
 pytestmark = pytest.mark.redis
 
@@ -42,7 +42,7 @@ async def test_it_leaves_nothing_behind_and_its_writer_is_told(run: Any, server:
     payload = keys.trajectory_keys(run.name, "g/0/0")
 
     await run.client.zadd(run.keys.leases, {"g/0/0": 1})  # which ended long ago
-    await give_up_lapsed(run.term, until_ms=1)
+    await abandon_lapsed(run.term, until_ms=1)
     await release_payload(run.client, run.name, ["g/0/0"], given_up={"g/0/0"})
     await run.client.delete(payload.meta)  # as it expires by itself some time later
     written = Delivery()

@@ -19,7 +19,7 @@ from turnstream.store.run.leases import (
     take_over_command,
 )
 from turnstream.types import TrajectoryAbandoned, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.planning.leases import give_up_lapsed
+from turnstream_server.bus.planning.leases import abandon_lapsed
 from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
@@ -40,7 +40,7 @@ async def lapse(run: Any, *ids: str, since_ms: int = 1) -> None:
 
 async def give_up(run: Any, *, until_ms: int | None = None, leader_epoch: int = 1) -> bool:
     until_ms = await now_ms(run) if until_ms is None else until_ms
-    return await give_up_lapsed(run.term_of(leader_epoch), until_ms=until_ms)
+    return await abandon_lapsed(run.term_of(leader_epoch), until_ms=until_ms)
 
 
 async def end_lapsed(run: Any, found: LapsedTrajectory, *, until_ms: int) -> bool:

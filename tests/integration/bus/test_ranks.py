@@ -9,7 +9,7 @@ import pytest
 from turnstream.errors import FencedError, NotReadyError, StoreBehindError
 from turnstream.store.client import keys
 from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.sessions.sessions import TrainerSession, hear_rank, start_session
+from turnstream_server.bus.sessions.sessions import TrainerSession, record_rank, start_session
 
 pytestmark = pytest.mark.redis
 
@@ -26,7 +26,7 @@ async def hear(run: Any, session: TrainerSession, dp_rank: int, step: int, **sai
     if "manifest_hash" not in said:
         said["manifest_hash"] = run.manifests[step].hash
     whose: Any = {"session_epoch": session.session_epoch, "dp_rank": dp_rank, "step": step}
-    await hear_rank(run.client, run.name, **whose, **{"has": True, **said})
+    await record_rank(run.client, run.name, **whose, **{"has": True, **said})
 
 
 async def test_a_step_is_acknowledged_once_every_rank_is_known_to_have_it(run: Any) -> None:

@@ -45,22 +45,22 @@ async def test_what_the_oldest_kept_checkpoint_cannot_ask_for_is_given_up(
     if commits:
         await run.commit(session, *commits)
 
-    assert await run.raise_floor() == floor
-    assert await run.raise_floor() == floor
+    assert await run.advance_watermark() == floor
+    assert await run.advance_watermark() == floor
     assert (await read_frontier_async(run.client, run.name)).released == floor
 
 
 async def test_before_any_session_nothing_is_given_up(run: Any) -> None:
     await run.plan_steps(2)
 
-    assert await run.raise_floor() == 0
+    assert await run.advance_watermark() == 0
 
 
 async def test_a_run_that_is_gone_has_no_floor(run: Any) -> None:
     await run.client.delete(run.keys.frontier)
 
     with pytest.raises(RunNotFoundError):
-        await run.raise_floor()
+        await run.advance_watermark()
 
 
 @pytest.mark.parametrize(("fields", "floor"), [({"retain_checkpoints": 1}, 4), ({}, 3)])
@@ -74,7 +74,7 @@ async def test_the_newest_revision_says_how_many_checkpoints_are_kept_or_two_are
     newer = {"newest": 2, "2": json.dumps({**revision, **fields})}
     await run.client.hset(run.keys.config, mapping=newer)
 
-    assert await run.raise_floor() == floor
+    assert await run.advance_watermark() == floor
 
 
 async def test_checkpoints_that_nobody_can_name_any_more_are_forgotten(released: Any) -> None:
@@ -85,7 +85,7 @@ async def test_the_floor_waits_for_whoever_holds_it(run: Any) -> None:
     await run.plan_steps(4)
     await run.commit(await run.start("s"), 2, 3, 4)
 
-    assert [await run.raise_floor(at_most=most) for most in (0, 1, 9)] == [0, 1, 3]
+    assert [await run.advance_watermark(at_most=most) for most in (0, 1, 9)] == [0, 1, 3]
 
 
 async def test_a_live_observer_keeps_what_it_has_not_seen_until_it_expires(run: Any) -> None:
@@ -95,13 +95,13 @@ async def test_a_live_observer_keeps_what_it_has_not_seen_until_it_expires(run: 
     await declare_observer(*where, observer="gone", first_step=1, expiry_s=0.001)
     await run.commit(await run.start("s"), 2, 3, 4)
 
-    assert await run.raise_floor() == 0
+    assert await run.advance_watermark() == 0
     await note_observed(*where, observer="eval", seen=2)
     after_ms = await run.run_ms() + 1_000
     await forget_observers(run.term, run_ms=after_ms)
-    assert await run.raise_floor() == 2
+    assert await run.advance_watermark() == 2
     await note_observed(*where, observer="eval", seen=4)
-    assert await run.raise_floor() == 3
+    assert await run.advance_watermark() == 3
 
 
 async def test_an_observer_cannot_begin_with_what_is_released(released: Any) -> None:
@@ -114,7 +114,7 @@ async def test_an_observer_cannot_begin_with_what_is_released(released: Any) -> 
 
 
 async def test_the_floor_never_falls(released: Any) -> None:
-    assert await released.raise_floor(at_most=0) == 2
+    assert await released.advance_watermark(at_most=0) == 2
 
 
 async def test_only_the_leader_raises_the_floor(run: Any) -> None:
@@ -122,7 +122,7 @@ async def test_only_the_leader_raises_the_floor(run: Any) -> None:
     await run.commit(await run.start("s"), 1, 2)
 
     with pytest.raises(FencedError):
-        await run.raise_floor(leader_epoch=run.leader_epoch - 1)
+        await run.advance_watermark(leader_epoch=run.leader_epoch - 1)
 
     assert (await read_frontier_async(run.client, run.name)).released == 0
 
@@ -154,11 +154,11 @@ async def test_a_token_at_the_floor_is_taken_up_also_when_the_steps_before_are_f
 
 async def test_a_checkpoint_that_was_rolled_back_no_longer_counts(released: Any) -> None:
     session = await released.start("later", released.token(2))
-    assert await released.raise_floor() == 2
+    assert await released.advance_watermark() == 2
 
     await released.commit(session, 4)
 
-    assert await released.raise_floor() == 2  # of the checkpoints 2 and 4; 3 is no more
+    assert await released.advance_watermark() == 2  # of the checkpoints 2 and 4; 3 is no more
 
 
 # payload

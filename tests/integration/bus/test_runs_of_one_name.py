@@ -42,7 +42,7 @@ from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis]
 
-PLACES = ("delete.after_condemned", "delete.after_slice", "delete.after_payload")
+PLACES = ("delete.after_begin", "delete.after_slice", "delete.after_payload")
 NUM_MANY = 200
 """Trajectories of several slices."""
 
@@ -240,7 +240,7 @@ def test_finishing_an_old_deletion_does_not_touch_a_run_given_by_its_id(
     client: redis.Redis, server: EmbeddedServer, name: str
 ) -> None:
     fill(client, name, num_samples=NUM_MANY)
-    kill_deletion(server, name, "delete.after_condemned")
+    kill_deletion(server, name, "delete.after_begin")
     create_run(client, name, config())
     fill(client, f"{name}~2")
     before = content(client, f"{name}~2")

@@ -66,7 +66,7 @@ async def test_a_session_that_was_replaced_cannot_begin_again(run: Any) -> None:
     await run.start("old")
     new = await run.start("new")
 
-    with pytest.raises(FencedError, match="session 1 is over, 2 has begun"):
+    with pytest.raises(FencedError, match="session 1 has ended, 2 has begun"):
         await run.start("old")
 
     await run.step(new, 1)

@@ -18,7 +18,7 @@ from turnstream.store.client.connection import address_of, connect
 from turnstream.store.run.runs import create_run
 from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs import looks
+from turnstream_server.jobs import store_client
 
 LONGEST_S = 20.0
 """Far above the deadline, on a machine that is busy, and far below the sockets' own timeouts."""
@@ -27,7 +27,7 @@ LONGEST_S = 20.0
 @pytest.fixture
 def frozen_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a store with a run; its server stands still."""
-    monkeypatch.setattr(looks, "SILENT_S", 0.2)
+    monkeypatch.setattr(store_client, "SILENT_S", 0.2)
     with EmbeddedServer() as server:
         with connect(server.url) as client:
             create_run(client, "maze", config())

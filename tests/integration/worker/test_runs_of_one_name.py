@@ -139,7 +139,7 @@ def test_next_run_trains_while_payload_of_the_old_one_remains(
     with BatchStream(target, name, timeout_s=20) as stream:
         next(stream)
     environment = {
-        "TURNSTREAM_FAILPOINT": "delete.after_condemned",
+        "TURNSTREAM_FAILPOINT": "delete.after_begin",
         "TURNSTREAM_REDIS_URL": server.url,
     }
     command = [sys.executable, "-m", "turnstream_server.cli", "run", "delete", name, "--yes"]

@@ -12,12 +12,12 @@ from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.planning.selection import Selector
 from turnstream.generator.outbox import trajectories
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.resend_buffer import Window
+from turnstream.generator.outbox.resend_buffer import ResendBuffer
 from turnstream_server.batcher.planner import planner, releaser, settling
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
-from turnstream_server.batcher.planner.timekeeper import Moment, SteadyClock
-from turnstream_server.bus.core.server_instance import BoundStore
+from turnstream_server.batcher.planner.timekeeper import ClockReading, SteadyClock
+from turnstream_server.bus.core.server_instance import PinnedClient
 
 
 async def _nothing(*_: Any, **__: Any) -> set[str]:
@@ -32,7 +32,7 @@ async def _wait_for_ever(*_: Any) -> None:
     await asyncio.Event().wait()
 
 
-async def _meet_any(_: BoundStore, connection: Any) -> None:
+async def _meet_any(_: PinnedClient, connection: Any) -> None:
     await connection.on_connect()
 
 
@@ -41,8 +41,8 @@ def _never_heard(self: RunFold, event_id: str, event: Any) -> list[Any]:
     return self._late(event.key) if group is None else self._place(event_id, group, event)
 
 
-def _always_steady(_: SteadyClock, *, server_ms: int, now_s: float) -> Moment:
-    return Moment(server_ms, now_s, now_s)
+def _always_steady(_: SteadyClock, *, server_ms: int, now_s: float) -> ClockReading:
+    return ClockReading(server_ms, now_s, now_s)
 
 
 CODE_GUARDS = (
@@ -62,7 +62,7 @@ CODE_GUARDS = (
     # leaderships and the starts of the store
     Guard(
         "planner: what belongs to one start of the store",
-        method(BoundStore, "_meet", _meet_any),
+        method(PinnedClient, "_meet", _meet_any),
         "may_lose",
     ),
     Guard(
@@ -84,9 +84,9 @@ CODE_GUARDS = (
         "get: the batch before",
         lambda: patch.object(ranks, "check_chain", lambda *_: None),
     ),
-    Guard("get: a rank says what it has", lambda: patch.object(ranks, "hear_caller", _nothing)),
+    Guard("get: a rank says what it has", lambda: patch.object(ranks, "record_caller", _nothing)),
     # publishers
-    Guard("window: what may be lost is kept", method(Window, "keep", lambda *_, **__: None)),
+    Guard("window: what may be lost is kept", method(ResendBuffer, "keep", lambda *_, **__: None)),
     Guard("outbox: what was lost is sent again", method(Outbox, "_meet", lambda *_, **__: None)),
     Guard(
         "outbox: what was not answered is sent again", method(Outbox, "_put_back", lambda *_: None)

@@ -63,7 +63,7 @@ def _has_found_out(process: Process, outbox: Outbox, acknowledged: set[str]) -> 
     if not acknowledged.isdisjoint(waiting):
         return False  # a group without admission may only wait if it was never open
     has_met = outbox._incarnation == process.world.store.run_id
-    return outbox._reposts.is_empty and (has_met or outbox._window.is_settled)
+    return outbox._reposts.is_empty and (has_met or outbox._resend_buffer.is_settled)
 
 
 async def _work(

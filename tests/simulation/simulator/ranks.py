@@ -13,8 +13,8 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving.request_checks import (
     check_caller,
     check_chain,
-    hear_caller,
     note_handed,
+    record_caller,
 )
 from turnstream_server.bus.planning.replans import note_damage
 from turnstream_server.bus.sessions.sessions import TrainerSession, acknowledge_stepped
@@ -87,19 +87,19 @@ class Ranks:
             )
         except NotReadyError:
             for asked in self._asked:
-                await hear_caller(self._client, asked)
+                await record_caller(self._client, asked)
             raise
 
     async def _get(self, view: RunView, asked: wire.GetRequest) -> PlannedBatch:
         """Do the work of the servicer before it sends a batch."""
-        await hear_caller(self._client, asked)
+        await record_caller(self._client, asked)
         try:
             batch = await view.wait_for_batch(
                 asked.step, check=lambda frontier: check_caller(asked, frontier), wait_s=0.0
             )
             check_chain(asked, batch)
         except StoreBehindError:
-            await hear_caller(self._client, asked)
+            await record_caller(self._client, asked)
             raise
         await note_handed(self._client, asked, batch)
         if self._life.rotten:

@@ -20,7 +20,7 @@ SCRIPT_GUARDS = (
         for name, rest in (
             ("write_manifest", "\nlocal step = tonumber(ARGV[2])\nlocal last"),
             ("give_up", "\nlocal time = redis.call('TIME')"),
-            ("raise_floor", "\nlocal stepped, released, checkpoints"),
+            ("advance_watermark", "\nlocal stepped, released, checkpoints"),
             ("finish_run", "\nlocal closed, finished"),
         )
     ),
@@ -164,7 +164,7 @@ SCRIPT_GUARDS = (
         ),
     ),
     Guard(
-        "raise_floor: the checkpoints that are kept",
+        "advance_watermark: the checkpoints that are kept",
         script(
             "local first_kept = math.max(1, #steps - (config.retain_checkpoints or 2) + 1)",
             "local first_kept = math.max(1, #steps)",
@@ -189,7 +189,7 @@ SCRIPT_GUARDS = (
         script("if closed ~= '1' or (last and last[1] ~= ARGV[2]) then", "if closed ~= '1' then"),
     ),
     Guard(
-        "end_unheld: what somebody holds",
+        "end_orphaned: what somebody holds",
         script(
             "if state == 'open' or state == 'awaiting_reward' then\n        return -1",
             "if false then\n        return -1",
@@ -251,7 +251,7 @@ SCRIPT_GUARDS = (
         script("if paused or is_revised or lineage", "if is_revised or lineage"),
     ),
     Guard(
-        "raise_floor: what an observer has not seen",
+        "advance_watermark: what an observer has not seen",
         script("  if expires_ms ~= '0' then\n    floor", "  if false then\n    floor"),
     ),
     Guard(

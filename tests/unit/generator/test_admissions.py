@@ -66,7 +66,7 @@ def test_a_group_that_must_wait_stands_aside_until_it_is_woken(new_desk: NewDesk
     assert (desk.said(payload), desk.said(again)) == (["append"], ["open_group"])
     assert opened.is_done
     assert desk.outbox.wake_id is None
-    assert desk.outbox.tally.statistics().num_waits == 1
+    assert desk.outbox.inflight.statistics().num_waits == 1
 
 
 def test_the_oldest_wake_id_is_listened_from(new_desk: NewDesk) -> None:

@@ -80,15 +80,15 @@ def test_what_another_writes_now_is_refused_where_its_seal_was_stored(sealed: An
 def test_what_is_sent_again_is_counted_as_that_and_as_nothing_else(sealed: Any) -> None:
     desk, lane, _ = sealed()
     desk.answer([b"OK"])
-    before = desk.outbox.tally.statistics()
+    before = desk.outbox.inflight.statistics()
 
     come_back(desk)
     desk.answer([1], b"OK")
-    held = desk.outbox.tally.statistics().inflight_bytes
+    held = desk.outbox.inflight.statistics().inflight_bytes
     desk.answer(0)
     desk.answer([b"DUPLICATE"])
 
-    after = desk.outbox.tally.statistics()
+    after = desk.outbox.inflight.statistics()
     assert (before.num_trajectories, after.num_trajectories) == (1, 1)
     assert (before.num_turns, after.num_turns) == (1, 1)
     assert (after.num_resent, after.num_duplicates, after.inflight_bytes, held) == (1, 2, 0, 0)
@@ -169,8 +169,8 @@ def test_turns_that_are_missing_of_what_had_ended_are_told_as_they_are(sealed: A
 
     (lost,) = desk.outbox.take_losses()
     assert str(lost).startswith("g/0/0: the store came back without ")
-    assert desk.outbox.tally.statistics().inflight_bytes == 0
-    assert desk.outbox.tally.statistics().num_lost == 1
+    assert desk.outbox.inflight.statistics().inflight_bytes == 0
+    assert desk.outbox.inflight.statistics().num_lost == 1
 
 
 def test_only_what_had_ended_is_a_loss(new_desk: NewDesk) -> None:
@@ -393,4 +393,4 @@ def test_a_restart_is_counted_where_another_store_answers_and_not_at_the_first_m
     desk.wait_out()
     meet(desk, second)
 
-    assert desk.outbox.tally.statistics().num_restarts == num_restarts
+    assert desk.outbox.inflight.statistics().num_restarts == num_restarts

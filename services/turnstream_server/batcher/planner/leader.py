@@ -33,7 +33,7 @@ from turnstream_server.batcher.planner.replanning import Replanner
 from turnstream_server.batcher.planner.revising import ConfigInForce
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.settling import Settler
-from turnstream_server.batcher.planner.snapshotting import PlannerMemory, event_position
+from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, event_position
 from turnstream_server.batcher.planner.upkeep import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.batcher.planner.wait_message import why_not_complete
 from turnstream_server.bus.core.events import PAGE_EVENTS, EventEntry
@@ -96,7 +96,7 @@ class Leader:
         self._chain = PlanChain(term, view, self._in_force)
         self._replanner = Replanner(term, view, assembler)
         self._share = LoopShare()
-        self._memory = PlannerMemory(term, assembler, upkeep=upkeep)
+        self._memory = PlannerSnapshots(term, assembler, upkeep=upkeep)
 
     @property
     def _config(self) -> BatchingConfig:

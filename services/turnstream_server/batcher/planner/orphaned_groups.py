@@ -15,11 +15,11 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.timekeeper import (
     LOOKS_PER_LEASE,
     STEADY_LEASES,
+    ClockReading,
     DueScript,
-    Moment,
 )
 from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.planning.run_completion import end_unheld, find_unheld
+from turnstream_server.bus.planning.run_completion import end_orphaned, find_orphaned
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ MAX_GROUPS: Final = 200
 """Groups decided at a time; the others follow."""
 
 
-def unheld_groups(term: Term, view: RunView, config: BatchingConfig) -> DueScript:
+def orphaned_groups(term: Term, view: RunView, config: BatchingConfig) -> DueScript:
     """Return a script that fires the deadline of groups without a writer.
 
     They have had none for `lease_s + takeover_s`.
@@ -36,20 +36,20 @@ def unheld_groups(term: Term, view: RunView, config: BatchingConfig) -> DueScrip
     pause_s = config.lease_s / LOOKS_PER_LEASE
     since_s: dict[str, float] = {}
 
-    async def look(moment: Moment) -> float:
-        is_steady = moment.steady_s >= config.lease_s * STEADY_LEASES
+    async def look(reading: ClockReading) -> float:
+        is_steady = reading.steady_s >= config.lease_s * STEADY_LEASES
         if not (view.frontier.is_closed and is_steady):
             since_s.clear()
             return pause_s
         now_s = asyncio.get_running_loop().time()
         undecided = view.undecided()[:MAX_GROUPS]
-        found = await find_unheld(term, undecided)
+        found = await find_orphaned(term, undecided)
         for group_id in since_s.keys() - found.keys():
             del since_s[group_id]
         for group_id in found:
             since_s.setdefault(group_id, now_s)
         due = {each: found[each] for each in found if now_s - since_s[each] >= wait_s}
-        num_fired = await end_unheld(term, due)
+        num_fired = await end_orphaned(term, due)
         if num_fired:
             logger.warning("run %s is closed: %d groups have no writer", term.run, num_fired)
         return pause_s

@@ -17,14 +17,14 @@ from turnstream_server.batcher.planner.dead_letters import FoldBrokenError
 from turnstream_server.batcher.planner.event_loop import first_of
 from turnstream_server.batcher.planner.leader import Hook, Leader, no_hook
 from turnstream_server.batcher.planner.listener import RunListener
-from turnstream_server.batcher.planner.orphaned_groups import unheld_groups
+from turnstream_server.batcher.planner.orphaned_groups import orphaned_groups
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.releaser import Releaser
 from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.timekeeper import timekeeper
 from turnstream_server.batcher.planner.upkeep import Upkeep
-from turnstream_server.bus.core.server_instance import BoundStore
+from turnstream_server.bus.core.server_instance import PinnedClient
 from turnstream_server.bus.leadership.leadership import (
     Leadership,
     Position,
@@ -120,10 +120,10 @@ class RunPlanner:
         Returns:
             The position up to which the run was read when it was parked.
         """
-        async with BoundStore(self._keeper.url) as store:
+        async with PinnedClient(self._keeper.url) as store:
             return await self._follow_then_lead_in(store)
 
-    async def _follow_then_lead_in(self, store: BoundStore) -> Position:
+    async def _follow_then_lead_in(self, store: PinnedClient) -> Position:
         self._client = store.client
         await first_of(self._meet(store))
         leadership = await first_of(self._follow())
@@ -149,7 +149,7 @@ class RunPlanner:
         assert position is not None, "only a run that is parked ends a term without an error"
         return position
 
-    async def _meet(self, store: BoundStore) -> None:
+    async def _meet(self, store: PinnedClient) -> None:
         """Drop the view of the run if the store was restarted."""
         with translating():
             await store.client.ping()
@@ -232,7 +232,7 @@ class RunPlanner:
             keeper = timekeeper(
                 term,
                 config=config,
-                others=[unheld_groups(term, self._view, config)],
+                others=[orphaned_groups(term, self._view, config)],
                 sleep=self._view.wait_for_change,
             )
             await keeper.keep(until=lambda old=revision: self._view.led_by_revision > old)

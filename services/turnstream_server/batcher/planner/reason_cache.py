@@ -41,7 +41,7 @@ class _Look(NamedTuple):
     task: asyncio.Task[tuple[WaitReason, ...]]
 
 
-class Lookout:
+class ReasonCache:
     """Reads the reasons why the runs of a store wait.
 
     Args:

@@ -37,13 +37,13 @@ from turnstream_server.bus.release.ledger_files import (
 from turnstream_server.bus.release.release import (
     FOLD_SLICE,
     ReleaseState,
+    advance_watermark,
     find_ended,
     finish_batches,
     fold_batches,
     fold_ended,
     give_back,
     groups_that_are_over,
-    raise_floor,
     read_release_state,
     remove_payload,
 )
@@ -129,8 +129,8 @@ class Releaser:
 
     async def release_what_is_over(self) -> bool:
         """Run one round; return whether it found anything to do."""
-        await self._upkeep.before("raise_floor")
-        floor = await raise_floor(self._term, at_most=await self._archive())
+        await self._upkeep.before("advance_watermark")
+        floor = await advance_watermark(self._term, at_most=await self._archive())
         state = await read_release_state(self._client, self._run)
         has_batches = await self._release_batches(state, floor=floor)
         has_ended = await self._release_ended(state)

@@ -17,7 +17,7 @@ from turnstream_server.bus.leadership.snapshots import (
 from turnstream_server.bus.release.release import groups_that_are_gone
 
 
-class PlannerMemory:
+class PlannerSnapshots:
     """Snapshots of one leader's term.
 
     Args:

@@ -21,7 +21,7 @@ from turnstream.store.client.replies import translate
 from turnstream_server.bus.leadership.clock import LONGEST_MOST_S, RunClock
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning.deadlines import fire_deadlines
-from turnstream_server.bus.planning.leases import give_up_lapsed
+from turnstream_server.bus.planning.leases import abandon_lapsed
 from turnstream_server.bus.sessions.observers import forget_observers
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ any release may set."""
 Sleep = Callable[[float], Awaitable[object]]
 
 
-class Moment(NamedTuple):
+class ClockReading(NamedTuple):
     """A reading of the store's clock.
 
     Attributes:
@@ -73,7 +73,7 @@ class DueScript(NamedTuple):
     """
 
     name: str
-    run: Callable[[Moment], Awaitable[float]]
+    run: Callable[[ClockReading], Awaitable[float]]
 
 
 class SteadyClock:
@@ -89,14 +89,14 @@ class SteadyClock:
         self._read_s = float("-inf")
         self._ahead_s = 0.0  # local time since which it is steady
 
-    def read(self, *, server_ms: int, now_s: float) -> Moment:
+    def read(self, *, server_ms: int, now_s: float) -> ClockReading:
         """The store has just said what time it is."""
         ahead_s = server_ms / 1000 - now_s
         was_silent = now_s - self._read_s > self._tolerance_s
         if was_silent or abs(ahead_s - self._ahead_s) > self._tolerance_s:
             self._since_s, self._ahead_s = now_s, ahead_s
         self._read_s = now_s
-        return Moment(server_ms, now_s - self._since_s, now_s)
+        return ClockReading(server_ms, now_s - self._since_s, now_s)
 
 
 class Timekeeper:
@@ -130,10 +130,10 @@ class Timekeeper:
         loop = asyncio.get_running_loop()
         due_s = dict.fromkeys(self._scripts, 0.0)
         while not until():
-            moment = self._clock.read(server_ms=await self._read_clock(), now_s=loop.time())
+            reading = self._clock.read(server_ms=await self._read_clock(), now_s=loop.time())
             for script in self._scripts:
                 if due_s[script] <= loop.time():
-                    due_s[script] = await script.run(moment) + loop.time()
+                    due_s[script] = await script.run(reading) + loop.time()
             pause_s = min(due_s.values(), default=float("inf")) - loop.time()
             await self._sleep(max(0.0, min(pause_s, self._longest_pause_s)))
 
@@ -176,8 +176,8 @@ def going_clock(clock: RunClock, *, config: BatchingConfig) -> DueScript:
     """Counts the run's time; before every other script that goes by it."""
     pause_s = min(LONGEST_PAUSE_S, config.lease_s / LOOKS_PER_LEASE)
 
-    async def tick(moment: Moment) -> float:
-        await clock.tick(server_ms=moment.server_ms, own_s=moment.own_s)
+    async def tick(reading: ClockReading) -> float:
+        await clock.tick(server_ms=reading.server_ms, own_s=reading.own_s)
         return pause_s
 
     return DueScript("the run's clock", tick)
@@ -188,11 +188,11 @@ def lapsed_leases(term: Term, *, config: BatchingConfig) -> DueScript:
     takeover_ms = round(config.takeover_s * 1000)
     pause_s = config.lease_s / LOOKS_PER_LEASE
 
-    async def give_up(moment: Moment) -> float:
-        if moment.steady_s < config.lease_s * STEADY_LEASES:
+    async def give_up(reading: ClockReading) -> float:
+        if reading.steady_s < config.lease_s * STEADY_LEASES:
             return pause_s
-        until_ms = moment.server_ms - takeover_ms
-        has_more = await give_up_lapsed(term, until_ms=until_ms)
+        until_ms = reading.server_ms - takeover_ms
+        has_more = await abandon_lapsed(term, until_ms=until_ms)
         return 0.0 if has_more else pause_s
 
     return DueScript("lapsed leases", give_up)
@@ -203,8 +203,8 @@ def passed_deadlines(term: Term, clock: RunClock, *, config: BatchingConfig) -> 
     deadlines_s = [s for s in (config.group_deadline_s, config.reward_deadline_s) if s > 0]
     pause_s = min([LONGEST_PAUSE_S, *(s / LOOKS_PER_DEADLINE for s in deadlines_s)])
 
-    async def fire(moment: Moment) -> float:
-        run_ms = clock.at(moment.own_s)
+    async def fire(reading: ClockReading) -> float:
+        run_ms = clock.at(reading.own_s)
         next_ms = await fire_deadlines(term, run_ms=run_ms)
         return pause_s if next_ms < 0 else min(pause_s, next_ms / 1000)
 
@@ -214,8 +214,8 @@ def passed_deadlines(term: Term, clock: RunClock, *, config: BatchingConfig) -> 
 def silent_observers(term: Term, clock: RunClock) -> DueScript:
     """Forgets observers that were silent for longer than their expiry."""
 
-    async def forget(moment: Moment) -> float:
-        run_ms = clock.at(moment.own_s)
+    async def forget(reading: ClockReading) -> float:
+        run_ms = clock.at(reading.own_s)
         next_ms = await forget_observers(term, run_ms=run_ms)
         return LONGEST_PAUSE_S if next_ms < 0 else min(LONGEST_PAUSE_S, next_ms / 1000)
 

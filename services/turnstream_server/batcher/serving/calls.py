@@ -49,7 +49,7 @@ def _unary(
         with servicer.answering():
             async with refusing(context, call=kind.DESCRIPTOR.name):
                 request = parse_request(data, kind)
-                async with servicer.hearing_of_the_store(within_s):
+                async with servicer.bounded_by_store(within_s):
                     return (await method(request)).SerializeToString()
         raise AssertionError("unreachable: an aborted call raises")
 

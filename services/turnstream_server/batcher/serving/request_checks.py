@@ -10,12 +10,12 @@ from turnstream.errors import ConflictError, FencedError, StoreBehindError
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.bus.core.frontier import Frontier
-from turnstream_server.bus.sessions.sessions import TrainerSession, hear_rank
+from turnstream_server.bus.sessions.sessions import TrainerSession, record_rank
 
 logger = logging.getLogger(__name__)
 
 
-async def hear_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -> None:
+async def record_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -> None:
     """Record the newest batch that was delivered to a rank of the trainer, at least in part.
 
     Raises:
@@ -36,7 +36,7 @@ async def note_handed(
 
     Raises:
         NotReadyError: the store lost the batch a moment ago.
-        StoreBehindError, FencedError, RunNotFoundError, StoreUnavailableError: see `hear_caller`.
+        StoreBehindError, FencedError, RunNotFoundError, StoreUnavailableError: see `record_caller`.
     """
     if request.dp_world_size > 1:
         await _note(client, request, request.step, batch.manifest_hash, has=False)
@@ -52,7 +52,7 @@ async def _note(
 ) -> None:
     if request.observer:
         return
-    await hear_rank(
+    await record_rank(
         client,
         request.run,
         session_epoch=request.session_epoch,

@@ -22,7 +22,7 @@ from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.event_loop import task_group
 from turnstream_server.batcher.planner.leader import Hook, no_hook
 from turnstream_server.batcher.planner.parking import ParkedRuns
-from turnstream_server.batcher.planner.reason_cache import Lookout
+from turnstream_server.batcher.planner.reason_cache import ReasonCache
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.serving.calls import handlers
 from turnstream_server.batcher.serving.gc_tuning import tune_process
@@ -92,8 +92,8 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
         stack.push_async_callback(assembler.close)
         keeper = LeadershipKeeper(options.redis_url, owner=_owner(), lease_s=options.leader_lease_s)
         stack.push_async_callback(keeper.close)
-        lookout = Lookout(options.redis_url)
-        stack.callback(lookout.close)
+        reason_cache = ReasonCache(options.redis_url)
+        stack.callback(reason_cache.close)
         parked = ParkedRuns(options.redis_url, after_s=options.park_after_s)
         stack.push_async_callback(parked.close)
         tasks = await stack.enter_async_context(task_group())
@@ -105,7 +105,7 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
             upkeep=options.upkeep,
             parked=parked,
             before_write=before_write,
-            look=lookout.reasons,
+            look=reason_cache.reasons,
         )
         stack.push_async_callback(runs.close)
         finder = RunFinder(options.redis_url, runs.take_part)

@@ -33,9 +33,9 @@ from turnstream_server.batcher.serving.chunks import data_messages, header_messa
 from turnstream_server.batcher.serving.request_checks import (
     check_caller,
     check_chain,
-    hear_caller,
     log_start,
     note_handed,
+    record_caller,
 )
 from turnstream_server.batcher.serving.requests import parse_token
 from turnstream_server.bus.core.frontier import not_retained
@@ -151,7 +151,7 @@ class BatchesServicer:
         """The messages of one rank's share, mini-batch by mini-batch."""
         wait_s = min(request.wait_s, self._wait_max_s)
         answer_s = max(_LEAST_ANSWER_S, wait_s * _ANSWER_SHARE)
-        async with self.hearing_of_the_store(wait_s + answer_s):
+        async with self.bounded_by_store(wait_s + answer_s):
             view = await self._find_run(request.run)
             batch = await self._planned(view, request, wait_s=wait_s)
         try:
@@ -258,7 +258,7 @@ class BatchesServicer:
         return wire.AnnounceVersionReply()
 
     @contextlib.asynccontextmanager
-    async def hearing_of_the_store(self, within_s: float | None) -> AsyncIterator[None]:
+    async def bounded_by_store(self, within_s: float | None) -> AsyncIterator[None]:
         """Limit the waits for a silent store inside the block.
 
         Raises:
@@ -283,7 +283,7 @@ class BatchesServicer:
 
         A step is acknowledged only where all ranks are known to have it from the same manifest.
         """
-        await hear_caller(self._client, request)
+        await record_caller(self._client, request)
         try:
             batch = await view.wait_for_batch(
                 request.step,
@@ -292,7 +292,7 @@ class BatchesServicer:
             )
             check_chain(request, batch)
         except StoreBehindError:
-            await hear_caller(self._client, request)  # so that the other ranks get the error, too
+            await record_caller(self._client, request)  # so that the other ranks get the error, too
             raise
         await note_handed(self._client, request, batch)
         return batch

@@ -2,7 +2,7 @@
 
 The order lets any caller continue a deletion that was interrupted::
 
-    condemn_run        one moment: all keys of the run go but the ledger, which becomes `doomed`;
+    begin_delete        one moment: all keys of the run go but the ledger, which becomes `doomed`;
                        the next run of the name can be created, and gets another id
     release_payload    of every trajectory in it; a tombstone refuses late writers
     the id             leaves the list of runs
@@ -39,7 +39,7 @@ _DELETED: Final = "deleted"
 SLICE: Final = 64
 """Trajectories of one round trip."""
 
-_CONDEMN = Script("condemn_run", "turnstream_server.bus.admin")
+_BEGIN_DELETE = Script("begin_delete", "turnstream_server.bus.admin")
 _RELEASE = Script("release_payload", "turnstream_server.bus.release")
 
 
@@ -97,11 +97,11 @@ def _delete(client: redis.Redis, run: RunId) -> int:
     """Delete one run; returns how many trajectories it had."""
     names = keys.run_keys(run)
     shortest_ms = round(SHORTEST_TOMBSTONE_S * 1_000)
-    command = _CONDEMN(names.of_condemn_run, shortest_ms, TOMBSTONE_LEASES, run.incarnation)
+    command = _BEGIN_DELETE(names.of_begin_delete, shortest_ms, TOMBSTONE_LEASES, run.incarnation)
     fence_ms = run_command(client, command)
     if not fence_ms:
         return 0
-    reach("delete.after_condemned")
+    reach("delete.after_begin")
     num_trajectories = 0
     for some in _slices(client, names.doomed):
         _remove_payload(client, run, some, fence_ms=fence_ms)

@@ -19,7 +19,7 @@ from turnstream.store.client.connection import connect_async
 _RUN_ID = re.compile(rb"\brun_id:(\w+)")
 
 
-class BoundStore:
+class PinnedClient:
     """A client that refuses another server instance; a context manager.
 
     The first connection determines the instance. A later connection to another one raises

@@ -15,7 +15,7 @@ from turnstream_server.bus.leadership.leadership import Term
 LONGEST_MOST_S: Final = 15.0
 """Longest delay of a deadline that starts while the store's clock jumps: see run_clock.lua."""
 
-_KEEP = Script("keep_clock", "turnstream_server.bus.leadership")
+_KEEP = Script("tick_clock", "turnstream_server.bus.leadership")
 
 
 class RunClock:

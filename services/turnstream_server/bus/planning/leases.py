@@ -25,7 +25,7 @@ _FENCE: Final = "given up"
 """Name of the writer that fences the payload of abandoned trajectories."""
 
 
-async def give_up_lapsed(term: Term, *, until_ms: int) -> bool:
+async def abandon_lapsed(term: Term, *, until_ms: int) -> bool:
     """Abandon a page of trajectories whose leases ended by then; return whether there are more.
 
     A trajectory whose seal is stored and not posted is sealed instead, so that no acknowledged

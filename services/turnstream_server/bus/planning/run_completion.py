@@ -16,7 +16,7 @@ from turnstream.types import DeadlineFired, RunFinished
 from turnstream_server.bus.leadership.leadership import Term
 
 _FINISH = Script("finish_run", "turnstream_server.bus.planning")
-_END_UNHELD = Script("end_unheld", "turnstream_server.bus.planning")
+_END_ORPHANED = Script("end_orphaned", "turnstream_server.bus.planning")
 
 
 async def finish_run(term: Term, *, step: int, position: str) -> bool:
@@ -49,14 +49,14 @@ async def is_evaluating(client: redis.asyncio.Redis, run: str) -> bool:
     return any(state.endswith(b":evaluating") for state in groups)
 
 
-async def find_unheld(term: Term, group_ids: Sequence[str]) -> dict[str, int]:
+async def find_orphaned(term: Term, group_ids: Sequence[str]) -> dict[str, int]:
     """Return the groups without a writer, with the refills that were granted to each."""
     replies = await _end(term, [(each, "", b"") for each in group_ids])
     found = zip(group_ids, replies, strict=True)
     return {group_id: refills for group_id, refills in found if refills >= 0}
 
 
-async def end_unheld(term: Term, unheld: Mapping[str, int]) -> int:
+async def end_orphaned(term: Term, unheld: Mapping[str, int]) -> int:
     """Fire the deadlines of groups, unless somebody holds them now; how many."""
     items = [
         (each, refills, encode_event(DeadlineFired(group_id=each, num_refills=refills)))
@@ -74,7 +74,7 @@ async def _end(term: Term, items: Sequence[tuple[str, int | str, bytes]]) -> lis
         for group_id, refills, record in items
         for word in (keys.encode_name(group_id), refills, record)
     ]
-    command = _END_UNHELD(
+    command = _END_ORPHANED(
         (
             *(names.leader, names.frontier, names.groups, names.members),
             *(names.ledger, names.events, names.deadlines),

@@ -3,7 +3,7 @@
 The order keeps the payload of every batch that the ledger can still offer. Every call may be sent
 twice, and after a crash the next planner continues::
 
-    raise_floor        no session can ask for these steps any more
+    advance_watermark        no session can ask for these steps any more
     remove_payload     of every trajectory in them
     give_back          releases their bytes: others may begin
     fold_batch         moves trajectories and groups from the ledger to compact records
@@ -37,8 +37,8 @@ SHORTEST_TOMBSTONE_S: Final = 900.0
 
 OVER: Final = "over"
 GIVEN_UP: Final = "given up"
-"""Text of the tombstone of an abandoned trajectory. A writer that had sealed it, in a store that lost
-the seal, learns from it that the trajectory is lost."""
+"""Text of the tombstone of an abandoned trajectory. A writer whose seal the store lost learns from
+it that the trajectory is lost."""
 
 SLICE_WORDS: Final = 512
 """Words of the calls of one round trip: they take the event loop about 3 ms to pack."""
@@ -55,7 +55,7 @@ they are discarded."""
 
 _OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"surplus", b"evaluated")
 
-_RAISE = Script("raise_floor", "turnstream_server.bus.release")
+_RAISE = Script("advance_watermark", "turnstream_server.bus.release")
 _RELEASE = Script("release_payload", "turnstream_server.bus.release")
 _GIVE_BACK = Script("give_back", "turnstream_server.bus.release")
 _FOLD_BATCH = Script("fold_batch", "turnstream_server.bus.release")
@@ -121,7 +121,7 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
     )
 
 
-async def raise_floor(term: Term, *, at_most: int | None = None) -> int:
+async def advance_watermark(term: Term, *, at_most: int | None = None) -> int:
     """Advance the low watermark to the steps behind the last `retain_checkpoints`; return it.
 
     A live observer keeps the steps that it has not seen.

@@ -15,7 +15,7 @@ from turnstream.types import RecoveryToken, RolledBack
 _START = Script("start_session", "turnstream_server.bus.sessions")
 _STEPPED = Script("stepped", "turnstream_server.bus.sessions")
 _COMMITTED = Script("committed", "turnstream_server.bus.sessions")
-_HEAR_RANK = Script("hear_rank", "turnstream_server.bus.sessions")
+_RECORD_RANK = Script("record_rank", "turnstream_server.bus.sessions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ async def start_session(
     )
 
 
-async def hear_rank(
+async def record_rank(
     client: redis.asyncio.Redis,
     run: str,
     *,
@@ -131,7 +131,7 @@ async def hear_rank(
         FencedError: another session has started.
     """
     names = keys.run_keys(run)
-    command = _HEAR_RANK(
+    command = _RECORD_RANK(
         (names.frontier, names.batches, names.ranks, names.wake),
         session_epoch,
         session,

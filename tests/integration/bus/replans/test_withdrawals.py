@@ -177,10 +177,10 @@ async def test_a_session_that_ended_with_its_plans_is_told_so_until_another_begi
     session = await run.start("a")
     await withdraw(run, ask(run, 2), from_step(run, 2))
 
-    with pytest.raises(FencedError, match="1 is over: payload was damaged and plans were with"):
+    with pytest.raises(FencedError, match="1 has ended: payload was damaged and plans were with"):
         await run.step(session, 1)
     await run.start("b")
-    with pytest.raises(FencedError, match="1 is over, 3 has begun"):
+    with pytest.raises(FencedError, match="1 has ended, 3 has begun"):
         await run.step(session, 1)
 
 

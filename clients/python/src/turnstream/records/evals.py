@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any, cast
 
 from turnstream.errors import CorruptRecordError
-from turnstream.records.figures import figures_of_plain, plain_figures
 from turnstream.records.framing import EVALUATION, read_header, write_frame
+from turnstream.records.tag_statistics import figures_of_plain, plain_figures
 from turnstream.types import EvalGroup, EvalResult, Figures, Spread
 
 

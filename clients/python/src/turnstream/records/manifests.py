@@ -15,8 +15,8 @@ from turnstream.batching.merge.plan import (
 )
 from turnstream.errors import CorruptRecordError
 from turnstream.records.events import decode_key, decode_status, encode_key
-from turnstream.records.figures import decode_figures, encode_figures
 from turnstream.records.framing import MANIFEST, read_header, write_frame
+from turnstream.records.tag_statistics import decode_figures, encode_figures
 from turnstream.types import Denominators
 from turnstream.wire.v1 import records_pb2 as wire
 

@@ -12,8 +12,8 @@ from types import NoneType
 from typing import Any, Final
 
 from turnstream.errors import CorruptRecordError
-from turnstream.records.figures import figures_of_plain, plain_figures
 from turnstream.records.framing import check_format
+from turnstream.records.tag_statistics import figures_of_plain, plain_figures
 from turnstream.types import Denominators, Figures, MiniBatchInfo
 
 MAJOR_VERSION: Final = 0

@@ -34,11 +34,11 @@ from turnstream.types import (
     EvalResult,
     Event,
     Figures,
-    MetricFigures,
+    MetricStatistics,
     Spread,
-    TagFigures,
+    TagStatistics,
     TrajectoryKey,
-    ValueFigures,
+    ValueStatistics,
 )
 
 FORMAT: Final = 1
@@ -85,9 +85,9 @@ OBJECTS: Final[dict[str, type[Any]]] = {
     "eval_result": EvalResult,
     "spread": Spread,
     "figures": Figures,
-    "metric_figures": MetricFigures,
-    "tag_figures": TagFigures,
-    "value_figures": ValueFigures,
+    "metric_figures": MetricStatistics,
+    "tag_figures": TagStatistics,
+    "value_figures": ValueStatistics,
 }
 """Stored name of each class; its fields are stored by their own names."""
 

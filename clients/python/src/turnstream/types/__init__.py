@@ -23,7 +23,6 @@ from turnstream.types.events import (
     VersionAnnounced,
 )
 from turnstream.types.extras import DeclaredColumn, Extent, ExtraPiece, SequenceColumn
-from turnstream.types.figures import Figures, MetricFigures, TagFigures, ValueFigures
 from turnstream.types.rows import (
     Denominators,
     ExtraColumn,
@@ -34,6 +33,12 @@ from turnstream.types.rows import (
     RecoveryToken,
     Rows,
     Sequence,
+)
+from turnstream.types.tag_statistics import (
+    Figures,
+    MetricStatistics,
+    TagStatistics,
+    ValueStatistics,
 )
 from turnstream.types.turns import (
     NO_PARENT,
@@ -69,7 +74,7 @@ __all__ = [
     "Group",
     "GroupOpened",
     "Leftover",
-    "MetricFigures",
+    "MetricStatistics",
     "MiniBatch",
     "MiniBatchInfo",
     "OperationColumns",
@@ -90,7 +95,7 @@ __all__ = [
     "Spread",
     "Status",
     "StoredTurn",
-    "TagFigures",
+    "TagStatistics",
     "Trajectory",
     "TrajectoryAbandoned",
     "TrajectoryDied",
@@ -98,7 +103,7 @@ __all__ = [
     "TrajectoryState",
     "Turn",
     "TurnShape",
-    "ValueFigures",
+    "ValueStatistics",
     "VersionAnnounced",
     "VersionRun",
 ]

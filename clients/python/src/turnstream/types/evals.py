@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from turnstream.types.figures import Figures
+from turnstream.types.tag_statistics import Figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

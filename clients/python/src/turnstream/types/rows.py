@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError
 from turnstream.types.extras import Extent, SequenceColumn
-from turnstream.types.figures import Figures
+from turnstream.types.tag_statistics import Figures
 from turnstream.types.turns import VersionRun
 
 Scalar = TypeVar("Scalar", bound=np.generic)

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Ends a dead letter for good: its reason stays, its payload may go.
 --
--- There is no fence: whoever does it, and however often, it comes to the same.
+-- No fence: repeated calls, by any process, have the same effect.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] ledger   hash  trajectory id: "dead:<reason>" becomes "dead:discarded<why>: <reason>"

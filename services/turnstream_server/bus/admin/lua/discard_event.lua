@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Ends an event that nobody can read.
 --
--- There is no fence: whoever does it, and however often, it comes to the same.
+-- No fence: repeated calls, by any process, have the same effect.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] damaged  stream  removed: the event; its id is never added again

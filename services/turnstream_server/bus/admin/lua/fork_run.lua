@@ -10,7 +10,7 @@
 --   KEYS[5] snapshot  hash    made here: position 0-0, step, record: what a planner begins with
 --   KEYS[6] versions  stream  made here: "<version + 1>-0", field r = the version_announced record
 --   KEYS[7] deleted   hash    read: the run is being deleted, or was
---   KEYS[8] clock     hash    made here: it stands still until a planner leads, see keep_clock.lua
+--   KEYS[8] clock     hash    made here: it stands still until a planner leads, see tick_clock.lua
 --   KEYS[9] incarnation  string  read, and moved on behind a run that an older release has deleted
 -- Arguments:
 --   ARGV[1] "<origin>:<step>:<trajectories planned up to it>:<manifest hash>"

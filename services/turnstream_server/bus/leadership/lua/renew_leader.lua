@@ -7,7 +7,7 @@
 -- Keys, in the run's slot:
 --   KEYS[1] leader  hash  read: epoch, owner, parked; changed: expires_ms, lease_ms
 -- Arguments: ARGV[1] owner    ARGV[2] its epoch    ARGV[3] lease in ms
--- Reply:     {1, or 0 where the term is over; the leader's epoch; the leader}
+-- Reply:     {1, or 0 after the end of the term; the leader's epoch; the leader}
 
 local epoch, owner, parked = unpack(redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'parked'))
 if owner ~= ARGV[1] or epoch ~= ARGV[2] then

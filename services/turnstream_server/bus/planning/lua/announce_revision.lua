@@ -12,7 +12,7 @@
 --                              added: "at:<revision>" -> the id of the event; lease_floor, where
 --                              leases are shorter from now on: see lease_end.lua
 --   KEYS[4] events     stream  added, once per revision: field r = the config_revised record
---   KEYS[5] wake       stream  added, so that all replicas, and whoever waits for capacity, are told
+--   KEYS[5] wake       stream  added, to wake replicas and waiting callers
 --   KEYS[6] groups     hash    read: which are open, or evaluating
 --   KEYS[7] deadlines  zset    added: those of such groups that have none, where the run had none
 --   KEYS[8] clock      hash    read then: see run_clock.lua

@@ -5,7 +5,7 @@
 --   KEYS[1] leader    hash    read: epoch
 --   KEYS[2] frontier  hash    read: closed; changed: finished becomes 1
 --   KEYS[3] events    stream  added, once: field r = the run_finished record
---   KEYS[4] wake      stream  added, so that whoever waits for a batch is told
+--   KEYS[4] wake      stream  added, to wake waiting callers
 -- Arguments: ARGV[1] leader epoch    ARGV[2] id of the last event that the leader has folded in
 --            ARGV[3] the record
 -- Reply:     1; 0 where the run is not closed, or there are later events

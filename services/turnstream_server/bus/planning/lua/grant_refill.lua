@@ -12,7 +12,7 @@
 --   KEYS[6] deadlines  zset    changed: "group:<group name>", where the run has such a deadline
 --   KEYS[7] config     hash    read: newest, and that revision's JSON
 --   KEYS[8] events     stream  added, once: field r = the refill_granted record
---   KEYS[9] wake       stream  added, so that whoever waits for a refill is told
+--   KEYS[9] wake       stream  added, to wake waiting callers
 --   KEYS[10] frontier  hash    changed: open_groups
 --   KEYS[11] clock     hash    read: see run_clock.lua
 -- Arguments:

@@ -5,7 +5,7 @@
 --   KEYS[1] leader    hash    read: epoch
 --   KEYS[2] frontier  hash    removed: replan, where it is this request; changed: refused_replan,
 --                             "<name of the request>:<why>"
---   KEYS[3] wake      stream  added, so that whoever asked is told
+--   KEYS[3] wake      stream  added, to wake waiting callers
 -- Arguments: ARGV[1] leader epoch    ARGV[2] name of the request    ARGV[3] why
 -- Reply:     1, or 0 where the request does not stand any more
 -- Errors:    FENCED  another planner leads

@@ -15,7 +15,7 @@
 --   KEYS[7] leases      zset    removed: those of trajectories that were open
 --   KEYS[8] evals       hash    set: version -> record; the lowest version goes where there are too many
 --   KEYS[9] evalgroups  stream  added: field r = the record of the group; the oldest go
---   KEYS[10] held       hash    removed: samples that were never begun
+--   KEYS[10] held       hash    removed: samples that were never opened
 --   KEYS[11] budget     hash    changed: reserved
 --   KEYS[12] wake       stream  added, where that made room
 -- Arguments:

@@ -11,7 +11,7 @@
 --                             "<state>:<reason>"; "open:..." becomes "surplus:<reason>"
 --   KEYS[4] counts    hash    changed: open, sealed, awaiting_reward, surplus, and the state
 --   KEYS[5] frontier  hash    changed: live_groups, open_groups
---   KEYS[6] wake      stream  added, so that whoever waits for capacity is told
+--   KEYS[6] wake      stream  added, to wake waiting callers
 --   KEYS[7] members   hash    read: "<num_needed>:<highest attempt>:<refills granted>:..."; removed
 --                             with the group
 --   KEYS[8] deadlines zset    removed: those of the group and of its trajectories
@@ -22,7 +22,7 @@
 --   KEYS[13] prompts  hash    that prompt is done, where the group was filtered: removed; changed:
 --                             done, filtered
 --   KEYS[14] again    zset    added: the number of that prompt, where the group failed
---   KEYS[15] held     hash    removed: samples that were never begun
+--   KEYS[15] held     hash    removed: samples that were never opened
 --   KEYS[16] budget   hash    changed: reserved
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name

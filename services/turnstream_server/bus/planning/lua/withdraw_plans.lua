@@ -21,7 +21,7 @@
 --                               withdrawn_at, this position
 --   KEYS[9] events      stream  added: the trajectory_died records, then that of plans_withdrawn
 --   KEYS[10] letters    hash    added: trajectory id -> "<since, server ms>:<bytes>"
---   KEYS[11] wake       stream  added, so that replicas, ranks and whoever asked are told
+--   KEYS[11] wake       stream  added, to wake replicas, ranks and waiting callers
 --   KEYS[12] held       hash    read
 --   KEYS[13] budget     hash    changed: stored, planned
 --   KEYS[14] config     hash    read: the revisions; changed: "from:<revision>" of one whose first

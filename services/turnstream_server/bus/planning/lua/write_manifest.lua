@@ -17,23 +17,23 @@
 --   KEYS[6] counts    hash    changed: sealed, planned (cumulative: stepped ones stay in it), open,
 --                             awaiting_reward, surplus
 --   KEYS[7] groups    hash    group name -> "<num_samples>:<state>" becomes "<num_samples>:planned";
---                             one that is gone is over
+--                             a missing one is finished
 --   KEYS[8] members   hash    read: "<num_needed>:<highest attempt>:..."; removed with its group
 --   KEYS[9] deadlines zset    removed: those of the groups and of their trajectories
 --   KEYS[10] refills  zset    removed: those of the groups
 --   KEYS[11] leases   zset    removed: those of trajectories that were open
---   KEYS[12] wake     stream  added, so that whoever waits for capacity is told
+--   KEYS[12] wake     stream  added, to wake waiting callers
 --   KEYS[13] tasks    hash    removed: groups as which prompts of the run were given out
 --   KEYS[14] prompts  hash    removed: these prompts, which are done; changed: done
 --   KEYS[15] config   hash    read: newest, and that revision's JSON
---   KEYS[16] held     hash    read; removed: samples that were never begun
+--   KEYS[16] held     hash    read; removed: samples that were never opened
 --   KEYS[17] budget   hash    changed: reserved, stored, planned
 --   KEYS[18] times    hash    "planned:<step>" -> server ms; added
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] manifest hash    ARGV[4] hash before, or ""
 --   ARGV[5] record          ARGV[6] revision of the config that it was planned with
 --   ARGV[7] lineage that the plan names    ARGV[8...] trajectory ids
--- Reply: 1; 0 where this very manifest was written before; -1 where the step must be planned anew
+-- Reply: 1; 0 where this very manifest was written before; -1 where the step must be planned again
 --        and nothing was written, as the run is paused, the step has got another config, or the
 --        trainer went back to another lineage
 -- Errors:

@@ -11,7 +11,7 @@
 -- Reply:     1, or 0 where the very same was announced before
 -- Errors:
 --   NORUN     no such run
---   FENCED    another trainer session has begun, or the run goes on in another lineage: weights
+--   FENCED    another trainer session has started, or the run goes on in another lineage: weights
 --             of a dead one would age as if nothing had been undone
 --   CONFLICT  the version was announced with another content, or a higher one was
 

@@ -15,7 +15,7 @@
 -- Reply:     1, or 0 where that much was committed before, or another rank is awaited
 -- Errors:
 --   NORUN     no such run
---   FENCED    another trainer session has begun
+--   FENCED    another trainer session has started
 --   BEHIND    a rank has this step, or one before it, from another manifest
 --   CONFLICT  the step was not stepped, or trained from another manifest; or no rank of the session
 

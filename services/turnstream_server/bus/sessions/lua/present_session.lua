@@ -1,5 +1,5 @@
 #!lua
--- Part of stepped, committed, hear_rank and announce_version: whether a call is of the trainer session
+-- Part of stepped, committed, record_rank and announce_version: whether a call is of the trainer session
 -- that the run has now.
 --
 -- Gives refused(epoch, session, own_epoch, own_session): the error, or nil. The first two are of the
@@ -11,15 +11,15 @@ local function refused(epoch, session, own_epoch, own_session)
     return redis.error_reply('NORUN no such run')
   end
   if epoch ~= own_epoch and session == '' then
-    return redis.error_reply('FENCED trainer session ' .. own_epoch .. ' is over: payload was damaged '
-      .. 'and plans were withdrawn; begin another session with the token of the last checkpoint')
+    return redis.error_reply('FENCED trainer session ' .. own_epoch .. ' has ended: payload was damaged '
+      .. 'and plans were withdrawn; start another session with the token of the last checkpoint')
   end
   if epoch ~= own_epoch then
-    return redis.error_reply('FENCED trainer session ' .. own_epoch .. ' is over, ' .. epoch
+    return redis.error_reply('FENCED trainer session ' .. own_epoch .. ' has ended, ' .. epoch
       .. ' has begun')
   end
   if (own_session or '') ~= '' and own_session ~= session then
-    return redis.error_reply('FENCED trainer session "' .. own_session .. '" is over or was lost, "'
+    return redis.error_reply('FENCED trainer session "' .. own_session .. '" has ended or was lost, "'
       .. session .. '" has its epoch')
   end
 end

@@ -60,7 +60,7 @@ end
 -- A rank that was killed may have asked before, and be heard only now.
 local over = redis.call('HGET', KEYS[4], ARGV[1])
 if over then
-  return redis.error_reply('FENCED trainer session ' .. over .. ' is over, ' .. epoch
+  return redis.error_reply('FENCED trainer session ' .. over .. ' has ended, ' .. epoch
     .. ' has begun')
 end
 

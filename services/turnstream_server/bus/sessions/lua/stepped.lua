@@ -7,7 +7,7 @@
 --   KEYS[1] frontier  hash    read: session_epoch, lineage, dp_world_size, session_lost; changed:
 --                             stepped
 --   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
---   KEYS[3] wake      stream  added, so that whoever waits for capacity is told
+--   KEYS[3] wake      stream  added, to wake waiting callers
 --   KEYS[4] ranks     hash    read: dp_rank -> "<step>:<manifest hash>", the newest that it has;
 --                             changed: "stepped:<dp_rank>", the same of the newest it has stepped
 --   KEYS[5] times     hash    "stepped:<step>" -> server ms; added
@@ -17,10 +17,10 @@
 -- Reply:     the run's lineage, for the recovery token; the same again for an earlier step
 -- Errors:
 --   NORUN     no such run
---   FENCED    another trainer session has begun
---   BEHIND    this store has no such batch: it was lost; or the session is, see hear_rank.lua
+--   FENCED    another trainer session has started
+--   BEHIND    this store has no such batch: it was lost; or the session is, see record_rank.lua
 --   CONFLICT  not the next step, or trained from another manifest; or no rank of the session
---   UNHEARD   a rank is not known to have this batch, or to have stepped it: its next call says so
+--   RANK_UNCONFIRMED  a rank is not known to have this batch, or to have stepped it: its next call says so
 
 -- include: present_session.lua
 
@@ -73,13 +73,13 @@ if step == stepped + 1 and speaker ~= '' then
   redis.call('HSET', KEYS[4], 'stepped:' .. speaker, ARGV[2] .. ':' .. hash)
   local rank = rank_behind(0, 'stepped:')
   if rank then
-    return redis.error_reply('UNHEARD step ' .. step .. ': dp_rank ' .. rank .. ' has not stepped it')
+    return redis.error_reply('RANK_UNCONFIRMED step ' .. step .. ': dp_rank ' .. rank .. ' has not stepped it')
   end
 end
 if step == stepped + 1 then
   local rank = speaker == '' and rank_behind(1, '')
   if rank then
-    return redis.error_reply('UNHEARD step ' .. step .. ': this store does not know that dp_rank '
+    return redis.error_reply('RANK_UNCONFIRMED step ' .. step .. ': this store does not know that dp_rank '
       .. rank .. ' has it from the manifest "' .. ARGV[3] .. '"')
   end
   redis.call('HSET', KEYS[1], 'stepped', step)

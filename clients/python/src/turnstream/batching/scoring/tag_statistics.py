@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
 
-from turnstream.types import Figures, MetricFigures, SealedTrajectory, TagFigures, ValueFigures
+from turnstream.types import (
+    Figures,
+    MetricStatistics,
+    SealedTrajectory,
+    TagStatistics,
+    ValueStatistics,
+)
 
 MAX_METRICS: Final = 256
 """Metrics with a sum of their own, the first that occur: every rank reads a manifest."""
@@ -55,10 +61,10 @@ def _has_room(known: Mapping[str, object], name: str, *, most: int) -> bool:
     return name in known or len(known) < most
 
 
-def _with_metric(known: MetricFigures | None, value: float) -> MetricFigures:
+def _with_metric(known: MetricStatistics | None, value: float) -> MetricStatistics:
     if known is None:
-        return MetricFigures(num_trajectories=1, total=value, minimum=value, maximum=value)
-    return MetricFigures(
+        return MetricStatistics(num_trajectories=1, total=value, minimum=value, maximum=value)
+    return MetricStatistics(
         num_trajectories=known.num_trajectories + 1,
         total=known.total + value,
         minimum=min(known.minimum, value),
@@ -66,18 +72,18 @@ def _with_metric(known: MetricFigures | None, value: float) -> MetricFigures:
     )
 
 
-def _with_tag(known: TagFigures | None, text: str, reward: float | None) -> TagFigures:
+def _with_tag(known: TagStatistics | None, text: str, reward: float | None) -> TagStatistics:
     if known is None:
-        return TagFigures(values={text: _with_reward(None, reward)})
+        return TagStatistics(values={text: _with_reward(None, reward)})
     if not _has_room(known.values, text, most=MAX_VALUES):
-        return TagFigures(values=known.values, other=_with_reward(known.other, reward))
+        return TagStatistics(values=known.values, other=_with_reward(known.other, reward))
     values = {**known.values, text: _with_reward(known.values.get(text), reward)}
-    return TagFigures(values=_sorted(values), other=known.other)
+    return TagStatistics(values=_sorted(values), other=known.other)
 
 
-def _with_reward(known: ValueFigures | None, reward: float | None) -> ValueFigures:
-    known = known or ValueFigures(num_trajectories=0, num_rewarded=0, reward_total=0.0)
-    return ValueFigures(
+def _with_reward(known: ValueStatistics | None, reward: float | None) -> ValueStatistics:
+    known = known or ValueStatistics(num_trajectories=0, num_rewarded=0, reward_total=0.0)
+    return ValueStatistics(
         num_trajectories=known.num_trajectories + 1,
         num_rewarded=known.num_rewarded + (reward is not None),
         reward_total=known.reward_total + (reward or 0.0),

@@ -152,7 +152,7 @@ class TrajectoryWriterBase(ABC, Generic[_Carrier]):
         """Return a test for room for this turn, which may prove smaller when it is encoded."""
         num_tokens = len(turn.prompt_ids) + 2 * len(turn.response_ids)
         num_bytes = 4 * num_tokens + sum([values.nbytes for values in turn.extras.values()])
-        return lambda: self._outbox.tally.has_room_for_turn(num_bytes)
+        return lambda: self._outbox.inflight.has_room_for_turn(num_bytes)
 
     def _put_seal(self, lane: Lane, seal: SealMaker, end: Delivery, *, awaits_reward: bool) -> None:
         """Put the seal after the last turn; the store's answer settles `end`."""
@@ -414,7 +414,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
     def _has_room(self, drafted: Sequence[DraftedTrajectory]) -> Callable[[], bool]:
         """Whether a finished group may be accepted now."""
         num_bytes = sum(len(turn.record) for made in drafted for turn in made.turns)
-        return lambda: self._outbox.tally.has_room_for_group(num_bytes)
+        return lambda: self._outbox.inflight.has_room_for_group(num_bytes)
 
     def _sent(self, opening: GroupOpened, drafted: list[DraftedTrajectory]) -> _Receipt:
         """The receipt of a finished group, which is on its way."""

@@ -9,7 +9,7 @@ from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
 from turnstream.generator.outbox.calls import WaitsCall
 from turnstream.generator.outbox.outbox_waits import MAX_NAMED
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.trajectories import Lives
+from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.records.events import encode_event
 from turnstream.store.client.replies import Refusal, parse_refusal, wake_id
@@ -30,7 +30,7 @@ class Admissions:
     """The groups of one publisher that are not open yet.
 
     Args:
-        lives: their members.
+        tracker: their members.
         timeout_s: how long a group may wait for admission.
 
     Attributes:
@@ -44,10 +44,10 @@ class Admissions:
     only this publisher still has its acknowledged writes.
     """
 
-    def __init__(self, lives: Lives, *, timeout_s: float) -> None:
+    def __init__(self, tracker: TrajectoryTracker, *, timeout_s: float) -> None:
         self.wake_id: str | None = None
-        self._lives = lives
-        self._queues = lives.queues
+        self._tracker = tracker
+        self._queues = tracker.queues
         self._timeout_s = timeout_s
         self._waits: WaitFacts | None = None
         self._asked_s: float | None = None
@@ -57,7 +57,7 @@ class Admissions:
         self, group: GroupOpened, members: Iterable[TrajectoryKey], opened: Delivery
     ) -> list[Lane]:
         """Ask leave for a group and open these members of it."""
-        lanes = [self._lives.begin(key) for key in members]
+        lanes = [self._tracker.begin(key) for key in members]
         self._queues.admissions.append(Admission(group, encode_event(group), lanes, opened))
         return lanes
 
@@ -68,11 +68,11 @@ class Admissions:
 
         Empty if they are written here already: a restarted store grants such a task again.
         """
-        if self._lives.has_any(epochs.keys()):
+        if self._tracker.has_any(epochs.keys()):
             return []
-        lanes = self._lives.begin_opened(epochs, now_s=now_s)
+        lanes = self._tracker.begin_opened(epochs, now_s=now_s)
         opening = Admission(group, encode_event(group), lanes, Delivery(), is_task=True)
-        self._lives.window.keep(opening, now_s=now_s)
+        self._tracker.resend_buffer.keep(opening, now_s=now_s)
         return lanes
 
     def granted(self, admission: Admission, answers: Sequence[Any], now_s: float) -> None:
@@ -82,16 +82,16 @@ class Admissions:
             return
         self._told_to_wait.pop(admission, None)
         if admission.since_s is not None:
-            self._lives.tally.add_wait(now_s - admission.since_s)
+            self._tracker.inflight.add_wait(now_s - admission.since_s)
         first_error = None
         for lane, answer in zip(admission.lanes, answers, strict=True):
             if isinstance(answer, int):
-                self._lives.opened(lane, answer, now_s)
+                self._tracker.opened(lane, answer, now_s)
             else:
                 refused = parse_refusal(answer.decode())
-                error = self._lives.not_opened(lane, refused, now_s)
+                error = self._tracker.not_opened(lane, refused, now_s)
                 first_error = first_error or error
-        self._lives.window.keep(admission, now_s=now_s)
+        self._tracker.resend_buffer.keep(admission, now_s=now_s)
         admission.opened.settle(None, first_error)
 
     def refused(self, admission: Admission, refused: Refusal, now_s: float) -> None:
@@ -104,9 +104,9 @@ class Admissions:
             return
         self._told_to_wait.pop(admission, None)
         for lane in admission.lanes:
-            self._lives.refuse(lane, refused, now_s)
+            self._tracker.refuse(lane, refused, now_s)
         if any(lane.error is None for lane in admission.lanes):
-            self._lives.window.keep(admission, now_s=now_s)
+            self._tracker.resend_buffer.keep(admission, now_s=now_s)
         admission.opened.settle(None, refused.error)
 
     def woken(self) -> None:
@@ -174,7 +174,7 @@ class Admissions:
         """Withdraw the requests of groups whose members are all abandoned."""
         for admission in self._queues.take_given_up():
             for lane in admission.lanes:
-                self._lives.end(lane)
+                self._tracker.end(lane)
             admission.opened.settle(None)
 
     @property
@@ -221,7 +221,7 @@ class Admissions:
             admission.since_s = now_s
             if not admission.is_again:
                 self._told_to_wait[admission] = None
-            self._lives.tally.add("num_waits")
+            self._tracker.inflight.add("num_waits")
         admission.reason = reason
         self._queues.waiting.append(admission)
         self.wake_id = self.wake_id or newest_wake_id  # an older id may only wake too early
@@ -232,14 +232,14 @@ class Admissions:
         self._told_to_wait.pop(admission, None)
         self._queues.withdraw_admission(admission)
         for lane in admission.lanes:
-            self._lives.fail(lane, error)
+            self._tracker.fail(lane, error)
         admission.opened.settle(None, error)
 
     def _give_back(self, admission: Admission, answers: Sequence[Any]) -> None:
         """Abandon members that the store opened after their wait had ended."""
         for lane, answer in zip(admission.lanes, answers, strict=True):
             if isinstance(answer, int):
-                self._lives.give_back(lane.key, answer, reason=_TOO_LATE)
+                self._tracker.give_back(lane.key, answer, reason=_TOO_LATE)
 
 
 def _concerns(admission: Admission, delivery: Delivery | None) -> bool:

@@ -26,7 +26,7 @@ from turnstream.generator.outbox.calls import (
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.resend import Reposts
 from turnstream.generator.outbox.resend_buffer import TakenOver
-from turnstream.generator.outbox.trajectories import Lives
+from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
 from turnstream.store.client.replies import Refusal
 from turnstream.store.run.configs import parse_config
@@ -45,33 +45,35 @@ class Answers:
         extra_columns: declared columns of the run; None before they were read.
     """
 
-    def __init__(self, lives: Lives, admissions: Admissions, reposts: Reposts) -> None:
+    def __init__(
+        self, tracker: TrajectoryTracker, admissions: Admissions, reposts: Reposts
+    ) -> None:
         self.extra_columns: tuple[DeclaredColumn, ...] | None = None
-        self._lives = lives
-        self._window = lives.window
+        self._tracker = tracker
+        self._resend_buffer = tracker.resend_buffer
         self._admissions = admissions
         self._reposts = reposts
 
     def accept(self, call: Call, answer: Any, now_s: float) -> None:
         """The store has carried a call out."""
-        lives = self._lives
+        tracker = self._tracker
         match call:
             case PayloadCall():
-                lives.stored(call, num_new=answer, now_s=now_s)
+                tracker.stored(call, num_new=answer, now_s=now_s)
             case SealsCall(lanes):
-                lives.posted(lanes, answer, now_s)
+                tracker.posted(lanes, answer, now_s)
             case AdmissionCall(admission):
                 self._admissions.granted(admission, answer, now_s)
             case AbandonCall(lane):
-                lives.tally.add("num_abandoned", not lane.has_ended)
-                lives.end_well(lane, now_s)
+                tracker.inflight.add("num_abandoned", not lane.has_ended)
+                tracker.end_well(lane, now_s)
             case TakeOverCall(lane):
-                self._window.keep(TakenOver(lane), now_s=now_s)
-                lives.opened(lane, answer[0], now_s)
+                self._resend_buffer.keep(TakenOver(lane), now_s=now_s)
+                tracker.opened(lane, answer[0], now_s)
             case ReserveCall(lanes):
-                lives.reservations.answered(lanes, answer)
+                tracker.reservations.answered(lanes, answer)
             case HeartbeatCall(lanes):
-                lives.renewed(lanes, answer)
+                tracker.renewed(lanes, answer)
             case WaitsCall():
                 self._told(answer, now_s)
             case _:
@@ -82,15 +84,15 @@ class Answers:
         error = refused.error
         match call:
             case PayloadCall(lane) | AbandonCall(lane):
-                self._lives.refuse(lane, refused, now_s)
+                self._tracker.refuse(lane, refused, now_s)
             case TakeOverCall(lane):
-                self._lives.refuse(lane, refused, now_s)
-                self._window.keep(TakenOver(lane), now_s=now_s)
+                self._tracker.refuse(lane, refused, now_s)
+                self._resend_buffer.keep(TakenOver(lane), now_s=now_s)
             case RewardCall(post):
                 self._refuse_reward(post, error, now_s)
             case SealsCall(lanes):
                 for lane in lanes:
-                    self._lives.fail(lane, error)
+                    self._tracker.fail(lane, error)
             case AdmissionCall(admission):
                 self._admissions.refused(admission, refused, now_s)
             case HeartbeatCall(lanes):
@@ -101,14 +103,14 @@ class Answers:
                 receipt.settle(None, error)
             case _:
                 what = "a conflict is not counted" if isinstance(call, NoteCall) else _NO_ROOM
-                _logger.warning("run %s: %s: %s", self._lives.run, what, error)
+                _logger.warning("run %s: %s: %s", self._tracker.run, what, error)
 
     def _accept_of_run(self, call: Call, answer: Any, now_s: float) -> None:
         """The same of what belongs to no trajectory of this writer."""
         match call:
             case CloseCall(reason, receipt):
                 receipt.settle(None)
-                self._window.keep(CloseCall(reason, Delivery()), now_s=now_s)
+                self._resend_buffer.keep(CloseCall(reason, Delivery()), now_s=now_s)
             case RewardCall(post):
                 self._rewarded(post, answer.decode(), now_s)
             case ConfigCall(receipt):
@@ -117,22 +119,22 @@ class Answers:
                 pass  # notes have no receipt
 
     def _refuse_heartbeat(self, lanes: Sequence[Lane], error: TurnstreamError) -> None:
-        _logger.warning("run %s: leases cannot be renewed: %s", self._lives.run, error)
+        _logger.warning("run %s: leases cannot be renewed: %s", self._tracker.run, error)
         if isinstance(error, RunNotFoundError):
             for lane in [lane for lane in lanes if not lane.is_ending]:
-                self._lives.fail(lane, error)
+                self._tracker.fail(lane, error)
 
     def _told(self, answer: Any, now_s: float) -> None:
         """Record the state of the run; an unreadable one must not hide that a wait ends."""
         try:
-            waits = parse_waits(self._lives.run, answer)
+            waits = parse_waits(self._tracker.run, answer)
         except TurnstreamError:
             waits = None
         self._admissions.told(waits, now_s)
 
     def _learn(self, answer: Sequence[bytes], receipt: Delivery) -> None:
         try:
-            self.extra_columns = parse_config(answer, run=self._lives.run)[1].extra_columns
+            self.extra_columns = parse_config(answer, run=self._tracker.run)[1].extra_columns
         except TurnstreamError as error:
             receipt.settle(None, error)
         else:
@@ -140,15 +142,15 @@ class Answers:
 
     def _rewarded(self, post: RewardPost, outcome: str, now_s: float) -> None:
         before, post.outcome = post.outcome, outcome
-        self._window.keep(RewardCall(post), now_s=now_s)
+        self._resend_buffer.keep(RewardCall(post), now_s=now_s)
         if not before:
             post.receipt.settle(None)
         elif outcome == RewardOutcome.LATE != before:
             error = RejectedError(f"the group of {post.name} went on without it")
-            self._lives.lose("a reward", error)
+            self._tracker.lose("a reward", error)
 
     def _refuse_reward(self, post: RewardPost, error: TurnstreamError, now_s: float) -> None:
         if not post.outcome:
             post.receipt.settle(None, error)
         elif not self._reposts.add(RewardCall(post), now_s=now_s):
-            self._lives.lose("a reward", error)
+            self._tracker.lose("a reward", error)

@@ -58,7 +58,7 @@ class PublisherStatistics:
     max_inflight_bytes: int = 0
 
 
-class Tally:
+class InflightCounts:
     """The numbers of one outbox.
 
     Args:
@@ -118,11 +118,11 @@ class Tally:
         counts["resend_bytes"] += num_bytes + 4 * turn.shape.shared_tokens
         counts["turn_tokens"] += turn.shape.num_tokens
 
-    def statistics(self, **window: int) -> PublisherStatistics:
+    def statistics(self, **resend_buffer: int) -> PublisherStatistics:
         """Return the counts so far, with those of the resend buffer."""
         return PublisherStatistics(
             **self._counts,
-            **window,
+            **resend_buffer,
             wait_s=self._wait_s,
             inflight_bytes=self._inflight_bytes + self._held_bytes,
             max_inflight_bytes=self._max_inflight_bytes,

@@ -64,7 +64,7 @@ class Backoff:
         return max(0.0, self._paused_until_s - now_s)
 
 
-class Patience:
+class Outage:
     """Times of the last question and answer, and the length of an outage.
 
     Args:

@@ -11,7 +11,7 @@ first to last::
     payload      per lane one call with the waiting turns, and the seal if it ends there
     rewards      for trajectories of any generator
     reservations of lanes that have outgrown their reserved bytes
-    heartbeats   of all open lanes when they are due; alone after a silence: see Lives.take
+    heartbeats   of all open lanes when they are due; alone after a long silence
     waits        the state of the run, for groups whose wait is about to time out
 
 Replies go to the groups that request admission (`admissions.py`) or to the trajectories
@@ -44,15 +44,15 @@ from turnstream.generator.outbox.calls import (
     RewardCall,
     Round,
 )
-from turnstream.generator.outbox.inflight import PublisherStatistics, Tally
-from turnstream.generator.outbox.outage import Patience, first_of
+from turnstream.generator.outbox.inflight import InflightCounts, PublisherStatistics
+from turnstream.generator.outbox.outage import Outage, first_of
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.resend import Reposts
-from turnstream.generator.outbox.resend_buffer import KEEP_S, MAX_KEPT_BYTES, Window
+from turnstream.generator.outbox.resend_buffer import KEEP_S, MAX_KEPT_BYTES, ResendBuffer
 from turnstream.generator.outbox.target import TargetRun
-from turnstream.generator.outbox.trajectories import Lives
+from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane, PendingTurn, RewardPost
-from turnstream.generator.outbox.wait_message import Explanations
+from turnstream.generator.outbox.wait_message import WaitMessages
 from turnstream.store.client.deadlines import is_silence
 from turnstream.store.client.replies import is_passing, translate
 from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
@@ -67,16 +67,16 @@ class Outbox:
     Args:
         run: the run, or its id.
         writer: owner of the leases of its trajectories.
-        max_inflight_bytes: see Tally.
+        max_inflight_bytes: see InflightCounts.
         timeout_s: how long the store may be away or full before everything fails.
         admission_timeout_s: how long a group may wait for admission.
         jitter: returns numbers from 0 to 1.
         address: of the store, for messages.
-        keep_s, max_kept_bytes: see Window.
+        keep_s, max_kept_bytes: see ResendBuffer.
 
     Attributes:
         target: the run, whose id is read before anything else is sent.
-        patience: how long the store may be away or silent.
+        outage: how long the store may be away or silent.
         why: reasons of unfinished waits.
     """
 
@@ -95,19 +95,21 @@ class Outbox:
     ) -> None:
         self.target = TargetRun(RunId(run)) if isinstance(run, str) else run
         self.writer = writer
-        self.tally = Tally(max_inflight_bytes)
+        self.inflight = InflightCounts(max_inflight_bytes)
         self._make = CommandMaker(self.run, writer)
-        self._window = Window(keep_s=keep_s, max_bytes=max_kept_bytes)
+        self._resend_buffer = ResendBuffer(keep_s=keep_s, max_bytes=max_kept_bytes)
         # The same writer may have more than one outbox: their notes differ by a nonce.
-        self._lives = Lives(self.run, tally=self.tally, window=self._window, nonce=jitter())
-        self._queues = self._lives.queues
-        self._admissions = Admissions(self._lives, timeout_s=admission_timeout_s)
+        self._tracker = TrajectoryTracker(
+            self.run, inflight=self.inflight, resend_buffer=self._resend_buffer, nonce=jitter()
+        )
+        self._queues = self._tracker.queues
+        self._admissions = Admissions(self._tracker, timeout_s=admission_timeout_s)
         self._reposts = Reposts(timeout_s)
-        self._answers = Answers(self._lives, self._admissions, self._reposts)
+        self._answers = Answers(self._tracker, self._admissions, self._reposts)
         self.timeout_s = timeout_s
         self.admission_timeout_s = admission_timeout_s
-        self.patience = Patience(timeout_s, jitter=jitter, address=address)
-        self.why = Explanations(self._lives, self._admissions, self.patience)
+        self.outage = Outage(timeout_s, jitter=jitter, address=address)
+        self.why = WaitMessages(self._tracker, self._admissions, self.outage)
         self._incarnation: bytes | None = None
         self._round: Round | None = None
         self._scripts_known = False
@@ -143,13 +145,13 @@ class Outbox:
         self, key: TrajectoryKey, *, epoch: int, num_turns: int, num_bytes: int, now_s: float
     ) -> Lane:
         """Continue an adopted trajectory after its stored turns."""
-        return self._lives.adopt(
+        return self._tracker.adopt(
             key, epoch=epoch, num_turns=num_turns, num_bytes=num_bytes, now_s=now_s
         )
 
     def is_writing(self, key: TrajectoryKey) -> bool:
         """Return whether this trajectory is open here, or was and may have to be sent again."""
-        return self._lives.has_any({key})
+        return self._tracker.has_any({key})
 
     def adopt_opened(
         self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int], *, now_s: float
@@ -165,9 +167,9 @@ class Outbox:
         """
         lane.raise_error()
         lane.pending.append(PendingTurn(turn, receipt))
-        self.tally.accepted(lane, len(turn.record))
+        self.inflight.accepted(lane, len(turn.record))
         lane.num_bytes += len(turn.record)
-        self._lives.reservations.grew(lane)
+        self._tracker.reservations.grew(lane)
         self._queues.add_payload(lane)
 
     def seal(
@@ -223,41 +225,41 @@ class Outbox:
     @property
     def is_on_disk(self) -> bool:
         """Whether, beyond that, the store has had the time to sync what it acknowledged."""
-        return self.is_idle and self._window.is_settled and self._reposts.is_empty
+        return self.is_idle and self._resend_buffer.is_settled and self._reposts.is_empty
 
     def take_losses(self) -> list[TurnstreamError]:
         """Return, once, the errors of acknowledged trajectories that the store lost for good."""
-        losses, self._lives.losses = self._lives.losses, []
+        losses, self._tracker.losses = self._tracker.losses, []
         return losses
 
     def statistics(self) -> PublisherStatistics:
         """Return the counts so far."""
-        return self.tally.statistics(**self._window.statistics())
+        return self.inflight.statistics(**self._resend_buffer.statistics())
 
     @property
     def num_open(self) -> int:
         """Return the number of trajectories that hold a lease."""
-        return self._lives.heartbeats.num_open
+        return self._tracker.heartbeats.num_open
 
     def next_round(self, now_s: float) -> Round | None:
         """Return the calls to send now; None if there is nothing to send, or a pause lasts."""
         self.expire(now_s)
         if warning := self.why.warning(now_s):
             _logger.warning("run %s: %s", self.run, warning)
-        if self._round is not None or self.patience.pause_s(now_s) > 0:
+        if self._round is not None or self.outage.pause_s(now_s) > 0:
             return None
-        self.patience.sent_s = now_s
-        is_known = self._scripts_known or self._window.is_settled
+        self.outage.sent_s = now_s
+        is_known = self._scripts_known or self._resend_buffer.is_settled
         if not is_known or not (self.target.is_found or self._queues.is_empty):
             return self._look()  # acknowledged writes must be restored first
-        heartbeats = self._lives.heartbeats.due(now_s)
+        heartbeats = self._tracker.heartbeats.due(now_s)
         self._queues.rewards.extend(self._reposts.due(now_s))
-        asks = self._admissions.due(now_s, is_full=self.patience.is_full)
-        calls = [*self._lives.take(heartbeats, now_s), *asks]
+        asks = self._admissions.due(now_s, is_full=self.outage.is_full)
+        calls = [*self._tracker.take(heartbeats, now_s), *asks]
         if not calls:
-            return self._look() if self._window.pause_s(now_s) == 0 else None
+            return self._look() if self._resend_buffer.pause_s(now_s) == 0 else None
         if heartbeats:
-            self._lives.heartbeats.sent(now_s)
+            self._tracker.heartbeats.sent(now_s)
         if self._make.run != self.run:  # it was found since
             self._make = CommandMaker(self.run, self.writer)
         commands = [self._make.command(call) for call in calls]
@@ -267,7 +269,7 @@ class Outbox:
             loads_scripts=not self._scripts_known,
             is_grouped=self._syncs_each_write and not self._was_aborted and len(calls) > 1,
         )
-        self.patience.sent(len(calls))
+        self.outage.sent(len(calls))
         return self._round
 
     def expire(self, now_s: float) -> None:
@@ -275,29 +277,29 @@ class Outbox:
 
         A silent store may block the sender, so another thread calls this during a round.
         """
-        patience = self.patience
+        outage = self.outage
         if self._admissions.pause_s(now_s) == 0:
-            store = self.why.store(now_s) if patience.is_strained(now_s) else ()
+            store = self.why.store(now_s) if outage.is_strained(now_s) else ()
             self._admissions.expire(now_s, store=store)
-        if patience.left_s(now_s) == 0:
-            self._give_up(patience.trouble, now_s)
+        if outage.left_s(now_s) == 0:
+            self._give_up(outage.trouble, now_s)
 
     def ends_in_s(self, now_s: float) -> float | None:
         """Seconds after which `expire` may end something; None while nothing has a deadline."""
-        return first_of(self._admissions.pause_s(now_s), self.patience.left_s(now_s))
+        return first_of(self._admissions.pause_s(now_s), self.outage.left_s(now_s))
 
     def _look(self) -> Round:
         """A round without calls, to see which store answers, and which run has the name."""
         self._round = Round((), (), loads_scripts=True, pointer=self.target.pointer)
-        self.patience.sent(0)
+        self.outage.sent(0)
         return self._round
 
     def pause_s(self, now_s: float) -> float | None:
         """Seconds after which `next_round` may give something that it does not give now."""
-        expires_s, away_s = self._admissions.pause_s(now_s), self.patience.pause_s(now_s)
+        expires_s, away_s = self._admissions.pause_s(now_s), self.outage.pause_s(now_s)
         if away_s > 0:
             return first_of(expires_s, away_s)
-        parts = (self._lives.heartbeats, self._window, self._reposts)
+        parts = (self._tracker.heartbeats, self._resend_buffer, self._reposts)
         due_s = [part.pause_s(now_s) for part in parts]
         return first_of(expires_s, *due_s, self._admissions.asks_in_s(now_s))
 
@@ -312,7 +314,7 @@ class Outbox:
             return
         if not self._ends(sent):
             return
-        self.patience.answered(now_s)
+        self.outage.answered(now_s)
         back: list[Call] = []
         trouble = "" if sent.calls else sent.trouble(replies)
         is_new, self._scripts_known = not self._scripts_known, not is_passing(trouble)
@@ -336,23 +338,23 @@ class Outbox:
         # A full store refuses a transaction with one append in it; single calls free memory.
         self._was_aborted = sent.is_aborted(replies) or (self._was_aborted and bool(trouble))
         if self._scripts_known:
-            self._window.prove(self.patience.sent_s)
+            self._resend_buffer.prove(self.outage.sent_s)
         if trouble:
-            self._back_off(trouble, now_s, self.patience.refused)
+            self._back_off(trouble, now_s, self.outage.refused)
         else:
-            self.patience.took()
+            self.outage.took()
 
     def lost(self, sent: Round, *, error: Exception, now_s: float) -> None:
         """The connection failed: nothing is known of what the round asked for."""
         if not self._ends(sent):
             return
         self._put_back(sent.calls)
-        self.tally.add("num_retries", not sent.calls)
+        self.inflight.add("num_retries", not sent.calls)
         self._scripts_known = False
         reason = translate(error)
         if isinstance(reason, StoreUnavailableError):
-            patience = self.patience
-            failed = patience.unanswered if is_silence(error) else patience.lost
+            outage = self.outage
+            failed = outage.unanswered if is_silence(error) else outage.lost
             self._back_off(str(reason), now_s, failed)
         else:
             self.fail_all(reason)
@@ -363,11 +365,11 @@ class Outbox:
         A server without a readable run id counts as another one after every new connection.
         """
         self._syncs_each_write = sent.syncs_each_write(replies)
-        self._window.is_needed = sent.may_lose_writes(replies)
+        self._resend_buffer.is_needed = sent.may_lose_writes(replies)
         known, self._incarnation = self._incarnation, sent.incarnation(replies)
         is_same = known == self._incarnation and (known is not None or not is_new)
-        if not is_same and not self._window.is_settled:
-            self._lives.rewind(is_other=known is not None or self._incarnation is None)
+        if not is_same and not self._resend_buffer.is_settled:
+            self._tracker.rewind(is_other=known is not None or self._incarnation is None)
         if sent.pointer and (error := self.target.answered(replies[-1])):
             self.fail_all(error)
 
@@ -384,27 +386,27 @@ class Outbox:
             self._queues.put_back(self._round.calls)
             self._scripts_known = not self._ends(self._round)
         self.woken()
-        self._lives.fail_all(error_of)
+        self._tracker.fail_all(error_of)
 
     def _ends(self, sent: Round) -> bool:
         """Return whether this round is in flight; it is not if everything failed in between."""
         if self._round is not sent:
             return False
         self._round = None
-        self.patience.ended()
+        self.outage.ended()
         return True
 
     def _put_back(self, calls: Sequence[Call]) -> None:
         """Calls that must be repeated."""
-        self.tally.add("num_retries", len(calls))
+        self.inflight.add("num_retries", len(calls))
         self._queues.put_back(calls)
-        self._lives.reservations.failed(calls)
+        self._tracker.reservations.failed(calls)
         if any(isinstance(call, HeartbeatCall) for call in calls):
-            self._lives.heartbeats.failed()
+            self._tracker.heartbeats.failed()
 
     def _back_off(self, trouble: str, now_s: float, failed: Callable[[str, float], bool]) -> None:
         """Pause before the next round; fail everything if the outage lasted too long."""
-        if not self.patience.is_failing:
+        if not self.outage.is_failing:
             _logger.warning("run %s: the store takes no writes: %s", self.run, trouble)
         if failed(trouble, now_s):
             self._give_up(trouble, now_s)
@@ -414,5 +416,5 @@ class Outbox:
         message = f"the store took no writes for {self.timeout_s:g} s: {trouble}"
         _logger.error("run %s: %s", self.run, message)
         error_of = self.why.given_up(message, now_s)
-        self.patience.took()
+        self.outage.took()
         self._end_all(error_of)

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from turnstream.errors import StoreBehindError, TurnstreamError
 from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.generator.outbox.calls import RewardCall, TakeOverCall
-from turnstream.generator.outbox.inflight import Tally
+from turnstream.generator.outbox.inflight import InflightCounts
 from turnstream.generator.outbox.queues import Queues
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.resend_buffer import Acknowledged, Ended, KeptTurn, TakenOver
@@ -30,7 +30,7 @@ class Rewound(NamedTuple):
     open: list[Lane]
 
 
-def rewind(kept: Iterable[Acknowledged], *, queues: Queues, tally: Tally) -> Rewound:
+def rewind(kept: Iterable[Acknowledged], *, queues: Queues, inflight: InflightCounts) -> Rewound:
     """Return everything that was kept to the queues, before everything that waits there.
 
     Openings are requested again, then follow the turns, then the seals. The caller queues the turns
@@ -61,9 +61,9 @@ def rewind(kept: Iterable[Acknowledged], *, queues: Queues, tally: Tally) -> Rew
         lane.rewind(turns.get(lane, []))
     for lane in closed:
         num_bytes = lane.num_pending_bytes
-        tally.accepted(lane, -num_bytes)
+        inflight.accepted(lane, -num_bytes)
         lane.held_epoch, lane.epoch, lane.is_placed = lane.epoch, 0, False
-        tally.accepted(lane, num_bytes)
+        inflight.accepted(lane, num_bytes)
     for opening in reversed(openings):
         lanes = [lane for lane in opening.lanes if lane in closed]
         again = Admission(

@@ -51,7 +51,7 @@ class _Kept(NamedTuple):
     what: Acknowledged
 
 
-class Window:
+class ResendBuffer:
     """The newest acknowledged writes of one publisher, in the order of their answers.
 
     Args:

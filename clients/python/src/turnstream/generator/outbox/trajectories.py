@@ -12,7 +12,7 @@ from typing import Any
 from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
 from turnstream.generator.outbox.calls import Call, HeartbeatCall, NoteCall, PayloadCall
 from turnstream.generator.outbox.heartbeats import Heartbeats, Reservations
-from turnstream.generator.outbox.inflight import Tally
+from turnstream.generator.outbox.inflight import InflightCounts
 from turnstream.generator.outbox.queues import Queues
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.resend import (
@@ -25,7 +25,7 @@ from turnstream.generator.outbox.resend import (
     rewind,
     why_refused,
 )
-from turnstream.generator.outbox.resend_buffer import Ended, KeptTurn, TakenOver, Window
+from turnstream.generator.outbox.resend_buffer import Ended, KeptTurn, ResendBuffer, TakenOver
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.store.client import keys
 from turnstream.store.client.replies import Refusal, parse_refusal
@@ -34,13 +34,13 @@ from turnstream.types import TrajectoryKey
 _logger = logging.getLogger(__name__)
 
 
-class Lives:
+class TrajectoryTracker:
     """The trajectories of one publisher, from their first write to their end.
 
     Args:
         run: name of the run.
-        tally: counts of the publisher.
-        window: resend buffer of acknowledged writes.
+        inflight: counts of the publisher.
+        resend_buffer: resend buffer of acknowledged writes.
         nonce: part of the ids of its conflict notes; several publishers may share a writer name.
 
     Attributes:
@@ -48,10 +48,12 @@ class Lives:
         unended: trajectories whose end the run has not acknowledged.
     """
 
-    def __init__(self, run: str, *, tally: Tally, window: Window, nonce: float) -> None:
+    def __init__(
+        self, run: str, *, inflight: InflightCounts, resend_buffer: ResendBuffer, nonce: float
+    ) -> None:
         self.run = run
-        self.tally = tally
-        self.window = window
+        self.inflight = inflight
+        self.resend_buffer = resend_buffer
         self.queues = Queues()
         self.heartbeats = Heartbeats()
         self.reservations = Reservations()
@@ -75,7 +77,7 @@ class Lives:
         lane.epoch, lane.is_placed, lane.num_acknowledged = epoch, True, num_turns
         lane.num_bytes = num_bytes
         self._hold(lane, now_s)
-        self.window.keep(TakenOver(lane), now_s=now_s)
+        self.resend_buffer.keep(TakenOver(lane), now_s=now_s)
         return lane
 
     def begin_opened(self, epochs: Mapping[TrajectoryKey, int], *, now_s: float) -> list[Lane]:
@@ -89,15 +91,15 @@ class Lives:
     def has_any(self, keys: Set[TrajectoryKey]) -> bool:
         """Whether one of these is written here, or was and may have to be sent again."""
         is_written = any(lane.key in keys for lane in self.unended)
-        return is_written or any(map(self.window.has_opened, keys))
+        return is_written or any(map(self.resend_buffer.has_opened, keys))
 
     def opened(self, lane: Lane, epoch: int, now_s: float) -> None:
         """The store has opened it, with this epoch: its turns may go."""
         num_bytes = lane.num_pending_bytes
-        self.tally.accepted(lane, -num_bytes)
+        self.inflight.accepted(lane, -num_bytes)
         lane.epoch = epoch
         self._hold(lane, now_s)
-        self.tally.accepted(lane, num_bytes)
+        self.inflight.accepted(lane, num_bytes)
         self.advance(lane)
 
     def not_opened(self, lane: Lane, refused: Refusal, now_s: float) -> TurnstreamError | None:
@@ -119,17 +121,17 @@ class Lives:
         lane.is_placed = True
         for _ in range(call.num_turns):
             turn, receipt, is_again = lane.pending.popleft()
-            self.window.keep(KeptTurn(lane, turn), now_s=now_s)
+            self.resend_buffer.keep(KeptTurn(lane, turn), now_s=now_s)
             if is_again:
-                self.tally.add("num_resent")
+                self.inflight.add("num_resent")
             else:
-                self.tally.acknowledged(lane, turn)
+                self.inflight.acknowledged(lane, turn)
             if receipt is not None:
                 receipt.settle(lane.key)
         lane.num_acknowledged += call.num_turns
-        self.tally.add("num_duplicates", call.num_turns + call.seals - num_new)
+        self.inflight.add("num_duplicates", call.num_turns + call.seals - num_new)
         if call.seals:
-            self.window.keep(Ended(lane), now_s=now_s)
+            self.resend_buffer.keep(Ended(lane), now_s=now_s)
             self.queues.seals.append(lane)
         else:
             self.advance(lane)
@@ -158,8 +160,8 @@ class Lives:
     def _is_known(self, lane: Lane, now_s: float) -> None:
         """The run knows its seal."""
         if not lane.has_ended:
-            self.tally.add("num_trajectories")
-            self.tally.add("merged_tokens", lane.merged_tokens)
+            self.inflight.add("num_trajectories")
+            self.inflight.add("merged_tokens", lane.merged_tokens)
         self.end_well(lane, now_s)
 
     def renewed(self, lanes: Sequence[Lane], answers: Sequence[Any]) -> None:
@@ -214,9 +216,9 @@ class Lives:
         Args:
             is_other: the store is known to be restarted; False at the first contact.
         """
-        rewound = rewind(self.window.take(), queues=self.queues, tally=self.tally)
+        rewound = rewind(self.resend_buffer.take(), queues=self.queues, inflight=self.inflight)
         if is_other:
-            self.tally.add("num_restarts")
+            self.inflight.add("num_restarts")
             _logger.warning(
                 "run %s: the store was restarted and may have lost writes: those of %d "
                 "trajectories are sent again",
@@ -243,12 +245,12 @@ class Lives:
         Turns that were to be sent again are stored, and a restart of the store may lose them.
         """
         for pending in lane.pending:
-            self.window.keep(KeptTurn(lane, pending.turn), now_s=now_s)
+            self.resend_buffer.keep(KeptTurn(lane, pending.turn), now_s=now_s)
         lane.num_acknowledged += len(lane.pending)
         if lane.seal is not None:
             record = lane.seal_record
             lane.seal = lambda _epoch: record
-        self.window.keep(Ended(lane), now_s=now_s)
+        self.resend_buffer.keep(Ended(lane), now_s=now_s)
         self.end(lane)
         lane.has_ended = True
 
@@ -266,7 +268,7 @@ class Lives:
         while lane.pending:
             turn, receipt, is_again = lane.pending.popleft()
             if not is_again:
-                self.tally.accepted(lane, -len(turn.record))
+                self.inflight.accepted(lane, -len(turn.record))
             if receipt is not None:
                 receipt.settle(lane.key, error)
         if lane.end is not None:
@@ -281,7 +283,7 @@ class Lives:
         if not isinstance(reason, StoreBehindError):
             error = StoreBehindError(f"{what} was acknowledged, and the store lost it: {reason}")
         _logger.error("run %s: %s", self.run, error)
-        self.tally.add("num_lost")
+        self.inflight.add("num_lost")
         self.losses.append(error)
 
     def fail_all(self, error_of: Callable[[Lane | Admission | str], TurnstreamError]) -> None:

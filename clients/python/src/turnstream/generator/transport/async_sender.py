@@ -154,7 +154,7 @@ class AsyncSender:
     async def _exchange(self, link: AsyncLink, sent: Round) -> None:
         self._keep_time()
         try:
-            async with asyncio.timeout(self._outbox.patience.left_s(time.monotonic())):
+            async with asyncio.timeout(self._outbox.outage.left_s(time.monotonic())):
                 replies = await link.exchange(sent.pack(), sent.num_replies)
         except (RedisError, OSError) as error:
             self._outbox.lost(sent, error=error, now_s=time.monotonic())

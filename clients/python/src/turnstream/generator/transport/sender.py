@@ -163,7 +163,7 @@ class Sender:
     def _exchange(self, sent: Round) -> None:
         try:
             with self.lock:
-                left_s = self._outbox.patience.left_s(time.monotonic())
+                left_s = self._outbox.outage.left_s(time.monotonic())
             timeout_s = SOCKET_TIMEOUT_S if left_s is None else min(SOCKET_TIMEOUT_S, left_s)
             replies = self._link.exchange(sent.pack(), sent.num_replies, timeout_s=timeout_s)
         except (RedisError, OSError) as error:

@@ -21,7 +21,7 @@ members    hash    group name -> `<num_needed>:<highest attempt>:<refills grante
 deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by when they fire in ms of the
                    run's own time
 clock      hash    the run's own time, which no jump of the store's clock changes: it was `ms` when
-                   the store said `at_ms`, and goes on by `most_ms` at most, see keep_clock.lua
+                   the store said `at_ms`, and goes on by `most_ms` at most, see tick_clock.lua
 refills    zset    ids of granted attempts that nobody has opened, by when they were granted
 rewards    hash    trajectory id -> CRC of the reward that was posted for it, `late:<CRC>` where its
                    group was decided before, `missed` where its deadline has passed without
@@ -255,8 +255,8 @@ class RunKeys(NamedTuple):
     doomed: str
 
     @property
-    def of_condemn_run(self) -> tuple[str, ...]:
-        """The keys of the script condemn_run: every key of the run, and the one of its name."""
+    def of_begin_delete(self) -> tuple[str, ...]:
+        """The keys of the script begin_delete: every key of the run, and the one of its name."""
         first = (self.deleted, self.wake, self.ledger, self.doomed, self.frontier, self.config)
         shared = incarnation_key(run_of(self.frontier))
         return (*first, shared, *(key for key in self if key not in first))

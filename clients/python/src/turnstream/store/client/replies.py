@@ -3,25 +3,25 @@
 A script refuses with `CODE message`, or with `CODE [fact] message` where a caller acts on a fact.
 The code and the fact are for programs. The message is for people: no program reads it.
 
-=========  ====================  ==================  =============================================
-code       error                 fact                meaning
-=========  ====================  ==================  =============================================
-FENCED     FencedError           state, or released  another owner has it, or it is finished
-CONFLICT   ConflictError         state, group, name  the key has another content, or is finished
-INVALID    RejectedError                             an argument that is not allowed
-GAP        TurnGapError          expected turn       an earlier turn is missing
-WAIT       RejectedError         wake id             no capacity now
-FORMAT     UnknownFormatError    format of the run   another release wrote the run
-HELD       ConflictError         ms of the lease     another writer holds the lease
-NORUN      RunNotFoundError                          no run of that name
-BEHIND     StoreBehindError                          a recovery token that the store does not have
-EXPIRED    ObserverExpiredError                      an observer was silent for too long
-CLOSED     EndOfRunError                             the run takes no new group
-RELEASED   ReleasedError                             a step that is no longer retained
-UNHEARD    NotReadyError                             a step that a rank may not have yet
-TOOLARGE   GroupTooLargeError                        a group that can never be admitted
-DAMAGED    CorruptRecordError                        a damaged counter; nothing was written
-=========  ====================  ==================  =============================================
+================  ====================  ==================  ========================================
+code              error                 fact                meaning
+================  ====================  ==================  ========================================
+FENCED            FencedError           state, or released  another owner has it, or finished
+CONFLICT          ConflictError         state, group, name  other content, or finished
+INVALID           RejectedError                             an argument that is not allowed
+GAP               TurnGapError          expected turn       an earlier turn is missing
+WAIT              RejectedError         wake id             no capacity now
+FORMAT            UnknownFormatError    format of the run   another release wrote the run
+HELD              ConflictError         ms of the lease     another writer holds the lease
+NORUN             RunNotFoundError                          no run of that name
+BEHIND            StoreBehindError                          an unknown recovery token
+EXPIRED           ObserverExpiredError                      an observer was silent for too long
+CLOSED            EndOfRunError                             the run takes no new group
+RELEASED          ReleasedError                             a step that is no longer retained
+RANK_UNCONFIRMED  NotReadyError                             a step that a rank may not have yet
+TOOLARGE          GroupTooLargeError                        a group that can never be admitted
+DAMAGED           CorruptRecordError                        a damaged counter; nothing was written
+================  ====================  ==================  ========================================
 
 The state is that of a trajectory in the ledger, or `unknown` where the ledger does not have it.
 `group` stands for a group that takes no member any more, and `name` for a group that is finished.
@@ -77,7 +77,7 @@ _REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
     "EXPIRED": ObserverExpiredError,
     "CLOSED": EndOfRunError,
     "RELEASED": ReleasedError,
-    "UNHEARD": NotReadyError,
+    "RANK_UNCONFIRMED": NotReadyError,
     "TOOLARGE": GroupTooLargeError,
 }
 CODES: Final = frozenset({*_REFUSALS, "INVALID", "WAIT", "HELD", "DAMAGED", "FORMAT"})

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Gives up an open trajectory, with a reason. Its sample may be tried again as another attempt.
+-- Abandons an open trajectory, with a reason. Its sample may be tried again as another attempt.
 --
 -- Runs also when the server is full: giving up makes room.
 --

@@ -9,7 +9,7 @@
 -- then here, by a first call with the higher epoch, which may carry no record. Only after it does
 -- the new writer (B) read what the old one (A) has stored, so that nothing is added behind its back:
 --
---   A's turn before B's first call   stored; B finds it among the turns and goes on behind it
+--   A's turn before B's first call   stored; B finds it among the turns and continues after it
 --   A's turn after it                FENCED; so is A's own first call, if that comes late
 --   A's seal before B's first call   stored; A's event is refused by the ledger, which B has. B finds
 --                                    the seal and posts it with its own epoch: the first seal wins

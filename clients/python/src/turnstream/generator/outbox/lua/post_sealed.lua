@@ -9,7 +9,7 @@
 --                           "awaiting_reward:<epoch>", or "surplus:<reason>" where the group was
 --                           decided without it
 --   KEYS[2] counts  hash    changed: open, sealed, awaiting_reward, surplus
---   KEYS[3] groups  hash    read: the state of the trajectories' groups; one that is gone is over
+--   KEYS[3] groups  hash    read: the state of the trajectories' groups; a missing one is finished
 --   KEYS[4] events  stream  added per trajectory that counts: field r = the record, t = its id
 --   KEYS[5] leases  zset    removed: their leases
 --   KEYS[6] deadlines zset  added per trajectory that awaits its reward, where the run has such a

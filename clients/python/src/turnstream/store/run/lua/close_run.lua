@@ -5,7 +5,7 @@
 --   KEYS[1] frontier  hash    changed: closed becomes 1, leftover is what becomes of the groups that
 --                             make no whole batch
 --   KEYS[2] events    stream  added: field r = the run_closed record
---   KEYS[3] wake      stream  added, so that whoever waits for capacity is told
+--   KEYS[3] wake      stream  added, to wake waiting callers
 -- Arguments: ARGV[1] the record    ARGV[2] short, carry or drop; "" or nothing: short, and any where
 --            the run is closed
 -- Reply:     1, or 0 where the run was closed already

@@ -8,7 +8,7 @@
 --   KEYS[2] config    hash  made here: "1" -> the JSON, newest -> "1"
 --   KEYS[3] counts    hash  made here: accepted and open, both 0
 --   KEYS[4] deleted   hash  read: the run is being deleted, or was
---   KEYS[5] clock    hash  made here: it stands still until a planner leads, see keep_clock.lua
+--   KEYS[5] clock    hash  made here: it stands still until a planner leads, see tick_clock.lua
 --   KEYS[6] incarnation  string  read, and moved on behind a run that an older release has deleted
 -- Arguments: ARGV[1] config as JSON    ARGV[2] number of this run among those of its name
 -- Reply:     the config revision, an integer; below 0, the number of the run that may be created in

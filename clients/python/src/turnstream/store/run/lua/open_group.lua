@@ -38,7 +38,7 @@
 --   KEYS[10] members  hash    group name -> "<num_needed>:<highest attempt>:...", where these are not
 --                             num_samples and 0
 --   KEYS[11] refills  zset    removed: attempts that are opened here
---   KEYS[12] over     hash    read: fingerprints of the groups that are over
+--   KEYS[12] over     hash    read: fingerprints of finished groups
 --   KEYS[13] held     hash    trajectory id -> "r<bytes>"; made here, for samples not begun, too
 --   KEYS[14] budget   hash    read: stored, planned, estimate; changed: reserved
 --   KEYS[15] clock    hash    read, where the run has such a deadline: see run_clock.lua

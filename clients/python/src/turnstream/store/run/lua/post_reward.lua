@@ -13,7 +13,7 @@
 --   KEYS[6] conflicts  hash    num, last, last_ms: changed where another reward was posted
 --   KEYS[7] frontier   hash    read: whether there is such a run
 --   KEYS[8] groups     hash    read, where the ledger does not have the trajectory
---   KEYS[9] over       hash    read then: fingerprints of the groups that are over
+--   KEYS[9] over       hash    read then: fingerprints of finished groups
 --   KEYS[10] rewarded  zset    added then: the trajectory id; the oldest go, with their rewards
 -- Arguments: ARGV[1] trajectory id    ARGV[2] CRC of the record    ARGV[3] the record
 -- Reply: "OK", "DUPLICATE" (the same was posted before), or "LATE": its group was decided before,

@@ -5,7 +5,7 @@
 --   KEYS[1] frontier hash  read: there is such a run
 --   KEYS[2] groups   hash  read: group name -> "<num_samples>:<state>"
 --   KEYS[3] ledger   hash  read: trajectory id -> "<state>:..."
---   KEYS[4] over     hash  read: fingerprints of the groups that are over
+--   KEYS[4] over     hash  read: fingerprints of finished groups
 -- Arguments: ARGV[1] group name    ARGV[2] num_samples
 -- Reply: {state of the group: "new" if it was never opened, "over" if it is finished and released,
 --         else as in KEYS[2]; then, of a group that is open, the state of the first attempt of each

@@ -4,7 +4,7 @@
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    changed: closed becomes 0; finished and leftover go
 --   KEYS[2] events    stream  added: field r = the run_reopened record
---   KEYS[3] wake      stream  added, so that whoever waits is told
+--   KEYS[3] wake      stream  added, to wake waiting callers
 -- Arguments: ARGV[1] the record
 -- Reply:     1, or 0 where the run was not closed
 -- Errors:    NORUN  no such run

@@ -5,7 +5,7 @@
 --   KEYS[1] frontier  hash    read: planned; changed: next_revision
 --   KEYS[2] config    hash    added: "<revision>" -> the JSON, "from:<revision>" -> its first step;
 --                             changed: last
---   KEYS[3] wake      stream  added, so that the planner is told
+--   KEYS[3] wake      stream  added, to wake the planner
 -- Arguments:
 --   ARGV[1] config as JSON    ARGV[2] its first step
 --   ARGV[3] the revision that it changes, the last that the caller knows

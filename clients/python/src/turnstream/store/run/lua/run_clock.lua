@@ -1,6 +1,6 @@
 #!lua
 -- Part of open_group, post_sealed, read_waits, grant_refill, announce_revision, park_leader,
--- observe and observed: the time of the run, as keep_clock.lua keeps it.
+-- observe and observed: the time of the run, as tick_clock.lua keeps it.
 --
 -- Never less than the time that the planner will count for this moment, so that nothing that begins
 -- now is over too early; more by most_ms at most, where the store's clock was set since the planner's

@@ -4,7 +4,7 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    changed: paused, the reason; gone where the run is not paused
---   KEYS[2] wake      stream  added, so that whoever waits is told
+--   KEYS[2] wake      stream  added, to wake waiting callers
 -- Arguments: ARGV[1] 1 to pause, 0 to go on    ARGV[2] the reason
 -- Reply:     1, or 0 where nothing was to do
 -- Errors:    NORUN  no such run

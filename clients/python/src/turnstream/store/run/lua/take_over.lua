@@ -10,7 +10,7 @@
 --   KEYS[1] ledger  hash  trajectory id: "open:<epoch>:<writer>" becomes "open:<epoch + 1>:<new>"
 --   KEYS[2] leases  zset  trajectory id -> end of its lease; changed
 --   KEYS[3] config  hash  read: newest, that revision's JSON, lease_floor
---   KEYS[4] groups  hash  read: group name -> "<num_samples>:<state>"; one that is gone is over
+--   KEYS[4] groups  hash  read: group name -> "<num_samples>:<state>"; a missing one is finished
 -- Arguments: ARGV[1] trajectory id    ARGV[2] the new writer
 -- Reply:     {its lease epoch; num_samples of its group}
 -- Errors:

@@ -11,7 +11,7 @@
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] deleted   hash    made here: since_ms, fence_ms; read: its time to live
---   KEYS[2] wake      stream  added, so that whoever waits asks and is told; expires
+--   KEYS[2] wake      stream  added, to wake waiting callers; expires
 --   KEYS[3] ledger    hash    becomes `doomed`
 --   KEYS[4] doomed    hash    made here, where the run has trajectories
 --   KEYS[5] frontier  hash    removed

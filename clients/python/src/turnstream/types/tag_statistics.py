@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricFigures:
+class MetricStatistics:
     """One metric of the trajectories that have it; float64, summed in their order."""
 
     num_trajectories: int
@@ -22,7 +22,7 @@ class MetricFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueFigures:
+class ValueStatistics:
     """The trajectories with one value of a tag.
 
     Attributes:
@@ -41,7 +41,7 @@ class ValueFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TagFigures:
+class TagStatistics:
     """One tag.
 
     Attributes:
@@ -49,8 +49,8 @@ class TagFigures:
         other: the trajectories with any other value, if there are too many values.
     """
 
-    values: Mapping[str, ValueFigures]
-    other: ValueFigures | None = None
+    values: Mapping[str, ValueStatistics]
+    other: ValueStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +63,8 @@ class Figures:
             many names, or a metric is not finite.
     """
 
-    metrics: Mapping[str, MetricFigures] = field(default_factory=dict[str, MetricFigures])
-    tags: Mapping[str, TagFigures] = field(default_factory=dict[str, TagFigures])
+    metrics: Mapping[str, MetricStatistics] = field(default_factory=dict[str, MetricStatistics])
+    tags: Mapping[str, TagStatistics] = field(default_factory=dict[str, TagStatistics])
     num_left_out: int = 0
 
     def __bool__(self) -> bool:

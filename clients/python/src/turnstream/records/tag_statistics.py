@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from turnstream.types import Figures, MetricFigures, TagFigures, ValueFigures
+from turnstream.types import Figures, MetricStatistics, TagStatistics, ValueStatistics
 from turnstream.wire.v1 import records_pb2 as wire
 
 _OF_METRIC: Final = ("num_trajectories", "total", "minimum", "maximum")
@@ -39,11 +39,15 @@ def encode_figures(figures: Figures) -> wire.Figures | None:
 def decode_figures(message: wire.Figures) -> Figures:
     """Return the statistics of a message."""
     return Figures(
-        metrics={each.name: MetricFigures(**_parts(each, _OF_METRIC)) for each in message.metrics},
+        metrics={
+            each.name: MetricStatistics(**_parts(each, _OF_METRIC)) for each in message.metrics
+        },
         tags={
-            each.name: TagFigures(
-                values={one.value: ValueFigures(**_parts(one, _OF_VALUE)) for one in each.values},
-                other=ValueFigures(**_parts(each.other, _OF_VALUE))
+            each.name: TagStatistics(
+                values={
+                    one.value: ValueStatistics(**_parts(one, _OF_VALUE)) for one in each.values
+                },
+                other=ValueStatistics(**_parts(each.other, _OF_VALUE))
                 if each.HasField("other")
                 else None,
             )
@@ -75,18 +79,18 @@ def figures_of_plain(values: Mapping[str, Any]) -> Figures:
     """
     return Figures(
         metrics={
-            name: MetricFigures(**_numbers(each, _OF_METRIC))
+            name: MetricStatistics(**_numbers(each, _OF_METRIC))
             for name, each in values["metrics"].items()
         },
         tags={
-            name: TagFigures(
+            name: TagStatistics(
                 values={
-                    text: ValueFigures(**_numbers(each, _OF_VALUE))
+                    text: ValueStatistics(**_numbers(each, _OF_VALUE))
                     for text, each in tag["values"].items()
                 },
                 other=None
                 if tag["other"] is None
-                else ValueFigures(**_numbers(tag["other"], _OF_VALUE)),
+                else ValueStatistics(**_numbers(tag["other"], _OF_VALUE)),
             )
             for name, tag in values["tags"].items()
         },

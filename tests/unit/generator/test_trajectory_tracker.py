@@ -56,7 +56,7 @@ def test_seals_of_several_trajectories_travel_in_one_call(new_desk: NewDesk) -> 
     posted = desk.answer([b"OK", b"DUPLICATE", b"SURPLUS"])
 
     assert desk.said(posted) == ["post_sealed"]
-    assert desk.outbox.tally.statistics().num_trajectories == 3
+    assert desk.outbox.inflight.statistics().num_trajectories == 3
 
 
 def test_a_seal_is_posted_only_after_its_payload_was_acknowledged(new_desk: NewDesk) -> None:
@@ -260,7 +260,7 @@ def test_a_seal_that_the_ledger_has_no_more_is_known_where_its_payload_says_that
     assert not was_done
     assert (desk.said(asked), desk.records(asked)) == (["append"], [1])
     assert (end.is_done, end.errors) == (True, {})
-    assert desk.outbox.tally.statistics().num_trajectories == 1
+    assert desk.outbox.inflight.statistics().num_trajectories == 1
     assert desk.outbox.is_idle
 
 

@@ -16,9 +16,9 @@
 -- Reply:     1
 -- Errors:
 --   NORUN   no such run
---   FENCED  another trainer session has begun
+--   FENCED  another trainer session has started
 --   BEHIND  the session is lost, by this or before
---   UNHEARD the rank was about to get what the store has no more
+--   RANK_UNCONFIRMED the rank was about to get what the store has no more
 
 -- include: present_session.lua
 
@@ -42,7 +42,7 @@ end
 
 local own = hash_of(ARGV[4])
 if own ~= ARGV[5] and ARGV[6] == 'gets' then
-  return redis.error_reply('UNHEARD step ' .. step .. ': its plan is not in the store any more')
+  return redis.error_reply('RANK_UNCONFIRMED step ' .. step .. ': its plan is not in the store any more')
 end
 if own ~= ARGV[5] then
   local has = own and 'this store has "' .. own .. '" as step ' .. step

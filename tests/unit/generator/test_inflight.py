@@ -16,13 +16,19 @@ def test_room_is_counted_in_bytes_and_there_is_always_some_for_one(new_desk: New
     desk = new_desk(max_inflight_bytes=100)
     (lane,) = desk.opened()
 
-    before = desk.outbox.tally.has_room_for_turn(10**9), desk.outbox.tally.has_room_for_group(10**9)
+    before = (
+        desk.outbox.inflight.has_room_for_turn(10**9),
+        desk.outbox.inflight.has_room_for_group(10**9),
+    )
     desk.append(lane)
-    during = desk.outbox.tally.has_room_for_turn(100), desk.outbox.tally.has_room_for_group(100)
+    during = (
+        desk.outbox.inflight.has_room_for_turn(100),
+        desk.outbox.inflight.has_room_for_group(100),
+    )
     desk.answer(1)
 
     assert (before, during) == ((True, True), (False, False))
-    assert desk.outbox.tally.statistics().inflight_bytes == 0
+    assert desk.outbox.inflight.statistics().inflight_bytes == 0
 
 
 def test_what_waits_for_leave_takes_no_room_from_open_trajectories(new_desk: NewDesk) -> None:
@@ -31,12 +37,15 @@ def test_what_waits_for_leave_takes_no_room_from_open_trajectories(new_desk: New
     desk.append(lane)
     desk.answer(ResponseError("WAIT [7-0] no capacity"))
 
-    waiting = desk.outbox.tally.has_room_for_turn(100), desk.outbox.tally.has_room_for_group(100)
-    held_bytes = desk.outbox.tally.statistics().inflight_bytes
+    waiting = (
+        desk.outbox.inflight.has_room_for_turn(100),
+        desk.outbox.inflight.has_room_for_group(100),
+    )
+    held_bytes = desk.outbox.inflight.statistics().inflight_bytes
     desk.outbox.woken()
     desk.answer([1])
-    admitted = desk.outbox.tally.has_room_for_turn(100)
+    admitted = desk.outbox.inflight.has_room_for_turn(100)
 
     assert waiting == (True, False)
     assert not admitted
-    assert desk.outbox.tally.statistics().inflight_bytes == held_bytes > 0
+    assert desk.outbox.inflight.statistics().inflight_bytes == held_bytes > 0

@@ -12,7 +12,7 @@ from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.batching.scoring.tag_statistics import MAX_METRICS, MAX_TAGS, MAX_VALUES, sum_up
 from turnstream.records.manifests import encode_manifest, manifest_hash
-from turnstream.types import Figures, MetricFigures, TagFigures, ValueFigures
+from turnstream.types import Figures, MetricStatistics, TagStatistics, ValueStatistics
 
 
 def of_metrics(*values: dict[str, float]) -> Figures:
@@ -27,8 +27,8 @@ def test_a_metric_has_the_mean_and_the_extremes_of_those_that_have_it() -> None:
     figures = of_metrics({"turns": 2.0, "cost": 0.5}, {}, {"turns": -4.0})
 
     assert figures.metrics == {
-        "cost": MetricFigures(num_trajectories=1, total=0.5, minimum=0.5, maximum=0.5),
-        "turns": MetricFigures(num_trajectories=2, total=-2.0, minimum=-4.0, maximum=2.0),
+        "cost": MetricStatistics(num_trajectories=1, total=0.5, minimum=0.5, maximum=0.5),
+        "turns": MetricStatistics(num_trajectories=2, total=-2.0, minimum=-4.0, maximum=2.0),
     }
     assert figures.metrics["turns"].mean == -1.0
     assert list(figures.metrics) == ["cost", "turns"]
@@ -40,10 +40,10 @@ def test_a_value_of_a_tag_has_its_number_and_the_mean_of_its_rewards() -> None:
     )
 
     assert figures.tags == {
-        "env": TagFigures(
+        "env": TagStatistics(
             values={
-                "go": ValueFigures(num_trajectories=1, num_rewarded=0, reward_total=0.0),
-                "maze": ValueFigures(num_trajectories=2, num_rewarded=2, reward_total=1.0),
+                "go": ValueStatistics(num_trajectories=1, num_rewarded=0, reward_total=0.0),
+                "maze": ValueStatistics(num_trajectories=2, num_rewarded=2, reward_total=1.0),
             }
         )
     }
@@ -56,7 +56,7 @@ def test_values_beyond_those_that_are_told_apart_are_summed_as_other() -> None:
 
     seed = figures.tags["seed"]
     assert set(seed.values) == {str(number) for number in range(MAX_VALUES)}
-    assert seed.other == ValueFigures(num_trajectories=3, num_rewarded=3, reward_total=3.0)
+    assert seed.other == ValueStatistics(num_trajectories=3, num_rewarded=3, reward_total=3.0)
 
 
 def test_a_value_that_is_told_apart_goes_on_to_be_when_there_are_too_many() -> None:

@@ -18,7 +18,7 @@ SILENT_S: Final = 5.0
 
 
 @contextlib.contextmanager
-def looking_at(url: str, *, silent_s: float | None = None) -> Iterator[redis.Redis]:
+def store_client(url: str, *, silent_s: float | None = None) -> Iterator[redis.Redis]:
     """Return a client for as long as the block lasts.
 
     Args:

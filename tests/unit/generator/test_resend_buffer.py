@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from turnstream.errors import FencedError
+from turnstream.generator.encode.encoder import TurnRecord
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.resend_buffer import Ended, KeptTurn, ResendBuffer
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+from turnstream.types import GroupOpened, TrajectoryKey, TurnShape
+
+LANE = Lane(TrajectoryKey("g", 0), "g/0/0")
+
+
+def kept(num_bytes: int) -> KeptTurn:
+    shape = TurnShape(-1, 0, 1, 1, 1)
+    return KeptTurn(LANE, TurnRecord(bytes(num_bytes), shape))
+
+
+def test_a_write_is_kept_until_the_store_that_acknowledged_it_answers_late_enough() -> None:
+    buffer = ResendBuffer(keep_s=5.0, max_bytes=100)
+    first, second = kept(10), kept(20)
+    buffer.keep(first, now_s=1.0)
+    buffer.keep(second, now_s=3.0)
+
+    buffer.prove(5.9)
+    before = (buffer.num_bytes, buffer.is_settled)
+    buffer.prove(6.0)
+    after = (buffer.num_bytes, buffer.is_settled)
+
+    assert (before, after) == ((30, False), (20, False))
+    assert buffer.pause_s(6.0) == 2.0
+    assert buffer.take() == [second]
+
+
+def test_everything_is_proven_when_the_newest_write_is() -> None:
+    buffer = ResendBuffer(keep_s=5.0, max_bytes=100)
+    buffer.keep(Ended(LANE), now_s=3.0)
+
+    buffer.prove(8.0)
+
+    assert buffer.is_settled
+    assert buffer.pause_s(8.0) is None
+    assert buffer.take() == []
+
+
+def test_beyond_its_bytes_the_oldest_turns_are_forgotten_but_nothing_is_proven() -> None:
+    buffer = ResendBuffer(keep_s=5.0, max_bytes=25)
+    buffer.keep(kept(10), now_s=1.0)
+    newer = kept(20)
+    buffer.keep(newer, now_s=2.0)
+
+    assert (buffer.num_bytes, buffer.num_forgotten, buffer.is_settled) == (20, 1, False)
+    assert buffer.take() == [newer]
+
+
+def opening() -> Admission:
+    group = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
+    return Admission(group, b"", [Lane(LANE.key, "g/0/0")], Delivery())
+
+
+def test_a_trajectory_counts_as_opened_while_its_opening_is_kept() -> None:
+    buffer = ResendBuffer(keep_s=5.0, max_bytes=25)
+    first, again = opening(), opening()
+    buffer.keep(first, now_s=1.0)
+    buffer.keep(again, now_s=3.0)
+
+    buffer.prove(6.0)
+    held = buffer.has_opened(LANE.key)
+    buffer.prove(8.0)
+
+    assert (held, buffer.has_opened(LANE.key)) == (True, False)
+
+
+def test_a_trajectory_that_failed_or_is_sent_again_counts_as_opened_no_more() -> None:
+    buffer = ResendBuffer(keep_s=5.0, max_bytes=25)
+    buffer.keep(failed := opening(), now_s=1.0)
+    failed.lanes[0].error = FencedError("late")
+    has_failed = not buffer.has_opened(LANE.key)
+    buffer.keep(opening(), now_s=1.0)
+
+    buffer.take()
+
+    assert has_failed
+    assert not buffer.has_opened(LANE.key)
+
+
+def test_what_is_taken_is_kept_no_longer() -> None:
+    buffer = ResendBuffer(keep_s=5.0, max_bytes=25)
+    buffer.keep(kept(10), now_s=1.0)
+    buffer.take()
+
+    assert (buffer.take(), buffer.num_bytes, buffer.is_settled) == ([], 0, True)
+
+
+def test_nothing_is_kept_where_it_need_not_be() -> None:
+    synced, refused = ResendBuffer(keep_s=5.0, max_bytes=25), ResendBuffer(keep_s=0.0, max_bytes=25)
+    synced.is_needed = False
+    for buffer in (synced, refused):
+        buffer.keep(kept(10), now_s=1.0)
+
+    assert (synced.is_settled, refused.is_settled) == (True, True)
