@@ -10,6 +10,9 @@ FIRST_S: Final = 5.0
 EVERY_S: Final = 30.0
 """Seconds between two warnings of one wait."""
 
+_ROUNDING_S: Final = 1e-6
+"""Without it, a timer for the due time may fire 1e-15 s early, and is set again and again."""
+
 
 class WaitWarnings:
     """Says when to warn of a wait: after `first_s` seconds, then every `every_s` seconds.
@@ -36,7 +39,7 @@ class WaitWarnings:
         if waited_s is None or waited_s < self._waited_s:  # another wait
             self._due_s = self._first_s
         self._waited_s = waited_s or 0.0
-        if waited_s is None or waited_s < self._due_s:
+        if waited_s is None or waited_s < self._due_s - _ROUNDING_S:
             return False
         self._due_s = waited_s + self._every_s
         return True
