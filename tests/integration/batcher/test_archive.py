@@ -200,7 +200,7 @@ async def test_a_folder_that_cannot_be_written_holds_the_release_back(house, tmp
     await wait_until_async(is_over, describe="the end of the trouble")
 
 
-async def test_a_defect_of_the_release_is_logged_and_costs_no_leader_its_term(house, caplog):
+async def test_defect_of_the_release_is_logged_and_ends_no_term(house, caplog):
     run = house.create_run(batch_groups=1, retain_checkpoints=1)
     await house.publish(run, group("g1"), group("g2"))
     defects = [RuntimeError("a defect")]

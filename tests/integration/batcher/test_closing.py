@@ -41,7 +41,7 @@ async def trained(house, run, num_groups):
     return trainer
 
 
-async def test_what_is_dropped_ends_in_the_ledger_with_its_reason(house, client):
+async def test_dropped_leftover_ends_in_the_ledger_with_its_reason(house, client):
     run = house.create_run(batch_groups=2)
     trainer = await trained(house, run, 3)
 
@@ -59,7 +59,7 @@ async def test_what_is_dropped_ends_in_the_ledger_with_its_reason(house, client)
     assert client.hget(keys.run_keys(run).ledger, "g2/0/0") == reason or folded
 
 
-async def test_what_is_carried_is_planned_when_the_run_is_reopened(house, client):
+async def test_carried_leftover_is_planned_after_the_run_is_reopened(house, client):
     run = house.create_run(batch_groups=2)
     trainer = await trained(house, run, 3)
 
@@ -114,7 +114,7 @@ async def is_finished(client, run):
     await wait_until_async(has_ended, describe="the end")
 
 
-async def test_a_successor_comes_to_the_same_end_and_goes_on_from_it(house, client):
+async def test_successor_reaches_the_same_end_and_continues(house, client):
     run = house.create_run(batch_groups=2)
     await trained(house, run, 3)
     close_run(client, run, leftover="drop")
@@ -198,7 +198,7 @@ async def test_no_end_waits_for_an_evaluation(house, client, leftover):
     assert client.hget(keys.run_keys(run).groups, "e") == b"2:evaluating"
 
 
-async def test_an_evaluation_that_nobody_holds_ends_in_a_closed_run(house, client):
+async def test_orphaned_evaluation_ends_in_a_closed_run(house, client):
     # Its generator died; one of its samples was never begun.
     run = house.create_run(batch_groups=2, lease_s=0.4)
     open_evaluation(house, run, "e/0/0")
@@ -209,7 +209,7 @@ async def test_an_evaluation_that_nobody_holds_ends_in_a_closed_run(house, clien
     await evaluation_ends(client, run)
 
 
-async def test_an_evaluation_that_outlasts_its_run_is_ended_by_a_batcher_of_later(house, client):
+async def test_evaluation_that_outlasts_its_run_is_ended_by_a_later_batcher(house, client):
     run = house.create_run(batch_groups=2, lease_s=0.4)
     first = await house.start_batcher()
     close_run(client, run)

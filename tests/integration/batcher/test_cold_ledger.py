@@ -165,7 +165,7 @@ async def test_the_command_line_asks_the_archive_folder(
     assert json.loads(trained.output)["step"] == 2
 
 
-async def test_a_fork_knows_the_files_of_its_origin_also_when_that_is_deleted(
+async def test_fork_knows_the_files_of_its_deleted_origin(
     house, cooled: str, tmp_path: Path
 ):
     new_run = f"{cooled} fork"
@@ -221,7 +221,7 @@ async def test_a_folder_that_cannot_be_written_leaves_the_records_where_they_are
 
 
 @pytest.mark.parametrize("act", ["write_ledger_file", "move_to_file"])
-async def test_a_leader_killed_while_it_moves_records_is_followed_by_one_that_moves_them(
+async def test_successor_of_a_leader_killed_while_moving_records_moves_them(
     house_at, own_server, tmp_path: Path, act: str
 ):
     house = house_at(own_server.url)

@@ -143,7 +143,7 @@ async def test_a_batch_without_enough_sound_groups_is_not_offered(house, damage)
     }
 
 
-async def test_damage_after_planning_is_told_by_name_to_every_rank(house, damage):
+async def test_damage_after_planning_is_reported_to_every_rank(house, damage):
     run = house.create_run(batch_groups=1)
     planner = house.trainer(await house.start_batcher(), run)
     await house.publish(run, group("g0"))

@@ -35,7 +35,7 @@ async def until_named(house: Any, run: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(("part", "field"), [("counts", "sealed"), ("budget", "stored")])
-async def test_step_is_planned_whole_after_a_damaged_counter_is_mended(
+async def test_step_is_planned_whole_after_a_damaged_counter_is_repaired(
     house: Any, part: str, field: str
 ) -> None:
     # The plan was in its stream, its trajectories were planned, and no step had them: the run
@@ -57,7 +57,7 @@ async def test_step_is_planned_whole_after_a_damaged_counter_is_mended(
     assert {*pulled.mini_batch.rows.trajectory_id} == {"g0/0/0", "g0/1/0"}
 
 
-async def test_release_that_fails_at_a_damaged_counter_is_named_until_it_is_mended(
+async def test_release_reports_a_damaged_counter_until_it_is_repaired(
     house: Any,
 ) -> None:
     run = house.create_run(batch_groups=1, retain_checkpoints=1)

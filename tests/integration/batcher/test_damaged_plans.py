@@ -43,7 +43,7 @@ async def trouble(url: str, run: str) -> str:
     return next(each.sentence for each in found() if each.kind is ReasonKind.PLANNING_FAILS)
 
 
-async def test_a_damaged_plan_is_told_to_its_ranks_and_to_whoever_asks_why(house, run):
+async def test_damaged_plan_is_reported_to_ranks_and_by_why(house, run):
     with connect(house.url) as client:
         names = keys.run_keys(run)
         entries: Any = client.xrange(names.plan)
@@ -63,7 +63,7 @@ async def test_a_damaged_plan_is_told_to_its_ranks_and_to_whoever_asks_why(house
     assert "the checksum of a manifest record" in await trouble(house.url, run)
 
 
-async def test_a_damaged_snapshot_is_told_and_what_is_planned_is_delivered(house, run):
+async def test_damaged_snapshot_is_reported_and_planned_batches_are_delivered(house, run):
     with connect(house.url) as client:
         damaged: Any = {"position": "0-0", "step": 0, "record": b"\x00" * 64}
         client.hset(keys.run_keys(run).snapshot, mapping=damaged)

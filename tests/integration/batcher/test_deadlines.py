@@ -137,7 +137,7 @@ async def test_a_group_with_a_member_that_hangs_is_dropped_and_makes_room(house:
     }
 
 
-async def test_a_member_that_hangs_is_refilled_by_whoever_is_free(house: Any) -> None:
+async def test_hanging_member_is_refilled_by_any_free_generator(house: Any) -> None:
     run = house.create_run(
         batch_groups=1, group_deadline_s=DEADLINE_S, deadline_policy="refill", max_refills=1
     )
@@ -182,7 +182,7 @@ async def test_an_abandoned_member_is_refilled_without_any_deadline(house: Any) 
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/1"]
 
 
-async def test_a_refill_that_nobody_takes_does_not_hold_the_group_for_ever(house: Any) -> None:
+async def test_untaken_refill_does_not_hold_its_group(house: Any) -> None:
     run = house.create_run(
         batch_groups=1,
         group_deadline_s=DEADLINE_S,
@@ -311,7 +311,7 @@ async def test_components_that_are_sealed_and_posted_are_compared_together(house
     assert pulled.mini_batch.rows.reward.tolist() == [0.5, 1.5]
 
 
-async def test_a_batcher_that_is_killed_and_comes_back_does_not_wait_for_what_hangs(
+async def test_restarted_batcher_does_not_wait_for_a_hanging_member(
     house: Any, start_process: Callable[..., subprocess.Popen[str]]
 ) -> None:
     # NeMo-RL 3238: a group that was decided short waited for its hanging member again on resume.

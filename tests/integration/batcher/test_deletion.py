@@ -41,7 +41,7 @@ def create_again(house: Any, run: str, *, batch_groups: int) -> None:
         create_run(client, run, config(batch_groups))
 
 
-async def test_who_waits_for_a_batch_of_a_deleted_run_is_told_at_once(house):
+async def test_waiting_calls_of_a_deleted_run_end_at_once(house):
     run = house.create_run()
     trainer = house.trainer(await house.start_batcher(), run)
     await trainer.start()
@@ -59,7 +59,7 @@ async def test_who_waits_for_a_batch_of_a_deleted_run_is_told_at_once(house):
             await getting
 
 
-async def test_a_batcher_that_leads_and_one_that_follows_let_a_deleted_run_go(house):
+async def test_leader_and_follower_drop_a_deleted_run(house):
     run, other = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
     replicas = [await house.start_batcher(lease_s=0.6) for _ in range(2)]
     trainers = [house.trainer(replica, run) for replica in replicas]
@@ -82,7 +82,7 @@ async def test_a_batcher_that_leads_and_one_that_follows_let_a_deleted_run_go(ho
     assert keys_of(house.url, run) == {"deleted", "wake", "meta", "incarnation"}
 
 
-def test_a_generator_is_told_at_its_next_word_and_makes_no_key(house_at, own_server):
+def test_generator_of_a_deleted_run_gets_an_error_and_creates_no_key(house_at, own_server):
     house = house_at(own_server.url)
     run = house.create_run()
     with Publisher(house.url, run) as publisher:
@@ -100,7 +100,7 @@ def test_a_generator_is_told_at_its_next_word_and_makes_no_key(house_at, own_ser
     assert keys_of(house.url, run) == {"deleted", "wake", "meta", "incarnation"}
 
 
-async def test_leader_of_a_deleted_run_plans_nothing_in_the_next_of_its_name(house):
+async def test_leader_of_a_deleted_run_plans_nothing_in_the_next_run(house):
     # Both runs had the same keys: a leader that stalled before its write had only its epoch to be
     # told from the leader of the next run by.
     run, stalls, may_go_on = house.create_run(batch_groups=1), asyncio.Event(), asyncio.Event()

@@ -26,7 +26,7 @@ async def test_a_closed_run_ends_with_a_short_batch_and_then_an_end(house):
         await trainer.get(3)
 
 
-async def test_the_end_is_told_when_the_last_batch_is_stepped_and_not_before(house):
+async def test_end_of_run_is_reported_once_the_last_batch_is_stepped(house):
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, group("g0"), closes=True)
@@ -99,7 +99,7 @@ async def test_a_session_that_goes_back_after_the_end_gets_its_batches_again(hou
     assert after[0].header == before[0].header
 
 
-async def test_a_batcher_that_began_after_the_end_serves_a_call_that_names_the_run(house):
+async def test_batcher_started_after_the_end_serves_a_call_for_the_run(house):
     run = house.create_run(batch_groups=1)
     replica = await house.start_batcher()
     first = house.trainer(replica, run)

@@ -159,7 +159,7 @@ async def test_an_evaluation_ends_once_though_its_planner_is_killed_at_its_end(h
     assert [each.group_id for each in found.groups] == ["e", "f"]
 
 
-async def test_an_evaluation_goes_on_where_training_waits_and_ends_with_the_run(house):
+async def test_evaluation_continues_while_training_waits_and_ends_with_the_run(house):
     run = house.create_run(batch_groups=1, max_staleness=0, max_planned_ahead=0)
     await house.start_batcher()
     await house.publish(run, group("a"))
@@ -175,7 +175,7 @@ async def test_an_evaluation_goes_on_where_training_waits_and_ends_with_the_run(
     await num_evaluated(house, run, 2)
 
 
-async def test_an_evaluation_of_the_first_few_is_refused_at_the_door(house):
+async def test_evaluation_with_num_needed_is_refused(house):
     run = house.create_run()
 
     def open_group(**fields: Any) -> None:
@@ -237,7 +237,7 @@ async def payload_is_gone(house: Any, run: str, trajectory_id: str) -> None:
     await wait_until_async(is_gone, describe="released payload")
 
 
-async def test_results_go_on_over_compaction_snapshots_and_a_successor(house):
+async def test_results_survive_compaction_snapshots_and_a_successor(house):
     upkeep = Upkeep(snapshot_events=1, fold_ended=1)
     run = house.create_run()
     first = await house.start_batcher(upkeep=upkeep, lease_s=0.6)

@@ -103,7 +103,7 @@ async def test_why_planning_failed_is_said_until_a_term_has_lasted(house, pauses
     assert trouble(house, run) == (str(error) or repr(error)).encode()
 
 
-async def test_a_term_that_has_lasted_takes_the_word_of_trouble_back(house, pauses):
+async def test_lasting_term_clears_the_recorded_trouble(house, pauses):
     pauses(first_s=0.02, longest_s=0.1)
     hook = Failing(RuntimeError("a defect"), num_times=1)
     run, batcher = await fail(house, hook)
@@ -119,7 +119,7 @@ async def test_a_term_that_has_lasted_takes_the_word_of_trouble_back(house, paus
     await wait_until_async(is_taken_back)
 
 
-async def test_a_plan_takes_the_word_of_trouble_back(house, pauses):
+async def test_written_plan_clears_the_recorded_trouble(house, pauses):
     pauses(first_s=0.02, longest_s=60)
     failures = [RuntimeError("a defect")]
 
@@ -140,7 +140,7 @@ async def test_a_plan_takes_the_word_of_trouble_back(house, pauses):
 
 
 @pytest.mark.parametrize("error", [FencedError("not ours"), StoreUnavailableError("no answer")])
-async def test_what_ends_a_term_and_is_no_defect_is_not_left_as_word_of_trouble(
+async def test_normal_end_of_a_term_is_not_recorded_as_trouble(
     house, pauses, error
 ):
     pauses(first_s=0.02, longest_s=60)
@@ -156,7 +156,7 @@ async def test_what_ends_a_term_and_is_no_defect_is_not_left_as_word_of_trouble(
     assert ("planning failed" in str(refusal)) is (str(error) == "no answer")
 
 
-async def test_a_defect_is_told_as_it_is_where_the_store_takes_no_word_of_it(house, pauses, caplog):
+async def test_defect_is_raised_although_the_store_cannot_record_it(house, pauses, caplog):
     pauses(first_s=0.02, longest_s=60)
 
     async def fail_and_break_the_leader(_: object) -> None:

@@ -101,7 +101,7 @@ def is_counted(client: Any) -> bool:
     return "cmdstat_scard" in client.info("commandstats")
 
 
-async def test_a_run_that_is_made_after_a_batcher_began_is_planned_before_anybody_names_it(
+async def test_run_created_after_the_batcher_is_planned_without_a_call(
     house, client
 ):
     # A batcher looked for runs at its start only: until a trainer named it, a new run had no
@@ -114,7 +114,7 @@ async def test_a_run_that_is_made_after_a_batcher_began_is_planned_before_anybod
     await is_planned(client, run)
 
 
-async def test_a_run_that_is_opened_again_is_planned_by_a_batcher_that_began_after_its_end(
+async def test_reopened_run_is_planned_by_a_batcher_started_after_its_end(
     house, client
 ):
     run = house.create_run(batch_groups=1)
@@ -179,7 +179,7 @@ async def test_a_run_that_takes_the_place_of_a_deleted_one_is_met(own_client, fi
     await met.has("new")
 
 
-async def test_a_run_whose_maker_died_before_it_told_of_it_is_met_by_the_number_of_runs(
+async def test_run_whose_creator_died_is_found_by_the_number_of_runs(
     own_client, counting, met
 ):
     create(own_client, "before")
@@ -204,7 +204,7 @@ async def test_a_new_run_costs_no_look_at_the_others(own_client, finder, met):
     assert "cmdstat_smembers" not in own_client.info("commandstats")
 
 
-async def test_runs_that_are_told_of_cost_no_look_at_the_list_later_on(own_client, counting, met):
+async def test_announced_runs_cost_no_later_read_of_the_list(own_client, counting, met):
     await counting.start()
     create(own_client, "new")
     await met.has("new")
@@ -219,7 +219,7 @@ async def test_runs_that_are_told_of_cost_no_look_at_the_list_later_on(own_clien
     assert list(met) == ["new"]
 
 
-async def test_more_runs_at_once_than_the_stream_keeps_are_all_met_those_that_are_known_too(
+async def test_more_new_runs_than_the_stream_keeps_are_all_found(
     own_client, finder, met
 ):
     # The news of the known one is lost, as if it had been opened again, and the number of runs says
@@ -240,7 +240,7 @@ async def test_more_runs_at_once_than_the_stream_keeps_are_all_met_those_that_ar
     assert not is_counted(own_client)
 
 
-async def test_after_an_error_of_the_store_every_run_is_met_again_and_each_is_said_once(
+async def test_every_run_is_found_again_after_an_error_of_the_store(
     own_client, finder, met, monkeypatch, caplog
 ):
     # What is known may have begun anew, and its news be lost.
@@ -267,7 +267,7 @@ async def test_after_an_error_of_the_store_every_run_is_met_again_and_each_is_sa
     assert said == ["new runs are not found", "new runs are found again"]
 
 
-async def test_news_that_nobody_can_read_does_not_end_the_search(
+async def test_unreadable_news_does_not_end_the_search(
     own_client, finder, met, monkeypatch, caplog
 ):
     monkeypatch.setattr(search, "_AGAIN_S", 0.01)
@@ -307,7 +307,7 @@ async def test_a_store_that_was_away_is_searched_when_it_is_back(
     assert not is_counted(own_client)
 
 
-async def test_a_name_that_nobody_can_read_hides_no_other(own_client, finder, met, caplog):
+async def test_unreadable_name_hides_no_other_run(own_client, finder, met, caplog):
     own_client.sadd(keys.RUNS, b"\xff")
     create(own_client, "good")
 
@@ -318,7 +318,7 @@ async def test_a_name_that_nobody_can_read_hides_no_other(own_client, finder, me
     assert r"run \xff is left alone for now" in caplog.text
 
 
-async def test_a_run_that_cannot_be_met_hides_no_other_and_is_met_again(own_client, counting, met):
+async def test_run_that_cannot_be_opened_is_retried_and_hides_no_other(own_client, counting, met):
     met.defects.add("bad")
     create(own_client, "bad", "good")
 

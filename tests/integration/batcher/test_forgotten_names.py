@@ -42,7 +42,7 @@ async def _folded(url: str, run: str) -> None:
     await wait_until_async(lambda: asyncio.to_thread(is_folded), describe="the release")
 
 
-async def test_who_sealed_what_another_gave_up_after_the_store_forgot_it_is_told_so(
+async def test_writer_of_a_lost_seal_learns_that_its_trajectory_was_abandoned(
     house: Any, server: EmbeddedServer, past_of: PastOf
 ) -> None:
     # The payload was released before the first generator sent it again, which took its end for that
@@ -62,7 +62,7 @@ async def test_who_sealed_what_another_gave_up_after_the_store_forgot_it_is_told
             await asyncio.to_thread(publisher.flush)
 
 
-async def test_a_tombstone_says_whether_the_trajectory_was_given_up(house: Any) -> None:
+async def test_tombstone_says_whether_the_trajectory_was_abandoned(house: Any) -> None:
     run = house.create_run(batch_groups=1, drop_zero_variance=True)
     await house.start_batcher(upkeep=SMALL)
 

@@ -73,7 +73,7 @@ async def test_groups_that_are_too_old_expire_and_make_room_for_fresh_ones(house
 
 
 @pytest.mark.parametrize("is_led_anew", [False, True])
-async def test_tokens_of_weights_that_were_undone_age_from_the_step_that_was_gone_back_to(
+async def test_tokens_of_undone_weights_age_from_the_rollback_step(
     house, is_led_anew
 ):
     # What undone weights had sampled was as old as the first announcement behind the fork.
@@ -103,7 +103,7 @@ async def test_tokens_of_weights_that_were_undone_age_from_the_step_that_was_gon
     assert names(fresh) == ["new"]
 
 
-async def test_a_leader_that_starts_from_a_snapshot_knows_the_age_of_versions_of_before(house):
+async def test_leader_with_a_snapshot_knows_the_age_of_earlier_versions(house):
     run = house.create_run(batch_groups=1, max_staleness=1, max_age_policy="drop")
     upkeep = Upkeep(snapshot_events=1, snapshot_steps=1)
     first = await house.start_batcher(upkeep=upkeep)

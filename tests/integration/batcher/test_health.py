@@ -51,7 +51,7 @@ async def test_a_service_that_is_not_here_is_not_found(stub):
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_store_that_is_gone_is_told_with_its_reason_until_it_is_back(server, stub):
+async def test_missing_store_is_reported_with_its_reason_until_it_is_back(server, stub):
     stream = stub.Watch(HealthCheckRequest(service=SERVICE), timeout=60)
     before = await next_state(stream)
 

@@ -179,7 +179,7 @@ def observe() -> Iterator[Callable[..., Observer]]:
         yield start
 
 
-async def test_a_killed_generators_turns_go_on_in_another_and_are_trained_once(
+async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(
     house, generate, observe
 ):
     run = house.create_run(batch_groups=1, takeover_s=TAKEOVER_S)
@@ -208,7 +208,7 @@ async def test_a_killed_generators_turns_go_on_in_another_and_are_trained_once(
     assert (counts.accepted, counts.by_state[TrajectoryState.PLANNED]) == (2, 2)
 
 
-async def test_a_killed_generators_group_is_given_up_and_makes_room_for_another(
+async def test_group_of_a_killed_generator_is_abandoned_and_makes_room(
     house, generate, observe
 ):
     # The run has leave for one group alone: it must not be held by the dead.
@@ -301,7 +301,7 @@ def _wait_in_a_process(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [3600, -3600])
-async def test_a_jump_of_the_stores_clock_costs_a_living_generator_nothing_and_frees_the_dead(
+async def test_clock_jump_ends_no_live_lease_and_frees_the_dead(
     house_at, generate, observe, clocked_server, monkeypatch, jump_s
 ):
     # When the clock goes ahead, every lease has ended, until the living is heard again: within half
@@ -329,7 +329,7 @@ async def test_a_jump_of_the_stores_clock_costs_a_living_generator_nothing_and_f
     assert observer.ledger()["doomed/0/0"].startswith("abandoned:")
 
 
-async def test_a_group_of_which_one_member_was_given_up_trains_the_others(house, generate, observe):
+async def test_group_with_one_abandoned_member_trains_the_others(house, generate, observe):
     run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S)
     trainer = house.trainer(await house.start_batcher(), run)
 

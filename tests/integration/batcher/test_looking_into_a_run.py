@@ -112,7 +112,7 @@ async def test_the_ledger_shows_counts_ages_and_reasons(house):
     assert not any(facts["may_be_older"] for facts in states.values())
 
 
-async def test_what_hangs_longest_is_the_oldest_also_when_its_event_is_gone(house):
+async def test_longest_hanging_trajectory_is_the_oldest_without_its_event(house):
     # The age was that of the oldest group whose event was still kept: what hung longest was hidden
     # behind whatever was younger.
     run = house.create_run(batch_groups=1)
@@ -143,7 +143,7 @@ async def test_what_hangs_longest_is_the_oldest_also_when_its_event_is_gone(hous
     assert states["stepped"]["oldest_age_s"] < states["open"]["oldest_age_s"]
 
 
-async def test_json_has_every_reason_and_the_table_says_how_many_it_leaves_out(house):
+async def test_json_has_every_reason_and_the_table_counts_the_rest(house):
     run = house.create_run()
 
     def give_up():
@@ -182,7 +182,7 @@ async def test_the_history_of_a_trained_trajectory_names_its_batch(house):
     assert seen["writer"]
 
 
-async def test_the_history_of_a_trajectory_that_was_given_up_says_why(house):
+async def test_history_of_an_abandoned_trajectory_has_the_reason(house):
     run = house.create_run(batch_groups=2)
 
     def give_up():
@@ -196,7 +196,7 @@ async def test_the_history_of_a_trajectory_that_was_given_up_says_why(house):
     assert (seen["state"], seen["reason"]) == ("abandoned", "no more time")
 
 
-async def test_the_history_of_what_was_folded_has_the_beginning_of_an_id_in_its_reason(house):
+async def test_history_of_a_folded_trajectory_has_a_shortened_reason(house):
     run = house.create_run(batch_groups=1)
 
     def give_up():
@@ -277,7 +277,7 @@ async def test_the_bytes_of_a_batch_are_those_that_its_rank_gets(house, tmp_path
     assert [path.read_bytes() for path in paths] == [each.data for each in pulled]
 
 
-async def test_the_bytes_of_a_batch_with_an_extra_column_are_those_of_a_get(house, tmp_path: Path):
+async def test_bytes_of_a_batch_with_extra_columns_equal_those_of_get(house, tmp_path: Path):
     column = DeclaredColumn(name="teacher", per="response_token", dtype="float32", fill=-1.0)
     run = house.create_run(batch_groups=1, extra_columns=(column,))
     trainer = house.trainer(await house.start_batcher(), run)
@@ -297,7 +297,7 @@ async def test_the_bytes_of_a_batch_with_an_extra_column_are_those_of_a_get(hous
     assert path.read_bytes() == pulled.data
 
 
-async def test_the_bytes_of_a_batch_with_masked_tokens_are_those_of_a_get(house, tmp_path: Path):
+async def test_bytes_of_a_batch_with_masked_tokens_equal_those_of_get(house, tmp_path: Path):
     run = house.create_run(batch_groups=1, max_staleness=1, max_age_policy="mask")
     trainer = house.trainer(await house.start_batcher(), run)
     await trainer.start()

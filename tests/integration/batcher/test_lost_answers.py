@@ -20,7 +20,7 @@ from turnstream_server.bus.queries.ledger import read_ledger
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
-async def test_a_seal_whose_answer_was_lost_is_known_though_the_run_has_forgotten_it(
+async def test_seal_with_a_lost_answer_counts_after_the_run_released_it(
     house: Any,
 ) -> None:
     # It was trained, committed, released and folded before it came again, and was told "never

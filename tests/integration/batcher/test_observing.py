@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 @pytest.mark.parametrize(("asks", "is_alive"), [(1, True), (2, False)])
-async def test_an_observer_shows_life_by_asking_for_what_comes_behind_all_that_it_has_seen(
+async def test_observer_is_alive_if_it_asks_for_the_next_unseen_step(
     house, asks, is_alive
 ):
     run = house.create_run(batch_groups=1, max_staleness=9, max_planned_ahead=3)

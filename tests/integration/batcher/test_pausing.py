@@ -27,7 +27,7 @@ def publish_in_time(house, run, group_id, admission_timeout_s):
         publisher.publish(group(group_id)).result(10)
 
 
-async def test_a_group_that_would_begin_waits_for_its_deadline_and_is_told_why(house, client):
+async def test_new_group_waits_for_its_deadline_and_reports_the_pause(house, client):
     run = house.create_run(batch_groups=1)
     pause_run(client, run, "the judge is down")
 
@@ -48,7 +48,7 @@ async def test_a_group_that_waits_begins_when_the_run_is_resumed(house, client):
     assert read_frontier(client, run).num_opened_groups == 1
 
 
-async def test_a_trainer_gets_what_is_planned_and_is_told_of_the_pause_after_it(house, client):
+async def test_trainer_gets_planned_batches_and_then_the_pause(house, client):
     run = house.create_run(batch_groups=1, max_planned_ahead=0)
     trainer = house.trainer(await house.start_batcher(), run)
     await trainer.start()

@@ -14,7 +14,7 @@ from turnstream_server.bus.queries.ledger import read_ledger
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
-async def test_a_group_that_teaches_nothing_is_filtered_and_its_place_is_free_again(house):
+async def test_group_without_signal_is_filtered_and_frees_its_place(house):
     run = house.create_run(batch_groups=1, drop_zero_variance=True)
     trainer = house.trainer(await house.start_batcher(), run)
     equal = [trajectory(turn("ab", "CD"), sample=sample, reward=1.0) for sample in range(2)]
@@ -29,7 +29,7 @@ async def test_a_group_that_teaches_nothing_is_filtered_and_its_place_is_free_ag
         assert read_frontier(client, run).num_live_groups == 1
 
 
-async def test_a_planner_that_comes_late_drops_what_nobody_dropped_before(house):
+async def test_late_planner_drops_groups_that_no_planner_dropped(house):
     run = house.create_run(batch_groups=1, drop_zero_variance=True)
     equal = [trajectory(turn("ab", "CD"), sample=sample, reward=1.0) for sample in range(2)]
     await house.publish(run, group("equal", *equal), group("g1"))
@@ -64,7 +64,7 @@ async def test_a_group_whose_members_were_abandoned_is_incomplete(house):
     }
 
 
-async def test_a_member_without_the_reward_that_the_run_compares_is_left_out_of_its_group(house):
+async def test_member_without_the_compared_reward_is_excluded_from_its_group(house):
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(), run)
     members = [
@@ -99,7 +99,7 @@ async def test_a_group_of_which_too_few_members_have_a_reward_ends_whole(house):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-async def test_the_step_that_a_trainer_is_at_is_planned_and_so_many_ahead_of_it(house, ahead):
+async def test_awaited_step_and_the_allowed_steps_ahead_are_planned(house, ahead):
     run = house.create_run(batch_groups=1, max_planned_ahead=ahead)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, *(group(f"g{i}") for i in range(4)))
@@ -123,7 +123,7 @@ async def test_a_seal_that_its_writer_could_not_post_is_posted_for_it(house):
     assert pulled.rows == ["abCD"]
 
 
-async def test_a_plan_that_a_trainer_overtakes_by_going_back_names_the_lineage_that_goes_on(
+async def test_plan_overtaken_by_a_rollback_names_the_new_lineage(
     house, caplog
 ):
     # The leader had not heard of it when it made the plan, which named the lineage given up.
@@ -159,7 +159,7 @@ def _states(house, run: str) -> dict[TrajectoryState, int]:
     return {state: number for state, number in ledger.by_state.items() if number}
 
 
-async def test_what_is_odd_about_the_batches_of_a_run_is_said_once(house, caplog):
+async def test_oddities_of_the_batches_are_logged_once(house, caplog):
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(), run)
     alone = [group(f"g{i}", trajectory(turn("ab", "CD"))) for i in range(2)]

@@ -305,7 +305,7 @@ def advantages_without_it(rows: Any) -> bool:
 @given(poison=visible_poison)
 @example(poison=in_turn(0, lambda record: record[:3] + b"\x09" + record[4:]))
 @example(poison=in_seal(lambda record: record[:3] + b"\x09" + record[4:]))
-async def test_whatever_a_checksum_sees_is_set_aside_and_the_others_train(
+async def test_corruption_found_by_a_checksum_is_rejected_and_the_rest_trains(
     kitchen: Kitchen, poison: Poison
 ) -> None:
     entry, rows = await kitchen.train_beside(poison)
@@ -319,7 +319,7 @@ async def test_whatever_a_checksum_sees_is_set_aside_and_the_others_train(
 @given(poison=lies())
 @example(poison=in_seal(lambda _: write_frame(EVENT, b"")))
 @example(poison=in_seal(lambda _: encode_event(RunClosed(reason="poison"))))
-async def test_whatever_lies_with_the_right_checksums_stops_nobody(
+async def test_inconsistency_with_valid_checksums_stops_no_run(
     kitchen: Kitchen, poison: Poison
 ) -> None:
     entry, rows = await kitchen.train_beside(poison)
@@ -355,7 +355,7 @@ def bad_text_in_seal(group_id: str, stored: Stored) -> Stored:
 
 
 @pytest.mark.parametrize("poison", [bad_text_in_turn, bad_text_in_seal])
-async def test_a_text_that_is_no_utf8_is_set_aside_and_the_others_train(
+async def test_text_that_is_not_utf8_is_rejected_and_the_rest_trains(
     kitchen: Kitchen, poison: Poison
 ) -> None:
     entry, rows = await kitchen.train_beside(poison)

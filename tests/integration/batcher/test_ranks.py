@@ -13,7 +13,7 @@ from turnstream.store.client.connection import connect
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
-async def test_a_step_that_ranks_have_from_two_manifests_is_acknowledged_for_nobody(
+async def test_step_with_two_manifests_is_acknowledged_for_no_rank(
     house_at, own_server, past_of
 ):
     house = house_at(own_server.url)
@@ -43,7 +43,7 @@ async def test_a_step_that_ranks_have_from_two_manifests_is_acknowledged_for_nob
     assert (await trainer.stepped(again[1:])).step == 1
 
 
-async def test_a_rank_that_has_a_part_of_a_batch_gets_no_part_of_another(house):
+async def test_rank_with_part_of_a_batch_gets_no_part_of_another(house):
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, group("g0"))
@@ -55,7 +55,7 @@ async def test_a_rank_that_has_a_part_of_a_batch_gets_no_part_of_another(house):
         await trainer.get(1, manifest_hash="0" * 64)
 
 
-async def test_a_batch_that_is_lost_while_a_rank_waits_for_the_next_ends_the_session(
+async def test_batch_lost_while_a_rank_waits_ends_the_session(
     house_at, own_server, past_of
 ):
     house = house_at(own_server.url)
@@ -76,7 +76,7 @@ async def test_a_batch_that_is_lost_while_a_rank_waits_for_the_next_ends_the_ses
         await got(other, 1, dp_rank=0)
 
 
-async def test_a_rank_that_waits_while_its_last_batch_is_lost_tells_the_store_when_it_finds_out(
+async def test_rank_whose_last_batch_is_lost_reports_it_on_discovery(
     house,
 ):
     run = house.create_run(batch_groups=1, max_planned_ahead=0)

@@ -110,7 +110,7 @@ async def train(trainer, *, steps: range, commits: range) -> dict[int, object]:
     return tokens
 
 
-async def test_what_checkpoints_can_no_longer_ask_for_is_released(house):
+async def test_steps_behind_all_checkpoints_are_released(house):
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
     await house.publish(run, *(group(f"g{i}") for i in range(1, 6)))
@@ -132,7 +132,7 @@ async def test_what_checkpoints_can_no_longer_ask_for_is_released(house):
     assert counts.by_state[TrajectoryState.COMMITTED] == 8
 
 
-async def test_a_leader_that_slept_while_another_folded_is_told_so_and_nothing_fails(house, caplog):
+async def test_leader_that_slept_while_another_folded_is_fenced_without_failures(house, caplog):
     # It read that step 1 was not folded, slept, and logged that a plan was missing which its
     # successor had replaced by the compact record.
     run, committed = house.create_run(batch_groups=1), asyncio.Event()
@@ -239,7 +239,7 @@ async def test_payload_that_is_filtered_goes_at_once(house):
         }
 
 
-async def test_what_ended_is_folded_in_slices_that_a_script_can_take(house, monkeypatch):
+async def test_untrained_ends_are_folded_in_slices_for_one_script(house, monkeypatch):
     monkeypatch.setattr(releaser, "FOLD_SLICE", 4)
     run = house.create_run(batch_groups=1, drop_zero_variance=True, max_staleness=9)
     await house.start_batcher(upkeep=Upkeep(fold_ended=6))
@@ -256,7 +256,7 @@ async def test_what_ended_is_folded_in_slices_that_a_script_can_take(house, monk
         assert client.hlen(keys.run_keys(run).ledger) == 2
 
 
-async def test_a_leader_that_starts_from_a_snapshot_goes_on_with_the_same_chain(house):
+async def test_leader_with_a_snapshot_continues_the_same_chain(house):
     run = house.create_run(batch_groups=1)
     first = await house.start_batcher(upkeep=SMALL)
     trainer = house.trainer(first, run)
@@ -287,7 +287,7 @@ async def test_a_leader_that_starts_from_a_snapshot_goes_on_with_the_same_chain(
     await trainer.refused(62, words="0 of 1 groups complete, 0 open$")
 
 
-async def test_what_is_compact_can_still_be_asked_for(house, tmp_path):
+async def test_compact_records_still_answer_queries(house, tmp_path):
     run = house.create_run(batch_groups=1, drop_zero_variance=True)
     trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
     await house.publish(run, group("equal", *EQUAL), *(group(f"g{i}") for i in range(1, 4)))
@@ -338,7 +338,7 @@ def start_doomed(house) -> Iterator[Callable[[str, int], subprocess.Popen]]:
 @pytest.mark.parametrize(
     ("act", "number"), [*((act, 1) for act in ACTS), *((act, 3) for act in ACTS if act not in ONCE)]
 )
-async def test_the_release_goes_on_wherever_a_leader_was_killed(house, start_doomed, act, number):
+async def test_release_resumes_wherever_a_leader_was_killed(house, start_doomed, act, number):
     run = house.create_run(batch_groups=1, drop_zero_variance=True)
     first = await house.start_batcher(lease_s=0.6)
     trainer = house.trainer(first, run)

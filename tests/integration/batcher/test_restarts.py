@@ -9,7 +9,7 @@ from turnstream_server.embedded import EmbeddedServer
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
-async def test_a_batcher_goes_on_after_the_store_was_killed_and_came_back(house_at, tmp_path):
+async def test_batcher_continues_after_the_store_was_killed_and_restarted(house_at, tmp_path):
     with EmbeddedServer(tmp_path) as server:
         house = house_at(server.url)
         run = house.create_run(batch_groups=1)
@@ -28,7 +28,7 @@ async def test_a_batcher_goes_on_after_the_store_was_killed_and_came_back(house_
     assert [pulled[0].mini_batch.rows.group_id[0] for pulled in after] == ["g0", "g1", "g2"]
 
 
-async def test_a_call_while_the_store_is_away_says_so(house_at, tmp_path):
+async def test_call_during_an_outage_of_the_store_reports_it(house_at, tmp_path):
     with EmbeddedServer(tmp_path) as server:
         house = house_at(server.url)
         run = house.create_run(batch_groups=1)
@@ -42,7 +42,7 @@ async def test_a_call_while_the_store_is_away_says_so(house_at, tmp_path):
         await asyncio.to_thread(server.restart)
 
 
-async def test_a_run_that_is_gone_from_the_store_ends_only_its_own_planner(house_at, tmp_path):
+async def test_deleted_run_ends_only_its_own_planner(house_at, tmp_path):
     with EmbeddedServer(tmp_path) as server:
         house = house_at(server.url)
         lost, kept = house.create_run(batch_groups=1), house.create_run(batch_groups=1)

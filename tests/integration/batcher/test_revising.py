@@ -104,7 +104,7 @@ async def test_batches_of_before_come_again_as_they_were_after_a_rollback(house)
     assert [info(each[0]).config_revision for each in after] == [1, 2, 2]
 
 
-async def test_what_one_looks_into_is_made_by_the_config_of_its_step(house):
+async def test_inspection_of_a_step_uses_the_config_of_that_step(house):
     run = house.create_run(batch_groups=1, max_planned_ahead=2)
     trainer = house.trainer(await house.start_batcher(), run)
     await trainer.start()
@@ -138,7 +138,7 @@ async def test_a_successor_plans_on_by_the_revised_config(house, upkeep):
     assert [names(each) for each in pulled] == [["g0"], ["g1", "g2"], ["g3", "g4"]]
 
 
-async def test_a_leader_that_hears_of_a_revision_of_its_successor_says_not_that_the_run_is_gone(
+async def test_leader_that_reads_its_successors_revision_does_not_report_a_missing_run(
     house, caplog
 ):
     # One that had slept through its lease did not know the number: it told its ranks that the run
@@ -216,7 +216,7 @@ def damage_revision(house, run):
     return damaged
 
 
-async def test_a_plan_that_was_made_before_the_revision_of_its_step_is_made_again(house, caplog):
+async def test_plan_made_before_the_revision_of_its_step_is_repeated(house, caplog):
     run = house.create_run(batch_groups=1, max_planned_ahead=0)
 
     async def revise_now(manifest):
@@ -233,7 +233,7 @@ async def test_a_plan_that_was_made_before_the_revision_of_its_step_is_made_agai
     assert "failed" not in caplog.text
 
 
-async def test_groups_are_chosen_anew_where_the_revision_comes_after_the_choice(house):
+async def test_groups_are_chosen_again_after_a_revision(house):
     run = house.create_run(batch_groups=1, max_planned_ahead=0, selection="in_order")
 
     async def revise_now(manifest):
@@ -297,7 +297,7 @@ async def test_a_lease_that_is_revised_is_the_one_that_ends(house):
         await wait_until_async(is_given_up, describe="the end of the lease")
 
 
-async def test_a_bound_of_open_groups_that_comes_with_a_revision_counts_none_that_is_ready(house):
+async def test_revised_limit_of_open_groups_does_not_count_ready_ones(house):
     # Of a batch of three, two groups are complete before the bound, and one may be open.
     run = house.create_run(batch_groups=3, max_planned_ahead=0)
     trainer = house.trainer(await house.start_batcher(), run)

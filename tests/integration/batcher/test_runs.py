@@ -60,7 +60,7 @@ async def view(house, client, slow) -> RunView:
     return RunView(slow, run, frontier=frontier, on_stepped=lambda _: None)
 
 
-async def test_a_reply_from_before_a_plan_was_written_does_not_hide_the_plan(view, slow, client):
+async def test_reply_from_before_a_plan_does_not_hide_the_plan(view, slow, client):
     # A Get read the frontier just before the planner wrote a batch, and its reply was looked at
     # just after: the batch was there, and the Get slept until its deadline.
     refreshing = asyncio.create_task(view.refresh())
@@ -78,7 +78,7 @@ async def test_a_reply_from_before_a_plan_was_written_does_not_hide_the_plan(vie
     assert frontier.planned == view.frontier.planned == 1
 
 
-async def test_of_two_reads_the_one_that_began_later_counts(view, slow, client):
+async def test_later_of_two_reads_wins(view, slow, client):
     early = asyncio.create_task(view.refresh())
     await slow.has_replies(1)
     await client.hset(keys.run_keys(view.run).frontier, "stepped", 5)
@@ -106,7 +106,7 @@ async def test_the_config_in_force_is_read_at_one_moment(view, slow, client):
     assert await reading == expected
 
 
-async def test_a_revision_that_the_store_has_lost_is_no_run_that_is_gone(house, client):
+async def test_lost_revision_is_not_reported_as_a_missing_run(house, client):
     run = house.create_run()
     frontier = await read_frontier_async(client, run)
     view = RunView(client, run, frontier=frontier, on_stepped=lambda _: None)
@@ -121,7 +121,7 @@ def _batch(run: str, *, step: int) -> PlannedBatch:
 
 
 @pytest.mark.parametrize("ends", ["close", "lose"])
-async def test_whoever_waits_for_changes_of_a_view_that_ended_does_not_spin(view, ends):
+async def test_waiting_on_an_ended_view_does_not_spin(view, ends):
     # The timekeeper asked the store again and again while its replica stopped, which took seconds.
     getattr(view, ends)()
 

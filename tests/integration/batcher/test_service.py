@@ -62,7 +62,7 @@ async def test_a_batcher_process_serves_until_a_signal_and_ends_without_complain
     assert (process.returncode, complaints) == (0, "")
 
 
-async def test_an_address_that_is_taken_is_refused_by_name(house):
+async def test_taken_address_is_refused_with_the_address(house):
     taken = (await house.start_batcher()).address
 
     with pytest.raises(InvalidConfigError, match=taken):

@@ -42,7 +42,7 @@ async def test_two_replicas_give_the_same_content_for_the_same_call(house):
 
 
 @pytest.mark.parametrize("dp_world_size", [1, 2, 3])
-async def test_the_ranks_share_out_a_mini_batch_and_fill_up_with_inert_rows(house, dp_world_size):
+async def test_ranks_share_a_mini_batch_and_get_inert_rows(house, dp_world_size):
     run = house.create_run(batch_groups=2)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, _lettered("g0", "CD", "E"), _lettered("g1", "F", "GH"))
@@ -87,7 +87,7 @@ async def test_the_rows_of_a_split_trajectory_weigh_what_the_run_says(house):
     assert pulled.mini_batch.info.denominators.weight_sum == 2.0
 
 
-async def test_what_is_said_of_a_mini_batch_is_the_same_for_every_rank_but_for_its_rows(house):
+async def test_info_of_a_mini_batch_is_equal_on_every_rank(house):
     run = house.create_run(batch_groups=2, max_tokens_per_micro_batch=8)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, _lettered("g0", "CD", "E"), _lettered("g1", "F", "GH"))
@@ -152,7 +152,7 @@ async def test_aligned_rows_are_counted_and_laid_out_with_the_tokens_between_the
     assert slots == {11: [[0, 8], [0, 4]], 12: [[0, 8, 12]]}
 
 
-async def test_a_trajectory_that_no_pass_can_take_is_left_out_where_the_run_refuses_it(house):
+async def test_trajectory_too_long_for_any_pass_is_refused_by_the_run(house):
     run = house.create_run(batch_groups=1, max_tokens_per_micro_batch=5, over_long="refuse")
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, _lettered("g0", "CD", "EFGHI", "J"))
@@ -183,7 +183,7 @@ async def test_a_truncated_trajectory_comes_with_no_token_trained(house):
     check_share(rows, denominators, dp_world_size=1, row_weights="per_row")
 
 
-async def test_the_mini_batches_of_a_step_come_in_order_and_hold_whole_groups(house):
+async def test_mini_batches_of_a_step_are_ordered_and_hold_whole_groups(house):
     run = house.create_run(batch_groups=3, mini_batch_groups=1)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, *(group(f"g{i}") for i in range(3)))
@@ -196,7 +196,7 @@ async def test_the_mini_batches_of_a_step_come_in_order_and_hold_whole_groups(ho
     assert [set(each.mini_batch.rows.group_id) for each in pulled] == [{"g0"}, {"g1"}, {"g2"}]
 
 
-async def test_what_is_said_beside_the_rows_follows_from_the_turns(house):
+async def test_info_of_the_rows_follows_from_the_turns(house):
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(), run)
     two_turns = trajectory(turn("ab", "CD", version=3), turn("abcde", "FG", version=4), sample=0)
@@ -244,7 +244,7 @@ async def test_steps_follow_one_another_with_rising_row_ids(house):
     assert row_ids == [0, 1, 2, 3, 4, 5]
 
 
-async def test_a_step_can_be_fetched_again_as_long_as_nobody_began_a_new_session(house):
+async def test_step_can_be_fetched_again_until_a_new_session_starts(house):
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, group("g0"))

@@ -21,7 +21,7 @@ from turnstream_server.bus.core.frontier import Rollback, read_frontier
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
-async def test_a_session_is_told_where_to_begin_and_how_the_run_is_configured(house):
+async def test_session_learns_its_first_step_and_the_config(house):
     run = house.create_run(batch_groups=2, pad_token_id=7)
     trainer = house.trainer(await house.start_batcher(), run)
 
@@ -61,7 +61,7 @@ async def test_a_get_asks_the_store_who_trains_and_not_its_own_memory(house):
         await trainer.get(1)
 
 
-async def test_a_rank_whose_last_batch_the_store_does_not_have_is_told_which(house):
+async def test_rank_whose_last_batch_is_missing_gets_its_name(house):
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, group("g0"))
@@ -129,7 +129,7 @@ async def test_step_0_is_refused(house):
         await trainer.get(0)
 
 
-async def test_a_run_that_nobody_made_is_not_found(house):
+async def test_unknown_run_is_not_found(house):
     trainer = house.trainer(await house.start_batcher(), "nowhere")
 
     with pytest.raises(RunNotFoundError):
@@ -138,7 +138,7 @@ async def test_a_run_that_nobody_made_is_not_found(house):
         await trainer.start(token="main:0:")
 
 
-async def test_a_checkpoint_of_a_run_that_the_store_does_not_have_is_ahead_of_it(house):
+async def test_checkpoint_of_a_missing_run_is_ahead_of_the_store(house):
     trainer = house.trainer(await house.start_batcher(), "lost")
 
     with pytest.raises(
@@ -155,7 +155,7 @@ async def test_a_text_that_is_no_token_is_refused(house):
         await trainer.start(token="yesterday")
 
 
-async def test_a_batch_that_was_stepped_and_not_committed_comes_again_as_it_was(house):
+async def test_stepped_and_uncommitted_batch_is_served_again_unchanged(house):
     run = house.create_run(batch_groups=1)
     replica = await house.start_batcher()
     first, second = house.trainer(replica, run), house.trainer(replica, run)
@@ -172,7 +172,7 @@ async def test_a_batch_that_was_stepped_and_not_committed_comes_again_as_it_was(
     testkit.assert_same(after[0].mini_batch, before[0].mini_batch)
 
 
-async def test_a_session_goes_on_after_the_checkpoint_whose_token_it_has(house):
+async def test_session_continues_after_the_checkpoint_of_its_token(house):
     run = house.create_run(batch_groups=1)
     replica = await house.start_batcher()
     first, second = house.trainer(replica, run), house.trainer(replica, run)
@@ -243,7 +243,7 @@ async def test_going_back_is_logged_and_the_run_keeps_what_came_again(house, cap
     assert kept == (Rollback("main-2", step=1, stepped=2), Rollback("main-1", step=2, stepped=3))
 
 
-async def test_of_many_rollbacks_the_newest_are_kept(house):
+async def test_newest_of_many_rollbacks_are_kept(house):
     run = house.create_run(batch_groups=1)
     replica = await house.start_batcher()
     await house.publish(run, group("g"))

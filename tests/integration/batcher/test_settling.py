@@ -43,7 +43,7 @@ async def settler(client: Any, run: str) -> Settler:
     return Settler(term, DeadLetterWriter(term))
 
 
-async def test_of_a_group_that_is_gone_only_what_became_of_members_may_be_untold(settler):
+async def test_released_group_may_lack_only_the_ends_of_its_members(settler):
     # It was sealed when its group was planned without it, or later, and still stands in the ledger.
     late = MemberDropped(
         key=TrajectoryKey("gone", 2), state=TrajectoryState.SURPLUS, reason="too late"

@@ -83,7 +83,7 @@ async def test_a_leader_that_hears_nothing_new_knows_what_the_snapshot_says(hous
     assert again == known
 
 
-async def test_groups_are_chosen_by_the_config_of_the_snapshot_and_for_no_step_that_is_planned(
+async def test_config_of_the_snapshot_chooses_groups_for_unplanned_steps_only(
     house,
 ):
     run = house.create_run(batch_groups=1, selection="oldest_weights")

@@ -94,7 +94,7 @@ async def test_the_successor_of_a_killed_planner_writes_the_very_same_plan(house
     assert pulled.mini_batch.info.manifest_hash == plan
 
 
-async def test_the_successor_of_a_planner_killed_after_a_revision_has_its_plan_by_it(
+async def test_successor_of_a_planner_killed_after_a_revision_plans_by_it(
     house, start_doomed
 ):
     # Killed when the revision is in force, and no plan is written by it.
@@ -117,7 +117,7 @@ async def test_the_successor_of_a_planner_killed_after_a_revision_has_its_plan_b
 
 
 @pytest.mark.parametrize(("policy", "version", "chosen"), [("drop", 0, "new"), ("keep", 2, "old")])
-async def test_the_successor_of_a_planner_killed_after_a_choice_does_not_choose_again(
+async def test_successor_of_a_planner_killed_after_a_choice_keeps_the_choice(
     house, start_doomed, policy, version, chosen
 ):
     # Killed when a group has expired or was chosen, and no plan written. A group that comes then
@@ -157,7 +157,7 @@ def _of_version(name, version):
     return group(name, *members)
 
 
-async def test_a_planner_that_slept_through_its_lease_is_refused_and_serves_what_was_planned(
+async def test_planner_that_slept_through_its_lease_is_fenced_and_still_serves(
     house, start_doomed
 ):
     run = house.create_run(batch_groups=2)
@@ -195,7 +195,7 @@ async def test_a_planner_that_stops_cleanly_leaves_no_lease_behind(house):
     assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
 
 
-async def test_a_run_is_planned_from_the_start_without_a_call_that_names_it(house):
+async def test_run_is_planned_from_the_start_without_a_call(house):
     run = house.create_run(batch_groups=1)
     await house.publish(run, group("g0"))
 
@@ -204,7 +204,7 @@ async def test_a_run_is_planned_from_the_start_without_a_call_that_names_it(hous
     await _wait_for_plans(house, run, 1)
 
 
-async def test_a_closed_run_that_is_not_at_its_end_is_planned_without_a_call_too(house):
+async def test_unfinished_closed_run_is_planned_without_a_call(house):
     run = house.create_run(batch_groups=1)
     await house.publish(run, group("g0"), closes=True)
 
@@ -213,7 +213,7 @@ async def test_a_closed_run_that_is_not_at_its_end_is_planned_without_a_call_too
     await _wait_for_plans(house, run, 1)
 
 
-async def test_the_name_of_a_deleted_run_does_not_keep_a_batcher_from_starting(house, caplog):
+async def test_name_of_a_deleted_run_does_not_stop_a_starting_batcher(house, caplog):
     deleted, kept = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
     house.delete_run(deleted)
     await house.publish(kept, group("g0"))
@@ -224,7 +224,7 @@ async def test_the_name_of_a_deleted_run_does_not_keep_a_batcher_from_starting(h
     assert "left alone" not in caplog.text  # as a run that fails to be met is
 
 
-async def test_a_planner_that_comes_later_goes_on_where_the_plan_ends(house):
+async def test_later_planner_continues_after_the_existing_plan(house):
     run = house.create_run(batch_groups=2, max_planned_ahead=5)
     first = await house.start_batcher()
     await house.publish(run, *(group(f"g{i}") for i in range(5)))

@@ -111,7 +111,7 @@ def counts(url: str, run: str) -> PromptCounts:
 @pytest.mark.parametrize(
     "policy", [{}, {"deadline_policy": "refill", "max_refills": 4}], ids=["revisit", "refill"]
 )
-async def test_the_tasks_of_a_killed_generator_are_given_out_again_and_trained_once(
+async def test_tasks_of_a_killed_generator_are_granted_again_and_trained_once(
     house: Any, start: Callable[..., Any], policy: dict[str, Any]
 ) -> None:
     run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S, **policy)
@@ -142,7 +142,7 @@ async def test_the_tasks_of_a_killed_generator_are_given_out_again_and_trained_o
         assert [name for name in left if name.isdigit()] == []
 
 
-async def test_a_filtered_prompt_is_done_and_one_that_was_given_up_comes_again(house: Any) -> None:
+async def test_filtered_prompt_is_done_and_an_abandoned_one_is_repeated(house: Any) -> None:
     run = house.create_run(batch_groups=1, drop_zero_variance=True)
     trainer = house.trainer(await house.start_batcher(), run)
     give(house.url, run, "equal", "lost")
@@ -204,7 +204,7 @@ async def test_people_see_where_the_prompts_of_a_run_are(house: Any) -> None:
     assert half == {"added": 2, "left": 1, "given": 0, "trained": 0, "filtered": 1}
 
 
-async def test_the_last_prompts_of_a_run_make_a_short_batch_when_it_is_closed(house: Any) -> None:
+async def test_last_prompts_of_a_closed_run_make_a_short_batch(house: Any) -> None:
     run = house.create_run(batch_groups=2)
     trainer = house.trainer(await house.start_batcher(), run)
     give(house.url, run, "a", "b", "c")

@@ -58,7 +58,7 @@ async def open_and_leave(house, client: redis.asyncio.Redis, **fields: Any) -> t
     ("after_ms", "steady_s", "num_abandoned"),
     [(10_000, 0.5, 1), (9_999, 0.5, 0), (10_000, 0.49, 0), (3_600_000, 0, 0)],
 )
-async def test_a_trajectory_waits_to_be_taken_over_before_it_is_given_up(
+async def test_trajectory_may_be_adopted_before_it_is_abandoned(
     house, client, after_ms, steady_s, num_abandoned
 ):
     run, ended_ms = await open_and_leave(house, client)

@@ -15,7 +15,7 @@ from turnstream_server.bus.queries.wait_reasons import reasons
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
-async def test_a_call_that_waits_is_woken_by_the_group_that_completes_the_batch(house):
+async def test_waiting_call_is_woken_by_the_group_that_completes_the_batch(house):
     run = house.create_run(batch_groups=2)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, group("g0"))
@@ -56,7 +56,7 @@ async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
     assert second.sentence.startswith("group g0 (0 of 1 members) waits for sample 0 of generator")
 
 
-async def test_ranks_that_wait_for_the_same_are_told_of_one_look(house, monkeypatch):
+async def test_ranks_with_the_same_wait_share_one_read(house, monkeypatch):
     monkeypatch.setattr(reason_cache, "_LOOKS_EVERY_S", 600.0)
     run = house.create_run()
     trainer = house.trainer(await house.start_batcher(), run)
@@ -129,7 +129,7 @@ async def test_a_step_beyond_the_allowed_ones_waits_for_the_step_before_it(house
     assert second.header.step == 2
 
 
-async def test_a_step_far_ahead_is_told_which_one_comes_first(house):
+async def test_step_far_ahead_is_refused_with_the_next_step(house):
     run = house.create_run()
     trainer = house.trainer(await house.start_batcher(), run)
     await trainer.start()
@@ -149,7 +149,7 @@ async def test_a_wait_that_ends_while_planning_fails_says_why_it_fails(house):
     await trainer.refused(1, words="planning failed: .*the moon is full")
 
 
-async def test_a_leader_that_cannot_plan_leaves_word_of_it_until_it_can(house):
+async def test_leader_that_cannot_plan_records_the_trouble_until_it_can(house):
     # The reasons of a run that nobody could plan were that nothing is wrong.
     run = house.create_run(batch_groups=1)
     fails = True

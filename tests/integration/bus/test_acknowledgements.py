@@ -57,7 +57,7 @@ async def test_acknowledging_again_changes_nothing_and_gives_the_same_token(run:
     assert await run.dump() == before
 
 
-async def test_a_step_wakes_up_whoever_waits_for_capacity(run: Any) -> None:
+async def test_stepped_batch_wakes_groups_that_wait_for_capacity(run: Any) -> None:
     await run.plan_steps(1)
     session = await run.start("s")
     before = await run.last_wake_up()
@@ -93,7 +93,7 @@ async def test_a_step_that_was_trained_from_another_manifest_is_refused(run: Any
     assert await run.frontier() == (1, 0, 0)
 
 
-async def test_what_was_not_stepped_cannot_be_committed(run: Any) -> None:
+async def test_unstepped_batch_cannot_be_committed(run: Any) -> None:
     await run.plan_steps(2)
     session = await run.start("s")
     await run.step(session, 1)
@@ -134,7 +134,7 @@ async def test_a_run_that_does_not_exist_has_no_session(async_client: redis.asyn
     assert await async_client.exists("ts:{none}:frontier") == 0
 
 
-async def test_a_session_that_the_store_lost_is_fenced_though_another_has_its_epoch(
+async def test_lost_session_is_fenced_although_another_has_its_epoch(
     run: Any,
 ) -> None:
     # A power cut took the start of "lost" away; "second" was given the same epoch since.
@@ -157,7 +157,7 @@ async def test_a_session_that_the_store_lost_is_fenced_though_another_has_its_ep
     assert await run.frontier() == (1, 1, 1)
 
 
-async def test_a_step_whose_batch_the_store_lost_is_told_to_whoever_trained_it(run: Any) -> None:
+async def test_trainer_of_a_lost_batch_gets_an_error_with_the_step(run: Any) -> None:
     await run.plan_steps(1)
     session = await run.start("s")
 

@@ -110,7 +110,7 @@ def ids(groups: list[str]) -> list[str]:
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_with_any_budget_a_run_goes_on_for_ever(
+def test_run_continues_with_any_budget(
     server: EmbeddedServer,
     start_run: Callable[..., Any],
     batch_groups: int,
@@ -146,7 +146,7 @@ def test_with_any_budget_a_run_goes_on_for_ever(
     assert life.most_held <= max(max_bytes, most_kept + next_step)
 
 
-async def test_a_budget_that_the_kept_steps_exceed_is_said_to_be_too_small(
+async def test_budget_below_the_kept_steps_is_reported_as_too_small(
     client: redis.Redis, run: Any
 ) -> None:
     await run.open("g")
@@ -166,7 +166,7 @@ async def test_a_budget_that_the_kept_steps_exceed_is_said_to_be_too_small(
     assert (seen.why_too_small, seen.why_full(is_urgent=False)) == ("", "")
 
 
-async def test_a_budget_that_is_too_small_names_the_observer_that_keeps_the_oldest_step(
+async def test_too_small_budget_names_the_observer_of_the_oldest_step(
     client: redis.Redis, run: Any
 ) -> None:
     await run.plan_steps(2)
@@ -186,7 +186,7 @@ async def test_a_budget_that_is_too_small_names_the_observer_that_keeps_the_olde
     )
 
 
-async def test_bytes_that_are_given_back_wake_whoever_waits(run: Any) -> None:
+async def test_released_bytes_wake_waiting_groups(run: Any) -> None:
     await run.open("g")
     await run.abandon("g", 0)
     before = await run.last_wake_up()
@@ -199,7 +199,7 @@ async def test_bytes_that_are_given_back_wake_whoever_waits(run: Any) -> None:
     assert await run.last_wake_up() == woken
 
 
-async def test_samples_that_were_never_begun_are_given_back_with_their_group(run: Any) -> None:
+async def test_reservations_of_unopened_samples_are_released_with_their_group(run: Any) -> None:
     for group_id in ("planned", "dropped"):
         await run.open(group_id, num_samples=3, num_begun=2)
         for sample in range(2):

@@ -37,7 +37,7 @@ async def due_ms(run: Any, member: str) -> int:
     return int(await run.client.zscore(run.keys.deadlines, member))
 
 
-async def test_the_runs_time_goes_on_with_the_clock_of_its_leader(run: Any) -> None:
+async def test_time_of_a_run_advances_with_the_clock_of_its_leader(run: Any) -> None:
     leader = term(run)
     first_ms = await run.run_ms()
 
@@ -48,7 +48,7 @@ async def test_the_runs_time_goes_on_with_the_clock_of_its_leader(run: Any) -> N
     assert leader.at(81.0) == first_ms + 11_000
 
 
-async def test_of_a_time_in_which_the_leader_stood_still_only_a_part_counts(run: Any) -> None:
+async def test_only_part_of_a_leaders_standstill_counts(run: Any) -> None:
     leader = term(run)
     first_ms = await run.run_ms()
     await leader.tick(server_ms=5_000, own_s=70.0)
@@ -62,7 +62,7 @@ async def test_of_a_time_in_which_the_leader_stood_still_only_a_part_counts(run:
 @pytest.mark.parametrize(
     ("gap_ms", "counted_ms"), [(4_000, 4_000), (MOST_MS + 1, 0), (HOUR_MS, 0), (-HOUR_MS, 0)]
 )
-async def test_a_new_leader_goes_on_where_the_last_one_ended(
+async def test_new_leader_continues_the_time_of_the_last_one(
     run: Any, gap_ms: int, counted_ms: int
 ) -> None:
     await term(run).tick(server_ms=10_000_000, own_s=70.0)
@@ -95,7 +95,7 @@ async def test_only_the_leader_keeps_the_clock(run: Any) -> None:
     assert await run.dump() == before
 
 
-async def test_while_nobody_leads_the_runs_time_stands_still(run: Any) -> None:
+async def test_time_of_a_run_stands_still_without_a_leader(run: Any) -> None:
     first_ms = await run.run_ms()
     new_ms = await read(run)
 
@@ -104,7 +104,7 @@ async def test_while_nobody_leads_the_runs_time_stands_still(run: Any) -> None:
     assert (new_ms, await read(run)) == (first_ms, first_ms + MOST_MS)
 
 
-async def test_a_run_of_a_release_without_a_clock_begins_with_the_time_of_the_store(
+async def test_run_of_a_release_without_a_clock_starts_at_store_time(
     run: Any,
 ) -> None:
     await run.client.delete(run.keys.clock)
@@ -118,7 +118,7 @@ async def test_a_run_of_a_release_without_a_clock_begins_with_the_time_of_the_st
 
 
 @pytest.mark.parametrize("jump_ms", [HOUR_MS, -HOUR_MS])
-async def test_whatever_begins_behind_a_jump_has_its_time_and_little_more(
+async def test_deadline_set_after_a_jump_has_its_time_and_little_more(
     async_client: Any, start_run: Any, jump_ms: int
 ) -> None:
     # A group that was opened while the clock was an hour ahead would have hung for an hour longer,

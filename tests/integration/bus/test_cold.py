@@ -36,7 +36,7 @@ def test_each_record_is_found_in_its_file(client: redis.Redis, run: str, tmp_pat
     assert [*cold_records(client, run, folder=tmp_path)] == [RECORDS[step] for step in range(1, 6)]
 
 
-def test_of_a_file_that_goes_beyond_a_fork_the_fork_has_its_own_part(
+def test_fork_copies_its_part_of_a_file_beyond_the_fork(
     client: redis.Redis, run: str, new_run: Callable[..., str], tmp_path: Path
 ) -> None:
     fork = new_run(client)

@@ -47,7 +47,7 @@ async def members_of(run: Any, name: str) -> list[bytes]:
     return await run.client.zrange(getattr(run.keys, name), 0, -1)
 
 
-async def test_a_group_has_a_deadline_from_its_opening_where_the_run_says_so(
+async def test_group_has_a_deadline_from_its_opening_if_configured(
     run: Any, timed: Any
 ) -> None:
     for each in (run, timed):
@@ -179,7 +179,7 @@ async def test_a_deadline_has_passed_at_its_very_millisecond(timed: Any) -> None
     assert reply == [1, -1]
 
 
-async def test_one_call_names_and_moves_no_more_deadlines_than_it_is_told(timed: Any) -> None:
+async def test_one_call_reads_and_moves_a_limited_number_of_deadlines(timed: Any) -> None:
     due = {"group:a": 7, "group:b": 8, "group:c": 9}
     too_late = {f"group:{name}": 10**15 for name in "xyz"}
     await timed.client.zadd(timed.keys.deadlines, {**due, **too_late})
@@ -195,7 +195,7 @@ async def test_one_call_names_and_moves_no_more_deadlines_than_it_is_told(timed:
     assert (left, await num_too_late()) == (1, 0)
 
 
-async def test_a_record_of_a_deadline_that_nothing_has_any_more_is_not_written(timed: Any) -> None:
+async def test_record_of_a_removed_deadline_is_not_written(timed: Any) -> None:
     await timed.open("a")
     await timed.make_due()
     await timed.fire()
@@ -249,7 +249,7 @@ async def test_the_deadline_of_a_refilled_group_names_its_refills(timed: Any) ->
     assert (await timed.events())[-1] == DeadlineFired(group_id="a", num_refills=1)
 
 
-async def test_a_refill_takes_the_first_attempt_that_nobody_has_opened(timed: Any) -> None:
+async def test_refill_takes_the_first_unopened_attempt(timed: Any) -> None:
     await timed.open("a")
     await timed.open("a", attempt=1)
 
@@ -265,7 +265,7 @@ async def test_refills_are_granted_in_order(timed: Any) -> None:
         await timed.grant("a", 1, number=2)
 
 
-async def test_a_refill_opens_a_decided_group_again_and_never_one_that_is_over(timed: Any) -> None:
+async def test_refill_reopens_a_decided_group_and_never_a_finished_one(timed: Any) -> None:
     for group_id in ("a", "b"):
         await timed.open(group_id)
     await timed.carry_out(GroupCut(group_id="a", reason="enough"))
@@ -316,7 +316,7 @@ async def test_one_of_many_takes_a_refill(timed: Any) -> None:
     (await read_ledger_async(timed.client, timed.name)).check()
 
 
-async def test_nobody_takes_the_refill_of_a_group_that_was_dropped(timed: Any) -> None:
+async def test_refill_of_a_dropped_group_is_refused(timed: Any) -> None:
     await timed.open("a")
     await timed.grant("a", 1)
     await timed.settle("a", TrajectoryState.INCOMPLETE)
@@ -372,7 +372,7 @@ async def test_a_reward_after_the_decision_is_counted_and_changes_nothing(timed:
     ("sample", "reason"),
     [(0, "a/0/0 was sealed with its reward"), (1, "a/1/0 is open"), (7, "a/7/0 was never opened")],
 )
-async def test_a_reward_that_nobody_waits_for_is_refused(
+async def test_reward_for_a_trajectory_that_awaits_none_is_refused(
     timed: Any, sample: int, reason: str
 ) -> None:
     await timed.open("a")

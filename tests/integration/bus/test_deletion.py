@@ -157,7 +157,7 @@ def test_a_late_writer_makes_no_key_again(client: redis.Redis, new_run: Callable
     assert keys_of(client, run).keys() == before.keys()
 
 
-async def test_planner_trainer_and_readers_are_refused_by_name(
+async def test_planner_trainer_and_readers_get_run_not_found(
     client: redis.Redis, async_client: redis.asyncio.Redis, start_run: Callable[..., Any]
 ) -> None:
     driver = await start_run(async_client)
@@ -234,7 +234,7 @@ def test_tombstones_of_a_deleted_run_outlast_fifteen_of_its_leases(
         delete_run(client, run)
 
 
-def test_what_was_never_there_cannot_be_deleted(client: redis.Redis) -> None:
+def test_missing_run_cannot_be_deleted(client: redis.Redis) -> None:
     with pytest.raises(RunNotFoundError):
         delete_run(client, "nobody")
 

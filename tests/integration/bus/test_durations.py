@@ -73,7 +73,7 @@ async def test_a_step_is_awaited_since_the_one_before_was_stepped(
     assert ages(client, run.name) == {"trainer_s": None, "step_s": 1, "opened_s": 2}
 
 
-async def test_a_trainer_has_a_step_since_it_was_planned_or_its_session_began(
+async def test_trainer_has_a_step_since_its_plan_or_session_start(
     client: redis.Redis, run: Any
 ) -> None:
     await run.plan_steps(1)
@@ -134,7 +134,7 @@ async def test_a_rollback_forgets_when_the_steps_were_trained_that_come_again(
     assert ages(client, run.name)["trainer_s"] == 0
 
 
-async def test_what_is_taken_up_was_committed_then_and_what_was_undone_is_committed_anew(
+async def test_resumed_step_keeps_its_commit_time_and_an_undone_one_does_not(
     run: Any,
 ) -> None:
     await run.plan_steps(1)
@@ -162,7 +162,7 @@ async def test_times_go_with_the_batch_before(released: Any) -> None:
     assert first.keys() - (await released.hash_of("times")).keys() == {*words}
 
 
-async def test_both_say_for_how_long_the_trainer_has_it_and_which_ranks_did_not_ask(
+async def test_both_views_have_the_duration_and_the_ranks_behind(
     client: redis.Redis, run: Any
 ) -> None:
     await run.plan_steps(2)
@@ -184,7 +184,7 @@ async def test_both_say_for_how_long_the_trainer_has_it_and_which_ranks_did_not_
     assert [each.kind for each in (*found, *told)].count(WaitKind.TRAINER_NOT_STEPPED) == 2
 
 
-async def test_ranks_of_a_session_that_is_over_are_behind_nothing(
+async def test_ranks_of_an_ended_session_are_not_behind(
     client: redis.Redis, run: Any
 ) -> None:
     await run.plan_steps(1)

@@ -51,7 +51,7 @@ async def abandoned(run: Any, group_id: str, **fields: Any) -> None:
     await run.abandon(group_id, 0)
 
 
-async def test_a_group_without_an_open_attempt_is_held_by_nobody(run: Any, close: Any) -> None:
+async def test_group_without_an_open_attempt_is_orphaned(run: Any, close: Any) -> None:
     await abandoned(run, "held")
     await abandoned(run, "free")
     await run.abandon("free", 1)
@@ -82,7 +82,7 @@ async def test_another_attempt_of_a_sample_holds_its_group(run: Any, close: Any)
     assert await find(run, "again") == {}
 
 
-async def test_an_evaluation_that_nobody_holds_is_ended_too(run: Any, close: Any) -> None:
+async def test_orphaned_evaluation_is_ended_too(run: Any, close: Any) -> None:
     await abandoned(run, "eval", purpose=Purpose.EVAL)
     held = await find(run, "eval")
     await run.abandon("eval", 1)
@@ -111,7 +111,7 @@ async def test_a_group_that_is_planned_is_left_alone(run: Any, close: Any) -> No
     assert await find(run, "g1") == {}
 
 
-async def test_the_deadline_of_what_nobody_holds_is_fired(run: Any, close: Any) -> None:
+async def test_deadline_of_an_orphaned_group_is_fired(run: Any, close: Any) -> None:
     await abandoned(run, "free")
     await run.abandon("free", 1)
     await run.client.zadd(run.keys.deadlines, {"group:free": 1})
@@ -122,7 +122,7 @@ async def test_the_deadline_of_what_nobody_holds_is_fired(run: Any, close: Any) 
     assert await run.client.zrange(run.keys.deadlines, 0, -1) == []
 
 
-async def test_no_deadline_is_fired_of_a_group_that_somebody_began_meanwhile(
+async def test_group_that_was_continued_in_between_is_not_ended(
     run: Any, close: Any
 ) -> None:
     await abandoned(run, "free")
@@ -136,7 +136,7 @@ async def test_no_deadline_is_fired_of_a_group_that_somebody_began_meanwhile(
     assert await run.dump() == before
 
 
-async def test_no_deadline_is_fired_of_a_group_that_was_granted_a_refill_meanwhile(
+async def test_group_with_a_refill_granted_in_between_is_not_ended(
     run: Any, close: Any
 ) -> None:
     await abandoned(run, "free")
@@ -149,7 +149,7 @@ async def test_no_deadline_is_fired_of_a_group_that_was_granted_a_refill_meanwhi
     assert await find(run, "free") == {"free": 1}
 
 
-async def test_only_the_leader_ends_what_nobody_holds(run: Any, close: Any) -> None:
+async def test_only_the_leader_ends_orphaned_groups(run: Any, close: Any) -> None:
     close(run)
 
     with pytest.raises(FencedError):
@@ -158,7 +158,7 @@ async def test_only_the_leader_ends_what_nobody_holds(run: Any, close: Any) -> N
         await finish(run, await position(run), leader_epoch=run.leader_epoch - 1)
 
 
-async def test_the_end_is_told_once_behind_the_last_event(run: Any, close: Any) -> None:
+async def test_run_finished_is_written_once_after_the_last_event(run: Any, close: Any) -> None:
     close(run)
     last = await position(run)
 
@@ -171,7 +171,7 @@ async def test_the_end_is_told_once_behind_the_last_event(run: Any, close: Any) 
     assert (await read_frontier_async(run.client, run.name)).is_finished
 
 
-async def test_no_end_is_told_past_an_event_that_its_planner_does_not_know(
+async def test_run_is_not_finished_after_an_event_unknown_to_its_planner(
     run: Any, close: Any
 ) -> None:
     await run.open("g")

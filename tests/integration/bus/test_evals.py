@@ -64,7 +64,7 @@ async def test_an_evaluation_ends_with_its_result_and_what_is_open_is_surplus(
     assert result.groups == (ended().result,)
 
 
-async def test_what_was_rewarded_after_the_deadline_of_its_evaluation_is_surplus(run: Any) -> None:
+async def test_reward_after_the_deadline_of_its_evaluation_is_surplus(run: Any) -> None:
     # A reward that came between the deadline and the end left its trajectory sealed for ever.
     await run.open("e", num_samples=2, purpose=Purpose.EVAL)
     await run.seal("e", 0)
@@ -112,7 +112,7 @@ async def test_the_seal_of_an_evaluation_that_is_sent_again_is_a_duplicate(run: 
     assert await run.seal("e", 1) == [b"SURPLUS"]
 
 
-async def test_of_too_many_versions_the_lowest_goes(run: Any, client: redis.Redis) -> None:
+async def test_lowest_of_too_many_versions_is_dropped(run: Any, client: redis.Redis) -> None:
     kept = {f"{version}": b"" for version in range(2, 1001)}
     await run.client.hset(run.keys.evals, mapping={**kept, "unknown": b""})
     await run.open("e", purpose=Purpose.EVAL)

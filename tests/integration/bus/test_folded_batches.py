@@ -52,7 +52,7 @@ async def test_folding_again_changes_nothing(released: Any) -> None:
     assert await released.dump() == before
 
 
-async def test_what_is_not_of_the_batch_stays_though_a_call_names_it(released: Any) -> None:
+async def test_trajectory_of_another_batch_stays_although_a_call_names_it(released: Any) -> None:
     await released.open("g9")
     before = await released.dump()
     names = ("g9", "g9/0/0", "g3/0/0")  # an open group, its member, and one of a later batch
@@ -145,7 +145,7 @@ async def fold_after_snapshot(run: Any, step: int) -> None:
     await finish_batches(term, {step: b""})
 
 
-async def test_a_planner_goes_on_after_the_last_batch_when_all_before_are_folded(
+async def test_planner_continues_after_the_last_batch_when_all_are_folded(
     released: Any,
 ) -> None:
     for step in (1, 2):
@@ -157,7 +157,7 @@ async def test_a_planner_goes_on_after_the_last_batch_when_all_before_are_folded
     (await read_ledger_async(released.client, released.name)).check()
 
 
-async def test_a_plan_that_comes_when_its_batch_is_over_is_refused(released: Any) -> None:
+async def test_plan_of_a_finished_batch_is_refused(released: Any) -> None:
     for step in (1, 2):
         await released.fold(step)
     before = await released.dump()
@@ -169,7 +169,7 @@ async def test_a_plan_that_comes_when_its_batch_is_over_is_refused(released: Any
 
 
 @pytest.mark.parametrize("act", ["fold_batch", "finish", "ends", "snapshot", "trim"])
-async def test_a_planner_whose_term_is_over_releases_nothing(released: Any, act: str) -> None:
+async def test_planner_after_the_end_of_its_term_releases_nothing(released: Any, act: str) -> None:
     before = await released.dump()
     old = released.leader_epoch - 1
     term = released.term_of(old)
@@ -190,7 +190,7 @@ async def test_a_planner_whose_term_is_over_releases_nothing(released: Any, act:
 # a name is used once
 
 
-async def test_a_group_that_is_over_cannot_be_opened_again(released: Any) -> None:
+async def test_finished_group_cannot_be_opened_again(released: Any) -> None:
     await released.fold(1)
     before = await released.dump()
 

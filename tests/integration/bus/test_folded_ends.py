@@ -25,7 +25,7 @@ async def ended_group(run: Any, group_id: str, state: TrajectoryState) -> None:
     await run.settle(group_id, state, 0, 1)
 
 
-async def test_what_ended_untrained_is_found_with_its_reason_and_the_dead_is_not(run: Any) -> None:
+async def test_untrained_ends_are_found_with_reasons_without_dead_letters(run: Any) -> None:
     await ended_group(run, "a", TrajectoryState.FILTERED)
     await run.open("b", num_samples=4)
     await run.abandon("b", 0)
@@ -68,7 +68,7 @@ async def test_ends_are_found_a_page_at_a_time(run: Any) -> None:
     assert {name: end for page in pages for name, end in page.items()} == entries
 
 
-async def test_of_more_groups_than_one_call_takes_every_state_is_known(run: Any) -> None:
+async def test_states_of_more_groups_than_one_call_takes_are_known(run: Any) -> None:
     names = [f"g{number}" for number in range(300)]
     states = {name: "1:open" if name in ("g0", "g299") else "1:filtered" for name in names}
     await run.client.hset(run.keys.groups, mapping=states)
@@ -80,7 +80,7 @@ async def test_of_more_groups_than_one_call_takes_every_state_is_known(run: Any)
 @pytest.mark.parametrize(
     "state", ["planned", "filtered", "expired", "incomplete", "surplus", "evaluated"]
 )
-async def test_a_group_that_can_get_no_member_any_more_is_over(run: Any, state: str) -> None:
+async def test_group_that_can_get_no_member_is_finished(run: Any, state: str) -> None:
     await run.client.hset(run.keys.groups, mapping={"a": f"2:{state}"})
 
     assert await groups_that_are_over(run.client, run.name, ["a"]) == {"a"}
@@ -139,7 +139,7 @@ async def test_an_evaluation_that_has_ended_is_folded_with_its_members(run: Any)
     assert (await run.hash_of("groups"), num_finished(await run.hash_of("over"))) == ({}, 1)
 
 
-async def test_what_is_dead_is_folded_once_it_is_discarded(run: Any, client: redis.Redis) -> None:
+async def test_dead_letter_is_folded_once_it_is_discarded(run: Any, client: redis.Redis) -> None:
     await run.open("a")
     await run.seal("a", 0)
     await run.kill("a", 0)
@@ -178,7 +178,7 @@ async def test_a_group_that_is_folded_in_two_parts_leaves_one_fingerprint(run: A
     assert await run.hash_of("ledger") == {}
 
 
-async def test_of_more_reasons_than_are_told_apart_the_others_count_together(run: Any) -> None:
+async def test_reasons_beyond_the_limit_are_counted_together(run: Any) -> None:
     await ended_group(run, "a", TrajectoryState.FILTERED)
     reasons = {"filtered:why": 1} | {f"abandoned:{number}": 1 for number in range(999)}
     await run.client.hset(run.keys.reasons, mapping=reasons)
@@ -203,7 +203,7 @@ async def test_folding_ends_again_changes_nothing(run: Any) -> None:
     assert await run.dump() == before
 
 
-async def test_an_end_in_a_group_that_may_still_change_stays_in_the_ledger(run: Any) -> None:
+async def test_end_in_a_group_that_may_change_stays_in_the_ledger(run: Any) -> None:
     # Its entry is what keeps the same attempt from being opened once more.
     await run.open("a")
     await run.abandon("a", 0)
@@ -236,7 +236,7 @@ async def test_records_of_ends_are_numbered_without_a_gap(run: Any) -> None:
         await run.fold_ends("a/0/0", number=2)
 
 
-async def test_the_seal_of_a_member_that_is_open_after_its_group_is_gone_is_surplus(
+async def test_seal_of_a_member_of_a_finished_group_is_surplus(
     run: Any,
 ) -> None:
     await run.open("a")
@@ -261,7 +261,7 @@ async def test_surplus_of_a_group_that_is_gone_can_still_be_settled(released: An
     assert (await released.hash_of("ledger"))[b"late/2/0"] == b"surplus:why"
 
 
-async def test_what_is_folded_leaves_no_member_deadline_refill_or_lease(
+async def test_folding_removes_members_deadlines_refills_and_leases(
     async_client: Any, start_run: Any
 ) -> None:
     run = await start_run(
@@ -293,7 +293,7 @@ async def test_what_is_folded_leaves_no_member_deadline_refill_or_lease(
     (await read_ledger_async(run.client, run.name)).check()
 
 
-async def test_nothing_is_told_of_a_group_that_is_gone(run: Any) -> None:
+async def test_no_event_is_written_for_a_finished_group(run: Any) -> None:
     await ended_group(run, "a", TrajectoryState.FILTERED)
     await run.fold_ends("a/0/0", "a/1/0")
     before = await run.dump()

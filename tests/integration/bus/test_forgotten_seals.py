@@ -84,7 +84,7 @@ async def test_all_pages_of_a_large_ledger_are_searched(run: Any) -> None:
     assert await post_forgotten_seals(run.client, run.name) == 2
 
 
-async def test_a_seal_that_nobody_can_read_is_posted_for_the_planner_to_set_aside(
+async def test_unreadable_seal_is_posted_for_the_planner_to_reject(
     run: Any,
 ) -> None:
     # Reading it stopped the sweep, and with it each leader of the run.

@@ -159,7 +159,7 @@ async def test_versions_of_a_fork_rise_above_those_that_it_announced_itself(
     assert newest(client, "fork v") == 4
 
 
-async def test_what_no_fork_can_begin_with_is_refused_by_name(
+async def test_invalid_start_of_a_fork_is_refused_with_its_reason(
     client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
 ) -> None:
     stranger = RecoveryToken(lineage="main", step=2, chain_hash="ab")
@@ -178,7 +178,7 @@ async def test_what_no_fork_can_begin_with_is_refused_by_name(
     assert "no" not in list_runs(client)
 
 
-async def test_a_step_that_is_no_longer_retained_is_refused_and_the_floor_is_not(
+async def test_released_step_is_refused_and_the_watermark_is_not(
     client: redis.Redis, async_client: redis.asyncio.Redis, start_run: StartRun
 ) -> None:
     run = await start_run(async_client)
@@ -291,7 +291,7 @@ async def test_a_fork_from_the_beginning_has_no_history(
     assert read_ledger(client, "fork h").accepted == 0
 
 
-async def test_a_fork_has_room_for_as_many_groups_as_a_run_that_trained_its_history(
+async def test_fork_has_the_capacity_of_a_run_that_trained_its_history(
     client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
 ) -> None:
     config = replace(read_config(client, origin.name)[1], max_staleness=0, max_planned_ahead=0)
@@ -316,7 +316,7 @@ async def test_a_fork_holds_no_bytes_and_its_trainer_waits_for_no_room(
         await fork.open("g2")
 
 
-async def test_of_a_name_that_both_had_the_newer_trajectory_is_shown(
+async def test_newer_of_two_trajectories_with_one_name_is_shown(
     client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
 ) -> None:
     fork_run(client, origin.name, "fork k", origin.token(2))
@@ -327,7 +327,7 @@ async def test_of_a_name_that_both_had_the_newer_trajectory_is_shown(
     assert find_past_step(client, "fork k", TrajectoryKey("g1", 0)) == 7
 
 
-async def test_the_name_of_a_run_that_was_deleted_just_now_makes_no_fork(
+async def test_name_of_a_run_deleted_just_now_makes_no_fork(
     client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
 ) -> None:
     fork_run(client, origin.name, "fork l", origin.token(1))
@@ -359,7 +359,7 @@ async def test_a_rollback_in_a_fork_keeps_its_name_in_the_lineage(
     assert [session.lineage for session in sessions] == [f"{base}-1", f"{base}-2"]
 
 
-async def test_a_fork_has_the_config_in_force_as_its_first_and_no_revision_that_waits(
+async def test_fork_starts_with_the_config_in_force_and_no_pending_revision(
     client: redis.Redis, async_client: redis.asyncio.Redis, origin: Any
 ) -> None:
     first = read_config(client, origin.name)[1]

@@ -75,7 +75,7 @@ async def test_settling_again_changes_nothing(run: Any) -> None:
     assert await run.dump() == before
 
 
-async def test_a_dropped_group_wakes_up_whoever_waits_for_capacity(run: Any) -> None:
+async def test_dropped_group_wakes_groups_that_wait_for_capacity(run: Any) -> None:
     await run.open("a")
     await run.seal("a", 0)
     before = await run.last_wake_up()
@@ -167,7 +167,7 @@ async def test_only_a_sealed_trajectory_can_die(run: Any, state: str) -> None:
         await run.kill("a", 0)
 
 
-async def test_what_is_open_in_a_dropped_group_is_surplus_and_its_late_calls_change_nothing(
+async def test_open_members_of_a_dropped_group_are_surplus_for_late_calls(
     run: Any,
 ) -> None:
     await run.open("a", num_samples=3)
@@ -209,7 +209,7 @@ async def test_a_decided_group_takes_no_more_samples_and_keeps_what_is_sealed(ru
     assert (await read_frontier_async(run.client, run.name)).num_live_groups == 1
 
 
-async def test_what_is_open_in_a_planned_group_is_surplus(run: Any) -> None:
+async def test_open_members_of_a_planned_group_are_surplus(run: Any) -> None:
     await run.open("a", num_samples=4)
     for sample in (0, 1):
         await run.seal("a", sample)
@@ -345,7 +345,7 @@ async def test_a_plan_of_groups_that_were_open_wakes_who_waits(run: Any) -> None
     assert await run.last_wake_up()
 
 
-async def test_a_plan_of_groups_that_were_decided_wakes_nobody(run: Any) -> None:
+async def test_plan_of_decided_groups_wakes_no_waiting_group(run: Any) -> None:
     await run.open("a")
     await run.seal("a", 0)
     await run.seal("a", 1)
@@ -357,7 +357,7 @@ async def test_a_plan_of_groups_that_were_decided_wakes_nobody(run: Any) -> None
     assert await run.last_wake_up() == before
 
 
-async def test_a_cut_that_gives_back_room_of_samples_never_begun_wakes_who_waits(run: Any) -> None:
+async def test_released_reservations_of_a_cut_group_wake_waiting_groups(run: Any) -> None:
     await run.open("a", num_samples=3, num_needed=2, num_begun=2)
     await run.seal("a", 0)
     before = await run.last_wake_up()

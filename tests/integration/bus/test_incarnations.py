@@ -23,7 +23,7 @@ pytestmark = pytest.mark.redis
 NewRun = Callable[..., str]
 
 
-async def test_a_planner_from_before_an_empty_store_is_fenced_though_its_epoch_is_given_again(
+async def test_planner_from_before_a_restart_is_fenced_despite_an_equal_epoch(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(own_client)
@@ -56,7 +56,7 @@ async def test_a_lost_connection_to_the_same_start_of_the_store_is_none(
     assert again.epoch == mine.epoch
 
 
-async def test_whoever_waits_for_the_store_is_told_that_it_was_started_anew(
+async def test_waiting_call_learns_that_the_store_was_restarted(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(own_client)
@@ -79,7 +79,7 @@ async def read_in_the_end(store: PinnedClient, stream: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_who_is_cancelled_while_it_leaves_a_store_leaves_no_connection_open(
+async def test_cancellation_while_leaving_a_store_closes_every_connection(
     client: redis.Redis, server: EmbeddedServer
 ) -> None:
     # A replica that stopped just when a term had ended kept one.

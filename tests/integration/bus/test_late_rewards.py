@@ -116,7 +116,7 @@ async def test_another_reward_than_the_one_that_counted_is_refused_however_late(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_reward_that_its_group_did_not_wait_for_is_late_and_counted_once(
+async def test_reward_after_its_group_was_decided_is_late_and_counted_once(
     short: Any, stage: str
 ) -> None:
     await live_until(short, stage)
@@ -155,7 +155,7 @@ async def test_rewards_of_what_left_the_ledger_wait_to_be_forgotten(short: Any) 
     assert set(await short.client.zrange(short.keys.rewarded, 0, -1)) == {b"a/0/0", b"a/2/0"}
 
 
-async def test_a_reward_of_a_trajectory_that_never_was_is_refused_by_name(short: Any) -> None:
+async def test_reward_of_an_unknown_trajectory_is_refused(short: Any) -> None:
     await live_until(short, "folded")
     await short.open("b")
     before = await short.dump()
@@ -181,7 +181,7 @@ async def test_only_the_newest_rewards_of_what_left_the_ledger_are_remembered(sh
 
 
 @pytest.mark.parametrize("stage", ["sealed", "folded"])
-async def test_a_reward_for_a_deleted_run_is_refused_by_its_name_and_leaves_nothing(
+async def test_reward_for_a_deleted_run_is_refused_and_writes_nothing(
     client: redis.Redis, short: Any, stage: str
 ) -> None:
     await live_until(short, stage)
@@ -194,7 +194,7 @@ async def test_a_reward_for_a_deleted_run_is_refused_by_its_name_and_leaves_noth
     assert client.exists(names.rewards, names.rewarded, names.counts, names.conflicts) == 0
 
 
-async def test_a_reward_behind_its_deadline_is_late_before_anybody_has_folded_that_in(
+async def test_reward_after_its_deadline_is_late_before_it_is_folded(
     async_client: redis.asyncio.Redis, start_run: Any
 ) -> None:
     # It was told to count, and its group was dropped: the event of the deadline came first.

@@ -30,7 +30,7 @@ async def send_all(outbox: Outbox, link: Link, *, now_s: float) -> None:
         outbox.answered(sent, replies=replies, now_s=now_s)
 
 
-async def test_it_leaves_nothing_behind_and_its_writer_is_told(run: Any, server: Any) -> None:
+async def test_late_turn_writes_nothing_and_its_writer_gets_an_error(run: Any, server: Any) -> None:
     # It was stored, in no ledger and held by nobody, so that nothing ever released it.
     limits = {"max_inflight_bytes": 1 << 20, "timeout_s": 10.0, "admission_timeout_s": 10.0}
     outbox = Outbox(run.name, "w", jitter=lambda: 0.0, keep_s=0.0, **limits)

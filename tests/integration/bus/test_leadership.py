@@ -79,7 +79,7 @@ async def test_a_late_release_does_not_touch_the_next_leader(run: Any) -> None:
     assert (other.is_ours, other.owner, other.epoch) == (False, "p", 2)
 
 
-async def test_a_clock_that_was_set_back_does_not_make_a_dead_leader_lead_on(run: Any) -> None:
+async def test_clock_set_back_does_not_extend_a_dead_leaders_lease(run: Any) -> None:
     # The server's clock went back by an hour: to it, the lease ends in an hour and a minute.
     seconds, _ = await run.client.time()
     await run.client.hset(run.keys.leader, "expires_ms", (seconds + 3660) * 1000)
@@ -99,7 +99,7 @@ async def test_a_run_that_does_not_exist_has_no_leader(async_client: redis.async
     assert await async_client.exists("ts:{no%20such%20run}:leader") == 0
 
 
-async def test_word_of_a_trouble_is_left_by_who_leads_and_goes_with_him(run: Any) -> None:
+async def test_trouble_is_recorded_by_the_leader_and_cleared_with_its_term(run: Any) -> None:
     by_leader = await note_trouble(
         run.client, run.name, "planning_trouble", "the moon is full", owner="p"
     )

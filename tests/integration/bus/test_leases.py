@@ -66,7 +66,7 @@ async def ledger(run: Any) -> dict[bytes, bytes]:
     return await run.client.hgetall(run.keys.ledger)
 
 
-async def test_what_nobody_took_over_is_given_up_with_an_event_and_a_reason(run: Any) -> None:
+async def test_lapsed_trajectory_is_abandoned_with_an_event_and_a_reason(run: Any) -> None:
     await run.open("a")
     await lapse(run, "a/0/0")
 
@@ -99,7 +99,7 @@ async def test_giving_up_twice_changes_nothing(run: Any) -> None:
     assert await run.dump() == before
 
 
-async def test_only_the_planner_that_leads_gives_up(run: Any) -> None:
+async def test_only_the_leading_planner_abandons_trajectories(run: Any) -> None:
     await run.open("a")
     await lapse(run, "a/0/0")
     before = await run.dump()
@@ -124,7 +124,7 @@ async def test_a_lease_that_ended_after_the_moment_is_kept(run: Any) -> None:
 HOUR_MS = 3_600_000
 
 
-async def test_a_living_writers_lease_has_not_ended_by_a_time_that_the_clock_has_yet_to_reach(
+async def test_live_lease_has_not_ended_at_a_future_time(
     run: Any,
 ) -> None:
     # The planner read the clock, which was then set back by an hour.
@@ -135,7 +135,7 @@ async def test_a_living_writers_lease_has_not_ended_by_a_time_that_the_clock_has
     assert (await ledger(run))[b"a/0/0"] == b"open:1:writer"
 
 
-async def test_a_lease_that_was_renewed_after_the_clock_was_set_back_is_kept(run: Any) -> None:
+async def test_lease_renewed_after_a_clock_reset_is_kept(run: Any) -> None:
     # It was set back between the list, in which the lease had ended, and the end.
     await run.open("a")
     await lapse(run, "a/0/0")
@@ -149,7 +149,7 @@ async def test_a_lease_that_was_renewed_after_the_clock_was_set_back_is_kept(run
 
 
 @pytest.mark.parametrize("rescue", ["heartbeat", "taken over", "taken over, and silent again"])
-async def test_whoever_comes_between_the_list_and_the_end_keeps_the_trajectory(
+async def test_trajectory_adopted_between_list_and_end_is_kept(
     run: Any, rescue: str
 ) -> None:
     await run.open("a")
@@ -170,7 +170,7 @@ async def test_whoever_comes_between_the_list_and_the_end_keeps_the_trajectory(
     assert (await ledger(run))[b"a/0/0"].startswith(b"open:")
 
 
-async def test_a_writer_of_what_was_given_up_is_refused_at_its_next_turn(run: Any) -> None:
+async def test_writer_of_an_abandoned_trajectory_is_refused_at_its_next_turn(run: Any) -> None:
     await run.open("a")
     await append(run, "a/0/0", b"turn 0000")
     await lapse(run, "a/0/0", "a/1/0")
@@ -189,7 +189,7 @@ async def test_a_writer_of_what_was_given_up_is_refused_at_its_next_turn(run: An
         await run_command_async(run.client, take_over_command(run.name, "a/0/0", writer="second"))
 
 
-async def test_the_tombstone_of_what_was_given_up_says_so(run: Any) -> None:
+async def test_tombstone_of_an_abandoned_trajectory_has_the_reason(run: Any) -> None:
     await run.open("a")
     await append(run, "a/0/0", b"turn")
 
@@ -201,7 +201,7 @@ async def test_the_tombstone_of_what_was_given_up_says_so(run: Any) -> None:
         await append(run, "a/1/0", b"turn")
 
 
-async def test_a_seal_that_was_stored_counts_where_its_writer_died_before_the_event(
+async def test_stored_seal_counts_if_its_writer_died_before_the_event(
     run: Any,
 ) -> None:
     await run.open("a")
@@ -217,7 +217,7 @@ async def test_a_seal_that_was_stored_counts_where_its_writer_died_before_the_ev
     (await read_ledger_async(run.client, run.name)).check()
 
 
-async def test_a_late_seal_of_a_writer_that_lost_the_trajectory_does_not_count(run: Any) -> None:
+async def test_late_seal_of_a_writer_that_lost_its_trajectory_is_refused(run: Any) -> None:
     # Its successor died before it could raise the epoch of the payload.
     await run.open("a")
     await lapse(run, "a/0/0")
@@ -231,7 +231,7 @@ async def test_a_late_seal_of_a_writer_that_lost_the_trajectory_does_not_count(r
     (await read_ledger_async(run.client, run.name)).check()
 
 
-async def test_more_than_a_page_is_given_up_page_by_page(run: Any) -> None:
+async def test_more_than_a_page_is_abandoned_page_by_page(run: Any) -> None:
     num_samples = MAX_LAPSED + 5
     await run.open("a", num_samples=num_samples)
     await lapse(run, *(f"a/{sample}/0" for sample in range(num_samples)))
@@ -244,7 +244,7 @@ async def test_more_than_a_page_is_given_up_page_by_page(run: Any) -> None:
     assert counts.by_state[TrajectoryState.ABANDONED] == num_samples
 
 
-async def test_a_given_up_sample_can_be_tried_again_as_another_attempt(run: Any) -> None:
+async def test_abandoned_sample_can_be_retried_as_another_attempt(run: Any) -> None:
     await run.open("a", num_samples=1)
     await lapse(run, "a/0/0")
     await give_up(run)

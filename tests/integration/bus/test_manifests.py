@@ -132,7 +132,7 @@ async def test_a_manifest_that_names_a_trajectory_twice_is_refused(run: Any) -> 
         await run.plan("a", "a")
 
 
-async def test_a_plan_of_a_lineage_that_was_given_up_must_be_made_anew(run: Any) -> None:
+async def test_plan_of_an_abandoned_lineage_must_be_repeated(run: Any) -> None:
     await run.plan_steps(2)
     session = await run.start("s")
     await run.commit(session, 2)
@@ -184,7 +184,7 @@ async def test_a_planner_that_lost_its_leadership_writes_nothing(run: Any) -> No
     assert await run.dump() == before
 
 
-async def test_the_old_plan_of_a_fenced_planner_is_refused_even_when_it_is_the_same(
+async def test_old_plan_of_a_fenced_planner_is_refused_even_if_equal(
     run: Any,
 ) -> None:
     await open_and_seal(run, "a")
@@ -216,7 +216,7 @@ async def test_a_batch_may_name_more_trajectories_than_lua_can_unpack(run: Any) 
     assert set(await run.client.hvals(run.keys.ledger)) == {b"planned:1"}
 
 
-async def test_planning_and_settling_go_on_while_the_server_is_full(run: Any) -> None:
+async def test_planning_and_settling_continue_on_a_full_server(run: Any) -> None:
     await open_and_seal(run, "a", "b", "c")
     await run.client.config_set("maxmemory", 1)
     try:

@@ -40,7 +40,7 @@ async def forget(run: Any, *, after_ms: int = 0, leader_epoch: int | None = None
     )
 
 
-async def test_a_new_observer_begins_where_it_says_or_behind_the_last_stepped_batch(
+async def test_new_observer_starts_at_its_step_or_after_the_stepped_one(
     run: Any,
 ) -> None:
     await run.client.hset(run.keys.frontier, "stepped", 4)
@@ -78,7 +78,7 @@ async def test_a_silent_observer_is_forgotten_and_told_so(
         await note_observed(run.client, run.name, observer="nobody", seen=1)
 
 
-async def test_an_observer_that_asks_ahead_of_a_batch_which_it_has_not_seen_shows_no_life(
+async def test_observer_that_skips_an_unseen_batch_counts_as_silent(
     run: Any,
 ) -> None:
     # What was pulled ahead asked for more, while its reader hung: payload was kept for ever.
@@ -105,7 +105,7 @@ async def test_only_the_planner_that_leads_forgets(run: Any) -> None:
 
 
 @pytest.mark.parametrize("at_ms", [1, 10**15], ids=["ahead", "back"])
-async def test_a_store_whose_clock_jumped_neither_forgets_an_observer_nor_keeps_it_for_long(
+async def test_clock_jump_neither_expires_an_observer_nor_keeps_it(
     run: Any, at_ms: int
 ) -> None:
     # The jump lies behind the planner's last word, and before the observer's.
@@ -129,7 +129,7 @@ async def test_an_observer_that_is_late_lives_on_until_it_is_forgotten(run: Any)
 @pytest.mark.parametrize(
     ("first_step", "told"), [(None, (7, 3)), (4, (4, 3)), (3, (3, 0)), (1, (1, 0))]
 )
-async def test_an_observer_that_was_forgotten_begins_anew_and_is_told_what_it_missed(
+async def test_expired_observer_restarts_with_its_missed_steps(
     run: Any, first_step: int | None, told: tuple[int, int]
 ) -> None:
     # It went on at another step without a word.
@@ -141,7 +141,7 @@ async def test_an_observer_that_was_forgotten_begins_anew_and_is_told_what_it_mi
     assert await declare(run, first_step=first_step) == told
 
 
-async def test_what_was_missed_is_told_until_something_is_seen(run: Any) -> None:
+async def test_missed_steps_are_reported_until_one_is_seen(run: Any) -> None:
     await declare(run, first_step=1, expiry_s=1)
     await forget(run, after_ms=1_000)
     await run.client.hset(run.keys.frontier, "stepped", 6)
@@ -156,7 +156,7 @@ async def test_what_was_missed_is_told_until_something_is_seen(run: Any) -> None
     assert told == [(7, 1), (7, 1), (7, 1), (8, 0)]
 
 
-async def test_of_many_forgotten_observers_those_that_saw_most_are_known(
+async def test_expired_observers_with_the_newest_steps_are_kept(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observers, "MOST_FORGOTTEN", 2)
@@ -203,7 +203,7 @@ async def test_a_run_that_is_not_there_cannot_be_observed(
         )
 
 
-async def test_an_observer_that_is_forgotten_was_silent_for_its_expiry_and_none_for_less_than_0_s(
+async def test_observer_expires_only_after_its_expiry_of_silence(
     run: Any, client: redis.Redis
 ) -> None:
     # Whoever reads the clock may be behind the one that wrote down when it was heard.

@@ -50,7 +50,7 @@ def content(client: redis.Redis, run: str) -> list[Any]:
     return [client.hgetall(name) for name in hashes]
 
 
-def test_of_two_who_make_the_same_fork_at_once_both_have_it(
+def test_two_equal_forks_at_once_both_succeed(
     client: redis.Redis, origin: Any
 ) -> None:
     made: list[Any] = []
@@ -66,7 +66,7 @@ def test_of_two_who_make_the_same_fork_at_once_both_have_it(
 
 
 @pytest.mark.parametrize("other", ["fork", "run"])
-def test_a_name_that_is_taken_meanwhile_stays_with_whoever_took_it(
+def test_name_taken_in_between_stays_with_its_new_owner(
     client: redis.Redis, origin: Any, other: str
 ) -> None:
     name, taken = f"a taken {other}", []
@@ -85,7 +85,7 @@ def test_a_name_that_is_taken_meanwhile_stays_with_whoever_took_it(
     assert content(client, name) == taken
 
 
-def test_records_that_come_late_bring_nothing_back_that_has_moved_to_a_file(
+def test_late_records_restore_nothing_that_moved_to_a_file(
     client: redis.Redis, origin: Any
 ) -> None:
     names, before = keys.run_keys("a fork with files"), []

@@ -32,7 +32,7 @@ def recent(client: redis.Redis, run: str) -> RecentGroups:
     return found
 
 
-async def test_what_was_decided_before_the_last_batch_but_one_is_not_judged(
+async def test_groups_decided_before_the_last_two_batches_are_not_judged(
     client: redis.Redis, run: Any
 ) -> None:
     await drop(run, "a", "b", "c")

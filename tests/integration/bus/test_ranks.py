@@ -54,7 +54,7 @@ async def test_a_rank_that_has_a_later_batch_has_those_before_it(run: Any) -> No
     assert await run.frontier() == (2, 2, 0)
 
 
-async def test_what_the_ranks_of_a_session_before_had_does_not_count(run: Any) -> None:
+async def test_batches_of_the_last_sessions_ranks_do_not_count(run: Any) -> None:
     await run.plan_steps(1)
     await hear(run, await start(run, "first"), 1, 1)
     second = await start(run, "second")
@@ -119,7 +119,7 @@ async def test_a_step_in_which_the_ranks_differ_is_not_committed(run: Any) -> No
     assert await run.frontier() == (2, 2, 0)
 
 
-async def test_another_session_goes_on_where_one_was_lost(run: Any) -> None:
+async def test_new_session_continues_after_a_lost_one(run: Any) -> None:
     await run.plan_steps(1)
     lost = await start(run, "lost")
     with pytest.raises(StoreBehindError):
@@ -158,7 +158,7 @@ async def test_a_batch_that_was_lost_before_it_is_sent_costs_no_session(run: Any
     assert (await read_frontier_async(run.client, run.name)).lost_session == ""
 
 
-async def test_a_late_word_of_a_released_step_changes_nothing(run: Any) -> None:
+async def test_late_report_of_a_released_step_changes_nothing(run: Any) -> None:
     await run.plan_steps(2)
     session = await start(run, "s")
     await run.client.hset(keys.run_keys(run.name).frontier, "released", 2)

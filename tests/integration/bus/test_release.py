@@ -37,7 +37,7 @@ async def append(run: Any, trajectory_id: str, record: bytes, *, lease: str) -> 
 @pytest.mark.parametrize(
     ("commits", "floor"), [((), 0), ((3,), 0), ((2, 3), 2), ((1, 2, 3), 2), ((1, 4), 1)]
 )
-async def test_what_the_oldest_kept_checkpoint_cannot_ask_for_is_given_up(
+async def test_steps_behind_the_oldest_kept_checkpoint_are_released(
     run: Any, commits: tuple[int, ...], floor: int
 ) -> None:
     await run.plan_steps(4)
@@ -50,7 +50,7 @@ async def test_what_the_oldest_kept_checkpoint_cannot_ask_for_is_given_up(
     assert (await read_frontier_async(run.client, run.name)).released == floor
 
 
-async def test_before_any_session_nothing_is_given_up(run: Any) -> None:
+async def test_no_step_is_released_before_the_first_session(run: Any) -> None:
     await run.plan_steps(2)
 
     assert await run.advance_watermark() == 0
@@ -77,11 +77,11 @@ async def test_the_newest_revision_says_how_many_checkpoints_are_kept_or_two_are
     assert await run.advance_watermark() == floor
 
 
-async def test_checkpoints_that_nobody_can_name_any_more_are_forgotten(released: Any) -> None:
+async def test_unreachable_checkpoints_are_dropped(released: Any) -> None:
     assert (await released.hash_of("frontier"))[b"checkpoints"] == b"2,3"
 
 
-async def test_the_floor_waits_for_whoever_holds_it(run: Any) -> None:
+async def test_watermark_waits_for_live_observers(run: Any) -> None:
     await run.plan_steps(4)
     await run.commit(await run.start("s"), 2, 3, 4)
 
@@ -127,7 +127,7 @@ async def test_only_the_leader_raises_the_floor(run: Any) -> None:
     assert (await read_frontier_async(run.client, run.name)).released == 0
 
 
-async def test_a_token_below_the_floor_is_refused_by_name(released: Any) -> None:
+async def test_token_below_the_watermark_is_refused(released: Any) -> None:
     before = await released.dump()
 
     with pytest.raises(ReleasedError, match=r"names step 1, but the steps up to 2 are"):
@@ -141,7 +141,7 @@ async def test_the_start_of_the_run_is_refused_once_anything_is_released(release
         await released.start("later", RecoveryToken(lineage="main", step=0, chain_hash=""))
 
 
-async def test_a_token_at_the_floor_is_taken_up_also_when_the_steps_before_are_folded(
+async def test_token_at_the_watermark_is_accepted_after_folding(
     released: Any,
 ) -> None:
     for step in (1, 2):
@@ -221,7 +221,7 @@ async def test_after_the_tombstone_the_ledger_refuses_the_seal(released: Any) ->
     assert reply.startswith(b"FENCED [unknown] g1/0/0 was never opened, or is finished")
 
 
-async def test_of_more_than_one_call_takes_all_payload_goes_and_all_is_given_back(run: Any) -> None:
+async def test_more_payload_than_one_call_takes_is_deleted_and_released(run: Any) -> None:
     ids = [f"g/{sample}/0" for sample in range(300)]
     await run.open("g", num_samples=300)
     for trajectory_id in ids:
@@ -238,7 +238,7 @@ async def test_of_more_than_one_call_takes_all_payload_goes_and_all_is_given_bac
     assert (await read_held_async(run.client, run.name)).total == 0
 
 
-async def test_what_is_given_back_leaves_the_sum_that_it_was_counted_in(run: Any) -> None:
+async def test_released_bytes_leave_the_sum_they_were_counted_in(run: Any) -> None:
     await run.plan_steps(1)
     await run.open("a", num_samples=3)
     await run.seal("a", 1)
@@ -313,7 +313,7 @@ async def test_a_run_that_is_gone_has_no_state_of_its_release(run: Any) -> None:
         await read_release_state(run.client, "x")
 
 
-async def test_what_is_held_is_not_given_back_where_its_payload_could_not_be_removed(
+async def test_bytes_stay_held_if_their_payload_could_not_be_removed(
     run: Any,
 ) -> None:
     await run.open("a")

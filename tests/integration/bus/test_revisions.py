@@ -43,7 +43,7 @@ async def announce(run: Any, revision: int, *, step: int, leader_epoch: int | No
     return await announce_revision(run.term_of(epoch), revised)
 
 
-async def test_a_revision_comes_into_force_once_and_the_run_is_told(run: Any, revise: Any) -> None:
+async def test_revision_comes_into_force_once_with_an_event(run: Any, revise: Any) -> None:
     await run.plan_steps(2)
     revise(run, from_step=3, max_staleness=7)
 
@@ -58,7 +58,7 @@ async def test_a_revision_comes_into_force_once_and_the_run_is_told(run: Any, re
     assert (await read_frontier_async(run.client, run.name)).next_revision == 0
 
 
-async def test_a_revision_is_not_in_force_before_the_step_before_it_is_planned(
+async def test_revision_is_not_in_force_before_the_previous_step_is_planned(
     run: Any, revise: Any
 ) -> None:
     await run.plan_steps(1)
@@ -79,7 +79,7 @@ async def test_only_the_leader_puts_a_revision_in_force(run: Any, revise: Any) -
     assert (await read_revisions_async(run.client, run.name)).in_force == 1
 
 
-async def test_the_next_of_several_is_told_when_one_comes_into_force(run: Any, revise: Any) -> None:
+async def test_next_of_several_revisions_is_returned_with_the_first(run: Any, revise: Any) -> None:
     revise(run, from_step=1, max_staleness=7)
     revise(run, from_step=4, max_staleness=8)
 
@@ -88,7 +88,7 @@ async def test_the_next_of_several_is_told_when_one_comes_into_force(run: Any, r
     assert (await read_frontier_async(run.client, run.name)).next_revision == 4
 
 
-async def test_a_plan_of_a_step_that_has_got_another_config_must_be_made_anew(
+async def test_plan_of_a_step_with_another_config_must_be_repeated(
     run: Any, revise: Any
 ) -> None:
     await run.plan_steps(1)
@@ -107,7 +107,7 @@ async def test_a_plan_of_a_step_that_has_got_another_config_must_be_made_anew(
 
 
 @pytest.mark.parametrize("revision", [1, 3])
-async def test_a_plan_made_with_a_config_that_is_not_in_force_is_refused(
+async def test_plan_with_a_config_not_in_force_is_refused(
     run: Any, revise: Any, revision: int
 ) -> None:
     await run.plan_steps(1)
@@ -235,7 +235,7 @@ async def test_leases_that_become_shorter_stay_until_every_living_writer_was_tol
 
 
 @pytest.mark.parametrize("moved_ms", [-700_000, 700_000])
-async def test_leases_are_short_once_that_is_over_or_the_clock_was_set_back(
+async def test_leases_are_short_after_the_revision_despite_a_clock_reset(
     run: Any, revise: Any, moved_ms: int
 ) -> None:
     await open_and_shorten(run, revise, 50.0)

@@ -236,7 +236,7 @@ def test_killed_deletion_is_finished_after_the_name_was_used_again(
     assert find_run(client, name) == f"{name}~3"
 
 
-def test_finishing_an_old_deletion_does_not_touch_a_run_given_by_its_id(
+def test_finishing_an_old_deletion_spares_a_run_with_its_id(
     client: redis.Redis, server: EmbeddedServer, name: str
 ) -> None:
     fill(client, name, num_samples=NUM_MANY)
@@ -316,7 +316,7 @@ def test_name_that_ends_like_an_id_is_refused_for_a_new_run(
     assert not client.exists(keys.run_keys(name).config)
 
 
-async def test_fork_of_a_deleted_origin_knows_it_from_the_next_of_its_name(
+async def test_fork_of_a_deleted_origin_is_distinct_from_the_next_run(
     client: redis.Redis, run: Any
 ) -> None:
     await run.plan_steps(2)

@@ -34,7 +34,7 @@ async def post(run: Any, record: Event | bytes, *, trajectory_id: str = "g/0/0")
         (encode_event(sealed("g", sample=1)), "another record.*sample=1"),
     ],
 )
-async def test_whatever_else_stands_in_place_of_a_seal_is_told(
+async def test_other_entries_in_place_of_a_seal_are_reported(
     run: Any, record: bytes | None, why: str
 ) -> None:
     whole = sealed("h")
@@ -63,7 +63,7 @@ async def test_seals_of_more_than_one_reply_are_each_of_their_own_trajectory(run
     }
 
 
-async def test_of_all_that_was_posted_only_the_first_reward_of_who_is_asked_for_counts(
+async def test_only_the_first_posted_reward_of_each_trajectory_counts(
     run: Any,
 ) -> None:
     first = RewardPosted(key=KEY, reward=1.0, reward_components={})

@@ -35,7 +35,7 @@ async def test_all_ranks_that_start_the_same_session_get_the_same_epoch(run: Any
 @pytest.mark.parametrize(
     ("dp_world_size", "token"), [(2, None), (1, BEGINNING)], ids=["world size", "token"]
 )
-async def test_ranks_of_a_session_that_disagree_are_told_so(
+async def test_ranks_of_a_session_that_disagree_get_an_error(
     run: Any, dp_world_size: int, token: RecoveryToken | None
 ) -> None:
     # Were they two sessions, each would fence the other for ever.
@@ -60,7 +60,7 @@ async def test_a_session_name_cannot_be_used_for_a_second_start(run: Any) -> Non
     assert await run.frontier() == (1, 1, 0)
 
 
-async def test_a_session_that_was_replaced_cannot_begin_again(run: Any) -> None:
+async def test_replaced_session_cannot_start_again(run: Any) -> None:
     # A rank of the old trainer that asked late fenced the new trainer, which had begun meanwhile.
     await run.plan_steps(1)
     await run.start("old")
@@ -72,7 +72,7 @@ async def test_a_session_that_was_replaced_cannot_begin_again(run: Any) -> None:
     await run.step(new, 1)
 
 
-async def test_what_was_stepped_and_not_committed_comes_back_after_a_restart(run: Any) -> None:
+async def test_stepped_uncommitted_batch_returns_after_a_restart(run: Any) -> None:
     await run.plan_steps(3)
     session = await run.start("first")
     token = await run.step(session, 1)
@@ -161,7 +161,7 @@ async def test_a_start_at_the_same_place_keeps_the_lineage(run: Any) -> None:
     assert list(again.returning_steps) == []
 
 
-async def test_a_token_is_proof_of_a_checkpoint_that_nobody_could_report(run: Any) -> None:
+async def test_token_proves_a_checkpoint_that_was_never_reported(run: Any) -> None:
     # The trainer died between the checkpoint on disk and its acknowledgement.
     await run.plan_steps(2)
     session = await run.start("first")

@@ -77,7 +77,7 @@ def test_an_external_server_that_would_lose_data_is_refused(
     assert external.url in caught.value.message
 
 
-def test_what_is_not_synced_during_a_rewrite_is_refused_though_each_write_is_synced(
+def test_server_without_sync_during_a_rewrite_is_refused(
     external: EmbeddedServer, client: redis.Redis
 ) -> None:
     client.config_set("appendfsync", "always")
@@ -88,7 +88,7 @@ def test_what_is_not_synced_during_a_rewrite_is_refused_though_each_write_is_syn
             check_store(external.url, durability=durability)
 
 
-def test_a_server_that_does_not_say_how_it_syncs_is_taken_for_one_that_does_every_second(
+def test_server_with_unreadable_settings_counts_as_everysec(
     external: EmbeddedServer, client: redis.Redis
 ) -> None:
     client.execute_command("ACL", "SETUSER", "guest", "on", ">s", "~*", "+@all", "-config")

@@ -77,7 +77,7 @@ async def test_a_prompt_is_given_out_again_once_however_often_the_planner_settle
     assert counts(client, run) == (0, 1, 0, 0)
 
 
-async def test_a_prompt_whose_group_was_filtered_or_planned_is_done_and_not_kept(
+async def test_prompt_of_a_filtered_or_planned_group_is_done_and_removed(
     client: redis.Redis, run: Any
 ) -> None:
     give(client, run, "a", "b", "c")
@@ -94,7 +94,7 @@ async def test_a_prompt_whose_group_was_filtered_or_planned_is_done_and_not_kept
     assert [name for name in tasks if not name.startswith(b"?")] == []
 
 
-async def test_a_run_all_of_whose_prompts_are_done_says_so(client: redis.Redis, run: Any) -> None:
+async def test_run_with_all_prompts_done_reports_it(client: redis.Redis, run: Any) -> None:
     give(client, run, "a")
     await run.settle(await take(run, "0001"), TrajectoryState.FILTERED)
 
@@ -107,7 +107,7 @@ async def test_a_run_all_of_whose_prompts_are_done_says_so(client: redis.Redis, 
     assert not read_prompt_counts(client, "another run").is_exhausted
 
 
-async def test_answers_to_requests_do_not_grow_for_ever(client: redis.Redis, run: Any) -> None:
+async def test_answers_to_requests_are_limited_in_number(client: redis.Redis, run: Any) -> None:
     give(client, run, *(f"p{number}" for number in range(20)))
 
     for number in range(20):

@@ -34,7 +34,7 @@ async def announce(run: Any, version: int, *, step: int, epoch: int = 1) -> None
         (2, 1, {1: 1, 2: 1, 3: 1, 4: 4}, b"3:1"),  # the first says nothing any more
     ],
 )
-async def test_versions_that_were_undone_are_as_old_in_a_fork_as_in_its_origin(
+async def test_undone_versions_are_as_old_in_a_fork_as_in_its_origin(
     async_client: redis.asyncio.Redis,
     client: redis.Redis,
     start_run: StartRun,

@@ -71,7 +71,7 @@ async def test_a_session_that_was_replaced_announces_nothing(run: Any) -> None:
     assert await run.events() == []
 
 
-async def test_weights_of_a_lineage_that_was_given_up_are_not_announced(run: Any) -> None:
+async def test_weights_of_an_abandoned_lineage_are_not_announced(run: Any) -> None:
     # A replica that had not heard of the trainer's going back announced into the dead lineage.
     await run.plan_steps(2)
     await run.commit(await run.start("first"), 1, 2)

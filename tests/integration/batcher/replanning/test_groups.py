@@ -42,7 +42,7 @@ async def test_two_steps_are_planned_again_without_a_damaged_member(
     assert "checksum" in look.letters(run)["g0/1/0"]
 
 
-async def test_damage_in_several_mini_batches_of_a_step_is_set_aside_at_once(
+async def test_damage_in_several_mini_batches_of_a_step_is_rejected_at_once(
     house, damage, replan, look, of_3
 ):
     run = house.create_run(batch_groups=2, mini_batch_groups=1)
@@ -59,7 +59,7 @@ async def test_damage_in_several_mini_batches_of_a_step_is_set_aside_at_once(
     assert set(look.letters(run)) == {"g0/0/0", "g1/2/0"}
 
 
-async def test_a_group_that_is_too_small_without_its_dead_makes_way_for_the_next(
+async def test_group_too_small_without_its_dead_makes_room_for_the_next(
     house, damage, replan, look
 ):
     run = house.create_run(batch_groups=1)
@@ -107,7 +107,7 @@ async def test_a_group_whose_seals_are_all_damaged_is_left_out_whole(house, dama
     }
 
 
-async def test_a_member_whose_payload_is_gone_is_dead_like_one_that_is_damaged(
+async def test_member_with_missing_payload_is_dead_like_a_damaged_one(
     house, replan, look, of_3
 ):
     run = house.create_run(batch_groups=1)
@@ -163,7 +163,7 @@ async def test_a_seal_that_is_another_than_was_planned_is_set_aside(
         ),
     ],
 )
-async def test_what_was_posted_later_is_still_the_reward_of_its_trajectory(
+async def test_later_posted_reward_still_counts_after_a_replan(
     house, damage, replan, look, settings, posted, expected
 ):
     run = house.create_run(batch_groups=1, **settings)
@@ -188,7 +188,7 @@ async def test_what_was_posted_later_is_still_the_reward_of_its_trajectory(
     assert [member.reward for member in planned] == expected
 
 
-async def test_a_penalty_is_taken_off_by_the_config_that_its_plan_was_made_with(
+async def test_penalty_is_subtracted_by_the_config_of_its_first_plan(
     house, damage, replan, look
 ):
     # Of rewards whose event is gone only the plan tells, with the penalty of that time in it.
@@ -223,7 +223,7 @@ async def test_a_penalty_is_taken_off_by_the_config_that_its_plan_was_made_with(
     assert [member.reward for member in look.plans(run)[0].groups[0].trajectories] == [1.0, 2.0]
 
 
-async def test_a_short_step_that_is_planned_again_counts_in_the_capacity_as_it_is_now(
+async def test_replanned_short_step_counts_in_capacity_with_its_new_size(
     house, damage, replan, look, of_3
 ):
     run = house.create_run(batch_groups=2)
@@ -269,7 +269,7 @@ async def test_steps_of_two_configs_are_planned_again_by_the_later_one(
         assert read_revisions(client, run).last.from_step == 1
 
 
-async def test_a_config_from_before_the_damaged_step_is_in_force_from_where_it_was(
+async def test_config_from_before_the_damaged_step_stays_in_force(
     house, damage, replan, of_3
 ):
     run = house.create_run(batch_groups=1)

@@ -24,7 +24,7 @@ from turnstream_server.jobs.history import RunHistory
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
-async def test_the_session_is_over_and_another_goes_on_behind_what_was_stepped(
+async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
     house, damage, replan, caplog, look, of_3
 ):
     run = house.create_run(batch_groups=1)
@@ -121,7 +121,7 @@ async def test_a_step_that_was_released_before_anybody_answered_is_refused(house
     await trainer.get(3)
 
 
-async def test_a_plan_that_is_damaged_itself_is_not_withdrawn_and_the_run_goes_on(
+async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(
     house, replan, look
 ):
     # More steps than a replica keeps plans of: the first is read from the store again.
@@ -167,7 +167,7 @@ async def test_a_second_call_changes_nothing(house, damage, replan, look, of_3):
     assert look.digest(run) == before
 
 
-async def test_whoever_goes_on_from_a_withdrawn_plan_is_refused_by_its_hash(
+async def test_continuing_from_a_withdrawn_plan_is_refused_by_its_hash(
     house, damage, replan, look, of_3
 ):
     run = house.create_run(batch_groups=1)
@@ -217,7 +217,7 @@ async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
     }
 
 
-async def test_a_rank_and_an_operator_are_told_what_is_damaged_and_what_helps(
+async def test_rank_and_operator_get_the_damage_and_the_command(
     house, damage, replan, look, of_3
 ):
     run = house.create_run(batch_groups=1)
@@ -240,7 +240,7 @@ async def test_a_rank_and_an_operator_are_told_what_is_damaged_and_what_helps(
     assert look.damage_reasons(run) == []
 
 
-async def test_whoever_looks_on_keeps_what_is_released_and_forgets_what_is_not_planned_again(
+async def test_observer_keeps_released_steps_and_drops_withdrawn_ones(
     house, damage, replan, look, of_3
 ):
     run = house.create_run(batch_groups=1, retain_checkpoints=1)

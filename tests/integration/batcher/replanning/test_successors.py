@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 @pytest.mark.parametrize("selection", ["ready_first", "in_order"])
-async def test_a_leader_that_begins_behind_the_withdrawal_plans_what_the_one_before_would_have(
+async def test_leader_that_starts_after_the_withdrawal_makes_the_same_plans(
     house, damage, replan, selection, look, of_3
 ):
     # One leader goes on itself. The other is gone right after, as a pause lets us see.
@@ -150,7 +150,7 @@ async def test_a_run_that_had_ended_ends_again_with_what_is_left(house, damage, 
         await trainer.get(2)
 
 
-async def test_what_was_planned_again_is_released_and_forked_like_anything_else(
+async def test_replanned_batches_are_released_and_forked_like_others(
     house, damage, replan, look, of_3
 ):
     run = house.create_run(batch_groups=1, retain_checkpoints=1)
@@ -173,7 +173,7 @@ async def test_what_was_planned_again_is_released_and_forked_like_anything_else(
     assert look.states(run) == {TrajectoryState.COMMITTED: 4, TrajectoryState.DEAD: 1}
 
 
-async def test_what_had_ended_in_a_withdrawn_group_leaves_the_ledger_when_it_is_planned_again(
+async def test_ends_in_a_withdrawn_group_leave_the_ledger_when_it_is_replanned(
     house, damage, replan, look, caplog, monkeypatch
 ):
     # The releaser has found the group planned, and comes to it when it is not any more.

@@ -40,7 +40,7 @@ async def view(run: Any, server: Any) -> AsyncIterator[RunView]:
     await assembler.close()
 
 
-async def test_a_plan_with_the_number_of_one_that_was_withdrawn_is_heard_of(
+async def test_follower_receives_a_plan_with_the_number_of_a_withdrawn_one(
     run: Any, view: RunView, withdraw_from: Any
 ) -> None:
     # Groups that were decided are planned again without a word but the plan itself.

@@ -26,7 +26,7 @@ async def drop(run: Any, group_id: str) -> None:
         pytest.param(2, 2, b"1:1:1", id="all so far, where its own is not known any more"),
     ],
 )
-async def test_the_last_plan_that_stands_keeps_the_number_of_groups_that_were_dropped_before_it(
+async def test_last_remaining_plan_keeps_the_number_of_earlier_dropped_groups(
     run: Any, withdraw_from: Any, first: int, num_later: int, at_plans: bytes
 ) -> None:
     await run.plan_steps(first - 1)

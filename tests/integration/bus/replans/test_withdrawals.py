@@ -125,7 +125,7 @@ async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(
     assert await run.client.hget(run.keys.frontier, "at_plans") == b"1:0:1"
 
 
-async def test_a_withdrawal_behind_the_newest_snapshot_keeps_the_events_since_the_one_before(
+async def test_withdrawal_after_the_newest_snapshot_keeps_the_events_since_the_last(
     run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
@@ -136,7 +136,7 @@ async def test_a_withdrawal_behind_the_newest_snapshot_keeps_the_events_since_th
     assert await run.client.hget(run.keys.snapshot, "before") == b"3-1"
 
 
-async def test_what_is_planned_next_has_a_number_of_its_own(
+async def test_next_plan_has_a_number_of_its_own(
     run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
@@ -170,7 +170,7 @@ async def test_a_step_that_is_not_planned_again_yet_keeps_its_number(
     assert (await frontier(run)).withdrawn == Withdrawn(revision=2, through_step=3)
 
 
-async def test_a_session_that_ended_with_its_plans_is_told_so_until_another_begins(
+async def test_session_ended_by_a_withdrawal_is_refused_until_another_starts(
     run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
@@ -254,7 +254,7 @@ async def test_nothing_is_withdrawn_where_one_of_the_plans_is_another(
     assert digest() == before
 
 
-async def test_nothing_is_withdrawn_where_a_group_is_over(
+async def test_no_plan_is_withdrawn_if_a_group_is_finished(
     run: Any, ask: Any, from_step: Any, digest: Any
 ) -> None:
     await run.plan_steps(2)
@@ -268,7 +268,7 @@ async def test_nothing_is_withdrawn_where_a_group_is_over(
     assert digest() == before
 
 
-async def test_nothing_is_withdrawn_of_a_step_that_was_stepped_meanwhile(
+async def test_no_plan_is_withdrawn_if_the_step_was_stepped_in_between(
     run: Any, ask: Any, from_step: Any, digest: Any
 ) -> None:
     await run.plan_steps(3)
@@ -283,7 +283,7 @@ async def test_nothing_is_withdrawn_of_a_step_that_was_stepped_meanwhile(
     assert digest() == before
 
 
-async def test_nothing_is_withdrawn_where_a_later_step_was_planned_meanwhile(
+async def test_no_plan_is_withdrawn_if_a_later_step_was_planned(
     run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
@@ -296,7 +296,7 @@ async def test_nothing_is_withdrawn_where_a_later_step_was_planned_meanwhile(
     assert (await frontier(run)).planned == 3
 
 
-async def test_damage_is_noted_of_a_plan_that_stands_and_is_forgotten_with_it(
+async def test_damage_of_a_current_plan_is_recorded_and_removed_with_it(
     run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
@@ -324,7 +324,7 @@ async def test_an_observer_goes_back_to_the_first_step_that_is_withdrawn(
     assert seen == {b"far": b"2:9:60", b"near": b"1:9:60"}
 
 
-async def test_whoever_waits_is_woken_by_a_request_and_by_its_answer(
+async def test_request_and_answer_of_a_replan_wake_waiting_callers(
     run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
