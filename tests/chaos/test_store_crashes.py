@@ -233,7 +233,7 @@ def _wait_for_sync(rig: Rig, machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("door", ["batcher", "follower"])
-def test_power_cut_under_everysec_is_reported_to_a_trainer_ahead_of_the_store(
+def test_trainer_ahead_of_a_store_after_a_power_cut_gets_an_error(
     start_rig: StartRig, tmp_path: Path, door: str
 ) -> None:
     # Fault 7: its token is the authority, and the difference has a name. The batchers live on with

@@ -54,7 +54,7 @@ def test_rows_are_spelled_as_they_were_written():
     assert built.group_num_tokens.tolist() == [3, 3, 3]
 
 
-def test_inert_rows_belong_to_nobody():
+def test_inert_rows_belong_to_no_trajectory():
     built = rows("abC", "x|y", is_padding=[False, True])
 
     assert built.row_id.tolist() == [0, -2]

@@ -81,7 +81,7 @@ def test_up_prints_where_to_connect(job: Job) -> None:
 
 
 @pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_everything_and_says_so_in_one_line(job: Job, name: signal.Signals) -> None:
+def test_signal_stops_everything_with_one_line(job: Job, name: signal.Signals) -> None:
     start_up(job)
     process = job.process
 

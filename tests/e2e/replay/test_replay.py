@@ -161,7 +161,7 @@ def test_log_probabilities_travel_with_the_recorded_tokens(
     assert appended_bytes(job) <= 1.25 * 4 * num_tokens + 5 * num_trained
 
 
-def test_a_replay_whose_process_dies_says_so_and_leaves_nothing(
+def test_replay_with_a_dead_process_reports_it_and_cleans_up(
     job: Job, data_folder: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"

@@ -113,7 +113,7 @@ def test_operator_pauses_revises_closes_and_reopens(service: Any, new_name: str)
     assert run.credit().num_groups > 0
 
 
-def test_address_without_a_store_is_refused_at_once_with_the_command_that_starts_one() -> None:
+def test_address_without_a_store_is_refused_with_the_command_to_start_one() -> None:
     port = free_port()
 
     with pytest.raises(StoreUnavailableError, match=f"127.0.0.1:{port}.*turnstream up"):

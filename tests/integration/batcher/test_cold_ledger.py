@@ -165,9 +165,7 @@ async def test_the_command_line_asks_the_archive_folder(
     assert json.loads(trained.output)["step"] == 2
 
 
-async def test_fork_knows_the_files_of_its_deleted_origin(
-    house, cooled: str, tmp_path: Path
-):
+async def test_fork_knows_the_files_of_its_deleted_origin(house, cooled: str, tmp_path: Path):
     new_run = f"{cooled} fork"
     with connect(house.url) as client:
         token = token_of_step(client, cooled, 7)

@@ -140,9 +140,7 @@ async def test_written_plan_clears_the_recorded_trouble(house, pauses):
 
 
 @pytest.mark.parametrize("error", [FencedError("not ours"), StoreUnavailableError("no answer")])
-async def test_normal_end_of_a_term_is_not_recorded_as_trouble(
-    house, pauses, error
-):
+async def test_normal_end_of_a_term_is_not_recorded_as_trouble(house, pauses, error):
     pauses(first_s=0.02, longest_s=60)
     hook = Failing(error)
     run, batcher = await fail(house, hook)

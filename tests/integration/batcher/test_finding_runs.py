@@ -101,9 +101,7 @@ def is_counted(client: Any) -> bool:
     return "cmdstat_scard" in client.info("commandstats")
 
 
-async def test_run_created_after_the_batcher_is_planned_without_a_call(
-    house, client
-):
+async def test_run_created_after_the_batcher_is_planned_without_a_call(house, client):
     # A batcher looked for runs at its start only: until a trainer named it, a new run had no
     # leader, and so no deadline, no result of an evaluation and no batch.
     await house.start_batcher()
@@ -114,9 +112,7 @@ async def test_run_created_after_the_batcher_is_planned_without_a_call(
     await is_planned(client, run)
 
 
-async def test_reopened_run_is_planned_by_a_batcher_started_after_its_end(
-    house, client
-):
+async def test_reopened_run_is_planned_by_a_batcher_started_after_its_end(house, client):
     run = house.create_run(batch_groups=1)
     first = await house.start_batcher()
     close_run(client, run)
@@ -179,9 +175,7 @@ async def test_a_run_that_takes_the_place_of_a_deleted_one_is_met(own_client, fi
     await met.has("new")
 
 
-async def test_run_whose_creator_died_is_found_by_the_number_of_runs(
-    own_client, counting, met
-):
+async def test_run_whose_creator_died_is_found_by_the_number_of_runs(own_client, counting, met):
     create(own_client, "before")
     await counting.start()
 
@@ -219,9 +213,7 @@ async def test_announced_runs_cost_no_later_read_of_the_list(own_client, countin
     assert list(met) == ["new"]
 
 
-async def test_more_new_runs_than_the_stream_keeps_are_all_found(
-    own_client, finder, met
-):
+async def test_more_new_runs_than_the_stream_keeps_are_all_found(own_client, finder, met):
     # The news of the known one is lost, as if it had been opened again, and the number of runs says
     # nothing of it.
     create(own_client, "known")

@@ -73,9 +73,7 @@ async def test_groups_that_are_too_old_expire_and_make_room_for_fresh_ones(house
 
 
 @pytest.mark.parametrize("is_led_anew", [False, True])
-async def test_tokens_of_undone_weights_age_from_the_rollback_step(
-    house, is_led_anew
-):
+async def test_tokens_of_undone_weights_age_from_the_rollback_step(house, is_led_anew):
     # What undone weights had sampled was as old as the first announcement behind the fork.
     run = house.create_run(
         batch_groups=1, max_staleness=2, max_age_policy="drop", retain_checkpoints=5

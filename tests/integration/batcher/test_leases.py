@@ -179,9 +179,7 @@ def observe() -> Iterator[Callable[..., Observer]]:
         yield start
 
 
-async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(
-    house, generate, observe
-):
+async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(house, generate, observe):
     run = house.create_run(batch_groups=1, takeover_s=TAKEOVER_S)
     trainer = house.trainer(await house.start_batcher(), run)
     doomed = await generate(house.url, run, "first")
@@ -208,9 +206,7 @@ async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(
     assert (counts.accepted, counts.by_state[TrajectoryState.PLANNED]) == (2, 2)
 
 
-async def test_group_of_a_killed_generator_is_abandoned_and_makes_room(
-    house, generate, observe
-):
+async def test_group_of_a_killed_generator_is_abandoned_and_makes_room(house, generate, observe):
     # The run has leave for one group alone: it must not be held by the dead.
     one_group = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
     run = house.create_run(**one_group, lease_s=LEASE_S, takeover_s=TAKEOVER_S)

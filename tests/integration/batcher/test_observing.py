@@ -11,9 +11,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 @pytest.mark.parametrize(("asks", "is_alive"), [(1, True), (2, False)])
-async def test_observer_is_alive_if_it_asks_for_the_next_unseen_step(
-    house, asks, is_alive
-):
+async def test_observer_is_alive_if_it_asks_for_the_next_unseen_step(house, asks, is_alive):
     run = house.create_run(batch_groups=1, max_staleness=9, max_planned_ahead=3)
     caller = house.trainer(await house.start_batcher(), run)
     await house.publish(run, group("g0"), group("g1"))

@@ -123,9 +123,7 @@ async def test_a_seal_that_its_writer_could_not_post_is_posted_for_it(house):
     assert pulled.rows == ["abCD"]
 
 
-async def test_plan_overtaken_by_a_rollback_names_the_new_lineage(
-    house, caplog
-):
+async def test_plan_overtaken_by_a_rollback_names_the_new_lineage(house, caplog):
     # The leader had not heard of it when it made the plan, which named the lineage given up.
     is_held, may_write = asyncio.Event(), asyncio.Event()
 

@@ -13,9 +13,7 @@ from turnstream.store.client.connection import connect
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
-async def test_step_with_two_manifests_is_acknowledged_for_no_rank(
-    house_at, own_server, past_of
-):
+async def test_step_with_two_manifests_is_acknowledged_for_no_rank(house_at, own_server, past_of):
     house = house_at(own_server.url)
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(lease_s=1.0), run)
@@ -55,9 +53,7 @@ async def test_rank_with_part_of_a_batch_gets_no_part_of_another(house):
         await trainer.get(1, manifest_hash="0" * 64)
 
 
-async def test_batch_lost_while_a_rank_waits_ends_the_session(
-    house_at, own_server, past_of
-):
+async def test_batch_lost_while_a_rank_waits_ends_the_session(house_at, own_server, past_of):
     house = house_at(own_server.url)
     run = house.create_run(batch_groups=1, max_planned_ahead=0)
     replica = await house.start_batcher(lease_s=1.0)

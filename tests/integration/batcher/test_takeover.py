@@ -94,9 +94,7 @@ async def test_the_successor_of_a_killed_planner_writes_the_very_same_plan(house
     assert pulled.mini_batch.info.manifest_hash == plan
 
 
-async def test_successor_of_a_planner_killed_after_a_revision_plans_by_it(
-    house, start_doomed
-):
+async def test_successor_of_a_planner_killed_after_a_revision_plans_by_it(house, start_doomed):
     # Killed when the revision is in force, and no plan is written by it.
     run = house.create_run(batch_groups=1)
     doomed = start_doomed(signal.SIGKILL)
@@ -157,9 +155,7 @@ def _of_version(name, version):
     return group(name, *members)
 
 
-async def test_planner_that_slept_through_its_lease_is_fenced_and_still_serves(
-    house, start_doomed
-):
+async def test_planner_that_slept_through_its_lease_is_fenced_and_still_serves(house, start_doomed):
     run = house.create_run(batch_groups=2)
     doomed = start_doomed(signal.SIGSTOP)
     await house.publish(run, *(group(f"g{i}") for i in range(4)))

@@ -47,9 +47,7 @@ async def members_of(run: Any, name: str) -> list[bytes]:
     return await run.client.zrange(getattr(run.keys, name), 0, -1)
 
 
-async def test_group_has_a_deadline_from_its_opening_if_configured(
-    run: Any, timed: Any
-) -> None:
+async def test_group_has_a_deadline_from_its_opening_if_configured(run: Any, timed: Any) -> None:
     for each in (run, timed):
         await each.open("a")
         await each.open("a")

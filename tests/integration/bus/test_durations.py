@@ -184,9 +184,7 @@ async def test_both_views_have_the_duration_and_the_ranks_behind(
     assert [each.kind for each in (*found, *told)].count(WaitKind.TRAINER_NOT_STEPPED) == 2
 
 
-async def test_ranks_of_an_ended_session_are_not_behind(
-    client: redis.Redis, run: Any
-) -> None:
+async def test_ranks_of_an_ended_session_are_not_behind(client: redis.Redis, run: Any) -> None:
     await run.plan_steps(1)
     await start_session(run.client, run.name, session="s", dp_world_size=2, token=None)
     behind = both_behind(client, run.name)

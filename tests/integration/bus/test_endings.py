@@ -122,9 +122,7 @@ async def test_deadline_of_an_orphaned_group_is_fired(run: Any, close: Any) -> N
     assert await run.client.zrange(run.keys.deadlines, 0, -1) == []
 
 
-async def test_group_that_was_continued_in_between_is_not_ended(
-    run: Any, close: Any
-) -> None:
+async def test_group_that_was_continued_in_between_is_not_ended(run: Any, close: Any) -> None:
     await abandoned(run, "free")
     await run.abandon("free", 1)
     close(run)
@@ -136,9 +134,7 @@ async def test_group_that_was_continued_in_between_is_not_ended(
     assert await run.dump() == before
 
 
-async def test_group_with_a_refill_granted_in_between_is_not_ended(
-    run: Any, close: Any
-) -> None:
+async def test_group_with_a_refill_granted_in_between_is_not_ended(run: Any, close: Any) -> None:
     await abandoned(run, "free")
     await run.abandon("free", 1)
     close(run)

@@ -149,9 +149,7 @@ async def test_lease_renewed_after_a_clock_reset_is_kept(run: Any) -> None:
 
 
 @pytest.mark.parametrize("rescue", ["heartbeat", "taken over", "taken over, and silent again"])
-async def test_trajectory_adopted_between_list_and_end_is_kept(
-    run: Any, rescue: str
-) -> None:
+async def test_trajectory_adopted_between_list_and_end_is_kept(run: Any, rescue: str) -> None:
     await run.open("a")
     await lapse(run, "a/0/0")
     (found,) = await list_lapsed_async(run.client, run.name)

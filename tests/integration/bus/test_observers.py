@@ -105,9 +105,7 @@ async def test_only_the_planner_that_leads_forgets(run: Any) -> None:
 
 
 @pytest.mark.parametrize("at_ms", [1, 10**15], ids=["ahead", "back"])
-async def test_clock_jump_neither_expires_an_observer_nor_keeps_it(
-    run: Any, at_ms: int
-) -> None:
+async def test_clock_jump_neither_expires_an_observer_nor_keeps_it(run: Any, at_ms: int) -> None:
     # The jump lies behind the planner's last word, and before the observer's.
     await run.client.hset(run.keys.clock, mapping={"at_ms": at_ms, "most_ms": 500})
     await declare(run, expiry_s=60)

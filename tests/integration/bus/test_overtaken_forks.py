@@ -50,9 +50,7 @@ def content(client: redis.Redis, run: str) -> list[Any]:
     return [client.hgetall(name) for name in hashes]
 
 
-def test_two_equal_forks_at_once_both_succeed(
-    client: redis.Redis, origin: Any
-) -> None:
+def test_two_equal_forks_at_once_both_succeed(client: redis.Redis, origin: Any) -> None:
     made: list[Any] = []
 
     def make() -> None:

@@ -60,9 +60,7 @@ async def test_follower_learns_the_position_of_a_parked_run(run: Any, epoch: int
     assert (found.is_ours, found.parked) == (False, Position("5-0", "7-1"))
 
 
-async def test_parked_run_can_be_led_after_the_clock_was_reset(
-    run: Any, epoch: int
-) -> None:
+async def test_parked_run_can_be_led_after_the_clock_was_reset(run: Any, epoch: int) -> None:
     await park(run, epoch)
     await run.client.hincrby(run.keys.leader, "expires_ms", 3_600_000)
 

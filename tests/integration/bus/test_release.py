@@ -37,7 +37,7 @@ async def append(run: Any, trajectory_id: str, record: bytes, *, lease: str) -> 
 @pytest.mark.parametrize(
     ("commits", "floor"), [((), 0), ((3,), 0), ((2, 3), 2), ((1, 2, 3), 2), ((1, 4), 1)]
 )
-async def test_steps_behind_the_oldest_kept_checkpoint_are_released(
+async def test_steps_before_the_oldest_kept_checkpoint_are_released(
     run: Any, commits: tuple[int, ...], floor: int
 ) -> None:
     await run.plan_steps(4)

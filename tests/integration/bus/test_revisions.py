@@ -88,9 +88,7 @@ async def test_next_of_several_revisions_is_returned_with_the_first(run: Any, re
     assert (await read_frontier_async(run.client, run.name)).next_revision == 4
 
 
-async def test_plan_of_a_step_with_another_config_must_be_repeated(
-    run: Any, revise: Any
-) -> None:
+async def test_plan_of_a_step_with_another_config_must_be_repeated(run: Any, revise: Any) -> None:
     await run.plan_steps(1)
     await run.open("late")
     for sample in range(2):

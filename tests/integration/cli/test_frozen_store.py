@@ -54,7 +54,7 @@ def test_why_gives_the_silence_of_the_store_as_the_reason(frozen_url: str) -> No
 @pytest.mark.parametrize(
     "words", [["ledger", "maze"], ["ledger", "maze", "a/0/0"], ["run", "list"], ["status"]]
 )
-def test_other_looks_end_with_an_error_that_says_so(frozen_url: str, words: list[str]) -> None:
+def test_other_reads_end_with_an_error_about_the_store(frozen_url: str, words: list[str]) -> None:
     began_s = time.monotonic()
 
     shown = CliRunner().invoke(cli.app, [*words, "--redis", frozen_url])

@@ -50,9 +50,7 @@ def test_a_history_is_found_by_either_name_and_shows_the_readable_one(
 
 
 @pytest.mark.parametrize("typed", ["task-8%231/0/0", "task-8#1/0/0"])
-def test_what_was_never_there_is_refused_by_its_readable_name(
-    place: Any, run: str, typed: str
-) -> None:
+def test_unknown_object_is_refused_with_its_readable_name(place: Any, run: str, typed: str) -> None:
     with pytest.raises(TrajectoryNotFoundError, match="trajectory 'task-8#1/0/0'"):
         place.type("ledger", run, typed)
     with pytest.raises(DeadLetterNotFoundError, match="letter 'task-8#1/0/0'"):
@@ -60,7 +58,7 @@ def test_what_was_never_there_is_refused_by_its_readable_name(
 
 
 @pytest.mark.parametrize("typed", ["a/b", "a/b/c", "/0/0", "a/0/x", f"{'a' * 600}/0/0"])
-def test_what_cannot_be_a_name_is_said_so(place: Any, run: str, typed: str) -> None:
+def test_invalid_name_is_refused_with_the_reason(place: Any, run: str, typed: str) -> None:
     with pytest.raises(TrajectoryNotFoundError, match=f"{re.escape(typed)}' is no trajectory"):
         place.type("ledger", run, typed)
     with pytest.raises(DeadLetterNotFoundError, match=f"{re.escape(typed)}' is no trajectory"):

@@ -256,7 +256,7 @@ def test_why_counts_trajectories_left_without_a_seal(url: str) -> None:
     assert unsealed["facts"] == {"trajectories": 3}
 
 
-def test_why_of_a_living_writer_and_of_a_group_that_has_only_a_refill_left(url: str) -> None:
+def test_why_lists_a_live_writer_and_a_group_with_one_refill(url: str) -> None:
     with connect(url) as client:
         refills: dict[str, Any] = {"deadline_policy": "refill", "max_refills": 1}
         create_run(client, "maze", dataclasses.replace(config(2), **refills))
@@ -272,7 +272,7 @@ def test_why_of_a_living_writer_and_of_a_group_that_has_only_a_refill_left(url: 
     assert 0 < found[2]["facts"]["lease_left_s"] <= 60
 
 
-def test_why_of_a_closed_run_that_has_nothing_left_is_that_it_is_over(url: str) -> None:
+def test_why_reports_a_finished_run(url: str) -> None:
     with connect(url) as client:
         create_run(client, "maze", config())
         close_run(client, "maze")

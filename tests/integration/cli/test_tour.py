@@ -56,7 +56,7 @@ def lines_of(table: str) -> dict[str, str]:
     return {first.strip(): " ".join(" ".join(rest).split()) for first, *rest in rows}
 
 
-def test_show_tells_how_far_a_run_is_who_watches_and_where_it_went_back(typed: Any) -> None:
+def test_show_has_the_progress_the_observers_and_the_rollbacks(typed: Any) -> None:
     shown = typed("run", "show", RUN)
 
     assert re.search(r"steps +3 planned, 3 stepped, 3 committed", shown)

@@ -88,7 +88,7 @@ def test_words_that_look_like_markup_are_shown_as_they_are(
     assert [each for each in SHOWN[words] if each not in told] == []
 
 
-def test_what_changes_a_run_names_it_as_it_is(place: Any) -> None:
+def test_changing_commands_take_the_exact_name_of_a_run(place: Any) -> None:
     run = place.create_run("[/r]:ok:")
 
     told = [

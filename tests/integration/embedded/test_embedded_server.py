@@ -168,7 +168,7 @@ def test_shows_what_the_server_said_when_its_data_is_damaged(tmp_path: Path) -> 
         EmbeddedServer(tmp_path).start()
 
 
-def test_gives_up_when_the_server_is_not_ready_in_time(
+def test_start_times_out_if_the_server_is_not_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The time is over when it has said something, however long that takes a busy machine, and not

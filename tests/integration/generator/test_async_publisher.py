@@ -192,7 +192,7 @@ async def test_a_group_waits_for_capacity_and_starts_when_it_is_freed(
     assert read(client, run).counts() == {"accepted": 6, "sealed": 6}
 
 
-async def test_a_server_that_is_killed_mid_stream_ends_up_with_every_turn_once(
+async def test_server_killed_in_mid_stream_ends_with_every_turn_once(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run = new_run(own_client)

@@ -144,9 +144,7 @@ def test_a_run_that_does_not_exist_is_named(server: EmbeddedServer, client: redi
             publisher.publish(group("g")).result(10)
 
 
-def test_a_failure_that_nobody_asked_for_is_raised_by_flush(
-    server: EmbeddedServer, client: redis.Redis
-) -> None:
+def test_unread_failure_is_raised_by_flush(server: EmbeddedServer, client: redis.Redis) -> None:
     publisher = Publisher(server.url, "nobody")
     publisher.publish(group("g"))
 

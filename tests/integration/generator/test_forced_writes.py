@@ -67,7 +67,7 @@ def test_many_turns_become_few_writes_to_disk(
     assert 0 < num_groups_of_writes(forcing_client) < 40
 
 
-def test_a_store_that_does_not_force_each_write_is_told_them_one_by_one(
+def test_store_without_forced_writes_gets_single_calls(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run = new_run(own_client)
@@ -79,7 +79,7 @@ def test_a_store_that_does_not_force_each_write_is_told_them_one_by_one(
     assert num_groups_of_writes(own_client) == 0
 
 
-def test_a_full_store_takes_the_seals_of_what_it_has_and_later_the_rest(
+def test_full_store_takes_stored_seals_and_later_the_rest(
     forcing_server: EmbeddedServer, forcing_client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run = new_run(forcing_client)
@@ -109,7 +109,7 @@ def write(writer: TrajectoryWriter, whole: Trajectory) -> None:
     writer.seal(1.0)
 
 
-def test_a_store_that_is_killed_between_writes_ends_up_with_every_turn_once(
+def test_store_killed_between_writes_ends_with_every_turn_once(
     forcing_server: EmbeddedServer, forcing_client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run = new_run(forcing_client)

@@ -22,7 +22,7 @@ Read = Callable[[redis.Redis, str], Any]
 PastOf = Callable[[EmbeddedServer], Any]
 
 
-def test_a_task_that_the_store_forgot_is_opened_again_with_all_that_was_written(
+def test_lost_task_is_opened_again_with_all_its_writes(
     own_server: EmbeddedServer,
     own_client: redis.Redis,
     new_run: NewRun,
@@ -51,7 +51,7 @@ def test_a_task_that_the_store_forgot_is_opened_again_with_all_that_was_written(
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_a_task_that_the_store_gives_again_to_the_publisher_that_has_it_is_passed_over(
+def test_task_granted_again_to_its_owner_is_skipped(
     own_server: EmbeddedServer,
     own_client: redis.Redis,
     new_run: NewRun,
@@ -85,7 +85,7 @@ def test_a_task_that_the_store_gives_again_to_the_publisher_that_has_it_is_passe
     assert statistics.num_lost == 0
 
 
-def test_the_prompt_of_a_task_that_the_store_forgot_is_not_given_out_again(
+def test_prompt_of_a_lost_task_is_not_granted_again(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
 ) -> None:
     # The group came back as one that no prompt was given out as: its prompt was given to the next
@@ -137,7 +137,7 @@ def take_and_write(publisher: Publisher) -> str:
     return task.group_id
 
 
-def test_a_task_that_comes_back_alone_leaves_the_prompts_before_it_to_others(
+def test_task_that_returns_alone_leaves_earlier_prompts_to_others(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
 ) -> None:
     # The generator of the first died with what it had; the second is still there.
@@ -164,7 +164,7 @@ def test_a_task_that_comes_back_alone_leaves_the_prompts_before_it_to_others(
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_a_task_is_refused_where_the_store_forgot_that_the_group_before_had_ended(
+def test_task_is_refused_if_the_end_of_its_last_group_was_lost(
     own_server: EmbeddedServer,
     own_client: redis.Redis,
     new_run: NewRun,

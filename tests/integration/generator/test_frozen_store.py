@@ -142,7 +142,7 @@ def facts(error: UnavailableError, kind: WaitKind) -> dict[str, Any]:
     return dict(next(reason.facts for reason in error.reasons if reason.kind == kind))
 
 
-def test_every_wait_of_a_publisher_ends_by_its_deadline_and_says_that_the_store_is_silent(
+def test_every_wait_on_a_silent_store_ends_by_its_deadline(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
 ) -> None:
     run = new_run(own_client)
@@ -235,7 +235,7 @@ async def test_every_wait_of_an_asynchronous_publisher_ends_alike(
     assert {type(error) for error in errors.values()} == {StoreUnavailableError}
 
 
-def test_waits_with_a_deadline_of_their_own_end_by_it_long_before_the_store_counts_as_away(
+def test_waits_with_their_own_deadline_end_before_the_store_counts_as_away(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
 ) -> None:
     run = new_run(own_client)
@@ -284,7 +284,7 @@ async def test_an_asynchronous_publisher_closes_by_the_deadline_too(
     assert kinds(waited) == kinds(closed) == UNACKNOWLEDGED
 
 
-def test_a_wait_for_leave_ends_by_its_deadline_while_the_publisher_is_held_by_a_silent_store(
+def test_admission_wait_ends_by_its_deadline_on_a_silent_store(
     own_client: redis.Redis, new_run: NewRun, silent_from: Callable[[str], Any], clock: Any
 ) -> None:
     # What the wait for "b" hangs on is asked of the store, and not answered, when it must end.
@@ -330,7 +330,7 @@ async def test_the_asynchronous_publisher_keeps_that_deadline_too(
     assert kinds(error)[:2] == [WaitKind.NO_LEAVE, WaitKind.STORE_SILENT]
 
 
-def test_a_task_that_was_asked_of_a_silent_store_is_the_next_one_and_is_not_lost(
+def test_task_requested_from_a_silent_store_is_returned_next(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
 ) -> None:
     run = new_run(own_client)
@@ -357,7 +357,7 @@ def write(task: Any) -> None:
         trajectory.seal(1.0)
 
 
-def test_what_the_store_said_before_it_fell_silent_is_said_again(
+def test_last_answer_of_a_silent_store_is_reported(
     own_client: redis.Redis, new_run: NewRun, silent_from: Callable[[str], Any]
 ) -> None:
     run = new_run(own_client)
@@ -372,7 +372,7 @@ def test_what_the_store_said_before_it_fell_silent_is_said_again(
     assert error.message.startswith(f"run {run!r}: no task: the store at ")
 
 
-def test_a_publisher_goes_on_after_it_gave_up_on_a_store_that_comes_back(
+def test_publisher_continues_after_an_outage_beyond_its_timeout(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read, frozen: Frozen
 ) -> None:
     run = new_run(own_client)

@@ -145,7 +145,7 @@ def test_a_lease_is_kept_while_the_caller_does_something_else(
         episode.seal(1.0)
 
 
-def test_a_lease_is_kept_while_the_caller_is_blocked_by_a_full_queue(
+def test_lease_is_renewed_while_a_full_queue_blocks_the_caller(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun, often: None
 ) -> None:
     # Group "b" is told to wait, and its bytes keep "c" from being accepted.
@@ -183,7 +183,7 @@ async def test_the_task_of_an_asynchronous_publisher_keeps_the_lease(
         await episode.seal(1.0)
 
 
-def test_a_killed_generator_leaves_its_turns_for_another_to_go_on_from(
+def test_turns_of_a_killed_generator_can_be_continued_by_another(
     server: EmbeddedServer,
     client: redis.Redis,
     new_run: NewRun,
@@ -215,7 +215,7 @@ def test_a_killed_generator_leaves_its_turns_for_another_to_go_on_from(
     assert stored.states()["g/0/0"] == "sealed"
 
 
-def test_a_generator_that_slept_is_told_who_took_over_and_writes_nothing_any_more(
+def test_generator_that_slept_gets_the_new_owner_and_writes_nothing(
     server: EmbeddedServer,
     client: redis.Redis,
     new_run: NewRun,
@@ -244,7 +244,7 @@ def test_a_generator_that_slept_is_told_who_took_over_and_writes_nothing_any_mor
     assert stored.counts() == {"accepted": 2, "sealed": 2}
 
 
-def test_a_generator_that_slept_while_nobody_took_over_goes_on(
+def test_generator_that_slept_without_a_takeover_continues(
     server: EmbeddedServer,
     client: redis.Redis,
     new_run: NewRun,

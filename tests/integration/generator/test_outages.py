@@ -22,7 +22,7 @@ LoseAnswer = Callable[[Any, str], None]
 KEY = TrajectoryKey("g", 0)
 
 
-def test_a_server_that_is_killed_mid_stream_ends_up_with_every_turn_once(
+def test_server_killed_in_mid_stream_ends_with_every_turn_once(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run = new_run(own_client)
@@ -151,7 +151,7 @@ def used_memory(client: redis.Redis) -> int:
     return memory["used_memory"]
 
 
-def test_a_server_that_forgot_the_scripts_is_told_them_again(
+def test_scripts_are_loaded_again_after_a_server_lost_them(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run = new_run(own_client)

@@ -37,7 +37,7 @@ def test_a_writer_that_comes_second_reads_who_writes_what(
             second.trajectory(GROUP, 1, num_samples=3).__enter__()
 
 
-def test_what_has_lapsed_names_its_writer(
+def test_lapsed_trajectory_names_its_writer(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(client, lease_s=0.3)

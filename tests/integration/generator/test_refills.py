@@ -95,7 +95,7 @@ def test_a_refill_is_waited_for_and_written_like_any_trajectory(
     assert read(client, run).sealed() == [TrajectoryKey("g", 0), AGAIN]
 
 
-async def test_of_many_who_wait_for_a_refill_one_gets_it(
+async def test_one_of_many_waiting_generators_gets_a_refill(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(client)
@@ -116,7 +116,7 @@ async def test_of_many_who_wait_for_a_refill_one_gets_it(
     assert (len(given), len(left)) == (1, 1)
 
 
-async def test_of_many_tasks_of_one_publisher_one_gets_a_refill(
+async def test_one_of_many_tasks_of_a_publisher_gets_a_refill(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun
 ) -> None:
     # The store gives an attempt again to the writer that has it. Tasks that had all read of it
@@ -134,7 +134,7 @@ async def test_of_many_tasks_of_one_publisher_one_gets_a_refill(
     assert sorted(names) == [*["NotReadyError"] * 7, "Refill"]
 
 
-def test_a_group_begins_past_a_refill_that_waits_and_takes_no_room_from_it(
+def test_new_group_passes_a_waiting_refill_and_takes_none_of_its_bytes(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(client, batch_groups=1, max_staleness=1, max_planned_ahead=0)
@@ -150,7 +150,7 @@ def test_a_group_begins_past_a_refill_that_waits_and_takes_no_room_from_it(
     assert refill.key == AGAIN
 
 
-def test_without_a_refill_says_so_in_time(
+def test_missing_refill_is_reported_by_the_deadline(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(client)
@@ -162,7 +162,7 @@ def test_without_a_refill_says_so_in_time(
         publisher.next_refill(0.01)
 
 
-def test_a_reward_is_posted_after_the_seal_by_whoever_knows_it(
+def test_reward_is_posted_after_the_seal_by_another_process(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run, key = new_run(client), TrajectoryKey("g", 0)

@@ -30,7 +30,7 @@ KEEP_S = 0.2
 """What is kept for so short a time is there when the store is killed only where no time passes."""
 
 
-def test_what_the_store_forgot_is_sent_again_from_the_opening_to_the_seal(
+def test_lost_writes_are_sent_again_from_the_opening_to_the_seal(
     own_server: EmbeddedServer,
     own_client: redis.Redis,
     new_run: NewRun,
@@ -123,7 +123,7 @@ def test_a_restart_that_lost_nothing_changes_nothing(
     assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
 
 
-def test_what_survived_one_restart_is_sent_again_after_the_next(
+def test_writes_that_survived_one_restart_are_sent_again_after_the_next(
     own_server: EmbeddedServer,
     own_client: redis.Redis,
     new_run: NewRun,
@@ -143,7 +143,7 @@ def test_what_survived_one_restart_is_sent_again_after_the_next(
     assert (statistics.num_restarts, statistics.num_lost) == (2, 0)
 
 
-async def test_what_left_the_ledger_before_its_group_is_not_taken_for_lost(
+async def test_trajectory_released_before_its_group_is_not_reported_lost(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     # A trajectory that no plan took is folded away while its planned group is still there. A
@@ -167,7 +167,7 @@ async def test_what_left_the_ledger_before_its_group_is_not_taken_for_lost(
     assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
 
 
-async def test_what_was_taken_over_and_is_over_is_not_taken_for_lost(
+async def test_finished_adopted_trajectory_is_not_reported_lost(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     # After a restart a trajectory is taken over again. Where it had left the ledger meanwhile, its
@@ -192,7 +192,7 @@ async def test_what_was_taken_over_and_is_over_is_not_taken_for_lost(
     assert (statistics.num_restarts, statistics.num_lost) == (2, 0)
 
 
-def test_a_take_over_whose_opening_is_gone_for_good_is_told_by_the_next_flush(
+def test_adoption_of_a_lost_opening_is_reported_by_the_next_flush(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
 ) -> None:
     run = new_run(own_client)
@@ -208,7 +208,7 @@ def test_a_take_over_whose_opening_is_gone_for_good_is_told_by_the_next_flush(
             publisher.flush()
 
 
-def test_a_take_over_that_survived_one_restart_is_made_again_after_the_next(
+def test_adoption_that_survived_one_restart_is_repeated_after_the_next(
     own_server: EmbeddedServer,
     own_client: redis.Redis,
     new_run: NewRun,
@@ -300,7 +300,7 @@ def test_a_reward_that_the_store_forgot_is_posted_again(
     assert read(own_client, run).counts() == {"accepted": 3, "sealed": 3}
 
 
-def test_a_trajectory_whose_older_turns_are_gone_is_told_which(
+def test_trajectory_with_lost_old_turns_names_them(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
 ) -> None:
     run = new_run(own_client)
@@ -318,7 +318,7 @@ def test_a_trajectory_whose_older_turns_are_gone_is_told_which(
             episode.append(ids("abcde"), ids("f")).result(10)
 
 
-def test_a_sealed_trajectory_that_is_gone_for_good_is_told_by_the_next_flush(
+def test_lost_sealed_trajectory_is_reported_by_the_next_flush(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, clock: Any
 ) -> None:
     run = new_run(own_client)
@@ -340,7 +340,7 @@ def test_a_sealed_trajectory_that_is_gone_for_good_is_told_by_the_next_flush(
     assert sorted(str(error).partition(":")[0] for error in errors) == said
 
 
-def test_what_is_kept_is_bounded(
+def test_kept_bytes_are_limited(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(own_client)

@@ -146,7 +146,7 @@ ASYNC_CALLS: dict[str, Callable[[AsyncPublisher, Any], Any]] = {
 }
 
 
-def test_holder_of_an_old_task_is_refused_and_the_next_run_gives_it_again(
+def test_owner_of_an_old_task_is_refused_and_the_task_granted_again(
     server: EmbeddedServer, client: redis.Redis, name: str
 ) -> None:
     prompt = Prompt(prompt_uid="p", payload=b"?", num_samples=1)

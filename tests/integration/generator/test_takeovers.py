@@ -34,7 +34,7 @@ def is_lapsed(publisher: Publisher) -> None:
     )
 
 
-def test_the_same_generator_goes_on_at_once_after_a_restart(
+def test_restarted_generator_continues_at_once(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run = new_run(client)
@@ -66,7 +66,7 @@ def test_a_trajectory_without_a_turn_is_taken_over_too(
     assert read(client, run).spelled(KEY) == [("ab", "c")]
 
 
-def test_a_seal_that_its_writer_stored_and_told_nobody_of_counts(
+def test_stored_seal_without_an_event_counts(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run = new_run(client, lease_s=LEASE_S)
@@ -89,7 +89,7 @@ def test_a_seal_that_its_writer_stored_and_told_nobody_of_counts(
     assert stored.counts() == {"accepted": 2, "open": 1, "sealed": 1}
 
 
-def test_such_a_seal_still_awaits_its_reward(
+def test_stored_seal_without_an_event_still_awaits_its_reward(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run = new_run(client, lease_s=LEASE_S)
@@ -270,7 +270,7 @@ def another_seals(
 
 
 @pytest.mark.parametrize("command", ["XRANGE", "HMGET"])
-def test_who_sleeps_while_another_takes_over_and_seals_is_told_so(
+def test_sleeper_gets_an_error_after_another_adopted_and_sealed(
     server: EmbeddedServer, left_open: str, another_seals: Callable[[], None], command: str
 ) -> None:
     # The seal of the third writer came between what the second read of the payload: it was taken

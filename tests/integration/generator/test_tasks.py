@@ -83,7 +83,7 @@ def test_a_task_is_a_prompt_with_a_writer_for_every_sample(
     assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
 
 
-def test_a_task_that_is_taken_first_of_all_is_no_sign_of_another_store(
+def test_first_call_for_a_task_is_no_sign_of_a_restart(
     server: EmbeddedServer,
     client: redis.Redis,
     new_run: NewRun,
@@ -123,7 +123,7 @@ async def test_asyncio_generators_take_tasks_alike(
     assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
 
 
-def test_what_is_left_unsealed_is_given_up(
+def test_unsealed_trajectory_of_a_task_is_abandoned(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run = new_run(client)
@@ -141,7 +141,7 @@ def test_what_is_left_unsealed_is_given_up(
     assert read(client, run).counts() == {"accepted": 4, "sealed": 1, "abandoned": 3}
 
 
-def test_the_leases_of_a_task_are_kept_from_the_moment_it_is_taken(
+def test_leases_of_a_task_are_renewed_from_the_start(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read, often: None
 ) -> None:
     run = new_run(client)
@@ -213,7 +213,7 @@ def test_offer_of_killed_generator_goes_to_the_next(
     assert read_prompt_counts(client, run).num_given == 2
 
 
-async def test_of_many_who_wait_each_prompt_goes_to_one(
+async def test_each_prompt_goes_to_one_of_many_waiting_generators(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(client)
@@ -263,7 +263,7 @@ def test_a_wait_for_a_task_ends_with_the_reason(
     assert second.prompt_uid == "b"
 
 
-def test_a_run_without_prompts_left_and_a_closed_run_say_so_by_type(
+def test_exhausted_and_closed_runs_raise_their_own_errors(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
 ) -> None:
     run = new_run(client)

@@ -92,7 +92,7 @@ def test_a_wait_for_leave_says_which_generator_is_gone_and_since_when(
     assert 0 <= facts(caught.value, WaitKind.TOO_FEW_READY)["since_s"] < 60
 
 
-async def test_the_asynchronous_publisher_is_told_the_same(
+async def test_async_publisher_gets_the_same_reasons(
     server: EmbeddedServer, client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(client, **ONE_GROUP)
@@ -229,7 +229,7 @@ async def test_both_kinds_of_waits_for_a_refill_say_what_the_run_grants(
     assert kinds(no_task.value)[0] == WaitKind.NO_TASK
 
 
-def test_a_wait_for_a_version_says_which_one_is_newest_and_who_trains(
+def test_version_wait_names_the_newest_version_and_the_trainer(
     client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(client)
@@ -244,9 +244,7 @@ def test_a_wait_for_a_version_says_which_one_is_newest_and_who_trains(
     assert facts(caught.value, WaitKind.TRAINER_NOT_STEPPED)["session_epoch"] == 3
 
 
-def test_a_wait_that_ends_in_a_run_that_is_gone_hides_no_error(
-    client: redis.Redis, new_run: NewRun
-) -> None:
+def test_wait_in_a_deleted_run_hides_no_error(client: redis.Redis, new_run: NewRun) -> None:
     new_run(client)
 
     with pytest.raises(NotReadyError, match="no version above 0") as caught:
@@ -255,7 +253,7 @@ def test_a_wait_that_ends_in_a_run_that_is_gone_hides_no_error(
     assert caught.value.reasons == ()
 
 
-def test_a_receipt_says_which_turn_waits_and_how_long_the_store_has_been_away(
+def test_receipt_names_the_waiting_turn_and_the_outage(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(own_client)
@@ -323,7 +321,7 @@ def test_a_wait_for_the_disk_says_when_it_may_end(
     assert 0 < proof["left_s"] <= 30
 
 
-def test_a_wait_for_room_ends_by_the_timeout_and_says_what_takes_it(
+def test_wait_for_space_times_out_with_the_holders(
     own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
 ) -> None:
     run = new_run(own_client)

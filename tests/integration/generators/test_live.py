@@ -142,7 +142,7 @@ async def test_games_are_published_turn_by_turn_with_logprobs_version_and_outcom
         _check_logprobs(model, turns)
 
 
-async def test_rounds_go_on_until_the_run_is_closed_and_every_game_is_finished(
+async def test_games_are_finished_until_the_run_is_closed(
     live_run: LiveRun,
 ) -> None:
     await live_run.announce(0, seed=1)
@@ -184,7 +184,7 @@ async def test_a_generator_that_is_stopped_abandons_its_games_and_says_why(
     assert {"Cancelled" in event.reason for event in abandoned} == {True}
 
 
-async def test_two_generators_that_want_more_than_there_is_leave_for_do_not_block_each_other(
+async def test_two_generators_above_capacity_do_not_block_each_other(
     make_live_run: Callable[..., Any],
 ) -> None:
     # Each of them got a part of the four groups, and waited with open groups for the rest.
@@ -232,7 +232,7 @@ async def test_newer_weights_are_loaded_and_older_ones_are_kept_until_then(
     assert not _equal(policy.model, first)
 
 
-async def test_weights_that_were_removed_meanwhile_give_way_to_newer_ones(
+async def test_removed_weights_are_replaced_by_newer_ones(
     live_run: LiveRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The trainer had removed version 0 between the announcement and the loading of it.
@@ -254,7 +254,7 @@ async def test_weights_that_were_removed_meanwhile_give_way_to_newer_ones(
 
 
 @pytest.mark.parametrize("uri", ["file:///nowhere/v7", "s3://bucket/v7", ""])
-async def test_weights_that_cannot_be_loaded_are_refused_by_name(
+async def test_unloadable_weights_are_refused_with_their_version(
     live_run: LiveRun, uri: str
 ) -> None:
     await live_run.say(7, uri=uri)
@@ -263,7 +263,7 @@ async def test_weights_that_cannot_be_loaded_are_refused_by_name(
         NewestPolicy(live_run.client, live_run.name).refresh()
 
 
-async def test_a_generator_that_finds_no_weights_gives_up_at_its_deadline(
+async def test_generator_without_weights_stops_at_its_deadline(
     live_run: LiveRun,
 ) -> None:
     with pytest.raises(NotReadyError, match="no version above -1"):
@@ -286,7 +286,7 @@ async def test_an_error_in_the_middle_of_the_games_comes_out_as_itself(
 @pytest.mark.parametrize(
     "fields", [{"group_size": 0}, {"groups_per_round": 0}, {"temperature": 0.0}]
 )
-def test_settings_that_cannot_work_are_refused_by_name(fields: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused_with_field_and_value(fields: dict[str, Any]) -> None:
     (name,) = fields
 
     with pytest.raises(InvalidConfigError, match=name):

@@ -53,7 +53,7 @@ def is_alive(pid: int) -> bool:
     return shown.stdout.strip()[:1] not in (b"", b"Z")
 
 
-def test_what_a_service_prints_is_in_its_log(tmp_path: Path, stack: Stack) -> None:
+def test_output_of_a_service_is_in_its_log(tmp_path: Path, stack: Stack) -> None:
     service = stack.start_program("talker", python("print('hello')"))
 
     stack.wait_for_all([service], timeout_s=60)
@@ -181,7 +181,7 @@ def test_temporary_files_of_a_service_stay_in_the_folder(tmp_path: Path, stack: 
     assert service.log_path.read_text().strip() == str(tmp_path / "tmp")
 
 
-def test_a_service_gets_the_variables_of_its_job_and_may_be_told_otherwise(
+def test_service_gets_the_variables_of_its_job_and_overrides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")

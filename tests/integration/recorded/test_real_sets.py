@@ -265,7 +265,7 @@ def test_a_trimmed_reply_breaks_the_merge_where_it_was_trimmed(
     assert rows[0].input_ids.tolist() == before
 
 
-def test_tool_calls_that_are_written_anew_break_as_many_merges_as_published(
+def test_rewritten_tool_calls_break_as_many_merges_as_published(
     data_folder: Path, stats: ModuleType, tmp_path: Path
 ) -> None:
     lines = list(stats.load(str(data_folder / "tau_bench_trajectories.jsonl.gz")))

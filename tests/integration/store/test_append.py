@@ -36,7 +36,7 @@ def test_turns_and_seal_are_stored_in_one_call(client: redis.Redis, drive: Drive
 
 
 @pytest.mark.parametrize("num_repeated", [1, 2, 3])
-def test_what_is_sent_again_is_stored_once(
+def test_repeated_append_is_stored_once(
     client: redis.Redis, drive: Drive, num_repeated: int
 ) -> None:
     run = drive(client)

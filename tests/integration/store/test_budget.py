@@ -106,7 +106,7 @@ def test_only_the_writer_of_an_open_trajectory_grows_it(client: redis.Redis, dri
     assert held(run) == before
 
 
-def test_a_group_waits_above_the_budget_and_is_told_who_holds_what(
+def test_group_above_the_budget_waits_and_gets_the_holders(
     client: redis.Redis, drive: Drive
 ) -> None:
     run = drive(client, batch_groups=1, max_staleness=1000, max_bytes=3 * FIRST_ESTIMATE)
@@ -125,7 +125,7 @@ def test_a_group_waits_above_the_budget_and_is_told_who_holds_what(
     assert client.hget(run.keys.groups, "b") is None
 
 
-def test_an_evaluation_waits_for_bytes_also_where_the_trainer_has_nothing_to_do(
+def test_evaluation_waits_for_bytes_even_while_the_trainer_is_idle(
     client: redis.Redis, drive: Drive
 ) -> None:
     run = drive(client, batch_groups=1, max_bytes=3 * FIRST_ESTIMATE)
@@ -138,7 +138,7 @@ def test_an_evaluation_waits_for_bytes_also_where_the_trainer_has_nothing_to_do(
     run.do(run.open_group("g/0/0", group="g"))
 
 
-def test_an_evaluation_above_the_budget_is_refused_by_its_size_and_waits_for_nothing(
+def test_evaluation_above_the_budget_is_refused_without_a_wait(
     client: redis.Redis, drive: Drive
 ) -> None:
     run = drive(client, batch_groups=1, max_bytes=3 * FIRST_ESTIMATE)
@@ -182,7 +182,7 @@ def test_a_group_that_was_open_before_needs_capacity_again(
         run.do(run.open_group("b/0/0", group="b", num_samples="1+"))
 
 
-def test_a_training_group_above_the_budget_begins_when_the_trainer_waits_for_it(
+def test_training_group_above_the_budget_starts_for_a_waiting_trainer(
     client: redis.Redis, drive: Drive
 ) -> None:
     run = drive(client, batch_groups=1, max_staleness=1000, max_bytes=FIRST_ESTIMATE)
@@ -237,7 +237,7 @@ def test_a_seal_names_its_lease_with_what_it_knows(
 
 
 @pytest.mark.parametrize("writer", ["a/7", "a:awaits/7", "/7", "7", "a:b"])
-def test_whatever_a_writer_is_called_its_seal_counts_and_no_other(
+def test_seal_counts_for_any_writer_name_and_no_other_writer(
     client: redis.Redis, drive: Drive, writer: str
 ) -> None:
     run = drive(client)
@@ -259,9 +259,7 @@ def test_only_the_writer_of_the_same_name_gets_room(client: redis.Redis, drive: 
     assert answers == [0, 10**5]
 
 
-def test_a_trainer_that_has_nothing_to_do_gets_the_groups_of_its_next_step(
-    client: redis.Redis, drive: Drive
-) -> None:
+def test_idle_trainer_gets_the_groups_of_its_next_step(client: redis.Redis, drive: Drive) -> None:
     run = drive(client, batch_groups=2, max_staleness=1000, max_bytes=2 * 4096)
 
     run.do(run.open_group(group="a"))
@@ -301,7 +299,7 @@ def test_a_group_waits_while_the_servers_memory_is_nearly_full(
         run.do(run.open_group(group="c", num_samples=1))
 
 
-def test_what_open_trajectories_may_still_write_counts_as_used(
+def test_reserved_bytes_of_open_trajectories_count_as_used(
     full_server: EmbeddedServer, drive: Drive
 ) -> None:
     with redis.Redis.from_url(full_server.url) as client:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.redis
 _NOTE = script("note_conflict")
 
 
-def test_a_conflict_that_is_told_twice_is_counted_once(
+def test_repeated_conflict_is_counted_once(
     client: redis.Redis, new_run: Callable[..., str]
 ) -> None:
     where = (keys.run_keys(new_run(client)).conflicts,)

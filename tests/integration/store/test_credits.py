@@ -19,9 +19,7 @@ pytestmark = pytest.mark.redis
 Drive = Callable[..., Any]
 
 
-def test_a_run_that_was_just_made_gives_credit_for_all_it_may_have(
-    client: redis.Redis, drive: Drive
-) -> None:
+def test_new_run_has_its_whole_credit(client: redis.Redis, drive: Drive) -> None:
     run = drive(client, batch_groups=2, max_staleness=2)
 
     found = credit(client, run.name)
@@ -30,9 +28,7 @@ def test_a_run_that_was_just_made_gives_credit_for_all_it_may_have(
     assert found.sentence == "6 groups may start: 0 of 6 are live after step 0"
 
 
-def test_a_run_that_is_too_far_ahead_of_its_trainer_says_so(
-    client: redis.Redis, drive: Drive
-) -> None:
+def test_run_too_far_ahead_of_its_trainer_has_no_credit(client: redis.Redis, drive: Drive) -> None:
     run = drive(client, batch_groups=1, max_staleness=1)
     run.do_all([run.open_group(group=name) for name in "ab"])
 
@@ -43,9 +39,7 @@ def test_a_run_that_is_too_far_ahead_of_its_trainer_says_so(
     assert found.sentence == "2 groups are live, 2 are allowed after step 0"
 
 
-def test_a_run_with_as_many_open_groups_as_it_may_have_says_so(
-    client: redis.Redis, drive: Drive
-) -> None:
+def test_run_with_its_most_open_groups_has_no_credit(client: redis.Redis, drive: Drive) -> None:
     run = drive(client, batch_groups=8, max_open_groups=2)
     run.do(run.open_group(group="a"))
 
@@ -68,7 +62,7 @@ def test_a_closed_run_gives_none_whatever_is_free(client: redis.Redis, drive: Dr
     assert (found.num_groups, found.reason) == (0, CreditReason.CLOSED)
 
 
-async def test_asyncio_programs_are_told_the_same(
+async def test_async_credit_is_equal(
     server: EmbeddedServer, client: redis.Redis, drive: Drive
 ) -> None:
     run = drive(client, batch_groups=3)

@@ -53,7 +53,7 @@ def test_a_group_cannot_change_its_purpose(
         run.do(run.open_group("e/1/0", group="e", num_samples=second))
 
 
-def test_a_seal_of_an_evaluation_is_posted_and_what_is_open_may_be_taken_over(
+def test_evaluation_can_be_sealed_and_its_open_members_adopted(
     client: redis.Redis, drive: Drive
 ) -> None:
     run = drive(client)

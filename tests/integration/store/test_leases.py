@@ -52,7 +52,7 @@ def take_over(run: Any, writer: str = "second", trajectory_id: str = "g/0/0") ->
     return run.do(take_over_command(run.name, trajectory_id, writer=writer))
 
 
-def test_what_is_opened_has_a_lease_until_it_ends(client: redis.Redis, drive: Drive) -> None:
+def test_open_trajectory_has_a_lease_until_it_ends(client: redis.Redis, drive: Drive) -> None:
     run = drive(client, lease_s=30)
 
     ids = [f"g/{sample}/0" for sample in range(3)]
@@ -262,9 +262,7 @@ def test_a_fence_holds_where_nothing_was_ever_stored(client: redis.Redis, drive:
     assert run.turns() == []
 
 
-def test_of_two_takers_the_slower_one_is_fenced_in_the_payload(
-    client: redis.Redis, drive: Drive
-) -> None:
+def test_slower_of_two_adopters_is_fenced_in_the_payload(client: redis.Redis, drive: Drive) -> None:
     run = drive(client)
     run.do(run.open_group("g/0/0"))
     run.do(run.append(b"turn 0000"))
@@ -321,7 +319,7 @@ def test_a_lease_from_before_the_clock_was_set_back_is_cut(
     assert listed == []
 
 
-def test_of_two_writers_with_one_epoch_only_the_one_that_the_ledger_names_is_heard(
+def test_only_the_writer_in_the_ledger_counts_with_equal_epochs(
     client: redis.Redis, drive: Drive
 ) -> None:
     # The store lost the take-over of "lost" in a power cut, and gave its epoch to "second" since.

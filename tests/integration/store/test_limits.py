@@ -39,7 +39,7 @@ def test_a_call_ends_by_its_deadline(silent: redis.Redis) -> None:
     assert 0.1 <= time.monotonic() - began_s < LONGEST_S
 
 
-def test_of_two_deadlines_the_earlier_is_heeded(silent: redis.Redis) -> None:
+def test_earlier_of_two_deadlines_counts(silent: redis.Redis) -> None:
     began_s = time.monotonic()
 
     with pytest.raises(RedisTimeoutError), ending_within(0.1), ending_within(60.0):

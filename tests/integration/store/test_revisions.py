@@ -64,7 +64,7 @@ def test_the_config_that_the_run_has_is_no_revision(client: redis.Redis, run: st
     assert len(read_revisions(client, run).stored) == 1
 
 
-def test_a_step_that_is_planned_is_refused_and_the_first_that_is_not_is_named(
+def test_planned_step_is_refused_with_the_first_possible_step(
     client: redis.Redis, run: str
 ) -> None:
     client.hset(keys.run_keys(run).frontier, "planned", 7)
@@ -76,7 +76,7 @@ def test_a_step_that_is_planned_is_refused_and_the_first_that_is_not_is_named(
     assert revise_config(client, run, LOOSE, from_step=8) == 2
 
 
-def test_a_later_revision_may_replace_one_at_its_step_and_comes_not_before_it(
+def test_later_revision_replaces_one_at_its_step_and_precedes_none(
     client: redis.Redis, run: str
 ) -> None:
     revise_config(client, run, LOOSE, from_step=5)
@@ -95,7 +95,7 @@ def test_a_later_revision_may_replace_one_at_its_step_and_comes_not_before_it(
     assert client.hget(keys.run_keys(run).frontier, "next_revision") == b"5"
 
 
-def test_of_two_who_revise_at_once_the_second_is_told(client: redis.Redis, run: str) -> None:
+def test_second_of_two_revisions_at_once_gets_an_error(client: redis.Redis, run: str) -> None:
     names = keys.run_keys(run)
     revise_config(client, run, LOOSE, from_step=5)
     command = _command(run, TIGHT, from_step=5, changes=1)
@@ -106,9 +106,7 @@ def test_of_two_who_revise_at_once_the_second_is_told(client: redis.Redis, run: 
     assert client.hget(names.config, "last") == b"2"
 
 
-def test_what_cannot_change_is_refused_before_anything_is_written(
-    client: redis.Redis, run: str
-) -> None:
+def test_unchangeable_setting_is_refused_before_any_write(client: redis.Redis, run: str) -> None:
     with pytest.raises(InvalidConfigError, match="aggregation: it cannot be revised"):
         revise_config(client, run, replace(CONFIG, aggregation="prompt_mean"), from_step=5)
     with pytest.raises(InvalidConfigError, match="from_step: 0 is no step"):
@@ -117,9 +115,7 @@ def test_what_cannot_change_is_refused_before_anything_is_written(
     assert len(read_revisions(client, run).stored) == 1
 
 
-def test_a_run_is_found_with_the_config_it_was_created_with_after_a_revision(
-    client: redis.Redis, run: str
-) -> None:
+def test_revised_run_is_found_with_its_original_config(client: redis.Redis, run: str) -> None:
     revise_config(client, run, LOOSE, from_step=1)
     _put_in_force(client, run, 2)
 

@@ -51,7 +51,7 @@ def test_a_full_server_takes_no_payload_but_still_takes_seals_and_abandons(
     assert others == [[b"OK"], 1]
 
 
-def test_scripts_are_told_again_to_a_server_that_forgot_them(
+def test_scripts_are_loaded_again_after_a_server_lost_them(
     own_client: redis.Redis, drive: Drive
 ) -> None:
     run = drive(own_client)

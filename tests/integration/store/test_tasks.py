@@ -59,9 +59,7 @@ def wait(run: Any) -> NoTask:
     return found
 
 
-def test_prompts_are_given_out_in_order_as_groups_that_are_open_for_their_writer(
-    client: redis.Redis, drive: Drive
-) -> None:
+def test_prompts_are_granted_in_order_as_open_groups(client: redis.Redis, drive: Drive) -> None:
     run = drive(client)
     add_prompts(client, run.name, [prompt("a", b"first"), prompt("b/1", b"\x00second")])
 
@@ -184,7 +182,7 @@ def test_a_name_that_was_used_is_not_used_again(client: redis.Redis, drive: Driv
     assert [take(run).group.group_id for _ in range(2)] == ["a#2", "a#3"]
 
 
-def test_a_refill_comes_before_the_next_prompt_and_has_the_payload_of_its_own(
+def test_refill_precedes_the_next_prompt_with_its_own_payload(
     client: redis.Redis, drive: Drive
 ) -> None:
     run = drive(client)
@@ -291,7 +289,7 @@ def test_a_paused_run_gives_out_no_prompt_and_says_why(client: redis.Redis, driv
     assert take(run).group.group_id == "a#1"
 
 
-def test_a_refill_of_an_open_group_is_given_out_while_the_run_is_paused(
+def test_refill_of_an_open_group_is_granted_during_a_pause(
     client: redis.Redis, drive: Drive
 ) -> None:
     run = drive(client, deadline_policy="refill", max_refills=1)

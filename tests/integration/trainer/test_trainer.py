@@ -85,7 +85,7 @@ def test_a_run_is_trained_to_its_end_and_every_trajectory_is_committed(
 
 @pytest.mark.redis
 @pytest.mark.grpc
-def test_a_trainer_that_dies_after_stepped_trains_the_same_batches_again_to_the_same_weights(
+def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
     server: EmbeddedServer,
     client: redis.Redis,
     new_run: Callable[..., str],

@@ -27,14 +27,14 @@ def batch_of_version(assembly_version: int) -> PlannedBatch:
     return PlannedBatch(manifest=plan, manifest_hash="ab", config=config())
 
 
-async def test_a_plan_of_a_newer_release_is_refused_by_name(assembler: Assembler) -> None:
+async def test_plan_of_a_newer_release_is_refused_with_both_versions(assembler: Assembler) -> None:
     newer = ASSEMBLY_VERSION + 1
 
     with pytest.raises(UnknownFormatError, match=f"newer release .*format {newer}"):
         await assembler.share(batch_of_version(newer), mini_batch=0, dp_rank=0, dp_world_size=1)
 
 
-async def test_what_a_newer_release_planned_is_not_examined(assembler: Assembler) -> None:
+async def test_plan_of_a_newer_release_is_not_examined(assembler: Assembler) -> None:
     newer = ASSEMBLY_VERSION + 1
 
     with pytest.raises(UnknownFormatError, match=f"newer release .*format {newer}"):

@@ -77,7 +77,7 @@ async def test_a_value_above_the_bound_is_handed_out_and_not_kept():
     assert cache.statistics().num_bytes == 0
 
 
-async def test_a_failure_reaches_whoever_waits_and_is_not_kept():
+async def test_failure_reaches_every_waiting_caller_and_is_not_kept():
     cache = SingleFlightCache[str, str](max_bytes=100)
 
     async def fail() -> Sized[str]:

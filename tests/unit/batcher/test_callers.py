@@ -27,7 +27,7 @@ WITHDRAWN = Frontier(
 
 
 @pytest.mark.parametrize("session_epoch", [0, 2])
-def test_a_rank_of_a_session_that_ended_with_its_plans_is_told_so(session_epoch: int) -> None:
+def test_rank_of_a_session_that_ended_with_its_plans_is_refused(session_epoch: int) -> None:
     request = wire.GetRequest(step=9, dp_world_size=1, session_epoch=session_epoch)
     request.previous_hash = "of a plan that is withdrawn"
 
@@ -35,14 +35,14 @@ def test_a_rank_of_a_session_that_ended_with_its_plans_is_told_so(session_epoch:
         check_caller(request, WITHDRAWN)
 
 
-def test_a_rank_of_a_session_that_the_store_lost_is_told_what_the_store_has() -> None:
+def test_rank_of_a_lost_session_gets_what_the_store_has() -> None:
     request = wire.GetRequest(step=9, dp_world_size=1, session_epoch=4, previous_hash="of step 8")
 
     with pytest.raises(StoreBehindError, match=r"step 8 was delivered.*newest batch.*is 2"):
         check_caller(request, WITHDRAWN)
 
 
-def test_a_rank_is_told_of_the_session_that_has_begun_since() -> None:
+def test_rank_gets_the_name_of_the_newer_session() -> None:
     request = wire.GetRequest(step=3, dp_world_size=1, session_epoch=2)
 
     with pytest.raises(FencedError, match="trainer session 2 has ended, 3 has begun"):

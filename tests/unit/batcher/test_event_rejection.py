@@ -24,7 +24,7 @@ def entry(record: bytes, posted_for: str = "") -> EventEntry:
 
 
 @pytest.mark.parametrize("event", [SEAL, RewardPosted(key=KEY, reward=1.0)])
-def test_what_was_posted_for_its_own_trajectory_is_an_event(event: object) -> None:
+def test_event_posted_for_its_own_trajectory_is_accepted(event: object) -> None:
     record = encode_event(event)  # type: ignore[arg-type]  # one of the union
 
     assert read_entry(entry(record, "g/1/0")) == event

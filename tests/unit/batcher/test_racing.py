@@ -18,14 +18,14 @@ async def _fail() -> int:
     raise ValueError("failed")
 
 
-async def test_of_works_that_end_at_the_same_moment_the_first_one_counts() -> None:
+async def test_first_of_simultaneous_results_counts() -> None:
     # Which one counted was a matter of where they lay in memory.
     given = {await first_of(*map(_give, range(5))) for _ in range(100)}
 
     assert given == {0}
 
 
-async def test_a_work_that_fails_first_is_raised_and_the_others_are_over_by_then() -> None:
+async def test_first_failure_is_raised_after_the_others_have_ended() -> None:
     is_over = asyncio.Event()
 
     async def wait_for_ever() -> int:
@@ -41,7 +41,7 @@ async def test_a_work_that_fails_first_is_raised_and_the_others_are_over_by_then
     assert is_over.is_set()
 
 
-async def test_who_is_cancelled_again_while_the_others_end_still_waits_for_them() -> None:
+async def test_second_cancellation_still_waits_for_the_others() -> None:
     # They went on alone: one that connected meanwhile left its connection open.
     is_ending, may_end, is_over = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

@@ -18,7 +18,7 @@ def test_a_clock_that_is_read_often_is_steady_since_the_first_time() -> None:
     assert steady_s == [0, 0.5, 1.0, 1.5, 2.0]
 
 
-def test_a_silence_longer_than_the_tolerance_begins_anew() -> None:
+def test_silence_longer_than_the_tolerance_restarts_the_clock() -> None:
     clock = SteadyClock(tolerance_s=1.0)
     read(clock, server_s=5000, now_s=0)
 
@@ -29,7 +29,7 @@ def test_a_silence_longer_than_the_tolerance_begins_anew() -> None:
     assert (within, beyond, after) == (1.0, 0, 0.5)
 
 
-def test_a_jump_of_the_clock_begins_anew_in_either_direction() -> None:
+def test_clock_jump_in_either_direction_restarts_the_clock() -> None:
     for jump_s in (3600, -3600):
         clock = SteadyClock(tolerance_s=1.0)
         read(clock, server_s=5000, now_s=0)

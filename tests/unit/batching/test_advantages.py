@@ -74,7 +74,7 @@ def test_equal_rewards_give_exactly_zero(
 
 
 @pytest.mark.parametrize("estimator", WITHIN_A_GROUP)
-def test_case_37_the_only_member_of_a_group_gets_zero_or_its_raw_reward(
+def test_case_37_only_member_of_a_group_gets_zero_or_its_reward(
     estimator: Estimator,
 ) -> None:
     # The reference gives the raw score for GRPO (.999999) and MaxRL, and 0 for RLOO.
@@ -123,7 +123,7 @@ def slow_whitened(groups: list[GroupOutcomes], *, centred: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])
-def test_whitening_is_over_the_trained_tokens_of_all_groups(estimator: Estimator) -> None:
+def test_whitening_covers_the_trained_tokens_of_all_groups(estimator: Estimator) -> None:
     groups = [outcomes([1, 0], [5, 1]), outcomes([3, 1, 0.5], [2, 0, 4])]
 
     found = trajectory_advantages(groups, estimator=estimator)
@@ -133,7 +133,7 @@ def test_whitening_is_over_the_trained_tokens_of_all_groups(estimator: Estimator
     assert [len(part) for part in found] == [2, 3]
 
 
-def test_reinforce_pp_compares_with_the_batch_so_that_a_group_of_one_counts_too() -> None:
+def test_reinforce_pp_compares_with_the_batch_so_groups_of_one_count() -> None:
     groups = [outcomes([1], [1]), outcomes([0], [1])]
 
     found = trajectory_advantages(groups, estimator="reinforce_pp")
@@ -267,7 +267,7 @@ def test_gdpo_refuses_rewards_that_are_no_components(rewards: Any) -> None:
         trajectory_advantages([group], estimator="gdpo", component_weights=[1.0, 1.0])
 
 
-def test_gdpo_gives_a_group_of_nobody_nothing_as_the_others_do() -> None:
+def test_gdpo_returns_nothing_for_an_empty_group() -> None:
     groups = [outcomes([]), outcomes([[1, 0], [0, 2]])]
 
     nothing, some = trajectory_advantages(groups, estimator="gdpo", component_weights=[1.0, 2.0])

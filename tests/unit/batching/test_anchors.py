@@ -41,7 +41,7 @@ def test_an_anchor_is_the_same_64_bits_in_any_language(anchor: Any, kept: int | 
         ("\ud800", r"'\\ud800' is no valid Unicode"),
     ],
 )
-def test_what_is_no_anchor_is_refused_by_its_value(anchor: Any, says: str) -> None:
+def test_invalid_anchor_is_refused_with_its_value(anchor: Any, says: str) -> None:
     with pytest.raises(InvalidTurnError, match=f"^anchor: {says}"):
         anchor_hash(anchor)
 

@@ -68,7 +68,7 @@ def test_rows_come_in_the_order_of_the_plan() -> None:
     assert assembled.prompt_length.tolist() == [2, 2, 2]
 
 
-def test_case_18_every_row_has_the_status_of_its_trajectory_and_the_last_one_is_flagged() -> None:
+def test_case_18_rows_have_the_status_of_their_trajectory() -> None:
     # The reference writes the stop reason of the last turn of each row: "length" and "stop" here,
     # with flags False, True. A trajectory of ours ends once, by one reason.
     turns = [turn("ab", "CD"), turn("x", "Y"), turn("xyz", "U")]
@@ -99,7 +99,7 @@ def test_rows_carry_what_the_plan_says_of_their_trajectory() -> None:
     assert not assembled.is_padding[0]
 
 
-def test_every_row_of_a_trajectory_has_the_weight_that_was_planned_for_it() -> None:
+def test_rows_of_a_trajectory_have_their_planned_weight() -> None:
     key = TrajectoryKey("g", sample=0)
     plan, stored = planned(key, BROKEN, weights=(0.25, 0.75))
     group = GroupPlan(group_id="g", prompt_uid="", trajectories=(plan,))
@@ -109,7 +109,7 @@ def test_every_row_of_a_trajectory_has_the_weight_that_was_planned_for_it() -> N
     assert (assembled.weight.dtype, assembled.weight.tolist()) == (np.float32, [0.25, 0.75])
 
 
-def test_no_token_of_a_masked_trajectory_is_trained_and_all_of_them_are_there() -> None:
+def test_masked_trajectory_keeps_all_tokens_and_trains_none() -> None:
     masked, free = (TrajectoryKey("g", sample=sample) for sample in (0, 1))
     turns = [turn("ab", "CdE", logprobs=-0.5, rewards=1.0), turn("xy", "ZU", logprobs=-0.5)]
     whole, stored = planned(free, turns)
@@ -329,7 +329,7 @@ def test_cutting_and_joining_is_the_identity(texts: list[str], data: st.DataObje
 
 
 @given(st.lists(trees() | chains(), min_size=1, max_size=4))
-def test_what_was_stored_assembles_to_what_the_whole_turns_merge_to(
+def test_stored_turns_assemble_to_the_merge_of_whole_turns(
     episodes: list[tuple[Turn, ...]],
 ) -> None:
     group, payload = build(*episodes)

@@ -129,7 +129,7 @@ def test_advantages_of_another_type_are_refused_in_every_layout(layout: str) -> 
 
 
 @pytest.mark.parametrize("mode", get_args(Aggregation))
-def test_case_28_a_mini_batch_without_a_trained_token_goes_on_with_a_loss_of_zero(
+def test_case_28_mini_batch_without_a_trained_token_has_zero_loss(
     mode: Aggregation,
 ) -> None:
     # The reference warns that this may lead to NaN; ours warns in `batching.report`.

@@ -44,7 +44,7 @@ def test_the_trained_tokens_of_every_row_are_counted() -> None:
     assert columns.num_trained() == [3, 0]
 
 
-def test_runs_of_one_version_are_one_run_of_their_row_and_empty_ones_none() -> None:
+def test_version_runs_of_a_row_are_joined_and_empty_ones_dropped() -> None:
     given = [
         replace(turn("ab", "CD"), version_runs=(VersionRun(3, 1), VersionRun(3, 1))),
         replace(turn("abcd", ""), version_runs=(VersionRun(4, 0),)),

@@ -25,7 +25,7 @@ def test_takes_every_estimator_that_a_plan_can_compute(estimator: str) -> None:
     assert make(estimator=estimator, component_weights=weights).estimator == estimator
 
 
-def test_refuses_by_name_an_estimator_that_needs_more_than_the_plan_knows() -> None:
+def test_estimator_that_needs_more_than_the_plan_has_is_refused() -> None:
     with pytest.raises(
         UnsupportedEstimatorError,
         match=r"^gae: it needs a critic's value .* turnstream\.batching\.scoring\.token_adv",
@@ -166,7 +166,7 @@ def test_refuses_a_constant_length_without_its_constant() -> None:
     ],
 )
 @pytest.mark.parametrize("row_weights", ["per_trajectory", "rollout_mean"])
-def test_refuses_weights_of_rows_where_the_loss_is_not_divided_by_their_sum(
+def test_row_weights_without_division_by_their_sum_are_refused(
     aggregation: str, reason: str, row_weights: str
 ) -> None:
     with pytest.raises(InvalidConfigError, match=f"^row_weights: '{row_weights}' .*{reason}"):
@@ -228,7 +228,7 @@ def test_refuses_to_refuse_long_rows_without_a_limit() -> None:
         ),
     ],
 )
-def test_refuses_settings_of_long_responses_that_do_nothing_or_do_not_go_together(
+def test_useless_or_contradicting_settings_of_long_responses_are_refused(
     field: str, fields: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(InvalidConfigError, match=f"^{field}: .*{reason}"):
@@ -277,7 +277,7 @@ def test_a_pass_costs_by_the_model_and_the_alignment_of_the_run(model: CostModel
     assert config.budget == Budget(limit=64, model=model, alignment=4)
 
 
-def test_the_groups_of_a_batch_are_chosen_by_an_event_where_age_or_order_count() -> None:
+def test_event_chooses_groups_if_age_or_order_count() -> None:
     assert not make().chooses_by_event
     assert make(selection="oldest_weights").chooses_by_event
     assert make(max_age_policy="mask").chooses_by_event
@@ -309,9 +309,7 @@ def test_a_refusal_survives_pickling() -> None:
         ({"surplus": "sell"}, "surplus"),
     ],
 )
-def test_refuses_by_name_deadlines_and_policies_that_cannot_work(
-    fields: dict[str, Any], field: str
-) -> None:
+def test_impossible_deadlines_and_policies_are_refused(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidConfigError, match=f"^{field}: "):
         make(**fields)
 

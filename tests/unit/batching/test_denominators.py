@@ -289,7 +289,7 @@ def test_a_trajectory_without_a_trained_token_changes_no_other_ones_scale(
     assert scales(with_masked) == [*scales(without), 0, 0]
 
 
-def test_a_pad_counted_as_a_sequence_or_with_a_live_token_gives_the_known_wrong_answers() -> None:
+def test_pads_counted_as_sequences_or_tokens_give_the_known_errors() -> None:
     right = count_denominators([ABC], length_constant=0)
     losses = [sum(own) for own in LOSSES], [sum(own) / len(own) for own in LOSSES]
 

@@ -84,7 +84,7 @@ def split_batches(draw: st.DrawFn) -> Rows:
     st.integers(1, 3),
     st.randoms(),
 )
-def test_with_every_weight_of_rows_the_loss_depends_on_no_cut_and_no_order(
+def test_loss_with_any_row_weights_is_independent_of_cut_and_order(
     batch: Rows,
     setting: tuple[RowWeights, Aggregation],
     dp_world_size: int,

@@ -160,7 +160,7 @@ def test_a_reward_that_no_seal_awaits_changes_nothing() -> None:
     assert (ended.result.num_trajectories, ended.result.best) == (1, 0.5)
 
 
-def test_what_is_posted_is_added_to_what_the_seal_said() -> None:
+def test_posted_reward_is_added_to_the_sealed_one() -> None:
     said = dataclasses.replace(
         sealed("e", reward=0.75), awaits_reward=True, reward_components={"format": 0.5}
     )
@@ -173,7 +173,7 @@ def test_what_is_posted_is_added_to_what_the_seal_said() -> None:
     assert by_components.result.best == 0.5 + 2 * 0.25
 
 
-def test_what_is_sealed_after_the_end_is_surplus_and_changes_nothing() -> None:
+def test_seal_after_the_end_is_surplus_and_changes_nothing() -> None:
     end, late = DeadlineFired(group_id="e"), sealed("e", sample=1)
     rest = [RewardPosted(key=TrajectoryKey("e", 1), reward=1.0), abandoned(1), end]
 
@@ -200,7 +200,7 @@ def test_the_end_of_another_attempt_loses_no_member() -> None:
     assert (len(ended.keys), ended.result.num_lost) == (2, 0)
 
 
-def test_a_sample_that_nobody_asked_for_is_surplus_though_its_writer_left_it_before() -> None:
+def test_unrequested_sample_is_surplus_even_if_abandoned_before() -> None:
     stranger = sealed("e", sample=7)
 
     _, (dropped,) = fold([opened(), abandoned(7), stranger])
@@ -208,14 +208,14 @@ def test_a_sample_that_nobody_asked_for_is_surplus_though_its_writer_left_it_bef
     assert (dropped.key, dropped.state) == (stranger.key, TrajectoryState.SURPLUS)
 
 
-def test_an_event_that_is_heard_again_changes_nothing() -> None:
+def test_repeated_event_changes_nothing() -> None:
     once = [opened(), sealed("e", reward=1.0), sealed("e", sample=1, reward=0.0)]
     twice = [each for event in once for each in (event, event)]
 
     assert fold(twice)[1] == fold(once)[1]
 
 
-def test_an_opening_that_is_heard_again_later_begins_nothing_anew() -> None:
+def test_repeated_opening_restarts_nothing() -> None:
     first, second = sealed("e", reward=1.0), sealed("e", sample=1, reward=0.0)
 
     state, (ended,) = fold([opened(), first, opened(), second, opened()])

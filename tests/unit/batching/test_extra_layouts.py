@@ -52,7 +52,7 @@ def test_left_padded_columns_end_in_the_last_column() -> None:
     assert lists(placed["style"]) == [7, 0]
 
 
-def test_case_11_routes_stand_at_the_first_tokens_and_the_dummy_everywhere_else() -> None:
+def test_case_11_routes_are_at_the_first_tokens_with_dummies_elsewhere() -> None:
     # As in the reference: lengths 2 + 1 with 2 captured, and 1 + 3 with 4.
     captured = extra_column("first_tokens", np.full((6, 1, 2), 3, np.uint8), [0, 2, 6])
     batch = rows("abC", "a|bcd", extras={"routes": captured})
@@ -224,7 +224,7 @@ def packed_slowly(
 
 
 @given(batch=batches())
-def test_what_is_missing_is_what_was_not_captured(batch: Rows) -> None:
+def test_missing_mask_marks_uncaptured_values(batch: Rows) -> None:
     width = int(batch.input_ids.lengths.max(initial=0)) + 1
 
     placed = left_padded_extras(batch, width=width, response_width=width)

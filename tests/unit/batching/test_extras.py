@@ -87,7 +87,7 @@ def test_a_token_has_the_choice_of_the_first_turn_that_captured_it() -> None:
     assert row.extras["routes"].ends == (2, 4)
 
 
-def test_a_turn_that_was_not_captured_leaves_no_gap_once_a_later_one_was() -> None:
+def test_uncaptured_turn_leaves_no_gap_after_a_later_capture() -> None:
     optional = replace(ROUTES, is_optional=True)
     turns = [
         with_columns(turn("ab", "C"), routes=routes(1, 2)),
@@ -115,7 +115,7 @@ def test_images_concatenate_in_order_and_travel_once() -> None:
     assert row.extras["images"].values.tolist() == images(1, 2, 3).tolist()
 
 
-def test_a_turn_that_gives_no_items_keeps_those_of_the_tokens_it_shares() -> None:
+def test_turn_without_items_keeps_those_of_its_shared_tokens() -> None:
     first = with_columns(turn("ab", "C"), images=images(1))
     turns = [first, turn("abcd", "E"), turn("abx", "Y"), turn("qr", "S")]
 
@@ -134,7 +134,7 @@ def test_a_row_may_get_its_first_items_in_a_later_turn() -> None:
     assert column_of(rows, "images") == [images(1).tolist()]
 
 
-def test_a_prompt_that_parts_within_one_that_brought_no_new_items_keeps_those() -> None:
+def test_prompt_that_diverges_in_a_turn_without_new_items_keeps_them() -> None:
     turns = [
         with_columns(turn("ab", "C"), images=images(1)),
         turn("abcde", "F"),
@@ -147,7 +147,7 @@ def test_a_prompt_that_parts_within_one_that_brought_no_new_items_keeps_those() 
     assert column_of(rows, "images") == [images(1).tolist()] * 2
 
 
-def test_a_turn_that_was_stored_without_items_has_none_and_takes_none_over() -> None:
+def test_turn_stored_without_items_has_none_and_inherits_none() -> None:
     index = ExtraIndex([IMAGES, replace(TEACHER, is_optional=True)])
     first = with_columns(turn("ab", "C"), images=images(1))
     index.add(first, index.link(first, [PrefixMatch(NO_PARENT, 0)]))
@@ -159,7 +159,7 @@ def test_a_turn_that_was_stored_without_items_has_none_and_takes_none_over() -> 
     assert index.as_stored(first).extras["images"].tolist() == images(1).tolist()
 
 
-def test_a_prompt_that_parts_within_one_that_brought_items_has_to_say_which_it_keeps() -> None:
+def test_prompt_that_diverges_in_a_turn_with_items_must_name_its_own() -> None:
     first = with_columns(turn("ab", "C"), images=images(1))
 
     with pytest.raises(InvalidTurnError, match=r"^extras\['images'\]: is missing: .* turn 0"):
@@ -181,7 +181,7 @@ def test_case_21_routes_and_images_are_carried_through_the_merge() -> None:
     assert row.extras["images"].values.tolist() == images(1, 2).tolist()
 
 
-def test_another_image_behind_the_same_tokens_begins_a_row_of_its_own() -> None:
+def test_other_image_after_equal_tokens_starts_its_own_row() -> None:
     turns = [
         with_columns(turn("ab", "C"), images=images(1)),
         with_columns(turn("abcd", "E"), images=images(2)),
@@ -195,7 +195,7 @@ def test_another_image_behind_the_same_tokens_begins_a_row_of_its_own() -> None:
     assert column_of(rows, "images") == [images(1).tolist(), images(2).tolist()]
 
 
-def test_case_11_a_negative_choice_is_refused_by_name() -> None:
+def test_case_11_negative_choice_is_refused() -> None:
     # Only the largest was looked at: -1 was stored as expert 255.
     one = with_columns(turn("ab", "C"), routes=routes(1, -1))
 
@@ -204,7 +204,7 @@ def test_case_11_a_negative_choice_is_refused_by_name() -> None:
             refuse([one], extra_columns=[ROUTES])
 
 
-def test_choices_behind_the_shared_tokens_are_the_turn_s_own() -> None:
+def test_choices_after_the_shared_tokens_belong_to_the_turn() -> None:
     # The parent has the choices of three tokens; two of them are shared.
     parent = with_columns(turn("ab", "C"), routes=routes(1, 2, 3))
     child = with_columns(turn("abx", "Y"), routes=routes(4, 5, 6))
@@ -216,7 +216,7 @@ def test_choices_behind_the_shared_tokens_are_the_turn_s_own() -> None:
     assert column_of(rows, "routes")[1] == routes(1, 2, 6).tolist()
 
 
-def test_what_was_cut_away_is_put_back_whole_in_the_declared_type() -> None:
+def test_cut_values_are_restored_in_the_declared_type() -> None:
     positions = np.arange(15, dtype=np.int32).reshape(5, 3)
     declared = [IMAGES, POSITIONS, ROUTES]
     turns = [
@@ -238,7 +238,7 @@ def test_what_was_cut_away_is_put_back_whole_in_the_declared_type() -> None:
         whole_extras([replace(stored[0], extras={}), stored[1]], [IMAGES])
 
 
-def test_a_column_without_values_comes_back_empty_or_left_out_as_it_may_be() -> None:
+def test_column_without_values_returns_empty_or_missing() -> None:
     optional = replace(TEACHER, is_optional=True)
     stored = store_turns([turn("ab", "C")], extra_columns=[IMAGES, optional])
 
@@ -283,7 +283,7 @@ def test_values_that_no_earlier_turn_holds_are_not_made_whole(held: int | None) 
         whole_extras(stored, [replace(IMAGES, is_optional=True)])
 
 
-def test_of_rows_with_equal_tokens_the_one_with_the_same_image_goes_on() -> None:
+def test_row_with_the_same_image_is_continued_among_equal_tokens() -> None:
     # The tokens name one row of the two, and that one shows another image.
     given = [("ab", "C", 1), ("ab", "C", 2), ("abcx", "Y", 1), ("abcx", "Z", 2)]
     turns = [with_columns(turn(p, r), images=images(number)) for p, r, number in given]
@@ -294,7 +294,7 @@ def test_of_rows_with_equal_tokens_the_one_with_the_same_image_goes_on() -> None
     assert column_of(rows, "images") == [images(1).tolist(), images(2).tolist()]
 
 
-def test_items_of_a_turn_further_up_are_not_taken_for_those_of_the_parent() -> None:
+def test_items_of_an_earlier_ancestor_are_not_those_of_the_parent() -> None:
     given = [("ab", "C", 1), ("abx", "Y", 2), ("abxq", "Z", 1)]
     turns = [with_columns(turn(p, r), images=images(number)) for p, r, number in given]
 
@@ -304,7 +304,7 @@ def test_items_of_a_turn_further_up_are_not_taken_for_those_of_the_parent() -> N
     assert column_of(rows, "images") == [images(number).tolist() for *_, number in given]
 
 
-def test_case_21_a_value_per_row_that_differs_is_refused_by_column_and_turns() -> None:
+def test_case_21_differing_value_per_row_is_refused_with_column_and_turns() -> None:
     # This a merge cannot carry. The reference refuses the columns that it knows, and no other.
     turns = [
         with_columns(turn("ab", "C"), style=np.array([1], np.int8)),
@@ -354,7 +354,7 @@ def test_a_turn_whose_columns_are_not_as_declared_is_refused(
 
 
 @pytest.mark.parametrize("declared", [(), (TEACHER,)])
-def test_case_21_a_column_that_no_run_declares_is_refused_by_name(declared: Any) -> None:
+def test_case_21_undeclared_column_is_refused(declared: Any) -> None:
     # The reference refuses to merge beside routes and images, and drops whatever else a row has.
     undeclared = with_columns(turn("ab", "C"), routes=routes(1))
 

@@ -35,7 +35,7 @@ def test_the_first_token_of_a_row_is_scored_by_none() -> None:
     assert made.scoring_tokens_M.tolist() == [0, -1, 2]
 
 
-def test_what_keeps_its_type_is_not_copied() -> None:
+def test_array_of_the_right_type_is_not_copied() -> None:
     batch = rows("abC", "aB")
     assert batch.logprobs is not None
 

@@ -52,7 +52,7 @@ def test_taken_rows_have_their_own_values(mini: MiniBatch, data: st.DataObject):
 
 
 @given(mini=mini_batches() | operation_mini_batches())
-def test_every_rank_s_share_travels_and_the_shares_make_the_mini_batch_again(mini: MiniBatch):
+def test_shares_of_all_ranks_join_to_the_mini_batch(mini: MiniBatch):
     numbers = np.arange(len(mini.rows), dtype=np.int64)
     real = replace(mini.rows, row_id=np.where(mini.rows.is_padding, -1 - numbers, numbers))
     real = take_rows(real, np.flatnonzero(~real.is_padding).tolist())

@@ -64,7 +64,7 @@ def test_every_layout_has_the_same_ones(batch: Rows, data: st.DataObject):
 
 
 @given(batch=scored_rows())
-def test_one_number_per_row_is_the_same_as_that_number_at_every_token(batch: Rows):
+def test_number_per_row_equals_that_number_at_every_token(batch: Rows):
     per_token = np.repeat(batch.advantage, batch.loss_mask.lengths)
 
     spread = replace(batch, advantages=Ragged(per_token, batch.loss_mask.offsets))

@@ -50,7 +50,7 @@ def test_case_1_rows_end_in_the_last_column() -> None:
     assert padded.loss_mask_BR.tolist() == [[0, 0, 1], [1, 0, 1]]
 
 
-def test_case_2_the_width_is_the_longest_row_and_not_the_longest_of_both_parts() -> None:
+def test_case_2_width_is_the_longest_row() -> None:
     # Prompts and responses of (2, 10) and (9, 1): 12 columns, where two blocks would need 19.
     padded = pad(numbered(([1] * 2, [2] * 10), ([1] * 9, [2])))
 
@@ -128,7 +128,7 @@ def test_positions_count_from_the_first_real_token() -> None:
     assert padded.position_ids_BT.dtype == np.int64
 
 
-def test_case_9_a_row_as_long_as_the_width_fits_and_one_longer_is_refused() -> None:
+def test_case_9_row_longer_than_the_width_is_refused() -> None:
     # The reference is as wide as its longest row, and above its limit warns once; nothing is cut.
     batch = rows("ab|CD", "abc|D")
 

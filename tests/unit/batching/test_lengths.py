@@ -47,7 +47,7 @@ MASKING = replace(config(), mask_truncated=True)
 
 
 @pytest.mark.parametrize("status", Status)
-def test_what_was_cut_off_is_masked_where_the_run_says_so(status: Status) -> None:
+def test_truncated_response_is_masked_if_configured(status: Status) -> None:
     trajectory = sealed(status=status)
 
     assert is_masked(trajectory, MASKING) == (status in (Status.TRUNCATED, Status.ABORTED))
@@ -55,7 +55,7 @@ def test_what_was_cut_off_is_masked_where_the_run_says_so(status: Status) -> Non
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(9, False), (10, False), (11, True)])
-def test_what_is_too_long_is_masked_by_its_response_tokens_in_all_turns(
+def test_overlong_is_judged_by_response_tokens_of_all_turns(
     num_tokens: int, expected: bool
 ) -> None:
     of = replace(MASKING, overlong_length=10)
@@ -125,7 +125,7 @@ def test_rewards_that_differ_by_the_penalty_alone_are_some_variance() -> None:
     assert fold.num_ready == 1
 
 
-def test_a_group_goes_on_without_the_member_that_is_too_long() -> None:
+def test_group_continues_without_its_overlong_member() -> None:
     fold = RunFold(refusing(14))
     fold.apply("1-0", GroupOpened(group_id="g", prompt_uid="", num_samples=3))
     fold.apply("2-0", sealed("g", sample=0))

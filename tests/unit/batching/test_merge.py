@@ -112,7 +112,7 @@ def test_case_21_without_logprobs_there_are_none() -> None:
     assert row.logprobs is None
 
 
-def test_case_21_a_turn_without_logprobs_beside_one_with_has_nan_where_it_is_trained() -> None:
+def test_case_21_trained_turn_without_logprobs_has_nan() -> None:
     (row,) = merge_turns([turn("ab", "CdE"), turn("abcdef", "G", logprobs=-0.3)])
 
     assert row.logprobs is not None
@@ -138,7 +138,7 @@ def test_case_23_what_belongs_to_a_turn_comes_back_with_it() -> None:
     assert [t.version_runs for t in split_sequences(rows)] == [t.version_runs for t in turns]
 
 
-def test_case_23_the_seconds_of_a_turn_stand_on_its_own_last_token_by_name() -> None:
+def test_case_23_seconds_of_a_turn_are_on_its_last_token() -> None:
     # {"llm": [.5, .75, 1.], "env": [.25, .5, 2.]}: the reference fails with KeyError: 0.
     seconds = {"llm_s": (0.5, 0.75, 1.0), "env_s": (0.25, 0.5, 2.0)}
     declared = [
@@ -184,19 +184,19 @@ def test_a_branch_trains_the_shared_turn_once() -> None:
     assert spell(rows) == ["abCDeF", "abcdxY"]
 
 
-def test_samples_of_one_context_make_a_row_each_and_one_goes_on() -> None:
+def test_samples_of_one_context_make_a_row_each_and_one_continues() -> None:
     rows = merge_turns([turn("ab", "CD"), turn("ab", "CE"), turn("abcef", "G")])
 
     assert spell(rows) == ["abCD", "abCEfG"]
 
 
-def test_of_two_equal_rows_the_newest_is_gone_on_with() -> None:
+def test_newest_of_two_equal_rows_is_continued() -> None:
     rows = merge_turns([turn("ab", "CD"), turn("ab", "CD"), turn("abcde", "F")])
 
     assert [row.turns for row in rows] == [(0,), (1, 2)]
 
 
-def test_a_turn_that_samples_nothing_is_gone_on_with() -> None:
+def test_turn_without_a_response_is_continued() -> None:
     # The row of a partial response whose continuation was aborted before its first token was left,
     # and a second begun: one more sequence in every mean over sequences.
     rows = merge_turns([turn("ab", "C"), turn("abc", ""), turn("abcd", "E")])

@@ -165,7 +165,7 @@ shares = st.integers(1, 9).flatmap(
 
 
 @given(shares, budgets)
-def test_every_row_is_in_one_pass_within_the_budget_and_ranks_have_as_many(
+def test_rows_are_in_one_pass_within_the_budget_with_equal_rank_counts(
     lengths: list[list[int]], budget: Budget
 ) -> None:
     by_rank = plan_passes(lengths, budget=budget)

@@ -36,7 +36,7 @@ def lengths_of(share: Rows) -> list[int]:
 # the numbered cases
 
 
-def test_case_31_one_row_over_eight_ranks_is_one_real_row_and_seven_inert_ones() -> None:
+def test_case_31_one_row_over_eight_ranks_adds_seven_inert_ones() -> None:
     # The reference makes eight rows of the same tokens with masks 1,0,0,0,0,0,0,0.
     parts = shares(rows("abC"), 8)
 
@@ -52,7 +52,7 @@ def test_case_31_five_rows_over_four_ranks_are_two_rows_each() -> None:
     assert sum(int(part.is_padding.sum()) for part in parts) == 3
 
 
-def test_case_31_the_padding_of_a_mini_batch_is_no_row_of_it() -> None:
+def test_case_31_padding_of_a_mini_batch_is_no_row() -> None:
     # The reference pads with a copy of the mini-batch's row 0.
     # Over two ranks it makes [[row0],[row0 pad]] of the first of these, and [[row1],[row2]].
     first, second = rows("abC"), rows("abcD", "aB", first_row_id=1)
@@ -89,7 +89,7 @@ def test_case_32_an_inert_row_is_empty_in_every_column() -> None:
     assert inert.logprobs.values.tolist() == [0, 0]
 
 
-def test_case_32_three_rows_become_five_and_the_real_ones_stay_as_they_are() -> None:
+def test_case_32_three_rows_become_five_and_real_ones_stay() -> None:
     # Of these the reference makes five of which two are row 0, with masks of 0 and a pad_size of 2
     # in the metadata; of ours the rows themselves say so.
     batch = rows("abC", "abCDEF", "xY")
@@ -125,7 +125,7 @@ def _arrays(column: Any) -> list[np.ndarray[Any, Any]]:
     return [column.values, column.offsets] if hasattr(column, "offsets") else []
 
 
-def test_case_32_an_inert_row_has_the_dummy_routes_and_no_route_of_its_own() -> None:
+def test_case_32_inert_row_has_only_dummy_routes() -> None:
     # As in the reference: experts 0 .. topk-1, and the router mask set on all of the row.
     routes = extra_column("first_tokens", np.full((2, 1, 2), 3, np.uint8), [0, 2])
     (_, padded) = shares(rows("abC", extras={"routes": routes}), 2)
@@ -138,7 +138,7 @@ def test_case_32_an_inert_row_has_the_dummy_routes_and_no_route_of_its_own() -> 
     assert placed.values.dtype == np.uint8
 
 
-def test_case_32_inert_rows_have_no_advantage_and_no_weight_per_token_either() -> None:
+def test_case_32_inert_rows_have_no_advantage_and_no_token_weight() -> None:
     # The reference copies the advantages of row 0.
     one = Ragged.from_rows([[7.0]], np.float32)
     (_, padded) = shares(replace(rows("abC"), advantages=one, token_weights=one), 2)
@@ -347,7 +347,7 @@ def test_ranks_are_cut_by_the_better_of_both_methods() -> None:
     assert largest_part(ranks, lengths) == 46
 
 
-def test_ranks_are_cut_by_what_rows_cost_and_not_by_their_tokens_alone() -> None:
+def test_ranks_are_cut_by_cost_and_not_by_tokens_alone() -> None:
     lengths = [100, 60, 59, 41, 10, 10, 10, 10]
     squares = [length**2 for length in lengths]
     budget = Budget(limit=0, model="quadratic", a=0.0, b=1.0)
@@ -359,7 +359,7 @@ def test_ranks_are_cut_by_what_rows_cost_and_not_by_their_tokens_alone() -> None
     assert largest_part(by_cost, squares) == 10_300
 
 
-def test_the_share_of_a_rank_is_cut_by_the_budget_that_its_passes_are() -> None:
+def test_share_of_a_rank_is_cut_by_its_pass_budget() -> None:
     batch = rows(*("x" * length for length in (100, 60, 59, 41, 10, 10, 10, 10)))
     budget = Budget(limit=0, model="quadratic", a=0.0, b=1.0)
 
@@ -372,7 +372,7 @@ def test_the_share_of_a_rank_is_cut_by_the_budget_that_its_passes_are() -> None:
         assert lengths_of(share) == ([100, 10, 10, 10], [60, 59, 41, 10])[dp_rank]
 
 
-def test_the_same_rows_give_the_same_share_whoever_cuts() -> None:
+def test_equal_rows_give_equal_shares_on_every_process() -> None:
     again = replace(FIVE, row_id=FIVE.row_id.copy())
 
     for ours, theirs in zip(shares(FIVE, 3), shares(again, 3), strict=True):

@@ -59,7 +59,7 @@ def test_case_47_operations_of_different_losses_have_passes_of_their_own() -> No
     assert names(operations_by_pass(calls)) == [["a", "c"], ["b"], ["d"], ["e"]]
 
 
-def test_case_47_an_operation_is_answered_with_its_own_sums_and_not_those_of_the_pass() -> None:
+def test_case_47_operation_is_answered_with_its_own_sums() -> None:
     # The reference answers both with the sum of the pass, 7, which a client that sums its chunks
     # counts twice.
     shared = operation_rows([operation("a", scored(2), scored(1)), operation("b")], first_row_id=5)
@@ -146,7 +146,7 @@ def test_an_operation_without_name_data_or_known_loss_is_refused(
         check_operation(Operation(request_id=request_id, loss=loss, data=data))
 
 
-def test_weights_that_are_not_given_are_1_and_zeros_make_no_row_inert() -> None:
+def test_missing_weights_are_one_and_zeros_make_no_row_inert() -> None:
     calls = [operation("a", datum(2), datum(1, weights=[0]), loss="cross_entropy")]
 
     made = operation_rows(calls, first_row_id=0)
@@ -174,7 +174,7 @@ def windows(draw: st.DrawFn) -> list[Operation]:
 
 
 @given(windows())
-def test_every_datum_is_one_row_of_one_pass_and_travels_as_it_is(calls: list[Operation]) -> None:
+def test_every_datum_is_one_row_of_one_pass_unchanged(calls: list[Operation]) -> None:
     found: dict[tuple[str, int], list[list[Any]]] = {}
     for own in operations_by_pass(calls):
         for each in own:

@@ -30,7 +30,7 @@ def values_of(parts: Mapping[int, NDArray[np.float32]]) -> dict[int, list[float]
     return {row_id: values.tolist() for row_id, values in parts.items()}
 
 
-def test_case_46_a_padded_pass_gives_exactly_the_responses_and_no_padding_row() -> None:
+def test_case_46_padded_pass_returns_exactly_the_responses() -> None:
     # Response lengths 3, 1 and 2 in one pass of four rows over two ranks. The reference cuts what
     # came back to the length of the batch, by position.
     batch = rows("abCDE", "abC", "abCD")
@@ -149,7 +149,7 @@ def test_values_of_another_shape_than_the_rows_are_refused() -> None:
 
 
 @given(st.data(), scored_rows())
-def test_every_layout_gives_back_what_was_laid_out(data: st.DataObject, batch: Rows) -> None:
+def test_every_layout_returns_its_values(data: st.DataObject, batch: Rows) -> None:
     numbers = np.arange(1, len(batch.rewards.values) + 1, dtype=np.float32)
     first_of_empty = (batch.prompt_length == 0) & (batch.rewards.lengths > 0)
     numbers[batch.rewards.offsets[:-1][first_of_empty]] = np.nan
@@ -189,7 +189,7 @@ def test_every_layout_gives_back_what_was_laid_out(data: st.DataObject, batch: R
         assert_same(join_by_row_id(parts, batch), expected)
 
 
-def test_values_of_several_numbers_per_token_are_joined_with_zeros_in_inert_rows() -> None:
+def test_vector_values_per_token_are_joined_with_zeros_in_inert_rows() -> None:
     # The zeros of an inert row had one number per token whatever the others had.
     batch = rows("aB", "a|b", "aBC", is_padding=[False, True, False])
     parts = [{0: np.ones((1, 3), np.float32)}, {2: np.full((2, 3), 2, np.float32)}]

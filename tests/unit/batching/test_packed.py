@@ -26,7 +26,7 @@ def pack_all(batch: Rows, *, alignment: int = 1) -> Packed:
     return only
 
 
-def test_rows_stand_one_behind_the_other_with_positions_from_0() -> None:
+def test_rows_follow_each_other_with_positions_from_0() -> None:
     made = pack_all(rows("abC", "aB"))
 
     assert made.input_ids_N.tolist() == [97, 98, 99, 97, 98]
@@ -76,7 +76,7 @@ def test_bins_of_nothing_are_empty() -> None:
     assert (empty.cu_seqlens.tolist(), empty.max_length) == ([0], 0)
 
 
-def test_a_row_that_trains_its_first_token_is_refused_by_name() -> None:
+def test_row_that_trains_its_first_token_is_refused() -> None:
     # It would be scored by the last token of another row.
     with pytest.raises(BatchingError, match="row 1 trains its first token"):
         pack_all(rows("aB", "AB"))
@@ -195,7 +195,7 @@ def test_more_slots_than_int32_counts_are_refused() -> None:
 
 
 @given(scored_rows())
-def test_what_is_trained_lies_inside_its_row_in_every_layout(batch: Rows) -> None:
+def test_trained_slots_are_inside_their_row_in_every_layout(batch: Rows) -> None:
     width = int(batch.input_ids.lengths.max(initial=0))
     response_width = int(batch.loss_mask.lengths.max(initial=0))
     num_trained = int(batch.loss_mask.values.sum())

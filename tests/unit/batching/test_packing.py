@@ -74,7 +74,7 @@ def test_modified_first_fit_decreasing_pairs_large_rows_with_the_largest_medium_
     assert bins == [[0, 2], [1, 3, 6], [4, 5]]
 
 
-def test_modified_first_fit_decreasing_adds_two_small_rows_where_no_medium_one_went() -> None:
+def test_modified_first_fit_decreasing_adds_two_small_rows_without_a_medium_one() -> None:
     # Capacity 20: 11 is large; 4, 4 and 5 are small (above 3, at most 6).
     lengths = [11, 4, 4, 5]
 
@@ -109,7 +109,7 @@ def test_edge_case_42_bins_grow_by_splitting_the_fullest() -> None:
     assert grow_bins(packed, lengths, multiple_of=4) == [[0], [3, 4], [1, 5, 6], [2]]
 
 
-def test_edge_case_42_an_even_packer_of_the_reference_keeps_to_its_cap_by_chance() -> None:
+def test_edge_case_42_even_packer_of_the_reference_is_capped_by_chance() -> None:
     # Its soft cap gives [[0,2],[1,3],[4]]; ours packs for the cap first, and levels then.
     [passes] = plan_passes([[5, 5, 3, 3, 2]], budget=Budget(limit=8, model="packed"))
 
@@ -141,7 +141,7 @@ def test_edge_case_44_bins_grow_to_the_number_of_ranks() -> None:
     assert grow_bins(bins, [4, 3, 2, 1], multiple_of=2) == [[0], [1], [3], [2]]
 
 
-def test_a_row_above_the_capacity_is_refused_by_name() -> None:
+def test_row_above_the_capacity_is_refused() -> None:
     with pytest.raises(RowTooLongError) as caught:
         pack([4, 11], capacity=10)
 
@@ -158,7 +158,7 @@ def test_refuses_a_capacity_or_alignment_below_one(capacity: int, alignment: int
         pack([1], capacity=capacity, alignment=alignment)
 
 
-def test_refuses_an_empty_row_by_name() -> None:
+def test_empty_row_is_refused() -> None:
     with pytest.raises(BatchingError, match="row 1 has 0 tokens"):
         pack([1, 0], capacity=4)
 
@@ -169,9 +169,7 @@ def test_refuses_to_grow_beyond_the_number_of_rows() -> None:
 
 
 @given(lengths=rows, method=st.sampled_from(METHODS))
-def test_every_row_is_in_one_bin_and_no_bin_is_above_the_capacity(
-    lengths: list[int], method: Method
-) -> None:
+def test_every_row_is_in_one_bin_within_the_capacity(lengths: list[int], method: Method) -> None:
     bins = pack(lengths, capacity=60, method=method)
 
     assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))

@@ -51,7 +51,7 @@ def test_a_manifest_says_which_batch_it_is() -> None:
     assert (manifest.config_revision, manifest.assembly_version) == (2, ASSEMBLY_VERSION)
 
 
-def test_the_last_event_is_the_latest_in_the_stream_and_not_in_the_alphabet() -> None:
+def test_last_event_is_the_latest_in_the_stream() -> None:
     events = ["99-0", "100-0", "100-10", "100-9"]
 
     manifest = plan(*[ready(str(i), rewards=[1, 0], event=e) for i, e in enumerate(events)])
@@ -107,7 +107,7 @@ def test_merging_changes_no_advantage() -> None:
     assert advantages[0] == advantages[1]
 
 
-def test_case_30_mini_batches_are_cut_by_group_however_many_rows_they_have() -> None:
+def test_case_30_mini_batches_are_cut_by_group_with_any_rows() -> None:
     # Groups of 4, 2, 3 and 2 rows, two groups each: rows (0, 6) and (6, 11).
     groups = [ready(f"p{i}", rewards=[1.0] * n) for i, n in enumerate([4, 2, 3, 2])]
 
@@ -305,7 +305,7 @@ def test_case_36_inert_rows_change_no_row_and_no_average() -> None:
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])
-def test_the_number_of_updates_follows_from_the_groups_and_not_from_their_rows(
+def test_number_of_updates_follows_from_the_groups(
     num_turns: int,
 ) -> None:
     groups = [

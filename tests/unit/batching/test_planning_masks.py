@@ -48,7 +48,7 @@ CUT_OFF = [
     ("masked_reward", "advantages"),
     [("keep", [1.0, 0.0, -1.0]), ("leave_out", [0.707106, -0.707106, 0.0])],
 )
-def test_the_reward_of_a_masked_trajectory_is_in_the_baseline_only_if_the_run_keeps_it(
+def test_masked_trajectory_counts_in_the_baseline_only_if_configured(
     masked_reward: Any, advantages: list[float]
 ) -> None:
     manifest = plan(ready("a", *CUT_OFF), of=replace(MASKING, masked_reward=masked_reward))
@@ -69,7 +69,7 @@ def test_a_masked_trajectory_is_in_the_batch_and_in_no_denominator() -> None:
     assert manifest.mini_batches[0].denominators == Denominators(6, 2, 2, 1, 2.0, 0)
 
 
-def test_a_cut_off_trajectory_is_trained_like_any_other_unless_the_run_masks_it() -> None:
+def test_truncated_trajectory_is_trained_unless_the_run_masks_it() -> None:
     manifest = plan(ready("a", *CUT_OFF))
 
     assert not any(t.is_masked for t in manifest.groups[0].trajectories)

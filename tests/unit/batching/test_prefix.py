@@ -92,7 +92,7 @@ def test_finds_the_longest_known_beginning_and_who_holds_it(
     assert match == expected
 
 
-def test_prefers_the_lowest_turn_that_ends_there_over_a_lower_one_that_goes_on() -> None:
+def test_lowest_turn_that_ends_there_precedes_lower_longer_ones() -> None:
     index = index_of(
         ("abcde", "f"), ("ab", "c"), ("ab", "c"), ("abcx", "y"), ("abcz", "w"), ("abcx", "u")
     )
@@ -118,7 +118,7 @@ def test_names_a_row_that_the_prompt_holds_whole_before_a_longer_beginning() -> 
     assert matches == [PrefixMatch(1, 3), PrefixMatch(2, 2), PrefixMatch(0, 4)]
 
 
-def test_tokens_behind_a_row_that_goes_on_are_not_kept_twice() -> None:
+def test_tokens_after_a_continued_row_are_stored_once() -> None:
     # The row that goes on ends before the beginning that is known: the rest of that is walked.
     index = index_of(("abcdef", "g"), ("ab", "c"), ("abcdx", "y"), ("abcdq", "r"))
 

@@ -101,7 +101,7 @@ def test_a_group_declared_with_one_sample_is_ready_with_it() -> None:
     assert [samples(group) for group in state.ready] == [[0]]
 
 
-def test_another_attempt_stands_in_for_one_that_was_given_up() -> None:
+def test_another_attempt_replaces_an_abandoned_one() -> None:
     events = [opened(), abandoned(sample=0), sealed(sample=0, attempt=1), sealed(sample=1)]
 
     state, _ = fold(events)
@@ -116,9 +116,7 @@ def test_another_attempt_stands_in_for_one_that_was_given_up() -> None:
         (sealed(sample=9), "its group was decided before it was sealed"),
     ],
 )
-def test_what_is_sealed_after_its_group_was_decided_is_surplus(
-    late: SealedTrajectory, reason: str
-) -> None:
+def test_seal_after_its_group_was_decided_is_surplus(late: SealedTrajectory, reason: str) -> None:
     _, (drop,) = fold([opened(), sealed(sample=0), sealed(sample=1), late])
 
     assert (drop.state, drop.keys, drop.reason) == (SURPLUS, (late.key,), reason)
@@ -145,7 +143,7 @@ def test_a_trajectory_of_a_group_that_was_never_opened_is_incomplete() -> None:
     assert (drop.state, drop.reason) == (INCOMPLETE, "its group was never opened")
 
 
-def test_a_member_without_the_reward_that_the_run_needs_is_incomplete_and_named() -> None:
+def test_member_without_the_needed_reward_is_incomplete_with_its_name() -> None:
     events = [opened(num_samples=3), *[sealed(sample=s) for s in (0, 1)]]
 
     state, (drop,) = fold([*events, sealed(sample=2, reward=None)])
@@ -197,7 +195,7 @@ def test_a_negative_reward_is_incomplete_where_the_mean_is_divided_by() -> None:
     assert drops[0].reason == "sample 0 has a reward of -1.0, and maxrl divides by the mean reward"
 
 
-def test_equal_rewards_are_filtered_where_the_run_says_so() -> None:
+def test_equal_rewards_are_filtered_if_configured() -> None:
     of = replace(CONFIG, drop_zero_variance=True)
     equal = [opened(), sealed(sample=0), sealed(sample=1)]
 
@@ -220,7 +218,7 @@ def test_a_single_sample_is_never_filtered_for_its_variance() -> None:
 @pytest.mark.parametrize(
     ("trained", "is_kept"), [([3, 3], False), ([3, 0], True), ([0, 0], True), ([3, 3, 0], False)]
 )
-def test_case_40_a_group_of_equal_rewards_with_one_live_member_is_always_kept(
+def test_case_40_equal_group_with_one_live_member_is_kept(
     trained: list[int], is_kept: bool
 ) -> None:
     of = replace(CONFIG, drop_zero_variance=True)
@@ -236,7 +234,7 @@ def test_case_40_a_group_of_equal_rewards_with_one_live_member_is_always_kept(
     assert state.num_ready == is_kept
 
 
-def test_case_40_a_masked_member_of_another_reward_moves_the_baseline_and_keeps_the_group() -> None:
+def test_case_40_masked_member_moves_the_baseline_and_keeps_the_group() -> None:
     of = replace(CONFIG, drop_zero_variance=True)
     masked = sealed(sample=2, reward=0.0, turns=[shape(trained=0)])
 
@@ -293,7 +291,7 @@ def test_another_attempt_stands_in_for_a_dead_one() -> None:
     assert ([m.key.attempt for m in state.ready[0].members], drops) == ([1, 0], [])
 
 
-def test_what_was_taken_is_changed_by_nothing() -> None:
+def test_planned_group_does_not_change() -> None:
     state, _ = fold([opened(), sealed(sample=0), sealed(sample=1)])
     taken = state.ready
 

@@ -35,7 +35,7 @@ def test_a_cut_does_not_hold_while_its_group_is_open_again() -> None:
     assert (held_before, held_while_open, state.still_holds(cut)) == (True, False, True)
 
 
-def test_a_group_that_a_refill_opened_is_cut_again_when_it_is_decided() -> None:
+def test_group_reopened_by_a_refill_is_cut_again_when_decided() -> None:
     # The store has it open: another attempt of the sample that was cut may have begun.
     state = RunFold(REFILL)
     (cut,) = hear(state, *CUT)
@@ -47,7 +47,7 @@ def test_a_group_that_a_refill_opened_is_cut_again_when_it_is_decided() -> None:
     assert again == replace(cut, num_granted=1)
 
 
-def test_a_group_that_was_cut_before_its_refill_was_heard_of_is_cut_again() -> None:
+def test_group_cut_before_its_refill_event_is_cut_again() -> None:
     # The store had granted it before the cut, and had the group open since.
     state = RunFold(REFILL)
     hear(state, *CUT, DIED)
@@ -59,7 +59,7 @@ def test_a_group_that_was_cut_before_its_refill_was_heard_of_is_cut_again() -> N
     assert heard == [replace(cut, num_granted=1)]
 
 
-def test_the_refill_of_a_group_that_was_never_cut_is_told_when_it_decides_the_group() -> None:
+def test_refill_of_an_uncut_group_is_reported_when_it_decides() -> None:
     # It gave the group another deadline.
     state = RunFold(REFILL)
     hear(state, replace(OPENED, num_samples=2), sealed(sample=0), sealed(sample=1))
@@ -70,7 +70,7 @@ def test_the_refill_of_a_group_that_was_never_cut_is_told_when_it_decides_the_gr
     assert (cut.group_id, cut.num_granted) == ("g0", 1)
 
 
-def test_a_cut_holds_no_more_once_a_config_that_keeps_surplus_has_decided_its_group() -> None:
+def test_cut_is_void_after_a_config_that_keeps_surplus() -> None:
     state = RunFold(REFILL)
     (cut,) = hear(state, *CUT)
     hear(state, DIED, at=4)

@@ -85,7 +85,7 @@ def ready(state: RunFold) -> list[list[int]]:
 # first n of m
 
 
-def test_the_first_members_that_are_needed_decide_the_group_and_cut_the_others() -> None:
+def test_first_needed_members_decide_the_group_and_cut_the_others() -> None:
     state, decided = fold([opened(4, 2), *seals(3, 1)])
 
     assert ready(state) == [[1, 3]]
@@ -115,7 +115,7 @@ def test_kept_surplus_joins_until_the_group_is_taken() -> None:
     assert (drop.key, drop.state) == (key(2), SURPLUS)
 
 
-def test_a_kept_group_leaves_out_what_still_awaits_its_reward_when_it_is_taken() -> None:
+def test_kept_group_is_planned_without_members_that_await_rewards() -> None:
     state, _ = fold([opened(3, 2), *seals(0, 1), awaiting(2)], KEEP)
 
     (drop,) = state.take(state.ready)
@@ -201,7 +201,7 @@ def test_a_member_that_dies_in_an_open_group_is_asked_for_again() -> None:
     assert decided == [wanted(1, sample=0)]
 
 
-def test_a_ready_group_is_open_again_for_the_refill_of_a_dead_member() -> None:
+def test_ready_group_is_reopened_for_the_refill_of_a_dead_member() -> None:
     state, decided = fold([opened(2), *seals(0, 1), died(0)], REFILL)
     was_open = state.num_open_groups
 
@@ -264,7 +264,7 @@ def test_a_new_deadline_asks_again_until_the_refills_are_used_up() -> None:
     )
 
 
-def test_a_group_that_has_used_up_its_refills_is_trained_short_where_the_run_says_so() -> None:
+def test_group_without_refills_is_trained_short_if_configured() -> None:
     of = replace(REFILL, max_refills=1, refill_fallback="train_short")
     events = [opened(3), *seals(0, 1), abandoned(2), granted(1, sample=2)]
 
@@ -275,7 +275,7 @@ def test_a_group_that_has_used_up_its_refills_is_trained_short_where_the_run_say
     assert drop.reason == "2 of 3 members after 1 refills, none of sample 2"
 
 
-def test_a_deadline_that_is_heard_again_after_its_refill_asks_for_nothing() -> None:
+def test_repeated_deadline_after_its_refill_requests_nothing() -> None:
     events = [opened(2), *seals(0), DEADLINE, granted(1, sample=1), DEADLINE]
 
     _, decided = fold(events, REFILL)
@@ -283,7 +283,7 @@ def test_a_deadline_that_is_heard_again_after_its_refill_asks_for_nothing() -> N
     assert decided == [wanted(1, sample=1)]
 
 
-def test_a_refill_is_wanted_no_more_once_it_is_granted_or_its_group_is_decided() -> None:
+def test_refill_is_unwanted_after_its_grant_or_decision() -> None:
     events = [opened(2), *seals(0), DEADLINE]
     state, (asked,) = fold(events, REFILL)
     decided, _ = fold([*events, *seals(1)], REFILL)
@@ -357,7 +357,7 @@ def test_a_missed_reward_leaves_the_group_short_or_is_refilled() -> None:
     assert refilled[1] == wanted(1, sample=2)
 
 
-def test_what_awaits_its_reward_when_the_group_is_decided_is_surplus() -> None:
+def test_member_that_awaits_its_reward_at_the_decision_is_surplus() -> None:
     events = [opened(3, 2), awaiting(2), *seals(0, 1)]
 
     state, (drop, cut) = fold([*events, RewardPosted(key=key(2), reward=1.0)])
@@ -366,7 +366,7 @@ def test_what_awaits_its_reward_when_the_group_is_decided_is_surplus() -> None:
     assert isinstance(cut, GroupCut)
 
 
-def test_what_awaits_its_reward_when_the_group_is_dropped_goes_with_it() -> None:
+def test_member_that_awaits_its_reward_is_dropped_with_its_group() -> None:
     _, (drop,) = fold([opened(3), *seals(1), awaiting(0), DEADLINE])
 
     assert drop.keys == (key(0), key(1))

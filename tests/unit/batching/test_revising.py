@@ -51,7 +51,7 @@ def fold(*events: Event, of: BatchingConfig) -> RunFold:
         ("row_weights", "per_trajectory"),
     ],
 )
-def test_a_setting_that_a_change_would_break_is_refused_by_name(name, after) -> None:
+def test_setting_that_a_change_would_break_is_refused(name, after) -> None:
     before = replace(config(), aggregation="seq_mean_token_sum")
 
     with pytest.raises(InvalidConfigError) as caught:
@@ -65,7 +65,7 @@ def test_every_fixed_setting_is_one() -> None:
     assert FIXED.keys() <= {field.name for field in fields(BatchingConfig)}
 
 
-def test_the_settings_that_differ_are_told_with_both_values() -> None:
+def test_differing_settings_are_listed_with_both_values() -> None:
     before = replace(config(2), max_staleness=1)
     after = replace(before, max_staleness=3, estimator="rloo")
 
@@ -78,7 +78,7 @@ def test_the_settings_that_differ_are_told_with_both_values() -> None:
     assert changed_settings(before, before) == ()
 
 
-def test_what_is_decided_stays_decided_where_the_new_config_can_train_it() -> None:
+def test_decided_group_stays_if_the_new_config_can_train_it() -> None:
     # All rewards are equal: a group that is decided from now on would be filtered.
     events = [opened(), *(sealed(sample=s, reward=1.0) for s in (0, 1)), opened("later")]
     folded = fold(*events, of=config())
@@ -97,7 +97,7 @@ def test_what_is_decided_stays_decided_where_the_new_config_can_train_it() -> No
     ]
 
 
-def test_a_member_that_the_new_config_cannot_compare_is_dropped_and_a_short_group_with_it() -> None:
+def test_incomparable_member_is_dropped_with_its_short_group() -> None:
     events: list[Event] = [opened("kept", 3), opened("lost", 2)]
     events += [of_components("kept", s, "form", "result") for s in (0, 1)]
     events += [of_components("kept", 2, "form")]
@@ -120,7 +120,7 @@ def test_a_member_that_the_new_config_cannot_compare_is_dropped_and_a_short_grou
     ]
 
 
-def test_a_member_of_an_open_group_is_judged_too_and_tried_again_where_the_run_refills() -> None:
+def test_member_of_an_open_group_is_judged_and_refilled() -> None:
     refill = replace(GDPO, deadline_policy="refill", max_refills=1)
     folded = fold(opened(), of_components("g0", 0, "form"), of=config())
 
@@ -136,7 +136,7 @@ def test_a_member_of_an_open_group_is_judged_too_and_tried_again_where_the_run_r
     ]
 
 
-def test_a_group_with_too_few_to_compare_by_the_new_config_is_dropped() -> None:
+def test_group_with_too_few_comparable_members_is_dropped() -> None:
     cut = replace(sealed(sample=1), status=Status.TRUNCATED)
     folded = fold(opened(), sealed(sample=0), cut, of=config())
     num_before = folded.num_ready
@@ -159,7 +159,7 @@ def test_a_row_above_the_new_limit_of_a_pass_is_not_trained() -> None:
     assert [type(each) for each in decisions] == [MemberDropped, GroupDropped]
 
 
-def test_a_choice_that_is_not_planned_is_made_again_by_the_new_config() -> None:
+def test_unplanned_choice_is_repeated_with_the_new_config() -> None:
     before = replace(config(1), selection="in_order")
     events = [opened("a"), opened("b"), *(sealed(g, sample=s) for g in "ba" for s in (0, 1))]
     folded, selector = fold(*events, of=before), Selector(before)
@@ -179,7 +179,7 @@ def test_a_choice_that_is_not_planned_is_made_again_by_the_new_config() -> None:
     assert [group.group_id for group in selector.choice.groups] == ["a", "b"]
 
 
-def test_groups_that_are_ready_count_as_open_no_more_when_open_groups_are_bounded() -> None:
+def test_ready_groups_do_not_count_as_open_with_a_limit() -> None:
     before = replace(config(4), surplus="drop")
     folded = fold(opened("g0"), sealed("g0", sample=0), sealed("g0", sample=1), of=before)
 

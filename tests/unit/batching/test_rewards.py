@@ -27,7 +27,7 @@ def test_the_reward_comes_from_its_declared_source(source: RewardSource, expecte
     assert trajectory_reward(trajectory, source=source) == expected
 
 
-def test_case_36_a_reward_of_an_earlier_turn_counts_in_the_sum_and_not_in_the_last_turn() -> None:
+def test_case_36_reward_of_an_earlier_turn_counts_in_the_sum_only() -> None:
     # The reference ignores it, unless its turn was merged into the last row.
     plain = sealed(turns=[shape(), shape()], turn_rewards=[0.0, 1.0])
     early = sealed(turns=[shape(), shape()], turn_rewards=[5.0, 1.0])
@@ -48,9 +48,7 @@ def test_case_36_a_reward_of_an_earlier_turn_counts_in_the_sum_and_not_in_the_la
         ("last_turn", [0.0, 0.0, 0.5]),
     ],
 )
-def test_what_the_turns_earned_is_in_sum_what_is_compared(
-    source: RewardSource, expected: list[float]
-) -> None:
+def test_sum_of_turn_rewards_is_compared(source: RewardSource, expected: list[float]) -> None:
     trajectory = sealed(turns=[shape()] * 3, turn_rewards=[0.25, 0.0, 0.5])
     of = replace(config(), reward_source=source)
     penalised = replace(of, overlong_length=9, overlong_buffer=2)  # 9 response tokens: -1
@@ -75,7 +73,7 @@ def test_case_34_a_scalar_stands_on_the_last_response_token() -> None:
     assert placed.values.dtype == np.float32
 
 
-def test_case_34_a_scalar_of_an_empty_response_is_refused_unless_it_is_zero() -> None:
+def test_case_34_scalar_of_an_empty_response_must_be_zero() -> None:
     # The reference raises IndexError.
     nothing = rewards_on_last_token(np.array([1.0, 0.0]), lengths_B=np.array([1, 0]))
 
@@ -106,7 +104,7 @@ def test_components_whose_weighted_sum_is_no_number_are_named() -> None:
 
 
 @pytest.mark.parametrize("source", ["sum_of_turns", "last_turn"])
-def test_case_27_an_outcome_reward_beside_turns_without_any_is_refused_where_turns_count(
+def test_case_27_outcome_reward_without_turn_rewards_is_refused_for_turns(
     source: RewardSource,
 ) -> None:
     # It would have counted as 0. The reference refuses a batch with both kinds, in either order.
@@ -122,7 +120,7 @@ def test_case_27_an_outcome_reward_beside_turns_without_any_is_refused_where_tur
         assert reward_problem(sealed(reward=reward, turns=turns, turn_rewards=of_turns), of) == ""
 
 
-def test_case_27_rewards_of_turns_without_an_outcome_are_refused_where_the_outcome_counts() -> None:
+def test_case_27_turn_rewards_without_an_outcome_are_refused_for_outcomes() -> None:
     turns = sealed(reward=None, turns=[shape()], turn_rewards=[1.0])
 
     assert reward_problem(turns, config()) == "has no reward, which reward_source='outcome' needs"

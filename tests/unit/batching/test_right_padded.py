@@ -45,7 +45,7 @@ def test_a_column_scores_the_token_in_the_next_one() -> None:
     assert padded.logprobs_BT.tolist() == [[0, -0.5, 0, 0], [0, -0.5, 0, 0]]
 
 
-def test_a_row_that_trains_its_first_token_is_refused_by_name() -> None:
+def test_row_that_trains_its_first_token_is_refused() -> None:
     # Case 43: in the reference, a response that covers every token loses its first target.
     with pytest.raises(BatchingError, match="row 5 trains its first token"):
         pad(rows("abC", "AB", first_row_id=4))
@@ -59,7 +59,7 @@ def test_a_masked_first_token_is_no_target_and_needs_none_before_it() -> None:
     assert padded.logprobs_BT.tolist() == [[-0.5, 0]]
 
 
-def test_case_9_a_row_as_long_as_the_width_fits_and_one_longer_is_refused() -> None:
+def test_case_9_row_longer_than_the_width_is_refused() -> None:
     # The reference is as wide as its longest row, and above its limit warns once; nothing is cut.
     assert pad(rows("abcD"), width=4).input_ids_BT.shape == (1, 4)
     with pytest.raises(RowTooLongError) as caught:

@@ -48,7 +48,7 @@ def test_the_experts_of_the_dummy_choice_are_distinct_in_every_layer() -> None:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((), np.uint8), ((2,), np.float32)])
-def test_what_is_no_list_of_experts_has_zeros(shape: tuple[int, ...], dtype: Any) -> None:
+def test_invalid_list_of_experts_has_zeros(shape: tuple[int, ...], dtype: Any) -> None:
     dummy = dummy_choice(shape, np.dtype(dtype))
 
     assert (dummy.tolist(), dummy.dtype) == (np.zeros(shape).tolist(), dtype)

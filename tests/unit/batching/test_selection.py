@@ -137,7 +137,7 @@ def test_a_token_that_will_not_be_trained_makes_no_group_expire() -> None:
     assert told.chosen == ["a"]
 
 
-def test_what_is_above_all_that_was_announced_is_not_old() -> None:
+def test_version_above_all_announced_ones_is_not_old() -> None:
     told = Told(policy("drop"), HISTORY)
 
     told.tell(one("a", 77), BatchDue(step=40))
@@ -145,7 +145,7 @@ def test_what_is_above_all_that_was_announced_is_not_old() -> None:
     assert told.chosen == ["a"]
 
 
-def test_a_group_of_versions_that_nobody_announced_expires_with_those_above_them() -> None:
+def test_group_of_unannounced_versions_expires_with_those_above() -> None:
     # Versions 0 and 15 were trained at any age, while version 10 expired.
     told = Told(policy("drop"), SPARSE)
 
@@ -155,7 +155,7 @@ def test_a_group_of_versions_that_nobody_announced_expires_with_those_above_them
     assert told.chosen == ["c"]
 
 
-def test_a_group_of_undone_weights_expires_by_the_step_that_was_gone_back_to() -> None:
+def test_group_of_undone_weights_expires_by_the_rollback_step() -> None:
     told = Told(policy("drop"), HISTORY)
 
     told.tell(RolledBack(step=1), one("a", 3), one("b"), BatchDue(step=4))
@@ -164,7 +164,7 @@ def test_a_group_of_undone_weights_expires_by_the_step_that_was_gone_back_to() -
     assert told.chosen == ["b"]
 
 
-def test_tokens_of_versions_that_nobody_announced_are_masked_with_those_above_them() -> None:
+def test_tokens_of_unannounced_versions_are_masked_with_those_above() -> None:
     told = Told(policy("mask"), SPARSE)
     mixed = one("a", turns=[shape(2, 3)], turn_versions=[[(5, 1), (25, 2)]])
 
@@ -185,7 +185,7 @@ def test_old_tokens_are_trained_where_the_run_keeps_them() -> None:
     assert told.selector.num_over_age(told.selector.choice.groups, step=4) == 1
 
 
-def test_versions_that_are_too_old_are_masked_and_only_those_that_sampled_the_batch() -> None:
+def test_too_old_versions_are_masked_only_where_they_sampled_the_batch() -> None:
     told = Told(policy("mask"), HISTORY)
     mixed = one("a", turns=[shape(2, 3)], turn_versions=[[(1, 1), (3, 2)]])
 
@@ -205,7 +205,7 @@ def test_a_group_of_which_nothing_is_left_to_train_expires() -> None:
     assert told.chosen == ["c"]
 
 
-def test_too_few_fresh_groups_are_no_choice_and_a_later_event_makes_one() -> None:
+def test_choice_waits_until_a_later_event_has_enough_fresh_groups() -> None:
     told = Told(policy("drop", batch_groups=2), HISTORY)
 
     told.tell(one("a", 1), one("b", 2), BatchDue(step=4))
@@ -215,7 +215,7 @@ def test_too_few_fresh_groups_are_no_choice_and_a_later_event_makes_one() -> Non
     assert (first, told.chosen) == ([], ["b", "c"])
 
 
-def test_at_the_end_of_a_run_what_is_fresh_makes_the_last_batch() -> None:
+def test_fresh_groups_make_the_last_batch_of_a_run() -> None:
     told = Told(policy("drop", batch_groups=2), HISTORY)
 
     told.tell(one("a", 1), one("b", 2), one("c", 1), RunClosed(), BatchDue(step=4))
@@ -266,7 +266,7 @@ def test_a_choice_falls_when_a_member_joins_one_of_its_groups() -> None:
     assert told.selector.choice.groups == told.fold.ready[:1]
 
 
-def test_what_waits_for_its_reward_in_a_group_that_expires_is_surplus() -> None:
+def test_member_that_awaits_its_reward_in_an_expired_group_is_surplus() -> None:
     of = policy("drop", surplus="keep")
     spare = GroupOpened(group_id="s", prompt_uid="", num_samples=2, num_needed=1)
     told = Told(of, [*HISTORY, spare, one("s", 1), awaiting(one("s", 1, sample=1))])
@@ -304,9 +304,7 @@ def test_a_choice_is_the_same_however_much_came_after_it(
 
 
 @given(policies, selections, st.lists(st.integers(0, 9), min_size=1, max_size=30))
-def test_a_run_goes_on_however_late_its_groups_come(
-    name: str, selection: str, lags: list[int]
-) -> None:
+def test_run_continues_with_late_groups(name: str, selection: str, lags: list[int]) -> None:
     # A batch that lacks groups is followed by fresh ones, as admission lets them in for the old.
     told = Told(policy(name, batch_groups=2, selection=selection), announced(0))
     step, num_groups = 1, 0

@@ -53,7 +53,7 @@ def test_the_prompt_ends_before_the_first_target() -> None:
     assert batch.trajectory_num_tokens.tolist() == [2, 0, 1]
 
 
-def test_case_43_the_first_token_is_no_target_even_where_a_response_covers_every_token() -> None:
+def test_case_43_first_token_is_no_target_even_in_a_full_response() -> None:
     # Nothing stands before it that could score it; the reference loses it too.
     batch = learn("ABC")
 
@@ -105,7 +105,7 @@ def test_weights_are_divided_by_the_sum_that_is_asked_for(
     assert loss_scales(learn("aBC", "aB"), loss_scale=loss_scale).tolist() == expected
 
 
-def test_fractions_are_summed_as_they_are_and_a_small_sum_is_not_blown_up() -> None:
+def test_fractions_are_summed_and_small_sums_are_not_scaled_up() -> None:
     # The reference truncates the sum of 2.5 to 2.
     batch = learn("aaaa", "aa", "aa", weights=[[0, 1, 1, 0.5], [0, 0.25], [0, 0]])
 
@@ -142,7 +142,7 @@ def test_a_row_without_a_target_is_scaled_too_and_stays_without_one(
     assert [row.tolist() for row in scaled] == [[], [1], []]
 
 
-def test_without_token_weights_the_mask_is_the_weight_and_masked_tokens_have_none() -> None:
+def test_mask_is_the_weight_without_token_weights() -> None:
     batch = rows("abCd", "aB")
     weighted = replace(batch, token_weights=Ragged.from_rows([[0.5, 9], [3]], np.float32))
 
@@ -177,7 +177,7 @@ def test_case_43_sequences_aligned_for_two_tensor_parallel_ranks() -> None:
     assert made.sequence_lengths == ((3, 2),)
 
 
-def test_bins_are_scaled_by_the_targets_of_each_sequence_where_that_is_asked_for() -> None:
+def test_bins_are_scaled_by_targets_of_each_sequence_on_request() -> None:
     made = lay_out(learn("aBC", "dE"), [[1, 0]], loss_scale="own_targets")
 
     np.testing.assert_array_equal(made.target_weights_KW, [[1, 0, 0.5, 0.5, 0]])
@@ -214,7 +214,7 @@ def test_fewer_sequences_than_ranks_are_refused() -> None:
         bin_sequences([3, 3], capacity=8, dp_world_size=4)
 
 
-def test_a_sequence_above_the_capacity_is_refused_by_name() -> None:
+def test_sequence_above_the_capacity_is_refused() -> None:
     with pytest.raises(RowTooLongError) as caught:
         bin_sequences([3, 9], capacity=8, dp_world_size=1)
 

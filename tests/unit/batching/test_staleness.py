@@ -27,7 +27,7 @@ def test_age_counts_steps_and_not_versions() -> None:
     assert age(0, train_step=3, step_of_version=STEPS) == 2
 
 
-def test_refuses_a_version_that_nobody_announced() -> None:
+def test_unannounced_version_is_refused() -> None:
     with pytest.raises(BatchingError, match="version 9 was never announced"):
         age(9, train_step=3, step_of_version=STEPS)
 
@@ -49,7 +49,7 @@ def test_only_versions_above_the_greatest_age_are_old() -> None:
     assert versions.older_than(2, train_step=3, among=range(4)) == set()
 
 
-def test_a_version_that_nobody_announced_is_as_old_as_the_oldest_above_it() -> None:
+def test_unannounced_version_is_as_old_as_the_oldest_above() -> None:
     versions = VersionSteps({10: 1, 20: 2, 30: 3})
 
     def old(max_age: int) -> frozenset[int]:
@@ -61,7 +61,7 @@ def test_a_version_that_nobody_announced_is_as_old_as_the_oldest_above_it() -> N
     assert versions.older_than(0, train_step=99, among=[31, 35]) == set()
 
 
-def test_a_version_below_weights_of_a_dead_lineage_is_as_old_as_they_are() -> None:
+def test_version_below_dead_lineage_weights_has_their_age() -> None:
     versions = VersionSteps({10: 5, 20: 2, 30: 3})
 
     assert versions.older_than(1, train_step=5, among=[5, 10, 15, 20]) == {5, 15, 20}
@@ -94,7 +94,7 @@ def test_a_version_of_a_dead_lineage_ages_from_the_fork() -> None:
     assert versions.older_than(0, train_step=3, among=range(6)) == {0, 1, 2, 3, 4}
 
 
-def test_a_dead_version_ages_from_the_fork_and_not_from_the_first_announcement_behind_it() -> None:
+def test_dead_version_ages_from_the_fork() -> None:
     # The trainer went back to step 5 and announced again after step 10: the version of the undone
     # step 10 was one step old in step 12.
     versions = announced(0, 5, 10)

@@ -23,7 +23,7 @@ def of_tags(*values: tuple[dict[str, str], float | None]) -> Figures:
     return sum_up((sealed(tags=tags), reward) for tags, reward in values)
 
 
-def test_a_metric_has_the_mean_and_the_extremes_of_those_that_have_it() -> None:
+def test_metric_has_mean_and_extremes_of_its_trajectories() -> None:
     figures = of_metrics({"turns": 2.0, "cost": 0.5}, {}, {"turns": -4.0})
 
     assert figures.metrics == {
@@ -34,7 +34,7 @@ def test_a_metric_has_the_mean_and_the_extremes_of_those_that_have_it() -> None:
     assert list(figures.metrics) == ["cost", "turns"]
 
 
-def test_a_value_of_a_tag_has_its_number_and_the_mean_of_its_rewards() -> None:
+def test_tag_value_has_its_count_and_mean_reward() -> None:
     figures = of_tags(
         ({"env": "maze"}, 1.0), ({"env": "maze"}, 0.0), ({"env": "go"}, None), ({}, 9)
     )
@@ -51,7 +51,7 @@ def test_a_value_of_a_tag_has_its_number_and_the_mean_of_its_rewards() -> None:
     assert means == [None, 0.5]
 
 
-def test_values_beyond_those_that_are_told_apart_are_summed_as_other() -> None:
+def test_values_beyond_the_limit_are_summed_as_other() -> None:
     figures = of_tags(*[({"seed": str(number)}, 1.0) for number in range(MAX_VALUES + 3)])
 
     seed = figures.tags["seed"]
@@ -59,7 +59,7 @@ def test_values_beyond_those_that_are_told_apart_are_summed_as_other() -> None:
     assert seed.other == ValueStatistics(num_trajectories=3, num_rewarded=3, reward_total=3.0)
 
 
-def test_a_value_that_is_told_apart_goes_on_to_be_when_there_are_too_many() -> None:
+def test_named_value_stays_named_beyond_the_limit() -> None:
     many = [({"seed": str(number)}, 1.0) for number in range(MAX_VALUES + 1)]
 
     figures = of_tags(*many, ({"seed": "0"}, 0.0))
@@ -67,7 +67,7 @@ def test_a_value_that_is_told_apart_goes_on_to_be_when_there_are_too_many() -> N
     assert figures.tags["seed"].values["0"].num_trajectories == 2
 
 
-def test_names_beyond_those_that_are_told_apart_are_counted_as_left_out() -> None:
+def test_names_beyond_the_limit_are_counted_as_left_out() -> None:
     metrics = of_metrics({f"m{number}": 1.0 for number in range(MAX_METRICS + 2)})
     tags = of_tags(({f"t{number}": "x" for number in range(MAX_TAGS + 1)}, None))
 
@@ -107,7 +107,7 @@ def plan(*groups: ReadyGroup):
     )
 
 
-def test_a_plan_sums_up_the_labels_of_its_trajectories_and_its_hash_covers_them() -> None:
+def test_plan_sums_the_labels_and_its_hash_covers_them() -> None:
     manifest = plan(
         ready("a", tags={"env": "maze"}, metrics={"turns": 2.0}),
         ready("b", tags={"env": "maze"}, metrics={"turns": 4.0}),

@@ -51,7 +51,7 @@ def test_an_observed_token_costs_no_discount() -> None:
     assert lists(returns) == [[0.25, 0.5, 0, 0, 1]]
 
 
-def test_a_reward_on_an_observed_token_counts_for_the_trained_one_before_it() -> None:
+def test_reward_on_an_observed_token_counts_for_the_previous_trained_one() -> None:
     rewards = Ragged.from_rows([[0, 0, 3, 2, 1]], np.float32)
 
     returns = token_returns(GOLDEN, rewards=rewards, gamma=0.5)
@@ -79,7 +79,7 @@ def test_reinforce_plus_plus_whitens_over_the_trained_tokens_of_all_rows() -> No
     assert lists(advantages) == [pytest.approx([a, 0, b]), pytest.approx([c])]
 
 
-def test_case_39_whitening_is_over_trained_tokens_only() -> None:
+def test_case_39_whitening_covers_trained_tokens_only() -> None:
     # The reference's mean is 7/6, over all six cells; over the four trained ones it is 7/4.
     mask = Ragged.from_rows([[0, 0, 1], [1, 1, 1]], np.uint8)
     values = Ragged.from_rows([[0, 0, 1], [2, 2, 2]], np.float32)

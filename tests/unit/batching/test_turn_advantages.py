@@ -95,7 +95,7 @@ def test_every_turn_gets_its_own_in_whatever_row_it_is_trained() -> None:
     ]
 
 
-def test_both_parts_are_divided_by_their_deviations_where_the_run_says_so() -> None:
+def test_both_parts_are_divided_by_their_deviations_if_configured() -> None:
     ready, _ = branching_group()
 
     manifest = plan(ready, of=replace(GIGPO, divide_by_std=True))
@@ -108,7 +108,7 @@ def test_both_parts_are_divided_by_their_deviations_where_the_run_says_so() -> N
     assert {float(np.float32(v)) for v in first.turn_advantages} == {*first.turn_advantages}
 
 
-def test_the_only_trajectory_of_a_group_gets_what_the_run_says_and_compares_its_own_turns() -> None:
+def test_only_trajectory_of_a_group_compares_its_own_turns() -> None:
     turns = [turn("ab", "C", anchor="s"), turn("abc", "D", anchor="s")]
     ready, _ = group_of(turns, rewards=[4.0])
 
@@ -187,14 +187,14 @@ def test_other_estimators_have_none_per_turn() -> None:
         ({"anchors": [0, 0]}, ""),
     ],
 )
-def test_a_member_without_an_anchor_is_left_out_by_name(fields: Any, says: str) -> None:
+def test_member_without_an_anchor_is_excluded_with_its_name(fields: Any, says: str) -> None:
     member = sealed(turns=[shape(), shape()], **fields)
 
     assert problem_of(member, GIGPO) == says
     assert problem_of(member, config()) == ""
 
 
-def test_a_turn_whose_reward_leaves_float32_is_no_member_though_the_sum_does_not() -> None:
+def test_turn_with_a_reward_beyond_float32_is_no_member() -> None:
     rewards = [3e38, -3e38, 1.0]
     member = sealed(turns=[shape()] * 3, turn_rewards=rewards, anchors=[1, 2, 3], reward=None)
     by_turns = replace(GIGPO, reward_source="sum_of_turns")

@@ -94,7 +94,7 @@ def test_groups_come_back_before_all_others_in_the_order_of_their_plans() -> Non
     assert len(fold.ready[0].members) == 3
 
 
-def test_a_group_goes_on_without_its_dead() -> None:
+def test_group_continues_without_its_dead_members() -> None:
     fold = fold_with_plan("a")
 
     decided = withdraw(fold, back("a", 0, 2))
@@ -136,7 +136,7 @@ def test_a_group_whose_rewards_are_equal_without_its_dead_is_filtered() -> None:
     assert names(fold) == ["b"]
 
 
-def test_nobody_joins_a_group_that_was_planned_and_nobody_replaces_its_dead() -> None:
+def test_planned_group_takes_no_member_and_replaces_no_dead() -> None:
     fold = fold_with_plan("a", deadline_policy="refill", max_refills=3, group_deadline_s=1.0)
 
     decided = withdraw(fold, back("a", 0, 2))
@@ -165,7 +165,7 @@ def test_a_fold_that_has_forgotten_a_group_knows_its_members_again() -> None:
     assert names(fold) == ["a"]
 
 
-def test_what_came_too_late_for_a_plan_does_not_join_its_group_when_it_is_heard_again() -> None:
+def test_late_member_does_not_join_after_the_withdrawal() -> None:
     fold = fold_with_plan("a", surplus="keep")
     late = sealed("a", sample=1, attempt=1)
     fold.apply("15-0", late)
@@ -198,7 +198,7 @@ def test_hearing_of_a_withdrawal_again_changes_nothing() -> None:
     assert snapshot_of(fold) == before
 
 
-def test_a_fold_from_a_snapshot_judges_them_as_the_one_that_took_it() -> None:
+def test_fold_from_a_snapshot_judges_as_the_original() -> None:
     fold = fold_with_plan("a", "b")
     fold.put_back((back("a", 0, 2), back("b", 1, place=1)))
     other = decode_snapshot(snapshot_of(fold)).restore_fold(config(2))
@@ -217,7 +217,7 @@ def snapshot_of(fold: RunFold) -> bytes:
     return encode_snapshot(known)
 
 
-def test_plans_give_their_groups_in_order_without_whoever_is_missing() -> None:
+def test_plans_return_their_groups_in_order_without_missing_ones() -> None:
     plans = [manifest("a", "b", step=1), replace(manifest("c", step=2), last_event_id="8-0")]
     keys = [t.key for plan in plans for group in plan.groups for t in group.trajectories]
     members = {key: sealed(key.group_id, sample=key.sample) for key in keys[1:]}
@@ -275,7 +275,7 @@ def test_components_whose_event_is_gone_are_not_known() -> None:
     assert (rewarded.reward, rewarded.reward_components) == (None, {})
 
 
-def test_a_reward_that_its_turns_give_is_not_made_up_from_the_plan() -> None:
+def test_reward_in_the_turns_is_not_taken_from_the_plan() -> None:
     of_turns = replace(config(), reward_source="sum_of_turns")
     plan = replace(trajectory_plan("a"), reward=0.25)
 

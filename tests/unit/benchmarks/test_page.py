@@ -50,9 +50,7 @@ def test_make_bench_writes_what_the_page_reads(page: ModuleType) -> None:
     assert {*written, "ledger"} == {*page.PAGES}
 
 
-def test_a_result_replaces_the_table_that_stood_there_and_no_word_beside_it(
-    page: ModuleType, tmp_path: Path
-) -> None:
+def test_result_replaces_its_table_and_no_other_text(page: ModuleType, tmp_path: Path) -> None:
     weight = {"end": "untrained", "group_size": 8, "trajectories": 1000}
     weight |= {"used_memory": 9.0, "memory_usage": 17.5}
     (tmp_path / "ledger.json").write_text(json.dumps([weight]))
@@ -87,7 +85,7 @@ def test_a_job_without_a_loop_has_dashes_and_no_goal(page: ModuleType) -> None:
     assert "0 of 0 jobs reach their goal against the loop." in text
 
 
-def test_the_whole_path_is_said_by_process_and_beside_the_floor(page: ModuleType) -> None:
+def test_whole_path_is_listed_by_process_with_its_floor(page: ModuleType) -> None:
     rounds = [{"cpu_s": {"producer": second, "store": 0.25}} for second in (0.5, 0.75, 9.0)]
     one = {"cpu_s": 3.0, "wall_s": 2.0, "rounds": rounds}
     found = {"trajectories": 1024, "int64_bytes": 31_000_000, "one thread": one}

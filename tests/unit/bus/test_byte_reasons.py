@@ -47,7 +47,7 @@ def test_bytes_are_a_reason_where_no_usual_group_has_room(
     )
 
 
-def test_bytes_are_no_reason_where_a_trainer_starves_for_which_groups_begin_all_the_same(
+def test_bytes_are_no_reason_while_groups_start_for_a_starving_trainer(
     starved: Starved,
 ) -> None:
     full = held(planned=5_000, max_bytes=5_999)
@@ -59,7 +59,7 @@ def test_bytes_are_no_reason_where_a_trainer_starves_for_which_groups_begin_all_
     assert ReasonKind.OUT_OF_BYTES in kinds(starved(budget=beyond))
 
 
-def test_who_holds_the_bytes_is_said(starved: Starved) -> None:
+def test_holders_of_the_bytes_are_listed(starved: Starved) -> None:
     budget = held(planned=5_000, reserved=2_000, max_bytes=7_500)
 
     (found,) = reasons(starved(budget=budget, frontier={"planned": 3}))

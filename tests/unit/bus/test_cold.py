@@ -18,7 +18,7 @@ from turnstream_server.bus.release.ledger_files import LedgerFolder
         (1000, 0, 1256, range(1, 257)),
     ],
 )
-def test_a_file_is_due_when_all_of_its_batches_are_older_than_the_hot_ones(
+def test_file_is_due_when_its_batches_are_older_than_the_hot_ones(
     hot_batches: int, cold: int, folded: int, steps: range
 ) -> None:
     place = LedgerFolder(folder=Path("archive"), hot_batches=hot_batches)

@@ -45,7 +45,7 @@ def the(kind: ReasonKind, snapshot: RunSnapshot) -> Reason:
         ("p", -3.0, "no batcher plans the run: the lease of p ended 3 s ago"),
     ],
 )
-def test_a_run_that_nobody_plans_says_so_first(
+def test_run_without_a_planner_reports_that_first(
     planner: str, left_s: float, sentence: str, starved: Starved
 ) -> None:
     found = reasons(starved(planner=planner, planner_left_s=left_s))
@@ -53,7 +53,7 @@ def test_a_run_that_nobody_plans_says_so_first(
     assert (found[0].kind, found[0].sentence) == (ReasonKind.NO_PLANNER, sentence)
 
 
-def test_a_store_that_takes_no_writes_is_said_before_all_that_follows_from_it(
+def test_store_without_writes_precedes_its_consequences(
     starved: Starved,
 ) -> None:
     found = reasons(starved(planner="", store_trouble="its disk is full"))
@@ -84,7 +84,7 @@ def test_a_full_plan_waits_for_the_trainer(
     assert {"step": 5, "awaited": 3, "session_epoch": session_epoch}.items() <= found.facts.items()
 
 
-def test_a_trainer_has_a_step_for_so_long_and_its_ranks_that_did_not_ask_are_named(
+def test_trainer_has_a_duration_and_the_ranks_that_did_not_ask(
     starved: Starved,
 ) -> None:
     seen = starved(frontier={"planned": 4}, lasting=Lasting(trainer_s=95.2), behind=(1, 3))
@@ -134,7 +134,7 @@ def test_a_trainer_session_that_ended_with_withdrawn_plans_has_nothing(starved: 
     assert found.sentence.endswith("no trainer session has begun")
 
 
-def test_damaged_payload_is_said_with_the_command_that_helps_until_it_is_over(
+def test_damaged_payload_has_the_command_until_it_is_solved(
     starved: Starved,
 ) -> None:
     damage = PayloadDamage(step=3, manifest_hash="ab", sentence="step 3: damaged payload of g/0/0")
@@ -192,7 +192,7 @@ def test_a_run_without_an_open_group_is_out_of_data(
     )
 
 
-def test_a_run_all_of_whose_prompts_are_done_says_so_until_it_is_closed(starved: Starved) -> None:
+def test_run_with_all_prompts_done_reports_it_until_closed(starved: Starved) -> None:
     done = PromptCounts(num_added=9, num_left=0, num_given=0, num_trained=7, num_filtered=2)
     seen = starved(num_waiting=0, prompts=done)
 
@@ -210,7 +210,7 @@ def test_a_run_all_of_whose_prompts_are_done_says_so_until_it_is_closed(starved:
         assert ReasonKind.PROMPTS_EXHAUSTED not in kinds(other)
 
 
-def test_open_groups_are_counted_beside_the_ready_ones(starved: Starved) -> None:
+def test_open_groups_are_counted_in_addition_to_ready_ones(starved: Starved) -> None:
     found = the(ReasonKind.TOO_FEW_READY, starved())
 
     assert found.sentence == "step 3: 1 of 4 groups ready, 1 open"
@@ -268,7 +268,7 @@ def test_a_sealed_trajectory_awaits_its_reward(starved: Starved) -> None:
     )
 
 
-def test_a_refill_that_nobody_takes_is_named(starved: Starved) -> None:
+def test_untaken_refill_is_named(starved: Starved) -> None:
     found = the(ReasonKind.REFILL_OPEN, starved(refills=(REFILL,)))
 
     assert found.sentence == (
@@ -306,7 +306,7 @@ def test_half_of_the_groups_and_a_few_groups_say_nothing(
     assert ReasonKind.PASS_RATE_LOW not in kinds(seen)
 
 
-def test_a_pass_rate_is_judged_since_the_batch_before_the_newest_was_planned(
+def test_pass_rate_covers_the_last_two_batches(
     starved: Starved,
 ) -> None:
     fell = {"num_opened_groups": 110, "num_live_groups": 104, "num_planned_groups": 102}
@@ -319,7 +319,7 @@ def test_a_pass_rate_is_judged_since_the_batch_before_the_newest_was_planned(
     assert ReasonKind.PASS_RATE_LOW not in of_rise
 
 
-def test_a_closed_run_with_nothing_left_is_over_and_needs_no_planner(starved: Starved) -> None:
+def test_finished_run_needs_no_planner(starved: Starved) -> None:
     seen = starved(frontier={"is_closed": True}, num_ready=0, num_waiting=0, planner="")
 
     (found,) = reasons(seen)
@@ -350,7 +350,7 @@ def test_nothing_is_wrong_where_there_is_data(
     assert found.sentence == f"nothing is wrong: {state}"
 
 
-def test_the_last_short_batch_of_a_closed_run_is_about_to_be_planned(starved: Starved) -> None:
+def test_last_short_batch_of_a_closed_run_is_about_to_be_planned(starved: Starved) -> None:
     seen = starved(frontier={"is_closed": True}, num_waiting=0)
 
     assert kinds(seen) == [ReasonKind.NOTHING_WRONG, ReasonKind.RUN_CLOSED]

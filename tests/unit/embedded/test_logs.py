@@ -26,7 +26,7 @@ def test_a_line_names_service_logger_and_facts() -> None:
     assert "INFO    batcher some.module: planned run step=3 groups=8\n" in stream.getvalue()
 
 
-def test_what_is_below_the_level_is_left_out() -> None:
+def test_lines_below_the_level_are_dropped() -> None:
     stream = io.StringIO()
     configure_logging("WARNING", service="batcher", stream=stream)
 

@@ -95,7 +95,7 @@ def test_a_wait_for_leave_ends_by_its_deadline(new_desk: NewDesk) -> None:
         opened.raise_error()
 
 
-def test_a_wait_for_leave_ends_by_its_deadline_while_the_store_is_away(new_desk: NewDesk) -> None:
+def test_admission_wait_ends_by_its_deadline_while_the_store_is_away(new_desk: NewDesk) -> None:
     desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)
     opened = Delivery()
     desk.asked(opened=opened)
@@ -113,7 +113,7 @@ def test_a_wait_for_leave_ends_by_its_deadline_while_the_store_is_away(new_desk:
     assert error.reasons[0].facts == {"group": "g", "samples": 3, "waited_s": pytest.approx(60.0)}
 
 
-def test_one_answer_will_do_for_groups_that_are_turned_away_one_after_the_other(
+def test_one_answer_serves_several_refused_groups(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk(admission_timeout_s=60.0)
@@ -147,7 +147,7 @@ def test_a_wait_that_is_short_is_asked_about_with_its_group(new_desk: NewDesk) -
     assert kinds(opened) == [WaitKind.NO_LEAVE, WaitKind.RUN_PAUSED]
 
 
-def test_what_the_store_said_before_a_wait_began_is_not_said_of_it(new_desk: NewDesk) -> None:
+def test_answer_from_before_a_wait_is_not_its_reason(new_desk: NewDesk) -> None:
     desk = new_desk(admission_timeout_s=60.0)
     opened, later = Delivery(), Delivery()
     desk.asked(opened=opened)
@@ -178,7 +178,7 @@ def test_a_group_that_is_given_leave_never_asks_why_it_waits(new_desk: NewDesk) 
     assert [desk.said(each) for each in (refused, admitted)] == [["open_group"], ["open_group"]]
 
 
-def test_a_group_given_up_while_it_waits_is_not_asked_for_again(new_desk: NewDesk) -> None:
+def test_group_abandoned_while_it_waits_is_not_requested_again(new_desk: NewDesk) -> None:
     desk = new_desk()
     lanes = desk.asked(2)
     desk.answer(ResponseError("WAIT [7-0] no capacity"))
@@ -191,7 +191,7 @@ def test_a_group_given_up_while_it_waits_is_not_asked_for_again(new_desk: NewDes
     assert desk.outbox.is_idle
 
 
-def test_a_group_given_up_while_it_asks_is_abandoned_once_it_is_open(new_desk: NewDesk) -> None:
+def test_group_abandoned_while_it_asks_is_abandoned_once_open(new_desk: NewDesk) -> None:
     desk = new_desk()
     (lane,) = desk.asked()
     asking = desk.take()
@@ -205,7 +205,7 @@ def test_a_group_given_up_while_it_asks_is_abandoned_once_it_is_open(new_desk: N
     assert desk.outbox.is_idle
 
 
-def test_a_wait_for_leave_ends_by_its_deadline_while_the_group_asks_a_store_that_is_silent(
+def test_admission_wait_ends_by_its_deadline_on_a_silent_store(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)
@@ -224,9 +224,7 @@ def test_a_wait_for_leave_ends_by_its_deadline_while_the_group_asks_a_store_that
 
 
 @pytest.mark.parametrize("answer", [[5], ResponseError("WAIT [8-0] no capacity")])
-def test_what_the_store_opens_after_the_wait_for_it_has_ended_is_given_back(
-    new_desk: NewDesk, answer: Any
-) -> None:
+def test_group_opened_after_its_wait_ended_is_abandoned(new_desk: NewDesk, answer: Any) -> None:
     desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)
     (lane,) = desk.asked()
     desk.answer(ResponseError("WAIT [7-0] no capacity"))
@@ -248,7 +246,7 @@ def test_what_the_store_opens_after_the_wait_for_it_has_ended_is_given_back(
         assert given_back.commands[0].args[:3] == ("g/0/0", "5:w", "its wait for leave had ended")
 
 
-def test_a_group_whose_wait_has_ended_does_not_ask_again_after_its_round_was_lost(
+def test_group_whose_wait_ended_is_not_requested_after_a_lost_round(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk(admission_timeout_s=60.0, timeout_s=600.0)

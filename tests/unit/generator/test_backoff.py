@@ -61,7 +61,7 @@ def test_no_pause_goes_beyond_the_deadline() -> None:
     assert trying.pause_s(50.49) == pytest.approx(0.01)
 
 
-def test_after_an_outage_was_given_up_another_begins() -> None:
+def test_another_outage_starts_after_a_failed_one() -> None:
     trying = backoff(timeout_s=10.0)
     trying.failed(50.0)
     trying.failed(60.0)

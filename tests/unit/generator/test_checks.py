@@ -62,7 +62,7 @@ def test_token_ids_of_every_integer_kind_become_int32(ids: Any) -> None:
         (3, "has the shape"),
     ],
 )
-def test_what_is_no_token_id_is_refused_with_its_value(ids: Any, message: str) -> None:
+def test_invalid_token_id_is_refused_with_its_value(ids: Any, message: str) -> None:
     for field in ("prompt", "response"):
         with pytest.raises(InvalidTurnError, match=message) as refusal:
             check(**{field: ids})
@@ -122,7 +122,7 @@ def test_a_log_probability_may_be_rounded_above_zero() -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 7.0])
-def test_what_stands_at_masked_positions_is_not_read_and_becomes_zero(wrong: float) -> None:
+def test_values_at_masked_positions_become_zero_unread(wrong: float) -> None:
     given_logprobs = np.array([wrong, -2.0], np.float32)
 
     turn = check(logprobs=given_logprobs, loss_mask=[0, 1])
@@ -163,7 +163,7 @@ def test_rewards_are_finite(wrong: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("has_graph", [True, False])
-def test_case_8_rewards_of_a_reward_model_are_taken_out_of_its_graph(
+def test_case_8_rewards_of_a_reward_model_leave_their_graph(
     dtype: torch.dtype, has_graph: bool
 ) -> None:
     # So does the reference, though the text of its pull request says otherwise.
@@ -192,7 +192,7 @@ def test_case_8_a_single_reward_is_no_reward_per_token(rewards: Any) -> None:
         check(rewards=rewards)
 
 
-def test_case_7_an_empty_list_of_logprobs_is_not_the_same_as_none() -> None:
+def test_case_7_empty_list_of_logprobs_is_not_none() -> None:
     # The reference reads [] as none given; a list of another length than its response is refused.
     assert check().logprobs is None
     with pytest.raises(InvalidTurnError, match="logprobs: has 0 values, response_ids has 2"):
@@ -206,7 +206,7 @@ def test_case_8_a_fractional_mask_is_refused_and_not_cut_to_0() -> None:
         check(loss_mask=[0.25, 1])
 
 
-def test_a_tensor_that_is_part_of_a_graph_is_refused_by_name() -> None:
+def test_tensor_in_a_graph_is_refused() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
 
     with pytest.raises(InvalidTurnError, match="logprobs: is no array of numbers"):
@@ -299,7 +299,7 @@ def test_tags_are_texts() -> None:
 
 
 @pytest.mark.parametrize("text", ["half a \ud800 pair", 7, None, b"bytes"])
-def test_what_is_no_text_is_refused_wherever_text_is_sent(text: Any) -> None:
+def test_value_that_is_no_text_is_refused_in_every_text_field(text: Any) -> None:
     for refused in (
         lambda: checks.checked_text(text, field="prompt_uid"),
         lambda: checks.checked_tags({"a": text}),
@@ -318,7 +318,7 @@ def test_a_status_is_one_of_four() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 5, 2.5])
-def test_a_group_needs_at_least_one_of_its_samples_and_at_most_all(wrong: Any) -> None:
+def test_num_needed_is_between_one_and_all_samples(wrong: Any) -> None:
     with pytest.raises(InvalidTurnError, match=r"^num_needed: "):
         checks.check_group("g", num_samples=4, num_needed=wrong)
 
@@ -354,7 +354,7 @@ def label(metrics: Any = None, tags: Any = None) -> None:
         ({"tags": {str(n): "" for n in range(65)}}, "tags: has 65 names, more than 64"),
     ],
 )
-def test_a_label_that_cannot_be_summed_up_is_refused_by_name(labels: Any, message: str) -> None:
+def test_label_that_cannot_be_summed_is_refused(labels: Any, message: str) -> None:
     with pytest.raises(InvalidTurnError, match=message):
         label(**labels)
 

@@ -130,7 +130,7 @@ def test_a_seal_tells_versions_apart_only_where_there_are_several() -> None:
     assert seal(draft(plain, unknown)).turn_versions == (((7, 2),), ((None, 1),))
 
 
-def test_a_trained_turn_without_log_probabilities_is_told_of() -> None:
+def test_trained_turn_without_log_probabilities_is_reported() -> None:
     with_logprobs = turn("ab", "C", logprobs=-1.0)
 
     assert seal(draft(with_logprobs, turn("ab", "observed"))).has_logprobs
@@ -187,7 +187,7 @@ def episodes(draw: st.DrawFn) -> tuple[tuple[Turn, ...], tuple[DeclaredColumn, .
 
 
 @given(episode=episodes(), num_stored=st.integers(0, 5))
-def test_a_draft_goes_on_from_stored_turns_as_if_it_had_made_them(
+def test_draft_continues_stored_turns_as_its_own(
     episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]], num_stored: int
 ) -> None:
     turns, declared = episode
@@ -240,7 +240,7 @@ def test_draft_resumes_after_turns_that_left_columns_out(
     assert seal(resumed) == seal(whole)
 
 
-def test_a_draft_goes_on_from_a_turn_that_has_no_items_of_the_prompt_it_shares() -> None:
+def test_draft_continues_a_turn_without_items_of_the_shared_prompt() -> None:
     declared = (DeclaredColumn(name="images", per="items", dtype="uint8", is_optional=True),)
     some, none = np.array([7], np.uint8), np.zeros(0, np.uint8)
     turns = [
@@ -255,7 +255,7 @@ def test_a_draft_goes_on_from_a_turn_that_has_no_items_of_the_prompt_it_shares()
     assert seal(resumed) == seal(whole)
 
 
-def test_what_is_taken_over_is_sealed_with_the_states_that_it_began_in() -> None:
+def test_adopted_trajectory_is_sealed_with_its_original_states() -> None:
     turns = [turn("ab", "C", anchor="room 3"), turn("abc", "D", anchor=7)]
     resumed = TrajectoryDraft(KEY)
 
@@ -266,7 +266,7 @@ def test_what_is_taken_over_is_sealed_with_the_states_that_it_began_in() -> None
     assert seal(resumed) == seal(draft(*turns))
 
 
-def test_a_draft_goes_on_in_the_rows_of_what_is_stored_however_that_was_linked() -> None:
+def test_draft_continues_stored_rows_with_any_links() -> None:
     # Turn 1 is stored whole, as by a client that finds no prefixes: nobody went on in row 0.
     resumed = TrajectoryDraft(KEY)
     for alone in (turn("ab", "C"), turn("abcd", "E")):
@@ -278,7 +278,7 @@ def test_a_draft_goes_on_in_the_rows_of_what_is_stored_however_that_was_linked()
     assert links == [(0, 3), (1, 5)]
 
 
-def test_a_group_is_drafted_with_its_anchors_and_refused_with_the_place_of_a_wrong_one() -> None:
+def test_group_is_drafted_with_anchors_and_a_wrong_one_is_located() -> None:
     def drafted(anchor: Any) -> SealedTrajectory:
         turns = (turn("a", "B", anchor="room 3"), turn("ab", "C", anchor=anchor))
         (made,) = draft_group(group("g", trajectory(*turns)))

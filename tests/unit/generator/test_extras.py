@@ -67,7 +67,7 @@ def test_lists_and_arrays_become_arrays_of_the_declared_type(
         (STYLE, [1e6, 0], r"1000000(.0)? at \[0, 0\] is not a finite float16"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_column_value_and_position(
+def test_invalid_value_is_refused_with_column_value_and_position(
     column: DeclaredColumn, values: Any, message: str
 ) -> None:
     with pytest.raises(InvalidTurnError, match=rf"^extras\['x'\]: .*{message}"):
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused_by_column_value_and_position(
         (ROUTES, [[0, 1]], r"has the shape \(1, 2\), not \(n, 1, 2\)"),
     ],
 )
-def test_case_11_routes_that_are_none_are_refused_by_column_value_and_position(
+def test_case_11_invalid_routes_are_refused_with_column_value_and_position(
     column: DeclaredColumn, values: Any, message: str
 ) -> None:
     # So does the reference, which also refuses every list: of ours a list of numbers is taken.
@@ -100,7 +100,7 @@ def test_case_11_routes_that_are_none_are_refused_by_column_value_and_position(
         checked(column, values)
 
 
-def test_a_column_that_the_run_does_not_declare_is_refused_by_name() -> None:
+def test_undeclared_column_is_refused() -> None:
     with pytest.raises(InvalidTurnError, match=r"^extras\['y'\]: the run declares only x$"):
         with_checked_extras(BARE, {"x": [-1, -1], "y": [1]}, [TEACHER])
     with pytest.raises(InvalidTurnError, match=r"^extras\['y'\]: the run declares no extra"):

@@ -38,7 +38,7 @@ def test_leases_are_renewed_every_third_of_the_length_that_the_store_names(
     assert [lane.error for lane in lanes] == [None, None]
 
 
-def test_who_had_nothing_open_asks_soon_how_long_a_lease_is_now() -> None:
+def test_publisher_without_open_trajectories_asks_soon_for_the_lease_length() -> None:
     # Leases had become shorter meanwhile: what was opened next was given up.
     beats = Heartbeats()
     first, second = (
@@ -83,7 +83,7 @@ def test_a_heartbeat_on_its_way_holds_up_no_flush(new_desk: NewDesk) -> None:
     assert desk.outbox.is_idle
 
 
-def test_a_heartbeat_that_was_lost_is_sent_again_when_the_store_may_be_asked(
+def test_lost_heartbeat_is_repeated_when_the_store_may_be_asked(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk()
@@ -132,7 +132,7 @@ def test_trajectories_of_a_run_that_is_gone_are_lost_by_their_heartbeat(new_desk
     assert desk.outbox.num_open == 1
 
 
-def test_a_trajectory_that_a_turn_found_lost_is_not_lost_again_by_the_heartbeat(
+def test_trajectory_found_lost_by_a_turn_is_not_lost_twice(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk()
@@ -216,7 +216,7 @@ def test_publisher_asks_for_its_leases_after_it_slept(
     assert desk.take() is None
 
 
-def test_whoever_slept_and_lost_nothing_goes_on(new_desk: NewDesk) -> None:
+def test_sleeper_that_lost_nothing_continues(new_desk: NewDesk) -> None:
     desk = new_desk()
     (lane,) = desk.opened()
     slept(desk, lease_s=30.0)
@@ -228,7 +228,7 @@ def test_whoever_slept_and_lost_nothing_goes_on(new_desk: NewDesk) -> None:
     assert not waiting.errors
 
 
-def test_of_an_answer_that_came_long_after_it_was_asked_for_nothing_is_known(
+def test_late_answer_proves_nothing(
     new_desk: NewDesk,
 ) -> None:
     # It slept while the answer was on its way.
@@ -244,7 +244,7 @@ def test_of_an_answer_that_came_long_after_it_was_asked_for_nothing_is_known(
     assert desk.said(desk.answer()) == ["heartbeat"]
 
 
-def test_a_stored_trajectory_that_ends_is_judged_by_its_end_also_when_it_is_released(
+def test_ending_stored_trajectory_is_judged_by_its_end_after_release(
     new_desk: NewDesk,
 ) -> None:
     # All of it may have been stored, and trained, before the answer was lost.

@@ -31,7 +31,7 @@ def test_room_is_counted_in_bytes_and_there_is_always_some_for_one(new_desk: New
     assert desk.outbox.inflight.statistics().inflight_bytes == 0
 
 
-def test_what_waits_for_leave_takes_no_room_from_open_trajectories(new_desk: NewDesk) -> None:
+def test_waiting_groups_take_no_space_from_open_trajectories(new_desk: NewDesk) -> None:
     desk = new_desk(max_inflight_bytes=100)
     (lane,) = desk.asked()
     desk.append(lane)

@@ -49,7 +49,7 @@ def test_one_round_is_on_its_way_at_a_time(new_desk: NewDesk) -> None:
     assert not desk.outbox.is_idle
 
 
-def test_what_was_lost_is_sent_again_first_and_in_order(new_desk: NewDesk) -> None:
+def test_lost_calls_are_sent_again_first_and_in_order(new_desk: NewDesk) -> None:
     desk = new_desk()
     one, other, third = desk.opened(3)
     desk.append(one)
@@ -85,7 +85,7 @@ def test_a_lost_connection_means_that_the_server_may_have_forgotten_the_scripts(
     assert again.pack().count(b"\r\nappendfsync") == 1
 
 
-def test_a_script_that_is_unknown_is_loaded_at_once_but_not_for_ever(new_desk: NewDesk) -> None:
+def test_unknown_script_is_loaded_at_once_but_only_once(new_desk: NewDesk) -> None:
     desk = new_desk()
     (lane,) = desk.opened()
     desk.append(lane)
@@ -119,7 +119,7 @@ def test_a_full_server_is_left_alone_and_asked_again(new_desk: NewDesk) -> None:
     ("sync", "is_grouped"),
     [("always", True), ("everysec", False), (NoPermissionError("no CONFIG"), True)],
 )
-def test_a_round_is_one_write_where_the_store_may_sync_before_it_answers(
+def test_round_is_one_write_if_the_store_may_sync_before_answers(
     new_desk: NewDesk, sync: Any, is_grouped: bool
 ) -> None:
     desk = new_desk()
@@ -157,7 +157,7 @@ def test_calls_of_one_write_are_answered_one_by_one(new_desk: NewDesk) -> None:
     assert isinstance(other.error, ConflictError)
 
 
-def test_a_full_server_that_refused_the_one_write_is_asked_call_by_call(new_desk: NewDesk) -> None:
+def test_full_server_that_refused_one_write_gets_single_calls(new_desk: NewDesk) -> None:
     desk = new_desk()
     one, other, third = desk.opened(3, sync="always")
     desk.append(one)
@@ -187,7 +187,7 @@ def test_a_full_server_that_refused_the_one_write_is_asked_call_by_call(new_desk
     assert desk.answer_group(b"QUEUED", b"QUEUED", executed=[1, 1]).is_grouped
 
 
-def test_a_call_that_is_not_allowed_does_not_take_the_others_of_its_write_along(
+def test_invalid_call_does_not_fail_the_others_of_its_write(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk()
@@ -205,7 +205,7 @@ def test_a_call_that_is_not_allowed_does_not_take_the_others_of_its_write_along(
     assert isinstance(other.error, ConflictError)
 
 
-def test_what_a_full_server_refused_is_sent_again_in_order(new_desk: NewDesk) -> None:
+def test_calls_refused_by_a_full_server_are_repeated_in_order(new_desk: NewDesk) -> None:
     desk = new_desk()
     lanes = desk.opened(3)
     for lane in lanes:
@@ -269,7 +269,7 @@ def test_giving_everything_up_settles_everything_but_leaves_live_trajectories_al
     assert (live.error, desk.outbox.is_idle) == (None, True)
 
 
-def test_a_store_that_is_silent_for_too_long_is_given_up_on_with_the_reasons(
+def test_writes_fail_with_reasons_after_a_long_silence(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk(timeout_s=10.0)
@@ -311,7 +311,7 @@ def test_after_it_gave_up_on_a_round_it_asks_which_store_answers(new_desk: NewDe
     assert sent.loads_scripts
 
 
-def test_an_outage_counts_from_when_the_round_was_sent_that_was_not_answered(
+def test_outage_counts_from_the_unanswered_round(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk(timeout_s=40.0)

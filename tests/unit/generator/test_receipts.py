@@ -36,7 +36,7 @@ def test_a_receipt_raises_the_first_error_and_names_them_all() -> None:
     assert list(receipt.errors) == [ONE, OTHER]
 
 
-def test_whoever_waits_is_woken() -> None:
+def test_waiting_thread_is_woken() -> None:
     lock = threading.Lock()
     receipt = Receipt(lock)
     waiters = [threading.Thread(target=receipt.result, args=(10,), daemon=True) for _ in range(3)]
@@ -96,7 +96,7 @@ def test_success_is_no_failure() -> None:
     assert failures == []
 
 
-def test_all_that_nobody_asked_for_is_raised_as_one_error_and_told_once() -> None:
+def test_unread_failures_are_raised_once_as_one_error() -> None:
     failures: list[Delivery] = []
     lost, only, common, asked = (ConflictError(str(number)) for number in range(4))
     for errors in ([only, common], [common, common], [asked, asked]):

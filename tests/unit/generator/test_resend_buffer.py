@@ -15,7 +15,7 @@ def kept(num_bytes: int) -> KeptTurn:
     return KeptTurn(LANE, TurnRecord(bytes(num_bytes), shape))
 
 
-def test_a_write_is_kept_until_the_store_that_acknowledged_it_answers_late_enough() -> None:
+def test_write_is_kept_until_a_late_answer_proves_it() -> None:
     buffer = ResendBuffer(keep_s=5.0, max_bytes=100)
     first, second = kept(10), kept(20)
     buffer.keep(first, now_s=1.0)
@@ -70,7 +70,7 @@ def test_a_trajectory_counts_as_opened_while_its_opening_is_kept() -> None:
     assert (held, buffer.has_opened(LANE.key)) == (True, False)
 
 
-def test_a_trajectory_that_failed_or_is_sent_again_counts_as_opened_no_more() -> None:
+def test_failed_or_resent_trajectory_does_not_count_as_opened() -> None:
     buffer = ResendBuffer(keep_s=5.0, max_bytes=25)
     buffer.keep(failed := opening(), now_s=1.0)
     failed.lanes[0].error = FencedError("late")
@@ -83,7 +83,7 @@ def test_a_trajectory_that_failed_or_is_sent_again_counts_as_opened_no_more() ->
     assert not buffer.has_opened(LANE.key)
 
 
-def test_what_is_taken_is_kept_no_longer() -> None:
+def test_taken_writes_are_kept_no_longer() -> None:
     buffer = ResendBuffer(keep_s=5.0, max_bytes=25)
     buffer.keep(kept(10), now_s=1.0)
     buffer.take()

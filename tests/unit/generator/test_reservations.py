@@ -13,7 +13,7 @@ from turnstream.types import TrajectoryKey
 NewDesk = Callable[..., Any]
 
 
-def test_room_is_asked_for_in_blocks_when_a_trajectory_outgrows_what_it_has(
+def test_bytes_are_reserved_in_blocks_as_a_trajectory_grows(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk()
@@ -67,7 +67,7 @@ def test_room_is_asked_for_again_where_the_store_may_have_forgotten_it(new_desk:
     assert desk.reserved(again) >= desk.reserved(asked)
 
 
-def test_what_is_sent_whole_asks_for_exactly_its_size(new_desk: NewDesk) -> None:
+def test_whole_trajectory_reserves_its_exact_size(new_desk: NewDesk) -> None:
     desk = new_desk()
     (lane,) = desk.asked()
     desk.append(lane, response="B" * 5_000)
@@ -91,7 +91,7 @@ def test_the_seal_says_how_many_bytes_are_stored(new_desk: NewDesk) -> None:
     assert posted.commands[0].args[1] == f"1:/{lane.num_bytes + len(lane.seal_record)}:w"
 
 
-def test_what_is_stored_of_a_trajectory_that_was_taken_over_needs_room_as_well(
+def test_stored_turns_of_an_adopted_trajectory_are_reserved_too(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk()

@@ -53,7 +53,7 @@ def sealed(new_desk: NewDesk) -> Callable[[], tuple[Any, Lane, Delivery]]:
     return make
 
 
-def test_what_another_ended_before_it_was_opened_is_refused(new_desk: NewDesk) -> None:
+def test_trajectory_ended_by_another_before_it_opened_is_refused(new_desk: NewDesk) -> None:
     desk = new_desk()
     (lane,) = desk.asked()
     receipt, end = desk.append(lane), desk.seal(lane)
@@ -67,7 +67,7 @@ def test_what_another_ended_before_it_was_opened_is_refused(new_desk: NewDesk) -
     assert desk.outbox.is_idle
 
 
-def test_what_another_writes_now_is_refused_where_its_seal_was_stored(sealed: Any) -> None:
+def test_trajectory_written_by_another_is_refused_if_its_seal_was_stored(sealed: Any) -> None:
     desk, _, end = sealed()
 
     come_back(desk)
@@ -77,7 +77,7 @@ def test_what_another_writes_now_is_refused_where_its_seal_was_stored(sealed: An
     assert desk.outbox.is_idle
 
 
-def test_what_is_sent_again_is_counted_as_that_and_as_nothing_else(sealed: Any) -> None:
+def test_resent_turns_are_counted_only_as_resent(sealed: Any) -> None:
     desk, lane, _ = sealed()
     desk.answer([b"OK"])
     before = desk.outbox.inflight.statistics()
@@ -110,7 +110,7 @@ def test_a_seal_is_sent_again_after_its_turns_were_proven(new_desk: NewDesk) -> 
     assert again.commands[0].args[1:3] == (1, 1)
 
 
-def test_what_had_ended_is_lost_where_the_store_stays_away(sealed: Any) -> None:
+def test_ended_trajectory_is_lost_if_the_store_stays_away(sealed: Any) -> None:
     desk, _, end = sealed()
     desk.answer([b"OK"])
 
@@ -123,7 +123,7 @@ def test_what_had_ended_is_lost_where_the_store_stays_away(sealed: Any) -> None:
     assert errors(end) == []  # it was told long ago
 
 
-def test_turns_that_are_kept_no_longer_are_named_where_the_store_lost_them(
+def test_lost_turns_that_are_no_longer_kept_are_named(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk()
@@ -136,7 +136,7 @@ def test_turns_that_are_kept_no_longer_are_named_where_the_store_lost_them(
         desk.append(lane)
 
 
-def test_a_seal_that_is_refused_for_another_reason_is_not_asked_of_its_payload(
+def test_seal_refused_for_another_reason_does_not_ask_its_payload(
     sealed: Any,
 ) -> None:
     desk, _, end = sealed()
@@ -147,7 +147,7 @@ def test_a_seal_that_is_refused_for_another_reason_is_not_asked_of_its_payload(
     assert desk.outbox.is_idle
 
 
-def test_turns_of_a_trajectory_that_is_over_are_refused(new_desk: NewDesk) -> None:
+def test_turns_of_a_finished_trajectory_are_refused(new_desk: NewDesk) -> None:
     desk = new_desk()
     (lane,) = desk.opened()
     receipt = desk.append(lane)
@@ -159,7 +159,7 @@ def test_turns_of_a_trajectory_that_is_over_are_refused(new_desk: NewDesk) -> No
     assert errors(receipt) == [FencedError]
 
 
-def test_turns_that_are_missing_of_what_had_ended_are_told_as_they_are(sealed: Any) -> None:
+def test_missing_turns_of_an_ended_trajectory_are_named(sealed: Any) -> None:
     desk, _, _ = sealed()
     desk.answer([b"OK"])
 
@@ -187,7 +187,7 @@ def test_only_what_had_ended_is_a_loss(new_desk: NewDesk) -> None:
     assert desk.outbox.take_losses() == []
 
 
-def test_what_was_taken_over_is_taken_over_again(new_desk: NewDesk) -> None:
+def test_adopted_trajectory_is_adopted_again(new_desk: NewDesk) -> None:
     desk = new_desk(keep_s=5.0)
     desk.opened()
     key = TrajectoryKey("g", sample=1)
@@ -209,7 +209,7 @@ def test_no_lease_is_renewed_before_the_group_is_open_again(new_desk: NewDesk) -
     assert (before, desk.outbox.num_open) == (0, 1)
 
 
-def test_of_an_old_group_leases_and_room_are_asked_for_at_once(new_desk: NewDesk) -> None:
+def test_leases_and_bytes_of_a_known_group_are_renewed_at_once(new_desk: NewDesk) -> None:
     desk = new_desk(keep_s=5.0)
     (lane,) = desk.opened()
     desk.append(lane, response="B" * 5_000)
@@ -225,7 +225,7 @@ def test_of_an_old_group_leases_and_room_are_asked_for_at_once(new_desk: NewDesk
     assert [name for name, _ in desk.reserved(again)] == ["g/0/0"]
 
 
-def test_what_had_survived_twice_goes_again_from_its_first_turn(sealed: Any) -> None:
+def test_twice_surviving_trajectory_is_resent_from_its_first_turn(sealed: Any) -> None:
     desk, lane, _ = sealed()
     desk.answer([b"OK"])
 
@@ -267,7 +267,7 @@ def test_a_seal_that_was_posted_late_is_posted_again(sealed: Any) -> None:
     assert desk.said(desk.answer([b"DUPLICATE"])) == ["post_sealed"]
 
 
-def test_what_has_ended_and_is_not_sent_again_is_no_loss(sealed: Any) -> None:
+def test_ended_trajectory_that_is_not_resent_is_no_loss(sealed: Any) -> None:
     desk, _, end = sealed()
     desk.answer([b"OK"])
 
@@ -276,7 +276,7 @@ def test_what_has_ended_and_is_not_sent_again_is_no_loss(sealed: Any) -> None:
     assert (desk.outbox.take_losses(), errors(end)) == ([], [])
 
 
-def test_what_waits_for_its_seal_to_be_posted_fails_with_all_others(sealed: Any) -> None:
+def test_trajectory_with_an_unposted_seal_fails_with_the_others(sealed: Any) -> None:
     desk, _, end = sealed()
 
     desk.outbox.fail_all(StoreUnavailableError("away"))
@@ -284,7 +284,7 @@ def test_what_waits_for_its_seal_to_be_posted_fails_with_all_others(sealed: Any)
     assert errors(end) == [StoreUnavailableError]
 
 
-def test_what_had_ended_is_a_loss_until_its_seal_is_posted_again(sealed: Any) -> None:
+def test_ended_trajectory_is_a_loss_until_its_seal_is_posted_again(sealed: Any) -> None:
     desk, _, _ = sealed()
     desk.answer([b"OK"])
 
@@ -296,7 +296,7 @@ def test_what_had_ended_is_a_loss_until_its_seal_is_posted_again(sealed: Any) ->
     assert len(desk.outbox.take_losses()) == 1
 
 
-def test_a_trajectory_that_waits_for_leave_with_nothing_to_send_fails_with_all_others(
+def test_waiting_trajectory_without_writes_fails_with_the_others(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk()
@@ -308,7 +308,7 @@ def test_a_trajectory_that_waits_for_leave_with_nothing_to_send_fails_with_all_o
         desk.append(lane)
 
 
-def test_nobody_asks_room_for_what_has_failed(new_desk: NewDesk) -> None:
+def test_failed_trajectory_reserves_nothing(new_desk: NewDesk) -> None:
     desk = new_desk()
     (lane,) = desk.opened()
     desk.append(lane, response="B" * 10_000)
@@ -318,7 +318,7 @@ def test_nobody_asks_room_for_what_has_failed(new_desk: NewDesk) -> None:
     assert desk.take() is None
 
 
-def test_what_the_store_forgot_waits_for_leave_as_long_as_it_takes(sealed: Any) -> None:
+def test_lost_group_waits_for_admission_without_a_deadline(sealed: Any) -> None:
     # It was lost when the wait for leave of a new group would have ended.
     desk, _, end = sealed()
     come_back(desk)
@@ -342,7 +342,7 @@ def test_what_the_store_forgot_waits_for_leave_as_long_as_it_takes(sealed: Any) 
     ("first", "second", "num_lost"),
     [("OK", "OK", 0), ("OK", "DUPLICATE", 0), ("OK", "LATE", 1), ("LATE", "LATE", 0)],
 )
-def test_a_reward_that_counted_and_comes_late_when_it_is_posted_again_is_lost_by_name(
+def test_late_answer_to_a_repeated_reward_is_reported_as_lost(
     new_desk: NewDesk, first: str, second: str, num_lost: int
 ) -> None:
     desk = new_desk(keep_s=5.0)
@@ -360,7 +360,7 @@ def test_a_reward_that_counted_and_comes_late_when_it_is_posted_again_is_lost_by
     assert losses == [said] * num_lost
 
 
-def test_a_task_that_is_written_here_is_not_taken_again_until_it_has_failed(
+def test_task_written_here_is_not_granted_again_until_it_failed(
     new_desk: NewDesk,
 ) -> None:
     # Nothing is kept of it, as after a long episode, and its lease is held all the same.
@@ -378,7 +378,7 @@ def test_a_task_that_is_written_here_is_not_taken_again_until_it_has_failed(
 
 
 @pytest.mark.parametrize(("second", "num_restarts"), [(b"first", 0), (b"other", 1)])
-def test_a_restart_is_counted_where_another_store_answers_and_not_at_the_first_meeting(
+def test_restart_is_counted_only_if_another_server_answers(
     new_desk: NewDesk, second: bytes, num_restarts: int
 ) -> None:
     # A task is taken over another connection: its leases are held before the store has said which.

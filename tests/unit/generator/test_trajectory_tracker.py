@@ -72,7 +72,7 @@ def test_a_seal_is_posted_only_after_its_payload_was_acknowledged(new_desk: NewD
     assert desk.said(desk.answer([b"OK"])) == ["post_sealed"]
 
 
-def test_a_conflict_is_told_to_the_run_and_a_lost_answer_does_not_make_it_two(
+def test_conflict_with_a_lost_answer_is_recorded_once(
     new_desk: NewDesk,
 ) -> None:
     desk = new_desk()
@@ -91,7 +91,7 @@ def test_a_conflict_is_told_to_the_run_and_a_lost_answer_does_not_make_it_two(
     assert desk.take() is None
 
 
-def test_two_conflicts_are_told_to_the_run_as_two(new_desk: NewDesk) -> None:
+def test_two_conflicts_are_recorded_as_two(new_desk: NewDesk) -> None:
     desk = new_desk()
     for lane in desk.opened(2):
         desk.append(lane)
@@ -131,7 +131,7 @@ def test_an_abandon_follows_the_turns_that_were_accepted(new_desk: NewDesk) -> N
     assert end.is_done
 
 
-def test_an_adopted_trajectory_goes_on_behind_its_stored_turns(new_desk: NewDesk) -> None:
+def test_adopted_trajectory_continues_after_its_stored_turns(new_desk: NewDesk) -> None:
     desk = new_desk()
     lane = desk.outbox.adopt(KEYS[0], epoch=4, num_turns=2, num_bytes=0, now_s=desk.now_s)
     desk.append(lane)
@@ -144,7 +144,7 @@ def test_an_adopted_trajectory_goes_on_behind_its_stored_turns(new_desk: NewDesk
     assert beat.commands[0].args == ("g/0/0", "4:w")
 
 
-def test_what_the_store_has_opened_for_a_task_is_held_from_then_on(new_desk: NewDesk) -> None:
+def test_trajectory_opened_by_a_task_has_its_lease_renewed(new_desk: NewDesk) -> None:
     desk = new_desk()
     group = GroupOpened(group_id="g", prompt_uid="", num_samples=2)
 
@@ -169,7 +169,7 @@ def test_what_the_store_has_opened_for_a_task_is_held_from_then_on(new_desk: New
     ],
     ids=["over", "planned"],
 )
-def test_of_a_group_that_went_on_the_payload_says_what_the_store_lost(
+def test_payload_decides_whether_a_released_group_lost_the_trajectory(
     new_desk: NewDesk, opening: Any, tombstone: str, num_lost: int
 ) -> None:
     # A store lost a seal, and gave the trajectory up while its generator slept, or its group went
@@ -245,7 +245,7 @@ def test_a_group_that_was_over_is_asked_for_first_after_every_restart(new_desk: 
 NEVER_OR_OVER = b"FENCED [unknown] g/0/0 was never opened, or is finished"
 
 
-def test_a_seal_that_the_ledger_has_no_more_is_known_where_its_payload_says_that_it_is_over(
+def test_released_seal_is_known_if_its_payload_is_finished(
     new_desk: NewDesk,
 ) -> None:
     # The answer to the first post was lost, and the run went on: trained, released, folded.

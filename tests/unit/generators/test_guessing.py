@@ -17,7 +17,7 @@ def _number(value: int) -> np.ndarray:
     return np.array([INVALID + value], np.int32)
 
 
-def test_a_game_answers_higher_and_lower_and_ends_when_the_secret_is_found() -> None:
+def test_game_answers_higher_or_lower_and_ends_at_the_secret() -> None:
     game = GuessingGame()
 
     first = game.step(Episode(secret=6), _number(8))
@@ -81,7 +81,7 @@ def test_every_token_of_a_game_is_in_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("field", ["num_numbers", "max_guesses"])
-def test_a_game_of_nothing_is_refused_by_name(field: str) -> None:
+def test_game_without_numbers_is_refused(field: str) -> None:
     with pytest.raises(InvalidConfigError, match=field):
         GuessingGame(**{field: 0})
 

@@ -26,7 +26,7 @@ def summary(*, first: float, last: float) -> Summary:
         (0.0, 0.60, True),
     ],
 )
-def test_the_reward_has_to_double_and_to_reach_its_share_of_the_best(
+def test_goal_is_double_the_reward_and_a_share_of_the_best(
     first: float, last: float, has_learned: bool
 ) -> None:
     verdict = judge(summary(first=first, last=last), best_reward=1.0)

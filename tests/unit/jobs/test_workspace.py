@@ -14,7 +14,7 @@ def test_makes_a_folder_that_is_missing(tmp_path: Path) -> None:
         assert folder.is_absolute()
 
 
-def test_what_a_job_wrote_stays_until_the_same_job_begins_again(tmp_path: Path) -> None:
+def test_files_of_a_job_stay_until_it_starts_again(tmp_path: Path) -> None:
     with job_folder(tmp_path / "a", job="demo") as folder:
         (folder / "logs").mkdir()
         (folder / "logs/old.log").write_text("old")

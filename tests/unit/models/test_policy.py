@@ -12,7 +12,7 @@ from turnstream_server.models.spec import SmallModelSpec, read_policy_source
 SPEC = SmallModelSpec(vocab_size=40, hidden_size=16, intermediate_size=16, num_layers=1)
 
 
-def test_the_same_spec_gives_the_same_weights_and_leaves_the_random_state_alone() -> None:
+def test_equal_specs_give_equal_weights_and_keep_the_random_state() -> None:
     before = torch.get_rng_state()
 
     first, second = load_policy(SPEC), load_policy(SPEC)
@@ -58,7 +58,7 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     half = new_folder(tmp_path / "weights")
     half.__enter__()
     (tmp_path / "v1").mkdir()
@@ -78,7 +78,7 @@ def test_a_spec_is_read_from_a_file_and_a_folder_is_itself(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"vocab_size": 40, "colour": 1}', "{}"])
-def test_a_file_that_is_no_spec_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_invalid_spec_file_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
     path = tmp_path / "policy.json"
     path.write_text(text)
 
@@ -86,7 +86,7 @@ def test_a_file_that_is_no_spec_is_refused_by_name(tmp_path: Path, text: str) ->
         read_policy_source(path)
 
 
-def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfigError, match=tmp_path.name):
         load_policy(tmp_path)
 

@@ -206,7 +206,7 @@ def test_unknown_columns_and_metadata_are_ignored():
     assert_same(decode_mini_batch(newer), mini)
 
 
-def test_newer_major_version_is_refused_by_name():
+def test_newer_major_version_is_refused_with_both_versions():
     newer = edited(mini_batch(), with_metadata(format=1))
 
     with pytest.raises(UnknownFormatError, match=r"mini-batch was .* newer .*format 1; .* 0"):

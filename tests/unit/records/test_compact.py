@@ -110,7 +110,7 @@ def test_an_end_costs_little_beside_what_is_random_in_its_reason(reason: str, mo
         ("model-20261122 after 1234567890123 ms", None),
     ],
 )
-def test_of_an_id_in_a_reason_stays_the_beginning(reason: str, left: str | None) -> None:
+def test_ids_in_a_reason_are_shortened(reason: str, left: str | None) -> None:
     ended = compact_ends({TrajectoryKey("g", 0): f"abandoned:{reason}"})
 
     assert ended.ends == (f"abandoned:{left or reason}",)

@@ -46,7 +46,7 @@ def test_missing_fields_of_an_older_release_have_defaults():
     assert decode_config(older) == config()
 
 
-def test_format_of_a_newer_release_is_refused_by_name():
+def test_format_of_a_newer_release_is_refused_with_both_formats():
     sentence = "run 'maze' was written by a newer release .*format 2; this one reads up to 1"
 
     with pytest.raises(UnknownFormatError, match=sentence):
@@ -89,7 +89,7 @@ def test_wrong_value_is_refused_by_the_name_of_its_field(field: str, value: obje
     assert caught.value.field == field
 
 
-def test_missing_field_is_refused_by_name():
+def test_missing_field_is_refused_with_its_field():
     with pytest.raises(InvalidConfigError, match="mini_batch_groups: is missing"):
         decode_config('{"format": 1, "batch_groups": 1}')
 
@@ -117,6 +117,6 @@ def test_unknown_field_of_a_declaration_is_of_a_newer_release():
 
 
 @pytest.mark.parametrize("declared", [7, [7], [{"name": "x"}], {"x": 1}])
-def test_impossible_declarations_are_refused_by_name(declared: Any):
+def test_impossible_declarations_are_refused_with_their_column(declared: Any):
     with pytest.raises(InvalidConfigError, match=r"^extra_columns: "):
         decode_config(edited(extra_columns=declared))

@@ -72,7 +72,7 @@ def test_record_of_another_kind_is_refused(kind: Kind):
 
 
 @every_kind
-def test_newer_major_version_is_refused_by_name(kind: Kind):
+def test_newer_major_version_is_refused_with_both_versions(kind: Kind):
     newer = bytearray(kind.record)
     newer[3] = 1
 

@@ -19,7 +19,7 @@ def recording(*texts: str, turns: tuple[int, ...]) -> Recording:
     return Recording(prompt_uid="a", sample=0, reward=0.0, messages=messages, turns=turns)
 
 
-def test_the_prompt_is_the_conversation_so_far_and_the_header_of_a_reply(
+def test_prompt_is_the_conversation_and_the_header_of_a_reply(
     tokenizer_folder: Path,
 ) -> None:
     chat = ChatTokenizer.load(tokenizer_folder)
@@ -65,7 +65,7 @@ def test_encoding_each_message_once_equals_encoding_every_prefix_afresh(
         assert turn.prompt_ids.dtype == turn.response_ids.dtype == np.int32
 
 
-def test_a_reply_that_joins_its_header_does_not_continue_in_the_next_prompt(
+def test_reply_joined_with_its_header_does_not_continue_in_the_next_prompt(
     tokenizer_folder: Path,
 ) -> None:
     chat = ChatTokenizer.load(tokenizer_folder)

@@ -9,7 +9,7 @@ import pytest
 from turnstream.store.client.cancellation import to_the_end
 
 
-async def test_what_closing_gives_or_raises_is_told() -> None:
+async def test_result_or_error_of_closing_is_returned() -> None:
     async def give() -> int:
         return 7
 
@@ -22,7 +22,7 @@ async def test_what_closing_gives_or_raises_is_told() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_who_is_cancelled_twice_is_so_when_all_is_closed(fails: bool) -> None:
+async def test_second_cancellation_takes_effect_after_closing(fails: bool) -> None:
     may_end, is_over = asyncio.Event(), asyncio.Event()
 
     async def close() -> None:

@@ -57,7 +57,7 @@ def test_every_refusal_of_a_script_has_its_error(
         "NOSCRIPT No matching script. Please use EVAL.",
     ],
 )
-def test_what_passes_by_itself_is_unavailable_and_says_when_to_call_again(text: str) -> None:
+def test_temporary_refusal_is_unavailable_with_a_time_to_retry(text: str) -> None:
     error = replies.translate(error_reply(text))
 
     assert type(error) is errors.StoreUnavailableError
@@ -99,7 +99,7 @@ def test_a_lost_connection_is_unavailable_and_says_when_to_call_again(error: Exc
         "WRONGTYPE Operation against a key holding the wrong kind of value",
     ],
 )
-def test_what_never_passes_is_rejected_with_the_reason(text: str) -> None:
+def test_permanent_refusal_is_rejected_with_the_reason(text: str) -> None:
     error = replies.translate(error_reply(text))
 
     assert type(error) is errors.RejectedError

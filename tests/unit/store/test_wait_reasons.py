@@ -50,7 +50,7 @@ def kinds(reasons: list[WaitReason]) -> list[str]:
     return [reason.kind for reason in reasons]
 
 
-def test_nothing_that_holds_nobody_is_a_reason() -> None:
+def test_run_without_obstacles_has_no_reason() -> None:
     assert reasons_of(waits()) == []
     assert reasons_of(None) == []
 
@@ -66,13 +66,13 @@ def test_a_generator_is_gone_when_all_that_it_holds_has_lapsed() -> None:
     assert kinds(found) == [WaitKind.GENERATOR_GONE, *[WaitKind.MEMBER_LAPSED] * 3]
 
 
-def test_no_generator_is_called_gone_while_some_of_its_leases_may_be_unread() -> None:
+def test_no_generator_counts_as_gone_while_leases_are_unread() -> None:
     found = reasons_of(waits(member(left_s=-40), num_leases=MAX_LEASES + 1))
 
     assert kinds(found) == [WaitKind.MEMBER_LAPSED]
 
 
-def test_members_that_are_written_are_a_reason_only_where_something_waits_for_them() -> None:
+def test_open_members_are_a_reason_only_if_something_waits() -> None:
     written = member(deadline_s=7)
 
     free, starved = waits(written), waits(written, num_live=1, num_open=1)
@@ -104,7 +104,7 @@ def test_no_planner_says_whose_lease_ended() -> None:
     ]
 
 
-def test_a_trainer_that_waits_for_the_group_leaves_it_room_as_the_store_does() -> None:
+def test_starving_trainer_leaves_its_group_the_room_of_the_store_rule() -> None:
     held = {"config": {"max_bytes": 600_000}, "stored": 600_000}
     train = GroupOpened(group_id="g", prompt_uid="", num_samples=2)
     evaluate = GroupOpened(group_id="g", prompt_uid="", num_samples=2, purpose=Purpose.EVAL)
@@ -128,7 +128,7 @@ def test_memory_of_the_server_is_counted_for_every_sample(num_samples: int, is_f
     assert kinds(found) == [WaitKind.OUT_OF_BYTES] * is_full
 
 
-def test_a_run_that_is_paused_or_closed_says_so() -> None:
+def test_paused_or_closed_run_is_a_reason() -> None:
     paused = reasons_of(waits(paused="the judge is down"))
     closed = reasons_of(waits(is_closed=True, num_live=0))
 

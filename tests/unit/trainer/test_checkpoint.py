@@ -19,7 +19,7 @@ def _token(step: int) -> RecoveryToken:
     return RecoveryToken(lineage="main", step=step, chain_hash=f"{step:064x}")
 
 
-def test_training_resumed_from_a_checkpoint_goes_on_as_if_nothing_had_happened(
+def test_resumed_training_equals_undisturbed_training(
     tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path, num_retained=2)
@@ -52,7 +52,7 @@ def test_there_is_no_checkpoint_before_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last_call", ["torch.save", "os.fsync", "pathlib.Path.rename"])
-def test_a_checkpoint_that_a_killed_trainer_was_writing_is_not_there_and_goes_with_the_next_start(
+def test_half_written_checkpoint_is_ignored_and_removed_by_the_next_start(
     tmp_path: Path, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, last_call: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path, num_retained=2)
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_a_killed_trainer_was_writing_is_not_there_and_goes_wi
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_the_newest_is_the_one_of_the_highest_step_and_old_ones_go_on_request(
+def test_newest_checkpoint_has_the_highest_step_and_old_ones_are_removable(
     tmp_path: Path, build_engine: BuildEngine
 ) -> None:
     checkpoints = Checkpoints(tmp_path, num_retained=2)

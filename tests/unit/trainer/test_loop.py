@@ -107,7 +107,7 @@ def test_a_checkpoint_is_on_disk_before_it_is_committed(
     assert found == [2, 4]
 
 
-def test_versions_go_on_above_the_highest_announced_after_a_restart(
+def test_versions_continue_above_the_highest_announced_after_a_restart(
     tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
 ) -> None:
     # Versions 3 to 5 were made after step 2 by a trainer that died: their names stay taken.
@@ -143,7 +143,7 @@ def test_training_stops_after_the_step_it_was_told(
     assert said[-1] == "committed 3"
 
 
-def test_every_step_is_a_line_of_metrics_with_figures_of_its_mini_batches(
+def test_every_step_is_a_line_of_metrics_with_its_mini_batches(
     tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
 ) -> None:
     stream = StreamInMemory(build_mini_batch, last_step=2, newest_version=-1)
@@ -183,7 +183,7 @@ def test_a_line_of_metrics_has_the_figures_that_its_batch_came_with(
     }
 
 
-def test_a_metrics_line_that_a_crash_cut_off_is_closed_and_the_next_one_is_whole(
+def test_cut_metrics_line_is_closed_before_the_next_one(
     tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -197,7 +197,7 @@ def test_a_metrics_line_that_a_crash_cut_off_is_closed_and_the_next_one_is_whole
     assert json.loads(lines[2])["step"] == 1
 
 
-def test_what_a_killed_trainer_left_half_written_is_removed(
+def test_half_written_files_of_a_killed_trainer_are_removed(
     tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
 ) -> None:
     leftover = tmp_path / "weights" / ".unfinished-x"
@@ -210,6 +210,6 @@ def test_what_a_killed_trainer_left_half_written_is_removed(
 
 
 @pytest.mark.parametrize("field", ["checkpoint_every", "retain_checkpoints", "retain_weights"])
-def test_a_count_below_one_is_refused_by_name(tmp_path: Path, field: str) -> None:
+def test_count_below_one_is_refused(tmp_path: Path, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         _config(tmp_path, **{field: 0})

@@ -107,9 +107,7 @@ async def test_a_group_whose_seals_are_all_damaged_is_left_out_whole(house, dama
     }
 
 
-async def test_member_with_missing_payload_is_dead_like_a_damaged_one(
-    house, replan, look, of_3
-):
+async def test_member_with_missing_payload_is_dead_like_a_damaged_one(house, replan, look, of_3):
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, of_3("g0"))
@@ -188,9 +186,7 @@ async def test_later_posted_reward_still_counts_after_a_replan(
     assert [member.reward for member in planned] == expected
 
 
-async def test_penalty_is_subtracted_by_the_config_of_its_first_plan(
-    house, damage, replan, look
-):
+async def test_penalty_is_subtracted_by_the_config_of_its_first_plan(house, damage, replan, look):
     # Of rewards whose event is gone only the plan tells, with the penalty of that time in it.
     run = house.create_run(batch_groups=1, overlong_length=2, overlong_buffer=2)
     with connect(house.url) as client:
@@ -269,9 +265,7 @@ async def test_steps_of_two_configs_are_planned_again_by_the_later_one(
         assert read_revisions(client, run).last.from_step == 1
 
 
-async def test_config_from_before_the_damaged_step_stays_in_force(
-    house, damage, replan, of_3
-):
+async def test_config_from_before_the_damaged_step_stays_in_force(house, damage, replan, of_3):
     run = house.create_run(batch_groups=1)
     with connect(house.url) as client:
         before = read_revisions(client, run).last.config

@@ -121,9 +121,7 @@ async def test_a_step_that_was_released_before_anybody_answered_is_refused(house
     await trainer.get(3)
 
 
-async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(
-    house, replan, look
-):
+async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(house, replan, look):
     # More steps than a replica keeps plans of: the first is read from the store again.
     num_steps = 10
     run = house.create_run(batch_groups=1, max_planned_ahead=num_steps)
@@ -217,9 +215,7 @@ async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
     }
 
 
-async def test_rank_and_operator_get_the_damage_and_the_command(
-    house, damage, replan, look, of_3
-):
+async def test_rank_and_operator_get_the_damage_and_the_command(house, damage, replan, look, of_3):
     run = house.create_run(batch_groups=1)
     planner = house.trainer(await house.start_batcher(), run)
     await house.publish(run, of_3("g0"))

@@ -136,9 +136,7 @@ async def test_withdrawal_after_the_newest_snapshot_keeps_the_events_since_the_l
     assert await run.client.hget(run.keys.snapshot, "before") == b"3-1"
 
 
-async def test_next_plan_has_a_number_of_its_own(
-    run: Any, ask: Any, from_step: Any
-) -> None:
+async def test_next_plan_has_a_number_of_its_own(run: Any, ask: Any, from_step: Any) -> None:
     await run.plan_steps(2)
     await withdraw(run, ask(run, 1), from_step(run, 1))
     assert (await frontier(run)).revision_of(2) == 1
