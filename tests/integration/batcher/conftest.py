@@ -95,7 +95,7 @@ class Replica:
 
 
 class Pulled(NamedTuple):
-    """A mini-batch as it came."""
+    """A received mini-batch."""
 
     header: wire.MiniBatchHeader
     mini_batch: MiniBatch
@@ -246,7 +246,7 @@ class House:
         return name
 
     def delete_run(self, run: str) -> None:
-        """Take a run out of the store, with a word to whoever listens to it."""
+        """Remove a run from the store, and wake its waiting callers."""
         names = keys.run_keys(run)
         with connect(self.url) as client:
             client.delete(*names)
@@ -343,7 +343,7 @@ class House:
         return replica
 
     def trainer(self, replica: Replica | str, run: str) -> Trainer:
-        """A trainer that calls a replica, or whoever listens at an address."""
+        """A trainer that calls the server at an address."""
         address = replica if isinstance(replica, str) else replica.address
         trainer = Trainer(address, run)
         self._trainers.append(trainer)

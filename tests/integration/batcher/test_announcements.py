@@ -1,4 +1,4 @@
-"""What a replica announces that does not know yet that the trainer has gone back."""
+"""Announcements of a replica that has not yet read a rollback of the trainer."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Jumps of the store's clock: nothing that has a time is over too early, or long after."""
+"""Jumps of the store's clock: no deadline fires too early or much too late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the groups that are left when a run is closed, and how everybody is told."""
+"""Leftover groups of a closed run, and the end of the run."""
 
 from typing import Any, cast
 
@@ -145,7 +145,7 @@ async def test_the_same_leftover_again_changes_nothing_and_another_is_refused(ho
 
 
 async def test_a_closed_run_ends_by_the_leases_of_generators_that_are_dead(house, client):
-    # One sample was begun by a generator that is dead, the other one never.
+    # One sample was opened by a generator that is dead, the other one never.
     run = house.create_run(batch_groups=1, lease_s=0.4)
     opened = encode_event(GroupOpened(group_id="gone", prompt_uid="", num_samples=2))
     of_open_group = keys.run_keys(run).of_open_group
@@ -164,7 +164,7 @@ async def test_a_closed_run_ends_by_the_leases_of_generators_that_are_dead(house
 
 
 def open_evaluation(house, run, *ids):
-    """An evaluation of two, of which these trajectories were begun."""
+    """An evaluation of two in which these trajectories were opened."""
     with connect(house.url) as client:
         record = encode_event(
             GroupOpened(group_id="e", prompt_uid="", num_samples=2, purpose=Purpose.EVAL)

@@ -1,4 +1,4 @@
-"""A damaged counter holds a run up with its name in `why`; once it is mended, nothing is lost."""
+"""A damaged counter stops a run with its name in `why`; after its repair nothing is lost."""
 
 from __future__ import annotations
 

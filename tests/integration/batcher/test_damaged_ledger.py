@@ -191,7 +191,7 @@ async def test_every_damaged_field_is_a_typed_error_of_ledger(house: Any, worn_r
 
 
 def _damage_all(url: str, run: str) -> list[str]:
-    """What was raised that is no typed error, or names no key."""
+    """Return the errors that are untyped, or name no key."""
     wrong: list[str] = []
     num_raised = 0
     reads = calls(url, run)

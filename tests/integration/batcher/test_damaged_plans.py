@@ -1,4 +1,4 @@
-"""A plan or a snapshot that the disk damaged: nobody plans on from it, and everybody is told."""
+"""A plan or a snapshot that the disk damaged: planning stops, and everyone gets the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that finish, with a real batcher: fault 21, a member that hangs for ever, and its kin."""
+"""Groups that finish, with a real batcher: fault 21, a member that hangs, and similar faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations beside the training, with a real batcher and generators."""
+"""Evaluations during training, with a real batcher and generators."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 class Failing:
-    """A call before a plan is written that raises at first, and later waits for ever.
+    """A call before a plan is written that raises at first, and later never returns.
 
     Attributes:
         failed_s: when it raised, by the loop's clock.

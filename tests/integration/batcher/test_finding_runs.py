@@ -40,7 +40,7 @@ class Met(list[str]):
         self.is_store_away = False
 
     async def meet(self, run: str) -> None:
-        """What a finder is given to call."""
+        """The callback of a finder."""
         self.append(run)
         if self.is_store_away:
             raise StoreUnavailableError("no answer")

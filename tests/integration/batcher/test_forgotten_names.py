@@ -23,7 +23,7 @@ SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
 
 
 def _give_up(url: str, run: str) -> None:
-    """Another generator begins the group g, and gives up all of it."""
+    """Another generator opens the group g, and abandons all of it."""
     with Publisher(url, run, writer="second") as publisher:
         for sample in (0, 1):
             writer = publisher.trajectory("g", sample, num_samples=2)
@@ -75,7 +75,7 @@ async def test_tombstone_says_whether_the_trajectory_was_abandoned(house: Any) -
 
 
 def _seal_two_of_four(url: str, run: str) -> None:
-    """Two are sealed with one reward, for which the group is filtered, and two are given up."""
+    """Two are sealed with one reward, so the group is filtered, and two are abandoned."""
     with Publisher(url, run) as publisher:
         writers = [publisher.trajectory("g", sample, num_samples=4) for sample in range(4)]
         for writer in writers:

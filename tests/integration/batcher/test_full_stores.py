@@ -1,4 +1,4 @@
-"""A store that is full of open trajectories: it is reported as full by whoever is asked."""
+"""A store that is full of open trajectories reports this in every answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of trajectories whose generators are killed, stopped or cut off, end to end."""
+"""Trajectories of generators that are killed, stopped or cut off, end to end."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Observer:
         return seconds * 1000 + microseconds // 1000
 
     def end_leases(self, ended_ms: float) -> None:
-        """Let every lease have ended at this time, once the store hears of it."""
+        """Set the store's clock so that every lease has ended."""
         found: Any = self.client.zrange(self.keys.leases, 0, -1)
         self.client.zadd(self.keys.leases, dict.fromkeys(found, ended_ms), xx=True)
 

@@ -1,4 +1,4 @@
-"""The answer to a seal's event is lost, and the run goes on without its generator."""
+"""The answer to a seal's event is lost, and the run continues without its generator."""
 
 from __future__ import annotations
 

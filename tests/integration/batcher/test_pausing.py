@@ -1,4 +1,4 @@
-"""A paused run: nothing new begins or is planned, what was begun goes on, and all are told."""
+"""A paused run: nothing new starts, open groups continue, waiting calls get the reason."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Fault 22, as a search: whatever a writer leaves in the store, the batcher goes on without it."""
+"""Fault 22, as a search: with any damage of one trajectory the batcher continues without it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ REWARDS = (1.0, 100.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """What a writer leaves of one trajectory.
+    """The stored records of one trajectory.
 
     Attributes:
         turns: records, before the seal.
@@ -100,7 +100,7 @@ def _changed(record: bytes, position: int, bits: int) -> bytes:
 
 @st.composite
 def byte_changes(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """What a disk, or a careless writer, does to bytes, so that a checksum sees it."""
+    """Damage by a disk or a careless writer that a checksum finds."""
     kind = draw(st.sampled_from(["change", "cut", "add", "zeros", "other"]))
     position = draw(st.integers(0, 400))
     bits = draw(st.integers(1, 255))
@@ -153,7 +153,7 @@ visible_poison = st.one_of(
 
 @st.composite
 def lies(draw: st.DrawFn) -> Poison:
-    """What a program writes that computes its checksums, and nothing else, as it should."""
+    """Inconsistent records with valid checksums."""
     kind = draw(st.sampled_from(["header", "body", "seal", "arrays", "values", "event"]))
     position, bits = draw(st.integers(0, 400)), draw(st.integers(1, 255))
     match kind:
@@ -251,7 +251,7 @@ class Kitchen:
         self._caplog = caplog
 
     async def train_beside(self, poison: Poison) -> tuple[str, Any]:
-        """What became of the poisoned trajectory, and the rows of the batch."""
+        """Return the state of the damaged trajectory, and the rows of the batch."""
         run = self._house.create_run(batch_groups=1, max_planned_ahead=0)
         trainer = self._house.trainer(self._replica, run)
         await trainer.start()
@@ -343,12 +343,12 @@ def not_utf8(record: bytes, text: bytes) -> bytes:
 
 
 def bad_text_in_turn(group_id: str, stored: Stored) -> Stored:
-    """The first turn says so the name of an array."""
+    """The name of an array in the first turn is not UTF-8."""
     return _resealed(group_id, stored, not_utf8(stored.turns[0], b"token_ids"))
 
 
 def bad_text_in_seal(group_id: str, stored: Stored) -> Stored:
-    """The event says so the name of a reward."""
+    """The name of a reward in the event is not UTF-8."""
     turns = [stored_turn("ab", "CDe"), stored_turn("f", "G", index=1, parent=0, shared=5)]
     named = seal_of(group_id, POISONED, turns, stored.turns, reward_components={"quality": 1.0})
     return replace(stored, seal=not_utf8(named, b"quality"))

@@ -110,7 +110,7 @@ def hash_of(pulled):
 
 
 async def got(trainer, step, **asked):
-    """What a rank gets that asks again while the store starts anew."""
+    """Return the answer to a rank that asks again while the store restarts."""
     pulled = []
 
     async def gets():

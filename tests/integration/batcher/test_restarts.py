@@ -58,7 +58,7 @@ async def test_deleted_run_ends_only_its_own_planner(house_at, tmp_path):
 
 
 async def _retried(call):
-    """What the call gives once the store is reached again."""
+    """Return the result of the call once the store is back."""
     results = []
 
     async def attempt() -> bool:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.redis]
 
 
 class SlowClient:
-    """A client whose replies are handed on one by one, when the test says so."""
+    """A client whose replies are released one by one by the test."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client

@@ -125,12 +125,12 @@ async def test_a_replica_stops_while_it_says_why_its_planning_failed(house, forg
 
 
 async def test_a_replica_that_has_stopped_answers_no_call_any_more(house, monkeypatch):
-    # A call went on behind the server's end, and connected to the store once more.
+    # A call continued after the server's end, and connected to the store once more.
     run = house.create_run()
     is_asked, is_over = asyncio.Event(), asyncio.Event()
 
     async def start(*args, **kwargs):
-        """Takes a while to end, whoever asks it to."""
+        """Takes a while to end after a cancellation."""
         is_asked.set()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()

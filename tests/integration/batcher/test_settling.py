@@ -1,4 +1,4 @@
-"""What a leader decided, told to a ledger that may know it, or know the group no more."""
+"""Decisions of a leader for a ledger that may have them, or may have released the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A leader goes on from the snapshot of the one before as if it had led all the time."""
+"""A leader continues from its predecessor's snapshot as if it had led all the time."""
 
 import asyncio
 from dataclasses import replace

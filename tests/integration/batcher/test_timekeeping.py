@@ -1,4 +1,4 @@
-"""Due scripts on a real store: what is due by the moment that the timekeeper has read."""
+"""Due scripts on a real store, judged by the timekeeper's reading of its clock."""
 
 from __future__ import annotations
 

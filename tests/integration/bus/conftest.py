@@ -266,7 +266,7 @@ class RunDriver:
         return stored
 
     async def try_to_plan(self, *group_ids: str, **fields: Any) -> StoredManifest | None:
-        """The same; None where the step must be planned anew."""
+        """The same; None if the step must be planned again."""
         leader_epoch = fields.pop("leader_epoch", self.leader_epoch)
         step = fields.pop("step", max(self.manifests, default=0) + 1)
         before = self.manifests.get(step - 1)
@@ -357,7 +357,7 @@ class RunDriver:
     async def advance_watermark(
         self, *, at_most: int | None = None, leader_epoch: int | None = None
     ) -> int:
-        """Give up the steps that nobody can ask for."""
+        """Release the steps that no checkpoint can ask for."""
         epoch = self.leader_epoch if leader_epoch is None else leader_epoch
         return await advance_watermark(self.term_of(epoch), at_most=at_most)
 
@@ -366,7 +366,7 @@ class RunDriver:
         await abandon_lapsed(self.term, until_ms=1)
 
     async def release(self, *members: tuple[str, int]) -> None:
-        """Remove the payload of these samples of groups, and give back what it held."""
+        """Remove the payload of these samples of groups, and release their bytes."""
         ids = [TrajectoryKey(*member).trajectory_id for member in members]
         await release_payload(self.client, self.name, ids)
 
@@ -393,7 +393,7 @@ class RunDriver:
         )
 
     async def hash_of(self, name: str) -> dict[bytes, bytes]:
-        """What is in a hash of the run."""
+        """Return a hash of the run."""
         found: Any = await self.client.execute_command("HGETALL", getattr(self.keys, name))
         return found
 

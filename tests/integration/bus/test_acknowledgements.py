@@ -1,4 +1,4 @@
-"""What a trainer session acknowledges: steps and checkpoints."""
+"""Acknowledgements of a trainer session: steps and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A budget holds producers up and never the run: whatever it is, steps go on being trained."""
+"""A budget delays producers and never the run: with any budget, steps are trained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Life:
 
     Attributes:
         most_held: the most bytes that were ever held when a group had got leave.
-        step_bytes: what the payload of each step takes.
+        step_bytes: the bytes of each step's payload.
     """
 
     def __init__(self, run: Any, *, batch_groups: int, sizes: list[int], pass_rate: int) -> None:

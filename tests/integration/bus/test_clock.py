@@ -22,13 +22,13 @@ async def server_ms(run: Any) -> int:
 
 
 def term(run: Any, *, leader_epoch: int | None = None) -> RunClock:
-    """The clock of a leader that has just begun."""
+    """The clock of a leader whose term has just started."""
     epoch = run.leader_epoch if leader_epoch is None else leader_epoch
     return RunClock(run.term_of(epoch), most_s=MOST_MS / 1000)
 
 
 async def read(run: Any) -> int:
-    """The run's time, for whoever asks the store now."""
+    """Return the run's time by the store now."""
     fields = await run.client.hmget(run.keys.clock, *clock.FIELDS)
     return clock.run_ms(fields, now_ms=await server_ms(run))
 

@@ -25,7 +25,7 @@ AGO_S = 100
 
 
 def pass_time(client: redis.Redis, run: str) -> None:
-    """What the clock does to all that is noted."""
+    """Make all recorded times older."""
     names = keys.run_keys(run)
     for field in ("session_ms", "opened_ms"):
         if client.hexists(names.frontier, field):

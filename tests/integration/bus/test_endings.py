@@ -1,4 +1,4 @@
-"""The end of a closed run: what nobody holds is decided, and the end is told behind all events."""
+"""The end of a closed run: orphaned groups are decided, and the end follows all events."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def close(client: redis.Redis) -> Callable[[Any], bool]:
 
 
 async def abandoned(run: Any, group_id: str, **fields: Any) -> None:
-    """A group of two of which one sample was given up, and the other one is open."""
+    """A group of two with one abandoned and one open sample."""
     await run.open(group_id, **fields)
     await run.abandon(group_id, 0)
 

@@ -1,4 +1,4 @@
-"""What a batch that is over leaves behind: a compact record, and names that are used once."""
+"""Remains of a finished batch: a compact record, and names that are used once."""
 
 from __future__ import annotations
 

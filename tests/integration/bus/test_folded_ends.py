@@ -1,4 +1,4 @@
-"""What trajectories that ended untrained leave behind: names, and counts of their reasons."""
+"""Remains of trajectories that ended untrained: names, and counts of their reasons."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.redis
 
 
 async def write_payload(run: Any, sample: int, *, is_sealed: bool = True, epoch: int = 1) -> None:
-    """Store two turns of group "a", and the seal, and tell nobody."""
+    """Store two turns of group "a" and the seal, without an event."""
     key = TrajectoryKey("a", sample)
     names = keys.trajectory_keys(run.name, keys.trajectory_id(key))
     records = [b"turn 0", b"turn 1"]

@@ -1,4 +1,4 @@
-"""Rewards that are posted after the seal, by whoever knows them, however late."""
+"""Rewards that are posted after the seal, by any process, at any later time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""A random life of a run, compared with a model of a few dictionaries after every act.
+"""A random history of a run, compared with a model of a few dictionaries after every call.
 
-The laws: the states add up to what was accepted, the bytes that the run holds are those of what is
-not released, a call that is sent twice acts once, a rollback moves batches back from committed and
-stepped to planned, and nobody whose epoch is over changes anything.
+The laws:
+
+- The states add up to the accepted trajectories, and the held bytes to the unreleased ones.
+- A call that is sent twice acts once.
+- A rollback moves batches back from committed and stepped to planned.
+- A fenced writer changes nothing.
 """
 
 from __future__ import annotations

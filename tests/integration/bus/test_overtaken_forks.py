@@ -44,7 +44,7 @@ class Overtaken(redis.Redis):
 
 
 def content(client: redis.Redis, run: str) -> list[Any]:
-    """What the store has of a run, but for payload, of which a fork has none."""
+    """Return the state of a run without its payload, which a fork does not have."""
     names = keys.run_keys(run)
     hashes = (names.frontier, names.config, names.counts, names.snapshot, names.past, names.clock)
     return [client.hgetall(name) for name in hashes]

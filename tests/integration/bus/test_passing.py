@@ -1,4 +1,4 @@
-"""The pass rate that `turnstream why` and generators go by: of what was decided lately."""
+"""The pass rate of recent groups, for `turnstream why` and for generators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a session are known to have, and what follows where they differ."""
+"""The batches of the ranks of a session, and the consequences of a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is given up, and what becomes of its payload and its events."""
+"""Released steps, their payload and their events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seals behind the turns, and rewards in the events: what is read, and what is passed over."""
+"""Seals after the turns, and rewards in the events, with the entries that are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer sessions: who begins one, and after which checkpoint."""
+"""Trainer sessions: their start, and the checkpoint they continue from."""
 
 from __future__ import annotations
 

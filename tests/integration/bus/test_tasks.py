@@ -1,4 +1,4 @@
-"""What becomes of a prompt when its group is over."""
+"""The state of a prompt after the end of its group."""
 
 from __future__ import annotations
 

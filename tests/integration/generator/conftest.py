@@ -23,7 +23,7 @@ from turnstream.store.waits import bounded_call
 from turnstream.types import Event, SealedTrajectory, StoredTurn, TrajectoryKey
 
 LONG_S: Final = 30.0
-"""Whatever a test has to do is done by then, on a machine that is busy too."""
+"""Time for every operation of a test, also on a busy machine."""
 
 
 class RunReader:
@@ -58,7 +58,7 @@ class RunReader:
         return {name.decode(): int(count) for name, count in found.items() if int(count)}
 
     def records(self, key: TrajectoryKey) -> list[bytes]:
-        """What is stored of one trajectory."""
+        """The stored records of one trajectory."""
         names = keys.trajectory_keys(self.run, keys.trajectory_id(key))
         entries: Any = self.client.xrange(names.turns)
         expected = [f"0-{number}".encode() for number in range(1, len(entries) + 1)]
@@ -79,7 +79,7 @@ class RunReader:
         ]
 
     def frees_capacity(self, *, stepped: int) -> None:
-        """What the planner does when a step is taken."""
+        """Write a plan, as the planner does."""
         self.client.hset(self.keys.frontier, "stepped", stepped)
         self.client.xadd(self.keys.wake, {"w": ""}, maxlen=1, approximate=False)
 

@@ -117,7 +117,7 @@ def test_prompt_of_a_lost_task_is_not_granted_again(
 
 
 def give_again(client: redis.Redis, run: str, group_id: str) -> None:
-    """What a leader makes of a group whose only sample was given up."""
+    """Settle a group whose only sample was abandoned, as a leader does."""
     names, name = keys.run_keys(run), keys.encode_name(group_id)
     number: Any = client.hget(names.tasks, name)
     client.hset(names.groups, name, "1:incomplete")
@@ -198,7 +198,7 @@ def test_task_is_refused_if_the_end_of_its_last_group_was_lost(
 
 
 def train(client: redis.Redis, run: str, group_id: str) -> None:
-    """What a leader makes of a group that it plans."""
+    """Plan a group, as a leader does."""
     names, name = keys.run_keys(run), keys.encode_name(group_id)
     number: Any = client.hget(names.tasks, name)
     client.hset(names.groups, name, "1:planned")

@@ -73,7 +73,7 @@ class Generator:
         assert self.reply() == "wrote"
 
     def tell(self, line: str) -> str:
-        """What it answers."""
+        """Its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()

@@ -1,4 +1,4 @@
-"""Whoever is refused reads the names that people wrote, and not how keys have them."""
+"""Refusals have decoded names."""
 
 from __future__ import annotations
 

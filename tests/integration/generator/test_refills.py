@@ -27,7 +27,7 @@ AGAIN = TrajectoryKey("g", 1, 1)
 
 
 def grant(client: redis.Redis, run: str) -> None:
-    """What the planner does to let sample 1 of group "g" be tried again."""
+    """Grant a refill of sample 1 of group "g", as the planner does."""
     names = keys.run_keys(run)
     client.hset(names.members, "g", "2:1:1:the prompt")
     client.zadd(names.refills, {AGAIN.trajectory_id: 1})

@@ -26,7 +26,7 @@ ONE_GROUP = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
 
 
 def kinds(error: NotReadyError) -> list[str]:
-    """What an error says, for programs."""
+    """Return the reasons of an error, for programs."""
     return [reason.kind for reason in error.reasons]
 
 
@@ -43,13 +43,13 @@ def is_asked_of_it(receipt: Receipt) -> bool:
 
 
 def lapse(client: redis.Redis, run: str, trajectory: str, *, ago_s: float) -> None:
-    """What the clock does to the lease of a generator that is dead."""
+    """Let the lease of a dead generator end."""
     seconds, _ = client.time()
     client.zadd(keys.run_keys(run).leases, {trajectory: (seconds - ago_s) * 1000})
 
 
 def plan(client: redis.Redis, run: str, *, step: int, num_groups: int) -> None:
-    """What the planner writes of a step that is planned."""
+    """Write the counters of a planned step, as the planner does."""
     where = keys.run_keys(run).frontier
     client.hset(where, mapping={"planned": step, "planned_groups": num_groups, "open_groups": 0})
     seconds, _ = client.time()

@@ -1,4 +1,4 @@
-"""Extra columns beside the tokens of every layout."""
+"""Extra columns next to the tokens of every layout."""
 
 from __future__ import annotations
 

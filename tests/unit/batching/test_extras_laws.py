@@ -95,7 +95,7 @@ def has_items_of(one: Turn, before: Turn, declared: Sequence[DeclaredColumn]) ->
 def said_slowly(
     column: DeclaredColumn, turns: Sequence[Turn], links: Sequence[tuple[int, int]]
 ) -> list[list[Any]]:
-    """What every turn has of a column for the whole of its prompt and response, as lists."""
+    """Return the column of every turn for its whole prompt and response, as lists."""
     said: list[list[Any]] = []
     fill = np.full(column.shape, column.fill, column.dtype).tolist()
     for one, (parent, shared) in zip(turns, links, strict=True):

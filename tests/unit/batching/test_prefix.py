@@ -47,7 +47,7 @@ def _num_shared(left: list[int], right: list[int]) -> int:
 
 
 def links(turns: tuple[Turn, ...] | list[Turn]) -> tuple[list[PrefixMatch], list[PrefixMatch]]:
-    """What the index says of every turn, and what the slow loop says."""
+    """Return the answers of the index and of the slow loop for every turn."""
     index = PrefixIndex()
     rows: list[tuple[list[int], int]] = []
     earlier: list[list[int]] = []

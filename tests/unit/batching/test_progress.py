@@ -91,7 +91,7 @@ class _Run:
 
     @property
     def credit(self) -> Credit:
-        """What the store would answer."""
+        """Return the answer of the store."""
         return credit_of(
             self.config,
             stepped=self.stepped,

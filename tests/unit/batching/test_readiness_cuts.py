@@ -1,4 +1,4 @@
-"""Groups that go on without what is not sealed, and are opened again by a refill."""
+"""Groups that continue without unsealed members, and are reopened by a refill."""
 
 from __future__ import annotations
 

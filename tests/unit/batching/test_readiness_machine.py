@@ -46,7 +46,7 @@ from turnstream.types import (
 
 
 def through_the_record(fold: RunFold) -> RunFold:
-    """The fold of a planner that goes on from the snapshot of this one."""
+    """The fold of a planner that continues from the snapshot of this one."""
     snapshot = PlannerSnapshot(
         position="1-0", step=0, manifest_hash="", next_row_id=0, fold=fold.snapshot()
     )

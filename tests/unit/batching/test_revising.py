@@ -1,4 +1,4 @@
-"""What a change of the config is, and what it does to groups that the fold already knows."""
+"""Changes of the config, and their effect on groups that the fold already has."""
 
 from __future__ import annotations
 

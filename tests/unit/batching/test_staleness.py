@@ -139,7 +139,7 @@ def test_a_seal_of_one_version_is_wholly_of_it() -> None:
 
 
 def columns(runs: list[VersionRun], mask: NDArray[np.uint8]) -> TokenColumns:
-    """Of one row, whose prompt is empty."""
+    """A mini-batch of one row with an empty prompt."""
     names = [-1 if version is None else version for version, _ in runs]
     return TokenColumns(
         input_ids=Ragged.from_rows([np.zeros(len(mask))], np.int32),

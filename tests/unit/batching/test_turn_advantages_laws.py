@@ -86,7 +86,7 @@ def compared(values: Sequence[float], *, divides: bool) -> list[float]:
 def advantages_slowly(
     members: Sequence[SealedTrajectory], of: BatchingConfig
 ) -> dict[tuple[int, int], float]:
-    """Of every (sample, turn), out of loops over turns that may have begun in the same state."""
+    """Return the advantage of every (sample, turn), by loops over turns with the same state."""
     returns: dict[tuple[int, int], float] = {}
     states: dict[int | None, list[tuple[int, int]]] = {}
     rewards: list[float] = []
@@ -173,7 +173,7 @@ def loss_of(row_id: int, values: Sequence[float]) -> float:
 def rows_slowly(
     manifest: Manifest, episodes: Sequence[Sequence[Turn]], of: BatchingConfig, ready: ReadyGroup
 ) -> list[list[float]]:
-    """Of every row the advantage of each response token, by the places of the whole prompts."""
+    """Return the advantage of each response token by row, by the places of the whole prompts."""
     expected = advantages_slowly(ready.members, of)
     rows: list[list[float]] = []
     for planned, turns in zip(manifest.groups[0].trajectories, episodes, strict=True):

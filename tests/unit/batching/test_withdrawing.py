@@ -106,7 +106,7 @@ def test_group_continues_without_its_dead_members() -> None:
 
 
 def test_a_fold_that_shares_what_it_knows_stays_as_it_is() -> None:
-    # The leader's own fold, which goes on where the store refuses the withdrawal.
+    # The leader's own fold, which continues if the store refuses the withdrawal.
     fold = fold_with_plan("a", "b")
     before = record_of(fold)
 

@@ -134,7 +134,7 @@ class Desk:
 
 
 def _well(call: Call) -> Any:
-    """What the store says to a call that is none of a trajectory's own."""
+    """Return the reply to a call that belongs to no trajectory."""
     if isinstance(call, HeartbeatCall):
         return [60_000, *[b"OK"] * len(call.lanes)]
     if isinstance(call, WaitsCall):

@@ -18,7 +18,7 @@ NewDesk = Callable[..., Any]
 
 
 def waits_reply() -> list[Any]:
-    """What the store says of a run that is paused, and in which nothing else holds anybody."""
+    """The state of a paused run without other obstacles."""
     config = encode_config(BatchingConfig(batch_groups=4, mini_batch_groups=4))
     numbers = [b"0", None, None, None, b"4", b"0", b"4", None, None]
     members: list[Any] = []

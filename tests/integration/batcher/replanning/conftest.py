@@ -73,7 +73,7 @@ def look(house) -> Look:
 
 
 class Look:
-    """What the store has of a run, as tests compare it."""
+    """The state of a run in the store, for comparisons."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -1,4 +1,4 @@
-"""What becomes of groups whose plan is withdrawn, and of what is left of them."""
+"""Groups whose plan is withdrawn, and their remaining members."""
 
 from dataclasses import replace
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""Trainers, observers and operators around a withdrawal: who is refused, who goes on."""
+"""Trainers, observers and operators around a withdrawal: refusals and continuations."""
 
 import asyncio
 import logging

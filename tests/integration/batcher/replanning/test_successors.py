@@ -1,4 +1,4 @@
-"""Whoever plans or serves behind a withdrawal goes on as if the plans had never been."""
+"""Planners and replicas after a withdrawal continue as if the plans had never existed."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""A replica that follows a run hears of the plans that are made behind a withdrawal."""
+"""A replica that follows a run receives the plans that are made after a withdrawal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.redis
 
 @pytest.fixture
 async def view(run: Any, server: Any) -> AsyncIterator[RunView]:
-    """What a replica knows of a run that another one leads."""
+    """The view of a run in a replica that does not lead it."""
     frontier = await read_frontier_async(run.client, run.name)
     view = RunView(run.client, run.name, frontier=frontier, on_stepped=lambda _: None)
     assembler = Assembler(server.url, max_cache_bytes=1 << 20)

@@ -1,4 +1,4 @@
-"""What `turnstream why` goes by behind a withdrawal: the groups that were dropped at each plan."""
+"""The pass rate of `turnstream why` after a withdrawal: groups dropped at each plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that are withdrawn: what the script checks, and that a repeat changes nothing."""
+"""Withdrawn plans: the checks of the script, and repeats, which change nothing."""
 
 from __future__ import annotations
 
