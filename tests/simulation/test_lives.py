@@ -23,7 +23,7 @@ QUICKLY_SEEN = {
     "open_group: capacity": 120,
     "open_group: a trajectory that is open": 160,
     "open_group: groups that are open at a time": 160,
-    "next_task: a prompt that waits is no new one": 400,
+    "open_task: a prompt that waits is no new one": 400,
     "heartbeat: the lease is renewed": 240,
     "take_over: the next epoch": 160,
     "post_reward: what awaits none": 160,

@@ -8,29 +8,28 @@ import redis.asyncio
 from turnstream.store.client.scripts import run_command, run_command_async
 from turnstream.store.run.tasks import (
     NoTask,
-    OfferedTask,
     TakenTask,
     next_task_command,
+    open_task_command,
+    parse_offer,
     parse_task,
 )
 
 
-def next_task(client: redis.Redis, run: str, *, writer: str, request: str) -> TakenTask | NoTask:
-    """Open the next task; a repeated request returns the same task."""
-    found = parse_task(run_command(client, next_task_command(run, writer=writer, request=request)))
-    while isinstance(found, OfferedTask):
-        command = next_task_command(run, writer=writer, request=request, offered=found)
-        found = parse_task(run_command(client, command))
-    return found
+def next_task(client: redis.Redis, run: str, *, writer: str) -> TakenTask | NoTask:
+    """Open the next task."""
+    offer = parse_offer(run_command(client, next_task_command(run)))
+    if isinstance(offer, NoTask):
+        return offer
+    return parse_task(offer, run_command(client, open_task_command(run, offer, writer=writer)))
 
 
 async def next_task_async(
-    client: redis.asyncio.Redis, run: str, *, writer: str, request: str
+    client: redis.asyncio.Redis, run: str, *, writer: str
 ) -> TakenTask | NoTask:
     """Open the next task like `next_task`, for asyncio."""
-    command = next_task_command(run, writer=writer, request=request)
-    found = parse_task(await run_command_async(client, command))
-    while isinstance(found, OfferedTask):
-        command = next_task_command(run, writer=writer, request=request, offered=found)
-        found = parse_task(await run_command_async(client, command))
-    return found
+    offer = parse_offer(await run_command_async(client, next_task_command(run)))
+    if isinstance(offer, NoTask):
+        return offer
+    command = open_task_command(run, offer, writer=writer)
+    return parse_task(offer, await run_command_async(client, command))

@@ -36,7 +36,7 @@ def test_the_scripts_of_generators_are_these() -> None:
             "list_refills.lua",
             "next_task.lua",
         ),
-        *("note_conflict.lua", "open_group.lua"),
+        *("note_conflict.lua", "open_group.lua", "open_task.lua"),
         *(
             "post_reward.lua",
             "post_sealed.lua",
@@ -45,7 +45,6 @@ def test_the_scripts_of_generators_are_these() -> None:
             "read_waits.lua",
             "register_batcher.lua",
             "reopen_run.lua",
-            "reopen_task.lua",
         ),
         *("reserve.lua", "revise_config.lua", "set_paused.lua", "take_over.lua"),
     ] == NAMES

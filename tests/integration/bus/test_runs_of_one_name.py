@@ -178,7 +178,7 @@ def test_late_writers_of_a_deleted_run_leave_the_next_one_untouched(
             reward_command(old, key, 1.0, None),
             heartbeat_command(old, [(trajectory_id, 1)]),
             take_over_command(old, trajectory_id, writer="x"),
-            next_task_command(old, writer="w", request="q"),
+            next_task_command(old),
             close_command(old, ""),
         ],
     )

@@ -27,11 +27,11 @@ def give(client: redis.Redis, run: Any, *uids: str) -> None:
     add_prompts(client, run.name, prompts)
 
 
-async def take(run: Any, request: str) -> str:
-    taken = await next_task_async(run.client, run.name, writer="w", request=request)
+async def take(run: Any) -> str:
+    taken = await next_task_async(run.client, run.name, writer="w")
     assert isinstance(taken, TakenTask), taken
-    assert taken.payload.decode() == taken.group.prompt_uid
-    return taken.group.group_id
+    assert taken.task.payload.decode() == taken.task.group.prompt_uid
+    return taken.task.group.group_id
 
 
 def counts(client: redis.Redis, run: Any) -> tuple[int, int, int, int]:
@@ -51,12 +51,12 @@ async def test_a_prompt_whose_group_failed_is_given_out_again_before_the_next(
     client: redis.Redis, run: Any, state: TrajectoryState
 ) -> None:
     give(client, run, "a", "b")
-    first = await take(run, "0001")
+    first = await take(run)
     before = counts(client, run)
 
     await run.settle(first, state)
     again = counts(client, run)
-    groups = [await take(run, request) for request in ("0012", "0023")]
+    groups = [await take(run) for _ in range(2)]
 
     assert (first, groups) == ("a#1", ["a#2", "b#1"])
     assert (before, again) == ((1, 1, 0, 0), (2, 0, 0, 0))
@@ -67,11 +67,11 @@ async def test_a_prompt_is_given_out_again_once_however_often_the_planner_settle
     client: redis.Redis, run: Any
 ) -> None:
     give(client, run, "a")
-    group_id = await take(run, "0001")
+    group_id = await take(run)
 
     for _ in range(2):
         await run.settle(group_id, TrajectoryState.INCOMPLETE)
-    await take(run, "0012")
+    await take(run)
     await run.settle(group_id, TrajectoryState.INCOMPLETE)
 
     assert counts(client, run) == (0, 1, 0, 0)
@@ -81,7 +81,7 @@ async def test_prompt_of_a_filtered_or_planned_group_is_done_and_removed(
     client: redis.Redis, run: Any
 ) -> None:
     give(client, run, "a", "b", "c")
-    filtered, planned = await take(run, "0001"), await take(run, "0012")
+    filtered, planned = await take(run), await take(run)
     await run.seal(planned, 0)
     await run.seal(planned, 1)
 
@@ -90,13 +90,12 @@ async def test_prompt_of_a_filtered_or_planned_group_is_done_and_removed(
 
     assert counts(client, run) == (1, 0, 1, 1)
     assert stored(client, run) == {b"3"}
-    tasks: Any = client.hkeys(run.keys.tasks)
-    assert [name for name in tasks if not name.startswith(b"?")] == []
+    assert client.hkeys(run.keys.tasks) == []
 
 
 async def test_run_with_all_prompts_done_reports_it(client: redis.Redis, run: Any) -> None:
     give(client, run, "a")
-    await run.settle(await take(run, "0001"), TrajectoryState.FILTERED)
+    await run.settle(await take(run), TrajectoryState.FILTERED)
 
     found = read_prompt_counts(client, run.name)
 
@@ -107,28 +106,19 @@ async def test_run_with_all_prompts_done_reports_it(client: redis.Redis, run: An
     assert not read_prompt_counts(client, "another run").is_exhausted
 
 
-async def test_answers_to_requests_are_limited_in_number(client: redis.Redis, run: Any) -> None:
-    give(client, run, *(f"p{number}" for number in range(20)))
-
-    for number in range(20):
-        await run.settle(await take(run, f"abc{number:04x}"), TrajectoryState.FILTERED)
-
-    assert client.hlen(run.keys.tasks) == 1
-
-
 async def test_planned_prompt_wakes_waiting_generators(client: redis.Redis, run: Any) -> None:
     # The plan of a cut group woke no generator: they learned the end only when their wait ended.
     give(client, run, "a")
-    group_id = await take(run, "0001")
+    group_id = await take(run)
     for sample in range(2):
         await run.seal(group_id, sample)
     await run.carry_out(GroupCut(group_id=group_id, reason="enough"))
-    found = await next_task_async(run.client, run.name, writer="v", request="0012")
+    found = await next_task_async(run.client, run.name, writer="v")
     assert isinstance(found, NoTask)
 
     await run.plan(group_id)
     woken = client.xread({run.keys.wake: found.wake_id})
-    ended = await next_task_async(run.client, run.name, writer="v", request="0023")
+    ended = await next_task_async(run.client, run.name, writer="v")
 
     assert woken
     assert isinstance(ended, NoTask)

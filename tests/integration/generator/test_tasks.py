@@ -33,12 +33,11 @@ import sys
 import time
 from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_command
-from turnstream.store.run.tasks import next_task_command, parse_task
+from turnstream.store.run.tasks import next_task_command, parse_offer
 
 url, run = sys.argv[1:]
 with connect(url) as client:
-    command = next_task_command(run, writer="killed", request="ab12")
-    print(parse_task(run_command(client, command)).group.group_id, flush=True)
+    print(parse_offer(run_command(client, next_task_command(run))).group.group_id, flush=True)
     time.sleep(60)
 """
 
@@ -160,16 +159,15 @@ def test_leases_of_a_task_are_renewed_from_the_start(
     assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
 
 
-@pytest.mark.parametrize("cuts", [[0], [None, 0]], ids=["offer", "task"])
+@pytest.mark.parametrize("name", ["next_task", "open_task"])
 def test_lost_reply_neither_loses_nor_doubles_a_task(
     server: EmbeddedServer,
     client: redis.Redis,
     new_run: NewRun,
     read: Read,
     proxy_to: Callable[[str], Any],
-    cuts: list[int | None],
+    name: str,
 ) -> None:
-    # A new group takes two calls of next_task: the first is offered it, the second opens it.
     run, proxy = new_run(client), proxy_to(server.url)
     give(client, run, "a", "b")
 
@@ -178,7 +176,7 @@ def test_lost_reply_neither_loses_nor_doubles_a_task(
             for trajectory in first.trajectories:
                 write(trajectory)
         publisher.flush()
-        proxy.cut_answers(script("next_task").sha.encode(), after_bytes=cuts)
+        proxy.cut_answers(script(name).sha.encode(), after_bytes=[0])
         with publisher.next_task(10) as second:
             for trajectory in second.trajectories:
                 write(trajectory)

@@ -62,7 +62,7 @@ def test_next_task_opens_largest_group_whole(client: redis.Redis, drive: Drive) 
     run = drive(client, max_samples=LARGEST_GROUP)
     add_prompts(client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=LARGEST_GROUP)])
 
-    task: Any = next_task(client, run.name, writer="w", request="abc")
+    task: Any = next_task(client, run.name, writer="w")
 
     assert len(task.epochs) == LARGEST_GROUP
     assert run.counts() == {"accepted": LARGEST_GROUP, "open": LARGEST_GROUP}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,8 @@ from turnstream.store.run.tasks import (
     TakenTask,
     add_prompts,
     next_task_command,
+    open_task_command,
+    parse_offer,
     parse_task,
     read_prompt_counts,
 )
@@ -35,22 +36,26 @@ from turnstream.types import GroupOpened, TrajectoryKey
 pytestmark = pytest.mark.redis
 
 Drive = Callable[..., Any]
-_requests = itertools.count(0x1000)
 
 
 def prompt(uid: str, payload: bytes = b"", *, num_samples: int = 2, num_needed: int = 0) -> Prompt:
     return Prompt(prompt_uid=uid, payload=payload, num_samples=num_samples, num_needed=num_needed)
 
 
-def ask(run: Any, writer: str = "w", request: str = "") -> TakenTask | NoTask:
-    request = request or f"{next(_requests):04x}"
-    return next_task(run.client, run.name, writer=writer, request=request)
+def ask(run: Any, writer: str = "w") -> TakenTask | NoTask:
+    return next_task(run.client, run.name, writer=writer)
 
 
-def take(run: Any, writer: str = "w", request: str = "") -> TakenTask:
-    found = ask(run, writer, request)
+def take(run: Any, writer: str = "w") -> TakenTask:
+    found = ask(run, writer)
     assert isinstance(found, TakenTask), found
     return found
+
+
+def open_offer(run: Any, offer: OfferedTask, writer: str) -> TakenTask:
+    opened = parse_task(offer, run.do(open_task_command(run.name, offer, writer=writer)))
+    assert isinstance(opened, TakenTask), opened
+    return opened
 
 
 def wait(run: Any) -> NoTask:
@@ -65,8 +70,8 @@ def test_prompts_are_granted_in_order_as_open_groups(client: redis.Redis, drive:
 
     first, second = take(run), take(run, "v")
 
-    assert (first.payload, second.payload) == (b"first", b"\x00second")
-    assert first.group == GroupOpened(group_id="a#1", prompt_uid="a", num_samples=2)
+    assert (first.task.payload, second.task.payload) == (b"first", b"\x00second")
+    assert first.task.group == GroupOpened(group_id="a#1", prompt_uid="a", num_samples=2)
     assert first.epochs == {TrajectoryKey("a#1", sample): 1 for sample in range(2)}
     assert run.ledger() == {
         b"a%231/0/0": b"open:1:w",
@@ -93,33 +98,42 @@ def test_prompt_of_any_name_becomes_group_with_its_event(
     taken = take(run)
 
     opened = GroupOpened(group_id=f"{uid}#1", prompt_uid=uid, num_samples=9, num_needed=7)
-    assert (taken.group, taken.payload) == (opened, b"1:2")
+    assert (taken.task.group, taken.task.payload) == (opened, b"1:2")
     assert run.events() == [encode_event(opened)]
 
 
-def test_offer_changes_nothing_and_goes_to_one_of_two_writers(
-    client: redis.Redis, drive: Drive
-) -> None:
-    # A writer that dies with an offer leaves no trace. Two that have the same one get one each.
+def test_offered_task_is_opened_for_one_of_two_writers(client: redis.Redis, drive: Drive) -> None:
+    # A writer that dies with an offer leaves no trace.
     run = drive(client)
     add_prompts(client, run.name, [prompt("a"), prompt("b")])
     before = read_prompt_counts(client, run.name)
 
-    def answer(writer: str, offered: OfferedTask | None = None) -> Any:
-        command = next_task_command(run.name, writer=writer, request=writer * 4, offered=offered)
-        return parse_task(run.do(command))
-
-    offers = [answer("a"), answer("b")]
+    offers: list[Any] = [parse_offer(run.do(next_task_command(run.name))) for _ in range(2)]
     between = read_prompt_counts(client, run.name)
-    first, other = answer("a", offers[0]), answer("b", offers[1])
-    second = answer("b", other)
+    first, second, repeated = (open_offer(run, offers[0], writer) for writer in ("a", "b", "a"))
 
     assert offers[0] == offers[1]
     assert between == before
-    assert [found.group.group_id for found in (first, other, second)] == ["a#1", "b#1", "b#1"]
-    assert isinstance(other, OfferedTask)
-    assert isinstance(second, TakenTask)
-    assert answer("a", offers[0]) == first
+    assert (len(first.epochs), second.epochs) == (2, {})
+    assert repeated == first
+    assert take(run, "b").task.group.group_id == "b#1"
+    assert read_prompt_counts(client, run.name).num_given == 2
+
+
+def test_offered_task_whose_group_failed_since_is_not_opened(
+    client: redis.Redis, drive: Drive
+) -> None:
+    run = drive(client)
+    add_prompts(client, run.name, [prompt("a")])
+    offer = take(run).task
+    client.hset(run.keys.groups, "a%231", "2:incomplete")
+    client.hdel(run.keys.tasks, "a%231")
+    client.zadd(run.keys.again, {"1": 1})
+
+    late = open_offer(run, offer, "v")
+
+    assert late.epochs == {}
+    assert take(run).task.group.group_id == "a#2"
 
 
 def test_prompts_that_are_sent_twice_are_there_once(client: redis.Redis, drive: Drive) -> None:
@@ -131,7 +145,7 @@ def test_prompts_that_are_sent_twice_are_there_once(client: redis.Redis, drive: 
     added.append(add_prompts(client, run.name, []))
 
     assert added == [300, 300, 600, 600]
-    assert [take(run).group.prompt_uid for _ in range(3)] == ["p0", "p1", "p2"]
+    assert [take(run).task.group.prompt_uid for _ in range(3)] == ["p0", "p1", "p2"]
 
 
 def test_other_prompts_of_the_same_numbers_are_refused_whole(
@@ -148,20 +162,7 @@ def test_other_prompts_of_the_same_numbers_are_refused_whole(
     assert read_prompt_counts(client, run.name).num_added == 2
 
 
-def test_a_request_that_is_sent_twice_gets_the_same_task(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
-    add_prompts(client, run.name, [prompt("a", b"x"), prompt("b")])
-
-    first = take(run, request="00f1")
-    again = take(run, request="00f1")
-    other = take(run, request="00f2")
-
-    assert first == again
-    assert other.group.prompt_uid == "b"
-    assert read_prompt_counts(client, run.name).num_given == 2
-
-
-def test_a_group_that_gets_no_leave_costs_no_prompt(client: redis.Redis, drive: Drive) -> None:
+def test_group_without_admission_uses_no_prompt(client: redis.Redis, drive: Drive) -> None:
     run = drive(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
     add_prompts(client, run.name, [prompt("a"), prompt("b")])
     take(run)
@@ -171,7 +172,7 @@ def test_a_group_that_gets_no_leave_costs_no_prompt(client: redis.Redis, drive: 
     taken = take(run)
 
     assert refused.why == "1 groups are live, 1 are allowed after step 0"
-    assert taken.group.prompt_uid == "b"
+    assert taken.task.group.prompt_uid == "b"
 
 
 def test_a_name_that_was_used_is_not_used_again(client: redis.Redis, drive: Drive) -> None:
@@ -179,7 +180,7 @@ def test_a_name_that_was_used_is_not_used_again(client: redis.Redis, drive: Driv
     run.do(run.open_group(group="a%231"))
     add_prompts(client, run.name, [prompt("a"), prompt("a")])
 
-    assert [take(run).group.group_id for _ in range(2)] == ["a#2", "a#3"]
+    assert [take(run).task.group.group_id for _ in range(2)] == ["a#2", "a#3"]
 
 
 def test_refill_precedes_the_next_prompt_with_its_own_payload(
@@ -191,14 +192,12 @@ def test_refill_precedes_the_next_prompt_with_its_own_payload(
     client.hset(run.keys.members, "a%231", "2:0:1:a")
     client.zadd(run.keys.refills, {"a%231/1/1": 1})
 
-    refill = take(run, "v", request="0aa1")
-    again = take(run, "v", request="0aa1")
+    refill = take(run, "v")
     after = take(run, "v")
 
-    assert refill == again
     assert refill.epochs == {TrajectoryKey("a#1", 1, 1): 1}
-    assert (refill.payload, refill.group.num_needed) == (b"x", 2)
-    assert after.group.prompt_uid == "b"
+    assert (refill.task.payload, refill.task.group.num_needed) == (b"x", 2)
+    assert after.task.group.prompt_uid == "b"
 
 
 def test_says_why_there_is_no_task(client: redis.Redis, drive: Drive) -> None:
@@ -286,7 +285,7 @@ def test_a_paused_run_gives_out_no_prompt_and_says_why(client: redis.Redis, driv
     resume_run(client, run.name)
 
     assert (told.why, told.is_exhausted) == ("the run is paused: the judge is down", False)
-    assert take(run).group.group_id == "a#1"
+    assert take(run).task.group.group_id == "a#1"
 
 
 def test_refill_of_an_open_group_is_granted_during_a_pause(

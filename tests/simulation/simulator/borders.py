@@ -17,7 +17,7 @@ from unittest.mock import patch
 from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, SyncClient
 from simulator.loops import ProcessLoop
 from simulator.processes import Process
-from turnstream.generator.api import async_publisher, bases, tasks, writers
+from turnstream.generator.api import async_publisher, bases, writers
 from turnstream.generator.transport import async_sender
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream_server.batcher.assembly import payload
@@ -67,11 +67,6 @@ def inside() -> Iterator[None]:
     clock = SimpleNamespace(monotonic=lambda: running_process().world.now_s)
     chance = SimpleNamespace(random=lambda: running_process().world.rng.random())
 
-    def request(num_bytes: int) -> str:
-        """A few places for many requests, so that they take each other's."""
-        rng = running_process().world.rng
-        return f"{rng.randrange(3):03x}{rng.getrandbits(52):013x}"
-
     def client(url: str, **_: Any) -> AsyncClient:
         return AsyncClient(running_process())
 
@@ -93,7 +88,6 @@ def inside() -> Iterator[None]:
         patch.multiple(parking, connect_async=client),
         patch.multiple(renewal, connect=thread_client, time=clock),
         patch.multiple(payload, Link=thread_link),
-        patch.multiple(tasks, secrets=SimpleNamespace(token_hex=request)),
         patch.multiple(writers, random=chance),
         patch.multiple(timekeeper, LOOKS_PER_LEASE=_LOOKS, LOOKS_PER_DEADLINE=_LOOKS),
         patch.multiple(orphaned_groups, LOOKS_PER_LEASE=_LOOKS),

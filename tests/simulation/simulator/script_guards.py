@@ -95,12 +95,8 @@ SCRIPT_GUARDS = (
         script("  if paused then\n    return 'the run", "  if false then\n    return 'the run"),
     ),
     Guard(
-        "next_task: a request that is sent again",
-        script("if request == REQUEST then", "if false then"),
-    ),
-    Guard(
-        "next_task: a prompt that waits is no new one",
-        script("if redis.call('ZREM', AGAIN, number) == 0 then", "if true then"),
+        "open_task: a prompt that waits is no new one",
+        script("  if is_repeated then", "  if false then"),
     ),
     Guard(
         "every script: the epoch of the leader",

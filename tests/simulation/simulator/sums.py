@@ -92,7 +92,7 @@ def _prompts_are_counted(seen: Seen, groups: dict[bytes, bytes]) -> Violations:
     prompts = seen.hash("prompts")
     again: Any = seen.value("again")
     waiting: set[bytes] = set() if again is None else set(again.scores)
-    tasks = {n: number for n, number in seen.hash("tasks").items() if n[:1] != b"?"}
+    tasks = seen.hash("tasks")
     added, last, done = (int(prompts.get(n, 0)) for n in (b"added", b"next", b"done"))
     if len(tasks) != last - len(waiting) - done or len({*tasks.values()}) != len(tasks):
         yield f"{last} prompts were given out, {done} done, {waiting} wait, but tasks: {tasks}"

@@ -109,8 +109,8 @@ class AsyncPublisher(
         self._sender.require_open()
         wait_s = seconds(wait_s, field="wait_s")
         wait = self._wait(f"run {self._outbox.run!r}: no task", WaitKind.NO_TASK, wait_s)
-        taken, trajectories = await take_steps_async(self._client, self._next_task(wait), wait)
-        return AsyncTask(taken, trajectories)
+        task, trajectories = await take_steps_async(self._client, self._next_task(wait), wait)
+        return AsyncTask(task, trajectories)
 
     async def publish(self, group: Group) -> AsyncReceipt:
         """Send a whole finished group. See `Publisher.publish`; the receipt can be awaited."""

@@ -34,7 +34,7 @@ from turnstream.store.run.groups import (
     read_group_command,
 )
 from turnstream.store.run.rewards import reward_command
-from turnstream.store.run.tasks import TakenTask
+from turnstream.store.run.tasks import OfferedTask, TakenTask
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import (
     DeclaredColumn,
@@ -214,7 +214,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         self._sender = self._connect(url)
         self._unread_failures: list[Delivery] = []
         self._tried_refills: dict[TrajectoryKey, object] = {}
-        self._unanswered: deque[str] = deque()  # requests for tasks
+        self._unanswered: deque[OfferedTask] = deque()
 
     def group(
         self,
@@ -335,7 +335,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         writer = self._outbox.writer
         return (yield from take_refill(run, writer=writer, wait=wait, tried=self._tried_refills))
 
-    def _next_task(self, wait: StoreWait) -> Steps[tuple[TakenTask, list[_Writer]]]:
+    def _next_task(self, wait: StoreWait) -> Steps[tuple[OfferedTask, list[_Writer]]]:
         """Return a task and the writers of its trajectories, which are open."""
         run = yield from self._found()
         return (
@@ -392,9 +392,14 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         """The writers of a task, whose leases are kept; none where it is written here already."""
         now_s = time.monotonic()
         lanes = self._sender.put(
-            lambda: self._outbox.adopt_opened(taken.group, taken.epochs, now_s=now_s)
+            lambda: self._outbox.adopt_opened(
+                taken.task.group,
+                taken.epochs,
+                now_s=now_s,
+                prompt_number=taken.task.number,
+            )
         )
-        return [self._writer(taken.group, lane.key, lane) for lane in lanes]
+        return [self._writer(taken.task.group, lane.key, lane) for lane in lanes]
 
     def _drafted(
         self, group: Group, declared: Sequence[DeclaredColumn]

@@ -150,8 +150,8 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         self._sender.require_open()
         wait_s = seconds(wait_s, field="wait_s")
         wait = self._wait(f"run {self._outbox.run!r}: no task", WaitKind.NO_TASK, wait_s)
-        taken, trajectories = take_steps(self._client, self._next_task(wait), wait)
-        return Task(taken, trajectories)
+        task, trajectories = take_steps(self._client, self._next_task(wait), wait)
+        return Task(task, trajectories)
 
     def publish(self, group: Group) -> Receipt:
         """Send a whole finished group; its samples must be 0 to n - 1.

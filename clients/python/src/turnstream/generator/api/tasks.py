@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 from turnstream.errors import (
@@ -21,6 +19,8 @@ from turnstream.store.run.tasks import (
     OfferedTask,
     TakenTask,
     next_task_command,
+    open_task_command,
+    parse_offer,
     parse_task,
 )
 from turnstream.store.waits.bounded_call import StoreWait
@@ -43,12 +43,12 @@ _AnyWriter = TypeVar("_AnyWriter", bound=_Writer)
 class _Task(Generic[_AnyWriter]):
     """The common base of both kinds of tasks."""
 
-    def __init__(self, taken: TakenTask, trajectories: Sequence[_AnyWriter]) -> None:
-        self.group_id = taken.group.group_id
-        self.prompt_uid = taken.group.prompt_uid
-        self.payload = taken.payload
-        self.num_samples = taken.group.num_samples
-        self.num_needed = taken.group.num_needed
+    def __init__(self, task: OfferedTask, trajectories: Sequence[_AnyWriter]) -> None:
+        self.group_id = task.group.group_id
+        self.prompt_uid = task.group.prompt_uid
+        self.payload = task.payload
+        self.num_samples = task.group.num_samples
+        self.num_needed = task.group.num_needed
         self.trajectories = tuple(trajectories)
 
     def _give_up(self, error: BaseException | None) -> None:
@@ -95,8 +95,8 @@ def take_task(
     writer: str,
     adopt: Callable[[TakenTask], list[_AnyWriter]],
     wait: StoreWait,
-    unanswered: deque[str],
-) -> Steps[tuple[TakenTask, list[_AnyWriter]]]:
+    unanswered: deque[OfferedTask],
+) -> Steps[tuple[OfferedTask, list[_AnyWriter]]]:
     """Take the next task of a run, as soon as there is one, with the writers of its trajectories.
 
     Args:
@@ -104,8 +104,8 @@ def take_task(
         writer: the writer that takes it.
         adopt: return the writers of a task; none if this publisher writes it already.
         wait: deadline of the call.
-        unanswered: requests of this writer that the store has not answered, and may have granted;
-            calls for this writer share it.
+        unanswered: tasks that this writer asked to open without an answer; calls for this writer
+            share it.
 
     Raises:
         NotReadyError: there was none before the deadline, and why.
@@ -113,12 +113,11 @@ def take_task(
         EndOfRunError: the run is closed.
     """
     while True:
-        with _request(unanswered) as request:
-            found = yield from _next_task(run, writer=writer, request=request)
+        found = yield from _next_task(run, writer=writer, unanswered=unanswered)
         if isinstance(found, TakenTask):
             if found.epochs and (trajectories := adopt(found)):
-                return found, trajectories
-            continue  # it came late and was abandoned, or it was taken before
+                return found.task, trajectories
+            continue  # another writer opened it first, or it is written here already
         wait.told(found.why)
         if wait.is_over:
             facts = None if found.is_exhausted else (yield ReadWaits(run))
@@ -126,13 +125,24 @@ def take_task(
         yield until_woken(run, found.wake_id, wait)
 
 
-def _next_task(run: str, *, writer: str, request: str) -> Steps[TakenTask | NoTask]:
-    """Open the next task of a run; a repeated request returns the same task."""
-    found = parse_task((yield next_task_command(run, writer=writer, request=request)))
-    while isinstance(found, OfferedTask):
-        command = next_task_command(run, writer=writer, request=request, offered=found)
-        found = parse_task((yield command))
-    return found
+def _next_task(
+    run: str, *, writer: str, unanswered: deque[OfferedTask]
+) -> Steps[TakenTask | NoTask]:
+    """Open the next task; first the one that may be open since a call without an answer."""
+    try:
+        task = unanswered.pop()  # atomic: threads share it
+    except IndexError:
+        found = parse_offer((yield next_task_command(run)))
+        if isinstance(found, NoTask):
+            return found
+        task = found
+    try:
+        reply = yield open_task_command(run, task, writer=writer)
+    except BaseException as error:
+        if isinstance(error, UnavailableError) or not isinstance(error, Exception):
+            unanswered.append(task)
+        raise
+    return parse_task(task, reply)
 
 
 def _none_came(
@@ -142,18 +152,3 @@ def _none_came(
         return PromptsExhaustedError(f"run {run!r}: {found.why}")
     reasons = no_task(found.why, waits, waited_s=wait.wait_s)
     return NotReadyError(f"{wait.message}: {found.why}", reasons)
-
-
-@contextlib.contextmanager
-def _request(unanswered: deque[str]) -> Iterator[str]:
-    """Return a name for one request; an unanswered request is repeated to find its task."""
-    try:
-        request = unanswered.pop()  # atomic: threads share it
-    except IndexError:
-        request = secrets.token_hex(8)
-    try:
-        yield request
-    except BaseException as error:
-        if isinstance(error, UnavailableError) or not isinstance(error, Exception):
-            unanswered.append(request)
-        raise

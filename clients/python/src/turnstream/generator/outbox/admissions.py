@@ -62,7 +62,12 @@ class Admissions:
         return lanes
 
     def adopt(
-        self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int], *, now_s: float
+        self,
+        group: GroupOpened,
+        epochs: Mapping[TrajectoryKey, int],
+        *,
+        now_s: float,
+        prompt_number: int = 0,
     ) -> list[Lane]:
         """Continue a group whose members the store has opened with these epochs.
 
@@ -71,7 +76,9 @@ class Admissions:
         if self._tracker.has_any(epochs.keys()):
             return []
         lanes = self._tracker.begin_opened(epochs, now_s=now_s)
-        opening = Admission(group, encode_event(group), lanes, Delivery(), is_task=True)
+        opening = Admission(
+            group, encode_event(group), lanes, Delivery(), prompt_number=prompt_number
+        )
         self._tracker.resend_buffer.keep(opening, now_s=now_s)
         return lanes
 

@@ -19,22 +19,21 @@ from turnstream.store.client.replies import error_text
 from turnstream.store.client.scripts import Argument, Command, Script, pack
 from turnstream.store.run.budget import RESERVE, reserve_command, settled_lease
 from turnstream.store.run.configs import read_config_command
-from turnstream.store.run.groups import group_size
+from turnstream.store.run.groups import OPEN_GROUP, group_size
 from turnstream.store.run.leases import heartbeat_command, take_over_command
 from turnstream.store.run.rewards import POST_REWARD, addressed
 from turnstream.store.run.runs import close_command
+from turnstream.store.run.tasks import OPEN_TASK, open_numbered_command
 from turnstream.store.waits.wait_facts import READ_WAITS, waits_command
 from turnstream.types import TrajectoryAbandoned
 
-_OPEN_GROUP = Script("open_group", "turnstream.store.run")
-_REOPEN_TASK = Script("reopen_task", "turnstream.generator.outbox")
 _APPEND = Script("append", "turnstream.generator.outbox")
 _POST_SEALED = Script("post_sealed", "turnstream.generator.outbox")
 _ABANDON = Script("abandon", "turnstream.generator.outbox")
 _NOTE_CONFLICT = Script("note_conflict", "turnstream.generator.outbox")
 SCRIPTS = (
-    _OPEN_GROUP,
-    _REOPEN_TASK,
+    OPEN_GROUP,
+    OPEN_TASK,
     _APPEND,
     _POST_SEALED,
     _ABANDON,
@@ -254,8 +253,6 @@ class CommandMaker:
         self.run = run
         self._writer = writer
         names = keys.run_keys(run)
-        self._group_keys = names.of_open_group
-        self._task_keys = names.of_next_task
         self._seals_keys = names.of_post_sealed
         self._abandon_keys = (names.ledger, names.counts, names.events, names.leases)
 
@@ -315,10 +312,7 @@ class CommandMaker:
             admission.record,
             *[lane.trajectory_id for lane in admission.lanes],
         )
-        if admission.is_task:
-            uid = group.prompt_uid and keys.encode_name(group.prompt_uid)
-            return _REOPEN_TASK(self._task_keys, uid, *arguments)
-        return _OPEN_GROUP(self._group_keys, *arguments)
+        return open_numbered_command(self.run, admission.prompt_number, *arguments)
 
     def _payload(self, call: PayloadCall) -> Command:
         lane = call.lane

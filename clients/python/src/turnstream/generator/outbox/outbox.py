@@ -154,10 +154,15 @@ class Outbox:
         return self._tracker.has_any({key})
 
     def adopt_opened(
-        self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int], *, now_s: float
+        self,
+        group: GroupOpened,
+        epochs: Mapping[TrajectoryKey, int],
+        *,
+        now_s: float,
+        prompt_number: int = 0,
     ) -> list[Lane]:
         """Write the trajectories of a task, unless they are written: see `Admissions.adopt`."""
-        return self._admissions.adopt(group, epochs, now_s=now_s)
+        return self._admissions.adopt(group, epochs, now_s=now_s, prompt_number=prompt_number)
 
     def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None = None) -> None:
         """Send a turn after the others of its trajectory.

@@ -71,7 +71,7 @@ def rewind(kept: Iterable[Acknowledged], *, queues: Queues, inflight: InflightCo
             opening.record,
             lanes,
             Delivery(),
-            is_task=opening.is_task,
+            prompt_number=opening.prompt_number,
             is_again=True,
         )
         queues.admissions.appendleft(again)

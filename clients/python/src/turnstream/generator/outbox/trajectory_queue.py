@@ -101,7 +101,7 @@ class Admission:
         since_s: time of the first refusal for lack of capacity; None before.
         reason: message of the last refusal.
         is_over: its wait has timed out.
-        is_task: the store granted it as a task, and may have lost that.
+        prompt_number: number of the prompt of a task; 0 for another group.
         is_again: it was open before a restart of the store.
     """
 
@@ -112,7 +112,7 @@ class Admission:
     since_s: float | None = None
     reason: str = ""
     is_over: bool = False
-    is_task: bool = False
+    prompt_number: int = 0
     is_again: bool = False
 
 

@@ -72,9 +72,8 @@ prompts    hash    number, from 1 -> record of a prompt that is not done, see ad
                    added, the newest number; next, the newest that was opened as a group; done,
                    the number of finished ones; filtered, those of them without a signal;
                    most_samples, the largest num_samples
-tasks      hash    group name -> number of its prompt, while the group is not over; `?<place>` ->
-                   the last answer to a request, see next_task.lua
-again      zset    numbers of prompts whose group failed, to be given out again
+tasks      hash    group name -> number of its prompt, while the group is not finished
+again      zset    numbers of prompts whose group failed, to be sampled again
 leases     zset    id of every open trajectory -> when its writer's lease ends, ms of server time
 sessions   hash    name of every trainer session that ever began -> its epoch
 ranks      hash    dp_rank of the session, if it has several -> `<step>:<manifest hash>`, the newest
@@ -272,7 +271,15 @@ class RunKeys(NamedTuple):
 
     @property
     def of_next_task(self) -> tuple[str, ...]:
-        """The keys of the scripts next_task and reopen_task."""
+        """The keys of the script next_task."""
+        return (
+            *(self.prompts, self.tasks, self.again, self.frontier, self.config, self.groups),
+            *(self.ledger, self.wake, self.members, self.refills, self.over),
+        )
+
+    @property
+    def of_open_task(self) -> tuple[str, ...]:
+        """The keys of the script open_task."""
         return (self.prompts, self.tasks, self.again, *self.of_open_group)
 
     @property

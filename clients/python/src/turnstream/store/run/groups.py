@@ -11,7 +11,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.scripts import Command, Script
 from turnstream.types import GroupOpened, Purpose, TrajectoryKey
 
-_OPEN_GROUP = Script("open_group", "turnstream.store.run")
+OPEN_GROUP = Script("open_group", "turnstream.store.run")
 _LIST_REFILLS = Script("list_refills", "turnstream.store.run")
 _READ_GROUP = Script("read_group", "turnstream.store.run")
 
@@ -101,7 +101,7 @@ def parse_unfinished(reply: Sequence[bytes], *, num_samples: int) -> Unfinished:
 def open_refill_command(run: str, writer: str, refill: Refill) -> Command:
     """The call by which a writer takes a refill; nothing is sent. See open_group.lua."""
     group = refill.group
-    return _OPEN_GROUP(
+    return OPEN_GROUP(
         keys.run_keys(run).of_open_group,
         keys.encode_name(group.group_id),
         group_size(group),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, cast
 
 import redis
 
@@ -14,15 +14,17 @@ from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
-from turnstream.store.client.scripts import Command, Script, run_command
+from turnstream.store.client.scripts import Argument, Command, Script, run_command
 from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
+from turnstream.store.run.groups import OPEN_GROUP, group_size
 from turnstream.store.run.revisions import read_revisions
 from turnstream.types import GroupOpened, TrajectoryKey
-from turnstream.types.names import checked_setting, checked_text, shown
+from turnstream.types.names import checked_text, shown
 from turnstream.types.scalars import whole_number
 
 _ADD_PROMPTS = Script("add_prompts", "turnstream.store.run")
 _NEXT_TASK = Script("next_task", "turnstream.store.run")
+OPEN_TASK = Script("open_task", "turnstream.store.run")
 
 _MAX_PROMPTS_PER_CALL: Final = 256
 _MAX_BYTES_PER_CALL: Final = 1_000_000
@@ -71,7 +73,7 @@ class PromptCounts:
     Attributes:
         num_added: prompts ever added to the run.
         num_left: prompts without a group, and those whose group failed.
-        num_given: prompts with a group that has not ended.
+        num_given: prompts with a group that has not ended: they are being sampled.
         num_trained: prompts in a planned batch.
         num_filtered: prompts whose group carried no signal.
     """
@@ -97,29 +99,36 @@ class PromptCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedTask:
+    """The next task, which is not open yet.
+
+    Attributes:
+        group: group of its trajectories.
+        number: number of its prompt; 0 for a refill of a group without a prompt.
+        payload: bytes of the prompt; empty without one.
+        trajectory_ids: all samples of a new group, one of a refill.
+    """
+
+    group: GroupOpened
+    number: int
+    payload: bytes
+    trajectory_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TakenTask:
     """A task that a writer holds the leases of.
 
     Attributes:
-        group: group of its trajectories.
-        payload: bytes of the prompt; empty for a group that the generator opened itself.
-        epochs: the lease epoch of each trajectory.
+        task: the task as it was offered.
+        epochs: the lease epoch of each trajectory that the writer holds.
     """
 
-    group: GroupOpened
-    payload: bytes
+    task: OfferedTask
     epochs: dict[TrajectoryKey, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfferedTask:
-    """The next prompt as a group that is not open yet."""
-
-    group: GroupOpened
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoTask:
+class NoTask(NamedTuple):
     """Reason for having no task yet.
 
     Attributes:
@@ -160,18 +169,17 @@ def add_prompts(
         StoreFullError: the store has no memory left; some may have been added.
         StoreUnavailableError: the store cannot be reached; some may have been added.
     """
-    checked_setting(run, field="run")
     listed = _listed(prompts)
-    number = None if first is None else _first_number(first)
+    if first is not None:
+        first = whole_number(first, field="first", least=1, limit=_FIRST_LIMIT)
     run = find_run(client, run)
     names = keys.run_keys(run)
-    where = (names.frontier, names.prompts, names.wake)
     _check_samples(client, run, listed)
     most = max((prompt.num_samples for prompt in listed), default=0)
-    if number is None:
-        number = read_prompt_counts(client, run).num_added + 1
-    num_added: int = run_command(client, _ADD_PROMPTS(where, number, most))
+    number = first or read_prompt_counts(client, run).num_added + 1
+    num_added = 0
     for page in _pages(listed):
+        where = (names.frontier, names.prompts, names.wake)
         num_added = run_command(client, _ADD_PROMPTS(where, number, most, *page))
         number += len(page)
     return num_added
@@ -205,53 +213,62 @@ def read_prompt_counts(client: redis.Redis, run: str) -> PromptCounts:
     )
 
 
-def next_task_command(
-    run: str, *, writer: str, request: str, offered: OfferedTask | None = None
-) -> Command:
-    """Return the call that opens a refill or the offered group, or offers the next prompt."""
-    names = keys.run_keys(run).of_next_task
-    if offered is None:
-        return _NEXT_TASK(names, writer, request, "", "")
-    name, record = keys.encode_name(offered.group.group_id), encode_event(offered.group)
-    return _NEXT_TASK(names, writer, request, name, record)
+def next_task_command(run: str) -> Command:
+    """Return the call that reads the next task; nothing is sent."""
+    return _NEXT_TASK(keys.run_keys(run).of_next_task)
 
 
-def parse_task(reply: Sequence[Any]) -> TakenTask | OfferedTask | NoTask:
-    """Return the answer of next_task.lua; a task has the trajectories that the writer holds."""
-    kind = reply[0].decode()
-    if kind in ("WAIT", "EXHAUSTED"):
-        _, wake_id, why = (word.decode() for word in reply)
-        return NoTask(wake_id=wake_id, why=why, is_exhausted=kind == "EXHAUSTED")
-    group_id = keys.decode_name(reply[1].decode())
-    if kind == "OFFER":
-        return OfferedTask(group=_group_of_prompt(group_id, *reply[2:]))
-    _, _, num_samples, num_needed, prompt_uid, payload, *flat = reply
-    group = _group_of_prompt(group_id, num_samples, num_needed)
-    if payload is None:
-        group = replace(group, prompt_uid=prompt_uid.decode())
-    return TakenTask(
-        group=group,
-        payload=payload or b"",
-        epochs={
-            keys.parse_trajectory_id(flat[i].decode()): flat[i + 1]
-            for i in range(0, len(flat), 2)
-            if isinstance(flat[i + 1], int)
-        },
-    )
-
-
-def _group_of_prompt(group_id: str, num_samples: int, num_needed: int) -> GroupOpened:
-    """Return the group of a visit of a prompt, which is named `<prompt_uid>#<visit>`.
-
-    >>> _group_of_prompt("task#7#1", 4, 4).prompt_uid
-    'task#7'
-    """
-    return GroupOpened(
+def parse_offer(reply: Sequence[Any]) -> OfferedTask | NoTask:
+    """Return the answer of next_task.lua."""
+    kind, *words = reply
+    if kind != b"TASK":
+        wake_id, why = words
+        return NoTask(wake_id.decode(), why.decode(), is_exhausted=kind == b"EXHAUSTED")
+    number, name, num_samples, num_needed, prompt_uid, payload, refill = words
+    group_id = keys.decode_name(name.decode())
+    group = GroupOpened(
         group_id=group_id,
-        prompt_uid=group_id.rpartition("#")[0],
-        num_samples=num_samples,
-        num_needed=num_needed,
+        prompt_uid=prompt_uid.decode() if refill else group_id.rpartition("#")[0],
+        num_samples=int(num_samples),
+        num_needed=int(num_needed),
     )
+    samples = [keys.trajectory_id(TrajectoryKey(group_id, i)) for i in range(group.num_samples)]
+    return OfferedTask(
+        group=group,
+        number=int(number),
+        payload=payload,
+        trajectory_ids=(refill.decode(),) if refill else tuple(samples),
+    )
+
+
+def open_task_command(run: str, task: OfferedTask, *, writer: str) -> Command:
+    """Return the call that opens an offered task for a writer; nothing is sent."""
+    return open_numbered_command(
+        run,
+        task.number,
+        keys.encode_name(task.group.group_id),
+        group_size(task.group),
+        writer,
+        encode_event(task.group),
+        *task.trajectory_ids,
+    )
+
+
+def open_numbered_command(run: str, number: int, *words: Argument) -> Command:
+    """Return the call of open_group, for a group of the prompt with this number; 0 for none."""
+    names = keys.run_keys(run)
+    if not number:
+        return OPEN_GROUP(names.of_open_group, *words)
+    return OPEN_TASK(names.of_open_task, number, *words)
+
+
+def parse_task(task: OfferedTask, reply: Sequence[Any]) -> TakenTask | NoTask:
+    """Return the trajectories of an opened task that the writer holds; or why it must wait."""
+    if reply[0] == b"WAIT":
+        return NoTask(reply[1].decode(), reply[2].decode(), is_exhausted=False)
+    answers = zip(task.trajectory_ids, reply, strict=True)
+    epochs = {keys.parse_trajectory_id(i): epoch for i, epoch in answers if isinstance(epoch, int)}
+    return TakenTask(task=task, epochs=epochs)
 
 
 def _check_uid(prompt_uid: object) -> None:
@@ -277,16 +294,7 @@ def _check_samples(client: redis.Redis, run: str, prompts: Sequence[Prompt]) -> 
             )
 
 
-def _first_number(first: object) -> int:
-    return whole_number(first, field="first", least=1, limit=_FIRST_LIMIT)
-
-
 def _listed(prompts: object) -> list[Prompt]:
-    """Return prompts as a list.
-
-    Raises:
-        InvalidTurnError: names the first entry that is not a Prompt.
-    """
     if not isinstance(prompts, Iterable):
         raise InvalidTurnError("prompts", f"{shown(prompts)} is not a list of Prompt")
     listed = list(cast("Iterable[object]", prompts))
@@ -303,7 +311,7 @@ def _record(prompt: Prompt) -> bytes:
 
 
 def _pages(prompts: Sequence[Prompt]) -> Iterator[list[bytes]]:
-    """Records for one call each."""
+    """Yield the records of one call each; at least one page, which may be empty."""
     page: list[bytes] = []
     num_bytes = 0
     for prompt in prompts:
@@ -315,5 +323,4 @@ def _pages(prompts: Sequence[Prompt]) -> Iterator[list[bytes]]:
             page, num_bytes = [], 0
         page.append(record)
         num_bytes += len(record)
-    if page:
-        yield page
+    yield page

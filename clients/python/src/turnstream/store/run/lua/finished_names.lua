@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Part of fold_batch, fold_ended, next_task, open_group, post_reward, read_group and reopen_task: the
+-- Part of fold_batch, fold_ended, next_task, open_group, open_task, post_reward and read_group: the
 -- names of groups that are finished and no longer in `groups`.
 --
 -- Needs OVER, a key:  hash  bucket -> fingerprints; read, changed by add_finished
