@@ -139,9 +139,7 @@ def test_metadata_is_canonical():
         b'{"length_constant":0,"num_groups":1,"num_sequences":2,"num_tokens":2,'
         b'"num_trajectories":2,"weight_sum":2.0}'
     )
-    assert metadata[b"layout"] == (
-        b'{"alignment":1,"pad_token_id":0,"response_width":2,"side":"left","width":3}'
-    )
+    assert metadata[b"width"] == b"3"
 
 
 def test_mini_batch_without_logprobs_has_no_such_column():
@@ -352,9 +350,3 @@ def test_metadata_with_wrong_statistics_are_refused(wrong: Any):
 
     with pytest.raises(CorruptRecordError, match="metadata of a mini-batch"):
         decode_mini_batch(data)
-
-
-def test_mini_batch_without_statistics_omits_them():
-    batch = read_arrow(encode_mini_batch(mini_batch()).data)
-
-    assert b"figures" not in batch.schema.metadata

@@ -189,10 +189,10 @@ def test_column_inside_a_longer_buffer_is_encoded_alone():
 
 
 HASHES = {
-    "tokens": "922039e0d50b4af48242cdbdaadf26e7d0bf533bf8bc5810301826adedaa12d1",
-    "operations": "b6c43a2314c74bc2b5fc82283b85dd534efba1c625be832703cc5f56ebdfab5e",
-    "operations_of_several": "10b636e60ae6ba690aa92b53c149e307d71f5ec1d7a416908a16133728608212",
-    "extras": "6ebc1671d33300a3afc2f16a8d8237e01763e01191f74b745bbe3ea150e202b6",
+    "tokens": "ec04bb507024a16834ab26670fca7dd197c62ace9d7cddd89a7f8c4100af8f2e",
+    "operations": "0dca34e607a18c12891a67ab521009bd45f961633f4ea44ff100b32bcf132365",
+    "operations_of_several": "c9c6809f6961264b4c468bde247a4ca93458280f1df11652022e26a6a631b19b",
+    "extras": "6e446355b3d7c8c724638d9999a10ed3e30ae5b086e0d61432cf9fd481d5969c",
 }
 GOLDEN_BATCHES = {
     "tokens": with_tokens(),

@@ -93,7 +93,7 @@ def test_seal_with_impossible_lengths_is_refused(reason: str, shapes: list[TurnS
 def test_seal_without_a_group_is_refused():
     record = encode_event(replace(sealed(), key=TrajectoryKey("", 0)))
 
-    with pytest.raises(CorruptRecordError, match="without a group"):
+    with pytest.raises(CorruptRecordError, match="no group has this name"):
         decode_event(record)
 
 

@@ -53,7 +53,7 @@ from turnstream.types import (
 )
 
 GOLDEN = Path(__file__).parent / "golden"
-MINI_BATCH_HASH = "3fe3fa91f650fdd03b715eb8bcd2304c3da1d2883b0473165c275bb7e67118b5"
+MINI_BATCH_HASH = "eb8ac80053f6836b47dc04e02abe37de3dac38a95324d7403eceb57ad8aa34e2"
 
 EVENTS: dict[str, Event] = {
     "group_opened": GroupOpened(group_id="g0", prompt_uid="gsm8k-17", num_samples=8),
@@ -220,7 +220,7 @@ def test_manifest_has_the_bytes_and_the_hash_of_format_0():
 
     assert_golden("manifest.hex", record)
     assert manifest_hash(record) == (
-        "1df6252656575b2609c5ef55e50dc5b545f695b67a169bf78881b348123a0dc8"
+        "2d741b723a239925c5e5bf0f43e58dc2866898f09c7b0288d14cbe3903b0bb97"
     )
     assert decode_manifest(record) == golden_manifest()
 

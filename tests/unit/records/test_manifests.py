@@ -40,13 +40,6 @@ def weighted(*weights: float, num_rows: int) -> Manifest:
     return replace(plan, groups=(group,), mini_batches=mini_batches)
 
 
-def test_rows_of_equal_weight_store_one_number():
-    alike = len(encode_manifest(weighted(0.5, 0.5, num_rows=2)))
-
-    assert len(encode_manifest(weighted(1.0, 1.0, num_rows=2))) == alike
-    assert len(encode_manifest(weighted(0.75, 0.25, num_rows=2))) > alike
-
-
 def test_another_number_of_weights_than_of_rows_is_refused():
     record = encode_manifest(weighted(0.5, 0.25, num_rows=3))
 

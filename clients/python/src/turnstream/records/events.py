@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from typing import Any, Final, cast, get_args
+from collections.abc import Mapping
+from typing import Any, Final, cast
 
 from google.protobuf.message import DecodeError
 
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records.event_limits import check_event, check_key, check_num_turns
 from turnstream.records.framing import EVENT, MAJOR_VERSION, read_header, write_frame
+from turnstream.records.values import read_value, to_message
 from turnstream.types import (
     NO_PARENT,
     BatchDue,
@@ -18,9 +18,7 @@ from turnstream.types import (
     DeadlineFired,
     Event,
     GroupOpened,
-    Leftover,
     PlansWithdrawn,
-    Purpose,
     RefillGranted,
     RewardPosted,
     RolledBack,
@@ -40,6 +38,25 @@ from turnstream.wire.v1 import records_pb2 as wire
 
 _STATUSES: Final = {status.value: status for status in Status}
 
+_NAMES: Final[dict[type, str]] = {
+    GroupOpened: "group_opened",
+    SealedTrajectory: "trajectory_sealed",
+    TrajectoryAbandoned: "trajectory_abandoned",
+    TrajectoryDied: "trajectory_died",
+    VersionAnnounced: "version_announced",
+    RunClosed: "run_closed",
+    DeadlineFired: "deadline_fired",
+    RefillGranted: "refill_granted",
+    RewardPosted: "reward_posted",
+    BatchDue: "batch_due",
+    ConfigRevised: "config_revised",
+    RunReopened: "run_reopened",
+    RunFinished: "run_finished",
+    RolledBack: "rolled_back",
+    PlansWithdrawn: "plans_withdrawn",
+}
+_KINDS: Final[dict[str, type[Any]]] = {name: kind for kind, name in _NAMES.items()}
+
 
 def encode_event(event: Event) -> bytes:
     """Return the record of an event; the same event always has the same bytes.
@@ -47,9 +64,10 @@ def encode_event(event: Event) -> bytes:
     The seal of a trajectory is this record of its SealedTrajectory, both as the last entry of its
     turns and as the event of the run.
     """
-    encode = _ENCODERS.get(type(event), _encode_plain)
+    part = _encode_seal(event) if isinstance(event, SealedTrajectory) else to_message(event)
+    message = wire.Event(**cast("dict[str, Any]", {_NAMES[type(event)]: part}))
     # Maps have no order of their own, and a repeated seal must have the same bytes.
-    return write_frame(EVENT, encode(event).SerializeToString(deterministic=True))
+    return write_frame(EVENT, message.SerializeToString(deterministic=True))
 
 
 def decode_event(record: bytes) -> Event:
@@ -79,27 +97,14 @@ def key_of_seal(record: bytes) -> TrajectoryKey | None:
         message = wire.Event.FromString(read_header(record, kind=EVENT))
         if message.WhichOneof("event") != "trajectory_sealed":
             return None
-        key = decode_key(message.trajectory_sealed.key)
+        key = read_value(TrajectoryKey, message.trajectory_sealed.key)
         check_key(key)
     except (DecodeError, RecordError):
         return None
     return key
 
 
-def encode_key(key: TrajectoryKey) -> wire.TrajectoryKey:
-    """Return a trajectory's key as a message."""
-    return wire.TrajectoryKey(group_id=key.group_id, sample=key.sample, attempt=key.attempt)
-
-
-def decode_key(message: wire.TrajectoryKey) -> TrajectoryKey:
-    """Return the key of a message; one without a group is a CorruptRecordError."""
-    if not message.group_id:
-        raise CorruptRecordError("a trajectory without a group")
-    return TrajectoryKey(message.group_id, message.sample, message.attempt)
-
-
-def decode_status(text: str) -> Status:
-    """Return the status of that name; an unknown one is a CorruptRecordError."""
+def _decode_status(text: str) -> Status:
     status = _STATUSES.get(text)
     if status is None:
         raise CorruptRecordError(f"{text!r} is no status of a trajectory")
@@ -121,139 +126,22 @@ def _parse(record: bytes) -> tuple[str, Any]:
 
 def _decode_message(name: str, message: Any) -> Event:
     try:
-        if name in _PLAIN:
-            return _decode_plain(_PLAIN[name], message)
-        return _DECODERS[name](message)
+        kind = _KINDS[name]
+        return _decode_seal(message) if kind is SealedTrajectory else read_value(kind, message)
     except (RecordError, MemoryError):
         raise
     except Exception as error:
         raise CorruptRecordError(f"the values of a {name} event: {error!r}") from error
 
 
-_PLAIN: Final[dict[str, type[Any]]] = {
-    "trajectory_abandoned": TrajectoryAbandoned,
-    "trajectory_died": TrajectoryDied,
-    "version_announced": VersionAnnounced,
-    "refill_granted": RefillGranted,
-    "batch_due": BatchDue,
-    "config_revised": ConfigRevised,
-    "run_reopened": RunReopened,
-    "run_finished": RunFinished,
-    "rolled_back": RolledBack,
-}
-"""Events whose messages have the same class name and the same fields."""
-
-_PLAIN_NAMES: Final = {kind: name for name, kind in _PLAIN.items()}
-
-
-def _encode_plain(event: Event) -> wire.Event:
-    kind = type(event)
-    values = {each.name: getattr(event, each.name) for each in fields(kind)}
-    if "key" in values:
-        values["key"] = encode_key(values["key"])
-    return wire.Event(**{_PLAIN_NAMES[kind]: getattr(wire, kind.__name__)(**values)})
-
-
-def _decode_plain(kind: type[Any], message: Any) -> Event:
-    values = {each.name: getattr(message, each.name) for each in fields(kind)}
-    if "key" in values:
-        values["key"] = decode_key(values["key"])
-    return kind(**values)
-
-
-def _encode_group_opened(event: GroupOpened) -> wire.Event:
-    message = wire.GroupOpened(
-        group_id=event.group_id,
-        prompt_uid=event.prompt_uid,
-        num_samples=event.num_samples,
-        # A group that needs all its samples has the record of older releases.
-        num_needed=event.num_needed if event.num_needed != event.num_samples else 0,
-    )
-    if event.purpose is Purpose.EVAL:
-        # A separate event: a planner without evaluations must not train on them.
-        return wire.Event(eval_opened=message)
-    return wire.Event(group_opened=message)
-
-
-def _decode_group_opened(message: wire.GroupOpened) -> GroupOpened:
-    return GroupOpened(
-        group_id=message.group_id,
-        prompt_uid=message.prompt_uid,
-        num_samples=message.num_samples,
-        num_needed=message.num_needed,
-    )
-
-
-def _decode_eval_opened(message: wire.GroupOpened) -> GroupOpened:
-    return replace(_decode_group_opened(message), purpose=Purpose.EVAL)
-
-
-def _encode_closed(event: RunClosed) -> wire.Event:
-    # A run that ends with a short batch has the record of older releases.
-    leftover = "" if event.leftover == "short" else event.leftover
-    return wire.Event(run_closed=wire.RunClosed(reason=event.reason, leftover=leftover))
-
-
-def _decode_closed(message: wire.RunClosed) -> RunClosed:
-    leftover = message.leftover or "short"
-    if leftover not in get_args(Leftover):
-        what = f"leftover={leftover!r}"
-        raise UnknownFormatError("run_closed event", MAJOR_VERSION, MAJOR_VERSION, what)
-    return RunClosed(reason=message.reason, leftover=cast("Leftover", leftover))
-
-
-def _encode_deadline(event: DeadlineFired) -> wire.Event:
-    return wire.Event(
-        deadline_fired=wire.DeadlineFired(
-            group_id=event.group_id,
-            awaited=encode_key(event.awaited) if event.awaited else None,
-            num_refills=event.num_refills,
-        )
-    )
-
-
-def _decode_deadline(message: wire.DeadlineFired) -> DeadlineFired:
-    awaited = decode_key(message.awaited) if message.HasField("awaited") else None
-    return DeadlineFired(
-        group_id=message.group_id, awaited=awaited, num_refills=message.num_refills
-    )
-
-
-def _encode_reward(event: RewardPosted) -> wire.Event:
-    return wire.Event(
-        reward_posted=wire.RewardPosted(
-            key=encode_key(event.key),
-            reward=event.reward,
-            reward_components=event.reward_components or None,
-        )
-    )
-
-
-def _decode_reward(message: wire.RewardPosted) -> RewardPosted:
-    return RewardPosted(
-        key=decode_key(message.key),
-        reward=message.reward if message.HasField("reward") else None,
-        reward_components=_by_name(message.reward_components),
-    )
-
-
-def _encode_withdrawn(event: PlansWithdrawn) -> wire.Event:
-    dead = [encode_key(key) for key in event.dead]
-    return wire.Event(plans_withdrawn=wire.PlansWithdrawn(step=event.step, dead=dead))
-
-
-def _decode_withdrawn(message: wire.PlansWithdrawn) -> PlansWithdrawn:
-    return PlansWithdrawn(step=message.step, dead=tuple(map(decode_key, message.dead)))
-
-
-def _encode_seal(event: SealedTrajectory) -> wire.Event:
+def _encode_seal(event: SealedTrajectory) -> wire.TrajectorySealed:
     versions = event.turn_versions or ((),) * len(event.turns)
     anchors = event.anchors or (None,) * len(event.turns)
     turns = zip(
         *(event.turns, event.turn_rewards, event.payload_crcs, versions, anchors), strict=True
     )
-    seal = wire.TrajectorySealed(  # an empty map costs a microsecond, None nothing
-        key=encode_key(event.key),
+    return wire.TrajectorySealed(  # an empty map costs a microsecond, None nothing
+        key=to_message(event.key),
         lease_epoch=event.lease_epoch,
         status=event.status.value,
         reward=event.reward,
@@ -281,7 +169,6 @@ def _encode_seal(event: SealedTrajectory) -> wire.Event:
         metrics=event.metrics or None,
         awaits_reward=event.awaits_reward,
     )
-    return wire.Event(trajectory_sealed=seal)
 
 
 def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
@@ -298,9 +185,9 @@ def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
         shapes.append(shape)
     anchors = [turn.anchor if turn.HasField("anchor") else None for turn in message.turns]
     return SealedTrajectory(
-        key=decode_key(message.key),
+        key=read_value(TrajectoryKey, message.key),
         lease_epoch=message.lease_epoch,
-        status=decode_status(message.status),
+        status=_decode_status(message.status),
         reward=message.reward if message.HasField("reward") else None,
         reward_components=_by_name(message.reward_components),
         turns=tuple(shapes),
@@ -360,22 +247,3 @@ def _check_shape(shape: TurnShape, *, earlier: list[TurnShape]) -> None:
 def _by_name(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the map in order of name: maps of a message have no order of their own."""
     return dict(sorted(values.items())) if values else {}
-
-
-_ENCODERS: Final[dict[type, Callable[[Any], wire.Event]]] = {
-    GroupOpened: _encode_group_opened,
-    SealedTrajectory: _encode_seal,
-    RunClosed: _encode_closed,
-    DeadlineFired: _encode_deadline,
-    RewardPosted: _encode_reward,
-    PlansWithdrawn: _encode_withdrawn,
-}
-_DECODERS: Final[dict[str, Callable[[Any], Event]]] = {
-    "group_opened": _decode_group_opened,
-    "eval_opened": _decode_eval_opened,
-    "trajectory_sealed": _decode_seal,
-    "run_closed": _decode_closed,
-    "deadline_fired": _decode_deadline,
-    "reward_posted": _decode_reward,
-    "plans_withdrawn": _decode_withdrawn,
-}

@@ -6,40 +6,16 @@ import hashlib
 
 from google.protobuf.message import DecodeError
 
-from turnstream.batching.merge.plan import (
-    GroupPlan,
-    Manifest,
-    MiniBatchPlan,
-    SequenceShape,
-    TrajectoryPlan,
-)
+from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
 from turnstream.errors import CorruptRecordError
-from turnstream.records.events import decode_key, decode_status, encode_key
 from turnstream.records.framing import MANIFEST, read_header, write_frame
-from turnstream.records.tag_statistics import decode_figures, encode_figures
-from turnstream.types import Denominators
+from turnstream.records.values import read_value, to_message
 from turnstream.wire.v1 import records_pb2 as wire
-
-_MINI_BATCH = ("first_group", "num_groups", "first_row_id", "num_rows", "width", "response_width")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the record of a manifest; the same plan always has the same bytes."""
-    message = wire.Manifest(
-        run=manifest.run,
-        step=manifest.step,
-        revision=manifest.revision,
-        lineage=manifest.lineage,
-        previous_hash=manifest.previous_hash,
-        assembly_version=manifest.assembly_version,
-        config_revision=manifest.config_revision,
-        last_event_id=manifest.last_event_id,
-        groups=[_encode_group(group) for group in manifest.groups],
-        mini_batches=[_encode_mini_batch(plan) for plan in manifest.mini_batches],
-        masked_versions=manifest.masked_versions,
-        figures=encode_figures(manifest.figures),
-    )
-    return write_frame(MANIFEST, message.SerializeToString(deterministic=True))
+    return write_frame(MANIFEST, to_message(manifest).SerializeToString(deterministic=True))
 
 
 def decode_manifest(record: bytes) -> Manifest:
@@ -51,23 +27,12 @@ def decode_manifest(record: bytes) -> Manifest:
     """
     header = read_header(record, kind=MANIFEST)
     try:
-        message = wire.Manifest.FromString(header)
-    except DecodeError as error:
+        manifest = read_value(Manifest, wire.Manifest.FromString(header))
+    except (DecodeError, ValueError) as error:
         raise CorruptRecordError(f"the header of a manifest is unreadable: {error}") from error
-    manifest = Manifest(
-        run=message.run,
-        step=message.step,
-        revision=message.revision,
-        lineage=message.lineage,
-        previous_hash=message.previous_hash,
-        assembly_version=message.assembly_version,
-        config_revision=message.config_revision,
-        last_event_id=message.last_event_id,
-        groups=tuple(_decode_group(group) for group in message.groups),
-        mini_batches=tuple(_decode_mini_batch(plan) for plan in message.mini_batches),
-        masked_versions=tuple(message.masked_versions),
-        figures=decode_figures(message.figures),
-    )
+    for group in manifest.groups:
+        for trajectory in group.trajectories:
+            _check_trajectory(trajectory)
     _check_mini_batches(manifest)
     return manifest
 
@@ -77,102 +42,19 @@ def manifest_hash(record: bytes) -> str:
     return hashlib.sha256(record).hexdigest()
 
 
-def _encode_group(group: GroupPlan) -> wire.GroupPlan:
-    return wire.GroupPlan(
-        group_id=group.group_id,
-        prompt_uid=group.prompt_uid,
-        trajectories=[_encode_trajectory(trajectory) for trajectory in group.trajectories],
-    )
-
-
-def _decode_group(message: wire.GroupPlan) -> GroupPlan:
-    return GroupPlan(
-        group_id=message.group_id,
-        prompt_uid=message.prompt_uid,
-        trajectories=tuple(_decode_trajectory(trajectory) for trajectory in message.trajectories),
-    )
-
-
-def _encode_trajectory(plan: TrajectoryPlan) -> wire.TrajectoryPlan:
-    is_uniform = len(set(plan.weights)) == 1
-    return wire.TrajectoryPlan(
-        key=encode_key(plan.key),
-        status=plan.status.value,
-        reward=plan.reward,
-        advantage=plan.advantage,
-        weight=plan.weights[0] if is_uniform else 0.0,
-        num_turn_tokens=plan.num_turn_tokens,
-        oldest_version=plan.oldest_version,
-        newest_version=plan.newest_version,
-        has_logprobs=plan.has_logprobs,
-        sequences=[_encode_sequence(sequence) for sequence in plan.sequences],
-        payload_crcs=plan.payload_crcs,
-        row_weights=() if is_uniform else plan.weights,
-        is_masked=plan.is_masked,
-        turn_advantages=plan.turn_advantages,
-    )
-
-
-def _decode_trajectory(message: wire.TrajectoryPlan) -> TrajectoryPlan:
-    weights = tuple(message.row_weights) or (message.weight,) * len(message.sequences)
-    if len(weights) != len(message.sequences):
-        raise CorruptRecordError(f"{len(weights)} weights for {len(message.sequences)} rows")
-    if len(message.turn_advantages) not in (0, len(message.payload_crcs)):
+def _check_trajectory(plan: TrajectoryPlan) -> None:
+    if len(plan.weights) != len(plan.sequences):
+        raise CorruptRecordError(f"{len(plan.weights)} weights for {len(plan.sequences)} rows")
+    if len(plan.turn_advantages) not in (0, len(plan.payload_crcs)):
         raise CorruptRecordError(
-            f"{len(message.turn_advantages)} advantages for {len(message.payload_crcs)} turns"
+            f"{len(plan.turn_advantages)} advantages for {len(plan.payload_crcs)} turns"
         )
-    return TrajectoryPlan(
-        key=decode_key(message.key),
-        status=decode_status(message.status),
-        reward=message.reward,
-        advantage=message.advantage,
-        weights=weights,
-        num_turn_tokens=message.num_turn_tokens,
-        oldest_version=message.oldest_version if message.HasField("oldest_version") else None,
-        newest_version=message.newest_version if message.HasField("newest_version") else None,
-        has_logprobs=message.has_logprobs,
-        sequences=tuple(_decode_sequence(sequence) for sequence in message.sequences),
-        payload_crcs=tuple(message.payload_crcs),
-        is_masked=message.is_masked,
-        turn_advantages=tuple(message.turn_advantages),
-    )
-
-
-def _encode_sequence(shape: SequenceShape) -> wire.SequenceShape:
-    return wire.SequenceShape(
-        turns=shape.turns,
-        prompt_length=shape.prompt_length,
-        num_tokens=shape.num_tokens,
-        num_trained_tokens=shape.num_trained_tokens,
-    )
-
-
-def _decode_sequence(message: wire.SequenceShape) -> SequenceShape:
-    shape = SequenceShape(
-        tuple(message.turns),
-        message.prompt_length,
-        message.num_tokens,
-        message.num_trained_tokens,
-    )
-    if shape.prompt_length + shape.num_trained_tokens > shape.num_tokens:
-        raise CorruptRecordError(
-            f"a row of {shape.num_tokens} tokens with a prompt of {shape.prompt_length} "
-            f"and {shape.num_trained_tokens} trained ones"
-        )
-    return shape
-
-
-def _encode_mini_batch(plan: MiniBatchPlan) -> wire.MiniBatchPlan:
-    numbers = {name: getattr(plan, name) for name in _MINI_BATCH}
-    denominators = wire.Denominators(**plan.denominators._asdict())
-    return wire.MiniBatchPlan(**numbers, denominators=denominators)
-
-
-def _decode_mini_batch(message: wire.MiniBatchPlan) -> MiniBatchPlan:
-    numbers = {name: getattr(message, name) for name in _MINI_BATCH}
-    counted = message.denominators
-    denominators = Denominators(*(getattr(counted, name) for name in Denominators._fields))
-    return MiniBatchPlan(**numbers, denominators=denominators)
+    for shape in plan.sequences:
+        if shape.prompt_length + shape.num_trained_tokens > shape.num_tokens:
+            raise CorruptRecordError(
+                f"a row of {shape.num_tokens} tokens with a prompt of {shape.prompt_length} "
+                f"and {shape.num_trained_tokens} trained ones"
+            )
 
 
 def _check_mini_batches(manifest: Manifest) -> None:

@@ -136,16 +136,18 @@ class TrajectorySealed(_message.Message):
     def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., lease_epoch: _Optional[int] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., reward_components: _Optional[_Mapping[str, float]] = ..., turns: _Optional[_Iterable[_Union[TurnShape, _Mapping]]] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., num_payload_bytes: _Optional[int] = ..., has_logprobs: bool = ..., sampling: _Optional[_Mapping[str, float]] = ..., tags: _Optional[_Mapping[str, str]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., awaits_reward: bool = ...) -> None: ...
 
 class GroupOpened(_message.Message):
-    __slots__ = ("group_id", "prompt_uid", "num_samples", "num_needed")
+    __slots__ = ("group_id", "prompt_uid", "num_samples", "num_needed", "purpose")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_UID_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NUM_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     prompt_uid: str
     num_samples: int
     num_needed: int
-    def __init__(self, group_id: _Optional[str] = ..., prompt_uid: _Optional[str] = ..., num_samples: _Optional[int] = ..., num_needed: _Optional[int] = ...) -> None: ...
+    purpose: str
+    def __init__(self, group_id: _Optional[str] = ..., prompt_uid: _Optional[str] = ..., num_samples: _Optional[int] = ..., num_needed: _Optional[int] = ..., purpose: _Optional[str] = ...) -> None: ...
 
 class TrajectoryAbandoned(_message.Message):
     __slots__ = ("key", "reason")
@@ -257,7 +259,7 @@ class PlansWithdrawn(_message.Message):
     def __init__(self, step: _Optional[int] = ..., dead: _Optional[_Iterable[_Union[TrajectoryKey, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed", "deadline_fired", "refill_granted", "reward_posted", "batch_due", "eval_opened", "config_revised", "run_reopened", "run_finished", "rolled_back", "plans_withdrawn")
+    __slots__ = ("group_opened", "trajectory_sealed", "trajectory_abandoned", "trajectory_died", "version_announced", "run_closed", "deadline_fired", "refill_granted", "reward_posted", "batch_due", "config_revised", "run_reopened", "run_finished", "rolled_back", "plans_withdrawn")
     GROUP_OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_SEALED_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_ABANDONED_FIELD_NUMBER: _ClassVar[int]
@@ -268,7 +270,6 @@ class Event(_message.Message):
     REFILL_GRANTED_FIELD_NUMBER: _ClassVar[int]
     REWARD_POSTED_FIELD_NUMBER: _ClassVar[int]
     BATCH_DUE_FIELD_NUMBER: _ClassVar[int]
-    EVAL_OPENED_FIELD_NUMBER: _ClassVar[int]
     CONFIG_REVISED_FIELD_NUMBER: _ClassVar[int]
     RUN_REOPENED_FIELD_NUMBER: _ClassVar[int]
     RUN_FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -284,13 +285,12 @@ class Event(_message.Message):
     refill_granted: RefillGranted
     reward_posted: RewardPosted
     batch_due: BatchDue
-    eval_opened: GroupOpened
     config_revised: ConfigRevised
     run_reopened: RunReopened
     run_finished: RunFinished
     rolled_back: RolledBack
     plans_withdrawn: PlansWithdrawn
-    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ..., deadline_fired: _Optional[_Union[DeadlineFired, _Mapping]] = ..., refill_granted: _Optional[_Union[RefillGranted, _Mapping]] = ..., reward_posted: _Optional[_Union[RewardPosted, _Mapping]] = ..., batch_due: _Optional[_Union[BatchDue, _Mapping]] = ..., eval_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., config_revised: _Optional[_Union[ConfigRevised, _Mapping]] = ..., run_reopened: _Optional[_Union[RunReopened, _Mapping]] = ..., run_finished: _Optional[_Union[RunFinished, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., plans_withdrawn: _Optional[_Union[PlansWithdrawn, _Mapping]] = ...) -> None: ...
+    def __init__(self, group_opened: _Optional[_Union[GroupOpened, _Mapping]] = ..., trajectory_sealed: _Optional[_Union[TrajectorySealed, _Mapping]] = ..., trajectory_abandoned: _Optional[_Union[TrajectoryAbandoned, _Mapping]] = ..., trajectory_died: _Optional[_Union[TrajectoryDied, _Mapping]] = ..., version_announced: _Optional[_Union[VersionAnnounced, _Mapping]] = ..., run_closed: _Optional[_Union[RunClosed, _Mapping]] = ..., deadline_fired: _Optional[_Union[DeadlineFired, _Mapping]] = ..., refill_granted: _Optional[_Union[RefillGranted, _Mapping]] = ..., reward_posted: _Optional[_Union[RewardPosted, _Mapping]] = ..., batch_due: _Optional[_Union[BatchDue, _Mapping]] = ..., config_revised: _Optional[_Union[ConfigRevised, _Mapping]] = ..., run_reopened: _Optional[_Union[RunReopened, _Mapping]] = ..., run_finished: _Optional[_Union[RunFinished, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., plans_withdrawn: _Optional[_Union[PlansWithdrawn, _Mapping]] = ...) -> None: ...
 
 class SequenceShape(_message.Message):
     __slots__ = ("turns", "prompt_length", "num_tokens", "num_trained_tokens")
@@ -305,36 +305,34 @@ class SequenceShape(_message.Message):
     def __init__(self, turns: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ...) -> None: ...
 
 class TrajectoryPlan(_message.Message):
-    __slots__ = ("key", "status", "reward", "advantage", "weight", "num_turn_tokens", "oldest_version", "newest_version", "has_logprobs", "sequences", "payload_crcs", "row_weights", "is_masked", "turn_advantages")
+    __slots__ = ("key", "status", "reward", "advantage", "weights", "num_turn_tokens", "oldest_version", "newest_version", "has_logprobs", "sequences", "payload_crcs", "is_masked", "turn_advantages")
     KEY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TURN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OLDEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     HAS_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_CRCS_FIELD_NUMBER: _ClassVar[int]
-    ROW_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     IS_MASKED_FIELD_NUMBER: _ClassVar[int]
     TURN_ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
     key: TrajectoryKey
     status: str
     reward: float
     advantage: float
-    weight: float
+    weights: _containers.RepeatedScalarFieldContainer[float]
     num_turn_tokens: int
     oldest_version: int
     newest_version: int
     has_logprobs: bool
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceShape]
     payload_crcs: _containers.RepeatedScalarFieldContainer[int]
-    row_weights: _containers.RepeatedScalarFieldContainer[float]
     is_masked: bool
     turn_advantages: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., advantage: _Optional[float] = ..., weight: _Optional[float] = ..., num_turn_tokens: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., has_logprobs: bool = ..., sequences: _Optional[_Iterable[_Union[SequenceShape, _Mapping]]] = ..., payload_crcs: _Optional[_Iterable[int]] = ..., row_weights: _Optional[_Iterable[float]] = ..., is_masked: bool = ..., turn_advantages: _Optional[_Iterable[float]] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[TrajectoryKey, _Mapping]] = ..., status: _Optional[str] = ..., reward: _Optional[float] = ..., advantage: _Optional[float] = ..., weights: _Optional[_Iterable[float]] = ..., num_turn_tokens: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., has_logprobs: bool = ..., sequences: _Optional[_Iterable[_Union[SequenceShape, _Mapping]]] = ..., payload_crcs: _Optional[_Iterable[int]] = ..., is_masked: bool = ..., turn_advantages: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GroupPlan(_message.Message):
     __slots__ = ("group_id", "prompt_uid", "trajectories")
@@ -380,51 +378,66 @@ class MiniBatchPlan(_message.Message):
     denominators: Denominators
     def __init__(self, first_group: _Optional[int] = ..., num_groups: _Optional[int] = ..., first_row_id: _Optional[int] = ..., num_rows: _Optional[int] = ..., width: _Optional[int] = ..., response_width: _Optional[int] = ..., denominators: _Optional[_Union[Denominators, _Mapping]] = ...) -> None: ...
 
-class MetricFigures(_message.Message):
-    __slots__ = ("name", "num_trajectories", "total", "minimum", "maximum")
-    NAME_FIELD_NUMBER: _ClassVar[int]
+class MetricStatistics(_message.Message):
+    __slots__ = ("num_trajectories", "total", "minimum", "maximum")
     NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     MINIMUM_FIELD_NUMBER: _ClassVar[int]
     MAXIMUM_FIELD_NUMBER: _ClassVar[int]
-    name: str
     num_trajectories: int
     total: float
     minimum: float
     maximum: float
-    def __init__(self, name: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., total: _Optional[float] = ..., minimum: _Optional[float] = ..., maximum: _Optional[float] = ...) -> None: ...
+    def __init__(self, num_trajectories: _Optional[int] = ..., total: _Optional[float] = ..., minimum: _Optional[float] = ..., maximum: _Optional[float] = ...) -> None: ...
 
-class ValueFigures(_message.Message):
-    __slots__ = ("value", "num_trajectories", "num_rewarded", "reward_total")
-    VALUE_FIELD_NUMBER: _ClassVar[int]
+class ValueStatistics(_message.Message):
+    __slots__ = ("num_trajectories", "num_rewarded", "reward_total")
     NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     NUM_REWARDED_FIELD_NUMBER: _ClassVar[int]
     REWARD_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    value: str
     num_trajectories: int
     num_rewarded: int
     reward_total: float
-    def __init__(self, value: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., num_rewarded: _Optional[int] = ..., reward_total: _Optional[float] = ...) -> None: ...
+    def __init__(self, num_trajectories: _Optional[int] = ..., num_rewarded: _Optional[int] = ..., reward_total: _Optional[float] = ...) -> None: ...
 
-class TagFigures(_message.Message):
-    __slots__ = ("name", "values", "other")
-    NAME_FIELD_NUMBER: _ClassVar[int]
+class TagStatistics(_message.Message):
+    __slots__ = ("values", "other")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: ValueStatistics
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[ValueStatistics, _Mapping]] = ...) -> None: ...
     VALUES_FIELD_NUMBER: _ClassVar[int]
     OTHER_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    values: _containers.RepeatedCompositeFieldContainer[ValueFigures]
-    other: ValueFigures
-    def __init__(self, name: _Optional[str] = ..., values: _Optional[_Iterable[_Union[ValueFigures, _Mapping]]] = ..., other: _Optional[_Union[ValueFigures, _Mapping]] = ...) -> None: ...
+    values: _containers.MessageMap[str, ValueStatistics]
+    other: ValueStatistics
+    def __init__(self, values: _Optional[_Mapping[str, ValueStatistics]] = ..., other: _Optional[_Union[ValueStatistics, _Mapping]] = ...) -> None: ...
 
 class Figures(_message.Message):
     __slots__ = ("metrics", "tags", "num_left_out")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: MetricStatistics
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[MetricStatistics, _Mapping]] = ...) -> None: ...
+    class TagsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: TagStatistics
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[TagStatistics, _Mapping]] = ...) -> None: ...
     METRICS_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
-    metrics: _containers.RepeatedCompositeFieldContainer[MetricFigures]
-    tags: _containers.RepeatedCompositeFieldContainer[TagFigures]
+    metrics: _containers.MessageMap[str, MetricStatistics]
+    tags: _containers.MessageMap[str, TagStatistics]
     num_left_out: int
-    def __init__(self, metrics: _Optional[_Iterable[_Union[MetricFigures, _Mapping]]] = ..., tags: _Optional[_Iterable[_Union[TagFigures, _Mapping]]] = ..., num_left_out: _Optional[int] = ...) -> None: ...
+    def __init__(self, metrics: _Optional[_Mapping[str, MetricStatistics]] = ..., tags: _Optional[_Mapping[str, TagStatistics]] = ..., num_left_out: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("run", "step", "revision", "lineage", "previous_hash", "assembly_version", "config_revision", "last_event_id", "groups", "mini_batches", "masked_versions", "figures")

@@ -1,0 +1,122 @@
+"""Values with named fields as protobuf messages, or as JSON values, and back.
+
+A dataclass or a named tuple has the message of the same name, whose fields have the same names. Its
+annotations say how a stored field is read: a missing message field is None where None is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from google.protobuf.message import Message
+
+from turnstream.errors import UnknownFormatError
+from turnstream.records.framing import MAJOR_VERSION
+from turnstream.wire.v1 import records_pb2 as wire
+
+_Value = TypeVar("_Value")
+_Read = Callable[[Any], Any]
+
+
+def to_message(value: object) -> Any:
+    """Return the message of a value."""
+    return _converted(value, lambda kind, parts: getattr(wire, kind.__name__)(**parts))
+
+
+def to_plain(value: object) -> Any:
+    """Return a value as a JSON value: objects keyed by the names of their fields."""
+    return _converted(value, lambda _, parts: parts)
+
+
+def read_value(kind: type[_Value], stored: object) -> _Value:
+    """Return the value of a message, or of a JSON object.
+
+    Raises:
+        UnknownFormatError: a newer release wrote one of its texts.
+        TypeError, ValueError, KeyError, AttributeError: it is no value of this kind.
+    """
+    return _reader(kind)(stored)
+
+
+def _converted(value: Any, make: Callable[[type[Any], dict[str, Any]], Any]) -> Any:
+    kind = cast("type[Any]", type(value))
+    if _has_fields(kind):
+        parts = {name: _converted(getattr(value, name), make) for name in field_names(kind)}
+        return make(kind, parts)
+    if kind is tuple:
+        return [_converted(each, make) for each in value]
+    if isinstance(value, dict):
+        items = cast("dict[str, Any]", value).items()
+        return {name: _converted(each, make) for name, each in items}
+    return value
+
+
+@cache
+def field_names(kind: type[Any]) -> tuple[str, ...]:
+    """Return the fields of a dataclass or a named tuple."""
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else kind._fields
+
+
+@cache
+def _reader(hint: Any) -> _Read:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        read = _reader(next(each for each in arguments if each is not NoneType))
+        return lambda stored: None if stored is None else read(stored)
+    if origin is tuple:
+        read = _reader(arguments[0])
+        return lambda stored: tuple([read(each) for each in stored])
+    if origin is not None and origin is not Literal and issubclass(origin, Mapping):
+        read = _reader(arguments[1])
+        return lambda stored: {name: read(stored[name]) for name in sorted(stored.keys())}
+    if origin is Literal:
+        return lambda stored: _known_text(stored, arguments)
+    if issubclass(hint, StrEnum):
+        return hint
+    return _reader_of_fields(hint) if _has_fields(hint) else _reader_of_scalar(hint)
+
+
+def _has_fields(kind: type[Any]) -> bool:
+    return is_dataclass(kind) or hasattr(kind, "_fields")
+
+
+def _reader_of_fields(kind: type[Any]) -> _Read:
+    hints = get_type_hints(kind)
+    parts = [
+        (name, _reader(hints[name]), NoneType in get_args(hints[name]))
+        for name in field_names(kind)
+    ]
+
+    def read(stored: Any) -> Any:
+        if not isinstance(stored, Message):
+            return kind(**{name: read(stored[name]) for name, read, _ in parts})
+        values = {
+            name: read(getattr(stored, name))
+            for name, read, may_be_none in parts
+            if not may_be_none or stored.HasField(name)
+        }
+        return kind(**{name: values.get(name) for name, _, _ in parts})
+
+    return read
+
+
+def _reader_of_scalar(kind: type[Any]) -> _Read:
+    kinds = (int, float) if kind is float else (kind,)
+
+    def read(stored: Any) -> Any:
+        if not isinstance(stored, kinds) or (isinstance(stored, bool) and kind is not bool):
+            raise TypeError(f"{stored!r} is no {kind.__name__}")
+        return stored
+
+    return read
+
+
+def _known_text(stored: object, known: tuple[object, ...]) -> Any:
+    if stored not in known:
+        raise UnknownFormatError("a record", MAJOR_VERSION, MAJOR_VERSION, f"the value {stored!r}")
+    return stored
