@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turnstream.errors import InvalidConfigError
+from turnstream.errors import InvalidConfigError, UnknownFormatError
 from turnstream_server.cli_options import AsJson, Redis, RunArgument, console, group, say, store_url
 
 if TYPE_CHECKING:
@@ -223,5 +223,7 @@ def _read_token(path: Path) -> RecoveryToken:
     text = path.read_text(encoding="utf-8").strip()
     try:
         return RecoveryToken.parse(text)
+    except UnknownFormatError:
+        raise
     except ValueError as error:
         raise InvalidConfigError("--token-file", f"{text!r} is not a recovery token") from error

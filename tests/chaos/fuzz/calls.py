@@ -56,7 +56,7 @@ def call_damaged(channel: grpc.Channel, run: str, rng: random.Random) -> Answer:
 
 def _requests(run: str) -> Iterator[tuple[str, Any, bool]]:
     """Yield valid requests of every method: name, message, whether the reply is a stream."""
-    token = "main:1:" + 64 * "0"
+    token = "v1:main:1:" + 64 * "0"
     yield "Start", wire.StartRequest(run=run, dp_world_size=1, session="s"), False
     yield "Start", wire.StartRequest(run=run, recovery_token=token, dp_world_size=1), False
     get = wire.GetRequest(run=run, step=1, dp_world_size=1, session_epoch=1, wait_s=_WAIT_S)

@@ -23,7 +23,7 @@ def test_these_names_are_public() -> None:
         *("AsyncGroupWriter", "AsyncPublisher", "AsyncReceipt", "AsyncTask"),
         *("AsyncTrajectoryWriter", "Credit", "CreditReason", "GroupWriter", "LapsedTrajectory"),
         *("Prompt", "Publisher", "PublisherStatistics", "Receipt", "Refill", "RewardOutcome"),
-        *("Task", "TrajectoryWriter", "add_prompts", "credit", "credit_async"),
+        *("Task", "TrajectoryWriter", "add_prompts", "credit"),
         *("post_reward", "post_reward_async"),
     ]
 

@@ -32,7 +32,9 @@ BAD: dict[str, tuple[Any, ...]] = {
     "run": ("", "r" * 513, "ä" * 100),
     "observer": ("o" * 513, "ä" * 100),
     "session": ("s" * 513,),
-    "recovery_token": ("x", "a:b", "main:-1:", "main:x:y", f"main:{FORTY}:ab", "m" * 3000),
+    "recovery_token": (
+        *("x", "a:b", "main:1:ab", "v1:main:-1:", "v1:main:x:y", f"v1:main:{FORTY}:ab", "m" * 3000),
+    ),
     "dp_world_size": (0, MAX_DP_WORLD_SIZE + 1, 10**6, 2**32 - 1),
     "dp_rank": (MAX_DP_WORLD_SIZE, 2**32 - 1),
     "step": (2**31, 2**63, 2**64 - 1),
@@ -66,7 +68,7 @@ def good_request(method: str, run: str) -> Any:
     """Return a request that a service would answer, or at least look up."""
     values = {
         "run": run,
-        "recovery_token": "main:0:",
+        "recovery_token": "v1:main:0:",
         "dp_world_size": 1,
         "session": "another" if method == "Start" else "s",
         "session_epoch": 1,

@@ -119,7 +119,7 @@ async def test_leader_with_a_snapshot_knows_the_age_of_earlier_versions(house):
     await first.stop()
 
     trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
-    await trainer.start("later", token=f"main:40:{last.mini_batch.info.manifest_hash}")
+    await trainer.start("later", token=f"v1:main:40:{last.mini_batch.info.manifest_hash}")
     await house.publish(run, of_version("late", 0), of_version("new", 40))
     (fresh,) = await trainer.get(41)
 

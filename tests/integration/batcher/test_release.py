@@ -276,7 +276,7 @@ async def test_leader_with_a_snapshot_continues_the_same_chain(house):
 
     second = await house.start_batcher(upkeep=SMALL)
     trainer = house.trainer(second, run)
-    await trainer.start("later", token=f"main:57:{_hash(house, run, 57)}")
+    await trainer.start("later", token=f"v1:main:57:{_hash(house, run, 57)}")
     await train(trainer, steps=range(58, 60), commits=range(0))
     (pulled,) = await trainer.get(60)
 

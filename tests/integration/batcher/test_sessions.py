@@ -135,7 +135,7 @@ async def test_unknown_run_is_not_found(house):
     with pytest.raises(RunNotFoundError):
         await trainer.start()
     with pytest.raises(RunNotFoundError):
-        await trainer.start(token="main:0:")
+        await trainer.start(token="v1:main:0:")
 
 
 async def test_checkpoint_of_a_missing_run_is_ahead_of_the_store(house):
@@ -144,7 +144,7 @@ async def test_checkpoint_of_a_missing_run_is_ahead_of_the_store(house):
     with pytest.raises(
         StoreBehindError, match="names step 7 of run 'lost', but this store has no run of that name"
     ):
-        await trainer.start(token="main:7:ab12")
+        await trainer.start(token="v1:main:7:ab12")
 
 
 async def test_a_text_that_is_no_token_is_refused(house):

@@ -9,10 +9,8 @@ import pytest
 import redis
 
 from turnstream.errors import RunNotFoundError
-from turnstream.store.client.connection import connect_async
-from turnstream.store.run.credits import CreditReason, credit, credit_async
+from turnstream.store.run.credits import CreditReason, credit
 from turnstream.store.run.runs import pause_run, resume_run
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
@@ -62,18 +60,7 @@ def test_a_closed_run_gives_none_whatever_is_free(client: redis.Redis, drive: Dr
     assert (found.num_groups, found.reason) == (0, CreditReason.CLOSED)
 
 
-async def test_async_credit_is_equal(
-    server: EmbeddedServer, client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, batch_groups=3)
-    async_client = connect_async(server.url)
-
-    found = await credit_async(async_client, run.name)
-    with pytest.raises(RunNotFoundError):
-        await credit_async(async_client, "no such run")
-    await async_client.aclose()
-
-    assert found == credit(client, run.name)
+def test_credit_of_an_unknown_run_is_refused(client: redis.Redis) -> None:
     with pytest.raises(RunNotFoundError):
         credit(client, "no such run")
 

@@ -122,7 +122,7 @@ def test_acknowledgements_are_refused_on_other_ranks(batcher: Any) -> None:
         next(stream)
         for call in (
             stream.stepped,
-            lambda: stream.committed("main:1:ab"),
+            lambda: stream.committed("v1:main:1:ab"),
             lambda: stream.announce_version(4),
         ):
             with pytest.raises(RejectedError, match="dp_rank 0 alone"):

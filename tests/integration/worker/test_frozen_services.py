@@ -136,7 +136,7 @@ def test_waits_of_a_worker_name_a_silent_batcher(
         pulled_in_the_end(observer)
         calls: dict[str, Callable[[], object]] = {
             "step 1 as stepped": stream.stepped,
-            "the checkpoint main:0:": lambda: stream.committed("main:0:"),
+            "the checkpoint v1:main:0:": lambda: stream.committed("v1:main:0:"),
             "policy version 5": lambda: stream.announce_version(5),
             "step 1 as seen": observer.seen,
             "the beginning of a trainer session": lambda: BatchStream(

@@ -70,7 +70,7 @@ def test_commit_acknowledges_a_lost_step_first(batcher: Any) -> None:
     with pulled(batcher, 3) as stream:
         batcher.refusals = [ConflictError("step 3 is not stepped")]
 
-        stream.committed("main:3:cccccccc")
+        stream.committed("v1:main:3:cccccccc")
 
     assert [call[0] for call in batcher.calls if call[0] != "Get"] == [
         *("Committed", "Stepped", "Committed")
@@ -135,10 +135,10 @@ def test_lost_run_error_names_the_progress_of_the_trainer(
     if call == "__next__":
         batcher.faults = [None, None, None, None, gone]
     with pulled(batcher, 3) as stream:
-        stream.committed("main:2:cccccccc")
+        stream.committed("v1:main:2:cccccccc")
         if call != "__next__":
             batcher.refusals = [RunNotFoundError("no run named 'run'")]
-        arguments = {"committed": ("main:3:cccccccc",), "announce_version": (9,)}
+        arguments = {"committed": ("v1:main:3:cccccccc",), "announce_version": (9,)}
 
         with pytest.raises(StoreBehindError, match=LOST_AT_3) as told:
             getattr(stream, call)(*arguments.get(call, ()))
@@ -148,7 +148,7 @@ def test_lost_run_error_names_the_progress_of_the_trainer(
 
 def test_lost_run_error_names_the_checkpoint_of_a_resumed_trainer(batcher: Any, gone: Any) -> None:
     batcher.faults = [gone]
-    stream = BatchStream(batcher.target, RUN, recovery_token="main:2:cccccccc")
+    stream = BatchStream(batcher.target, RUN, recovery_token="v1:main:2:cccccccc")
     lost = "this trainer had stepped to 2 and committed 2$"
 
     with stream, pytest.raises(StoreBehindError, match=lost):

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from turnstream.errors import FencedError, StoreBehindError
+from turnstream.errors import FencedError, StoreBehindError, UnknownFormatError
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.serving.request_checks import check_caller
+from turnstream_server.batcher.serving.requests import parse_token
 from turnstream_server.bus.core.frontier import Frontier
 
 WITHDRAWN = Frontier(
@@ -47,3 +48,8 @@ def test_rank_gets_the_name_of_the_newer_session() -> None:
 
     with pytest.raises(FencedError, match="trainer session 2 has ended, 3 has begun"):
         check_caller(request, replace(WITHDRAWN, session="next"))
+
+
+def test_token_of_a_newer_release_is_refused_as_such() -> None:
+    with pytest.raises(UnknownFormatError, match=r"recovery token was written by a newer release"):
+        parse_token("v2:main:7:ab12")

@@ -15,9 +15,7 @@ from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
 from turnstream.records.statuses import (
     MAX_DETAILS,
     MAX_TEXT,
-    error_to_http_status,
     error_to_status,
-    http_status_to_error,
     status_to_error,
 )
 
@@ -76,16 +74,6 @@ def test_every_error_survives_a_grpc_status(kind: type[TurnstreamError]):
 
 
 @every_error
-def test_every_error_survives_an_http_status(kind: type[TurnstreamError]):
-    error = example(kind)
-
-    status, details = error_to_http_status(error)
-
-    assert 400 <= status < 600
-    assert_equal_errors(http_status_to_error(status, details), error)
-
-
-@every_error
 def test_error_without_details_keeps_its_branch_of_the_tree(kind: type[TurnstreamError]):
     """A proxy may drop the details; the remedy of the caller must stay the same."""
     if kind is errors.MissingExtraError:
@@ -93,14 +81,10 @@ def test_error_without_details_keeps_its_branch_of_the_tree(kind: type[Turnstrea
     branches = [b for b in TurnstreamError.__subclasses__() if issubclass(kind, b)]
 
     code, _ = error_to_status(example(kind))
-    status, _ = error_to_http_status(example(kind))
 
     if kind is not errors.UnknownFormatError:
         for branch in branches:
             assert isinstance(status_to_error(code, ""), branch)
-    if not issubclass(kind, errors.RecordError):
-        for branch in branches:
-            assert isinstance(http_status_to_error(status, ""), branch)
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode.__members__))
@@ -109,14 +93,6 @@ def test_every_grpc_code_has_an_error_with_its_text(code: str):
 
     assert isinstance(error, TurnstreamError)
     assert str(error) == f"{code}: connection refused"
-
-
-@pytest.mark.parametrize("status", range(300, 600))
-def test_every_http_status_has_an_error_with_its_text(status: int):
-    error = http_status_to_error(status, "")
-
-    assert isinstance(error, TurnstreamError)
-    assert str(error) == f"HTTP {status}"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from turnstream.errors import InvalidConfigError
+from turnstream.errors import InvalidConfigError, UnknownFormatError
 from turnstream.types import RecoveryToken
 from turnstream.types.names import encode_name, encode_run
 from turnstream.wire.v1 import batches_pb2 as wire
@@ -111,9 +111,12 @@ def parse_token(text: str) -> RecoveryToken:
 
     Raises:
         InvalidConfigError: the text is no recovery token, or its step is out of range.
+        UnknownFormatError: another release wrote it.
     """
     try:
         token = RecoveryToken.parse(text)
+    except UnknownFormatError:
+        raise
     except ValueError as error:
         reason = f"{_shown(text)} is not a recovery token"
         raise InvalidConfigError("recovery_token", reason) from error

@@ -9,7 +9,7 @@ from turnstream.generator.api.publisher import GroupWriter, Publisher, Trajector
 from turnstream.generator.api.tasks import AsyncTask, Task
 from turnstream.generator.outbox.inflight import PublisherStatistics
 from turnstream.generator.outbox.receipts import AsyncReceipt, Receipt
-from turnstream.store.run.credits import Credit, CreditReason, credit, credit_async
+from turnstream.store.run.credits import Credit, CreditReason, credit
 from turnstream.store.run.groups import Refill
 from turnstream.store.run.leases import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome, post_reward, post_reward_async
@@ -35,7 +35,6 @@ __all__ = [
     "TrajectoryWriter",
     "add_prompts",
     "credit",
-    "credit_async",
     "post_reward",
     "post_reward_async",
 ]

@@ -1,4 +1,4 @@
-"""Errors as gRPC and HTTP statuses and back. One table, total in both directions.
+"""Errors as gRPC statuses and back. One table, total in both directions.
 
 Details of Turnstream (JSON with the class and its arguments) restore the exact error. A status
 without them, from a proxy or a library, becomes an error with the same remedy.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 from turnstream import errors
 from turnstream.errors import TurnstreamError
@@ -25,39 +25,34 @@ MAX_PARTS = 8
 MAX_NAME = 64
 
 
-class _Status(NamedTuple):
-    grpc: str
-    http: int
-
-
-_STATUSES: Final[dict[type[TurnstreamError], _Status]] = {
-    errors.TurnstreamError: _Status("INTERNAL", 500),
-    errors.MissingExtraError: _Status("INTERNAL", 500),
-    errors.BatchingError: _Status("INVALID_ARGUMENT", 422),
-    errors.InvalidTurnError: _Status("INVALID_ARGUMENT", 422),
-    errors.InvalidConfigError: _Status("INVALID_ARGUMENT", 422),
-    errors.RowTooLongError: _Status("INVALID_ARGUMENT", 422),
-    errors.UnmergeableColumnError: _Status("INVALID_ARGUMENT", 422),
-    errors.UnsupportedEstimatorError: _Status("INVALID_ARGUMENT", 422),
-    errors.RecordError: _Status("DATA_LOSS", 500),
-    errors.CorruptRecordError: _Status("DATA_LOSS", 500),
-    errors.UnknownFormatError: _Status("UNIMPLEMENTED", 501),
-    errors.UnavailableError: _Status("UNAVAILABLE", 503),
-    errors.StoreUnavailableError: _Status("UNAVAILABLE", 503),
-    errors.StoreFullError: _Status("UNAVAILABLE", 507),
-    errors.NotReadyError: _Status("DEADLINE_EXCEEDED", 504),
-    errors.BatcherUnavailableError: _Status("UNAVAILABLE", 503),
-    errors.RejectedError: _Status("RESOURCE_EXHAUSTED", 429),
-    errors.RunNotFoundError: _Status("NOT_FOUND", 404),
-    errors.ConflictError: _Status("ALREADY_EXISTS", 409),
-    errors.FencedError: _Status("ABORTED", 412),
-    errors.TurnGapError: _Status("FAILED_PRECONDITION", 409),
-    errors.StoreBehindError: _Status("FAILED_PRECONDITION", 409),
-    errors.ObserverExpiredError: _Status("FAILED_PRECONDITION", 410),
-    errors.ReleasedError: _Status("OUT_OF_RANGE", 410),
-    errors.GroupTooLargeError: _Status("FAILED_PRECONDITION", 413),
-    errors.PromptsExhaustedError: _Status("OUT_OF_RANGE", 410),
-    errors.EndOfRunError: _Status("OUT_OF_RANGE", 410),
+_STATUSES: Final[dict[type[TurnstreamError], str]] = {
+    errors.TurnstreamError: "INTERNAL",
+    errors.MissingExtraError: "INTERNAL",
+    errors.BatchingError: "INVALID_ARGUMENT",
+    errors.InvalidTurnError: "INVALID_ARGUMENT",
+    errors.InvalidConfigError: "INVALID_ARGUMENT",
+    errors.RowTooLongError: "INVALID_ARGUMENT",
+    errors.UnmergeableColumnError: "INVALID_ARGUMENT",
+    errors.UnsupportedEstimatorError: "INVALID_ARGUMENT",
+    errors.RecordError: "DATA_LOSS",
+    errors.CorruptRecordError: "DATA_LOSS",
+    errors.UnknownFormatError: "UNIMPLEMENTED",
+    errors.UnavailableError: "UNAVAILABLE",
+    errors.StoreUnavailableError: "UNAVAILABLE",
+    errors.StoreFullError: "UNAVAILABLE",
+    errors.NotReadyError: "DEADLINE_EXCEEDED",
+    errors.BatcherUnavailableError: "UNAVAILABLE",
+    errors.RejectedError: "RESOURCE_EXHAUSTED",
+    errors.RunNotFoundError: "NOT_FOUND",
+    errors.ConflictError: "ALREADY_EXISTS",
+    errors.FencedError: "ABORTED",
+    errors.TurnGapError: "FAILED_PRECONDITION",
+    errors.StoreBehindError: "FAILED_PRECONDITION",
+    errors.ObserverExpiredError: "FAILED_PRECONDITION",
+    errors.ReleasedError: "OUT_OF_RANGE",
+    errors.GroupTooLargeError: "FAILED_PRECONDITION",
+    errors.PromptsExhaustedError: "OUT_OF_RANGE",
+    errors.EndOfRunError: "OUT_OF_RANGE",
 }
 
 _ERRORS_OF_GRPC: Final[dict[str, type[TurnstreamError]]] = {
@@ -80,24 +75,10 @@ _ERRORS_OF_GRPC: Final[dict[str, type[TurnstreamError]]] = {
     "UNAUTHENTICATED": errors.RejectedError,
 }
 
-_ERRORS_OF_HTTP: Final[dict[int, type[TurnstreamError]]] = {
-    400: errors.BatchingError,
-    404: errors.RunNotFoundError,
-    408: errors.NotReadyError,
-    409: errors.ConflictError,
-    410: errors.EndOfRunError,
-    412: errors.FencedError,
-    422: errors.BatchingError,
-    502: errors.UnavailableError,
-    503: errors.UnavailableError,
-    504: errors.NotReadyError,
-    507: errors.StoreFullError,
-}
-
 
 def error_to_status(error: TurnstreamError) -> tuple[str, str]:
     """Return the gRPC status code, such as "NOT_FOUND", and details that restore the error."""
-    return _STATUSES[_kind_of(error)].grpc, _details(error)
+    return _STATUSES[_kind_of(error)], _details(error)
 
 
 def status_to_error(code: str, details: str) -> TurnstreamError:
@@ -106,23 +87,7 @@ def status_to_error(code: str, details: str) -> TurnstreamError:
     if restored is not None:
         return restored
     kind = _ERRORS_OF_GRPC.get(code, errors.TurnstreamError)
-    return kind(_fallback_text(details, name=code))
-
-
-def error_to_http_status(error: TurnstreamError) -> tuple[int, str]:
-    """Return the HTTP status code, and the same details as for gRPC."""
-    return _STATUSES[_kind_of(error)].http, _details(error)
-
-
-def http_status_to_error(status: int, details: str) -> TurnstreamError:
-    """Return the error of an HTTP status, from its details or from the number alone."""
-    restored = _restore(details)
-    if restored is not None:
-        return restored
-    kind = _ERRORS_OF_HTTP.get(status)
-    if kind is None:
-        kind = errors.RejectedError if 400 <= status < 500 else errors.TurnstreamError
-    return kind(_fallback_text(details, name=f"HTTP {status}"))
+    return kind(f"{code}: {details}" if details else code)
 
 
 def _kind_of(error: TurnstreamError) -> type[TurnstreamError]:
@@ -163,7 +128,3 @@ def _restore(details: str) -> TurnstreamError | None:
         return kinds[content["error"]](*content["args"])
     except (ValueError, TypeError, KeyError):
         return None
-
-
-def _fallback_text(details: str, *, name: str) -> str:
-    return f"{name}: {details}" if details else name

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections.abc as abc
 import itertools
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.errors import BatchingError
+from turnstream.errors import BatchingError, UnknownFormatError
 from turnstream.types.extras import Extent, SequenceColumn
 from turnstream.types.tag_statistics import Figures
 from turnstream.types.turns import VersionRun
@@ -301,12 +302,20 @@ class MiniBatch:
         return self.info.denominators
 
 
+TOKEN_FORMAT = 1
+"""Format of the text of a recovery token."""
+
+_TOKEN = re.compile(r"v(?P<version>[0-9]{1,9}):(?P<content>.*)", re.DOTALL)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryToken:
     """Names a batch of a run's history; a trainer keeps it in the checkpoint made after it.
 
     >>> token = RecoveryToken(lineage="main", step=7, chain_hash="ab12")
-    >>> RecoveryToken.parse(str(token)) == token
+    >>> str(token)
+    'v1:main:7:ab12'
+    >>> RecoveryToken.parse("v1:main:7:ab12") == token
     True
     """
 
@@ -315,14 +324,21 @@ class RecoveryToken:
     chain_hash: str
 
     def __str__(self) -> str:
-        return f"{self.lineage}:{self.step}:{self.chain_hash}"
+        return f"v{TOKEN_FORMAT}:{self.lineage}:{self.step}:{self.chain_hash}"
 
     @classmethod
     def parse(cls, text: str) -> RecoveryToken:
         """Return the token of a text of `str(token)`.
 
         Raises:
+            UnknownFormatError: another release wrote it.
             ValueError: the text is not a token.
         """
-        lineage, step, chain_hash = text.rsplit(":", 2)
+        found = _TOKEN.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is not a recovery token")
+        version = int(found["version"])
+        if version != TOKEN_FORMAT:
+            raise UnknownFormatError("the recovery token", version, TOKEN_FORMAT)
+        lineage, step, chain_hash = found["content"].rsplit(":", 2)
         return cls(lineage=lineage, step=int(step), chain_hash=chain_hash)

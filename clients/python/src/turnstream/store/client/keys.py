@@ -158,50 +158,8 @@ BATCHERS = "ts:batchers"
 
 _GLOBAL_TYPES = {RUNS: "set", NEWS: "stream", BATCHERS: "zset"}
 
-_RUN_TYPES = {
-    "events": "stream",
-    "plan": "stream",
-    "wake": "stream",
-    "versions": "stream",
-    "ledger": "hash",
-    "counts": "hash",
-    "groups": "hash",
-    "frontier": "hash",
-    "batches": "hash",
-    "observers": "hash",
-    "leader": "hash",
-    "config": "hash",
-    "leases": "zset",
-    "sessions": "hash",
-    "ranks": "hash",
-    "times": "hash",
-    "members": "hash",
-    "deadlines": "zset",
-    "clock": "hash",
-    "refills": "zset",
-    "rewards": "hash",
-    "rewarded": "zset",
-    "past": "hash",
-    "ended": "hash",
-    "reasons": "hash",
-    "over": "hash",
-    "snapshot": "hash",
-    "letters": "hash",
-    "damaged": "stream",
-    "rejected": "zset",
-    "cold": "hash",
-    "deleted": "hash",
-    "doomed": "hash",
-    "conflicts": "hash",
-    "evals": "hash",
-    "evalgroups": "stream",
-    "prompts": "hash",
-    "tasks": "hash",
-    "again": "zset",
-    "held": "hash",
-    "budget": "hash",
-    "incarnation": "string",
-}
+_STREAMS = {"events", "plan", "wake", "versions", "damaged", "evalgroups"}
+_SORTED_SETS = {"leases", "deadlines", "refills", "rewarded", "rejected", "again"}
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(
     r"ts:\{(?P<name>[^{}/~]+)(?P<trajectory>/[^{}/]+/\d+/\d+)?\}(?P<number>~\d+)?:(?P<part>[a-z]+)"
@@ -404,5 +362,11 @@ def declared_type(key: str) -> str | None:
     match = _KEY.fullmatch(key)
     if match is None:
         return None
-    types = _TRAJECTORY_TYPES if match["trajectory"] else _RUN_TYPES
-    return types.get(match["part"])
+    part = match["part"]
+    if match["trajectory"]:
+        return _TRAJECTORY_TYPES.get(part)
+    if part == "incarnation":
+        return "string"
+    if part not in RunKeys._fields:
+        return None
+    return "stream" if part in _STREAMS else "zset" if part in _SORTED_SETS else "hash"

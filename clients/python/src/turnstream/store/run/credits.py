@@ -11,14 +11,13 @@ from enum import StrEnum
 from typing import Any
 
 import redis
-import redis.asyncio
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.capacity import capacity, most_live_groups
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.run_ids import find_run, find_run_async, no_such_run
-from turnstream.store.run.configs import read_config, read_config_async
+from turnstream.store.client.run_ids import find_run, no_such_run
+from turnstream.store.run.configs import read_config
 
 _FIELDS = ("stepped", "live_groups", "open_groups", "closed", "revised_groups", "paused")
 
@@ -34,15 +33,13 @@ class CreditReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """How many groups may start now, as far as capacity goes: they also need room for their bytes.
+    """The number of groups that may start now; their bytes must also fit into the budget.
 
     Attributes:
-        num_groups: so many.
-        most: out of so many, by the bound that is nearest: groups that may be live after the last
-            step, or `max_open_groups` of the run.
-        stepped: the step after which this is so.
+        most: the nearest bound: groups that may be live after the last step, or `max_open_groups`.
+        stepped: the last step that was trained.
         num_live: groups that were opened and not dropped.
-        num_open: those of them that are not decided yet.
+        num_open: live groups that are not decided yet.
         reason: None while a group may start.
         sentence: for people.
     """
@@ -57,7 +54,7 @@ class Credit:
 
 
 def credit(client: redis.Redis, run: str) -> Credit:
-    """How many groups of a run may start now.
+    """Return how many groups of a run may start now.
 
     Raises:
         RunNotFoundError: no such run.
@@ -67,16 +64,18 @@ def credit(client: redis.Redis, run: str) -> Credit:
     _, config = read_config(client, run)
     with translating():
         found: Any = client.hmget(keys.run_keys(run).frontier, _FIELDS)
-    return _parse(run, config, found)
-
-
-async def credit_async(client: redis.asyncio.Redis, run: str) -> Credit:
-    """The same as `credit`, for asyncio."""
-    run = await find_run_async(client, run)
-    _, config = await read_config_async(client, run)
-    with translating():
-        found: Any = await client.execute_command("HMGET", keys.run_keys(run).frontier, *_FIELDS)
-    return _parse(run, config, found)
+    stepped, live, opened, closed, revised, paused = found
+    if stepped is None:
+        raise no_such_run(run)
+    return credit_of(
+        config,
+        stepped=int(stepped),
+        num_live=int(live),
+        num_open=int(opened or 0),
+        is_closed=closed == b"1",
+        num_revised=int(revised or 0),
+        paused=None if paused is None else paused.decode(),
+    )
 
 
 def credit_of(
@@ -111,15 +110,18 @@ def credit_of(
         max_concurrent=most_open,
         num_revised=num_revised,
     )
-    reason, sentence = _why_none(
-        is_closed=is_closed,
-        paused=paused,
-        live=f"{num_live} groups are live, {most} are allowed after step {stepped}",
-        is_too_far=num_live >= most,
-        open_groups=f"{num_open} groups are open, max_open_groups is {most_open}",
-        has_most_open=num_groups == 0,
-    )
-    if reason is None:
+    live = f"{num_live} groups are live, {most} are allowed after step {stepped}"
+    if is_closed:
+        reason, sentence = CreditReason.CLOSED, "the run takes no new group"
+    elif paused is not None:
+        reason, sentence = CreditReason.PAUSED, f"the run is paused: {paused}".removesuffix(": ")
+    elif num_live >= most:
+        reason, sentence = CreditReason.STALENESS, live
+    elif not num_groups:
+        reason = CreditReason.OPEN_GROUPS
+        sentence = f"{num_open} groups are open, max_open_groups is {most_open}"
+    else:
+        reason = None
         sentence = (
             f"{num_groups} groups may start: {num_live} of {most} are live after step {stepped}"
         )
@@ -135,43 +137,4 @@ def credit_of(
         num_open=num_open,
         reason=reason,
         sentence=sentence,
-    )
-
-
-def _why_none(
-    *,
-    is_closed: bool,
-    paused: str | None,
-    live: str,
-    is_too_far: bool,
-    open_groups: str,
-    has_most_open: bool,
-) -> tuple[CreditReason | None, str]:
-    """Why no group may start, and the same for people; None where one may."""
-    if is_closed:
-        return CreditReason.CLOSED, "the run takes no new group"
-    if paused is not None:
-        return (
-            CreditReason.PAUSED,
-            f"the run is paused: {paused}" if paused else "the run is paused",
-        )
-    if is_too_far:
-        return CreditReason.STALENESS, live
-    if has_most_open:
-        return CreditReason.OPEN_GROUPS, open_groups
-    return None, ""
-
-
-def _parse(run: str, config: BatchingConfig, found: Any) -> Credit:
-    stepped, live, opened, closed, revised, paused = found
-    if stepped is None:
-        raise no_such_run(run)
-    return credit_of(
-        config,
-        stepped=int(stepped),
-        num_live=int(live),
-        num_open=int(opened or 0),
-        is_closed=closed == b"1",
-        num_revised=int(revised or 0),
-        paused=None if paused is None else paused.decode(),
     )
