@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -216,19 +217,15 @@ def test_newer_major_version_is_refused_with_both_versions():
 
 
 @given(data=st.data())
-def test_flipped_byte_is_refused_or_harmless(data: st.DataObject):
-    """Harmless: the padding of the IPC stream, which holds no content."""
-    mini = mini_batch("abCdE", "a|bC")
-    encoded = encode_mini_batch(mini)
+def test_flipped_byte_is_refused(data: st.DataObject):
+    encoded = encode_mini_batch(mini_batch("abCdE", "a|bC"))
     damaged = bytearray(encoded.data)
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
 
-    try:
-        decoded = decode_mini_batch(damaged, expected_hash=encoded.content_hash)
-    except RecordError:
-        return
-
-    assert_same(decoded, mini)
+    with pytest.raises(CorruptRecordError, match="content of a mini-batch"):
+        decode_mini_batch(damaged, expected_hash=encoded.content_hash)
+    with contextlib.suppress(RecordError):  # some values are as good as the true ones
+        decode_mini_batch(damaged)
 
 
 def test_offsets_that_leave_their_buffer_are_refused_before_anything_is_read():

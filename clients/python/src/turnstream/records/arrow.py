@@ -109,10 +109,3 @@ def ragged_from_arrow(column: pa.Array) -> Ragged[Any]:
         shape.append(size)
         values = values.values.slice(values.offset * size, len(values) * size)
     return Ragged(numbers(values).reshape(shape), offsets)
-
-
-def bits(array: pa.Array, *, buffer: int) -> NDArray[np.uint8]:
-    """Return the validity (buffer 0) or the values (buffer 1): uint8 (len(array),), 0 or 1."""
-    packed = np.frombuffer(array.buffers()[buffer] or b"", np.uint8)
-    bits = np.unpackbits(packed, bitorder="little")
-    return bits[array.offset : array.offset + len(array)]

@@ -2,7 +2,7 @@
 
 Columns are ragged, without padding; the schema's metadata describes the mini-batch. The encoding is
 canonical: metadata sorted, zeros under nulls, no dictionaries, no compression. Columns and metadata
-of a newer release are ignored, and are part of the hash.
+of a newer release are ignored.
 """
 
 # pyarrow has neither stubs nor annotations, so all its values are unknown to the checker.
@@ -13,17 +13,13 @@ of a newer release are ignored, and are part of the hash.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from struct import Struct
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError, CorruptRecordError, RecordError
 from turnstream.records.arrow import (
-    bits,
     column_of,
     compact,
     list_from_arrow,
@@ -88,7 +84,7 @@ class EncodedMiniBatch(NamedTuple):
 
     Attributes:
         data: an Arrow IPC stream: schema, one record batch, end.
-        content_hash: hex SHA-256 over columns and metadata; independent of the IPC framing.
+        content_hash: hex SHA-256 of `data`.
         num_bytes: length of `data`.
     """
 
@@ -111,7 +107,8 @@ def encode_mini_batch(mini_batch: MiniBatch) -> EncodedMiniBatch:
     _write_stream(measured, batch)
     data = pa.allocate_buffer(measured.size())
     _write_stream(pa.FixedSizeBufferWriter(data), batch)
-    return EncodedMiniBatch(memoryview(data).toreadonly(), content_hash(batch), data.size)
+    view = memoryview(data).toreadonly()
+    return EncodedMiniBatch(view, hashlib.sha256(view).hexdigest(), data.size)
 
 
 def decode_mini_batch(
@@ -127,10 +124,10 @@ def decode_mini_batch(
         CorruptRecordError: no such stream, a contradiction, or another content hash.
         UnknownFormatError: another release wrote it.
     """
+    if expected_hash is not None and hashlib.sha256(data).hexdigest() != expected_hash:
+        raise CorruptRecordError(f"the content of a mini-batch of {len(data)} bytes differs")
     try:
         batch = _read_stream(data)
-        if expected_hash is not None and content_hash(batch) != expected_hash:
-            raise CorruptRecordError(f"the content of a mini-batch of {len(data)} bytes differs")
         info = decode_info(batch.schema.metadata or {})
         mini_batch = MiniBatch(rows=_to_rows(batch), info=info)
     except RecordError:
@@ -141,19 +138,6 @@ def decode_mini_batch(
     if reason:
         raise CorruptRecordError(reason)
     return mini_batch
-
-
-def content_hash(batch: pa.RecordBatch) -> str:
-    """Return the hex SHA-256 over names, types and values of all columns, and the metadata.
-
-    It is independent of slices, the order of columns and the framing. A column of other types than
-    numbers, text and lists is a CorruptRecordError.
-    """
-    digest = hashlib.sha256()
-    for piece in _content(batch):
-        digest.update(_LENGTH.pack(piece.nbytes if hasattr(piece, "nbytes") else len(piece)))
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def _to_arrow(mini_batch: MiniBatch) -> pa.RecordBatch:
@@ -217,7 +201,7 @@ def _to_rows(batch: pa.RecordBatch) -> Rows:
         column = _column(batch, name)
         if name == "version_runs":
             runs, offsets = list_from_arrow(column)
-            columns["run_versions"] = Ragged(_versions(runs.field(0)), offsets)
+            columns["run_versions"] = Ragged(numbers(runs.field(0).fill_null(-1)), offsets)
             columns["run_counts"] = Ragged(numbers(runs.field(1)), offsets)
         elif pa.types.is_list(kind):
             values, offsets = list_from_arrow(column)
@@ -252,74 +236,3 @@ def _is_same_type(actual: pa.DataType, expected: pa.DataType) -> bool:
             (f.name, f.type) for f in expected
         ]
     return actual == expected
-
-
-def _versions(values: pa.Array) -> NDArray[np.int64]:
-    """Return the versions of runs, -1 where null."""
-    stored = np.frombuffer(values.buffers()[1] or b"", np.int64)
-    stored = stored[values.offset : values.offset + len(values)]
-    return np.where(bits(values, buffer=0), stored, -1) if values.null_count else stored
-
-
-_LENGTH: Final = Struct("<q")
-
-
-def _content(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Yield byte strings and contiguous arrays that describe the content unambiguously."""
-    metadata: dict[bytes, bytes] = batch.schema.metadata or {}
-    yield b"metadata %d" % len(metadata)
-    for key in sorted(metadata):
-        yield key
-        yield metadata[key]
-    yield b"columns %d" % batch.num_columns
-    columns = zip(batch.schema.names, batch.columns, strict=True)
-    for name, column in sorted(columns, key=lambda named: named[0]):
-        yield name.encode()
-        yield from _array_content(column)
-
-
-def _array_content(array: pa.Array) -> Iterator[Any]:
-    kind = array.type
-    yield b"%d" % len(array)
-    yield bits(array, buffer=0) if array.null_count else b""
-    if pa.types.is_struct(kind):
-        yield b"struct %d" % kind.num_fields
-        for position, field in enumerate(kind):
-            yield field.name.encode()
-            yield from _array_content(array.field(position))
-    elif pa.types.is_list(kind):
-        values, offsets = list_from_arrow(array)
-        yield b"list"
-        yield np.ascontiguousarray(offsets)
-        yield from _array_content(values)
-    elif pa.types.is_fixed_size_list(kind):
-        yield b"list of %d" % kind.list_size
-        start = array.offset * kind.list_size
-        yield from _array_content(array.values.slice(start, len(array) * kind.list_size))
-    elif pa.types.is_string(kind) or pa.types.is_binary(kind):
-        yield str(kind).encode()
-        yield from _text_content(array)
-    elif pa.types.is_boolean(kind):
-        yield b"bool"
-        yield bits(array, buffer=1)
-    elif pa.types.is_primitive(kind):
-        yield str(kind).encode()
-        yield _bytes_of(array, num_value_bytes=kind.bit_width // 8)
-    else:
-        raise CorruptRecordError(f"no content hash of a column of type {kind}")
-
-
-def _text_content(array: pa.Array) -> Iterator[Any]:
-    _, offset_buffer, text = array.buffers()
-    if not len(array):
-        return
-    offsets = np.frombuffer(offset_buffer, np.int32)[array.offset :][: len(array) + 1]
-    yield offsets - offsets[0]
-    yield memoryview(text or b"")[offsets[0] : offsets[-1]]
-
-
-def _bytes_of(array: pa.Array, *, num_value_bytes: int) -> memoryview:
-    """Return only the values of the array: its buffers may be longer, or shared."""
-    stored = memoryview(array.buffers()[1] or b"")
-    start = array.offset * num_value_bytes
-    return stored[start : start + len(array) * num_value_bytes]
