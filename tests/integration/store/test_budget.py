@@ -118,9 +118,8 @@ def test_group_above_the_budget_waits_and_gets_the_holders(
 
     assert told.value.retry_after_s is not None
     assert (
-        f"129632 of max_bytes={3 * FIRST_ESTIMATE} are held: 65536 by open trajectories, "
-        "64096 by sealed ones, 0 by the steps 1 to 0; this group needs 128192; room comes as steps "
-        "are committed" in str(told.value)
+        f"129632 of max_bytes={3 * FIRST_ESTIMATE} are held: 65536 bytes by open trajectories, "
+        "64096 by sealed ones, 0 by planned steps; the group needs 128192 bytes" in str(told.value)
     )
     assert client.hget(run.keys.groups, "b") is None
 
@@ -149,8 +148,8 @@ def test_evaluation_above_the_budget_is_refused_without_a_wait(
 
     assert told.value.retry_after_s is None
     assert str(told.value) == (
-        "group e needs 262144 bytes, 65536 for each of its 4 trajectories, which is taken for one "
-        "until any is sealed; max_bytes is 196608: evaluate with fewer samples, or raise it"
+        "group e needs 262144 bytes, 65536 for each of its 4 trajectories; max_bytes is 196608: "
+        "evaluate with fewer samples, or raise it"
     )
     assert client.hkeys(run.keys.groups) == [b"f"]
     assert held(run) == (3 * FIRST_ESTIMATE, 0, 0)
@@ -188,7 +187,7 @@ def test_training_group_above_the_budget_starts_for_a_waiting_trainer(
     run = drive(client, batch_groups=1, max_staleness=1000, max_bytes=FIRST_ESTIMATE)
     run.do(run.open_group("a/0/0", group="a", num_samples=1))
 
-    with pytest.raises(RejectedError, match="it begins when the trainer waits for it") as told:
+    with pytest.raises(RejectedError, match="65536 of max_bytes=65536 are held") as told:
         run.do(run.open_group(group="b", num_samples=4))
     client.hset(run.keys.frontier, mapping={"planned": 1, "planned_groups": 1, "stepped": 1})
     run.do(run.open_group(group="b", num_samples=4))
@@ -291,7 +290,9 @@ def test_a_group_waits_while_the_servers_memory_is_nearly_full(
         # for as long as a busy disk takes, and so count twice.
         client.setrange("other", 39_999_999, b"x")
 
-        with pytest.raises(RejectedError, match="its 50000000 bytes, of which it keeps 10000000"):
+        with pytest.raises(
+            RejectedError, match="maxmemory is 50000000, of which new groups may have 40000000"
+        ):
             run.do(run.open_group(group="b", num_samples=1))
         client.hset(run.keys.frontier, mapping={"planned": 1, "planned_groups": 1, "stepped": 1})
         run.do(run.open_group(group="b", num_samples=1))
@@ -308,5 +309,5 @@ def test_reserved_bytes_of_open_trajectories_count_as_used(
 
         grow(run, "a/0/0", 39_000_000)
 
-        with pytest.raises(RejectedError, match="the server uses"):
+        with pytest.raises(RejectedError, match="the store is full: it uses"):
             run.do(run.open_group(group="b", num_samples=1))

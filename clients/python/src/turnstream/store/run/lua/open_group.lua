@@ -1,30 +1,24 @@
 #!lua flags=allow-oom
--- Registers a group, where it is new, and takes samples of it for one writer, with a lease.
+-- Registers a group, where it is new, and opens samples of it for one writer, with a lease.
 --
--- A new group needs capacity, by the rule of batching/fold/capacity.py: (max_staleness + stepped + 1) *
--- batch_groups groups may ever have been opened, not counting those that were dropped untrained;
--- revised_groups is added, where steps before had others than batch_groups; and max_open_groups, where the
--- run has such a bound, may be open at once. A paused run takes none. A known group never waits. One
--- that is opened to evaluate needs no capacity, also while the run is paused: it counts among no
--- groups.
+-- A new group to train needs capacity, by the rule of batching/fold/capacity.py: at most
+-- (max_staleness + stepped + 1) * batch_groups + revised_groups groups may ever have been opened, not
+-- counting those that were dropped untrained; and at most max_open_groups are open at once, where the run
+-- has such a bound. A paused run admits none. A known group, or one to evaluate, needs no capacity.
 --
--- Any new group needs room, for its samples at the size that those of the run usually have: in the
--- run's budget, and in the server's memory less a reserve for whatever goes on while it is full. For
--- a trainer that has nothing to do and waits for this very group there is room in any budget, and in
--- half of the reserve; it never waits for an evaluation. The room is reserved here for all samples at
--- once, and topped up in reserve.lua. Why that cannot deadlock: docs/decisions/0018-byte-budgets.md.
--- A group that needs more than there can ever be room for does not wait, and neither does one with
--- more samples than the run allows (max_samples). All arguments are checked before the first write.
+-- Any new group needs bytes, for its samples at the usual size: in the run's budget, and in the server's
+-- memory without a reserve. A group that a starving trainer waits for may exceed any budget, and have half of
+-- the reserve. Bytes are reserved here for all samples at once, and topped up in reserve.lua. Why that
+-- cannot deadlock: docs/decisions/0018-byte-budgets.md. A group that can never have its bytes, or has more
+-- samples than max_samples, is refused. All arguments are checked before the first write.
 --
--- Runs also when the server is full, so that it can reply WAIT with the bytes used and allowed: a
--- new group waits then, and a member of a known group is some hundred bytes.
---
--- A group that its writer has opened before, and that a store which was started anew has forgotten,
--- had room then, and needs capacity only: room may never come where less is allowed since.
+-- Runs also when the server is full, so that it can reply WAIT: a member of a known group is some
+-- hundred bytes. A group that its writer opened before, and that a restarted store has lost, needs capacity
+-- only.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused, planned, planned_groups,
---                             released; changed: live_groups, open_groups, opened_groups,
+--   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused, planned, planned_groups;
+--                             changed: live_groups, open_groups, opened_groups,
 --                             opened_ms, when a group was opened to train last
 --   KEYS[2] config    hash    read: newest, that revision's JSON, lease_floor
 --   KEYS[3] groups    hash    group name -> "<num_samples>:<state>"; made here with state "open", or
@@ -45,8 +39,8 @@
 --   KEYS[16] leader   hash    read: parked, see park_leader.lua
 -- Arguments:
 --   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>",
---                         and ":eval" behind it where it is opened to evaluate, and "+" at the
---                         end where this writer has opened it before
+--                         then ":eval" for an evaluation, then "+" where this writer has opened it
+--                         before
 --   ARGV[3] writer
 --   ARGV[4] the group_opened record              ARGV[5...] trajectory ids
 -- Reply: per trajectory id, in order: its lease epoch (integer), or why not: "CONFLICT ...", with
@@ -61,7 +55,7 @@
 --             the server may ever have for it
 --   FORMAT    fact: the format of the run, which this release does not read
 --   INVALID   num_samples, num_needed or a trajectory id cannot be
---   WAIT      fact: the last wake id; no capacity, no room, or the run is paused; try again when
+--   WAIT      fact: the last wake id; no capacity, no bytes, or the run is paused; try again when
 --             wake has a newer entry
 
 local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
@@ -141,9 +135,8 @@ end
 
 -- Of the server: the bytes in use, the most it takes, 0 for any, and what it uses when it is empty;
 -- all 0 where it does not say.
-local info
 local function server_memory()
-  info = info or redis.pcall('INFO', 'memory')
+  local info = redis.pcall('INFO', 'memory')
   if type(info) ~= 'string' then
     return 0, 0, 0
   end
@@ -152,61 +145,47 @@ local function server_memory()
     tonumber(string.match(info, '\nused_memory_startup:(%d+)') or 0)
 end
 
--- Why no room that comes would do; nil where some would. Of a run's budget the groups of a starving
--- trainer may have any share, so that those to train are never too large for it.
-local function why_too_large(num_samples)
-  local needed = num_samples * estimate()
-  local usual = redis.call('HEXISTS', BUDGET, 'estimate') == 1 and 'what one usually takes'
-    or 'taken for one until any is sealed'
-  local needs = string.format('%.0f bytes, %.0f for each of its %.0f trajectories, which is %s',
-    needed, estimate(), num_samples, usual)
-  local most = config.max_bytes or 0
-  if begins == 'evaluating' and most > 0 and needed > most then
-    return string.format('%s; max_bytes is %.0f: evaluate with fewer samples, or raise it', needs,
-      most)
+-- Code and reason where a new group may not have its bytes; nil where it may.
+local function byte_refusal(num_samples)
+  local most, bytes = config.max_bytes or 0, num_samples * estimate()
+  local used, memory, empty = server_memory()
+  local needs = string.format('%.0f bytes, %.0f for each of its %.0f trajectories', bytes, estimate(),
+    num_samples)
+  if begins == 'evaluating' and most > 0 and bytes > most then
+    return 'TOOLARGE', string.format('%s; max_bytes is %.0f: evaluate with fewer samples, or raise it',
+      needs, most)
   end
-  local _, memory, empty = server_memory()
   local usable = memory * (1 - (begins == 'open' and RESERVE / 2 or RESERVE)) - empty
-  if memory > 0 and needed > usable then
-    return string.format('%s; of the %.0f bytes of the server it may have %.0f', needs, memory,
-      math.floor(usable))
+  if memory > 0 and bytes > usable then
+    return 'TOOLARGE', string.format('%s; of the %.0f bytes of the server it may have %.0f', needs,
+      memory, math.floor(usable))
   end
-end
-
-local function why_no_room(num_samples)
-  local step, groups, released = unpack(
-    redis.call('HMGET', KEYS[1], 'planned', 'planned_groups', 'released'))
-  step = tonumber(step or 0)
-  local starves = begins == 'open' and step <= tonumber(stepped)
+  local step, groups = unpack(redis.call('HMGET', KEYS[1], 'planned', 'planned_groups'))
+  local starves = begins == 'open' and tonumber(step or 0) <= tonumber(stepped)
     and live - (groups or 0) < config.batch_groups
   local reserved, stored, planned = unpack(
     redis.call('HMGET', BUDGET, 'reserved', 'stored', 'planned'))
   reserved, stored, planned = tonumber(reserved or 0), tonumber(stored or 0), tonumber(planned or 0)
+  local by = string.format('%.0f bytes by open trajectories, %.0f by sealed ones, %.0f by planned '
+    .. 'steps; the group needs %s', reserved, stored, planned, needs)
   local held = reserved + stored + planned
-  local needed = num_samples * estimate()
-  local by = string.format('%.0f by open trajectories, %.0f by sealed ones, %.0f by the steps %.0f '
-    .. 'to %.0f; this group needs %.0f', reserved, stored, planned, (released or 0) + 1, step, needed)
-  local most = config.max_bytes or 0
-  if most > 0 and held + needed > most and not starves then
-    local comes = needed > most and 'above the budget, it begins when the trainer waits for it'
-      or 'room comes as steps are committed and fall behind the retained checkpoints'
-    return string.format('%.0f of max_bytes=%.0f are held: %s; %s', held, most, by, comes)
+  if most > 0 and held + bytes > most and not starves then
+    return 'WAIT', string.format('%.0f of max_bytes=%.0f are held: %s', held, most, by)
   end
-  local used, memory = server_memory()
-  local usable = memory * (1 - (starves and RESERVE / 2 or RESERVE))
-  if memory > 0 and used >= memory then
-    return string.format('the store is full: it uses %.0f bytes, maxmemory is %.0f, and it refuses '
-      .. 'writes; this run holds %.0f: %s', used, memory, held, by)
+  usable = memory * (1 - (starves and RESERVE / 2 or RESERVE))
+  if memory > 0 and used + reserved + bytes > usable then
+    local limit = used >= memory and 'and it refuses writes'
+      or string.format('of which new groups may have %.0f', usable)
+    return 'WAIT', string.format('the store is full: it uses %.0f bytes, maxmemory is %.0f, %s; held are %s',
+      used, memory, limit, by)
   end
-  if memory > 0 and used + reserved + needed > usable then
-    return string.format('the server uses %.0f of its %.0f bytes, of which it keeps %.0f for what '
-      .. 'goes on; this run holds %.0f: %s; room comes as steps of any run are released', used,
-      memory, memory - usable, held, by)
-  end
-  return nil
 end
 
--- A further attempt is of a known group, which never waits.
+local function add(words, first, second)
+  words[#words + 1] = first
+  words[#words + 1] = second
+end
+
 local function reserve_more(id)
   if redis.call('HEXISTS', HELD, id) == 0 then
     local bytes = string.format('%.0f', estimate())
@@ -249,21 +228,22 @@ else
   if closed ~= '0' then
     return redis.error_reply('CLOSED the run takes no new group')
   end
-  local needs_room = again == ''
-  local too_large = needs_room and why_too_large(samples)
-  if too_large then
-    return redis.error_reply('TOOLARGE group ' .. ARGV[1] .. ' needs ' .. too_large)
+  local code, why
+  if again == '' then
+    code, why = byte_refusal(samples)
   end
-  local why_not = begins == 'open' and shortage() or needs_room and why_no_room(samples)
-  if why_not then
+  if code == 'TOOLARGE' then
+    return redis.error_reply('TOOLARGE group ' .. ARGV[1] .. ' needs ' .. why)
+  end
+  why = begins == 'open' and shortage() or why
+  if why then
     local last = redis.call('XREVRANGE', KEYS[7], '+', '-', 'COUNT', 1)[1]
-    return redis.error_reply('WAIT [' .. (last and last[1] or '0-0') .. '] ' .. why_not)
+    return redis.error_reply('WAIT [' .. (last and last[1] or '0-0') .. '] ' .. why)
   end
   local bytes = estimate()
   local reserved = {}
   for sample = 0, samples - 1 do
-    reserved[#reserved + 1] = ARGV[1] .. '/' .. sample .. '/0'
-    reserved[#reserved + 1] = string.format('r%.0f', bytes)
+    add(reserved, ARGV[1] .. '/' .. sample .. '/0', string.format('r%.0f', bytes))
   end
   write_sliced('HSET', HELD, reserved)
   redis.call('HINCRBY', BUDGET, 'reserved', string.format('%.0f', samples * bytes))
@@ -303,8 +283,7 @@ for i, id in ipairs(ids) do
     local epoch, writer = string.match(entry, '^open:(%d+):(.*)$')
     if writer == ARGV[3] then
       replies[i] = tonumber(epoch)
-      leases[#leases + 1] = ends_ms
-      leases[#leases + 1] = id
+      add(leases, ends_ms, id)
     elseif writer then
       replies[i] = 'CONFLICT ' .. id .. ' is being written by ' .. writer
     else
@@ -315,10 +294,8 @@ for i, id in ipairs(ids) do
     replies[i] = 'CONFLICT [group] group ' .. ARGV[1] .. ' is already ' .. state
   else
     replies[i] = 1
-    opened[#opened + 1] = id
-    opened[#opened + 1] = 'open:1:' .. ARGV[3]
-    leases[#leases + 1] = ends_ms
-    leases[#leases + 1] = id
+    add(opened, id, 'open:1:' .. ARGV[3])
+    add(leases, ends_ms, id)
     local attempt = tonumber(string.match(id, '(%d+)$'))
     if group or attempt > 0 then  -- the first attempts of a new group hold theirs already
       reserve_more(id)
