@@ -1,9 +1,9 @@
-"""Every error that Turnstream raises on purpose, split by what the caller can do.
+"""Every error of Turnstream, by the remedy of the caller.
 
 ::
 
     TurnstreamError
-    ├── BatchingError (ValueError)          bad input: mend it, do not retry
+    ├── BatchingError (ValueError)          bad input: correct it, do not retry
     │   ├── InvalidTurnError                a field of a turn is wrong: names field and value
     │   ├── InvalidConfigError              a run configuration that cannot work: names the field
     │   ├── RowTooLongError                 a row is longer than the width or capacity asked for
@@ -44,7 +44,7 @@ class TurnstreamError(Exception):
     """Base of all errors below.
 
     Attributes:
-        others: where one call found several errors, those that it found beside this one.
+        others: further errors of the same call.
     """
 
     others: tuple[TurnstreamError, ...] = ()
@@ -123,10 +123,10 @@ class UnknownFormatError(RecordError):
     """Stored state that another release of Turnstream wrote, and this one cannot read.
 
     Attributes:
-        record: the name of the stored state.
+        record: name of the stored state.
         version: its format.
         supported: the newest format that this release reads.
-        unknown: the part that this release does not know, where the format is a known one.
+        unknown: the unknown part of a record of a known format.
     """
 
     def __init__(self, record: str, version: int, supported: int, unknown: str = "") -> None:
@@ -197,8 +197,7 @@ class WaitReason(NamedTuple):
     """A reason why a wait timed out.
 
     Attributes:
-        kind: for programs: a WaitKind, as in the output of `turnstream why --json`; a newer
-            release may send others.
+        kind: for programs: a WaitKind; a newer release may send others.
         sentence: for people.
         facts: the values in the sentence by name: group, sample, writer, number of seconds.
     """
@@ -213,10 +212,9 @@ class UnavailableError(TurnstreamError, ConnectionError):
 
     Attributes:
         message: for people.
-        reasons: the awaited thing of an ended wait and the causes of the delay, the most important
-            first; empty if no wait ended, or no cause is known.
-        retry_after_s: seconds after which to call again, of a store that is full, away or loading;
-            None if a deadline of the caller ended the wait, or the time is unknown.
+        reasons: what was awaited and the causes of the delay, the most important first; empty if
+            no cause is known.
+        retry_after_s: seconds until the next call, for a store that is full, away or loading.
     """
 
     def __init__(

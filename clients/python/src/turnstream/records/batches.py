@@ -94,11 +94,7 @@ class EncodedMiniBatch(NamedTuple):
 
 
 def encode_mini_batch(mini_batch: MiniBatch) -> EncodedMiniBatch:
-    """Return a mini-batch as bytes, with a single copy of the columns.
-
-    Raises:
-        BatchingError: columns of different lengths, or rows that contradict the metadata.
-    """
+    """Return a mini-batch as bytes, with a single copy of the columns."""
     reason = contradiction(mini_batch)
     if reason:
         raise BatchingError(reason)
@@ -119,10 +115,6 @@ def decode_mini_batch(
     Args:
         data: the stream of `encode_mini_batch`.
         expected_hash: the content hash; None skips this check.
-
-    Raises:
-        CorruptRecordError: no such stream, a contradiction, or another content hash.
-        UnknownFormatError: another release wrote it.
     """
     if expected_hash is not None and hashlib.sha256(data).hexdigest() != expected_hash:
         raise CorruptRecordError(f"the content of a mini-batch of {len(data)} bytes differs")

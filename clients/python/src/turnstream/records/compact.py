@@ -50,8 +50,7 @@ class CompactBatch:
     """A finished batch.
 
     Attributes:
-        manifest_hash: hex SHA-256, its name in the chain.
-        trajectories: all of them, in the order of the batch.
+        trajectories: in the order of the batch.
         crcs: one per trajectory, see `trajectory_crc`.
     """
 
@@ -98,9 +97,7 @@ def trajectory_crc(payload_crcs: Sequence[int]) -> int:
 
 
 def brief(reason: str) -> str:
-    """Return a reason with shortened ids. An id is a long word of letters and digits.
-
-    The first characters suffice to find it in a log, and random characters do not compress.
+    """Return a reason with shortened ids: random characters do not compress.
 
     >>> brief("judge did not answer in 30 s (request 8f3a1b2c77d0e1f2)")
     'judge did not answer in 30 s (request 8f3a1b2c…)'
@@ -126,12 +123,7 @@ def encode_batch(batch: CompactBatch) -> bytes:
 
 
 def decode_batch(record: bytes) -> CompactBatch:
-    """Return the batch of a record.
-
-    Raises:
-        CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: another release wrote it.
-    """
+    """Return the batch of a record."""
     columns, array = _unpacked(record, kind=COMPACT, known={"step", "manifest_hash", "lineage"})
     trajectories = _keys(columns)
     if 4 * len(trajectories) != len(array):
@@ -159,12 +151,7 @@ def encode_ends(ended: CompactEnds) -> bytes:
 
 
 def decode_ends(record: bytes) -> CompactEnds:
-    """Return the trajectories of a record.
-
-    Raises:
-        CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: another release wrote it.
-    """
+    """Return the trajectories of a record."""
     columns, array = _unpacked(record, kind=ENDS, known={"reasons", "ends"})
     trajectories, table = _keys(columns), columns["reasons"]
     if array or len(columns["ends"]) != len(trajectories):
@@ -183,12 +170,7 @@ def encode_ledger_file(records: Sequence[bytes]) -> bytes:
 
 
 def decode_ledger_file(content: bytes) -> list[bytes]:
-    """Return the records of a file, in order.
-
-    Raises:
-        CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: another release wrote it.
-    """
+    """Return the records of a file, in order."""
     frame = read_frame(content, kind=LEDGER_FILE)
     if len(frame.header) % 4:
         raise CorruptRecordError("the lengths of a ledger file are cut short")

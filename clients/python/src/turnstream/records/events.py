@@ -71,13 +71,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(record: bytes) -> Event:
-    """Return the event of a record.
-
-    Raises:
-        CorruptRecordError: the bytes are damaged, contradict themselves or exceed a limit of
-            `event_limits`.
-        UnknownFormatError: another release wrote the record.
-    """
+    """Return the event of a record."""
     name, message = _parse(record)
     if name == "trajectory_sealed":
         check_num_turns(len(message.turns))

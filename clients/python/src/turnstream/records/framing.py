@@ -112,12 +112,7 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
 
 
 def check_format(record: str, found: object, *, newest: int, oldest: int = 0) -> None:
-    """Refuse a format outside the range of this release; `record` names the stored state.
-
-    Raises:
-        UnknownFormatError: another release wrote it.
-        CorruptRecordError: the format is not a number.
-    """
+    """Refuse a format outside the range of this release; `record` names the stored state."""
     if not isinstance(found, int) or isinstance(found, bool):
         raise CorruptRecordError(f"{record}: its format is {found!r}")
     if not oldest <= found <= newest:

@@ -19,12 +19,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(record: bytes) -> Manifest:
-    """Return the manifest of a record.
-
-    Raises:
-        CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: another release wrote it.
-    """
+    """Return the manifest of a record."""
     header = read_header(record, kind=MANIFEST)
     try:
         manifest = read_value(Manifest, wire.Manifest.FromString(header))

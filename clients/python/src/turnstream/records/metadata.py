@@ -30,12 +30,7 @@ def encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
 
 
 def decode_info(metadata: Mapping[bytes, bytes]) -> MiniBatchInfo:
-    """Return the description of a mini-batch from its metadata.
-
-    Raises:
-        CorruptRecordError: a key is missing, or its value is not of its kind.
-        UnknownFormatError: another release wrote it.
-    """
+    """Return the description of a mini-batch from its metadata."""
     try:
         check_format("mini-batch", json.loads(metadata[b"format"]), newest=MAJOR_VERSION)
         stored = {name: metadata[name.encode()] for name in field_names(MiniBatchInfo)}

@@ -108,12 +108,7 @@ def encode_snapshot(snapshot: PlannerSnapshot) -> bytes:
 
 
 def decode_snapshot(record: bytes) -> PlannerSnapshot:
-    """Return the snapshot of a record.
-
-    Raises:
-        CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: another release wrote it.
-    """
+    """Return the snapshot of a record."""
     header = read_header(record, kind=SNAPSHOT)
     try:
         content: Any = json.loads(zlib.decompress(header))

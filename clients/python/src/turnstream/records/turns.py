@@ -73,12 +73,7 @@ def encode_turn(turn: StoredTurn) -> bytes:
 
 
 def decode_turn(record: bytes) -> StoredTurn:
-    """Return the turn of a record; its arrays are read-only views into `record`.
-
-    Raises:
-        CorruptRecordError: the bytes are damaged or contradict themselves.
-        UnknownFormatError: another release wrote it.
-    """
+    """Return the turn of a record; its arrays are read-only views into `record`."""
     frame = read_frame(record, kind=TURN)
     try:
         header = wire.TurnHeader.FromString(frame.header)

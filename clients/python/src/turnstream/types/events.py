@@ -17,8 +17,7 @@ class GroupOpened:
 
     Attributes:
         num_samples: trajectories that are sampled.
-        num_needed: number of sealed and valid trajectories that complete the group; 0, as in
-            records of older releases, means all of them.
+        num_needed: number of sealed and valid trajectories that complete the group; 0 means all.
         purpose: a group of an evaluation is never trained.
     """
 

@@ -74,11 +74,7 @@ class DeclaredColumn:
     is_constant: bool = False
 
     def __post_init__(self) -> None:
-        """Check every field and their combinations.
-
-        Raises:
-            InvalidConfigError: names the column, the field and its value.
-        """
+        """Raise InvalidConfigError for a wrong field; it names the column and the value."""
         if not isinstance(self.name, str) or not _is_name(self.name):  # pyright: ignore[reportUnnecessaryIsInstance] -- JSON gives anything
             raise InvalidConfigError(
                 "extra_columns",

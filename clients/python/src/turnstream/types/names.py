@@ -36,7 +36,7 @@ class RunId(str):
 
     @classmethod
     def of(cls, name: str, incarnation: int) -> RunId:
-        """The id of the n-th run of a name, from 1.
+        """Return the id of the n-th run of a name, from 1.
 
         >>> RunId.of("maze", 1), RunId.of("maze", 2)
         ('maze', 'maze~2')
@@ -45,20 +45,20 @@ class RunId(str):
 
     @property
     def name(self) -> str:
-        """The name that a user gave the run."""
+        """Name that a user gave the run."""
         found = _LATER_RUN.fullmatch(self)
         return found[1] if found else str(self)
 
     @property
     def incarnation(self) -> int:
-        """The number of the run among those of its name, from 1."""
+        """Number of the run among those of its name, from 1."""
         found = _LATER_RUN.fullmatch(self)
         return int(found[2]) if found else 1
 
 
 @functools.lru_cache(maxsize=4096)
 def encode_name(name: str) -> str:
-    """The form of a run or group name that is safe inside a key.
+    """Return the form of a run or group name that is safe inside a key.
 
     >>> encode_name("gsm8k-17"), encode_name("a/b c~")
     ('gsm8k-17', 'a%2Fb%20c%7E')
@@ -80,15 +80,10 @@ def encode_name(name: str) -> str:
 
 
 def encode_run(run: str) -> str:
-    """The form of a run's id that is safe inside a key.
-
-    An encoded name has no `~`, so the number after one is that of the incarnation.
+    """Return the form of a run's id that is safe inside a key; only an id has a `~` in it.
 
     >>> encode_run("a/b"), encode_run("a/b~2"), encode_run("a~b")
     ('a%2Fb', 'a%2Fb~2', 'a%7Eb')
-
-    Raises:
-        InvalidConfigError: no run can have this name.
     """
     later = _LATER_RUN.fullmatch(checked_setting(run, field="run"))
     try:
@@ -98,7 +93,7 @@ def encode_run(run: str) -> str:
 
 
 def checked_run_name(name: str) -> str:
-    """The name of a run that is to be created, which is no id of a later run.
+    """Return the name of a run that is to be created; InvalidConfigError if it looks like an id.
 
     >>> checked_run_name("maze~b")
     'maze~b'
@@ -106,9 +101,6 @@ def checked_run_name(name: str) -> str:
     Traceback (most recent call last):
     turnstream.errors.InvalidConfigError: run: 'maze~2' ends in '~' and digits, as only the ids of \
 later runs of a name do; choose another name
-
-    Raises:
-        InvalidConfigError: it ends in `~` and digits.
     """
     if _RESERVED_END.search(name):
         raise InvalidConfigError(
@@ -120,7 +112,7 @@ later runs of a name do; choose another name
 
 
 def decode_name(encoded: str) -> str:
-    """The name that `encode_name` was given."""
+    """Return the name that `encode_name` was given."""
     return urllib.parse.unquote(encoded)
 
 
@@ -144,7 +136,7 @@ def shown(value: object) -> str:
 
 
 def text_trouble(text: object) -> str:
-    r"""Why a value cannot be written as a text, for people; "" where it can.
+    r"""Return why a value cannot be written as a text, for people; "" where it can.
 
     >>> text_trouble("half of a pair: \ud800"), text_trouble(3), text_trouble("a")
     ("'half of a pair: \\ud800' is no valid Unicode", '3 is not a text', '')

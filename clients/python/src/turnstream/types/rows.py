@@ -8,10 +8,9 @@ from __future__ import annotations
 import collections.abc as abc
 import itertools
 import re
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,12 +53,7 @@ class Ragged(Generic[Scalar]):
 
     @classmethod
     def from_rows(cls, rows: abc.Sequence[Any], dtype: type[Scalar]) -> Ragged[Scalar]:
-        """Copy ragged rows into one buffer of `dtype`.
-
-        Raises:
-            BatchingError: a row is a single value, or has one that `dtype` cannot hold: 0.25 is no
-                mask of uint8, and must not become 0 in silence.
-        """
+        """Copy ragged rows into one buffer; BatchingError for a value that `dtype` cannot hold."""
         arrays = [_as_array(row, dtype, place=place) for place, row in enumerate(rows)]
         offsets = np.zeros(len(arrays) + 1, np.int32)
         np.cumsum([len(array) for array in arrays], out=offsets[1:])
@@ -67,22 +61,8 @@ class Ragged(Generic[Scalar]):
         return cls(values, offsets)
 
 
-_PACK: dict[Any, Callable[[list[Any]], bytes]] = {
-    np.int32: lambda numbers: struct.pack(f"{len(numbers)}i", *numbers),
-    np.float32: lambda numbers: struct.pack(f"{len(numbers)}f", *numbers),
-    np.uint8: bytes,
-}
-"""Conversion of lists of plain numbers to arrays in half of numpy's time."""
-
-
 def _as_array(row: Any, dtype: type[Any], *, place: int) -> NDArray[Any]:
-    if type(row) is list and dtype in _PACK:
-        numbers = cast("list[Any]", row)
-        try:
-            return np.frombuffer(_PACK[dtype](numbers), dtype)
-        except (struct.error, OverflowError, ValueError, TypeError):
-            pass  # not plain numbers of this type: numpy converts or refuses them
-    given: NDArray[Any] = np.asarray(cast("Any", row))
+    given: NDArray[Any] = np.asarray(row)
     if given.ndim == 0:
         raise BatchingError(f"row {place} is a single value, not a row of values")
     with np.errstate(invalid="ignore"):  # NaN as a whole number: found below
@@ -121,10 +101,7 @@ class Sequence:
 
 
 class Denominators(NamedTuple):
-    """Divisors of the sums of a loss, over all ranks and micro-batches of a mini-batch.
-
-    Inert rows, and real rows without a trained token, count nowhere.
-    """
+    """Divisors of a loss over all ranks of a mini-batch; only rows with trained tokens count."""
 
     num_tokens: int
     num_sequences: int

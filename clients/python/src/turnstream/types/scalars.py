@@ -21,8 +21,7 @@ _Refusal = type[InvalidTurnError] | type[InvalidConfigError]
 def finite_number(value: Any, *, field: str, refusal: _Refusal = InvalidTurnError) -> float:
     """Return a number as a finite float; numpy scalars and torch scalars are numbers too.
 
-    Raises:
-        BatchingError: an error of type `refusal`, which names the field and its value.
+    Every check of this module raises an error of type `refusal`, which names field and value.
     """
     if isinstance(value, str | bytes | bytearray):  # float() would parse them
         raise refusal(field, f"{shown(value)} is not a number")
@@ -45,11 +44,7 @@ def whole_number(
     limit: int,
     refusal: _Refusal = InvalidTurnError,
 ) -> int:
-    """Return a whole number from `least` to `limit` - 1 as an int; booleans are not numbers.
-
-    Raises:
-        BatchingError: an error of type `refusal`, which names the field and its value.
-    """
+    """Return a whole number from `least` to `limit` - 1 as an int; booleans are not numbers."""
     try:
         number = operator.index(value)
     except TypeError as error:
@@ -60,22 +55,14 @@ def whole_number(
 
 
 def flag(value: Any, *, field: str) -> bool:
-    """Return True or False, also of numpy.
-
-    Raises:
-        InvalidTurnError: the value is neither.
-    """
+    """Return True or False, also of numpy."""
     if not isinstance(value, bool | np.bool_):
         raise InvalidTurnError(field, f"{shown(value)} is neither True nor False")
     return bool(cast("bool", value))
 
 
 def seconds(value: Any, *, field: str, least: float = -MAX_SECONDS) -> float:
-    """Return a timeout in seconds.
-
-    Raises:
-        InvalidConfigError: it is no number, or not from `least` to MAX_SECONDS.
-    """
+    """Return a timeout in seconds; InvalidConfigError if it is not from `least` to MAX_SECONDS."""
     is_flag = isinstance(value, bool | np.bool_)
     number = math.nan if is_flag else finite_number(value, field=field, refusal=InvalidConfigError)
     if not least <= number <= MAX_SECONDS:
@@ -86,20 +73,12 @@ def seconds(value: Any, *, field: str, least: float = -MAX_SECONDS) -> float:
 
 
 def timeout(value: Any, *, field: str) -> float | None:
-    """Return a timeout in seconds, or None for no timeout.
-
-    Raises:
-        InvalidConfigError: see `seconds`.
-    """
+    """Return a timeout in seconds, or None for no timeout."""
     return None if value is None else seconds(value, field=field)
 
 
 def named_values(values: Any, *, field: str) -> dict[str, Any]:
-    """Return a mapping whose keys are texts as a dict; None has no names.
-
-    Raises:
-        InvalidTurnError: it is no mapping, or a key is no text.
-    """
+    """Return a mapping whose keys are texts as a dict; None has no names."""
     if values is None:
         return {}
     if not isinstance(values, Mapping):
@@ -109,11 +88,7 @@ def named_values(values: Any, *, field: str) -> dict[str, Any]:
 
 
 def named_numbers(values: Any, *, field: str) -> dict[str, float]:
-    """Return a mapping of texts to finite numbers as a dict, sorted by key.
-
-    Raises:
-        InvalidTurnError: names the entry and its value.
-    """
+    """Return a mapping of texts to finite numbers as a dict, sorted by key."""
     given = named_values(values, field=field)
     return {name: finite_number(given[name], field=f"{field}[{name!r}]") for name in sorted(given)}
 

@@ -116,10 +116,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTurn:
-    """A turn as it is sent and stored, without the tokens of its parent.
-
-    The full prompt is the first `shared_tokens` tokens of the parent's prompt + response,
-    followed by `new_prompt_ids`.
+    """A turn as it is stored: the first `shared_tokens` of its parent are not repeated.
 
     Attributes:
         index: position in the trajectory, from 0.
@@ -127,7 +124,7 @@ class StoredTurn:
         shared_tokens: tokens of the parent's prompt + response that begin this prompt.
         token_ids: int32 (N + R,), the new prompt tokens, then the response.
         num_response_tokens: R.
-        logprobs, loss_mask, rewards: as in Turn; None has the meaning it has there.
+        logprobs, loss_mask, rewards, version_runs: as in Turn.
         payload_crc: CRC-32 of the record, its header and arrays; 0 before it is encoded.
         extras: own values of the extra columns without those of the parent, sorted.
         anchor: hash of the state at the beginning of the turn, 64 bits; None if unknown.
@@ -191,9 +188,7 @@ class SealedTrajectory:
     """The description of a finished trajectory for the plan; its payload stays in the store.
 
     Attributes:
-        key: group, sample, attempt.
         lease_epoch: fencing number of the writer that sealed it.
-        status: status at the end of the episode.
         reward: outcome reward; None where the turns carry it, or where components do.
         reward_components: named rewards, sorted.
         turns: the lengths of every turn, in order.
@@ -201,14 +196,12 @@ class SealedTrajectory:
         payload_crcs: CRC-32 of every turn's payload, same length as `turns`.
         anchors: hash of the state at the beginning of every turn, None where unknown; empty if no
             turn has any.
-        oldest_version: the oldest version that sampled a trained token; None if unknown.
-        newest_version: the newest such version.
+        oldest_version, newest_version: versions that sampled trained tokens; None if unknown.
         turn_versions: for every turn the number of trained tokens of each version, ascending, None
             where unknown; empty if one version, or an unknown one, sampled all of them.
         num_payload_bytes: bytes of the stored records.
         has_logprobs: every trained token came with a log-probability.
         sampling: the generator's sampling parameters, such as temperature.
-        tags: free labels.
         metrics: free numbers, aggregated per batch.
         awaits_reward: a reward, or some of its components, will be posted after the seal.
     """

@@ -59,7 +59,7 @@ def connect(
 
 
 def connect_async(url: str, *, num_retries: int = NUM_RETRIES) -> redis.asyncio.Redis:
-    """The same as `connect`, for asyncio."""
+    """Return a client like `connect`, for asyncio."""
     backoff = ExponentialBackoff(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
     errors = (RedisConnectionError,)
     retry = redis.asyncio.retry.Retry(backoff, num_retries, supported_errors=errors)
@@ -108,7 +108,7 @@ def address_of(url: str) -> str:
 
 
 def address_of_client(client: redis.Redis | redis.asyncio.Redis) -> str:
-    """The same, of a client."""
+    """Return the address of a client's store."""
     options = client.connection_pool.connection_kwargs
     return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', _PORT)}"
 
@@ -129,10 +129,7 @@ def _options() -> dict[str, Any]:
 
 
 class Link:
-    """One connection on which many commands travel at once, and which never repeats any itself.
-
-    It connects when it is first used, and again after it was lost.
-    """
+    """One connection for many commands at once; it never repeats any, and reconnects when used."""
 
     def __init__(self, url: str) -> None:
         pool = redis.ConnectionPool.from_url(url, **_blocking_options(url))
@@ -144,13 +141,13 @@ class Link:
         return self._connection.is_connected
 
     def connect(self) -> None:
-        """Connect, where that is not so already."""
+        """Connect if there is no connection."""
         self._connection.connect()
 
     def exchange(
         self, data: bytes, num_replies: int, *, timeout_s: float = SOCKET_TIMEOUT_S
     ) -> list[Any]:
-        """Send packed commands and give their replies in order, error replies among them."""
+        """Send packed commands and return their replies in order, error replies among them."""
         replies: list[Any] = []
         try:
             with ending_within(timeout_s):
@@ -171,7 +168,7 @@ class Link:
 
 
 class AsyncLink:
-    """The same as Link, for asyncio."""
+    """A Link for asyncio."""
 
     def __init__(self, url: str) -> None:
         # One deadline per exchange: the client's own would cost a timer for every reply.
@@ -185,15 +182,12 @@ class AsyncLink:
         return self._connection.is_connected
 
     async def connect(self) -> None:
-        """Connect, where that is not so already."""
+        """Connect if there is no connection."""
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
             await self._connection.connect()
 
     async def exchange(self, data: bytes, num_replies: int) -> list[Any]:
-        """Send packed commands and return their replies in order, error replies among them.
-
-        A cancellation closes the connection.
-        """
+        """Send packed commands like `Link.exchange`; a cancellation closes the connection."""
         replies: list[Any] = []
         try:
             async with asyncio.timeout(SOCKET_TIMEOUT_S):
@@ -217,11 +211,11 @@ SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite")
 """Settings that are read."""
 
 SYNCS: Final = ("everysec", "always")
-"""Of `appendfsync`: "no" leaves the sync to the system, which takes half a minute or longer."""
+"""Safe values of `appendfsync`: with "no" the system syncs after half a minute or longer."""
 
 
 class Unsafe(NamedTuple):
-    """A setting of a server, and a value that it must have instead."""
+    """A setting of a server, and the value that it needs instead."""
 
     setting: str
     value: str
@@ -229,15 +223,14 @@ class Unsafe(NamedTuple):
 
     @property
     def message(self) -> str:
-        """For people."""
+        """Sentence for people."""
         return f"has {self.value!r}; needed is {self.needed!r}"
 
 
 def unsafe_setting(found: Mapping[str, str], *, syncs: Collection[str] = SYNCS) -> Unsafe | None:
-    """The first setting that loses what was acknowledged; None where none is known.
+    """Return the first setting that loses acknowledged writes; None if none is known.
 
-    With `no-appendfsync-on-rewrite`, nothing is synced while the file is rewritten, however long
-    that takes, whatever `appendfsync` says.
+    With `no-appendfsync-on-rewrite` nothing is synced while the file is rewritten.
 
     >>> unsafe_setting({"appendfsync": "everysec", "no-appendfsync-on-rewrite": "yes"})
     Unsafe(setting='no-appendfsync-on-rewrite', value='yes', needed='no')
@@ -245,8 +238,8 @@ def unsafe_setting(found: Mapping[str, str], *, syncs: Collection[str] = SYNCS) 
     True
 
     Args:
-        found: the settings that the server told.
-        syncs: values of `appendfsync` that are good enough; the first is asked for.
+        found: settings of the server.
+        syncs: safe values of `appendfsync`; an error asks for the first.
     """
     first = next(iter(syncs))
     sync, pauses = (found.get(name) for name in SETTINGS)

@@ -31,10 +31,9 @@ _end_s: ContextVar[float | None] = ContextVar("turnstream_calls_end_s", default=
 
 @contextlib.contextmanager
 def ending_by(deadline_s: float) -> Iterator[None]:
-    """Inside, no call of a client of `connect`, or of a Link, waits longer, its retries included.
+    """Limit all calls of this thread inside the block, with their retries, to a deadline.
 
-    For blocking calls of this thread; asyncio has `asyncio.timeout`. A call that is cut off raises
-    what a lost connection raises: nothing is known of what it asked for.
+    A call that times out raises the error of a lost connection: its outcome is unknown.
 
     Args:
         deadline_s: in seconds of `time.monotonic`; an earlier one that is in force stays.
@@ -49,22 +48,22 @@ def ending_by(deadline_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_within(seconds: float) -> Iterator[None]:
-    """The same as `ending_by`, so many seconds from now."""
+    """Limit calls like `ending_by`, to so many seconds from now."""
     with ending_by(time.monotonic() + seconds):
         yield
 
 
 def _left_s() -> float | None:
-    """Seconds for which a call may still wait; None for as long as its socket lets it."""
+    """Return the seconds that a call may still wait; None without a deadline."""
     end_s = _end_s.get()
     return None if end_s is None else max(_LEAST_S, end_s - time.monotonic())
 
 
 class BoundedPauses(ExponentialBackoff):
-    """Pauses between the tries of a call, none of which goes beyond its deadline."""
+    """Pauses between the tries of a call, all of them before its deadline."""
 
     def compute(self, failures: int) -> float:
-        """Seconds until the next try."""
+        """Return the seconds until the next try."""
         pause_s, left_s = super().compute(failures), _left_s()
         if left_s is not None and pause_s >= left_s:
             raise RedisError("the connection was lost, and there is no time for another try")
@@ -73,7 +72,7 @@ class BoundedPauses(ExponentialBackoff):
 
 @cache
 def bounded(kind: type[Any]) -> type[Any]:
-    """A kind of connection of redis-py whose reads and writes heed `ending_by`."""
+    """Return a class of connections of redis-py whose reads and writes obey `ending_by`."""
 
     class Bounded(kind):
         _own_limits: tuple[float | None, float | None] | None = None
@@ -93,7 +92,6 @@ def bounded(kind: type[Any]) -> type[Any]:
             return super().read_response(*args, **kwargs)
 
         def _limit(self) -> None:
-            """Let the socket wait for as long as the call may."""
             left_s = _left_s()
             if left_s is None and self._own_limits is None:
                 return
@@ -116,5 +114,5 @@ def _shorter(own_s: float | None, left_s: float | None) -> float | None:
 
 
 def is_silence(error: BaseException) -> bool:
-    """Whether a failed call was sent and not answered in time, rather than not sent at all."""
+    """Return whether a failed call was sent and not answered in time."""
     return isinstance(error, RedisTimeoutError | TimeoutError)

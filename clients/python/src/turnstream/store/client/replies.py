@@ -62,8 +62,7 @@ from turnstream.store.client.deadlines import is_silence
 from turnstream.store.client.trajectory_names import with_readable_names
 
 RETRY_AFTER_S = 1.0
-"""Said to a caller that was told to wait and cannot listen to the run's `wake` stream, or whose
-store is full or away."""
+"""Pause for a caller that cannot read the `wake` stream, or whose store is full or away."""
 
 FULL = "OOM"
 """First word of the error reply of a server at its `maxmemory`."""
@@ -131,7 +130,7 @@ class Refusal(NamedTuple):
 
     @property
     def error(self) -> TurnstreamError:
-        """The error that the reply stands for, with readable names in its message."""
+        """Error of the reply, with readable names in its message."""
         message = with_readable_names(self.message)
         if self.code == "WAIT":
             return RejectedError(message, RETRY_AFTER_S)
@@ -174,7 +173,7 @@ def refusal(text: str) -> TurnstreamError:
 
 
 def translate(error: Exception) -> TurnstreamError:
-    """The error of ours that an error of the Redis client, or of its socket, stands for."""
+    """Return our error for an error of the Redis client, or of its socket."""
     if isinstance(error, TurnstreamError):
         return error
     if isinstance(error, _DENIED):
@@ -190,7 +189,7 @@ def translate(error: Exception) -> TurnstreamError:
 
 @contextlib.contextmanager
 def translating() -> Iterator[None]:
-    """Inside, what the Redis client raises is raised as an error of ours."""
+    """Raise errors of the Redis client inside the block as our errors."""
     try:
         yield
     except TurnstreamError:
@@ -200,7 +199,7 @@ def translating() -> Iterator[None]:
 
 
 def error_text(error: redis_errors.ResponseError) -> str:
-    """The error reply as the server sent it: the client cuts off the codes that it knows."""
+    """Return the error reply as the server sent it: the client cuts off the codes that it knows."""
     text = str(error)
     code = getattr(error, "status_code", None) or _CODES.get(type(error), "")
     return text if not code or text.startswith(f"{code} ") else f"{code} {text}"
@@ -218,5 +217,5 @@ def wake_id(refused: Refusal) -> str | None:
 
 
 def is_passing(text: str) -> bool:
-    """Whether an error reply is about the state of the server and not about the command."""
+    """Return whether an error reply is about the state of the server and not the command."""
     return parse_refusal(text).is_passing

@@ -1,7 +1,7 @@
-"""Which run has a name now: read once by each process, which then works with the run's id.
+"""The run that has a name now: each process reads its id once, and works with the id.
 
-A name leads to another run after its run was deleted. A process that keeps the id never reaches the
-next run of the name: after the deletion it gets RunNotFoundError or FencedError.
+After the deletion of a run, another run may have its name. The id is never used again, so a process
+that keeps it gets RunNotFoundError or FencedError.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from turnstream.types.names import RunId, checked_run_name, checked_setting
 def find_run(client: redis.Redis, run: str) -> RunId:
     """Return the id of the run that has this name now; an id is returned as it is.
 
-    Functions that take a run's name find its id with one more round trip. A process that calls them
-    often finds the id once, and passes that.
+    A process that calls often finds the id once, and saves a round trip each.
     """
     if is_id(run):
         return RunId(run)
@@ -41,27 +40,25 @@ async def find_run_async(client: redis.asyncio.Redis, run: str) -> RunId:
 
 
 def is_id(run: str) -> bool:
-    """Whether a text is the id of one run, whatever run has its name now."""
+    """Return whether a text is the id of one run, whatever run has its name now."""
     return isinstance(run, RunId) or RunId(checked_setting(run, field="run")).incarnation > 1
 
 
 def parse_incarnation(name: str, found: bytes | None) -> RunId:
-    """The id that a value of the key `incarnation` stands for; None: there is no such key."""
+    """Return the id of a value of the key `incarnation`; None: there is no such key."""
     return RunId.of(name, int(found or 1))
 
 
 def create_under(
     client: redis.Redis, name: str, create: Callable[[RunId], int]
 ) -> tuple[RunId, int]:
-    """Create the next run of a name; repeat where that number was used up by another process.
+    """Create the next run of a name; return its id and the reply of the script.
 
     Args:
         client: connection to the store.
         name: name of the run, without a number.
-        create: calls a script that includes claim_name.lua, and returns its reply.
-
-    Returns:
-        The id of the run, and the reply.
+        create: call of a script that includes claim_name.lua; repeated if another process used up
+            the number.
     """
     run = find_run(client, checked_run_name(name))
     while (reply := create(run)) < 0:
@@ -70,7 +67,7 @@ def create_under(
 
 
 def no_such_run(run: str) -> RunNotFoundError:
-    """The error for a run that is not in the store.
+    """Return the error for a run that is not in the store.
 
     >>> str(no_such_run("maze~2"))
     "no run named 'maze' with the id 'maze~2': it was deleted, or not created yet"

@@ -35,7 +35,6 @@ class Script:
     that file after the first.
 
     Attributes:
-        name: the file name without its suffix.
         source: the text; its header lists the keys and the reply.
         sha: its name for EVALSHA.
     """
@@ -51,7 +50,7 @@ class Script:
         return f"Script({self.name!r})"
 
     def __call__(self, keys: Sequence[str], *args: Argument) -> Command:
-        """The call of this script with these keys and arguments; nothing is sent."""
+        """Return the call of this script; nothing is sent."""
         return Command(self, tuple(keys), args)
 
 
@@ -75,7 +74,7 @@ class Command(NamedTuple):
 
 
 def pack(calls: Iterable[Sequence[Argument]]) -> bytes:
-    """Commands in the words of the Redis protocol, ready for a socket.
+    """Return commands in the words of the Redis protocol, ready for a socket.
 
     One join: twice as fast as the client's own pipelines, which pack word by word.
     """
@@ -92,7 +91,7 @@ def pack(calls: Iterable[Sequence[Argument]]) -> bytes:
 
 
 def run_command(client: redis.Redis, command: Command) -> Any:
-    """Call a script and give its reply."""
+    """Call a script and return its reply."""
     try:
         with _translating(command):
             try:
@@ -108,11 +107,7 @@ def run_command(client: redis.Redis, command: Command) -> Any:
 
 
 def run_commands(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
-    """Call scripts in order, in one round trip.
-
-    Returns:
-        One reply per command; where a call was refused, the error, not raised.
-    """
+    """Return the replies of scripts that are called in one round trip, refusals among them."""
     with translating():
         replies = _send(client, commands)
         start = _first_unknown(replies)
@@ -124,7 +119,7 @@ def run_commands(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
 
 
 async def run_command_async(client: redis.asyncio.Redis, command: Command) -> Any:
-    """The same as `run_command`, for asyncio."""
+    """Call a script like `run_command`, for asyncio."""
     try:
         with _translating(command):
             try:
@@ -142,7 +137,7 @@ async def run_command_async(client: redis.asyncio.Redis, command: Command) -> An
 
 
 async def run_commands_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Any]:
-    """The same as `run_commands`, for asyncio."""
+    """Call scripts like `run_commands`, for asyncio."""
     with translating():
         replies = await _send_async(client, commands)
         start = _first_unknown(replies)
@@ -215,5 +210,4 @@ def _translated(reply: Any, command: Command) -> Any:
 
 
 def _unknown_run(command: Command) -> RunNotFoundError:
-    """Scripts do not know the id of their run: it is in their keys."""
     return no_such_run(run_of(command.keys[0]))

@@ -32,7 +32,7 @@ def register_command(address: str, *, lease_s: float = LEASE_S) -> Command:
 
 
 def list_batchers(client: redis.Redis) -> list[str]:
-    """Return the addresses of all batchers of a store, the one heard last first."""
+    """Return the addresses of all batchers of a store, the last registered first."""
     found: Any = run_command(client, _LIST((keys.BATCHERS,)))
     return [address.decode() for address in found]
 

@@ -1,4 +1,4 @@
-"""Bytes that are held for trajectories: reserved when their group is opened, and topped up."""
+"""Bytes of trajectories: reserved when their group is opened, and topped up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reserve_command(
     """Return the call that tops up the reservations of open trajectories; nothing is sent.
 
     Args:
-        run: name of the run.
+        run: id of the run.
         wanted: (id, lease epoch, bytes of its records) of each.
         writer: owner of the leases; empty compares the epoch alone.
     """
@@ -51,12 +51,6 @@ def settled_lease(epoch: int, writer: str, *, awaits_reward: bool, num_bytes: in
 
     >>> settled_lease(2, "gpu7", awaits_reward=True, num_bytes=500)
     '2:awaits/500:gpu7'
-
-    Args:
-        epoch: of the lease.
-        writer: its owner; empty compares the epoch alone.
-        awaits_reward: its reward is posted later.
-        num_bytes: size of its records and the seal.
     """
     words = f"{epoch}:{'awaits' if awaits_reward else ''}/{num_bytes}"
     return f"{words}:{writer}" if writer else words

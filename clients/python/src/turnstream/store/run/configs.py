@@ -1,4 +1,4 @@
-"""The config of a run that is in force, and its revision, as they are at one moment."""
+"""The config of a run that is in force, and its revision, read at once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _READ_CONFIG = Script("read_config", "turnstream.store.run")
 
 
 def read_config(client: redis.Redis, run: str) -> tuple[int, BatchingConfig]:
-    """The config of a run that is in force, and its revision."""
+    """Return the revision in force and its config."""
     with reading(keys.run_keys(run).config):
         return parse_config(run_command(client, read_config_command(run)), run=run)
 
 
 async def read_config_async(client: redis.asyncio.Redis, run: str) -> tuple[int, BatchingConfig]:
-    """The same as `read_config`, for asyncio."""
+    """Return the same as `read_config`, for asyncio."""
     with reading(keys.run_keys(run).config):
         return parse_config(await run_command_async(client, read_config_command(run)), run=run)
 
@@ -44,13 +44,13 @@ def open_run(client: redis.Redis, run: str) -> RunId:
 
 
 async def check_format(client: redis.asyncio.Redis, run: str) -> None:
-    """The check of `open_run`, for asyncio and a run whose id is known."""
+    """Check a run's format like `open_run`, for asyncio and a run whose id is known."""
     with contextlib.suppress(RunNotFoundError, CorruptRecordError):
         await read_config_async(client, run)
 
 
 def read_config_command(run: str) -> Command:
-    """The call that reads the config in force; nothing is sent."""
+    """Return the call that reads the config in force; nothing is sent."""
     checked_setting(run, field="run")
     return _READ_CONFIG((keys.run_keys(run).config,))
 

@@ -40,7 +40,7 @@ def eval_results(client: redis.Redis, run: str) -> list[EvalResult]:
 
 
 def version_field(version: int | None) -> str:
-    """The name of a version among the results.
+    """Return the name of a version among the results.
 
     >>> version_field(7), version_field(None)
     ('7', 'unknown')

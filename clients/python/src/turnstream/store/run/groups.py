@@ -46,7 +46,7 @@ class Refill:
 
     @property
     def group(self) -> GroupOpened:
-        """Its group, as it was opened."""
+        """Group of the attempt, as it was opened."""
         return GroupOpened(
             group_id=self.key.group_id,
             prompt_uid=self.prompt_uid,
@@ -56,7 +56,7 @@ class Refill:
 
 
 def group_size(group: GroupOpened, *, is_again: bool = False) -> str:
-    """The size of a group in the words of the script open_group.
+    """Return the size of a group in the words of the script open_group.
 
     Args:
         group: as it is opened.
@@ -99,7 +99,7 @@ def parse_unfinished(reply: Sequence[bytes], *, num_samples: int) -> Unfinished:
 
 
 def open_refill_command(run: str, writer: str, refill: Refill) -> Command:
-    """The call by which a writer takes a refill; nothing is sent. See open_group.lua."""
+    """Return the call by which a writer opens a refill; nothing is sent."""
     group = refill.group
     return OPEN_GROUP(
         keys.run_keys(run).of_open_group,
@@ -119,7 +119,7 @@ def list_refills_command(run: str, *, max_count: int) -> Command:
 
 
 def parse_refills(reply: Sequence[Any]) -> tuple[str, list[Refill]]:
-    """The id of the wake stream beyond which there may be more refills; and the refills."""
+    """Return the id of the wake stream after which more refills may come, and the refills."""
     wake_id, *flat = [word.decode() for word in reply]
     refills = [
         Refill(

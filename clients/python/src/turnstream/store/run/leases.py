@@ -1,4 +1,4 @@
-"""Leases of open trajectories: kept by heartbeats, taken over when they have ended."""
+"""Leases of open trajectories: renewed by heartbeats, adopted after they ended."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LapsedTrajectory:
 def list_lapsed(
     client: redis.Redis, run: str, *, max_count: int = MAX_LAPSED
 ) -> list[LapsedTrajectory]:
-    """Trajectories that may be taken over now, the longest lapsed first."""
+    """Return the trajectories that may be adopted now, the longest lapsed first."""
     run = find_run(client, run)
     return _parse(run_command(client, _list(run, max_count=max_count)))
 
@@ -67,14 +67,7 @@ async def list_lapsed_async(
     until_ms: int | None = None,
     max_count: int = MAX_LAPSED,
 ) -> list[LapsedTrajectory]:
-    """Return the same as `list_lapsed`, for asyncio.
-
-    Args:
-        client: client of the store.
-        run: name of the run.
-        until_ms: only leases that ended by this time of the store's clock; None for now.
-        max_count: how many at most.
-    """
+    """Return the same as `list_lapsed`, of leases that ended by `until_ms` of the store's clock."""
     run = await find_run_async(client, run)
     return _parse(
         await run_command_async(client, _list(run, until_ms=until_ms, max_count=max_count))
@@ -97,7 +90,7 @@ def heartbeat_command(run: str, held: Sequence[tuple[str, int]], *, writer: str 
 
 
 def take_over_command(run: str, trajectory_id: str, *, writer: str) -> Command:
-    """The call that gives a lapsed trajectory to another writer; nothing is sent."""
+    """Return the call by which a writer adopts a lapsed trajectory; nothing is sent."""
     names = keys.run_keys(run)
     where = (names.ledger, names.leases, names.config, names.groups)
     return _TAKE_OVER(where, trajectory_id, writer)

@@ -55,38 +55,34 @@ class Revisions:
 
     @property
     def pending(self) -> tuple[Revision, ...]:
-        """Those that are not in force yet, in order."""
+        """Revisions that are not in force yet, in order."""
         return tuple(each for each in self.stored if each.number > self.in_force)
 
     def due(self, *, step: int) -> Revision | None:
-        """The one that must come into force before this step is planned; None if none must."""
+        """Return the revision that takes effect before this step is planned, or None."""
         due = [each for each in self.pending if each.from_step <= step]
         return due[-1] if due else None
 
     def revision(self, number: int) -> Revision:
-        """The one of this number."""
+        """Return the revision of this number."""
         for each in self.stored:
             if each.number == number:
                 return each
         raise RunNotFoundError(f"the run has no config revision {number}")
 
     def config(self, number: int) -> BatchingConfig:
-        """The config of this number."""
+        """Return the config of this number."""
         return self.revision(number).config
 
     def put_in_force_by(self, event_id: str) -> Revision | None:
-        """The one that this event announced; None where it says something else."""
+        """Return the revision that this event announced, or None."""
         found = [each for each in self.stored if each.announced_at == event_id]
         return found[0] if found else None
 
     def was_put_in_force(self, number: int, event_id: str) -> bool:
-        """Return whether this event may have put a revision in force.
-
-        Early releases did not store the id of the event.
-        """
-        return number <= self.in_force and any(
-            each.number == number and each.announced_at in {event_id, "0-0"} for each in self.stored
-        )
+        """Return whether this event put a revision in force."""
+        announced = self.put_in_force_by(event_id)
+        return announced is not None and announced.number == number <= self.in_force
 
 
 def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from_step: int) -> int:
@@ -133,7 +129,7 @@ def _check_prompts(client: redis.Redis, run: str, config: BatchingConfig) -> Non
 
 
 def read_revisions(client: redis.Redis, run: str) -> Revisions:
-    """All configs of a run."""
+    """Return all configs of a run."""
     run = find_run(client, run)
     with translating():
         fields: Any = client.hgetall(keys.run_keys(run).config)
@@ -141,14 +137,14 @@ def read_revisions(client: redis.Redis, run: str) -> Revisions:
 
 
 def stored_config(client: redis.Redis, run: str, revision: int) -> bytes:
-    """The JSON of one revision, as it is stored."""
+    """Return the stored JSON of one revision."""
     with translating():
         text: Any = client.hget(keys.run_keys(run).config, str(revision))
     return text or b""
 
 
 def parse_revisions(run: str, fields: dict[bytes, bytes]) -> Revisions:
-    """The configs of the fields of a run's `config`."""
+    """Return the configs of a run from the fields of its key `config`."""
     if b"newest" not in fields:
         raise no_such_run(run)
     numbers = sorted(int(name) for name in fields if name.isdigit())

@@ -43,9 +43,7 @@ def post_reward(
 
     Args:
         client: client of the store.
-        run: name of the run. A process that posts many rewards passes the id that
-            `turnstream.store.client.run_ids.find_run` returns. It saves a round trip each, and no
-            reward goes to a later run of the same name.
+        run: name or id of the run; see `turnstream.store.client.run_ids.find_run`.
         key: the trajectory.
         reward: its outcome reward.
         reward_components: named rewards; they are added to those of the seal, and replace equal
@@ -53,9 +51,7 @@ def post_reward(
 
     Returns:
         LATE if its group was decided before: it is counted and changes nothing. A DUPLICATE is
-            known
-        while the ledger has the trajectory, and for the last few thousand released ones; rewards of
-        older ones are LATE.
+        known while the ledger has the trajectory, and for the last few thousand released ones.
 
     Raises:
         InvalidTurnError: there is no reward, it is not finite, or a name is invalid.
@@ -77,7 +73,7 @@ async def post_reward_async(
     *,
     reward_components: Mapping[str, float] | None = None,
 ) -> RewardOutcome:
-    """The same as `post_reward`, for asyncio."""
+    """Post a reward like `post_reward`, for asyncio."""
     command = reward_command(run, key, reward, reward_components)
     command = addressed(command, await find_run_async(client, run))
     return RewardOutcome((await run_command_async(client, command)).decode())
@@ -89,7 +85,7 @@ def reward_command(
     reward: float | None,
     reward_components: Mapping[str, float] | None,
 ) -> Command:
-    """The call that posts a reward; nothing is sent."""
+    """Return the call that posts a reward; nothing is sent."""
     checked_setting(run, field="run")
     components = named_numbers(reward_components, field="reward_components")
     if reward is None and not components:
@@ -106,7 +102,7 @@ def reward_command(
 
 
 def addressed(command: Command, run: str) -> Command:
-    """The same reward for this run: a reward is checked before the id of its run is known."""
+    """Return the same call for this run: a reward is checked before its run is known."""
     return command._replace(keys=keys.run_keys(run).of_post_reward)
 
 

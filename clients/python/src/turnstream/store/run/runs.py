@@ -35,9 +35,6 @@ _SET_PAUSED = Script("set_paused", "turnstream.store.run")
 def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
     """Create a run, or find the run that was created with this config.
 
-    A config that another release stored is equal if its settings are; a setting that it lacks has
-    its default.
-
     Returns:
         The config revision in force: 1 for a new run, more for a run that was revised since.
     """
@@ -75,21 +72,21 @@ def _create_command(run: RunId, config: BatchingConfig) -> Command:
 
 
 def list_run(client: redis.Redis, run: str) -> None:
-    """Let a run that was created be listed, and found by every batcher at once."""
+    """List a run that was created, and announce it to the batchers."""
     with translating():
         client.sadd(keys.RUNS, keys.encode_run(run))
     tell_batchers(client, run)
 
 
 def tell_batchers(client: redis.Redis, run: str) -> None:
-    """Say that a run needs a planner from now on: it is new, or takes groups again."""
+    """Announce that a run needs a planner: it is new, or was reopened."""
     with translating():
         words = ("MAXLEN", "~", _NUM_NEWS, "*", "n", keys.encode_run(run))
         client.execute_command("XADD", keys.NEWS, *words)
 
 
 def list_runs(client: redis.Redis) -> list[RunId]:
-    """The ids of all runs, sorted; also of those whose payload is still being deleted."""
+    """Return the ids of all runs, sorted, those that are being deleted among them."""
     with translating():
         names: Any = client.smembers(keys.RUNS)
     return sorted(RunId(keys.decode_name(name.decode())) for name in names)
@@ -102,7 +99,7 @@ def _first_config(client: redis.Redis, run: str) -> BatchingConfig:
 
 
 def newest_version(client: redis.Redis, run: str) -> VersionAnnounced | None:
-    """The highest version announced so far; None before the first."""
+    """Return the highest announced version; None before the first."""
     versions = keys.run_keys(find_run(client, run)).versions
     with translating():
         entries: Any = client.xrevrange(versions, count=1)
@@ -136,7 +133,7 @@ def close_run(
 
 
 def close_command(run: str, reason: str, *, leftover: Leftover | None = None) -> Command:
-    """The call that closes a run; nothing is sent."""
+    """Return the call that closes a run; nothing is sent."""
     if leftover not in (None, *get_args(Leftover)):
         choices = ", ".join(get_args(Leftover))
         raise InvalidConfigError("leftover", f"{leftover!r} is not one of {choices}")
@@ -159,20 +156,12 @@ def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:
 
 
 def resume_run(client: redis.Redis, run: str) -> bool:
-    """End the pause of a run.
-
-    Returns:
-        False where it was not paused.
-    """
+    """End the pause of a run; return whether it was paused."""
     return bool(run_command(client, _set_paused(find_run(client, run), 0, "")))
 
 
 def reopen_run(client: redis.Redis, run: str) -> bool:
-    """Reopen a closed run; carried groups are planned with the new ones.
-
-    Returns:
-        False where it was not closed.
-    """
+    """Reopen a closed run; return whether it was closed. Carried groups are planned."""
     run = find_run(client, run)
     names = keys.run_keys(run)
     record = encode_event(RunReopened())

@@ -31,6 +31,8 @@ _MAX_BYTES_PER_CALL: Final = 1_000_000
 _FIRST_LIMIT: Final = 2**53
 """Limit of the numbers of prompts: the store counts them in floats of 64 bits."""
 
+_COUNTED: Final = (b"added", b"next", b"done", b"filtered")
+
 _LONGEST_SUFFIX: Final = "#" + "9" * 9
 """Longest suffix of a group's name: the number of the visit."""
 
@@ -52,11 +54,7 @@ class Prompt:
     num_needed: int = 0
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            InvalidTurnError: names the field and its value.
-        """
+        """Raise InvalidTurnError for a wrong field; it names the field and its value."""
         _check_uid(self.prompt_uid)
         if not isinstance(self.payload, bytes):
             raise InvalidTurnError("payload", f"{shown(self.payload)} is not bytes")
@@ -145,7 +143,7 @@ class NoTask(NamedTuple):
 def add_prompts(
     client: redis.Redis, run: str, prompts: Sequence[Prompt], *, first: int | None = None
 ) -> int:
-    """Append prompts to those of a run; they are opened in this order.
+    """Append prompts to those of a run, and return the number of prompts ever added.
 
     A call whose reply was lost is repeated with the same `first`: no prompt is added twice. A
     prompt that should be trained several times is added as often.
@@ -153,11 +151,8 @@ def add_prompts(
     Args:
         client: client of the store.
         run: name of the run.
-        prompts: any number; add a large data set in portions, since it is in memory.
+        prompts: in the order in which they are opened.
         first: number of the first of these, from 1; None for the number after the newest.
-
-    Returns:
-        The number of prompts ever added to the run.
 
     Raises:
         InvalidConfigError: no run can have this name.
@@ -165,9 +160,7 @@ def add_prompts(
             more samples than `max_samples` of the run; none was added.
         ConflictError: a number has another prompt already, or the one before is missing.
         EndOfRunError: the run is closed.
-        RunNotFoundError: no such run.
-        StoreFullError: the store has no memory left; some may have been added.
-        StoreUnavailableError: the store cannot be reached; some may have been added.
+        StoreFullError, StoreUnavailableError: some prompts may have been added.
     """
     listed = _listed(prompts)
     if first is not None:
@@ -186,23 +179,17 @@ def add_prompts(
 
 
 def read_prompt_counts(client: redis.Redis, run: str) -> PromptCounts:
-    """Where the prompts of a run are; all counts are 0 for a run without prompts.
-
-    Raises:
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return the numbers of the prompts of a run; all are 0 for a run without prompts."""
     names = keys.run_keys(find_run(client, run))
-    counted = ("added", "next", "done", "filtered")
     with reading(f"{names.prompts} or {names.again}"), translating():
         pipeline = client.pipeline(transaction=True)
-        pipeline.hmget(names.prompts, counted)
+        pipeline.hmget(names.prompts, _COUNTED)
         pipeline.zcard(names.again)
         found: Any = pipeline.execute()
-    stored = StoredHash(
-        names.prompts,
-        {field.encode(): value or b"0" for field, value in zip(counted, found[0], strict=True)},
+    stored = StoredHash(names.prompts, dict(zip(_COUNTED, found[0], strict=True)))
+    added, last, done, filtered = (
+        stored.parsed(field.decode(), parsed_number, 0) for field in _COUNTED
     )
-    added, last, done, filtered = (stored.needed(field, parsed_number) for field in counted)
     num_again: int = found[1]
     return PromptCounts(
         num_added=added,
