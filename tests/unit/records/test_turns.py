@@ -12,7 +12,7 @@ from hypothesis import given
 from testkit import assert_same, ids, is_same, stored_turn
 from testkit.strategies import stored_turns
 from turnstream.errors import CorruptRecordError, InvalidTurnError
-from turnstream.records.framing import TURN, read_frame, record_crc, write_frame
+from turnstream.records.framing import TURN, read_frame, write_frame
 from turnstream.records.turns import decode_turn, encode_turn
 from turnstream.types import ExtraPiece, StoredTurn, VersionRun
 from turnstream.wire.v1 import records_pb2 as wire
@@ -30,13 +30,17 @@ def rewritten(record: bytes, *arrays: np.ndarray[Any, Any], **changes: Any) -> b
     return write_frame(TURN, header.SerializeToString(), [body, *arrays])
 
 
+def crc_of(record: bytes) -> int:
+    return int.from_bytes(record[-4:], "little")
+
+
 @given(turn=stored_turns())
 def test_decoded_turn_is_the_encoded_one(turn: StoredTurn):
     record = encode_turn(turn)
 
     decoded = decode_turn(record)
 
-    assert_same(decoded, replace(turn, payload_crc=record_crc(record)))
+    assert_same(decoded, replace(turn, payload_crc=crc_of(record)))
 
 
 @given(turn=stored_turns(), other=stored_turns())
@@ -81,7 +85,7 @@ def test_unknown_arrays_are_ignored():
 
     decoded = decode_turn(record)
 
-    assert_same(decoded, replace(turn, payload_crc=record_crc(record)))
+    assert_same(decoded, replace(turn, payload_crc=crc_of(record)))
 
 
 def test_unknown_header_fields_are_ignored():
@@ -94,7 +98,7 @@ def test_unknown_header_fields_are_ignored():
     decoded = decode_turn(record)
 
     assert b"newer" in record
-    assert_same(decoded, replace(turn, payload_crc=record_crc(record)))
+    assert_same(decoded, replace(turn, payload_crc=crc_of(record)))
 
 
 @pytest.mark.parametrize(

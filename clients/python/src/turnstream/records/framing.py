@@ -127,9 +127,3 @@ def read_header(record: bytes, *, kind: bytes) -> bytes:
             f"{frame.body_stop - frame.body_start} stray bytes in a {_NAMES[kind]} record"
         )
     return frame.header
-
-
-def record_crc(record: bytes) -> int:
-    """Return the CRC-32 in the last four bytes of a record, unchecked."""
-    (crc,) = _CRC.unpack_from(record, len(record) - _CRC.size)
-    return crc

@@ -4,126 +4,110 @@ The plan of a run lives in one slot, `ts:{<run>}:`, where scripts can be atomic.
 name has `~2`, `~3` .. after the brace, `ts:{<run>}~2:`: all of them share the slot and no key.
 
 =========  ======  ==========================================================================
-events     stream  what the plan depends on, in order; field `r` = event record; where a generator
-                   wrote it, `t` = the id of the trajectory that it is of
+events     stream  inputs of the plan, in order; field `r` = event record; where a generator wrote
+                   it, `t` = the id of its trajectory
 plan       stream  manifests, ids `<step>-<revision>`, one per step; field `r` = manifest record
 wake       stream  one entry, no data: written whenever a refused call may now succeed
 versions   stream  announced weights, ids `<version + 1>-0`; field `r` = event record
 ledger     hash    trajectory id -> its state, see below
-counts     hash    state -> number of trajectories; `accepted`, their sum; and `late_rewards`,
-                   `discarded` (of the dead), `dead_bytes` (of what `letters` and `damaged` keep)
-groups     hash    group name -> `<num_samples>:<state>`; the state is `open`; then maybe `decided`,
-                   where it is ready and takes no more samples; at last `planned`, or why it was
-                   dropped; of one that is never trained, `evaluating`, then `evaluated`
+counts     hash    state -> number of trajectories; `accepted`, their sum; `late_rewards`; of dead
+                   ones `discarded` and `dead_bytes`
+groups     hash    group name -> `<num_samples>:<state>`; the state is `open`, `decided` once it
+                   takes no more samples, then `planned` or the reason of its drop; of an
+                   evaluation `evaluating`, then `evaluated`
 members    hash    group name -> `<num_needed>:<highest attempt>:<refills granted>:<prompt_uid>`, of
                    groups that need fewer members than samples, or had further attempts; the
-                   prompt_uid is there once a refill was granted
-deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by when they fire in ms of the
-                   run's own time
-clock      hash    the run's own time, which no jump of the store's clock changes: it was `ms` when
-                   the store said `at_ms`, and goes on by `most_ms` at most, see tick_clock.lua
-refills    zset    ids of granted attempts that nobody has opened, by when they were granted
-rewards    hash    trajectory id -> CRC of the reward that was posted for it, `late:<CRC>` where its
-                   group was decided before, `missed` where its deadline has passed without
-rewarded   zset    ids in `rewards` that are not in the ledger, by when, server ms: the newest 4,096
-frontier   hash    stepped, committed, session_epoch, session, dp_world_size, lineage,
-                   live_groups, open_groups, opened_groups, closed (0 or 1); session_ms, when the
-                   session began, was ended by the store, or the run was made; opened_ms, when the
-                   newest group to train was opened, planned, the newest batch, and session_token,
-                   what the session began with, are added when there is one;
-                   checkpoints, the committed steps a session may begin after, `<step>,<step>`;
-                   rollbacks, the newest 16 lineages but the first, the last one first, each
-                   `<lineage>:<step it goes on from>:<stepped before>`;
-                   released, the newest step whose payload may be gone; folded, the newest step
-                   of which a compact record is left; ends, number of the newest of `ended`;
-                   cold, the newest step whose compact record is in a file;
-                   planned_groups, the number of groups in batches; at_plans, as of the newest one
-                   or two plans `<step>:<groups dropped by then>:<planned_groups>`, the newer last;
+                   prompt_uid once a refill was granted
+deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by ms of the run's own time
+clock      hash    the run's own time, independent of jumps of the store's clock: `ms` at `at_ms` of
+                   the store's clock, and at most `most_ms` more, see tick_clock.lua
+refills    zset    ids of granted attempts that are not open, by when they were granted
+rewards    hash    trajectory id -> CRC of its posted reward, `late:<CRC>` after the decision of its
+                   group, `missed` after its deadline
+rewarded   zset    ids in `rewards` that are not in the ledger, by server ms: the newest 4,096
+frontier   hash    counters of the run: stepped, committed, planned, released (the newest step whose
+                   payload may be gone), folded (the newest step with a compact record), cold (the
+                   newest step in a file), ends (the newest number in `ended`), live_groups,
+                   open_groups, opened_groups, planned_groups;
+                   the session: session_epoch, session, dp_world_size, lineage, session_ms (its
+                   start or end), session_token, session_lost (`<step>:<why>`, while its ranks
+                   differ in a step);
+                   times: opened_ms, of the newest group to train; at_plans, as of the newest two
+                   plans `<step>:<groups dropped by then>:<planned_groups>`;
+                   history: checkpoints, the committed steps `<step>,<step>`; rollbacks, the newest
+                   16 lineages as `<lineage>:<step>:<stepped before>`; forks, as
+                   `<version>:<step>,...` the step that versions up to this one count as;
                    of a forked run: origin, `<run>:<step>:<trajectories>:<manifest hash>`;
-                   version_floor, what its versions must be above; inherited, 1 once `past` is
-                   whole;
-                   next_revision, first step of the next config that is not in force, or 0;
-                   revised_groups, added to the groups that may be live, because planned steps had
-                   others than batch_groups: before a revision of it, or short; paused, the
-                   reason, while the run is;
-                   forks, `<version>:<step>,...`: what was announced up to the version is as old as
-                   that step, at least, because the trainer went back to it;
-                   damaged, `<step>:<manifest hash>:<sentence>`, payload that a rank was refused;
-                   replan, `<name>:<step>`, a request to plan again that was not answered, and
-                   refused_replan, `<name>:<why>`, the last that came to nothing; replanned,
-                   `<name>:<server ms>:<JSON>`, the last that was done, see withdraw_plans.lua;
-                   withdrawn, `<revision>:<step>`, how often plans were withdrawn, and the newest
-                   step that ever was;
-                   leftover, see RunClosed, while it is closed; finished, 1 once all is planned;
-                   session_lost, `<step>:<why>`, while the ranks of the session differ in a step
+                   version_floor, the limit of its versions; inherited, 1 once `past` is whole;
+                   control: closed (0 or 1), leftover (see RunClosed), finished, paused (reason);
+                   next_revision, the first step of the next config, or 0; revised_groups, a
+                   correction of the live groups for steps of another size;
+                   damage: damaged, `<step>:<manifest hash>:<sentence>`; replan, `<name>:<step>`;
+                   refused_replan, `<name>:<why>`; replanned, `<name>:<server ms>:<JSON>`;
+                   withdrawn, `<revision>:<step>`, the number of withdrawals and the newest step
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
-observers  hash    name -> `<newest step seen>:<when it expires, in ms of the run's own time, or 0
-                   once it is forgotten>:<expiry in ms>`, and then `:<first step it missed>` where
-                   it was forgotten before and has seen nothing since
-leader     hash    epoch, owner, expires_ms, lease_ms; planning_trouble and release_trouble, what
-                   keeps it from going on, where something does; parked, `<last event id> <last wake
-                   id>`, while the run is idle and has no leader, see park_leader.lua
-config     hash    revision -> JSON of the batching config, with the `format` of everything that is
-                   stored of the run, see records/configs.py; `newest` -> the revision in force;
-                   `from:<revision>` -> its first step, `at:<revision>` -> id of the event that
-                   put it in force; `last` -> the last revision, once there are several;
-                   `lease_floor`, after leases became shorter, see lease_end.lua
+observers  hash    name -> `<newest step seen>:<expiry, ms of the run's own time, 0 after
+                   it>:<length in ms>`, and `:<first step it missed>` after an expiry
+leader     hash    epoch, owner, expires_ms, lease_ms; planning_trouble and release_trouble, its
+                   errors; parked, `<last event id> <last wake id>`, of an idle run without a leader
+config     hash    revision -> JSON of the batching config, with the `format` of the run's stored
+                   state; `newest` -> the revision in force; `from:<revision>` -> its first step,
+                   `at:<revision>` -> id of the event that put it in force; `last` -> the last
+                   revision; `lease_floor`, see lease_end.lua
 prompts    hash    number, from 1 -> record of a prompt that is not done, see add_prompts.lua;
                    added, the newest number; next, the newest that was opened as a group; done,
                    the number of finished ones; filtered, those of them without a signal;
                    most_samples, the largest num_samples
 tasks      hash    group name -> number of its prompt, while the group is not finished
 again      zset    numbers of prompts whose group failed, to be sampled again
-leases     zset    id of every open trajectory -> when its writer's lease ends, ms of server time
+leases     zset    id of every open trajectory -> end of its lease, ms of server time
 sessions   hash    name of every trainer session that ever began -> its epoch
-ranks      hash    dp_rank of the session, if it has several -> `<step>:<manifest hash>`, the newest
-                   batch that it is known to have, or was about to get; `stepped:<dp_rank>` -> the
-                   same, `committed:<dp_rank>` -> step, of ranks that acknowledge for themselves
-times      hash    `planned:<step>`, `stepped:<step>`, `committed:<step>` -> when, server ms, of the
-                   steps that are in `batches`; of a checkpoint, and not of every step up to it
-past       hash    step -> compact record of a batch that is over
+ranks      hash    dp_rank -> `<step>:<manifest hash>`, the newest batch it may have, of sessions of
+                   several ranks; `stepped:<dp_rank>`, alike, and `committed:<dp_rank>` -> step, of
+                   ranks that acknowledge for themselves
+times      hash    `planned:<step>`, `stepped:<step>`, `committed:<step>` -> server ms, of the steps
+                   in `batches`
+past       hash    step -> compact record of a finished batch
 ended      hash    number -> compact record of trajectories that ended untrained
 reasons    hash    `<state>:<reason>` -> how many of those in `ended`
-held       hash    trajectory id -> bytes that its payload takes, `r<bytes>` while they are only
-                   reserved for it; from its group's opening until its payload is released
-budget     hash    reserved, stored, planned: the sums of `held` of what is not sealed, what is
-                   sealed, and what is in a batch; estimate, the usual bytes of a trajectory, and
-                   settled, over how many at most that is a mean
-over       hash    bucket -> fingerprints of the groups that are finished, see below
+held       hash    trajectory id -> bytes of its payload, `r<bytes>` while they are reserved, from
+                   the opening of its group to its release
+budget     hash    reserved, stored, planned: sums of `held` of unsealed, sealed and planned ones;
+                   estimate, the usual bytes of a trajectory; settled, their number, up to a limit
+over       hash    bucket -> fingerprints of finished groups, see below
 letters    hash    id of a dead trajectory -> `<since, server ms>:<bytes>`
 conflicts  hash    num, writes refused for their content; last, last_ms, token: note_conflict.lua
 damaged    stream  rejected events of no sealed trajectory, under their own ids; fields `r`, `why`
 rejected   zset    ids of events that no leader folds, by their milliseconds: see trim_events.lua
-evals      hash    version, or `unknown` -> record of what its evaluations gave
-evalgroups stream  evaluated groups, the newest of them; field `r` = record
-snapshot   hash    position, step, record: what the planner knew after the event `position`;
-                   before, the position of the snapshot before: the events below it go;
-                   withdrawn_at, that of the newest one from which plans were withdrawn
+evals      hash    version, or `unknown` -> record of the result of its evaluations
+evalgroups stream  the newest evaluated groups; field `r` = record
+snapshot   hash    position, step, record: state of the planner after the event `position`; before,
+                   the position of the snapshot before: older events are deleted; withdrawn_at, that
+                   of the newest one from which plans were withdrawn
 cold       hash    newest step of a file of compact records -> its name in the archive folder
 deleted    hash    since_ms, fence_ms: the run is being deleted, or was and the key expires
 doomed     hash    the ledger of a run that is being deleted, until the payload is gone
 =========  ======  ==========================================================================
 
-`ts:{<run>}:incarnation`, a string, is one for all runs of a name, from the first deletion on: the
-number of the run that has the name, or gets it when it is created. The runs before are deleted, or
-being deleted. It never decreases and stays (about 100 bytes): no number is ever used twice.
+`ts:{<run>}:incarnation`, a string for all runs of a name, made by the first deletion: the number of
+the run that has the name, or is created next. It never decreases and stays (about 100 bytes).
 
 A ledger value is `open:<epoch>:<writer>`, `sealed:<epoch>`, `awaiting_reward:<epoch>`,
 `planned:<step>` or `<filtered|expired|surplus|incomplete|evaluated|abandoned|dead>:<reason>`.
 Whether a planned trajectory is stepped or committed follows from the frontier.
 
-A released trajectory has no ledger entry any more: a compact record names it. The entry in `groups`
-of a finished group becomes 8 bytes in `over`, the beginning of the SHA-1 of its name. So no name is
-ever opened again. The first three hex digits of the SHA-1 are the bucket.
+A compact record replaces the ledger entry of a released trajectory. The entry in `groups` of a
+finished group becomes 8 bytes in `over`, the beginning of the SHA-1 of its name, so that no name is
+opened twice. The first three hex digits of the SHA-1 are the bucket.
 
-The payload of a trajectory lives in a slot of its own, `ts:{<run>/<trajectory id>}:`, of a later
-run of the name `ts:{<run>/<trajectory id>}~2:`:
+The payload of a trajectory lives in a slot of its own, `ts:{<run/<trajectory id>}:`, of a later
+run of the name `ts:{<run/<trajectory id>}~2:`:
 
 =========  ======  ==========================================================================
 turns      stream  turn n (from 0) has id `0-<n + 1>`, the seal is the entry after the last
                    turn; field `r` = record
-meta       hash    epoch, writer, turns, bytes, sealed (0 or 1); made by the first append only;
-                   after the release only `released`, for as long as late writers may come
+meta       hash    epoch, writer, turns, bytes, sealed (0 or 1), from the first append on; after the
+                   release only `released`, for as long as late writers may come
 =========  ======  ==========================================================================
 
 After a deletion remain `deleted`, `wake` with one entry, and `meta` of the trajectories that
@@ -133,7 +117,7 @@ Three keys are global:
 
 =========  ======  ==========================================================================
 ts:runs    set     the ids of all runs: `<name>`, `<name>~2`
-ts:news    stream  runs that were made, or opened again, about the newest 1,000; field `n` = id
+ts:news    stream  runs that were created or reopened, about the newest 1,000; field `n` = id
 ts:batchers zset   address of a batcher -> end of its lease, server ms: see register_batcher.lua
 =========  ======  ==========================================================================
 """
