@@ -100,7 +100,7 @@ def test_second_of_two_revisions_at_once_gets_an_error(client: redis.Redis, run:
     revise_config(client, run, LOOSE, from_step=5)
     command = _command(run, TIGHT, from_step=5, changes=1)
 
-    with pytest.raises(ConflictError, match="revision 2 was stored meanwhile, from step 5 on"):
+    with pytest.raises(ConflictError, match="revision 2 was stored since, from step 5 on"):
         run_command(client, command)
 
     assert client.hget(names.config, "last") == b"2"

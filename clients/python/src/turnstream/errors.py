@@ -197,9 +197,9 @@ class WaitReason(NamedTuple):
     """A reason why a wait timed out.
 
     Attributes:
-        kind: for programs: a WaitKind; a newer release may send others.
+        kind: a WaitKind; a newer release may send others.
         sentence: for people.
-        facts: the values in the sentence by name: group, sample, writer, number of seconds.
+        facts: values in the sentence, by name: group, sample, writer, number of seconds.
     """
 
     kind: str
@@ -212,7 +212,7 @@ class UnavailableError(TurnstreamError, ConnectionError):
 
     Attributes:
         message: for people.
-        reasons: what was awaited and the causes of the delay, the most important first; empty if
+        reasons: the awaited thing and the causes of the delay, the most important first; empty if
             no cause is known.
         retry_after_s: seconds until the next call, for a store that is full, away or loading.
     """

@@ -30,7 +30,7 @@ MAX_BLOCK_S = 10.0
 
 NUM_RETRIES = 3
 """Retries of a command after a lost connection, for example a restart of the server. Every command
-is safe to repeat. A silent server is not asked again: that would take as long once more."""
+is safe to repeat. A silent server is not asked again."""
 
 MAX_CONNECTIONS = 10_000
 """Connections of one client: the server's own default limit. A batcher holds one for every run that

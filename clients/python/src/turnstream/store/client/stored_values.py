@@ -33,7 +33,7 @@ def reading(key: str, field: str = "") -> Iterator[None]:
     """Raise unreadable values inside the block as damage of this key and field.
 
     Args:
-        key: of the store.
+        key: key in the store.
         field: field of the hash, or id of the entry; empty for the whole key.
     """
     try:

@@ -2,8 +2,8 @@
 -- Closes a run: no new group, while those that are open may still be finished.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    changed: closed becomes 1, leftover is what becomes of the groups that
---                             make no whole batch
+--   KEYS[1] frontier  hash    changed: closed becomes 1; leftover, the rule for groups that make no
+--                             whole batch
 --   KEYS[2] events    stream  added: field r = the run_closed record
 --   KEYS[3] wake      stream  added, to wake waiting callers
 -- Arguments: ARGV[1] the record    ARGV[2] short, carry or drop; "" or nothing: short, and any where

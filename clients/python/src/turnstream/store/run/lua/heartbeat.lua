@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- Renews the leases of a writer's open trajectories, and says which are no longer its own.
+-- Renews the leases of a writer's open trajectories, and reports which of them it has lost.
 --
--- A lease that has ended is renewed all the same, as long as the trajectory is open with the
--- writer's epoch: nobody has taken it over.
+-- A lease that has ended is renewed too, as long as the trajectory is open with the writer's epoch: no
+-- other writer has adopted it.
 --
--- Runs also when the server is full: nobody may lose a trajectory for want of memory.
+-- Runs also when the server is full: a writer loses no trajectory for want of memory.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] ledger  hash  read
@@ -12,8 +12,8 @@
 --   KEYS[3] config  hash  read: newest, that revision's JSON, lease_floor
 -- Arguments: ARGV[1...] two per trajectory: its id; "<lease epoch>:<writer>", or the epoch alone.
 --            A store that lost a take-over may have given its epoch to another writer since
--- Reply: {lease in ms; then per trajectory, in order: "OK", or "FENCED [<state>] <why>"; the state is unknown of one
---            that the ledger does not have; none is there where another writer has it}
+-- Reply: {lease in ms; then per trajectory, in order: "OK", or "FENCED [<state>] <why>"; the state is
+--         unknown if the ledger does not have it, and missing if another writer has it}
 -- Errors:    NORUN  no such run
 
 local CONFIG = KEYS[3]

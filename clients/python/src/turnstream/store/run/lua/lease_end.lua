@@ -2,9 +2,9 @@
 -- Part of open_group, heartbeat, take_over, list_lapsed and announce_revision: when a lease that
 -- begins now ends.
 --
--- Where lease_s was lowered, none ends before every writer that lives has been told: it asks again
--- within a third of the length that it knows. A floor that is further away than it ever was is from
--- before the clock was set back.
+-- After lease_s was lowered, no lease ends before every writer knows it: a writer asks within a third of
+-- the length that it knows. A floor that is further away than it ever was is from before the clock was
+-- set back.
 --
 -- Needs CONFIG  a key, hash  read: lease_floor, "<ms of server time>:<ms until then, when it was set>"
 -- Gives lease_end(now_ms, lease_ms), an integer.

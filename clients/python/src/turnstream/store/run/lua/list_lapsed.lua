@@ -1,9 +1,8 @@
 #!lua flags=allow-oom
 -- Lists open trajectories whose lease has ended, the longest ended first.
 --
--- Leases that end later than one that began now could were given before the clock was set back:
--- some of them are cut to that length here, so that a dead writer holds nothing for longer. By a
--- time that the clock showed before it was set back, and has not reached again, none has ended.
+-- A lease that ends later than one that begins now is from before the clock was set back: some of them
+-- are cut here to that length. None has ended by a time that the clock has not reached again.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] ledger  hash  read

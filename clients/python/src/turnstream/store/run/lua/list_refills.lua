@@ -1,6 +1,5 @@
 #!lua flags=no-writes
--- Reads the oldest granted attempts that nobody has opened. Whoever wants one opens it with
--- open_group, which never waits for a group that is known, and which one of many wins.
+-- Reads the oldest granted attempts that are not open. One of many writers opens each by open_group.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] groups   hash    read: group name -> "<num_samples>:<state>"

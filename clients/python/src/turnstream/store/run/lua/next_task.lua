@@ -18,8 +18,8 @@
 -- Reply:
 --   {"TASK"; number of the prompt, 0 without one; group name; num_samples; num_needed; prompt_uid of a
 --    refill; payload; trajectory id of a refill, empty for a new group}
---   or {"WAIT" or "EXHAUSTED"; wake id; why}: ask again when wake has a newer entry. EXHAUSTED means
---   that all prompts are done
+--   or {"WAIT" or "EXHAUSTED"; wake id; why}: ask again when wake has a newer entry. EXHAUSTED: all
+--   prompts are done
 -- Errors:
 --   NORUN     no such run
 --   CLOSED    the run is closed, and no refill will come

@@ -33,7 +33,7 @@
 --                             num_samples and 0
 --   KEYS[11] refills  zset    removed: attempts that are opened here
 --   KEYS[12] over     hash    read: fingerprints of finished groups
---   KEYS[13] held     hash    trajectory id -> "r<bytes>"; made here, for samples not begun, too
+--   KEYS[13] held     hash    trajectory id -> "r<bytes>"; made here for all samples
 --   KEYS[14] budget   hash    read: stored, planned, estimate; changed: reserved
 --   KEYS[15] clock    hash    read, where the run has such a deadline: see run_clock.lua
 --   KEYS[16] leader   hash    read: parked, see park_leader.lua
@@ -133,8 +133,7 @@ local function estimate()
   return math.max(LEAST_ESTIMATE, usual)
 end
 
--- Of the server: the bytes in use, the most it takes, 0 for any, and what it uses when it is empty;
--- all 0 where it does not say.
+-- Bytes that the server uses, its limit (0 for none), and the bytes of an empty one; 0 if unknown.
 local function server_memory()
   local info = redis.pcall('INFO', 'memory')
   if type(info) ~= 'string' then

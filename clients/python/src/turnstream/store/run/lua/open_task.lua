@@ -16,7 +16,7 @@
 -- Arguments:
 --   ARGV[1] number of the prompt    ARGV[2] group name    ARGV[3] size    ARGV[4...] the others of
 --   open_group.lua, in its order
--- Reply: that of open_group.lua; or {"WAIT"; wake id; why} where a first opening is not admitted
+-- Reply: as of open_group.lua; or {"WAIT"; wake id; why} where a first opening is not admitted
 -- Errors: those of open_group.lua, and
 --   CONFLICT  the prompt is done, or is being sampled as another group
 

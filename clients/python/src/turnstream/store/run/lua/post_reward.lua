@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Gives a trajectory that was sealed without its reward this reward, once.
+-- Adds the reward of a trajectory that was sealed without it, once.
 --
 -- Runs also when the server is full: a group that waits for a reward holds its payload.
 --
@@ -17,8 +17,8 @@
 --   KEYS[10] rewarded  zset    added then: the trajectory id; the oldest go, with their rewards
 -- Arguments: ARGV[1] trajectory id    ARGV[2] CRC of the record    ARGV[3] the record
 -- Reply: "OK", "DUPLICATE" (the same was posted before), or "LATE": its group was decided before,
---        which is counted and changes nothing. Of a trajectory that left the ledger long ago nobody
---        knows any more what was posted: that is LATE too
+--        which is counted and changes nothing. Any reward of a trajectory that left the ledger long ago
+--        is LATE too
 -- Errors:
 --   NORUN     no such run
 --   CONFLICT  another reward was posted; or the trajectory is not sealed, or was sealed with its

@@ -9,7 +9,7 @@
 -- Arguments: ARGV[1] group name    ARGV[2] num_samples
 -- Reply: {state of the group: "new" if it was never opened, "over" if it is finished and released,
 --         else as in KEYS[2]; then, of a group that is open, the state of the first attempt of each
---         sample, empty if it was not begun}
+--         sample, empty if it is not open}
 -- Errors:
 --   NORUN     no such run
 --   CONFLICT  the group was opened with another num_samples

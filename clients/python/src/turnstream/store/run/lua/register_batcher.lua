@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
--- Says for how long a batcher answers at an address, or that it stops, and forgets those whose lease
--- has ended.
+-- Registers the address of a batcher under a lease, or ends it, and removes addresses whose lease ended.
 --
 -- Keys:
 --   KEYS[1] batchers  zset  address -> end of its lease, server ms; changed

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Part of post_reward, fold_batch and fold_ended: rewards of trajectories that are not in the ledger
--- stay known for a while, for whoever posts once more because a reply was lost.
+-- Part of post_reward, fold_batch and fold_ended: keeps rewards of trajectories that are not in the
+-- ledger for a while, because a post whose reply was lost is repeated.
 --
 -- Needs REWARDS   a key, hash  read; removed: the oldest of those that are only remembered
 --       REWARDED  a key, zset  added: trajectory ids, by when they were remembered; the oldest go

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Lets a closed run go on: it takes groups again, and what was carried is planned with them.
+-- Reopens a closed run: it takes groups again, and carried groups are planned with them.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    changed: closed becomes 0; finished and leftover go

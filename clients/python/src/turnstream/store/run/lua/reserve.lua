@@ -1,8 +1,6 @@
 #!lua flags=allow-oom
--- Tops up what is reserved for open trajectories that have outgrown it. Nobody is refused: what is
--- open can always finish, for only what is finished is ever released.
---
--- Runs also when the server is full: it says only what comes.
+-- Tops up the bytes of open trajectories that have outgrown their reservation. None is refused: open
+-- trajectories must finish before their bytes are released. Runs also when the server is full.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] ledger  hash  read

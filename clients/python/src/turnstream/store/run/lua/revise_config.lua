@@ -13,7 +13,7 @@
 -- Errors:
 --   NORUN     no such run
 --   CONFLICT  the step is planned, or comes before that of the last revision; or another revision
---             was stored meanwhile
+--             was stored since
 
 local newest, last = unpack(redis.call('HMGET', KEYS[2], 'newest', 'last'))
 if not newest then
@@ -30,7 +30,7 @@ if redis.call('HGET', KEYS[2], last) == ARGV[1] then
     .. ' on')
 end
 if last ~= tonumber(ARGV[3]) then
-  return redis.error_reply('CONFLICT revision ' .. last .. ' was stored meanwhile, from step '
+  return redis.error_reply('CONFLICT revision ' .. last .. ' was stored since, from step '
     .. first .. ' on: look at it, and revise again')
 end
 local planned, next_revision = unpack(redis.call('HMGET', KEYS[1], 'planned', 'next_revision'))

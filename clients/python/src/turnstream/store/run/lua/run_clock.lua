@@ -2,9 +2,9 @@
 -- Part of open_group, post_sealed, read_waits, grant_refill, announce_revision, park_leader,
 -- observe and observed: the time of the run, as tick_clock.lua keeps it.
 --
--- Never less than the time that the planner will count for this moment, so that nothing that begins
--- now is over too early; more by most_ms at most, where the store's clock was set since the planner's
--- last word. In a run without a clock, which an older release has made, it is the store's time.
+-- At least the time that the planner will count for now, so that no deadline fires too early; at most
+-- most_ms more, if the store's clock was set since the planner last wrote. Without a clock it is the
+-- store's time.
 --
 -- Needs CLOCK  a key, hash  read: ms, at_ms, most_ms
 -- Gives run_ms(), an integer.

@@ -1,11 +1,11 @@
 #!lua flags=allow-oom
--- Pauses a run, or lets it go on. A paused run takes no new group and plans no batch; what is open
--- may be finished, and what is planned is delivered.
+-- Pauses or resumes a run. A paused run takes no new group and plans no batch; open groups may be
+-- finished, and planned batches are delivered.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    changed: paused, the reason; gone where the run is not paused
 --   KEYS[2] wake      stream  added, to wake waiting callers
--- Arguments: ARGV[1] 1 to pause, 0 to go on    ARGV[2] the reason
+-- Arguments: ARGV[1] 1 to pause, 0 to resume    ARGV[2] the reason
 -- Reply:     1, or 0 where nothing was to do
 -- Errors:    NORUN  no such run
 

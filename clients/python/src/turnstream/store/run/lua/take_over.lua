@@ -1,10 +1,9 @@
 #!lua
--- Gives an open trajectory whose lease has ended to another writer, with the next lease epoch.
+-- Makes another writer the owner of an open trajectory whose lease has ended, with the next lease epoch.
 --
--- From then on the run counts nothing that the old writer says of it: neither its seal nor its
--- abandoning fits the epoch. Its turns are refused when the new writer's first append, which may be
--- empty, has raised the epoch of the payload; how the two steps interleave is said in append.lua.
--- To the writer that holds the trajectory already it is given again, with the epoch it has.
+-- The old writer's seal and its abandoning no longer fit the epoch. Its turns are refused once the new
+-- writer's first append, which may be empty, has raised the epoch of the payload: see append.lua. The
+-- owner itself gets its trajectory with the epoch that it has.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] ledger  hash  trajectory id: "open:<epoch>:<writer>" becomes "open:<epoch + 1>:<new>"

@@ -3,7 +3,7 @@
 -- grant_refill, mark_dead, open_group, post_reward, post_sealed, reject_events, reserve,
 -- settle_eval, settle_group, settle_members, withdraw_plans and write_manifest: refuses a damaged
 -- counter before the first write. HINCRBY fails at a field that is no whole number, and Redis keeps
--- what the script wrote before.
+-- the earlier writes of the script.
 --
 -- Gives damaged(key, ...), an error reply that names the damaged counter of a hash: one of the named
 --       fields, or of all where none is named. nil where all are whole numbers of at most 18 digits.
