@@ -224,7 +224,7 @@ class Life:
         names = self._names
         where = (
             *(names.leader, names.frontier, names.ledger, names.groups),
-            *(names.over, names.ended, names.reasons, names.rewards, names.rewarded),
+            *(names.over, names.ended, names.reasons, names.rewards),
         )
         ended = {keys.parse_trajectory_id(each): self._ended.pop(each) for each in ids}
         record = encode_ends(compact_ends(ended))

@@ -411,7 +411,7 @@ class RunDriver:
             "times",
         ):
             content[name] = await self.client.execute_command("HGETALL", getattr(self.keys, name))
-        for name in ("deadlines", "refills", "rewarded", "leases"):
+        for name in ("deadlines", "refills", "leases"):
             content[name] = await self.client.zrange(getattr(self.keys, name), 0, -1)
         for name in ("events", "plan", "versions", "wake"):
             content[name] = await self.client.xrange(getattr(self.keys, name))

@@ -23,9 +23,7 @@ from turnstream_server.bus.queries.ledger import read_ledger_async
 pytestmark = pytest.mark.redis
 
 POSTED, DUPLICATE, LATE = RewardOutcome.POSTED, RewardOutcome.DUPLICATE, RewardOutcome.LATE
-STAGES = ("sealed", "planned", "committed", "released", "folded")
-NUM_REMEMBERED = 4096
-"""Rewards of trajectories that are not in the ledger: those of remember_rewards.lua."""
+STAGES = ("sealed", "planned", "committed", "released")
 
 # Posts the same reward twice, and says what it was answered.
 JUDGE = """
@@ -91,7 +89,7 @@ async def test_a_reward_may_come_from_a_process_that_has_written_nothing(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_reward_that_counted_stays_a_duplicate_however_late_it_comes_again(
+async def test_reward_that_counted_is_a_duplicate_while_the_ledger_has_it(
     short: Any, stage: str
 ) -> None:
     await live_until(short, stage)
@@ -131,28 +129,13 @@ async def test_reward_after_its_group_was_decided_is_late_and_counted_once(
         await short.post_reward("a", 2, 0.0)
 
 
-async def test_a_late_reward_stays_known_when_its_trajectory_leaves_the_ledger(short: Any) -> None:
-    await live_until(short, "planned")
-    await short.post_reward("a", 2, 1.0)
-    await short.fold_ends("a/2/0")
+async def test_reward_of_a_trajectory_that_left_the_ledger_is_late(short: Any) -> None:
+    await live_until(short, "folded")
 
-    assert await short.post_reward("a", 2, 1.0) is LATE
+    assert await short.post_reward("a", 0, 0.5) is LATE
 
     assert await num_late(short) == 1
-
-
-async def test_rewards_of_what_left_the_ledger_wait_to_be_forgotten(short: Any) -> None:
-    await live_until(short, "planned")
-    await short.post_reward("a", 2, 1.0)
-    await short.commit(await short.start("s"), 1)
-    await short.advance_watermark()
-
-    await short.fold_ends("a/2/0")
-    after_ends = await short.client.zrange(short.keys.rewarded, 0, -1)
-    await short.fold(1)
-
-    assert after_ends == [b"a/2/0"]
-    assert set(await short.client.zrange(short.keys.rewarded, 0, -1)) == {b"a/0/0", b"a/2/0"}
+    assert await short.client.exists(short.keys.rewards) == 0
 
 
 async def test_reward_of_an_unknown_trajectory_is_refused(short: Any) -> None:
@@ -167,19 +150,6 @@ async def test_reward_of_an_unknown_trajectory_is_refused(short: Any) -> None:
     assert await short.dump() == before
 
 
-async def test_only_the_newest_rewards_of_what_left_the_ledger_are_remembered(short: Any) -> None:
-    await live_until(short, "folded")
-    others = [f"x{number}/0/0" for number in range(NUM_REMEMBERED)]
-    await short.client.hset(short.keys.rewards, mapping=dict.fromkeys(others, "crc"))
-    await short.client.zadd(short.keys.rewarded, {**dict.fromkeys(others, 1), "a/0/0": 0})
-
-    await short.post_reward("a", 1, 1.0)
-
-    assert await short.client.zcard(short.keys.rewarded) == NUM_REMEMBERED
-    assert await short.client.hlen(short.keys.rewards) == NUM_REMEMBERED
-    assert await short.post_reward("a", 0, 0.5) is LATE  # nobody knows any more that it counted
-
-
 @pytest.mark.parametrize("stage", ["sealed", "folded"])
 async def test_reward_for_a_deleted_run_is_refused_and_writes_nothing(
     client: redis.Redis, short: Any, stage: str
@@ -191,7 +161,7 @@ async def test_reward_for_a_deleted_run_is_refused_and_writes_nothing(
         await short.post_reward("a", 0, 0.5)
 
     names = keys.run_keys(short.name)
-    assert client.exists(names.rewards, names.rewarded, names.counts, names.conflicts) == 0
+    assert client.exists(names.rewards, names.counts, names.conflicts) == 0
 
 
 async def test_reward_after_its_deadline_is_late_before_it_is_folded(

@@ -259,7 +259,7 @@ async def fold_ended(
     names = keys.run_keys(term.run)
     where = (
         *(names.leader, names.frontier, names.ledger, names.groups),
-        *(names.over, names.ended, names.reasons, names.rewards, names.rewarded),
+        *(names.over, names.ended, names.reasons, names.rewards),
     )
     command = _FOLD_ENDED(where, term.epoch, number, record, *trajectory_ids)
     return bool(await run_command_async(term.client, command))

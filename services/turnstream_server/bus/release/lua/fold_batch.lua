@@ -8,8 +8,7 @@
 --   KEYS[3] ledger    hash  removed: trajectory ids that are "planned:<step>"
 --   KEYS[4] groups    hash  removed: names of groups that are planned
 --   KEYS[5] over      hash  added: their fingerprints
---   KEYS[6] rewards   hash  read; removed: the oldest of those whose trajectory left the ledger
---   KEYS[7] rewarded  zset  added: the trajectory ids that were rewarded; the oldest go
+--   KEYS[6] rewards   hash  removed: the trajectory ids
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] step    ARGV[3] number of group names
 --   ARGV[4...] that many group names, then trajectory ids
@@ -18,13 +17,11 @@
 --   FENCED    another planner leads
 --   CONFLICT  the step is not released
 
-local OVER, REWARDS, REWARDED = KEYS[5], KEYS[6], KEYS[7]
+local OVER = KEYS[5]
 
 -- include: turnstream.store.run/slices.lua
 
 -- include: turnstream.store.run/finished_names.lua
-
--- include: turnstream.store.run/remember_rewards.lua
 
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
@@ -71,5 +68,5 @@ end
 if #ours == 0 then
   return 0
 end
-forget_rewards(ours)
+write_sliced('HDEL', KEYS[6], ours)
 return write_sliced('HDEL', KEYS[3], ours)

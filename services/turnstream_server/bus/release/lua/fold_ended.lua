@@ -10,8 +10,7 @@
 --   KEYS[5] over      hash  added: their fingerprints
 --   KEYS[6] ended     hash  added: number -> record
 --   KEYS[7] reasons   hash  changed: "<state>:<reason>" -> how many
---   KEYS[8] rewards   hash  read; removed: the oldest of those whose trajectory left the ledger
---   KEYS[9] rewarded  zset  added: the trajectory ids that were rewarded; the oldest go
+--   KEYS[8] rewards   hash  removed: the trajectory ids
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] number of the record    ARGV[3] the record
 --   ARGV[4...] trajectory ids
@@ -20,7 +19,7 @@
 --   FENCED    another planner leads
 --   CONFLICT  the number is not the next one, or a trajectory has not ended, or its group may still change
 
-local OVER, REWARDS, REWARDED = KEYS[5], KEYS[8], KEYS[9]
+local OVER = KEYS[5]
 local MOST_REASONS = 1000  -- generators make some of them up
 local IS_OVER = {planned = true, filtered = true, expired = true, incomplete = true, surplus = true,
   evaluated = true, over = true}
@@ -34,8 +33,6 @@ end
 -- include: turnstream.store.run/slices.lua
 
 -- include: turnstream.store.run/finished_names.lua
-
--- include: turnstream.store.run/remember_rewards.lua
 
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
@@ -99,7 +96,7 @@ if #dropped > 0 then
   write_sliced('HDEL', KEYS[4], dropped)
   add_finished(dropped)
 end
-forget_rewards(ids)
+write_sliced('HDEL', KEYS[8], ids)
 write_sliced('HDEL', KEYS[3], ids)
 redis.call('HSET', KEYS[6], ARGV[2], ARGV[3])
 redis.call('HSET', KEYS[2], 'ends', ARGV[2])

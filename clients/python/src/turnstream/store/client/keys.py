@@ -22,9 +22,8 @@ deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by ms of t
 clock      hash    the run's own time, independent of jumps of the store's clock: `ms` at `at_ms` of
                    the store's clock, and at most `most_ms` more, see tick_clock.lua
 refills    zset    ids of granted attempts that are not open, by when they were granted
-rewards    hash    trajectory id -> CRC of its posted reward, `late:<CRC>` after the decision of its
-                   group, `missed` after its deadline
-rewarded   zset    ids in `rewards` that are not in the ledger, by server ms: the newest 4,096
+rewards    hash    trajectory id in the ledger -> CRC of its posted reward, `late:<CRC>` after the
+                   decision of its group, `missed` after its deadline
 frontier   hash    counters of the run: stepped, committed, planned, released (the newest step whose
                    payload may be gone), folded (the newest step with a compact record), cold (the
                    newest step in a file), ends (the newest number in `ended`), live_groups,
@@ -143,7 +142,7 @@ BATCHERS = "ts:batchers"
 _GLOBAL_TYPES = {RUNS: "set", NEWS: "stream", BATCHERS: "zset"}
 
 _STREAMS = {"events", "plan", "wake", "versions", "damaged", "evalgroups"}
-_SORTED_SETS = {"leases", "deadlines", "refills", "rewarded", "rejected", "again"}
+_SORTED_SETS = {"leases", "deadlines", "refills", "rejected", "again"}
 _TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(
     r"ts:\{(?P<name>[^{}/~]+)(?P<trajectory>/[^{}/]+/\d+/\d+)?\}(?P<number>~\d+)?:(?P<part>[a-z]+)"
@@ -174,7 +173,6 @@ class RunKeys(NamedTuple):
     clock: str
     refills: str
     rewards: str
-    rewarded: str
     past: str
     ended: str
     reasons: str
@@ -237,7 +235,7 @@ class RunKeys(NamedTuple):
         """The keys of the script post_reward."""
         return (
             *(self.ledger, self.counts, self.rewards, self.deadlines, self.events),
-            *(self.conflicts, self.frontier, self.groups, self.over, self.rewarded),
+            *(self.conflicts, self.frontier, self.groups, self.over),
         )
 
     @property
@@ -245,7 +243,7 @@ class RunKeys(NamedTuple):
         """The keys of the script fold_batch."""
         return (
             *(self.leader, self.frontier, self.ledger, self.groups),
-            *(self.over, self.rewards, self.rewarded),
+            *(self.over, self.rewards),
         )
 
 

@@ -51,7 +51,7 @@ def post_reward(
 
     Returns:
         LATE if its group was decided before: it is counted and changes nothing. A DUPLICATE is
-        known while the ledger has the trajectory, and for the last few thousand released ones.
+        known while the ledger has the trajectory; later rewards are LATE.
 
     Raises:
         InvalidTurnError: there is no reward, it is not finite, or a name is invalid.

@@ -14,18 +14,16 @@
 --   KEYS[7] frontier   hash    read: whether there is such a run
 --   KEYS[8] groups     hash    read, where the ledger does not have the trajectory
 --   KEYS[9] over       hash    read then: fingerprints of finished groups
---   KEYS[10] rewarded  zset    added then: the trajectory id; the oldest go, with their rewards
 -- Arguments: ARGV[1] trajectory id    ARGV[2] CRC of the record    ARGV[3] the record
 -- Reply: "OK", "DUPLICATE" (the same was posted before), or "LATE": its group was decided before,
---        which is counted and changes nothing. Any reward of a trajectory that left the ledger long ago
---        is LATE too
+--        which is counted and changes nothing. Any reward of a trajectory that left the ledger is LATE
 -- Errors:
 --   NORUN     no such run
 --   CONFLICT  another reward was posted; or the trajectory is not sealed, or was sealed with its
 --             reward; or it was never opened
 
 local CONFLICTS, FRONTIER, GROUPS, OVER = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local REWARDS, REWARDED = KEYS[3], KEYS[10]
+local REWARDS = KEYS[3]
 local MAY_CHANGE = {open = true, decided = true, evaluating = true}
 
 if redis.call('EXISTS', FRONTIER) == 0 then
@@ -54,10 +52,6 @@ end
 
 -- include: finished_names.lua
 
--- include: slices.lua
-
--- include: remember_rewards.lua
-
 local function is_group_over()
   local group = string.match(ARGV[1], '^[^/]*')
   local entry = redis.call('HGET', GROUPS, group)
@@ -67,18 +61,12 @@ local function is_group_over()
   return is_finished_name(group)
 end
 
-local function note_late()
-  redis.call('HSET', REWARDS, ARGV[1], 'late:' .. ARGV[2])
-  redis.call('HINCRBY', KEYS[2], 'late_rewards', 1)
-end
-
 local entry = redis.call('HGET', KEYS[1], ARGV[1])
 if not entry then
   if not is_group_over() then
     return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was never opened')
   end
-  note_late()
-  remember_rewards({ARGV[1]})
+  redis.call('HINCRBY', KEYS[2], 'late_rewards', 1)
   return 'LATE'
 end
 local state, rest = string.match(entry, '^([^:]*):(.*)$')
@@ -89,7 +77,8 @@ if state == 'sealed' then
   return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was sealed with its reward')
 end
 if state ~= 'awaiting_reward' or known then
-  note_late()
+  redis.call('HSET', REWARDS, ARGV[1], 'late:' .. ARGV[2])
+  redis.call('HINCRBY', KEYS[2], 'late_rewards', 1)
   return 'LATE'
 end
 redis.call('HSET', KEYS[1], ARGV[1], 'sealed:' .. rest)
