@@ -11,8 +11,7 @@ from testkit.scripts import script_files
 FILES = [*script_files().values()]
 OF_GENERATORS = {path.name: path for path in FILES if "turnstream_server" not in path.parts}
 PARTS = (
-    *("claim_name.lua", "lease_end.lua"),
-    *("run_clock.lua", "slices.lua", "finished_names.lua", "whole_numbers.lua"),
+    *("lease_end.lua", "run_clock.lua", "slices.lua", "finished_names.lua", "whole_numbers.lua"),
 )
 """Parts that several scripts include; no script by itself."""
 NAMES = sorted({*OF_GENERATORS} - {*PARTS})

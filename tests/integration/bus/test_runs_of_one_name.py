@@ -280,26 +280,6 @@ def test_run_created_while_its_name_moves_on_is_the_newest(client: redis.Redis, 
     assert not client.exists(keys.run_keys(f"{name}~2").config)
 
 
-@pytest.mark.parametrize("is_done", [True, False])
-def test_tombstone_of_an_older_release_does_not_block_the_name(
-    client: redis.Redis, is_done: bool
-) -> None:
-    # The previous release stored no key `incarnation`: its tombstone alone says what was deleted.
-    name = next(_names)
-    deleted = keys.run_keys(name).deleted
-    client.hset(deleted, mapping={"since_ms": 1, "fence_ms": 900_000})
-    client.sadd(keys.RUNS, keys.encode_run(name))
-    if is_done:
-        client.srem(keys.RUNS, keys.encode_run(name))
-        client.pexpire(deleted, 960_000)
-
-    create_run(client, name, config())
-    done = [*(() if is_done else delete_run(client, name).runs), *delete_run(client, name).runs]
-
-    assert done == ([f"{name}~2"] if is_done else [name, f"{name}~2"])
-    assert not [run for run in list_runs(client) if run.name == name]
-
-
 @pytest.mark.parametrize("name", ["a~2", "a b~1", "~007"])
 def test_name_that_ends_like_an_id_is_refused_for_a_new_run(
     client: redis.Redis, name: str, new_run: Callable[..., str]

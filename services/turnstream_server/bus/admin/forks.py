@@ -197,7 +197,7 @@ def _make_fork(
         names = keys.run_keys(run_id)
         where = (
             *(names.frontier, names.config, names.counts, names.batches, names.snapshot),
-            *(names.versions, names.deleted, names.clock, keys.incarnation_key(run_id)),
+            *(names.versions, names.clock, keys.incarnation_key(run_id)),
         )
         return run_command(client, _FORK(where, *words, run_id.incarnation, *records))
 

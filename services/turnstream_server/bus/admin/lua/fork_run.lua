@@ -9,9 +9,8 @@
 --   KEYS[4] batches   hash    made here: the step -> "<trajectories planned up to it>:<manifest hash>"
 --   KEYS[5] snapshot  hash    made here: position 0-0, step, record: what a planner begins with
 --   KEYS[6] versions  stream  made here: "<version + 1>-0", field r = the version_announced record
---   KEYS[7] deleted   hash    read: the run is being deleted, or was
---   KEYS[8] clock     hash    made here: it stands still until a planner leads, see tick_clock.lua
---   KEYS[9] incarnation  string  read, and moved on behind a run that an older release has deleted
+--   KEYS[7] clock     hash    made here: it stands still until a planner leads, see tick_clock.lua
+--   KEYS[8] incarnation  string  read: number of the run that may be created; none: 1
 -- Arguments:
 --   ARGV[1] "<origin>:<step>:<trajectories planned up to it>:<manifest hash>"
 --   ARGV[2] config as JSON    ARGV[3] lineage    ARGV[4] groups that count as trained
@@ -22,11 +21,9 @@
 --            place of this one, negated
 -- Errors:    CONFLICT  there is another run of the name
 
--- include: turnstream.store.run/claim_name.lua
-
-local other = other_claimant(KEYS[9], KEYS[7], tonumber(ARGV[7]))
-if other then
-  return -other
+local number = tonumber(redis.call('GET', KEYS[8]) or 1)
+if number ~= tonumber(ARGV[7]) then
+  return -number
 end
 local origin = redis.call('HGET', KEYS[1], 'origin')
 if origin == ARGV[1] then
@@ -52,5 +49,5 @@ end
 local time = redis.call('TIME')
 local now_ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
 redis.call('HSET', KEYS[1], 'session_ms', now_ms)
-redis.call('HSET', KEYS[8], 'ms', now_ms, 'at_ms', now_ms, 'most_ms', 0)
+redis.call('HSET', KEYS[7], 'ms', now_ms, 'at_ms', now_ms, 'most_ms', 0)
 return 1

@@ -57,8 +57,7 @@ def create_under(
     Args:
         client: connection to the store.
         name: name of the run, without a number.
-        create: call of a script that includes claim_name.lua; repeated if another process used up
-            the number.
+        create: call of create_run or fork_run; repeated if another process used up the number.
     """
     run = find_run(client, checked_run_name(name))
     while (reply := create(run)) < 0:

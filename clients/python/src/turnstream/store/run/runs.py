@@ -67,7 +67,7 @@ def _other_config(run: str, stored: BatchingConfig, config: BatchingConfig) -> C
 def _create_command(run: RunId, config: BatchingConfig) -> Command:
     names = keys.run_keys(run)
     shared = keys.incarnation_key(run)
-    where = (names.frontier, names.config, names.counts, names.deleted, names.clock, shared)
+    where = (names.frontier, names.config, names.counts, names.clock, shared)
     return _CREATE_RUN(where, encode_config(config), run.incarnation)
 
 

@@ -7,19 +7,16 @@
 --                           session_ms
 --   KEYS[2] config    hash  made here: "1" -> the JSON, newest -> "1"
 --   KEYS[3] counts    hash  made here: accepted and open, both 0
---   KEYS[4] deleted   hash  read: the run is being deleted, or was
---   KEYS[5] clock    hash  made here: it stands still until a planner leads, see tick_clock.lua
---   KEYS[6] incarnation  string  read, and moved on behind a run that an older release has deleted
+--   KEYS[4] clock     hash  made here: it stands still until a planner leads, see tick_clock.lua
+--   KEYS[5] incarnation  string  read: number of the run that may be created; none: 1
 -- Arguments: ARGV[1] config as JSON    ARGV[2] number of this run among those of its name
 -- Reply:     the config revision, an integer; below 0, the number of the run that may be created in
 --            place of this one, negated
 -- Errors:    CONFLICT  the run exists with another config
 
--- include: claim_name.lua
-
-local other = other_claimant(KEYS[6], KEYS[4], tonumber(ARGV[2]))
-if other then
-  return -other
+local number = tonumber(redis.call('GET', KEYS[5]) or 1)
+if number ~= tonumber(ARGV[2]) then
+  return -number
 end
 local newest = redis.call('HGET', KEYS[2], 'newest')
 if newest then
@@ -35,5 +32,5 @@ redis.call('HSET', KEYS[1], 'stepped', 0, 'committed', 0, 'session_epoch', 0, 's
   'opened_groups', 0, 'closed', 0, 'session_ms', now_ms)
 redis.call('HSET', KEYS[2], '1', ARGV[1], 'newest', '1')
 redis.call('HSET', KEYS[3], 'accepted', 0, 'open', 0)
-redis.call('HSET', KEYS[5], 'ms', now_ms, 'at_ms', now_ms, 'most_ms', 0)
+redis.call('HSET', KEYS[4], 'ms', now_ms, 'at_ms', now_ms, 'most_ms', 0)
 return 1
