@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from turnstream.batching.config.declarations import checked_declarations
 from turnstream.batching.config.rules import (
@@ -10,27 +11,163 @@ from turnstream.batching.config.rules import (
     UNPLANNABLE_ESTIMATORS,
     config_problems,
 )
-from turnstream.batching.config.settings import Settings
 from turnstream.batching.config.values import (
-    CHOICES,
+    Aggregation,
+    DeadlinePolicy,
+    Estimator,
+    MaskedReward,
+    MaxAgePolicy,
+    RefillFallback,
+    RewardSource,
+    RowWeights,
+    Selection,
+    SingletonAdvantage,
+    Surplus,
     checked_factor,
     checked_seconds,
     checked_weights,
     require_at_least,
 )
+from turnstream.batching.packing.bins import OverLong
+from turnstream.batching.packing.microbatch import Budget, CostModel
 from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
+from turnstream.types import DeclaredColumn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchingConfig(Settings):
-    """Settings of a run that are valid, one by one and together.
+class BatchingConfig:
+    """Settings of a run, valid one by one and together: how its groups become the rows of a step.
 
-    The attributes are those of `turnstream.batching.config.settings.Settings`.
+    Attributes:
+        batch_groups: groups of one training step.
+        mini_batch_groups: groups of one optimizer update; divides `batch_groups`.
+        estimator: rule from rewards to advantages (turnstream.batching.scoring.advantages).
+        reward_source: origin of a trajectory's one reward. "outcome" is the reward of the seal; the
+            other two read the token rewards of the turns.
+        component_weights: (name, weight) of the reward components of `estimator="gdpo"`, two or
+            more, sorted by name; empty otherwise.
+        singleton_advantage: advantage of a group's only trajectory: 0, or its raw reward.
+        turn_weight: factor of `estimator="gigpo"` for the advantage of a turn among the group's
+            turns that began in the same state. It is added to the trajectory's advantage.
+        turn_discount: gamma of gigpo, from 0 to 1: the discount of later turns' rewards.
+        divide_by_std: whether gigpo divides by the standard deviation, like grpo, or takes the
+            difference to the mean, like dr_grpo.
+        aggregation: the loss denominator the trainer uses.
+        length_constant: tokens, the constant of `aggregation="constant"`; 0 otherwise.
+        row_weights: weight in the loss of each row of a trajectory with several rows: 1, an equal
+            share of 1, or its share of the trajectory's trained tokens (batching.filters).
+        merge: merge turns that continue each other into one row; False makes one row per turn.
+        overlong_length: response tokens above which a trajectory is too long; 0 means no limit.
+        overlong_buffer: response tokens before `overlong_length` over which the compared reward
+            falls by up to 1 (batching.filters.overlong_penalty); 0 leaves it unchanged.
+        mask_truncated: trajectories that were truncated or aborted, or are longer than
+            `overlong_length`, are in the batch with no token trained, outside every denominator.
+        masked_reward: whether the reward of such a trajectory is compared with the others of its
+            group: "keep", or "leave_out", and then a group needs two others to be trained.
+        drop_zero_variance: groups whose rewards are all equal are filtered, not trained.
+        max_staleness: steps a group may lag behind the weights it trains; bounds admission.
+        max_open_groups: limit of groups in flight, neither decided nor planned; bounds admission
+            too (batching.capacity). 0 means no limit.
+        max_samples: samples that one group may have, at most 8,192. It may be revised; open groups
+            are unchanged. Configs stored without it have the default.
+        max_age_policy: rule for tokens more than `max_staleness` steps older than the weights that
+            they train, when their batch is planned. "keep" trains them, "mask" leaves them
+            untrained, "drop" expires their group and admits another. A version that was not
+            announced is as old as the oldest announced one above it. Plans ahead of the trainer
+            count for future weights: if most groups are as old as `max_planned_ahead`,
+            `max_staleness` must be larger.
+        selection: order in which a batch takes complete groups: by opening, by the oldest version
+            of a trained token, or by completion.
+        max_planned_ahead: batches planned beyond the next step. That one is planned as soon as its
+            groups are ready. 0 if `max_staleness` is 0.
+        pad_token_id: written into padding positions; never read by the loss.
+        max_tokens_per_micro_batch: largest cost of one forward pass; 0 means no limit.
+        micro_batch_cost: cost model of a pass (batching.microbatch): rows x longest row, the sum of
+            the rows, or a * L + b * L * L summed over their lengths L.
+        cost_per_token: a of "quadratic".
+        cost_per_squared_token: b of "quadratic"; a transformer of hidden size h has b / a = 1 / 6h.
+        over_long: a row above the cost of a pass has a pass "alone", or its trajectory is not
+            trained: "refuse".
+        alignment: every row of a packed pass begins at a multiple of so many tokens
+            (batching.packed.sequence_alignment), and its cost is rounded up to them.
+        passes_multiple_of: every rank has a multiple of so many passes, for the stages of an
+            interleaved pipeline. Inert rows fill the others.
+        rows_multiple_of: the rows of a mini-batch on all ranks, inert ones included, are a multiple
+            of this and of the number of ranks.
+        extra_columns: columns that turns have in addition to tokens, sorted by name.
+        lease_s: silence after which a writer loses its open trajectories, and any other may adopt
+            them; at least 0.3.
+        takeover_s: time after that for an adoption; then they are abandoned.
+        group_deadline_s: seconds from the opening of a group, or from its newest refill, after
+            which `deadline_policy` decides it; 0 means never. Only the time with a leading batcher
+            counts, on a monotonic clock.
+        reward_deadline_s: seconds that a sealed trajectory waits for its reward, counted in the
+            same way. After them the same policy decides without it; 0 means no limit.
+        deadline_policy: rule for a group whose deadline has fired. "drop": it is incomplete.
+            "train_short": it trains with the members it has, two or more. "refill": samples that
+            ended or hang are retried. Samples that end without a valid member are retried without
+            any deadline.
+        max_refills: samples of one group that may be retried; above 0 only with "refill".
+        refill_fallback: rule for a group without refills left.
+        surplus: rule for members that are sealed after their group has all it needs. "keep": they
+            join it until it is planned.
+        retain_checkpoints: a session may start after any of the last so many committed steps; older
+            steps are released.
+        max_dead_bytes: limit for the payload of dead letters; above it the oldest are discarded.
+        max_bytes: limit of reserved and stored bytes of trajectories until they are released, with
+            4,096 more for each. Above it new groups wait, unless the trainer waits for them. 0
+            means no limit but the memory of the server.
 
     Raises:
         InvalidConfigError: a value that its setting cannot have, or a rule that is broken.
         UnsupportedEstimatorError: an estimator that a plan cannot compute.
     """
+
+    batch_groups: int
+    mini_batch_groups: int
+    estimator: Estimator = "grpo"
+    reward_source: RewardSource = "outcome"
+    component_weights: tuple[tuple[str, float], ...] = ()
+    singleton_advantage: SingletonAdvantage = "zero"
+    turn_weight: float = 1.0
+    turn_discount: float = 1.0
+    divide_by_std: bool = True
+    aggregation: Aggregation = "token_mean"
+    length_constant: int = 0
+    row_weights: RowWeights = "per_row"
+    merge: bool = True
+    overlong_length: int = 0
+    overlong_buffer: int = 0
+    mask_truncated: bool = False
+    masked_reward: MaskedReward = "keep"
+    drop_zero_variance: bool = False
+    max_staleness: int = 1
+    max_open_groups: int = 0
+    max_samples: int = 1024
+    max_age_policy: MaxAgePolicy = "keep"
+    selection: Selection = "ready_first"
+    max_planned_ahead: int = 1
+    pad_token_id: int = 0
+    max_tokens_per_micro_batch: int = 0
+    micro_batch_cost: CostModel = "padded"
+    cost_per_token: float = 1.0
+    cost_per_squared_token: float = 0.0
+    over_long: OverLong = "alone"
+    alignment: int = 1
+    passes_multiple_of: int = 1
+    rows_multiple_of: int = 1
+    extra_columns: tuple[DeclaredColumn, ...] = ()
+    lease_s: float = 60.0
+    takeover_s: float = 0.0
+    group_deadline_s: float = 0.0
+    reward_deadline_s: float = 0.0
+    deadline_policy: DeadlinePolicy = "drop"
+    max_refills: int = 0
+    refill_fallback: RefillFallback = "drop"
+    surplus: Surplus = "drop"
+    retain_checkpoints: int = 2
+    max_dead_bytes: int = 256 * 1024 * 1024
+    max_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Check every field and their combinations."""
@@ -44,7 +181,7 @@ class BatchingConfig(Settings):
             raise UnsupportedEstimatorError(
                 f"{self.estimator}: {UNPLANNABLE_ESTIMATORS[self.estimator]}"
             )
-        for name, choices in CHOICES.items():
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InvalidConfigError(
                     name, f"{getattr(self, name)!r} is not one of {', '.join(choices)}"
@@ -57,6 +194,22 @@ class BatchingConfig(Settings):
             object.__setattr__(self, name, value)
         for field, message in config_problems(self):
             raise InvalidConfigError(field, message)
+
+    @property
+    def chooses_by_event(self) -> bool:
+        """Whether the groups of a batch depend on when it is planned: see BatchDue."""
+        return self.max_age_policy != "keep" or self.selection != "ready_first"
+
+    @property
+    def budget(self) -> Budget:
+        """Return the budget of a forward pass. Rows above it are never planned."""
+        return Budget(
+            limit=self.max_tokens_per_micro_batch,
+            model=self.micro_batch_cost,
+            a=self.cost_per_token,
+            b=self.cost_per_squared_token,
+            alignment=self.alignment,
+        )
 
 
 _LEAST = {
@@ -90,4 +243,9 @@ _MOST = {
     "turn_discount": 1.0,
     "cost_per_token": 1e12,
     "cost_per_squared_token": 1e12,
+}
+_CHOICES = {
+    name: get_args(hint)
+    for name, hint in get_type_hints(BatchingConfig).items()
+    if get_origin(hint) is Literal
 }

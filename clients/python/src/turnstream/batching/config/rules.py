@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from turnstream.batching.config.settings import Settings
 from turnstream.errors import InvalidConfigError
+
+if TYPE_CHECKING:
+    from turnstream.batching.config.batching_config import BatchingConfig
 
 
 class Problem(NamedTuple):
@@ -65,7 +67,7 @@ _SHORTEST_ROW = 2
 """Tokens of the shortest row that trains: one of the prompt and one of the response."""
 
 
-def config_problems(config: Settings) -> Iterator[Problem]:
+def config_problems(config: BatchingConfig) -> Iterator[Problem]:
     """Yield every broken rule; each single value is valid already."""
     yield from _group_problems(config)
     yield from _estimator_problems(config)
@@ -76,7 +78,7 @@ def config_problems(config: Settings) -> Iterator[Problem]:
     yield from _deadline_problems(config)
 
 
-def _group_problems(config: Settings) -> Iterator[Problem]:
+def _group_problems(config: BatchingConfig) -> Iterator[Problem]:
     groups = config.batch_groups
     if config.max_samples > LARGEST_GROUP:
         yield Problem("max_samples", f"{config.max_samples} is above {LARGEST_GROUP}")
@@ -99,7 +101,7 @@ def _group_problems(config: Settings) -> Iterator[Problem]:
         )
 
 
-def _estimator_problems(config: Settings) -> Iterator[Problem]:
+def _estimator_problems(config: BatchingConfig) -> Iterator[Problem]:
     estimator, weights = config.estimator, config.component_weights
     refused = f"does not go with estimator={estimator!r}"
     if (estimator == "gdpo") != (len(weights) >= 2) or len(weights) == 1:
@@ -125,7 +127,7 @@ def _estimator_problems(config: Settings) -> Iterator[Problem]:
             yield Problem(name, f"{getattr(config, name)} {refused}: only gigpo reads it")
 
 
-def _loss_problems(config: Settings) -> Iterator[Problem]:
+def _loss_problems(config: BatchingConfig) -> Iterator[Problem]:
     aggregation, row_weights = config.aggregation, config.row_weights
     refused = f"does not go with aggregation={aggregation!r}"
     if (aggregation == "constant") != (config.length_constant > 0):
@@ -139,7 +141,7 @@ def _loss_problems(config: Settings) -> Iterator[Problem]:
         )
 
 
-def _pass_problems(config: Settings) -> Iterator[Problem]:
+def _pass_problems(config: BatchingConfig) -> Iterator[Problem]:
     limit = config.max_tokens_per_micro_batch
     for name, default in (("cost_per_token", 1.0), ("cost_per_squared_token", 0.0)):
         cost = getattr(config, name)
@@ -159,7 +161,7 @@ def _pass_problems(config: Settings) -> Iterator[Problem]:
         )
 
 
-def _length_problems(config: Settings) -> Iterator[Problem]:
+def _length_problems(config: BatchingConfig) -> Iterator[Problem]:
     length, buffer = config.overlong_length, config.overlong_buffer
     if buffer > length:
         yield Problem("overlong_buffer", f"{buffer} is more than overlong_length={length}")
@@ -174,7 +176,7 @@ def _length_problems(config: Settings) -> Iterator[Problem]:
         )
 
 
-def _age_problems(config: Settings) -> Iterator[Problem]:
+def _age_problems(config: BatchingConfig) -> Iterator[Problem]:
     policy, staleness, ahead = (
         config.max_age_policy,
         config.max_staleness,
@@ -199,7 +201,7 @@ def _age_problems(config: Settings) -> Iterator[Problem]:
         )
 
 
-def _deadline_problems(config: Settings) -> Iterator[Problem]:
+def _deadline_problems(config: BatchingConfig) -> Iterator[Problem]:
     policy = config.deadline_policy
     if (policy == "refill") != (config.max_refills > 0):
         yield Problem(
@@ -220,7 +222,7 @@ class Change(NamedTuple):
     after: Any
 
 
-def changed_settings(before: Settings, after: Settings) -> tuple[Change, ...]:
+def changed_settings(before: BatchingConfig, after: BatchingConfig) -> tuple[Change, ...]:
     """Return the settings that differ, in their order.
 
     >>> from dataclasses import replace
@@ -233,7 +235,7 @@ def changed_settings(before: Settings, after: Settings) -> tuple[Change, ...]:
     return tuple(Change(*pair) for pair in pairs if pair[1] != pair[2])
 
 
-def check_revision(before: Settings, after: Settings) -> None:
+def check_revision(before: BatchingConfig, after: BatchingConfig) -> None:
     """Refuse a change of a setting that a run keeps."""
     for change in changed_settings(before, after):
         if change.name in FIXED:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, cast
 
-from turnstream.batching.packing.bins import OverLong
-from turnstream.batching.packing.microbatch import CostModel
 from turnstream.errors import InvalidConfigError
 
 Estimator = Literal[
@@ -39,23 +37,6 @@ RowWeights = Literal["per_row", "per_trajectory", "rollout_mean"]
 MaskedReward = Literal["keep", "leave_out"]
 MaxAgePolicy = Literal["drop", "mask", "keep"]
 Selection = Literal["in_order", "oldest_weights", "ready_first"]
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "estimator": Estimator.__args__,
-    "reward_source": RewardSource.__args__,
-    "singleton_advantage": SingletonAdvantage.__args__,
-    "aggregation": Aggregation.__args__,
-    "deadline_policy": DeadlinePolicy.__args__,
-    "refill_fallback": RefillFallback.__args__,
-    "surplus": Surplus.__args__,
-    "row_weights": RowWeights.__args__,
-    "max_age_policy": MaxAgePolicy.__args__,
-    "selection": Selection.__args__,
-    "masked_reward": MaskedReward.__args__,
-    "micro_batch_cost": CostModel.__args__,
-    "over_long": OverLong.__args__,
-}
-"""The words that each such field of BatchingConfig may be."""
 
 _LONGEST_S = 30 * 86_400.0  # a longer time is a mistake in the unit
 
