@@ -54,7 +54,7 @@ COLUMNS = (
         "merge/buffers.py",
         "if bounds[-1] > np.iinfo(np.int32).max:",
         "if False:",
-        ("test_merge",),
+        ("test_columns",),
     ),
     # ----------------------------------------------------------------------------------
     # optional columns of several parts
@@ -126,7 +126,7 @@ COLUMNS = (
         "rows/assemble.py",
         "    if not parts:\n",
         "    if False:\n",
-        ("test_assemble",),
+        ("test_planning",),
     ),
     # ----------------------------------------------------------------------------------
     # router choices

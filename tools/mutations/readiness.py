@@ -17,7 +17,7 @@ READINESS = (
         "fold/readiness.py",
         "event.group_id not in self._groups and event.group_id not in self._decided",
         "event.group_id not in self._groups",
-        ("test_readiness",),
+        ("test_readiness_laws",),
     ),
     Mutation(
         "another attempt replaces a sealed sample",
@@ -31,7 +31,7 @@ READINESS = (
         "fold/readiness.py",
         "        if key in group.seen:\n",
         "        if False:\n",
-        ("test_readiness",),
+        ("test_readiness_laws",),
     ),
     Mutation(
         "the last living member of a group is trained alone",

@@ -61,7 +61,7 @@ SCORES = (
         "scoring/advantages.py",
         "np.where(loss_mask.values, per_token, np.float32(0))",
         "per_token",
-        ("test_advantages",),
+        ("test_turn_advantages",),
     ),
     Mutation(
         "GAE takes a trajectory that was split into rows",

@@ -157,13 +157,6 @@ SIZES = (
         ("test_microbatch",),
     ),
     Mutation(
-        "a row above the budget is alone though it should be refused",
-        "packing/microbatch.py",
-        'if budget.over_long == "refuse":',
-        "if False:",
-        ("test_microbatch",),
-    ),
-    Mutation(
         "the budget forgets the alignment",
         "packing/microbatch.py",
         "-(-int(length) // budget.alignment) * budget.alignment",
@@ -198,7 +191,7 @@ SIZES = (
         "packing/bins.py",
         "        if size < 1:\n",
         "        if False:\n",
-        ("test_minibatch_sizes",),
+        ("test_packing",),
     ),
     Mutation(
         "a mini-batch without rows gives ranks nothing",

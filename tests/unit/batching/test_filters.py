@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 
 from turnstream.batching.scoring.filters import (
     has_zero_variance,
-    is_cut_off,
     overlong_penalty,
     row_weights,
 )
 from turnstream.errors import BatchingError, InvalidConfigError
-from turnstream.types import Status
 
 
 def test_edge_case_40_equal_rewards_within_the_tolerance_teach_nothing() -> None:
@@ -44,10 +42,6 @@ def test_punishes_long_responses_by_the_golden_vector(num_tokens: int, expected:
 def test_refuses_a_buffer_outside_the_limit(buffer_tokens: int) -> None:
     with pytest.raises(InvalidConfigError, match="buffer_tokens"):
         overlong_penalty(5, max_tokens=100, buffer_tokens=buffer_tokens)
-
-
-def test_only_truncated_and_aborted_episodes_are_cut_off() -> None:
-    assert [status for status in Status if is_cut_off(status)] == [Status.TRUNCATED, Status.ABORTED]
 
 
 @pytest.mark.parametrize(

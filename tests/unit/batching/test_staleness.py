@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -9,27 +8,14 @@ from numpy.typing import NDArray
 from testkit import sealed, shape
 from turnstream.batching.fold.staleness import (
     VersionSteps,
-    age,
     is_wholly_of,
     tokens_of,
     version_span,
 )
 from turnstream.batching.merge.columns import TokenColumns, masked_columns
-from turnstream.errors import BatchingError
 from turnstream.types import Ragged, VersionAnnounced, VersionRun
 
 STEPS = {0: 0, 1: 1, 2: 2, 3: 2}
-
-
-def test_age_counts_steps_and_not_versions() -> None:
-    assert age(3, train_step=3, step_of_version=STEPS) == 0
-    assert age(2, train_step=3, step_of_version=STEPS) == 0
-    assert age(0, train_step=3, step_of_version=STEPS) == 2
-
-
-def test_unannounced_version_is_refused() -> None:
-    with pytest.raises(BatchingError, match="version 9 was never announced"):
-        age(9, train_step=3, step_of_version=STEPS)
 
 
 def announced(*steps: int, lineage: str = "main", into: VersionSteps | None = None) -> VersionSteps:
@@ -38,15 +24,6 @@ def announced(*steps: int, lineage: str = "main", into: VersionSteps | None = No
     for step in steps:
         versions.announce(VersionAnnounced(version=len(versions.steps), step=step, lineage=lineage))
     return versions
-
-
-def test_only_versions_above_the_greatest_age_are_old() -> None:
-    versions = announced(0, 1, 2, 2)
-
-    assert versions.older_than(1, train_step=3, among=range(4)) == {0}
-    assert versions.older_than(0, train_step=3, among=range(4)) == {0, 1}
-    assert versions.older_than(0, train_step=3, among=[1, 2]) == {1}
-    assert versions.older_than(2, train_step=3, among=range(4)) == set()
 
 
 def test_unannounced_version_is_as_old_as_the_oldest_above() -> None:
@@ -59,12 +36,6 @@ def test_unannounced_version_is_as_old_as_the_oldest_above() -> None:
     assert old(1) == {0, 10}
     assert old(0) == {0, 10, 15}
     assert versions.older_than(0, train_step=99, among=[31, 35]) == set()
-
-
-def test_version_below_dead_lineage_weights_has_their_age() -> None:
-    versions = VersionSteps({10: 5, 20: 2, 30: 3})
-
-    assert versions.older_than(1, train_step=5, among=[5, 10, 15, 20]) == {5, 15, 20}
 
 
 @given(

@@ -1,9 +1,8 @@
 """The number of groups that may start now: the rule that paces generators.
 
-A group that would be too old for training is not started. The rule is that of AReaL (Fu et al.,
-2025, section 4.1) with one correction: filtered and failed groups are subtracted again. Otherwise a
-run that filters many groups starves its trainer. `store/run/lua/open_group.lua` is the same rule
-over the numbers of a run, and `store/run/credits.py` reports its result.
+The rule is that of AReaL (Fu et al., 2025, section 4.1), but filtered and failed groups are
+subtracted again: a run that filters many groups would starve its trainer.
+`store/run/lua/open_group.lua` is the same rule over the numbers of a run.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ def capacity(
 ) -> int:
     """Return how many groups may start now without any of them growing staler than allowed.
 
-    `num_accepted` counts finished groups that were trained or can still be: not the filtered,
-    expired, dropped and abandoned ones. `max_concurrent` bounds the groups under way; 0 means no
-    limit. After all accepted groups are trained, a batch and `max_staleness` more may start, so a
-    run continues at any pass rate above 0.
+    `num_accepted` counts finished groups that were trained or can still be. `max_concurrent` bounds
+    the groups in flight; 0 means no limit.
 
     >>> capacity(version_step=3, batch_groups=8, max_staleness=2, num_accepted=27, num_running=5,
     ...          max_concurrent=100)

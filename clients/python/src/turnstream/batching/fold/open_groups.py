@@ -113,12 +113,10 @@ class OpenGroups:
             yield group_id, group.opened_by
 
     def put_back(self, groups: Iterable[WithdrawnGroup]) -> None:
-        """Put back groups whose plan is withdrawn. They come before all others.
+        """Put back groups whose plan is withdrawn, before all others.
 
-        A fold that shares this state, as after `RunFold.snapshot`, stays as it is. Decisions on
-        their samples stay: no sample joins them, and no refill replaces a dead member.
-        PlansWithdrawn judges groups with fewer members than planned again, and until then they must
-        not be planned.
+        A fold that shares this state stays as it is. No sample joins these groups, and no refill
+        replaces a dead member. PlansWithdrawn judges groups with fewer members than planned again.
         """
         members: dict[str, GroupMembers] = {}
         ready: dict[str, ReadyGroup] = {}
@@ -207,8 +205,8 @@ class OpenGroups:
     def _cut(self, group: GroupMembers) -> list[Decision]:
         """Continue without all unsealed samples, which are surplus from now on.
 
-        Where `max_open_groups` is set, the store is notified of every decided group. Otherwise it
-        is notified of each that a refill opened again, where a cut sample may have started again.
+        The store is notified where `max_open_groups` is set, or a refill had opened the group
+        again.
         """
         has_more = group.pending() or group.awaiting or group.wanted or group.granted
         if not has_more and not group.num_granted and not self._config.max_open_groups:

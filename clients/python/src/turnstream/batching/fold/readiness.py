@@ -94,8 +94,7 @@ class RunFold(OpenGroups):
     def still_holds(self, decision: Decision) -> bool:
         """Return whether a decision is to be carried out after all later events.
 
-        A refill may have been granted. A cut group may be open again for a refill, or decided again
-        by a configuration that cuts none. Drops are final.
+        Refills may have been granted, and a cut group may be open again. Drops are final.
         """
         match decision:
             case RefillWanted(key=key, number=number):
@@ -132,8 +131,7 @@ class RunFold(OpenGroups):
     def revise(self, event_id: str, config: BatchingConfig) -> list[Decision]:
         """Judge by another configuration from this event on; return the decisions.
 
-        Decided groups stay decided, except members and groups that it cannot train at all. Where
-        open groups are counted from now on, ready ones do not count any more.
+        Decided groups stay decided, except members and groups that it cannot train at all.
         """
         if config == self._config:
             return []
@@ -144,11 +142,7 @@ class RunFold(OpenGroups):
         return decisions
 
     def take(self, groups: Iterable[ReadyGroup]) -> list[Decision]:
-        """Remove groups that are in a manifest now; return their sealed members that came too late.
-
-        A second fold of the events takes a manifest's groups after its last event, before any later
-        one.
-        """
+        """Remove groups that are in a manifest now; return their members that came too late."""
         decisions: list[Decision] = []
         for group in groups:
             if self._ready.pop(group.group_id, None) is not None:
@@ -334,10 +328,7 @@ class RunFold(OpenGroups):
         return []
 
     def _judge_again(self, event_id: str, smaller: Set[str]) -> list[Decision]:
-        """Judge groups that were put back by this configuration, and those that are smaller now.
-
-        Groups that stayed ready were judged by it when it came into force.
-        """
+        """Judge groups that were put back, and those that have fewer members now."""
         decisions: list[Decision] = []
         for group_id in [*self._ready]:
             group = self._groups[group_id]

@@ -1,36 +1,20 @@
 """Age of a token: how many steps it is older than the weights it will train.
 
-A version is an integer name of weights; the run maps it to the step after which they were made.
-Age is counted in steps, not in versions: two versions of the same step are of the same age.
+A version is an integer name of weights. Age is counted in steps: the batch of step 7 trains the
+weights made after step 6, so tokens of a version made after step 5 are one step old.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from turnstream.errors import BatchingError
 from turnstream.types import SealedTrajectory, VersionAnnounced
-
-
-def age(version: int, *, train_step: int, step_of_version: Mapping[int, int]) -> int:
-    """Return the steps between the batch that trains and the weights that sampled.
-
-    The batch of step 7 trains the weights made after step 6. Version 4 was made after step 5, so
-    its tokens are one step old:
-
-    >>> age(4, train_step=7, step_of_version={4: 5})
-    1
-    """
-    if version not in step_of_version:
-        raise BatchingError(f"version {version} was never announced")
-    return train_step - 1 - step_of_version[version]
 
 
 class VersionSteps:
     """The step after which the weights of each announced version were made.
 
-    A version made after the step where a later history began is of a dead lineage. The weights that
-    train are those of the fork, and so its tokens age from there.
+    A version made after a fork's step, in the history before, ages from the fork.
 
     Attributes:
         steps: by version.
@@ -53,7 +37,7 @@ class VersionSteps:
         self.steps[announced.version] = announced.step
 
     def roll_back(self, step: int) -> None:
-        """Another history begins behind this step."""
+        """Age all versions made after this step from there."""
         self.steps = {version: min(made, step) for version, made in self.steps.items()}
 
     def older_than(self, max_age: int, *, train_step: int, among: Iterable[int]) -> frozenset[int]:
@@ -67,13 +51,11 @@ class VersionSteps:
         """
         made_by = self._made_by(set(among))
         return frozenset(
-            version
-            for version in made_by
-            if age(version, train_step=train_step, step_of_version=made_by) > max_age
+            version for version, step in made_by.items() if train_step - 1 - step > max_age
         )
 
     def _made_by(self, versions: Collection[int]) -> dict[int, int]:
-        """By which step each of these was made; without those above all that were announced."""
+        """Return the step by which each version was made; none above all announced ones."""
         made_by: dict[int, int] = {}
         oldest_above: int | None = None
         announced = sorted(self.steps)
@@ -88,7 +70,7 @@ class VersionSteps:
 
 
 def tokens_of(trajectory: SealedTrajectory, versions: Collection[int]) -> list[int]:
-    """How many trained tokens of every turn these versions sampled, by its `turn_versions`."""
+    """Return how many trained tokens of every turn these versions sampled."""
     return [
         sum([count for version, count in own if version in versions])
         for own in trajectory.turn_versions
@@ -96,10 +78,9 @@ def tokens_of(trajectory: SealedTrajectory, versions: Collection[int]) -> list[i
 
 
 def is_wholly_of(trajectory: SealedTrajectory, versions: Collection[int]) -> bool:
-    """Whether all its trained tokens have to be taken for those of these versions.
+    """Return whether all its trained tokens count as those of these versions.
 
-    So they are where one version sampled them, and where a seal of an older release names the
-    oldest version and not what it sampled.
+    An older seal names its oldest version and not the tokens that it sampled.
     """
     return not trajectory.turn_versions and trajectory.oldest_version in versions
 
@@ -107,6 +88,6 @@ def is_wholly_of(trajectory: SealedTrajectory, versions: Collection[int]) -> boo
 def version_span(
     trajectory: SealedTrajectory, *, without: Collection[int]
 ) -> tuple[int | None, int | None]:
-    """The oldest and the newest version of its trained tokens, these versions left out."""
+    """Return the oldest and newest version of its trained tokens, except these versions."""
     left = {v for own in trajectory.turn_versions for v, _ in own if v is not None} - set(without)
     return min(left, default=None), max(left, default=None)

@@ -172,7 +172,7 @@ def _on_rows(column: ExtraColumn) -> NDArray[Any]:
 
 
 def _with_inert_zeros(column: ExtraColumn, rows: Rows) -> Ragged[Any]:
-    """The column with a value for every response token, also of inert rows, which may have none."""
+    """Return the column with zeros for inert rows that have no value."""
     values, lengths_B = column.values, rows.loss_mask.lengths
     is_empty_B = rows.is_padding & (values.lengths == 0) & (lengths_B > 0)
     if not is_empty_B.any():

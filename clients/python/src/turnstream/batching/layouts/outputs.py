@@ -1,7 +1,7 @@
 """Model outputs for laid-out rows, returned as one array per row, by row id.
 
-From every layout, exactly the values of a row's response tokens return, without padding and inert
-rows. Passes and ranks finish in any order, so rows are found by their id and never by position::
+Each array has the values of a row's response tokens. Passes and ranks finish in any order, so rows
+are found by their id::
 
     parts = [response_values_packed(logprobs_N, bin) for bin, logprobs_N in ...]
     column = join_by_row_id(parts, rows)

@@ -22,9 +22,8 @@ from turnstream.types import Rows
 class Packed:
     """Rows of one bin, concatenated.
 
-    Row b is the slots `cu_seqlens[b]:cu_seqlens[b + 1]`: its tokens, then, where rows are aligned,
-    up to alignment - 1 slots of padding. The padding comes last in its own sequence, so under
-    causal attention no token sees it. All columns follow the shift rule of
+    Row b is the slots `cu_seqlens[b]:cu_seqlens[b + 1]`: its tokens, then up to alignment - 1 slots
+    of padding, which no token sees under causal attention. All columns follow the shift rule of
     `turnstream.batching.layouts.slots`.
 
     Attributes:
@@ -130,10 +129,10 @@ def line_up(
 def sequence_alignment(
     *, tensor_parallel: int = 1, context_parallel: int = 1, multiple_of: int = 1
 ) -> int:
-    """Multiple that every packed row must be long for these parallel sizes.
+    """Return the multiple that every packed row must be long for these parallel sizes.
 
-    Sequence parallelism cuts a row into `tensor_parallel` pieces; context parallelism gives every
-    rank two chunks of each, one early and one late, so that causal work is equal.
+    Sequence parallelism cuts a row into `tensor_parallel` pieces. Context parallelism gives every
+    rank an early and a late chunk of each.
 
     >>> sequence_alignment(tensor_parallel=2), sequence_alignment(tensor_parallel=2,
     ...                                                           context_parallel=4)

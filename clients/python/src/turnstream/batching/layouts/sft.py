@@ -1,9 +1,8 @@
 """Supervised rows: given token sequences and a weight for every token as a target.
 
-They are `Rows` like any others, with an advantage of 1, so that `-advantage * log-probability` is
-their cross-entropy, in every layout and by every loss. Fractions are `token_weights`, which the
-aggregation multiplies in. No token scores the first of a sequence, so it is never a target: it
-always counts as prompt, and its weight is not read.
+They are `Rows` with an advantage of 1, so that `-advantage * log-probability` is their
+cross-entropy. Fractions are `token_weights`, which the aggregation multiplies in. No token scores
+the first of a sequence, so it always counts as prompt, and its weight is not read.
 
 Shapes: B rows; K bins, W slots of a bin.
 """
@@ -63,7 +62,7 @@ def supervised_rows(
 ) -> Rows:
     """Return rows of these sequences. The prompt of each ends before its first target.
 
-    A token weight multiplies the token's cross-entropy; fractions are kept, and 0 is not learned.
+    A token weight multiplies the token's cross-entropy; a token of weight 0 is not learned.
     """
     input_ids, token_weights = flat(input_ids), flat(token_weights)
     _check(input_ids, token_weights)
@@ -75,8 +74,7 @@ def supervised_rows(
 def loss_scales(rows: Rows, *, loss_scale: LossScale) -> NDArray[np.float64]:
     """Return float64 (B,): the factor for the weights of every row.
 
-    A sum below 1 counts as 1, so that a row of little weight does not grow, and one of none does
-    not divide by 0. Fractions are summed as they are.
+    A sum below 1 counts as 1, so that a row of little weight does not grow.
     """
     return _scales(_target_weights(rows), loss_scale)
 
@@ -104,8 +102,7 @@ def bin_sequences(
 ) -> Bins:
     """Return as many bins for every rank, in shard-major order: all of rank 0, then of rank 1.
 
-    Rows are packed for the capacity, bins are split until they divide, and bin k belongs to rank
-    `k % dp_world_size`.
+    Bins are split until their number divides; bin k belongs to rank `k % dp_world_size`.
     """
     bins = pack(lengths, capacity=capacity, method=method, over_long=over_long, alignment=alignment)
     bins = grow_bins(bins, lengths, multiple_of=dp_world_size)

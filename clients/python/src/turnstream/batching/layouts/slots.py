@@ -1,11 +1,9 @@
 """Rows on a line of slots, the common part of right-padded, packed and supervised layouts.
 
-Row b takes the slots from `starts_B[b]` on, a token in each. The layouts differ in the first slots
-of the rows, and in the cuts of the line.
+Row b takes the slots from `starts_B[b]` on, a token in each.
 
 **The shift rule.** The logits of a slot score the token of the next slot. So the values of a
-response token (mask, log-probability, reward, advantage) stand one slot before it, in the slot
-that scores it::
+response token (mask, log-probability, reward, advantage) stand one slot before it::
 
     tokens      p p a b | q c       two rows, with the responses "a b" and "c"
     loss_mask   0 1 1 0   1 0
@@ -152,10 +150,10 @@ def response_lengths(rows: Rows) -> NDArray[np.int32]:
 
 
 def require_aligned(rows: Rows) -> None:
-    """Refuse rows that disagree with themselves; layouts copy bits and repair nothing.
+    """Refuse rows that disagree with themselves.
 
-    Every column has the type of `Rows` and one value per response token, and masks are 0 or 1. No
-    row trains its first token, which no token before it scores.
+    Every column has the type of `Rows` and one value per response token. Masks are 0 or 1. No row
+    trains its first token.
     """
     if rows.advantage.dtype != _FLOAT32:
         raise BatchingError(f"advantage is {rows.advantage.dtype}, not float32")

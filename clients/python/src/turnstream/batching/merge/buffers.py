@@ -1,8 +1,7 @@
-"""Several arrays in one piece of memory.
+"""Several arrays in one piece of memory, which the allocator keeps.
 
-Pieces of a few megabytes that are freed together return to the system each time. Fetching them
-again, page by page, costs several times as much as filling them. One piece stays with the
-allocator.
+Pieces of a few megabytes that are freed together return to the system. Fetching them again costs
+several times as much as filling them.
 """
 
 from __future__ import annotations

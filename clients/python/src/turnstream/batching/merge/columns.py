@@ -1,15 +1,13 @@
 """The token columns of rows, from the turns that they merge: one copy per column.
 
-A row is a prompt, a response, then for every further turn its new prompt tokens and its response.
-Turns hold exactly these pieces, so a column of all rows is one concatenation, however many turns
-there are. Tokens observed between two responses have mask 0, log-probability 0.0, reward 0.0 and no
-version.
+Turns hold the pieces of a row in order, so a column of all rows is one concatenation. Tokens
+observed between two responses have mask 0, log-probability 0.0, reward 0.0 and no version.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -79,23 +77,38 @@ def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPiece
 
 def shared_pieces(stored: Sequence[StoredTurn], index: int) -> list[NDArray[np.int32]]:
     """Return the prompt tokens that a turn shares with earlier ones, as views, first to last."""
-    pieces: list[NDArray[np.int32]] = []
-    missing, parent = stored[index].shared_tokens, stored[index].parent_turn
+
+    def own_ids(turn: int) -> tuple[int, NDArray[np.int32]]:
+        return stored[turn].shared_tokens, stored[turn].token_ids
+
+    return chained_pieces(stored, index, own_ids, field="shared_tokens")[:-1]
+
+
+def chained_pieces(
+    stored: Sequence[StoredTurn],
+    turn: int,
+    own_piece: Callable[[int], tuple[int, NDArray[Any]]],
+    *,
+    field: str,
+) -> list[NDArray[Any]]:
+    """Return all values of a turn, its parents' part first, as views.
+
+    `own_piece` returns how many values a turn shares with its parent, and the values of its own.
+    """
+    missing, values = own_piece(turn)
+    pieces = [values]
     while missing:
-        if not 0 <= parent < index:
-            raise InvalidTurnError("parent_turn", f"turn {index} follows turn {parent}")
-        turn, index = stored[parent], parent
-        own = missing - turn.shared_tokens
-        if own > len(turn.token_ids):
+        turn, child = stored[turn].parent_turn, turn
+        if not 0 <= turn < child:
+            raise InvalidTurnError("parent_turn", f"turn {child} follows turn {turn}")
+        num_shared, values = own_piece(turn)
+        if missing > num_shared + len(values):
             raise InvalidTurnError(
-                "shared_tokens",
-                f"{missing} tokens of turn {parent}, which has "
-                f"{turn.shared_tokens + len(turn.token_ids)}",
+                field, f"{missing} values of turn {turn}, which has {num_shared + len(values)}"
             )
-        if own > 0:
-            pieces.append(turn.token_ids[:own])
-            missing = turn.shared_tokens
-        parent = turn.parent_turn
+        if missing > num_shared:
+            pieces.append(values[: missing - num_shared])
+        missing = min(missing, num_shared)
     pieces.reverse()
     return pieces
 
@@ -103,8 +116,7 @@ def shared_pieces(stored: Sequence[StoredTurn], index: int) -> list[NDArray[np.i
 def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
     """Copy rows together.
 
-    `logprobs` is None if no turn has any. Where only some turns have them, a turn without has NaN
-    at its trained tokens and 0.0 elsewhere.
+    `logprobs` is None if no turn has any. Otherwise a turn without has NaN at its trained tokens.
     """
     turns = [turn for row in rows for turn in row.turns]
     offsets = np.cumsum([0, *[len(row.turns) for row in rows]])
@@ -149,8 +161,7 @@ class _Responses(NamedTuple):
 
     Attributes:
         counts: N, response tokens.
-        is_sampled: per token of the column, False where it was observed between two responses; None
-            where no token was.
+        is_sampled: per token, False where it was observed; None where none was.
     """
 
     counts: list[int]
@@ -211,8 +222,7 @@ def _write(
 ) -> None:
     """Concatenate the arrays, with zeros where tokens were observed.
 
-    Thousands of short responses are first copied together and then to their places, at a lower
-    cost than thousands of short zeros.
+    Thousands of short responses cost less in two copies than with thousands of short zeros.
     """
     counts, is_sampled = responses
     found = [*map(len, arrays)]
@@ -234,7 +244,7 @@ def _write(
 def _not_held(
     arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any], *, field: str
 ) -> InvalidTurnError:
-    """Which value of these arrays a column of this type cannot hold; a mask holds 0 and 1."""
+    """Name a value that a column of this type cannot hold; a mask holds 0 and 1."""
     for array in [array for array in arrays if array.dtype.kind in "biuf"]:
         if dtype == np.uint8:
             wrong, why = np.flatnonzero((array != 0) & (array != 1)), "is neither 0 nor 1"
@@ -286,10 +296,7 @@ def _joined_runs(
     *,
     num_rows: int,
 ) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
-    """Join neighbours of one version and one row into one run, and drop runs without a token.
-
-    The n runs are ordered by row. Some rows may have no run.
-    """
+    """Join neighbours of one version and row into one run, and drop runs without a token."""
     runs = np.array([versions, lengths, rows], np.int64)
     version_N, length_N, row_N = runs[:, runs[1] > 0]
     is_first = np.ones(len(row_N), np.bool_)

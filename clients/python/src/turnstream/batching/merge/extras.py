@@ -1,26 +1,21 @@
 """Extra columns of a turn, cut to the values that no earlier turn of the trajectory holds.
 
-The values of a turn describe its whole prompt + response, as the prompt does. In this example, the
-prompt of turn 2 extends turn 1, and only the rest is stored::
+The values of a turn describe its whole prompt + response. In this example, the prompt of turn 2
+extends turn 1, and only the rest is stored::
 
                     turn 1: prompt "ab", response "C"     turn 2: prompt "abcd", response "E"
     token           3 values                              2: of "d" and "e"
-    first_tokens    2: "a" and "b" went through the       2: of "c" and "d", not captured before
-                    model, the sampled "c" did not
+    first_tokens    2: the model read "a" and "b"         2: of "c" and "d", not captured before
     items           the 5 patches of one image            those of a second image, if there is one
     response_token  1                                     1
     row             1                                     none: it is the same
 
-**Router choices of a merged row.** Every token has the choice of the first turn of its chain that
-captured it, for nearly all tokens the turn that sampled or first saw them. The last sampled token
-of a turn went through the model only as a part of the next prompt, so its choice is the next
-turn's. Captures begin at the first token of a prompt, so a row has choices for its first tokens
-without a gap. A later capture of a token never replaces an earlier one, under which its
-log-probability was taken.
+**Router choices of a merged row.** A token keeps the choice of the first turn that captured it,
+under which its log-probability was taken. The model reads the last sampled token of a turn only
+with the next prompt, so its choice is the next turn's.
 
 **Items.** A turn without items keeps those of the tokens it shares. Items that differ from those of
-a row's last turn mean another image at the same placeholder tokens. Such a turn does not continue
-that row and shares nothing with that turn.
+a row's last turn mean another image: such a turn shares nothing with that turn.
 """
 
 from __future__ import annotations
@@ -39,9 +34,7 @@ from turnstream.batching.config.declarations import (
     no_values,
     require_declared,
 )
-from turnstream.batching.merge.merged_extras import (
-    narrowed,
-)
+from turnstream.batching.merge.merged_extras import narrowed
 from turnstream.batching.merge.prefix import PrefixMatch
 from turnstream.errors import InvalidTurnError
 from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Turn
@@ -73,8 +66,8 @@ class _Known(NamedTuple):
 class ExtraIndex:
     """Extra columns of the known turns of a trajectory, for cutting the next turn.
 
-    Turns are numbered from 0 in the order of `add`. Items are compared by SHA-256, so that no
-    image is kept.
+    Turns are numbered from 0 in the order of `add`. Items are compared by SHA-256: no image is
+    kept.
     """
 
     def __init__(self, declared: Sequence[DeclaredColumn]) -> None:
@@ -197,7 +190,7 @@ class ExtraIndex:
     def _num_shared_items(
         self, column: DeclaredColumn, values: NDArray[Any] | None, match: PrefixMatch
     ) -> int:
-        """The items that these begin with and a turn up the chain has; all of them if not given."""
+        """Return how many leading items a turn up the chain has; without values, all of its own."""
         if values is None:
             keeper = self._keeper(column, match)
             return 0 if keeper is None else self._turns[keeper].counts[column.name]

@@ -1,8 +1,7 @@
 """Extra columns of rows: put together from the stored parts of their turns, and cut again.
 
-Router choices are extra columns of extent "first_tokens". A row has the choices of its first
-tokens: the last sampled token never went through the model. Elsewhere layouts write the dummy
-choice 0, 1 .. topk-1, whose experts are distinct, as kernels require, and mark those slots.
+Router choices are columns of extent "first_tokens". Where none was captured, layouts write the
+dummy choice 0, 1 .. topk-1, whose experts are distinct, as kernels require, and mark those slots.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from turnstream.batching.config.declarations import field_of, filled, no_values, shape_of
 from turnstream.batching.merge.buffers import offsets_of
+from turnstream.batching.merge.columns import chained_pieces
 from turnstream.errors import InvalidTurnError, UnmergeableColumnError
 from turnstream.types import (
     DeclaredColumn,
@@ -111,10 +111,10 @@ def split_columns(
 def whole_extras(
     stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]
 ) -> list[dict[str, NDArray[Any]]]:
-    """Return the extra columns of every turn, whole: shared values are put back in front.
+    """Return the extra columns of every turn with the values that it shares.
 
-    A turn that left an optional column out comes back without it. Later turns may share its
-    tokens: they get the values that a row has there, which are its parent's and then the fill.
+    A turn that left an optional column out has none of it. Turns that share its tokens have the
+    fill there, as a row has.
     """
     return [
         {
@@ -179,23 +179,9 @@ def turn_pieces(
     stored: Sequence[StoredTurn], turn: int, column: DeclaredColumn
 ) -> list[NDArray[Any]]:
     """Return all values of a turn in a column, its parents' part first, as views."""
-    missing, values = _own_piece(stored[turn], column)
-    pieces = [values]
-    while missing:
-        turn, child = stored[turn].parent_turn, turn
-        if not 0 <= turn < child:
-            raise InvalidTurnError("parent_turn", f"turn {child} follows turn {turn}")
-        num_shared, values = _own_piece(stored[turn], column)
-        if missing > num_shared + len(values):
-            raise InvalidTurnError(
-                field_of(column),
-                f"{missing} values of turn {turn}, which has {num_shared + len(values)}",
-            )
-        if missing > num_shared:
-            pieces.append(values[: missing - num_shared])
-        missing = min(missing, num_shared)
-    pieces.reverse()
-    return pieces
+    return chained_pieces(
+        stored, turn, lambda index: _own_piece(stored[index], column), field=field_of(column)
+    )
 
 
 def _own_piece(turn: StoredTurn, column: DeclaredColumn) -> ExtraPiece:
@@ -249,10 +235,7 @@ def _stand_in(turn: StoredTurn, column: DeclaredColumn) -> ExtraPiece:
 def inert_columns(
     like: Mapping[str, ExtraColumn], lengths_B: Sequence[int], responses_B: Sequence[int]
 ) -> dict[str, ExtraColumn]:
-    """Return legal values for inert rows: zeros, no item, and no captured token.
-
-    `lengths_B` and `responses_B` are the tokens and response tokens of every inert row.
-    """
+    """Return zeros for inert rows of these lengths: no item, and no captured token."""
     counts: dict[str, Sequence[int]] = {
         "token": lengths_B,
         "response_token": responses_B,

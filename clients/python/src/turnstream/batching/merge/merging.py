@@ -123,9 +123,7 @@ def merge_turns(
 ) -> list[Sequence]:
     """Return the rows of one trajectory, given the full prompt of every turn, by first turn.
 
-    A prompt continues the longest row that it extends, and of equal ones the newest. Any
-    difference, or a shorter prompt, starts a new row. Arrays of the rows are views of shared
-    buffers. `turnstream.batching.merge.extras` says what a merged row has of the extra columns.
+    Arrays of the rows are views of shared buffers.
     """
     stored = store_turns(turns, extra_columns=extra_columns)
     planned = plan_sequences([turn.shape for turn in stored], merge=True)
@@ -155,10 +153,9 @@ def merge_turns(
 def split_sequences(sequences: abc.Sequence[Sequence]) -> list[Turn]:
     """Return the turns that were merged into the rows of a trajectory, in order.
 
-    Information that a row does not keep returns in its plain form: a mask of ones for none, rewards
-    of zero for none, neighbouring runs of one version as one run. A turn without log-probabilities
-    has none again, unless it has no trained token and its row has them. A left-out extra column
-    returns if its row has values for it, and one without values is left out.
+    Values that a row does not keep return in plain form: a mask of ones or rewards of 0 for none,
+    and one run for neighbours of one version. A turn without log-probabilities has none again,
+    unless it has no trained token.
     """
     turns: dict[int, Turn] = {}
     for sequence in sequences:

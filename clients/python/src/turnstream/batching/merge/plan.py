@@ -1,8 +1,4 @@
-"""The content of a manifest: the plan of a batch, made without reading a token.
-
-A plan is a pure function of the sealed trajectories (their lengths and rewards) and the run's
-configuration. The same groups always give the same batch.
-"""
+"""The content of a manifest: the plan of a batch, made without reading a token."""
 
 from __future__ import annotations
 
@@ -20,13 +16,13 @@ metrics. Before version 3 all turns of a trajectory have its advantage."""
 
 
 class SequenceShape(NamedTuple):
-    """One row to be: which turns it merges, and its lengths in tokens.
+    """One planned row: the turns that it merges, and its lengths in tokens.
 
     Attributes:
-        turns: indices of the merged turns, ascending; the first one's full prompt is the prompt.
+        turns: indices of the merged turns, ascending; the prompt is that of the first.
         prompt_length: tokens before the first response.
         num_tokens: prompt + response.
-        num_trained_tokens: response tokens with mask 1, those that the plan masks left out.
+        num_trained_tokens: response tokens with mask 1 that the plan does not mask.
     """
 
     turns: tuple[int, ...]

@@ -1,20 +1,14 @@
 """The earlier turn whose row a prompt continues, or that holds its longest beginning.
 
 A prompt continues the longest row that it holds whole and that no turn continued; of equal rows it
-continues the newest. A longer beginning of another turn does not hide such a row: a few tokens more
-are sent, and a row less is trained. Without such a row, the longest known beginning need not be
-sent again.
+continues the newest. Without such a row, the longest known beginning is not sent again.
 
-The tokens of all turns form a tree. It is kept as *lines*: stretches of tokens in one buffer each,
-which grow at their end and are never cut. A line begins where its first token differs from the one
-that was there before, at an anchor in its parent line. With one letter per token, the prompts and
-responses `ab|cd`, `abcde|f`, `abx|y` are two lines::
+The tokens of all turns form a tree of *lines*: stretches of tokens in one buffer each, which grow
+at their end. A line begins where its first token differs, at an anchor in its parent line. With one
+letter per token, the prompts and responses `ab|cd`, `abcde|f`, `abx|y` are two lines::
 
     a b c d e f        written by turn 0 (abcd) and turn 1 (ef)
         x y            anchored after "ab", written by turn 2
-
-An agent that continues its own context has all of it in one buffer, and finding the prefix is one
-comparison. A sub-agent or an edited context costs one more line.
 """
 
 from __future__ import annotations
@@ -34,14 +28,11 @@ _INT32 = np.dtype(np.int32)
 _NO_BYTES = memoryview(b"")
 
 _FIRST_BLOCK = 1024
-"""Tokens compared at first; each further block is 8 times longer.
-
-A mismatch is found after at most 8 times the tokens that agree, so linking stays linear in
-tokens."""
+"""Tokens compared at first. Each further block is 8 times longer, so linking stays linear."""
 
 
 class PrefixMatch(NamedTuple):
-    """The first `shared_tokens` tokens of a prompt are those of `parent_turn`'s prompt + response.
+    """The first `shared_tokens` tokens of a prompt are those of `parent_turn`.
 
     `parent_turn` is NO_PARENT where nothing is shared, unless it continues a row without a token.
     """
@@ -65,8 +56,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._root = _Line(None, 0)
         self._ends: list[tuple[_Line, int]] = []
-        # (line, offset, its first token) -> the line that leaves that one there. Kept here and not
-        # in lines, which would refer to each other in circles: memory is then free at once.
+        # (line, offset, first token) -> the line that branches off there. References between lines
+        # would be circles, whose memory is not freed at once.
         self._branches: dict[tuple[_Line, int, bytes], _Line] = {}
 
     def link(self, prompt_ids: NDArray[np.int32]) -> PrefixMatch:
@@ -76,10 +67,9 @@ class PrefixIndex:
     def matches(self, prompt_ids: NDArray[np.int32]) -> Iterator[PrefixMatch]:
         """Yield the possible parents of the next turn, the best first; valid until a turn is added.
 
-        First come the ends of rows that the prompt holds whole, the longest first, of equal ones
-        the newest: a turn that names one continues its row. Last comes the longest beginning that
-        earlier turns hold. Prompts and responses count alike; it may end inside either. If
-        several turns hold it, the lowest that ends there is named, otherwise the lowest of them.
+        First come the rows that the prompt holds whole, the longest first, of equal ones the
+        newest. Last comes the longest beginning, with the lowest turn that ends there, else the
+        lowest that holds it.
         """
         require_int32(prompt_ids, field="prompt_ids")
         line, offset = self._find(_bytes_of(prompt_ids))
@@ -166,8 +156,8 @@ class _Line:
 
     Attributes:
         length: in tokens.
-        tokens: their bytes, int32 each; as bytes they are compared by one call, without an array.
-        writes: (offset, turn): from there on, the tokens were written by that turn.
+        tokens: int32 each, as bytes: one call compares them.
+        writes: (offset, turn): the turn wrote the tokens from there on.
         ends: offset -> the lowest turn that ends there.
         rows: (offset, turn), ascending: ends of rows that no turn has continued.
     """
@@ -206,10 +196,7 @@ class _Line:
             line, offset = line.parent, line.depth - line.parent.depth
 
     def turn_at(self, offset: int) -> int:
-        """The lowest turn that ends at this offset > 0, else the one that wrote the token before.
-
-        Any other turn that holds that token came later.
-        """
+        """Return the lowest turn that ends at this offset > 0, else the writer before it."""
         ending = self.ends.get(offset)
         if ending is not None:
             return ending

@@ -46,8 +46,7 @@ def pack(
 ) -> Bins:
     """Return bins that hold every row once, none above the capacity but rows "alone" in one.
 
-    Every row counts as the next multiple of `alignment`, as it will be laid out. Best fit
-    decreasing packs as well as first fit decreasing, in less time.
+    Every row counts as the next multiple of `alignment`, as it will be laid out.
     """
     if capacity < 1 or alignment < 1:
         raise BatchingError(f"capacity={capacity} and alignment={alignment} must be at least 1")

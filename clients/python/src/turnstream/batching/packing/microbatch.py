@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from turnstream.batching.packing.balance import balance, largest_part
-from turnstream.batching.packing.bins import Bins, OverLong, grow_bins, pack
-from turnstream.errors import BatchingError, RowTooLongError
+from turnstream.batching.packing.bins import Bins, grow_bins, pack
+from turnstream.errors import BatchingError
 
 CostModel = Literal["packed", "padded", "quadratic"]
 
 _UNITS_PER_TOKEN = 1 << 10
-"""Costs are counted in whole units of this size, rounded up: sums of floats would depend on the
-order in which they are added, and plans have to be the same everywhere."""
+"""Costs are whole units, rounded up: a sum of floats would depend on the order of its terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +33,10 @@ class Budget:
     """Limit and cost model of one forward pass.
 
     Attributes:
-        limit: highest cost of a pass; 0 means no limit.
+        limit: highest cost of a pass; 0 means no limit. A row above it has a pass of its own.
         model: name of the cost model.
         alignment: rows count as the next multiple of this, as they will be laid out.
         a, b: factors of the quadratic model. A transformer of width h has b / a = 1 / (6 * h).
-        over_long: a row above the limit has a pass "alone", or is an error: "refuse".
     """
 
     limit: float
@@ -46,7 +44,6 @@ class Budget:
     alignment: int = 1
     a: float = 1.0
     b: float = 0.0
-    over_long: OverLong = "alone"
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -71,8 +68,8 @@ def plan_passes(
     """Return the passes of every rank, as positions in its share; every rank has as many.
 
     Ranks that need fewer passes than another split theirs. The costliest pass comes first (of
-    padded passes the one with the longest row), so that running out of memory shows at once. Shares
-    are lengths in tokens, inert rows included.
+    padded passes the one with the longest row), so that memory runs out early or never. Shares are
+    lengths in tokens, inert rows included.
 
     >>> plan_passes([[6, 5], [2, 2]], budget=Budget(limit=8, model="packed"))
     [[[0], [1]], [[0], [1]]]
@@ -101,23 +98,10 @@ def _fewest(lengths: Sequence[int], budget: Budget) -> Bins:
         return []
     if budget.limit == 0:
         return [list(range(len(lengths)))]
-    if budget.over_long == "refuse":
-        _require_within(lengths, budget)
     if budget.model == "padded":
         return _runs(_aligned(lengths, budget), limit=budget.limit)
     capacity = max(math.floor(budget.limit * _UNITS_PER_TOKEN), 1)
     return pack(row_units(lengths, budget), capacity=capacity, over_long="alone")
-
-
-def _require_within(lengths: Sequence[int], budget: Budget) -> None:
-    for row, length in enumerate(lengths):
-        cost = budget.cost([length])
-        if cost > budget.limit and budget.model == "quadratic":
-            raise BatchingError(
-                f"row {row} of {length} tokens costs {cost:g}, more than {budget.limit:g}"
-            )
-        if cost > budget.limit:
-            raise RowTooLongError(row, int(cost), int(budget.limit))
 
 
 def _aligned(lengths: Sequence[int], budget: Budget) -> list[int]:
@@ -182,8 +166,7 @@ def _split_to(passes: Bins, num_passes: int, *, lengths: Sequence[int]) -> Bins:
 def _level_summed(passes: Bins, lengths: Sequence[int], budget: Budget, *, num_passes: int) -> Bins:
     """Return so many passes: equal parts if they are better, otherwise the packed ones, split.
 
-    Parts whose largest is smaller than the largest packed pass keep to the budget like these. A
-    packed pass above the budget is a single row, and no part with it is smaller.
+    Parts whose largest is smaller than the largest packed pass keep to the budget like these.
     """
     if num_passes < 2:
         return passes

@@ -56,13 +56,10 @@ def plan_batch(
     """Return the immutable plan of one batch of these groups, in this order.
 
     Mini-batches take `mini_batch_groups` groups each; the last one of a short batch takes the rest.
-    Groups are never cut. Advantages are estimated once per trajectory, or per turn, over the whole
-    batch, in float64, and kept as float32 values.
-
-    A plan made again after a crash is the same, to the bit: it is a function of the arguments, and
-    these follow from the events alone. Age is judged by `batching.selection` and not here.
-    `chosen_at` is the BatchDue event of a chosen batch, `revised_at` the event since which the run
-    has `config`, and no token sampled by `masked_versions` is trained.
+    Advantages are estimated over the whole batch in float64, and kept as float32 values. The plan
+    is a function of the arguments, to the bit. `chosen_at` is the BatchDue event of a chosen batch,
+    `revised_at` the event since which the run has `config`, and no token sampled by
+    `masked_versions` is trained.
     """
     if not ready:
         raise BatchingError("a batch of no groups")

@@ -163,7 +163,7 @@ def _break(key: TrajectoryKey, stored: Sequence[StoredTurn], *, turn: int) -> Me
 
 
 def _token_at(stored: Sequence[StoredTurn], index: int, position: int) -> int | None:
-    """The token at this place of a turn's prompt + response; None behind its end."""
+    """Return the token at this place of a turn; None after its end."""
     while position < stored[index].shared_tokens:
         index = stored[index].parent_turn
     turn = stored[index]

@@ -1,14 +1,12 @@
 """The groups of a batch, where the choice depends on more than the order of their completion.
 
-Age grows with every step, and more groups may contain an older one. So the choice is made at an
-event, BatchDue, from the groups and versions before it. It is a function of the events alone::
+The choice is made at an event, BatchDue, from the groups and versions before it::
 
     BatchDue(step) ──> groups whose tokens are too old ──> expired
                        the first of the others, in the run's order ──> chosen for this step
 
-A choice stands until its plan is written, or until one of its groups changes: a member died or
-joined it. Then another event makes another. Too few groups are no choice: those that are too old
-expire all the same, and their places in the run are free for others.
+A choice stands until its plan is written, or until a member of its groups dies or joins. With too
+few groups there is no choice, but those that are too old expire all the same.
 """
 
 from __future__ import annotations

@@ -46,10 +46,9 @@ def assemble_rows(
 ) -> Rows:
     """Return the merged rows of these groups in the plan's order, with ids from `first_row_id`.
 
-    `logprobs` is None if no turn has any. Where only some turns have them, the others have NaN at
-    their trained tokens and 0.0 elsewhere. `advantages` is None if no turn has one of its own. The
-    tokens of a turn are trained in one row, however many others have them in their prompts. All
-    rows have all `extra_columns`, which are in order of name.
+    `logprobs` is None if no turn has any, otherwise NaN at trained tokens of turns without.
+    `advantages` is None if no turn has one of its own. All rows have all `extra_columns`, in order
+    of name.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     pieces: list[RowPieces] = []

@@ -1,8 +1,8 @@
 """Shares of a mini-batch: the rows of every rank, and their forward passes.
 
-Everything is a pure function of the rows' lengths and of `dp_world_size`, so any replica cuts the
-same way, and every rank knows the shares of the others. All ranks get equally many rows and equally
-many micro-batches, or their collectives would wait for one another. Inert rows fill the gaps.
+Everything is a pure function of the rows' lengths and of `dp_world_size`, so all replicas cut the
+same way. All ranks get equally many rows and micro-batches, or their collectives would wait for
+one another. Inert rows fill the gaps.
 """
 
 from __future__ import annotations
@@ -56,11 +56,10 @@ def cut_ranks(
     multiple_of: int = 1,
     budget: Budget = _TOKENS,
 ) -> list[list[int]]:
-    """Row positions of every rank, ascending; positions from B on stand for inert rows.
+    """Return row positions of every rank, ascending; positions from B on stand for inert rows.
 
-    Each rank gets the same number of rows, at least one, and about as much work: the better of
-    both methods of `turnstream.batching.packing.balance`. Ranks come in the order of their first
-    rows.
+    Each rank gets the same number of rows, at least one, and about as much work. Ranks come in the
+    order of their first rows.
 
     >>> cut_ranks(np.array([8, 7, 6, 5, 4]), dp_world_size=2)
     [[0, 2, 5], [1, 3, 4]]

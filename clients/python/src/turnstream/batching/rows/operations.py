@@ -1,8 +1,7 @@
 """Tinker-style forward_backward calls as rows, the passes they share, and the answer of each.
 
-An operation brings its own data: tokens, one target for each, and the inputs of its loss. Losses
-are sums over the positions of an operation. So operations share a pass only where their loss and
-its settings are equal, and each is answered with its own sums. A bad operation is refused alone.
+Operations share a pass only where their loss and its settings are equal, and each is answered with
+its own sums. A bad operation is refused alone.
 """
 
 from __future__ import annotations

@@ -88,11 +88,9 @@ def inert_rows(
     has_logprobs: bool,
     extras: Mapping[str, ExtraColumn] = _NO_EXTRAS,
 ) -> Rows:
-    """Rows that are computed and count nowhere: two tokens, mask 0, no reward, weight 0.
+    """Return rows that count nowhere: two tokens, mask 0, no reward, weight 0.
 
-    They copy nothing of a real row. Each is a group of its own, named by its row id. They have a
-    logprob column where the other rows have one, and the extra columns of the others, as
-    `inert_columns` makes them.
+    Each is a group of its own, named by its row id. They have the columns that the other rows have.
     """
     num_rows = len(row_ids)
     ones = np.arange(num_rows + 1, dtype=np.int32)

@@ -1,8 +1,7 @@
 """Advantages: how good every trajectory was, compared with the others of its group.
 
-There is one number per trajectory, whatever the number of its rows. With gigpo there is one per
-turn. R is the reward of a trajectory, a group is a visit of a prompt, n counts its members.
-Estimators that need tokens are in `token_advantages`. All numbers are float64::
+There is one number per trajectory, with gigpo one per turn. R is the reward of a trajectory, a
+group is a visit of a prompt, n counts its members. All numbers are float64::
 
     grpo                   (R - mean) / (std + 1e-6), std over n - 1 (arXiv:2402.03300)
     grpo_population        the same, std over n
@@ -15,13 +14,11 @@ Estimators that need tokens are in `token_advantages`. All numbers are float64::
                            group that began in the same state (arXiv:2505.10978): see `gigpo`
     gdpo                   sum over named rewards of weight * grpo, then over the batch
                            (A - mean) / (std + 1e-6), std over n - 1 (arXiv:2601.05242)
-    reinforce_pp           R, then whitened over the trained tokens of the batch; gamma is 1 and the
-                           reward comes at the end, so every token has the same return
-                           (arXiv:2501.03262)
+    reinforce_pp           R, whitened over the trained tokens of the batch; gamma is 1, so every
+                           token has the same return (arXiv:2501.03262)
     reinforce_pp_baseline  R - mean, then whitened likewise
 
-A group of one has no other member to compare. Its advantage is 0, or its raw reward by setting.
-Equal rewards give exactly 0, also where their mean is rounded.
+The advantage in a group of one is 0, or its raw reward by setting. Equal rewards give exactly 0.
 """
 
 from __future__ import annotations
@@ -102,9 +99,8 @@ def gigpo(
 
     GiGPO (arXiv:2505.10978). The discounted return of a turn is compared with those of the turns of
     the group that began in the same state. A state seen once gives 0. All later turns of the
-    trajectory follow a turn, in order, whatever their context. Each turn counts once, also where
-    several branches continue it and where none of its tokens is trained. `rewards` (n,) are those
-    of the whole trajectories, `turn_rewards` and `anchors` hold one value per turn of each.
+    trajectory follow a turn, in order. `rewards` (n,) are those of the whole trajectories;
+    `turn_rewards` and `anchors` hold one value per turn of each.
 
     With rewards 1 and 0 at the end, two turns each, and both in state "s" first:
 

@@ -1,9 +1,8 @@
 """Denominators of a loss, and the check that every rank runs on its share.
 
-A mini-batch is cut over ranks and micro-batches. Each computes the sum of its own token losses,
-divided by these *global* numbers, and the parts are added. So the loss does not depend on how the
-rows were cut, packed, padded or ordered. Here w is a row's weight, l its token losses and T its
-trained tokens. Sums are over rows::
+Each rank and micro-batch divides its own token losses by these *global* numbers, and the parts are
+added. So the loss does not depend on how the rows were cut, packed, padded or ordered. Here w is a
+row's weight, l its token losses and T its trained tokens. Sums are over rows::
 
     token_mean             w * sum(l) / num_tokens
     seq_mean_token_sum     w * sum(l) / weight_sum
@@ -12,10 +11,8 @@ trained tokens. Sums are over rows::
     rollout_mean           w * sum(l) / tokens of the trajectory / num_trajectories
     prompt_mean            w * sum(l) / tokens of the group / num_groups
 
-The `weight_sum` adds the weights of the counted rows. With weights of 1 it is `num_sequences`, and
-where the weights of a trajectory's rows add up to 1 it is `num_trajectories`. All other
-aggregations take weights of 1 only: see BatchingConfig.row_weights. Rows without a trained token,
-and inert rows, are not counted.
+The `weight_sum` adds the weights of the counted rows. The aggregations without it take weights of 1
+only: see BatchingConfig.row_weights. Inert rows and rows without a trained token are not counted.
 """
 
 from __future__ import annotations
@@ -94,8 +91,7 @@ def num_trained(rows: Rows) -> NDArray[np.int64]:
 def require_denominator(denominators: Denominators, *, aggregation: Aggregation) -> None:
     """Refuse an aggregation for which a run ships no denominator.
 
-    A count may be 0 only in a mini-batch without a trained token. A `weight_sum` of 0 is accepted:
-    rows that weigh nothing have a loss of 0.
+    A count may be 0 only in a mini-batch without a trained token. A `weight_sum` of 0 is accepted.
     """
     if aggregation == "constant" and not denominators.length_constant:
         others = ", ".join(name for name in get_args(Aggregation) if name != "constant")

@@ -1,7 +1,4 @@
-"""Filters of finished trajectories, by reward, status and length, and the weights of rows.
-
-The caller counts everything dropped here with its reason.
-"""
+"""Filters of finished trajectories, by reward, status and length, and the weights of rows."""
 
 from __future__ import annotations
 
@@ -20,21 +17,17 @@ ZERO_VARIANCE_TOLERANCE = 1e-6
 """Rewards closer than this are equal: shaped rewards of the same outcome differ by rounding."""
 
 
-def has_zero_variance(
-    rewards: Sequence[float], *, tolerance: float = ZERO_VARIANCE_TOLERANCE
-) -> bool:
-    """Whether a group teaches nothing: all its rewards are equal (DAPO, Yu et al. 2025, eq. 11).
-
-    A group of one has no variance to speak of and is kept: it is insufficient, not uninformative.
+def has_zero_variance(rewards: Sequence[float]) -> bool:
+    """Return whether all rewards are equal (DAPO, Yu et al. 2025, eq. 11); False for one reward.
 
     >>> has_zero_variance([1.0, 1.0]), has_zero_variance([1.0, 0.0]), has_zero_variance([1.0])
     (True, False, False)
     """
-    return len(rewards) > 1 and max(rewards) - min(rewards) <= tolerance
+    return len(rewards) > 1 and max(rewards) - min(rewards) <= ZERO_VARIANCE_TOLERANCE
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
-    """Soft punishment of long responses, to be added to the reward (DAPO, eq. 13).
+    """Return the penalty of a long response, to be added to the reward (DAPO, eq. 13).
 
     0 up to `max_tokens - buffer_tokens`, then falling linearly to -1 at `max_tokens`.
 
@@ -47,29 +40,16 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
     return max(min(-excess / buffer_tokens, 0.0), -1.0)
 
 
-def is_cut_off(status: Status) -> bool:
-    """Whether the episode ended before the policy meant it to, so its last tokens mislead.
-
-    A run may mask such a trajectory: its tokens are not trained, while its reward may stay in the
-    group's baseline. Whether it does is declared, since the advantages differ.
-    """
-    return status in (Status.TRUNCATED, Status.ABORTED)
-
-
 def row_weights(
     kind: RowWeights, *, trajectory_B: NDArray[np.integer], num_trained_B: NDArray[np.integer]
 ) -> NDArray[np.float32]:
-    """Weight of every row, so that a trajectory split into rows counts as its user wants.
+    """Return the weight of every row, float32 (B,).
 
     With two rows of 3 and 1 trained tokens, and a trajectory of one row::
 
         per_row          1     1     1      every row alike
         per_trajectory   1/2   1/2   1      every trajectory alike, its rows alike
-        rollout_mean     3/4   1/4   1      every trajectory alike, its tokens alike: splitting a
-                                            trajectory does not change a mean over its tokens
-
-    Returns:
-        float32 (B,).
+        rollout_mean     3/4   1/4   1      every trajectory alike, its tokens alike
     """
     if len(trajectory_B) != len(num_trained_B):
         raise BatchingError(f"{len(trajectory_B)} trajectories for {len(num_trained_B)} rows")
@@ -88,12 +68,12 @@ def num_response_tokens(trajectory: SealedTrajectory) -> int:
 
 
 def is_masked(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
-    """Whether no token of it is trained, because it was cut off or is too long."""
+    """Return whether no token of it is trained: it was cut off, or is too long."""
     if not config.mask_truncated:
         return False
     limit = config.overlong_length
     is_overlong = limit > 0 and num_response_tokens(trajectory) > limit
-    return is_overlong or is_cut_off(trajectory.status)
+    return is_overlong or trajectory.status in (Status.TRUNCATED, Status.ABORTED)
 
 
 def is_compared(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:

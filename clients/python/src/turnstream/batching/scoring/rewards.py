@@ -27,10 +27,9 @@ def trajectory_reward(trajectory: SealedTrajectory, *, source: RewardSource) -> 
 
 
 def planned_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
-    """The reward that goes into the plan of a trajectory without a `reward_problem`.
+    """Return the reward in the plan of a trajectory without a `reward_problem`.
 
-    With gdpo it is the weighted sum of the components. Where the run punishes long responses, the
-    penalty is in it: the token rewards of the rows are what they were.
+    With gdpo it is the weighted sum of the components. Otherwise it includes the length penalty.
     """
     if config.estimator == "gdpo":
         components = trajectory.reward_components
@@ -63,7 +62,7 @@ def length_penalty(trajectory: SealedTrajectory, config: BatchingConfig) -> floa
 
 
 def with_posted_reward(sealed: SealedTrajectory, posted: RewardPosted) -> SealedTrajectory:
-    """A trajectory that was sealed without its reward, with the one that came; it waits no more."""
+    """Return the trajectory with the reward that was posted after its seal."""
     components = {**sealed.reward_components, **posted.reward_components}
     return replace(
         sealed,
@@ -115,7 +114,7 @@ def _turn_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
 
 
 def _sum(values: Sequence[float]) -> float:
-    """Exact; NaN where infinities of both signs, or too large numbers, have no sum."""
+    """Return the exact sum; NaN where there is none."""
     try:
         return math.fsum(values)
     except (ValueError, OverflowError):

@@ -31,14 +31,12 @@ _Value = TypeVar("_Value")
 def sum_up(
     trajectories: Iterable[tuple[SealedTrajectory, float | None]], *, onto: Figures | None = None
 ) -> Figures:
-    """The figures of these trajectories, each with its reward, behind those of `onto`.
+    """Return the figures of these trajectories, each with its reward, added to those of `onto`.
 
     Metrics 2.0 and 4.0 named "turns", and tags "env" of "maze" with rewards 1.0 and 0.0::
 
         metrics  turns: 2 trajectories, total 6.0 (mean 3.0), 2.0 to 4.0
         tags     env: maze: 2 trajectories, reward_total 1.0 (reward_mean 0.5)
-
-    Summed in parts, one onto the other, they are the same.
     """
     known = onto or Figures()
     metrics, tags = dict(known.metrics), dict(known.tags)

@@ -1,11 +1,8 @@
 """Advantages that differ from token to token of a trajectory: GAE and REINFORCE++ returns.
 
-They follow the chain of a trajectory's trained tokens. Tokens in between (tool output, user turns)
-are not part of it: values and advantages are carried over them unchanged, they cost no discount,
-and a reward that stands on one counts for the trained token before it. With mask 1, 1, 0, 0, 1 the
-third trained token follows the second at once.
-
-A trajectory that was split into several rows has its chain cut, so these estimators refuse it.
+They follow the chain of a trajectory's trained tokens. Values and advantages are carried over the
+tokens in between unchanged, at no discount, and a reward on one counts for the trained token before
+it. A trajectory that was split into several rows has its chain cut, so it is refused.
 """
 
 from __future__ import annotations
@@ -86,9 +83,9 @@ def token_returns(
 
 
 def whiten_tokens(values: Ragged[np.float32], *, loss_mask: Ragged[np.uint8]) -> Ragged[np.float32]:
-    """(x - mean) / sqrt(var + 1e-8) over trained tokens only, 0.0 on all others.
+    """Return (x - mean) / sqrt(var + 1e-8) over trained tokens only, 0.0 on all others.
 
-    Padding and observed tokens are in neither mean nor variance. Pass the rows of all ranks.
+    Pass the rows of all ranks.
     """
     values, loss_mask = flat(values), flat(loss_mask)
     is_trained = loss_mask.values.astype(np.bool_)
@@ -147,10 +144,10 @@ class _Chain:
         return sums.astype(np.float64)
 
     def sum_ahead(self, values: FloatArray, *, decay_B: FloatArray) -> FloatArray:
-        """x_t = values_t + decay * x_(t+1) inside each row.
+        """Return x_t = values_t + decay * x_(t+1) inside each row.
 
-        Each pass doubles how far a token has looked ahead, so there are log2(longest row) passes
-        over flat arrays and no loop over tokens.
+        Each pass doubles how far a token has looked ahead: log2(longest row) passes over flat
+        arrays.
         """
         sums = values.copy()
         reach_decay = np.repeat(decay_B, self._num_trained_B)
