@@ -13,12 +13,10 @@ from testkit import assert_same, rows, spell, trajectory_plan, turn
 from testkit.strategies import chains, trees
 from turnstream.batching.merge.merging import merge_turns, plan_sequences, store_turns
 from turnstream.batching.merge.plan import GroupPlan, TrajectoryPlan
-from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
-from turnstream.errors import BatchingError, CorruptRecordError, InvalidTurnError
+from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows
+from turnstream.errors import CorruptRecordError
 from turnstream.store.client.keys import trajectory_id
 from turnstream.types import Ragged, Rows, Status, StoredTurn, TrajectoryKey, Turn, VersionRun
-
-TEXTS = ("trajectory_id", "group_id", "prompt_uid", "status")
 
 Payload = Mapping[TrajectoryKey, Sequence[StoredTurn]]
 
@@ -97,16 +95,6 @@ def test_rows_carry_what_the_plan_says_of_their_trajectory() -> None:
     assert assembled.status == ["truncated"]
     assert (assembled.reward[0], assembled.advantage[0], assembled.weight[0]) == (0.25, -0.5, 0.5)
     assert not assembled.is_padding[0]
-
-
-def test_rows_of_a_trajectory_have_their_planned_weight() -> None:
-    key = TrajectoryKey("g", sample=0)
-    plan, stored = planned(key, BROKEN, weights=(0.25, 0.75))
-    group = GroupPlan(group_id="g", prompt_uid="", trajectories=(plan,))
-
-    assembled = assemble_rows([group], {key: stored}, first_row_id=0)
-
-    assert (assembled.weight.dtype, assembled.weight.tolist()) == (np.float32, [0.25, 0.75])
 
 
 def test_masked_trajectory_keeps_all_tokens_and_trains_none() -> None:
@@ -195,12 +183,6 @@ def test_every_column_has_its_promised_type() -> None:
             assert ours.dtype == theirs.dtype, name
 
 
-def test_where_no_turn_has_logprobs_there_is_no_column() -> None:
-    group, payload = build(CHAIN, BROKEN)
-
-    assert assemble_rows([group], payload, first_row_id=0).logprobs is None
-
-
 def test_rows_without_logprobs_beside_others_have_nan_where_they_are_trained() -> None:
     group, payload = build([turn("ab", "CdE", logprobs=-0.5)], [turn("ab", "CdE")])
 
@@ -218,14 +200,6 @@ def test_version_runs_cover_the_response_with_minus_one_for_observed() -> None:
 
     assert assembled.run_versions[0].tolist() == [3, -1, 4]
     assert assembled.run_counts[0].tolist() == [2, 2, 1]
-
-
-def test_neighbouring_runs_of_one_version_are_one() -> None:
-    group, payload = build([turn("ab", "CD", version=3), turn("abcd", "E", version=3)])
-
-    assembled = assemble_rows([group], payload, first_row_id=0)
-
-    assert (assembled.run_versions[0].tolist(), assembled.run_counts[0].tolist()) == ([3], [3])
 
 
 def test_case_16_token_rewards_of_all_merged_turns_are_kept() -> None:
@@ -270,33 +244,8 @@ def test_refuses_tokens_of_other_lengths_than_planned(field: str) -> None:
         assemble_rows([replace(group, trajectories=(wrong,))], payload, first_row_id=0)
 
 
-def test_refuses_an_array_that_is_not_aligned_with_its_response() -> None:
-    group, payload = build([turn("ab", "CD")])
-    (key,) = payload
-    wrong = [replace(payload[key][0], logprobs=np.zeros(3, np.float32))]
-
-    with pytest.raises(InvalidTurnError, match="logprobs: 3 values for 2 response tokens"):
-        assemble_rows([group], {key: wrong}, first_row_id=0)
-
-
 # --------------------------------------------------------------------------------------
 # rows of rows
-
-
-def test_takes_rows_in_any_order() -> None:
-    batch = rows("abC", "xYz", "uV")
-
-    taken = take_rows(batch, [2, 0])
-
-    assert spell(taken) == ["uV", "abC"]
-    assert taken.row_id.tolist() == [2, 0]
-    assert taken.trajectory_id == ["g0/2/0", "g0/0/0"]
-
-
-def test_takes_no_rows() -> None:
-    taken = take_rows(rows("abC"), [])
-
-    assert (len(taken), taken.input_ids.offsets.tolist()) == (0, [0])
 
 
 def test_parts_without_logprobs_get_nan_beside_parts_with() -> None:
@@ -305,23 +254,6 @@ def test_parts_without_logprobs_get_nan_beside_parts_with() -> None:
     assert joined.logprobs is not None
     np.testing.assert_array_equal(joined.logprobs[0], np.array([-0.5, 0], np.float32))
     np.testing.assert_array_equal(joined.logprobs[1], np.array([np.nan, 0, np.nan], np.float32))
-
-
-def test_no_parts_are_refused() -> None:
-    with pytest.raises(BatchingError, match="no rows"):
-        concatenate_rows([])
-
-
-@given(st.lists(st.text("aB", min_size=1, max_size=5), min_size=1, max_size=6), st.data())
-def test_cutting_and_joining_is_the_identity(texts: list[str], data: st.DataObject) -> None:
-    batch = rows(*texts)
-    cut = data.draw(st.integers(0, len(texts)))
-
-    joined = concatenate_rows(
-        [take_rows(batch, range(cut)), take_rows(batch, range(cut, len(texts)))]
-    )
-
-    assert_same(joined, replace(batch, **{name: list(getattr(batch, name)) for name in TEXTS}))
 
 
 # --------------------------------------------------------------------------------------
@@ -346,29 +278,3 @@ def test_stored_turns_assemble_to_the_merge_of_whole_turns(
     for found, row in zip(assembled.logprobs or [], merged, strict=False):
         missing = np.where(row.loss_mask, np.float32(np.nan), np.float32(0))
         np.testing.assert_array_equal(found, missing if row.logprobs is None else row.logprobs)
-
-
-@given(st.lists(trees(), min_size=1, max_size=4))
-def test_every_sampled_token_is_trained_exactly_once(episodes: list[tuple[Turn, ...]]) -> None:
-    group, payload = build(*episodes)
-
-    assembled = assemble_rows([group], payload, first_row_id=0)
-
-    sampled = sum(
-        len(own.response_ids) if own.loss_mask is None else int(own.loss_mask.sum())
-        for turns in episodes
-        for own in turns
-    )
-    assert int(assembled.loss_mask.values.sum()) == sampled
-    assert int(assembled.run_counts.values.sum()) == len(assembled.loss_mask.values)
-
-
-@given(st.lists(chains(), min_size=1, max_size=4))
-def test_a_chain_keeps_every_token_once(episodes: list[tuple[Turn, ...]]) -> None:
-    # Each prompt of a chain holds everything before it, so its last context is all of its tokens.
-    group, payload = build(*episodes)
-
-    assembled = assemble_rows([group], payload, first_row_id=0)
-
-    ends = [len(turns[-1].prompt_ids) + len(turns[-1].response_ids) for turns in episodes]
-    assert [len(row) for row in assembled.input_ids] == ends

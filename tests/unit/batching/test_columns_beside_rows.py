@@ -16,20 +16,6 @@ BATCH = rows("abC", "a|bCD")
 VALUES = Ragged.from_rows([[1], [2, 3, 4]], np.int64)
 
 
-def test_it_is_right_aligned_like_the_response() -> None:
-    placed = left_padded_column(VALUES, BATCH, response_width=4)
-
-    assert (placed.tolist(), placed.dtype) == ([[0, 0, 0, 1], [0, 2, 3, 4]], np.int64)
-
-
-def test_a_value_may_be_several_numbers() -> None:
-    pairs = Ragged.from_rows([[[1, 2]], [[3, 4], [5, 6], [7, 8]]], np.float32)
-
-    padded = left_padded_column(pairs, BATCH, response_width=3)
-
-    assert padded[0].tolist() == [[0, 0], [0, 0], [1, 2]]
-
-
 def test_another_number_of_values_than_response_tokens_is_refused() -> None:
     short = Ragged.from_rows([[1], [2]], np.int64)
 

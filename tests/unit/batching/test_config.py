@@ -235,11 +235,6 @@ def test_useless_or_contradicting_settings_of_long_responses_are_refused(
         make(**fields)
 
 
-@pytest.mark.parametrize("fields", [{"overlong_buffer": 2}, {"mask_truncated": True}])
-def test_a_limit_of_length_may_punish_or_mask(fields: dict[str, Any]) -> None:
-    assert make(overlong_length=4, **fields).overlong_length == 4
-
-
 @pytest.mark.parametrize("name", ["drop", "mask"])
 @pytest.mark.parametrize(
     ("fields", "reason"),
@@ -317,9 +312,3 @@ def test_impossible_deadlines_and_policies_are_refused(fields: dict[str, Any], f
 @pytest.mark.parametrize("field", ["group_deadline_s", "reward_deadline_s"])
 def test_groups_train_short_after_a_deadline_of_either_kind(field: str) -> None:
     assert make(deadline_policy="train_short", **{field: 1}).deadline_policy == "train_short"
-
-
-def test_seconds_are_floats_also_where_they_are_whole() -> None:
-    config = make(group_deadline_s=60)
-
-    assert repr(config.group_deadline_s) == "60.0"

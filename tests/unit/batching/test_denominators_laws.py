@@ -131,29 +131,6 @@ def batches(draw: st.DrawFn) -> Rows:
     return rows(*["x|" + text for text in texts], group_ids=names)
 
 
-@given(batches(), st.sampled_from(MODES), st.integers(1, 9), st.integers(0, 30))
-def test_the_loss_does_not_depend_on_ranks_micro_batches_or_padding(
-    batch: Rows, mode: Aggregation, dp_world_size: int, max_tokens: int
-) -> None:
-    def token_losses(share: Rows) -> list[list[float]]:
-        return [
-            [float(row_id * 7 + t) for t in range(length)]
-            for row_id, length in zip(share.row_id.tolist(), share.loss_mask.lengths, strict=True)
-        ]
-
-    total = 0.0
-    for dp_rank in range(dp_world_size):
-        share = rank_share(batch, dp_rank=dp_rank, dp_world_size=dp_world_size, **CUT)
-        passes = budgeted_passes(
-            batch, dp_rank=dp_rank, dp_world_size=dp_world_size, budget=Budget(limit=max_tokens)
-        )
-        for positions in passes:
-            part = take_rows(share, positions)
-            total += loss(part, token_losses(part), mode, of=batch, constant=5)
-
-    assert total == pytest.approx(loss(batch, token_losses(batch), mode, of=batch, constant=5))
-
-
 @given(batches(), st.integers(1, 9))
 def test_denominators_counted_over_ranks_are_those_of_the_whole(batch: Rows, world: int) -> None:
     shares = [rank_share(batch, dp_rank=r, dp_world_size=world, **CUT) for r in range(world)]

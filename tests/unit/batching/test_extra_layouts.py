@@ -41,17 +41,6 @@ def lists(column: PlacedColumn) -> Any:
     return column.values.tolist()
 
 
-def test_left_padded_columns_end_in_the_last_column() -> None:
-    placed = left_padded_extras(BATCH, width=4, response_width=2)
-
-    assert lists(placed["positions"]) == [
-        [[0, 0, 0], [10, 11, 12], [13, 14, 15], [16, 17, 18]],
-        [[0, 0, 0], [0, 0, 0], [19, 20, 21], [22, 23, 24]],
-    ]
-    assert lists(placed["teacher"]) == [[0.0, -0.5], [0.0, 0.0]]
-    assert lists(placed["style"]) == [7, 0]
-
-
 def test_case_11_routes_are_at_the_first_tokens_with_dummies_elsewhere() -> None:
     # As in the reference: lengths 2 + 1 with 2 captured, and 1 + 3 with 4.
     captured = extra_column("first_tokens", np.full((6, 1, 2), 3, np.uint8), [0, 2, 6])
@@ -83,33 +72,6 @@ def test_items_stand_in_order_and_are_counted_by_row() -> None:
     assert lists(images) == [[0.0, 1.0], [2.0, 3.0]]
     assert images.num_items_B is not None
     assert images.num_items_B.tolist() == [2, 0]
-
-
-def test_right_padded_responses_stand_where_they_are_scored() -> None:
-    placed = right_padded_extras(BATCH, width=4)
-
-    assert lists(placed["positions"])[0][0] == [10, 11, 12]
-    assert lists(placed["teacher"]) == [[0.0, -0.5, 0.0, 0.0], [0.0] * 4]
-    assert lists(placed["routes"])[0] == [[[1, 2]], [[3, 4]], PAIR, PAIR]
-
-
-def test_packed_bins_have_the_values_of_their_rows_in_their_order() -> None:
-    first, second = packed_extras(BATCH, bins=[[1, 0], []], alignment=4)
-
-    assert lists(first["positions"])[4] == [10, 11, 12]
-    assert lists(first["teacher"]) == [0.0, 0.0, 0.0, 0.0, 0.0, -0.5, 0.0, 0.0]
-    assert lists(first["routes"]) == [*[PAIR] * 4, [[1, 2]], [[3, 4]], PAIR, PAIR]
-    assert lists(first["style"]) == [0, 7]
-    assert lists(first["images"]) == [[0.0, 1.0], [2.0, 3.0]]
-    assert [len(column.values) for column in second.values()] == [0] * 5
-
-
-def test_jagged_columns_have_a_value_for_every_token_and_none_for_padding() -> None:
-    placed = jagged_extras(BATCH)
-
-    assert lists(placed["positions"]) == np.arange(10, 25).reshape(5, 3).tolist()
-    assert lists(placed["teacher"]) == [-0.5, 0.0]
-    assert lists(placed["routes"]) == [[[1, 2]], [[3, 4]], PAIR, PAIR, PAIR]
 
 
 def test_rows_without_extra_columns_have_none_in_any_layout() -> None:

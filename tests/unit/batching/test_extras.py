@@ -60,17 +60,6 @@ def test_position_ids_of_shared_tokens_travel_once_and_concatenate_along_the_row
     assert row.extras["positions"].values.tolist() == positions.tolist()
 
 
-def test_teacher_logprobs_have_the_declared_fill_on_observed_tokens() -> None:
-    turns = [
-        with_columns(turn("ab", "CD"), teacher=np.array([-1, -2], np.float32)),
-        with_columns(turn("abcdef", "G"), teacher=np.array([-3], np.float32)),
-    ]
-
-    rows = merge_turns(turns, extra_columns=[TEACHER])
-
-    assert column_of(rows, "teacher") == [[-1.0, -2.0, -9.0, -9.0, -3.0]]
-
-
 def test_a_token_has_the_choice_of_the_first_turn_that_captured_it() -> None:
     # "c" was sampled last by turn 0 and went through the model as a part of the prompt of turn 1;
     # what turn 1 captured of "a" and "b" again does not count.
@@ -87,34 +76,6 @@ def test_a_token_has_the_choice_of_the_first_turn_that_captured_it() -> None:
     assert row.extras["routes"].ends == (2, 4)
 
 
-def test_uncaptured_turn_leaves_no_gap_after_a_later_capture() -> None:
-    optional = replace(ROUTES, is_optional=True)
-    turns = [
-        with_columns(turn("ab", "C"), routes=routes(1, 2)),
-        turn("abcd", "E"),
-        with_columns(turn("abcdef", "G"), routes=routes(91, 92, 3, 4, 5)),
-    ]
-
-    (row,) = merge_turns(turns, extra_columns=[optional])
-
-    assert row.extras["routes"].values.tolist() == routes(1, 2, 3, 4, 5).tolist()
-    assert row.extras["routes"].ends == (2, 2, 5)
-
-
-def test_images_concatenate_in_order_and_travel_once() -> None:
-    turns = [
-        with_columns(turn("ab", "C"), images=images(1)),
-        with_columns(turn("abcd", "E"), images=images(1, 2, 3)),
-    ]
-
-    stored = store_turns(turns, extra_columns=[IMAGES])
-    (row,) = merge_turns(turns, extra_columns=[IMAGES])
-
-    assert stored[1].extras["images"].num_shared == 1
-    assert stored[1].extras["images"].values.tolist() == images(2, 3).tolist()
-    assert row.extras["images"].values.tolist() == images(1, 2, 3).tolist()
-
-
 def test_turn_without_items_keeps_those_of_its_shared_tokens() -> None:
     first = with_columns(turn("ab", "C"), images=images(1))
     turns = [first, turn("abcd", "E"), turn("abx", "Y"), turn("qr", "S")]
@@ -123,15 +84,6 @@ def test_turn_without_items_keeps_those_of_its_shared_tokens() -> None:
 
     assert spell(rows) == ["abCdE", "abxY", "qrS"]
     assert column_of(rows, "images") == [images(1).tolist(), images(1).tolist(), []]
-
-
-def test_a_row_may_get_its_first_items_in_a_later_turn() -> None:
-    turns = [turn("ab", "C"), with_columns(turn("abcd", "E"), images=images(1))]
-
-    rows = merge_turns(turns, extra_columns=[IMAGES])
-
-    assert spell(rows) == ["abCdE"]
-    assert column_of(rows, "images") == [images(1).tolist()]
 
 
 def test_prompt_that_diverges_in_a_turn_without_new_items_keeps_them() -> None:
@@ -179,20 +131,6 @@ def test_case_21_routes_and_images_are_carried_through_the_merge() -> None:
     assert spell([row]) == ["abCdE"]
     assert row.extras["routes"].values.tolist() == routes(1, 2, 3, 4).tolist()
     assert row.extras["images"].values.tolist() == images(1, 2).tolist()
-
-
-def test_other_image_after_equal_tokens_starts_its_own_row() -> None:
-    turns = [
-        with_columns(turn("ab", "C"), images=images(1)),
-        with_columns(turn("abcd", "E"), images=images(2)),
-    ]
-
-    stored = store_turns(turns, extra_columns=[IMAGES])
-    rows = merge_turns(turns, extra_columns=[IMAGES])
-
-    assert (stored[1].parent_turn, stored[1].shared_tokens) == (NO_PARENT, 0)
-    assert spell(rows) == ["abC", "abcdE"]
-    assert column_of(rows, "images") == [images(1).tolist(), images(2).tolist()]
 
 
 def test_case_11_negative_choice_is_refused() -> None:
@@ -281,27 +219,6 @@ def test_values_that_no_earlier_turn_holds_are_not_made_whole(held: int | None) 
 
     with pytest.raises(InvalidTurnError, match="2 values of turn 0, which has"):
         whole_extras(stored, [replace(IMAGES, is_optional=True)])
-
-
-def test_row_with_the_same_image_is_continued_among_equal_tokens() -> None:
-    # The tokens name one row of the two, and that one shows another image.
-    given = [("ab", "C", 1), ("ab", "C", 2), ("abcx", "Y", 1), ("abcx", "Z", 2)]
-    turns = [with_columns(turn(p, r), images=images(number)) for p, r, number in given]
-
-    rows = merge_turns(turns, extra_columns=[IMAGES])
-
-    assert [row.turns for row in rows] == [(0, 2), (1, 3)]
-    assert column_of(rows, "images") == [images(1).tolist(), images(2).tolist()]
-
-
-def test_items_of_an_earlier_ancestor_are_not_those_of_the_parent() -> None:
-    given = [("ab", "C", 1), ("abx", "Y", 2), ("abxq", "Z", 1)]
-    turns = [with_columns(turn(p, r), images=images(number)) for p, r, number in given]
-
-    rows = merge_turns(turns, extra_columns=[IMAGES])
-
-    assert spell(rows) == ["abC", "abxY", "abxqZ"]
-    assert column_of(rows, "images") == [images(number).tolist() for *_, number in given]
 
 
 def test_case_21_differing_value_per_row_is_refused_with_column_and_turns() -> None:

@@ -12,17 +12,6 @@ from turnstream.batching.merge.buffers import flat
 from turnstream.types import Ragged, Rows
 
 
-def test_tokens_and_responses_have_their_own_offsets() -> None:
-    made = jagged(rows("abC", "a|bCD", advantages=[2.0, -1.0]))
-
-    assert made.input_ids_N.tolist() == [97, 98, 99, 97, 98, 99, 100]
-    assert made.position_ids_N.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert (made.offsets.tolist(), made.response_offsets.tolist()) == ([0, 3, 7], [0, 1, 4])
-    assert made.loss_mask_M.tolist() == [1, 0, 1, 1]
-    assert made.advantages_M.tolist() == [2, 0, -1, -1]
-    assert not np.signbit(made.advantages_M[1])
-
-
 def test_every_response_token_is_scored_by_the_token_before_it() -> None:
     made = jagged(rows("abC", "a|bCD"))
 

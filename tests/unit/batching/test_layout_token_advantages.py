@@ -41,15 +41,6 @@ def trained_advantages(batch: Rows) -> list[list[float]]:
     return [values[mask].tolist() for values, mask in columns]
 
 
-def test_they_stand_right_aligned_at_the_trained_tokens():
-    advantages = Ragged.from_rows([[0.5, np.nan, -1.5], [2.0]], np.float32)
-    batch = replace(rows("abCdE", "f|G", advantages=[9, 9]), advantages=advantages)
-
-    padded = left_padded(batch, width=6, response_width=4, pad_token_id=0)
-
-    assert padded.advantages_BR.tolist() == [[0, 0.5, 0, -1.5], [0, 0, 0, 2.0]]
-
-
 @given(batch=scored_rows(), data=st.data())
 def test_every_layout_has_the_same_ones(batch: Rows, data: st.DataObject):
     number = st.floats(-9, 9, width=32) | st.just(np.nan)

@@ -104,13 +104,6 @@ def test_a_missing_logprob_stays_missing() -> None:
     assert np.isnan(logprobs_BR).tolist() == [[False, True]]
 
 
-def test_advantages_stand_on_trained_tokens_only() -> None:
-    padded = pad(rows("x|AbC", "x|D", advantages=[-2.0, 3.0]))
-
-    assert padded.advantages_BR.tolist() == [[-2, 0, -2], [0, 0, 3]]
-    assert not np.signbit(padded.advantages_BR[0, 1])
-
-
 def test_weights_of_tokens_stand_where_their_tokens_are() -> None:
     weights = Ragged.from_rows([[0.5, 2.0], [0.25]], np.float32)
 
@@ -143,12 +136,6 @@ def test_a_response_longer_than_its_width_is_refused() -> None:
         pad(rows("ab|C", "a|BC"), response_width=1)
 
     assert caught.value.args == (1, 2, 1)
-
-
-def test_no_rows_make_empty_rectangles() -> None:
-    padded = pad(rows(), width=4, response_width=2)
-
-    assert (padded.input_ids_BT.shape, padded.rewards_BR.shape) == ((0, 4), (0, 2))
 
 
 @pytest.mark.parametrize("width", [32_767, 32_768, 40_000])

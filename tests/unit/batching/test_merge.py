@@ -40,24 +40,6 @@ def test_case_12_a_prompt_that_extends_everything_continues_the_row() -> None:
     assert row.rewards.tolist() == [0, 0, 0, 0, 1]
 
 
-def test_case_13_a_prompt_of_exactly_everything_continues_without_a_gap() -> None:
-    rows = merge_turns([FIRST, turn("abcd", "G", logprobs=-0.3)])
-
-    assert spell(rows) == ["abCDG"]
-
-
-def test_case_14_a_prompt_that_extends_the_prompt_alone_starts_a_row() -> None:
-    rows = merge_turns([FIRST, turn("abef", "G", logprobs=-0.3)])
-
-    assert spell(rows) == ["abCD", "abefG"]
-
-
-def test_case_15_a_shorter_prompt_starts_a_row() -> None:
-    rows = merge_turns([FIRST, turn("a", "G", logprobs=-0.3)])
-
-    assert spell(rows) == ["abCD", "aG"]
-
-
 def test_case_16_scalar_rewards_of_merged_turns_are_summed() -> None:
     # The reference keeps only the last: merged [1.0], split [.25, 1.0]. A reward of ours stands on
     # its turn's last token, so that a row holds the sum of its turns' rewards, however it is split.
@@ -78,11 +60,19 @@ def test_case_17_token_rewards_of_three_turns_accumulate() -> None:
     assert rewards(rows) == [[0, 0, 0, 0, 1, 0, 2]]
 
 
-def test_case_18_a_row_after_a_break_grows_itself() -> None:
-    rows = merge_turns([turn("ab", "CD"), turn("x", "Y"), turn("xyz", "U")])
-
-    assert spell(rows) == ["abCD", "xYzU"]
-    assert [row.turns for row in rows] == [(0,), (1, 2)]
+@pytest.mark.parametrize(
+    ("later", "expected"),
+    [
+        ([("abcd", "G")], ["abCDG"]),  # case 13: exactly everything
+        ([("abef", "G")], ["abCD", "abefG"]),  # case 14: the prompt alone
+        ([("a", "G")], ["abCD", "aG"]),  # case 15: a shorter prompt
+        ([("x", "Y"), ("xyz", "U")], ["abCD", "xYzU"]),  # case 18: a row after a break
+    ],
+)
+def test_cases_13_14_15_18_prompt_continues_only_the_row_that_it_holds(
+    later: list[tuple[str, str]], expected: list[str]
+) -> None:
+    assert spell(merge_turns([turn("ab", "CD"), *[turn(*each) for each in later]])) == expected
 
 
 def test_case_19_trajectories_whose_tokens_chain_never_merge() -> None:
@@ -169,70 +159,12 @@ def _last(response: str, value: float) -> NDArray[np.float32]:
 # the tree
 
 
-def test_alternating_agents_make_a_row_each() -> None:
-    turns = [turn("ab", "C"), turn("xy", "Z"), turn("abcd", "E"), turn("xyzu", "V")]
-
-    rows = merge_turns(turns)
-
-    assert spell(rows) == ["abCdE", "xyZuV"]
-    assert [row.turns for row in rows] == [(0, 2), (1, 3)]
-
-
-def test_a_branch_trains_the_shared_turn_once() -> None:
-    rows = merge_turns([turn("ab", "CD"), turn("abcde", "F"), turn("abcdx", "Y")])
-
-    assert spell(rows) == ["abCDeF", "abcdxY"]
-
-
-def test_samples_of_one_context_make_a_row_each_and_one_continues() -> None:
-    rows = merge_turns([turn("ab", "CD"), turn("ab", "CE"), turn("abcef", "G")])
-
-    assert spell(rows) == ["abCD", "abCEfG"]
-
-
-def test_newest_of_two_equal_rows_is_continued() -> None:
-    rows = merge_turns([turn("ab", "CD"), turn("ab", "CD"), turn("abcde", "F")])
-
-    assert [row.turns for row in rows] == [(0,), (1, 2)]
-
-
-def test_turn_without_a_response_is_continued() -> None:
-    # The row of a partial response whose continuation was aborted before its first token was left,
-    # and a second begun: one more sequence in every mean over sequences.
-    rows = merge_turns([turn("ab", "C"), turn("abc", ""), turn("abcd", "E")])
-
-    assert spell(rows) == ["abCdE"]
-    assert [row.turns for row in rows] == [(0, 1, 2)]
-
-
-def test_rows_are_ordered_by_their_first_turn() -> None:
-    rows = merge_turns([turn("ab", "C"), turn("xy", "Z"), turn("abc", "D")])
-
-    assert [row.turns[0] for row in rows] == [0, 1]
-
-
 def test_without_merging_every_turn_is_a_row() -> None:
     shapes = [shape(2, 3), shape(1, 2, parent=0, shared=5, trained=1)]
 
     rows = plan_sequences(shapes, merge=False)
 
     assert rows == (SequenceShape((0,), 2, 5, 3), SequenceShape((1,), 6, 8, 1))
-
-
-def test_planned_rows_have_the_lengths_of_their_turns() -> None:
-    shapes = [
-        shape(2, 3),
-        shape(1, 2, parent=0, shared=5, trained=1),
-        shape(0, 4, parent=0, shared=4),
-    ]
-
-    rows = plan_sequences(shapes, merge=True)
-
-    assert rows == (SequenceShape((0, 1), 2, 8, 4), SequenceShape((2,), 4, 8, 4))
-
-
-def test_no_turns_make_no_rows() -> None:
-    assert merge_turns([]) == []
 
 
 @pytest.mark.parametrize("field", ["logprobs", "loss_mask", "rewards"])

@@ -83,17 +83,6 @@ def test_agrees_with_merging_lists_token_by_token(turns: tuple[Turn, ...]) -> No
 
 
 @given(trees(max_turns=6))
-def test_every_array_of_a_row_has_its_promised_type(turns: tuple[Turn, ...]) -> None:
-    for row in merge_turns(turns):
-        assert (row.input_ids.dtype, row.loss_mask.dtype, row.rewards.dtype) == (
-            np.int32,
-            np.uint8,
-            np.float32,
-        )
-        assert row.logprobs is None or row.logprobs.dtype == np.float32
-
-
-@given(trees(max_turns=6))
 def test_every_sampled_token_is_trained_exactly_once(turns: tuple[Turn, ...]) -> None:
     rows = merge_turns(turns)
 

@@ -176,25 +176,11 @@ def test_case_33_outputs_of_padded_mini_batches_are_joined_by_row_id() -> None:
 # cutting
 
 
-def test_the_longest_rows_go_to_the_lightest_rank() -> None:
-    assert cut_ranks(np.array([8, 7, 6, 5, 4, 3]), dp_world_size=2) == [[0, 3, 4], [1, 2, 5]]
-
-
-def test_ties_go_to_the_lower_row_and_the_lower_rank() -> None:
-    assert cut_ranks(np.array([5, 5, 5, 5]), dp_world_size=2) == [[0, 2], [1, 3]]
-
-
 def test_the_golden_vector_of_equal_counts() -> None:
     # Longest first by equal count: sums 23 and 12, whatever the part they are in.
     ranks = cut_ranks(np.array([1, 2, 3, 4, 5, 20]), dp_world_size=2)
 
     assert ranks == [[0, 1, 5], [2, 3, 4]]
-
-
-def test_a_rank_keeps_the_order_of_the_rows_with_inert_ones_last() -> None:
-    parts = shares(FIVE, 2)
-
-    assert [part.row_id.tolist() for part in parts] == [[0, 3, 4], [1, 2, -4294967297]]
 
 
 def test_a_mini_batch_without_rows_gives_every_rank_an_inert_one() -> None:
@@ -227,33 +213,11 @@ def test_numbers_that_leave_no_id_are_refused(name: tuple[int, int, int]) -> Non
 # micro-batches
 
 
-def test_without_a_limit_a_rank_computes_all_rows_at_once() -> None:
-    assert budgeted_passes(FIVE, dp_rank=0, dp_world_size=1, budget=Budget(limit=0)) == (
-        (0, 1, 2, 3, 4),
-    )
-
-
 def test_a_pass_costs_its_rows_times_the_longest() -> None:
     # Lengths 3, 6, 2, 3, 2 and 6 positions: two rows of 3, two of 2, one of 6; the longest first.
     passes = budgeted_passes(FIVE, dp_rank=0, dp_world_size=1, budget=Budget(limit=6))
 
     assert passes == ((1,), (0, 3), (2, 4))
-
-
-def test_a_row_above_the_limit_has_a_pass_of_its_own() -> None:
-    passes = budgeted_passes(FIVE, dp_rank=0, dp_world_size=1, budget=Budget(limit=4))
-
-    assert passes == ((1,), (0,), (3,), (2, 4))
-
-
-def test_a_rank_with_fewer_passes_splits_its_own() -> None:
-    batch = rows("abcdeF", "abcdeF", "aB", "aB")
-
-    by_rank = [
-        budgeted_passes(batch, dp_rank=r, dp_world_size=2, budget=Budget(limit=6)) for r in range(2)
-    ]
-
-    assert by_rank == [((0,), (1,)), ((0,), (1,))]
 
 
 # --------------------------------------------------------------------------------------
@@ -290,31 +254,6 @@ def test_a_share_holds_its_rows_unchanged(responses: list[str], world: int) -> N
         real = [position for position, is_inert in enumerate(part.is_padding) if not is_inert]
         found = take_rows(part, real)
         assert_same(found, take_rows(batch, found.row_id.tolist()))
-
-
-@given(texts, st.integers(1, 12), st.integers(0, 30))
-def test_all_ranks_have_equally_many_passes_and_each_row_once(
-    responses: list[str], world: int, max_tokens: int
-) -> None:
-    batch = rows(*responses)
-
-    passes = [
-        budgeted_passes(batch, dp_rank=r, dp_world_size=world, budget=Budget(limit=max_tokens))
-        for r in range(world)
-    ]
-
-    assert len({len(of_rank) for of_rank in passes}) == 1
-    for part, of_rank in zip(shares(batch, world), passes, strict=True):
-        assert sorted(row for rows_of_pass in of_rank for row in rows_of_pass) == list(
-            range(len(part))
-        )
-        lengths = lengths_of(part)
-        for own in of_rank:
-            cost = len(own) * max(lengths[row] for row in own)
-            assert max_tokens == 0 or cost <= max_tokens or len(own) == 1
-        assert [max(lengths[row] for row in own) for own in of_rank] == sorted(
-            (max(lengths[row] for row in own) for own in of_rank), reverse=True
-        )
 
 
 def slow_cut(lengths: list[int], world: int) -> list[list[int]]:
@@ -370,10 +309,3 @@ def test_share_of_a_rank_is_cut_by_its_pass_budget() -> None:
 
         assert sorted(only_pass) == list(range(len(share)))
         assert lengths_of(share) == ([100, 10, 10, 10], [60, 59, 41, 10])[dp_rank]
-
-
-def test_equal_rows_give_equal_shares_on_every_process() -> None:
-    again = replace(FIVE, row_id=FIVE.row_id.copy())
-
-    for ours, theirs in zip(shares(FIVE, 3), shares(again, 3), strict=True):
-        assert_same(ours, theirs)

@@ -42,25 +42,6 @@ def test_sizes_below_one_are_refused() -> None:
         rows_multiple(dp_world_size=8, passes_multiple_of=0)
 
 
-def test_multiple_of_two_worlds_divides_rows_for_both() -> None:
-    batch = rows(*["aB"] * 7)
-    multiple = rows_multiple(dp_world_size=4, mini_batch_rows=6)
-
-    policy = shares(batch, 4, multiple_of=multiple)
-    critic = shares(batch, 6, multiple_of=multiple)
-
-    assert [len(share) for share in policy] == [3] * 4
-    assert [len(share) for share in critic] == [2] * 6
-    of_policy = sorted(row_id for share in policy for row_id in share.row_id.tolist())
-    assert of_policy == sorted(row_id for share in critic for row_id in share.row_id.tolist())
-
-
-def test_the_only_rank_is_padded_too_where_something_else_has_to_divide() -> None:
-    [share] = shares(rows("aB", "aB", "aB"), 1, multiple_of=2)
-
-    assert share.is_padding.tolist() == [False, False, False, True]
-
-
 def test_a_multiple_that_divides_already_adds_nothing() -> None:
     batch = rows("aB", "aB")
 
@@ -166,8 +147,3 @@ def test_every_rank_knows_the_passes_of_all(
 def test_rows_for_no_rank_or_a_multiple_of_nothing_are_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(BatchingError, match=r"=0 .*must be at least 1"):
         cut_ranks(np.array([2]), **sizes)
-
-
-def test_a_share_of_a_multiple_of_nothing_is_refused() -> None:
-    with pytest.raises(BatchingError, match="multiple_of=0 must be at least 1"):
-        shares(rows("aB"), 1, multiple_of=0)

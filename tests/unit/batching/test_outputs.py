@@ -70,25 +70,6 @@ def test_case_46_a_response_of_no_token_has_no_value() -> None:
     assert values_of(found) == {3: []}
 
 
-def test_right_padded_values_stand_one_column_before_their_tokens() -> None:
-    values_BT = np.arange(8, dtype=np.float32).reshape(2, 4)
-
-    found = response_values_right_padded(
-        values_BT, row_ids=[5, 6], prompt_lengths=[2, 1], response_lengths=[1, 3]
-    )
-
-    assert values_of(found) == {5: [1], 6: [4, 5, 6]}
-
-
-def test_packed_values_are_those_of_their_bin() -> None:
-    first, second = packed(rows("abC", "aBC", "abcD"), bins=[[1, 2], [0]], pad_token_id=0)
-
-    found = response_values_packed(np.arange(7, dtype=np.float32), first)
-
-    assert values_of(found) == {1: [0, 1], 2: [5]}
-    assert values_of(response_values_packed(np.arange(3, dtype=np.float32), second)) == {0: [1]}
-
-
 def test_a_first_token_that_nothing_scores_is_not_a_number() -> None:
     batch = rows("|aB")
     [one] = packed(batch, bins=[[0]], pad_token_id=0)
@@ -101,15 +82,6 @@ def test_a_first_token_that_nothing_scores_is_not_a_number() -> None:
 
     for found in (from_packed, from_padded):
         np.testing.assert_array_equal(found[0], np.array([np.nan, 8], np.float32))
-
-
-def test_rows_are_joined_by_id_whatever_the_order_of_the_parts() -> None:
-    batch = rows("aB", "aBC", "abC", is_padding=[False, False, True])
-    parts = [{1: np.array([5.0, 6.0], np.float32)}, {0: np.array([4.0], np.float32)}]
-
-    joined = join_by_row_id(parts, batch)
-
-    assert [row.tolist() for row in joined] == [[4], [5, 6], [0]]
 
 
 @pytest.mark.parametrize(

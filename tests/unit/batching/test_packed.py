@@ -26,50 +26,6 @@ def pack_all(batch: Rows, *, alignment: int = 1) -> Packed:
     return only
 
 
-def test_rows_follow_each_other_with_positions_from_0() -> None:
-    made = pack_all(rows("abC", "aB"))
-
-    assert made.input_ids_N.tolist() == [97, 98, 99, 97, 98]
-    assert made.position_ids_N.tolist() == [0, 1, 2, 0, 1]
-    assert (made.cu_seqlens.tolist(), made.cu_seqlens.dtype) == ([0, 3, 5], np.int32)
-    assert made.max_length == 3
-
-
-def test_a_slot_scores_the_token_in_the_next_one_of_its_row() -> None:
-    batch = replace(
-        rows("a|bCD", "aB", advantages=[2.0, -3.0]),
-        rewards=Ragged.from_rows([[0, 0, 1], [0.5]], np.float32),
-    )
-
-    made = pack_all(batch)
-
-    assert made.loss_mask_N.tolist() == [0, 1, 1, 0, 1, 0]
-    assert made.advantages_N.tolist() == [0, 2, 2, 0, -3, 0]
-    assert not np.signbit(made.advantages_N[5])
-    assert made.rewards_N.tolist() == [0, 0, 1, 0, 0.5, 0]
-    assert made.logprobs_N is not None
-    assert made.logprobs_N.tolist() == [0, -0.5, -0.5, 0, -0.5, 0]
-
-
-def test_rows_begin_at_multiples_of_the_alignment() -> None:
-    made = pack_all(rows("abC", "aB"), alignment=4)
-
-    assert made.input_ids_N.tolist() == [97, 98, 99, PAD, 97, 98, PAD, PAD]
-    assert made.position_ids_N.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert made.cu_seqlens.tolist() == [0, 4, 8]
-    assert made.length_B.tolist() == [3, 2]
-    assert made.loss_mask_N.tolist() == [0, 1, 0, 0, 1, 0, 0, 0]
-
-
-def test_every_bin_holds_its_rows_in_its_order_and_counts_from_0() -> None:
-    first, second = packed(rows("aB", "abC", "x|y"), bins=[[2, 0], [1]], pad_token_id=0)
-
-    assert (first.row_id_B.tolist(), second.row_id_B.tolist()) == ([2, 0], [1])
-    assert (first.cu_seqlens.tolist(), second.cu_seqlens.tolist()) == ([0, 2, 4], [0, 3])
-    assert first.prompt_length_B.tolist() == [1, 1]
-    assert first.response_length_B.tolist() == [1, 1]
-
-
 def test_bins_of_nothing_are_empty() -> None:
     assert packed(rows("aB"), bins=[], pad_token_id=0) == []
     [empty] = packed(rows("aB"), bins=[[]], pad_token_id=0)

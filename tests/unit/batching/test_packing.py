@@ -74,16 +74,6 @@ def test_modified_first_fit_decreasing_pairs_large_rows_with_the_largest_medium_
     assert bins == [[0, 2], [1, 3, 6], [4, 5]]
 
 
-def test_modified_first_fit_decreasing_adds_two_small_rows_without_a_medium_one() -> None:
-    # Capacity 20: 11 is large; 4, 4 and 5 are small (above 3, at most 6).
-    lengths = [11, 4, 4, 5]
-
-    bins = pack(lengths, capacity=20, method="modified_first_fit_decreasing")
-
-    # The smallest (row 2, the later of the equal ones) and the largest that still fits (row 3).
-    assert bins == [[0, 2, 3], [1]]
-
-
 def test_modified_first_fit_decreasing_takes_a_third_of_the_capacity_for_small() -> None:
     # Capacity 24: 7 is small (at most 8), so it does not go beside the large row in its turn.
     bins = pack([13, 7, 5, 5], capacity=24, method="modified_first_fit_decreasing")
@@ -116,12 +106,6 @@ def test_edge_case_42_even_packer_of_the_reference_is_capped_by_chance() -> None
     assert passes == [[0, 4], [2, 3], [1]]
 
 
-def test_bins_grow_to_the_least_number_asked_for() -> None:
-    grown = grow_bins([[0, 1, 2, 3]], [4, 3, 2, 1], multiple_of=2, at_least=3)
-
-    assert grown == [[0], [3], [1], [2]]
-
-
 @pytest.mark.parametrize("multiple_of", [0, -2])
 def test_refuses_a_multiple_below_one(multiple_of: int) -> None:
     with pytest.raises(BatchingError, match=f"multiple_of={multiple_of} must be at least 1"):
@@ -148,10 +132,6 @@ def test_row_above_the_capacity_is_refused() -> None:
     assert caught.value.args == (1, 11, 10)
 
 
-def test_a_row_above_the_capacity_may_be_alone_and_is_never_cut() -> None:
-    assert pack([4, 11, 6], capacity=10, over_long="alone") == [[2, 0], [1]]
-
-
 @pytest.mark.parametrize(("capacity", "alignment"), [(0, 1), (4, 0)])
 def test_refuses_a_capacity_or_alignment_below_one(capacity: int, alignment: int) -> None:
     with pytest.raises(BatchingError, match="must be at least 1"):
@@ -166,14 +146,6 @@ def test_empty_row_is_refused() -> None:
 def test_refuses_to_grow_beyond_the_number_of_rows() -> None:
     with pytest.raises(BatchingError, match="3 rows cannot fill 4 bins"):
         grow_bins([[0], [1, 2]], [1, 1, 1], multiple_of=4)
-
-
-@given(lengths=rows, method=st.sampled_from(METHODS))
-def test_every_row_is_in_one_bin_within_the_capacity(lengths: list[int], method: Method) -> None:
-    bins = pack(lengths, capacity=60, method=method)
-
-    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
-    assert all(0 < total <= 60 for total in tokens(bins, lengths))
 
 
 @given(lengths=rows)

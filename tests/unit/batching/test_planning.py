@@ -124,15 +124,6 @@ def test_case_30_mini_batches_that_do_not_divide_the_batch_are_refused() -> None
         config(3, 2)
 
 
-def test_case_30_two_groups_are_not_enough_for_a_batch_of_three() -> None:
-    assert num_groups_to_plan(2, config(3), is_final=False) == 0
-
-
-def test_case_30_an_empty_batch_is_refused() -> None:
-    with pytest.raises(BatchingError, match="a batch of no groups"):
-        plan(of=config())
-
-
 @pytest.mark.parametrize(
     ("num_ready", "is_final", "expected"),
     [(4, False, 4), (9, False, 4), (3, False, 0), (3, True, 3), (9, True, 4), (0, True, 0)],
@@ -141,23 +132,6 @@ def test_takes_a_whole_batch_or_at_the_end_what_is_left(
     num_ready: int, is_final: bool, expected: int
 ) -> None:
     assert num_groups_to_plan(num_ready, config(4), is_final=is_final) == expected
-
-
-def test_a_short_last_batch_has_a_short_last_mini_batch() -> None:
-    groups = [ready(str(i), rewards=[1, 0]) for i in range(3)]
-
-    manifest = plan(*groups, of=config(4, 2))
-
-    assert [m.num_groups for m in manifest.mini_batches] == [2, 1]
-
-
-def test_a_mini_batch_knows_its_widths() -> None:
-    member = sealed("a", turns=[shape(10, 2), shape(1, 8)])
-
-    manifest = plan(ready("a", member, sealed("a", sample=1, reward=0.0)))
-
-    (mini_batch,) = manifest.mini_batches
-    assert (mini_batch.width, mini_batch.response_width) == (12, 8)
 
 
 def test_denominators_count_what_is_trained_and_nothing_else() -> None:
@@ -222,16 +196,6 @@ def test_a_group_of_one_is_counted_for_a_warning() -> None:
     assert manifest.groups[0].trajectories[0].advantage == 0.0
 
 
-def test_whitening_sees_the_whole_batch_and_not_one_mini_batch() -> None:
-    groups = [ready("a", rewards=[1.0]), ready("b", rewards=[0.0])]
-    of = replace(config(2, 1), estimator="reinforce_pp")
-
-    manifest = plan(*groups, of=of)
-
-    advantages = [group.trajectories[0].advantage for group in manifest.groups]
-    assert advantages == pytest.approx([1.0, -1.0])
-
-
 def test_components_are_compared_one_by_one() -> None:
     of = replace(config(), estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
     components = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"b": 1.0, "a": 1.0}]
@@ -243,12 +207,6 @@ def test_components_are_compared_one_by_one() -> None:
 
     first, second, third = [t.advantage for t in manifest.groups[0].trajectories]
     assert first == second < 0 < third
-
-
-def test_the_same_groups_give_the_same_plan() -> None:
-    groups = [ready(str(i), rewards=[0.1, 0.7, 0.3]) for i in range(3)]
-
-    assert plan(*groups) == plan(*groups)
 
 
 def test_case_35_a_split_trajectory_is_compared_once_and_its_advantage_broadcast() -> None:
@@ -304,23 +262,6 @@ def test_case_36_inert_rows_change_no_row_and_no_average() -> None:
     assert_same(join_shares(shares), take_rows(batch, range(3)))
 
 
-@pytest.mark.parametrize("num_turns", [1, 3])
-def test_number_of_updates_follows_from_the_groups(
-    num_turns: int,
-) -> None:
-    groups = [
-        ready(
-            f"p{i}",
-            *[sealed(f"p{i}", sample=s, turns=[shape()] * (num_turns + i)) for s in range(2)],
-        )
-        for i in range(6)
-    ]
-
-    manifest = plan(*groups, of=config(6, 2))
-
-    assert len(manifest.mini_batches) == 3
-
-
 def test_every_mini_batch_has_its_own_widths_rows_and_denominators() -> None:
     # The reference sends the lists of the whole batch along with each part.
     groups = [
@@ -341,15 +282,3 @@ def test_case_10_no_rows_are_no_batch() -> None:
         plan(of=config())
     with pytest.raises(BatchingError, match="no rows to concatenate"):
         concatenate_rows([])
-
-
-def test_names_of_any_letters_are_kept() -> None:
-    names = ["Grüße", "群", "a/b", "a%2Fb", "\U0001f701"]
-    members = [ready(name, rewards=[1, 0]) for name in names]
-
-    manifest = plan(*members)
-
-    ids = [t.key.trajectory_id for group in manifest.groups for t in group.trajectories]
-    assert [group.group_id for group in manifest.groups] == names
-    assert len(set(ids)) == 2 * len(names)
-    assert all(name.isascii() for name in ids)

@@ -69,13 +69,6 @@ def test_a_masked_trajectory_is_in_the_batch_and_in_no_denominator() -> None:
     assert manifest.mini_batches[0].denominators == Denominators(6, 2, 2, 1, 2.0, 0)
 
 
-def test_truncated_trajectory_is_trained_unless_the_run_masks_it() -> None:
-    manifest = plan(ready("a", *CUT_OFF))
-
-    assert not any(t.is_masked for t in manifest.groups[0].trajectories)
-    assert manifest.mini_batches[0].denominators.num_tokens == 9
-
-
 def test_whitening_leaves_masked_tokens_out() -> None:
     of = replace(MASKING, estimator="reinforce_pp")
 

@@ -92,16 +92,6 @@ def test_finds_the_longest_known_beginning_and_who_holds_it(
     assert match == expected
 
 
-def test_lowest_turn_that_ends_there_precedes_lower_longer_ones() -> None:
-    index = index_of(
-        ("abcde", "f"), ("ab", "c"), ("ab", "c"), ("abcx", "y"), ("abcz", "w"), ("abcx", "u")
-    )
-
-    match = index.link(ids("abcq"))
-
-    assert match == PrefixMatch(1, 3)
-
-
 def test_names_the_newest_of_equal_rows_and_then_the_one_before() -> None:
     index = index_of(("ab", "c"), ("ab", "c"))
 
@@ -135,22 +125,6 @@ def test_a_turn_that_is_stored_without_a_parent_leaves_every_row_open() -> None:
     assert [*index.matches(ids("abcdef"))][:2] == [PrefixMatch(1, 5), PrefixMatch(0, 3)]
 
 
-def test_knows_samples_of_the_same_prompt_whose_responses_begin_alike() -> None:
-    index = index_of(("ab", "cd"), ("ab", "ce"), ("ab", "cef"))
-
-    matches = [index.link(ids(prompt)) for prompt in ("abcdx", "abcex", "abcefx", "abcx")]
-
-    assert matches == [PrefixMatch(0, 4), PrefixMatch(1, 4), PrefixMatch(2, 5), PrefixMatch(0, 3)]
-
-
-def test_a_continued_partial_response_shares_all_of_its_prompt() -> None:
-    index = index_of(("ab", "cd"), ("abcd", "ef"))
-
-    match = index.link(ids("abcdef"))
-
-    assert match == PrefixMatch(1, 6)
-
-
 def test_a_turn_is_never_its_own_parent() -> None:
     # Without a new token it ends inside a response, where nothing ended before.
     index = index_of(("ab", "cd"))
@@ -159,14 +133,6 @@ def test_a_turn_is_never_its_own_parent() -> None:
     index.add(match, ids("abc"), ids(""))
 
     assert match == PrefixMatch(0, 3)
-
-
-def test_a_turn_that_ended_inside_an_earlier_one_does_not_hide_it() -> None:
-    index = index_of(("abc", "d"), ("ab", ""))
-
-    match = index.link(ids("abcde"))
-
-    assert match == PrefixMatch(0, 4)
 
 
 def test_memory_is_free_as_soon_as_the_index_is() -> None:

@@ -63,15 +63,6 @@ def test_a_group_is_ready_when_every_sample_is_sealed() -> None:
     assert samples(group) == [0, 1]
 
 
-def test_groups_are_ready_in_the_order_in_which_they_were_completed() -> None:
-    events = [opened("a"), opened("b"), sealed("a", sample=0)]
-    events += [sealed("b", sample=s) for s in (0, 1)] + [sealed("a", sample=1)]
-
-    state, _ = fold(events)
-
-    assert [group.group_id for group in state.ready] == ["b", "a"]
-
-
 def test_an_abandoned_sample_completes_a_group_that_has_enough_others() -> None:
     state, drops = fold(
         [opened(num_samples=3), sealed(sample=0), abandoned(sample=1), sealed(sample=2)]
@@ -93,20 +84,6 @@ def test_a_group_without_any_member_is_dropped_and_names_no_trajectory() -> None
     _, (drop,) = fold([opened(), abandoned(sample=0), abandoned(sample=1)])
 
     assert (drop.group_id, drop.state, drop.keys) == ("g0", INCOMPLETE, ())
-
-
-def test_a_group_declared_with_one_sample_is_ready_with_it() -> None:
-    state, _ = fold([opened(num_samples=1), sealed(sample=0)])
-
-    assert [samples(group) for group in state.ready] == [[0]]
-
-
-def test_another_attempt_replaces_an_abandoned_one() -> None:
-    events = [opened(), abandoned(sample=0), sealed(sample=0, attempt=1), sealed(sample=1)]
-
-    state, _ = fold(events)
-
-    assert [m.key.attempt for m in state.ready[0].members] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -143,28 +120,45 @@ def test_a_trajectory_of_a_group_that_was_never_opened_is_incomplete() -> None:
     assert (drop.state, drop.reason) == (INCOMPLETE, "its group was never opened")
 
 
-def test_member_without_the_needed_reward_is_incomplete_with_its_name() -> None:
-    events = [opened(num_samples=3), *[sealed(sample=s) for s in (0, 1)]]
+GDPO = replace(CONFIG, estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
 
-    state, (drop,) = fold([*events, sealed(sample=2, reward=None)])
+
+@pytest.mark.parametrize(
+    ("of", "unusable", "reason"),
+    [
+        *[
+            (CONFIG, sealed(sample=2, reward=number), f"has a reward of {number}")
+            for number in (math.nan, math.inf, -math.inf, 1e31)
+        ],
+        (CONFIG, sealed(sample=2, turns=[]), "has no turn"),
+        (
+            CONFIG,
+            sealed(sample=2, reward=None),
+            "has no reward, which reward_source='outcome' needs",
+        ),
+        (
+            replace(CONFIG, estimator="maxrl"),
+            sealed(sample=2, reward=-1.0),
+            "has a reward of -1.0, and maxrl divides by the mean reward",
+        ),
+        (
+            GDPO,
+            replace(sealed(sample=2), reward_components={"a": 1.0}),
+            "has no reward component 'b'",
+        ),
+    ],
+)
+def test_member_that_cannot_be_compared_is_incomplete_with_the_reason(
+    of: BatchingConfig, unusable: SealedTrajectory, reason: str
+) -> None:
+    whole = {"a": 1.0, "b": 0.0}
+    members = [replace(sealed(sample=s), reward_components=whole) for s in (0, 1)]
+
+    state, (drop,) = fold([opened(num_samples=3), *members, unusable], of)
 
     assert samples(state.ready[0]) == [0, 1]
     assert (drop.state, drop.keys) == (INCOMPLETE, (TrajectoryKey("g0", 2),))
-    assert drop.reason == "sample 2 has no reward, which reward_source='outcome' needs"
-
-
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e31])
-def test_a_reward_that_is_no_usable_number_is_incomplete(reward: float) -> None:
-    _, drops = fold([opened(), sealed(sample=0, reward=reward), sealed(sample=1)])
-
-    assert [drop.state for drop in drops] == [INCOMPLETE, INCOMPLETE]
-    assert drops[0].reason == f"sample 0 has a reward of {reward}"
-
-
-def test_a_trajectory_without_a_turn_is_incomplete() -> None:
-    _, drops = fold([opened(), sealed(sample=0, turns=[]), sealed(sample=1)])
-
-    assert drops[0].reason == "sample 0 has no turn"
+    assert drop.reason == f"sample 2 {reason}"
 
 
 def test_a_reward_is_not_missed_where_the_turns_carry_it() -> None:
@@ -173,26 +167,6 @@ def test_a_reward_is_not_missed_where_the_turns_carry_it() -> None:
     state, drops = fold([opened(), *[sealed(sample=s, reward=None) for s in (0, 1)]], of)
 
     assert (state.num_ready, drops) == (1, [])
-
-
-def test_a_member_that_lacks_a_declared_component_is_incomplete() -> None:
-    of = replace(CONFIG, estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
-    whole = {"a": 1.0, "b": 0.0}
-    members = [replace(sealed(sample=s), reward_components=whole) for s in (0, 1)]
-    lacking = replace(sealed(sample=2), reward_components={"a": 1.0})
-
-    state, (drop,) = fold([opened(num_samples=3), *members, lacking], of)
-
-    assert samples(state.ready[0]) == [0, 1]
-    assert drop.reason == "sample 2 has no reward component 'b'"
-
-
-def test_a_negative_reward_is_incomplete_where_the_mean_is_divided_by() -> None:
-    of = replace(CONFIG, estimator="maxrl")
-
-    _, drops = fold([opened(), sealed(sample=0, reward=-1.0), sealed(sample=1)], of)
-
-    assert drops[0].reason == "sample 0 has a reward of -1.0, and maxrl divides by the mean reward"
 
 
 def test_equal_rewards_are_filtered_if_configured() -> None:
@@ -205,14 +179,6 @@ def test_equal_rewards_are_filtered_if_configured() -> None:
     assert (state.num_ready, kept.num_ready) == (0, 1)
     assert (drop.state, drop.reason) == (FILTERED, "all rewards are equal")
     assert drop.keys == (TrajectoryKey("g0", 0), TrajectoryKey("g0", 1))
-
-
-def test_a_single_sample_is_never_filtered_for_its_variance() -> None:
-    of = replace(CONFIG, drop_zero_variance=True)
-
-    state, _ = fold([opened(num_samples=1), sealed(sample=0)], of)
-
-    assert state.num_ready == 1
 
 
 @pytest.mark.parametrize(
@@ -289,16 +255,6 @@ def test_another_attempt_stands_in_for_a_dead_one() -> None:
     state, drops = fold([*events, sealed(sample=1)])
 
     assert ([m.key.attempt for m in state.ready[0].members], drops) == ([1, 0], [])
-
-
-def test_planned_group_does_not_change() -> None:
-    state, _ = fold([opened(), sealed(sample=0), sealed(sample=1)])
-    taken = state.ready
-
-    state.take(taken)
-    drops = [*state.apply("3-0", died(sample=0)), *state.apply("4-0", sealed(sample=0))]
-
-    assert (state.ready, drops) == ((), [])
 
 
 def test_knows_whether_the_run_is_closed_and_what_is_still_open() -> None:

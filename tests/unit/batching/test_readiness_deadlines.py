@@ -125,22 +125,10 @@ def test_kept_group_is_planned_without_members_that_await_rewards() -> None:
     assert (drop.key, drop.state, after) == (key(2), SURPLUS, [])
 
 
-def test_an_unusable_member_does_not_count_among_those_needed() -> None:
-    state, (drop,) = fold([opened(3, 2), sealed(sample=0, reward=None), *seals(1)])
-
-    assert (state.num_ready, drop.keys, drop.state) == (0, (key(0),), INCOMPLETE)
-
-
 def test_fewer_than_needed_are_trained_where_every_other_sample_ended() -> None:
     state, decided = fold([opened(4, 3), *seals(0, 1), abandoned(2), abandoned(3)])
 
     assert (ready(state), decided) == ([[0, 1]], [])
-
-
-def test_one_member_is_enough_where_one_is_needed() -> None:
-    state, _ = fold([opened(3, 1), *seals(2)])
-
-    assert ready(state) == [[2]]
 
 
 # --------------------------------------------------------------------------------------
@@ -164,13 +152,6 @@ def test_a_group_is_trained_short_with_what_is_sealed() -> None:
 
     assert ready(state) == [[0, 2]]
     assert decided == [GroupCut(group_id="g0", reason="its group was decided by 2 of 4")]
-
-
-def test_a_group_of_one_member_is_not_trained_short() -> None:
-    state, (drop,) = fold([opened(), *seals(0), DEADLINE], SHORT)
-
-    assert (state.ready, drop.state, drop.keys) == ((), INCOMPLETE, (key(0),))
-    assert drop.reason == "1 valid members, and 2 are needed to compare"
 
 
 @pytest.mark.parametrize("of", [CONFIG, SHORT, REFILL])
@@ -213,14 +194,6 @@ def test_ready_group_is_reopened_for_the_refill_of_a_dead_member() -> None:
     assert state.ready[0].completed_by == "10-0"
 
 
-def test_a_granted_refill_completes_the_group() -> None:
-    events = [opened(2), *seals(0), abandoned(1), granted(1, sample=1)]
-
-    state, _ = fold([*events, sealed(sample=1, attempt=1)], REFILL)
-
-    assert [member.key for member in state.ready[0].members] == [key(0), key(1, 1)]
-
-
 def test_the_attempt_that_hangs_may_still_win_against_its_refill() -> None:
     events = [opened(2), *seals(0), DEADLINE, granted(1, sample=1), *seals(1)]
 
@@ -244,12 +217,6 @@ def test_a_deadline_asks_for_what_ended_and_what_hangs() -> None:
     _, decided = fold(events, REFILL)
 
     assert decided == [wanted(1, sample=3), wanted(2, sample=1)]
-
-
-def test_a_deadline_does_not_ask_for_what_was_asked_for_before() -> None:
-    _, decided = fold([opened(3), *seals(0), abandoned(1), DEADLINE], REFILL)
-
-    assert decided == [wanted(1, sample=1), wanted(2, sample=2)]
 
 
 def test_a_new_deadline_asks_again_until_the_refills_are_used_up() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import config, sealed, shape
+from testkit import config, sealed
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.types import (
@@ -90,16 +90,6 @@ def test_events_heard_again_change_nothing(seed: int, filters: bool) -> None:
     assert drops_again == drops
 
 
-@given(seeds)
-def test_replaying_the_stream_gives_the_same_groups(seed: int) -> None:
-    events = stream(np.random.default_rng(seed))
-
-    first, drops = fold(events)
-    second, drops_again = fold(events)
-
-    assert (first.ready, drops) == (second.ready, drops_again)
-
-
 @given(seeds, st.booleans())
 def test_every_sealed_trajectory_is_in_exactly_one_place(seed: int, filters: bool) -> None:
     events = stream(np.random.default_rng(seed))
@@ -115,11 +105,3 @@ def test_every_sealed_trajectory_is_in_exactly_one_place(seed: int, filters: boo
     # Every group of these streams is decided in the end, so only the dead are in neither place.
     assert state.num_open_groups == 0
     assert sealed_keys - set(settled) <= dead
-
-
-def test_reads_no_lengths_to_decide() -> None:
-    long = [sealed(sample=s, turns=[shape(10**6, 10**6)]) for s in (0, 1)]
-
-    state, _ = fold([opened(), *long])
-
-    assert state.num_ready == 1

@@ -66,12 +66,6 @@ def test_a_new_context_is_compared_with_the_turn_before() -> None:
     assert found == MergeBreak(KEY, 1, 0, 0, ord("a"), ord("x"))
 
 
-def test_new_context_after_several_turns_is_compared_with_the_last() -> None:
-    found = first_break(turn("ab", "CD"), turn("abcde", "F"), turn("x", "Y"))
-
-    assert found == MergeBreak(KEY, 2, 1, 0, ord("a"), ord("x"))
-
-
 def test_nothing_has_a_merge_ratio_of_one() -> None:
     assert merge_report({}).merge_ratio == 1.0
 

@@ -11,7 +11,7 @@ from testkit import assert_same, rows
 from testkit.strategies import scored_rows
 from turnstream.batching.layouts.padded import RightPadded, right_padded
 from turnstream.errors import BatchingError, RowTooLongError
-from turnstream.types import Ragged, Rows
+from turnstream.types import Rows
 
 PAD = 7
 
@@ -21,42 +21,10 @@ def pad(batch: Rows, *, width: int | None = None) -> RightPadded:
     return right_padded(batch, width=longest if width is None else width, pad_token_id=PAD)
 
 
-def test_rows_begin_in_the_first_column() -> None:
-    padded = pad(rows("abC", "a|bCd"))
-
-    assert padded.input_ids_BT.tolist() == [[97, 98, 99, PAD], [97, 98, 99, 100]]
-    assert padded.attention_mask_BT.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert padded.position_ids_BT.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-
-
-def test_a_column_scores_the_token_in_the_next_one() -> None:
-    batch = replace(
-        rows("abC", "a|bCd", advantages=[-2.0, 3.0]),
-        rewards=Ragged.from_rows([[1], [0, 0.5, 0]], np.float32),
-    )
-
-    padded = pad(batch)
-
-    assert padded.loss_mask_BT.tolist() == [[0, 1, 0, 0], [0, 1, 0, 0]]
-    assert padded.rewards_BT.tolist() == [[0, 1, 0, 0], [0, 0.5, 0, 0]]
-    assert padded.advantages_BT.tolist() == [[0, -2, 0, 0], [0, 3, 0, 0]]
-    assert not np.signbit(padded.advantages_BT[0, 0])
-    assert padded.logprobs_BT is not None
-    assert padded.logprobs_BT.tolist() == [[0, -0.5, 0, 0], [0, -0.5, 0, 0]]
-
-
 def test_row_that_trains_its_first_token_is_refused() -> None:
     # Case 43: in the reference, a response that covers every token loses its first target.
     with pytest.raises(BatchingError, match="row 5 trains its first token"):
         pad(rows("abC", "AB", first_row_id=4))
-
-
-def test_a_masked_first_token_is_no_target_and_needs_none_before_it() -> None:
-    padded = pad(rows("|aB"))
-
-    assert padded.loss_mask_BT.tolist() == [[1, 0]]
-    assert padded.logprobs_BT is not None
-    assert padded.logprobs_BT.tolist() == [[-0.5, 0]]
 
 
 def test_case_9_row_longer_than_the_width_is_refused() -> None:
@@ -65,10 +33,6 @@ def test_case_9_row_longer_than_the_width_is_refused() -> None:
     with pytest.raises(RowTooLongError) as caught:
         pad(rows("aB", "abcdE"), width=4)
     assert caught.value.args == (1, 5, 4)
-
-
-def test_no_rows_make_an_empty_rectangle() -> None:
-    assert pad(rows(), width=4).input_ids_BT.shape == (0, 4)
 
 
 def test_a_mask_counts_its_columns_also_beyond_int16() -> None:

@@ -18,7 +18,6 @@ from turnstream.types import (
     Event,
     GroupOpened,
     RewardPosted,
-    RolledBack,
     RunClosed,
     SealedTrajectory,
     Status,
@@ -135,33 +134,6 @@ def test_a_token_that_will_not_be_trained_makes_no_group_expire() -> None:
     told.tell(one("a", 1, status=Status.TRUNCATED), BatchDue(step=4))
 
     assert told.chosen == ["a"]
-
-
-def test_version_above_all_announced_ones_is_not_old() -> None:
-    told = Told(policy("drop"), HISTORY)
-
-    told.tell(one("a", 77), BatchDue(step=40))
-
-    assert told.chosen == ["a"]
-
-
-def test_group_of_unannounced_versions_expires_with_those_above() -> None:
-    # Versions 0 and 15 were trained at any age, while version 10 expired.
-    told = Told(policy("drop"), SPARSE)
-
-    told.tell(one("a", 0), one("b", 15), one("c", 25), BatchDue(step=5))
-
-    assert told.expired == ["a", "b"]
-    assert told.chosen == ["c"]
-
-
-def test_group_of_undone_weights_expires_by_the_rollback_step() -> None:
-    told = Told(policy("drop"), HISTORY)
-
-    told.tell(RolledBack(step=1), one("a", 3), one("b"), BatchDue(step=4))
-
-    assert told.expired == ["a"]
-    assert told.chosen == ["b"]
 
 
 def test_tokens_of_unannounced_versions_are_masked_with_those_above() -> None:

@@ -38,27 +38,6 @@ def test_gae_carries_values_over_observed_tokens() -> None:
     assert lists(returns) == [pytest.approx([0.96575, 0.985, 0, 0, 1.0])]
 
 
-def test_a_return_reaches_the_turns_before_a_tool_call() -> None:
-    # A return that is multiplied by the mask at each step would give 0, 0, 0, 1, 1.
-    returns = token_returns(GOLDEN, rewards=GOLDEN_REWARDS)
-
-    assert lists(returns) == [[1, 1, 0, 0, 1]]
-
-
-def test_an_observed_token_costs_no_discount() -> None:
-    returns = token_returns(GOLDEN, rewards=GOLDEN_REWARDS, gamma=0.5)
-
-    assert lists(returns) == [[0.25, 0.5, 0, 0, 1]]
-
-
-def test_reward_on_an_observed_token_counts_for_the_previous_trained_one() -> None:
-    rewards = Ragged.from_rows([[0, 0, 3, 2, 1]], np.float32)
-
-    returns = token_returns(GOLDEN, rewards=rewards, gamma=0.5)
-
-    assert lists(returns) == [[0.25 + 2.5, 0.5 + 5, 0, 0, 1]]
-
-
 def test_a_reward_before_the_first_trained_token_is_no_tokens_doing() -> None:
     batch = rows("x|aB", "x|aB")
     rewards = Ragged.from_rows([[0, 1], [7, 1]], np.float32)
@@ -91,14 +70,6 @@ def test_case_39_whitening_covers_trained_tokens_only() -> None:
         pytest.approx([0, 0, -0.75 / std]),
         pytest.approx([0.25 / std] * 3),
     ]
-
-
-def test_whitening_nothing_gives_nothing() -> None:
-    mask = Ragged.from_rows([[0, 0], []], np.uint8)
-
-    white = whiten_tokens(Ragged.from_rows([[5, 6], []], np.float32), loss_mask=mask)
-
-    assert lists(white) == [[0, 0], []]
 
 
 def test_vapo_lambda_looks_further_in_longer_chains() -> None:
@@ -245,14 +216,6 @@ def test_a_slice_of_a_larger_batch_is_computed_alone() -> None:
         gae(part, rewards=sliced, values=sliced), gae(alone, rewards=own, values=own), strict=True
     ):
         assert lists(found) == lists(expected)
-
-
-def test_gae_of_a_row_without_a_trained_token_is_zero() -> None:
-    ones = Ragged.from_rows([[1]], np.float32)
-
-    advantages, returns = gae(rows("x|a"), rewards=ones, values=ones)
-
-    assert (lists(advantages), lists(returns)) == ([[0]], [[0]])
 
 
 def test_no_rows_have_no_advantages() -> None:

@@ -119,15 +119,6 @@ def test_only_trajectory_of_a_group_compares_its_own_turns() -> None:
     assert (raw.advantage, raw.turn_advantages) == (4.0, (3.0, 5.0))
 
 
-def test_states_of_other_groups_are_not_compared() -> None:
-    one, _ = group_of([turn("ab", "C", anchor="s")], rewards=[1.0])
-    other, _ = group_of([turn("ab", "C", anchor="s")], rewards=[0.0], group_id="b")
-
-    manifest = plan(one, other, of=replace(GIGPO, batch_groups=2, mini_batch_groups=2))
-
-    assert [g.trajectories[0].turn_advantages for g in manifest.groups] == [(0.0,), (0.0,)]
-
-
 def test_a_member_whose_reward_is_left_out_is_in_no_comparison() -> None:
     leaving_out = replace(GIGPO, mask_truncated=True, masked_reward="leave_out")
     one = turn("ab", "C", anchor="s")
