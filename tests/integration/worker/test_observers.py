@@ -195,8 +195,8 @@ def test_resumed_expired_observer_gets_the_missed_steps(
         assert not told.missed
 
     assert (again.missed, step, len(new.missed)) == (range(2, 4), 4, 0)
-    warnings = [each.message for each in caplog.records if "forgotten" in each.message]
-    assert warnings == [f"observer 'o' of run {run} was forgotten, and misses the steps 2 to 3"]
+    warnings = [each.message for each in caplog.records if "misses" in each.message]
+    assert warnings == [f"observer 'o' of run {run} expired, and misses the steps 2 to 3"]
 
 
 def test_seen_is_refused_before_the_last_mini_batch_and_on_other_ranks(

@@ -16,7 +16,7 @@ import logging
 from turnstream.errors import InvalidConfigError
 from turnstream.records.configs import decode_config
 from turnstream.worker._calls import BatcherCalls, Share
-from turnstream.worker._stream import GIB, MiniBatches
+from turnstream.worker.stream import GIB, MiniBatches
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class ObserverStream(MiniBatches):
         self.missed = range(reply.first_missed or reply.next_step, reply.next_step)
         if self.missed:
             logger.warning(
-                "observer %r of run %s was forgotten, and misses the steps %d to %d",
+                "observer %r of run %s expired, and misses the steps %d to %d",
                 observer,
                 run,
                 self.missed[0],

@@ -18,17 +18,161 @@ In a training loop::
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
 
-from turnstream.errors import InvalidConfigError, RunNotFoundError, StoreBehindError
+from turnstream.batching.config import BatchingConfig
+from turnstream.errors import (
+    EndOfRunError,
+    InvalidConfigError,
+    RejectedError,
+    RunNotFoundError,
+    StoreBehindError,
+)
 from turnstream.records.configs import decode_config
-from turnstream.types import RecoveryToken
+from turnstream.types import MiniBatchInfo, RecoveryToken
+from turnstream.worker._acknowledged import AcknowledgedSteps
 from turnstream.worker._calls import BatcherCalls, Share
-from turnstream.worker._stream import GIB, MiniBatches, StreamStatistics
+from turnstream.worker._prefetch import Prefetcher
+from turnstream.worker._queue import ClosedError
 from turnstream.worker.mini_batch import PulledMiniBatch
 
-__all__ = ["BatchStream", "StreamStatistics"]
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStatistics:
+    """Statistics of a stream.
+
+    Attributes:
+        num_mini_batches, num_bytes: received, checked and queued since the start.
+        queued_mini_batches: prefetched and not yet taken by the iteration.
+        queued_bytes: bytes of these, and of the one that is arriving.
+        max_prefetch_bytes: the bound on `queued_bytes`.
+        num_retries: calls repeated after an unavailable batcher or an interrupted stream.
+        num_damaged: mini-batches dropped on arrival because of a wrong hash or length.
+        wait_s: seconds that the iteration spent waiting for data.
+        waiting_for: the batcher's last reason for having no data yet; "" if none.
+    """
+
+    num_mini_batches: int
+    num_bytes: int
+    queued_mini_batches: int
+    queued_bytes: int
+    max_prefetch_bytes: int
+    num_retries: int
+    num_damaged: int
+    wait_s: float
+    waiting_for: str
+
+
+class MiniBatches:
+    """Mini-batches of a run in order; an iterator and a context manager.
+
+    Args:
+        calls: the connection; closed with this.
+        first_step: the first step to yield.
+        config: settings of the run.
+        lineage: the history of the run at the start of the stream.
+        max_prefetch_bytes: bound of the prefetched bytes.
+        timeout_s: longest wait for a mini-batch.
+    """
+
+    def __init__(
+        self,
+        calls: BatcherCalls,
+        *,
+        first_step: int,
+        config: BatchingConfig,
+        lineage: str,
+        max_prefetch_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self.config = config
+        self.lineage = lineage
+        self._calls = calls
+        self._steps = AcknowledgedSteps(calls)
+        self._last_acknowledged = first_step - 1
+        self._finished: MiniBatchInfo | None = None
+        self._wait_s = 0.0
+        self._prefetcher = Prefetcher(
+            calls,
+            first_step=first_step,
+            max_bytes=max_prefetch_bytes,
+            timeout_s=timeout_s,
+            row_weights=config.row_weights,
+            steps=self._steps,
+        )
+        # A stream that is collected without `close` must end its thread.
+        self._close = weakref.finalize(self, self._prefetcher.close)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> PulledMiniBatch:
+        started_s = time.monotonic()
+        try:
+            mini_batch = self._prefetcher.take()
+        except EndOfRunError:
+            raise StopIteration from None
+        except ClosedError:
+            raise RejectedError("the stream was closed") from None
+        finally:
+            self._wait_s += time.monotonic() - started_s
+        self._finished = mini_batch.info if mini_batch.is_last else None
+        return mini_batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def statistics(self) -> StreamStatistics:
+        """Return numbers of the received and the queued mini-batches."""
+        progress, size = self._prefetcher.progress, self._prefetcher.queue_size()
+        return StreamStatistics(
+            num_mini_batches=progress.num_mini_batches,
+            num_bytes=progress.num_bytes,
+            queued_mini_batches=size.num_items,
+            queued_bytes=size.num_bytes,
+            max_prefetch_bytes=self._prefetcher.max_bytes,
+            num_retries=progress.num_retries,
+            num_damaged=progress.num_damaged,
+            wait_s=self._wait_s,
+            waiting_for=progress.waiting_for,
+        )
+
+    def close(self) -> None:
+        """Cancel the pending call, end the thread and disconnect. Safe to call twice."""
+        self._close()
+
+    def _finished_batch(self, call: str) -> MiniBatchInfo:
+        """Return the batch for the acknowledgement `call`."""
+        self._check_rank(call)
+        if self._finished is None:
+            raise RejectedError(
+                f"{call}() is for a batch whose last mini-batch was yielded, once; "
+                f"the last acknowledged step is {self._last_acknowledged}"
+            )
+        return self._finished
+
+    def _acknowledged(self, info: MiniBatchInfo) -> None:
+        self._finished, self._last_acknowledged = None, info.step
+
+    def _check_rank(self, call: str) -> None:
+        """Refuse an acknowledgement of another rank than 0, unless every rank acknowledges."""
+        if not self._calls.for_one_rank:
+            self._require_rank_0(call)
+
+    def _require_rank_0(self, call: str) -> None:
+        dp_rank = self._calls.share.dp_rank
+        if dp_rank != 0:
+            raise RejectedError(f"{call}() is for dp_rank 0 alone, and this is dp_rank {dp_rank}")
 
 
 class BatchStream(MiniBatches):
@@ -150,7 +294,7 @@ class BatchStream(MiniBatches):
             FencedError: a newer trainer session took over.
             StoreBehindError: the store lost the run.
         """
-        self._check_speaker("committed")
+        self._check_rank("committed")
         with self._loss_of_run():
             self._steps.after_all_steps(lambda: self._calls.committed(str(token)))
         step = RecoveryToken.parse(str(token)).step
