@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -11,7 +11,7 @@ from turnstream.errors import InvalidConfigError, UnknownFormatError
 from turnstream_server.cli_options import AsJson, Redis, RunArgument, console, group, say, store_url
 
 if TYPE_CHECKING:
-    from turnstream.types import RecoveryToken
+    from turnstream.types import Leftover, RecoveryToken
 
 app = group("Runs: create, look at, change, end.")
 
@@ -92,17 +92,18 @@ def pause(
     run: RunArgument, reason: Reason = "", redis: Redis = None, as_json: AsJson = False
 ) -> None:
     """Admit no new group and plan no batch; open groups and planned batches continue."""
-    from turnstream_server.jobs.run_commands import pause
+    from turnstream_server.jobs.run_commands import change_state
 
-    say(pause(store_url(redis), run, reason), as_json=as_json, run=run, state="paused")
+    done = change_state(store_url(redis), run, "pause", reason=reason)
+    say(done, as_json=as_json, run=run, state="paused")
 
 
 @app.command()
 def resume(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
     """End a pause."""
-    from turnstream_server.jobs.run_commands import resume
+    from turnstream_server.jobs.run_commands import change_state
 
-    say(resume(store_url(redis), run), as_json=as_json, run=run, state="open")
+    say(change_state(store_url(redis), run, "resume"), as_json=as_json, run=run, state="open")
 
 
 @app.command()
@@ -120,18 +121,19 @@ def close(
     as_json: AsJson = False,
 ) -> None:
     """Admit no new group, and end the run when its open groups are decided."""
-    from turnstream_server.jobs.run_commands import close
+    from turnstream_server.jobs.run_commands import change_state
 
-    done = close(store_url(redis), run, reason, leftover)
+    known = cast("Leftover | None", leftover)  # the store refuses any other value
+    done = change_state(store_url(redis), run, "close", reason=reason, leftover=known)
     say(done, as_json=as_json, run=run, state="closed")
 
 
 @app.command()
 def reopen(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
     """Admit groups to a closed run again."""
-    from turnstream_server.jobs.run_commands import reopen
+    from turnstream_server.jobs.run_commands import change_state
 
-    say(reopen(store_url(redis), run), as_json=as_json, run=run, state="open")
+    say(change_state(store_url(redis), run, "reopen"), as_json=as_json, run=run, state="open")
 
 
 @app.command()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, Literal
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import changed_settings
@@ -19,6 +19,8 @@ from turnstream.store.run.revisions import Revisions, read_revisions, revise_con
 from turnstream.store.run.runs import close_run, create_run, pause_run, reopen_run, resume_run
 from turnstream.types import Leftover
 from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
+
+RunCommand = Literal["close", "reopen", "pause", "resume"]
 
 
 def create(url: str, run: str, settings: Sequence[str], config_file: Path | None) -> str:
@@ -67,40 +69,36 @@ def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -
         yield f"  {change.name}: {_text(change.before)} -> {_text(change.after)}"
 
 
-def close(url: str, run: str, reason: str, leftover: str | None) -> str:
-    """Close a run, and say what became of it."""
+_OUTCOMES: Final = {
+    "close": ("is closed", "was closed before"),
+    "reopen": ("takes groups again", "was not closed"),
+    "pause": ("is paused", "was paused before"),
+    "resume": ("is resumed", "was not paused"),
+}
+"""The outcome of each command: the state has changed, or it was so before."""
+
+
+def change_state(
+    url: str, run: str, command: RunCommand, *, reason: str = "", leftover: Leftover | None = None
+) -> str:
+    """Close, reopen, pause or resume a run; return the outcome in words."""
     with connect(url) as client:
         run = open_run(client, run)
-        is_new = close_run(client, run, reason, leftover=cast("Leftover | None", leftover))
-    return f"run {run} is closed" if is_new else f"run {run} was closed before"
-
-
-def reopen(url: str, run: str) -> str:
-    """Reopen a run, and say what became of it."""
-    with connect(url) as client:
-        run = open_run(client, run)
-        is_new = reopen_run(client, run)
-    return f"run {run} takes groups again" if is_new else f"run {run} was not closed"
-
-
-def pause(url: str, run: str, reason: str) -> str:
-    """Pause a run, and say what became of it."""
-    with connect(url) as client:
-        run = open_run(client, run)
-        is_new = pause_run(client, run, reason)
-    return f"run {run} is paused" if is_new else f"run {run} was paused before"
-
-
-def resume(url: str, run: str) -> str:
-    """End a pause; return the outcome in words."""
-    with connect(url) as client:
-        run = open_run(client, run)
-        is_new = resume_run(client, run)
-    return f"run {run} is resumed" if is_new else f"run {run} was not paused"
+        match command:
+            case "close":
+                is_new = close_run(client, run, reason, leftover=leftover)
+            case "reopen":
+                is_new = reopen_run(client, run)
+            case "pause":
+                is_new = pause_run(client, run, reason)
+            case "resume":
+                is_new = resume_run(client, run)
+    changed, unchanged = _OUTCOMES[command]
+    return f"run {run} {changed if is_new else unchanged}"
 
 
 def with_settings(config: BatchingConfig, settings: Sequence[str]) -> BatchingConfig:
-    """The config with other values, given as text.
+    """Return the config with other values, given as text.
 
     >>> config = BatchingConfig(batch_groups=2, mini_batch_groups=2)
     >>> with_settings(config, ["max_staleness=3", "estimator=rloo"]).estimator
@@ -119,17 +117,17 @@ def with_settings(config: BatchingConfig, settings: Sequence[str]) -> BatchingCo
 
 
 def pending_revisions(revisions: Revisions) -> Iterator[tuple[str, str]]:
-    """(which revision, what it changes) of those that are not in force yet."""
+    """Yield the name and the changes of each revision that is not in force yet."""
     before = revisions.config(revisions.in_force)
     for each in revisions.pending:
         changes = changed_settings(before, each.config)
-        told = ", ".join(f"{c.name}={_text(c.after)}" for c in changes)
-        yield f"revision {each.number}, from step {each.from_step}", told or "as before"
+        values = ", ".join(f"{change.name}={_text(change.after)}" for change in changes)
+        yield f"revision {each.number}, from step {each.from_step}", values or "as before"
         before = each.config
 
 
 def _value(text: str) -> Any:
-    """A value as JSON says it, or the text, which no number is."""
+    """Return the value of a JSON text; any other text is returned as it is."""
     try:
         return json.loads(text)
     except ValueError:
