@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +57,20 @@ def console() -> Console:
 def say(sentence: str, *, as_json: bool, **facts: Any) -> None:
     """Print the result of a command: a sentence, or the same facts as JSON."""
     typer.echo(json.dumps(facts, indent=2) if as_json else sentence)
+
+
+def show(
+    content: Any,
+    print_content: Callable[[Any, Console], None],
+    *,
+    as_json: bool,
+    ensure_ascii: bool = True,
+) -> None:
+    """Print what a command has read: for people, or as JSON."""
+    if as_json:
+        typer.echo(json.dumps(content, indent=2, ensure_ascii=ensure_ascii))
+    else:
+        print_content(content, console())
 
 
 @contextmanager

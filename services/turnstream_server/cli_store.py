@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from turnstream_server.cli_options import (
     environment,
     interruptible,
     say,
+    show,
     store_url,
 )
 
@@ -73,10 +75,8 @@ def text(
     from turnstream_server.jobs import trajectory_text as jobs
 
     url, folder = store_url(redis), environment().archive_dir
-    if as_json:
-        typer.echo(jobs.text_json(url, run, trajectory, tokenizer=tokenizer, folder=folder))
-    else:
-        jobs.print_text(url, run, trajectory, console(), tokenizer=tokenizer, folder=folder)
+    content = jobs.read_text(url, run, trajectory, tokenizer=tokenizer, folder=folder)
+    show(content, jobs.print_text, as_json=as_json, ensure_ascii=False)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -130,18 +130,14 @@ def batch(
         ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
         paths = [str(path) for path in jobs.write_batch(url, run, step, out, **ranks)]
         say("\n".join(paths), as_json=as_json, files=paths)
-    elif diff is not None and as_json:
-        typer.echo(jobs.difference_json(url, run, step, diff, folder=folder))
     elif diff is not None:
-        jobs.print_difference(url, run, step, diff, console(), folder=folder)
-    elif merge and as_json:
-        typer.echo(merges.merge_json(url, run, step))
+        lines = jobs.read_difference(url, run, step, diff, folder=folder)
+        show(lines, jobs.print_difference, as_json=as_json)
     elif merge:
-        merges.print_merge(url, run, step, console())
-    elif as_json:
-        typer.echo(jobs.batch_json(url, run, step, folder=folder))
+        show(merges.read_merge(url, run, step), merges.print_merge, as_json=as_json)
     else:
-        jobs.print_batch(url, run, step, console(), folder=folder, show_all=show_all)
+        print_batch = functools.partial(jobs.print_batch, run, show_all=show_all)
+        show(jobs.read_batch(url, run, step, folder=folder), print_batch, as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -149,10 +145,8 @@ def evals(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> Non
     """Show the results of evaluations, for each version of the weights."""
     from turnstream_server.jobs import evals as jobs
 
-    if as_json:
-        typer.echo(jobs.evals_json(store_url(redis), run))
-    else:
-        jobs.print_evals(store_url(redis), run, console())
+    results = jobs.read_evals(store_url(redis), run)
+    show(results, functools.partial(jobs.print_evals, run), as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)

@@ -30,17 +30,12 @@ MAX_SHOWN: Final = 12
 """Trajectories of a batch that are printed; more do not fit one screen."""
 
 
-def print_batch(
-    url: str,
-    run: str,
-    step: int,
-    console: Console,
-    *,
-    folder: Path | None = None,
-    show_all: bool = False,
-) -> None:
-    """Sizes of a batch, its first trajectories with reward and advantage, and denominators."""
-    content = read_batch(url, run, step, folder=folder)
+def print_batch(run: str, content: dict[str, Any], console: Console, *, show_all: bool) -> None:
+    """Print sizes of a batch, its first trajectories with reward and advantage, and denominators.
+
+    `content` is from `read_batch`.
+    """
+    step = content["step"]
     console.print(f"step {step} of {run}: {content['state']}, {content['manifest_hash']}")
     if content.get("revision"):
         console.print("planned again, because payload of an earlier plan was damaged")
@@ -87,24 +82,9 @@ def _print_trajectories(
         console.print(f"mini-batch {index}: {told}", soft_wrap=True)
 
 
-def batch_json(url: str, run: str, step: int, *, folder: Path | None = None) -> str:
-    """Return the same as JSON."""
-    return json.dumps(read_batch(url, run, step, folder=folder), indent=2)
-
-
-def print_difference(
-    url: str, run: str, step: int, other: int, console: Console, *, folder: Path | None = None
-) -> None:
-    """Print the differences of two batches."""
-    lines = _difference(url, run, step, other, folder=folder)
+def print_difference(lines: Sequence[str], console: Console) -> None:
+    """Print the differences of two batches, from `read_difference`."""
     console.print("\n".join(lines) if lines else "no difference", highlight=False)
-
-
-def difference_json(
-    url: str, run: str, step: int, other: int, *, folder: Path | None = None
-) -> str:
-    """Return the same as JSON: a list of lines."""
-    return json.dumps(_difference(url, run, step, other, folder=folder), indent=2)
 
 
 def write_batch(
@@ -162,7 +142,8 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _difference(url: str, run: str, step: int, other: int, *, folder: Path | None) -> list[str]:
+def read_difference(url: str, run: str, step: int, other: int, *, folder: Path | None) -> list[str]:
+    """Return the differences of two batches of a run, as `difference` does."""
     batches = [read_batch(url, run, each, folder=folder) for each in (step, other)]
     return difference(*batches)
 

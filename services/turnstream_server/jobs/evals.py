@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,34 +15,30 @@ from turnstream_server.jobs.screen import print_figures
 from turnstream_server.jobs.store_client import store_client
 
 
-def print_evals(url: str, run: str, console: Console) -> None:
-    """A line for each version of the weights, and tags and metrics of the newest."""
-    results = _read(url, run)
+def read_evals(url: str, run: str) -> list[dict[str, Any]]:
+    """Return the results of every version in plain values, with the groups that are kept."""
+    with store_client(url) as client:
+        return [_content(each) for each in eval_results(client, run)]
+
+
+def print_evals(run: str, results: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print a line for each version of the weights, and tags and metrics of the newest."""
     columns = ("version", "groups", "trajectories", "lost", "mean reward", "std", "best of n")
     table = Table(*columns, title=f"evaluations of {run}")
     for each in results:
+        reward, best = each["reward"], each["best"]
         table.add_row(
-            "unknown" if each.version is None else str(each.version),
-            f"{each.num_groups:,}",
-            f"{each.num_trajectories:,}",
-            f"{each.num_lost:,}",
-            *((f"{each.reward.mean:g}", f"{each.reward.std:g}") if each.reward.num else ("", "")),
-            f"{each.best.mean:g}" if each.best.num else "",
+            "unknown" if each["version"] is None else str(each["version"]),
+            f"{each['num_groups']:,}",
+            f"{each['num_trajectories']:,}",
+            f"{each['num_lost']:,}",
+            *((f"{reward['mean']:g}", f"{reward['std']:g}") if reward else ("", "")),
+            f"{best['mean']:g}" if best else "",
         )
     console.print(table)
-    if results and results[-1].figures:
-        console.print(f"version {results[-1].version}:")
-        print_figures(shown_figures(results[-1].figures), console)
-
-
-def evals_json(url: str, run: str) -> str:
-    """Return the same as JSON, of all versions, with the groups that are kept one by one."""
-    return json.dumps([_content(each) for each in _read(url, run)], indent=2)
-
-
-def _read(url: str, run: str) -> list[EvalResult]:
-    with store_client(url) as client:
-        return eval_results(client, run)
+    if results and results[-1]["figures"]:
+        console.print(f"version {results[-1]['version']}:")
+        print_figures(results[-1]["figures"], console)
 
 
 def _content(result: EvalResult) -> dict[str, Any]:

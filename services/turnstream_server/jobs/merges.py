@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -22,14 +21,13 @@ TOKENS_BEHIND: Final = 4
 """Token ids shown on both sides of a difference."""
 
 
-def print_merge(url: str, run: str, step: int, console: Console) -> None:
-    """The merge ratio of a batch, and the first mismatch of each trajectory of several rows."""
-    found = read_merge(url, run, step)
+def print_merge(found: dict[str, Any], console: Console) -> None:
+    """Print the merge report of a batch, from `read_merge`."""
     merge = "merge" if found["merge"] else "would merge, but for merge=False,"
     console.print(
-        f"step {step} of {run}: {found['num_turns']} turns of {found['num_trajectories']} "
-        f"trajectories {merge} into {found['num_rows']} rows, {found['num_turn_tokens']} tokens "
-        f"into {found['num_row_tokens']}: {found['merge_ratio']:.2f} to 1"
+        f"step {found['step']} of {found['run']}: {found['num_turns']} turns of "
+        f"{found['num_trajectories']} trajectories {merge} into {found['num_rows']} rows, "
+        f"{found['num_turn_tokens']} tokens into {found['num_row_tokens']}: {found['merge_ratio']:.2f} to 1"
     )
     if not found["breaks"]:
         console.print("no trajectory breaks")
@@ -45,11 +43,6 @@ def print_merge(url: str, run: str, step: int, console: Console) -> None:
             _shown(each["found_around"], each, ended="the end of the prompt"),
         )
     console.print(table)
-
-
-def merge_json(url: str, run: str, step: int) -> str:
-    """Return the same as JSON."""
-    return json.dumps(read_merge(url, run, step), indent=2)
 
 
 def read_merge(url: str, run: str, step: int) -> dict[str, Any]:

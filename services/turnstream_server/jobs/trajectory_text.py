@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -63,11 +62,8 @@ def segments(turn: StoredTurn) -> Iterator[Segment]:
             yield Segment(SAMPLED if mask[start] else MASKED, turn.response_ids[start:stop])
 
 
-def print_text(
-    url: str, run: str, name: str, console: Console, *, tokenizer: Path, folder: Path | None = None
-) -> None:
-    """Print a trajectory turn by turn, in colors on a terminal."""
-    content = read_text(url, run, name, tokenizer=tokenizer, folder=folder)
+def print_text(content: dict[str, Any], console: Console) -> None:
+    """Print a trajectory from `read_text` turn by turn, in colors on a terminal."""
     console.print(f"{content['run']}: {content['trajectory']}, {content['state']}")
     for turn in content["turns"]:
         versions = ", ".join(map(str, turn["policy_versions"])) or "unknown"
@@ -81,14 +77,8 @@ def print_text(
     reward = "none" if content["reward"] is None else f"{content['reward']:g}"
     advantage = content["advantage"]
     console.rule()
-    told = "" if advantage is None else f", advantage {advantage:g} in step {content['step']}"
-    console.print(f"reward {reward}{told}")
-
-
-def text_json(url: str, run: str, name: str, *, tokenizer: Path, folder: Path | None = None) -> str:
-    """Return the same as JSON."""
-    content = read_text(url, run, name, tokenizer=tokenizer, folder=folder)
-    return json.dumps(content, indent=2, ensure_ascii=False)
+    planned = "" if advantage is None else f", advantage {advantage:g} in step {content['step']}"
+    console.print(f"reward {reward}{planned}")
 
 
 def read_text(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from turnstream.types import EvalResult, Group, Purpose, TrajectoryState
 from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
-from turnstream_server.jobs.evals import evals_json
+from turnstream_server.jobs.evals import read_evals
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -130,7 +129,7 @@ async def test_the_results_of_each_version_are_kept_by_group_and_overall(house):
     await num_evaluated(house, run, 5)
 
     third, eighth = results(house, run)
-    shown = json.loads(await asyncio.to_thread(evals_json, house.url, run))
+    shown = await asyncio.to_thread(read_evals, house.url, run)
 
     assert (third.version, third.num_groups, third.num_trajectories) == (3, 2, 4)
     assert (third.reward.mean, third.best.mean) == (0.5, 0.75)

@@ -23,9 +23,9 @@ from turnstream_server.bus.core.scan import entry_ms, readable_events, server_ms
 from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError
 from turnstream_server.bus.queries.wait_facts import read_snapshot
 from turnstream_server.jobs.batches import (
-    batch_json,
-    difference_json,
     print_batch,
+    read_batch,
+    read_difference,
     write_batch,
 )
 from turnstream_server.jobs.ledger import history_json, ledger_json, print_ledger
@@ -67,7 +67,7 @@ async def history(house, run, trajectory_id):
 
 
 async def batch(house, run, step):
-    return json.loads(await asyncio.to_thread(batch_json, house.url, run, step))
+    return await asyncio.to_thread(read_batch, house.url, run, step)
 
 
 def opened_ms(house, run):
@@ -252,10 +252,10 @@ async def test_the_difference_of_two_batches_is_what_only_one_of_them_has(house)
     await trainer.start()
     await trainer.get(2)
 
-    same = await asyncio.to_thread(difference_json, house.url, run, 1, 1)
-    lines = json.loads(await asyncio.to_thread(difference_json, house.url, run, 1, 2))
+    same = await asyncio.to_thread(read_difference, house.url, run, 1, 1, folder=None)
+    lines = await asyncio.to_thread(read_difference, house.url, run, 1, 2, folder=None)
 
-    assert json.loads(same) == []
+    assert same == []
     assert [line[:7] for line in lines] == ["- a/0/0", "- a/1/0", "+ b/0/0", "+ b/1/0"]
 
 
@@ -340,9 +340,7 @@ async def test_labels_are_summed_up_once_per_batch_for_workers_and_for_people(ho
     first, second = await trainer.get(1, dp_rank=1)
     seen = await batch(house, run, 1)
     screen = StringIO()
-    await asyncio.to_thread(
-        print_batch, house.url, run, 1, Screen(screen, width=120), show_all=True
-    )
+    print_batch(run, seen, Screen(screen, width=120), show_all=True)
 
     figures = first.mini_batch.info.figures
     assert figures.metrics["turns"].mean == 3.0

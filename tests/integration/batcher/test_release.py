@@ -22,7 +22,7 @@ from turnstream_server.bus.planning.manifests import read_manifest
 from turnstream_server.bus.queries.budget import parse_held, read_budget
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.release.release import finish_batches, fold_batches
-from turnstream_server.jobs.batches import batch_json, write_batch
+from turnstream_server.jobs.batches import read_batch, write_batch
 from turnstream_server.jobs.ledger import history_json, ledger_json
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -297,7 +297,7 @@ async def test_compact_records_still_answer_queries(house, tmp_path):
     await settled(house, run, folded=2, filtered=2)
 
     def ask():
-        batch = json.loads(batch_json(house.url, run, 1))
+        batch = read_batch(house.url, run, 1)
         ledger = json.loads(ledger_json(house.url, run))
         trained, equal = [
             json.loads(history_json(house.url, run, each)) for each in ("g1/1/0", "equal/0/0")
@@ -396,4 +396,4 @@ def _hash(house, run: str, step: int) -> str:
 
 
 def _previous_hash(house, run: str, step: int) -> str:
-    return json.loads(batch_json(house.url, run, step))["previous_hash"]
+    return read_batch(house.url, run, step)["previous_hash"]

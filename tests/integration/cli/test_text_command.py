@@ -14,7 +14,7 @@ from rich.console import Console
 from turnstream.errors import InvalidConfigError, ReleasedError
 from turnstream.generator import Publisher
 from turnstream.types import StoredTurn
-from turnstream_server.jobs.trajectory_text import print_text, segments
+from turnstream_server.jobs.trajectory_text import print_text, read_text, segments
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -92,7 +92,8 @@ def test_text_on_a_terminal_colors_sampled_and_masked_tokens(
         width=200, force_terminal=True, color_system="standard", markup=False, emoji=False
     )
     with terminal.capture() as capture:
-        print_text(place.url, written, "g/0/0", terminal, tokenizer=tokenizer_folder)
+        content = read_text(place.url, written, "g/0/0", tokenizer=tokenizer_folder)
+        print_text(content, terminal)
 
     shown = capture.get()
     assert "\x1b[1;32m says <hello>" in shown
