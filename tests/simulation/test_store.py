@@ -182,7 +182,6 @@ def test_random_commands_have_the_replies_of_a_server(client: redis.Redis) -> No
         "return {1, false, 3}",
         "return false",
         "return redis.error_reply('WAIT [1-0] why')",
-        "return redis.status_reply('FINE')",
         "return redis.sha1hex('a')",
         "return redis.pcall('HINCRBY', 'hash', 'f', 'x')['err'] ~= nil",
         "redis.call('HSET', 'hash', 'f', 3, 'g', 1.5) return redis.call('HGETALL', 'hash')",
@@ -192,15 +191,11 @@ def test_random_commands_have_the_replies_of_a_server(client: redis.Redis) -> No
         "return type(redis.call('SET', 'string', 'x')) == 'table'",
         'return cjson.decode(\'{"a": [1, 2.5, "b"], "c": null}\').a[3]',
         "return cjson.decode('{\"c\": null}').c == cjson.null",
-        "return cjson.encode({1, 'a', {b = true}})",
         "undeclared = 1",
         "return undeclared",
         "return #KEYS + #ARGV",
         "return redis.call('XADD', 'stream', '1-1', 'r', 'x')",
         "return 1 + '2'",
-        "return {bit.band(-1, 255), bit.bxor(1, 0xEDB88320), bit.bnot(7), bit.rshift(-1, 3)}",
-        "return {bit.bxor(-1, 0xEDB88320), bit.band(0x12345678, -256)}",
-        "return {bit.rshift(2 ^ 32 + 9, 1), bit.bnot(-1)}",
     ],
 )
 def test_scripts_have_the_replies_of_a_server(client: redis.Redis, body: str) -> None:

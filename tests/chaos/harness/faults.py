@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from harness.proxy import Proxy
 from harness.rig import LEASE_S
@@ -197,17 +197,8 @@ def pause_the_run(stack: Stack) -> None:
 
 def revise_the_run(stack: Stack) -> None:
     """Change the batch size and the micro-batch size from a later step on."""
-    revise(stack)
-
-
-def revise(stack: Stack, meanwhile: Callable[[], None] = lambda: None, **settings: Any) -> None:
-    """Give the run other settings, random ones by default, and check the plans around them.
-
-    `meanwhile` is called before the revision is in force.
-    """
     client, run = stack.rig.client, stack.rig.run
-    number, from_step = _store_revision(stack, settings)
-    meanwhile()
+    number, from_step = _store_revision(stack)
 
     def is_planned() -> bool:
         stack.mend()
@@ -227,16 +218,15 @@ def revise(stack: Stack, meanwhile: Callable[[], None] = lambda: None, **setting
             assert len(stored.manifest.groups) == batch_groups
 
 
-def _store_revision(stack: Stack, settings: dict[str, Any]) -> tuple[int, int]:
+def _store_revision(stack: Stack) -> tuple[int, int]:
+    """Return the number and the first step of a new config."""
     client, run = stack.rig.client, stack.rig.run
     last = read_revisions(client, run).last.config
-    settings = settings or {
-        "batch_groups": _other_size(last),
-        "max_tokens_per_micro_batch": stack.rng.choice((64, 96, 128)),
-    }
-    wanted = dataclasses.replace(last, **settings)
-    if wanted == last:  # the store would ignore it
-        wanted = dataclasses.replace(wanted, batch_groups=_other_size(last))
+    wanted = dataclasses.replace(
+        last,
+        batch_groups=_other_size(last),
+        max_tokens_per_micro_batch=stack.rng.choice((64, 96, 128)),
+    )
     while True:
         from_step = read_frontier(client, run).planned + 1 + AHEAD
         try:
@@ -249,65 +239,6 @@ def _other_size(last: BatchingConfig) -> int:
     return MOST_GROUPS if last.batch_groups < MOST_GROUPS else 4
 
 
-def kill_a_batcher_that_plans(stack: Stack) -> None:
-    """Kill the leader before or after it chooses groups or writes the manifest."""
-    failpoint = _draw(stack, kill_a_batcher_that_plans)
-    by_event = failpoint.startswith("batch_due.")
-    if by_event:
-        revise(stack, selection="in_order")
-    stack.doom(failpoint)
-    if by_event:
-        revise(stack, selection="ready_first")
-
-
-def kill_a_batcher_that_serves(stack: Stack) -> None:
-    """Kill the leader within a call of a rank."""
-    failpoint = _draw(stack, kill_a_batcher_that_serves)
-    begins = failpoint.startswith("session.")
-    stack.doom(failpoint, stack.start_ranks if begins else lambda: None)
-
-
-def kill_a_batcher_that_revises(stack: Stack) -> None:
-    """Kill the leader around the event that puts another config in force."""
-    failpoint = _draw(stack, kill_a_batcher_that_revises)
-    revise(stack, lambda: stack.doom(failpoint))
-
-
-def kill_a_rank_at_a_failpoint(stack: Stack) -> None:
-    """Kill rank 0 between its acknowledgements, or while it writes its checkpoint."""
-    failpoint = _draw(stack, kill_a_rank_at_a_failpoint)
-    stack.start_ranks(f"{failpoint}@{stack.rng.randint(1, 3)}")
-    first = stack.rig.ranks[0]  # which acknowledges
-
-    def has_died() -> bool:
-        stack.mend_services()
-        return first.status is not None
-
-    stack.rig.wait(has_died, f"a rank that dies at {failpoint}", timeout_s=90.0)
-    stack.note(failpoint, first)
-
-
-def _draw(stack: Stack, fault: Fault) -> str:
-    return stack.draws.draw(fault.__name__, FAILPOINTS[fault])
-
-
-FAILPOINTS: Final[Mapping[Fault, tuple[str, ...]]] = {
-    kill_a_batcher_that_plans: (
-        *("plan.before_check", "plan.before_write", "plan.after_write"),
-        *("batch_due.before", "batch_due.after"),
-    ),
-    kill_a_batcher_that_serves: (
-        *("session.before_start", "session.after_start", "get.after_header", "get.after_data"),
-        *("stepped.before", "stepped.after", "committed.before", "committed.after"),
-    ),
-    kill_a_batcher_that_revises: ("revise.before", "revise.after"),
-    kill_a_rank_at_a_failpoint: (
-        *("train.after_update", "train.after_stepped", "checkpoint.after_weights"),
-        *("checkpoint.before_committed", "checkpoint.after_committed"),
-    ),
-}
-"""Failpoints of these faults; each is drawn once before one is drawn again."""
-
 FAULTS: tuple[Fault, ...] = (
     *(kill_a_batcher, put_a_batcher_to_sleep),
     *(kill_a_rank, put_a_rank_to_sleep),
@@ -316,5 +247,4 @@ FAULTS: tuple[Fault, ...] = (
     *(lose_replies_of_the_store, cut_all_connections_to_the_store),
     *(silence_the_store, slow_the_store_down, cut_transfers_to_the_ranks),
     *(fill_the_stores_memory, move_the_clock, revise_the_run, pause_the_run),
-    *FAILPOINTS,
 )

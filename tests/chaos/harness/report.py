@@ -54,8 +54,6 @@ class Report:
         survivals: results for each fault.
         totals: numbers of steps, sessions, trajectories and cuts.
         ledger: trajectories by state.
-        reached: failpoints at which a process died, with their number.
-        missed: failpoints that no process reached in time.
         most_store_bytes: peak memory of the store.
     """
 
@@ -65,8 +63,6 @@ class Report:
     totals: Counter[str] = field(default_factory=Counter[str])
     ledger: Counter[str] = field(default_factory=Counter[str])
     rewards: Counter[str] = field(default_factory=Counter[str])
-    reached: Counter[str] = field(default_factory=Counter[str])
-    missed: Counter[str] = field(default_factory=Counter[str])
     most_store_bytes: int = 0
 
     def look(self, client: redis.Redis) -> None:
@@ -90,11 +86,9 @@ class Report:
         )
         self.rewards = Counter(line["outcome"].lower() for line in history.of("posted"))
         self.ledger = Counter(rig.counts())
-        self.reached, self.missed = stack.reached, stack.missed
 
     def facts(self) -> dict[str, Any]:
         """Return all numbers for a file."""
-        names = sorted({*self.reached, *self.missed})
         return {
             "seconds": self.seconds,
             **self.totals,
@@ -102,9 +96,6 @@ class Report:
             "ledger": dict(self.ledger),
             "most_store_bytes": self.most_store_bytes,
             "faults": {name: survival.facts() for name, survival in self.survivals.items()},
-            "failpoints": {
-                name: {"reached": self.reached[name], "missed": self.missed[name]} for name in names
-            },
         }
 
     def table(self) -> Table:
@@ -114,7 +105,6 @@ class Report:
             Column("fault", no_wrap=True),
             *("injected", "in vain", "survived", "median s", "longest s"),
             title=f"{self.durability}: {totals}; {dict(self.ledger)}; rewards {dict(self.rewards)}",
-            caption=f"failpoints: {dict(self.reached)}; not reached: {dict(self.missed)}",
         )
         for name, survival in self.survivals.items():
             injected, in_vain, survived, median_s, longest_s = survival.facts().values()
@@ -133,7 +123,7 @@ def whole_json(reports: Sequence[Report], *, seed: int) -> str:
     for report in reports:
         both.seconds += report.seconds
         both.most_store_bytes = max(both.most_store_bytes, report.most_store_bytes)
-        for name in ("totals", "ledger", "rewards", "reached", "missed"):
+        for name in ("totals", "ledger", "rewards"):
             getattr(both, name).update(getattr(report, name))
         for name, survival in report.survivals.items():
             both.survivals[name].num_injected += survival.num_injected

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +14,6 @@ from harness.episodes import prompt_payload
 from harness.machine import Machine
 from harness.proxy import Proxy
 from harness.rig import Rig
-from harness.sleepers import asleep
 from turnstream.errors import StoreUnavailableError
 from turnstream.store.run.runs import resume_run
 from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
@@ -23,9 +21,6 @@ from turnstream_server.embedded import Durability
 from turnstream_server.jobs.stack import Service
 
 Choice = TypeVar("Choice")
-
-REACHED_S = 20.0
-"""By when a process comes to its failpoint, or does not."""
 
 AWAITS_ONE_IN = 8
 """One trajectory in so many gets its reward from another process."""
@@ -79,8 +74,6 @@ class Stack:
         others: the newest observer and poster.
         num_others: number of observers and posters so far.
         num_writers: number of generators so far.
-        reached: failpoints at which a process has died, with their number.
-        missed: failpoints that no process reached in time.
         durability: durability of the store.
         clock_s: error of the store's clock.
     """
@@ -95,8 +88,6 @@ class Stack:
     others: dict[str, Service] = field(default_factory=dict[str, Service])
     num_others: int = 0
     num_writers: int = 0
-    reached: Counter[str] = field(default_factory=Counter[str])
-    missed: Counter[str] = field(default_factory=Counter[str])
     durability: Durability = "fsync"
     clock_s: float = 0.0
 
@@ -152,7 +143,7 @@ class Stack:
         service = self.rig.start_generator(writer, groups=1_000_000, pause_s=0.1, **more)
         self.generators[writer] = service
 
-    def start_ranks(self, failpoint: str = "") -> None:
+    def start_ranks(self) -> None:
         """Kill the current ranks, and start a new session of one to four ranks."""
         was_refused = any(rank.status == REFUSED for rank in self.rig.ranks)
         for rank in self.rig.ranks:
@@ -164,7 +155,6 @@ class Stack:
             checkpoint_every=3,
             timeout_s=15,
             update_s=0.02,
-            failpoint=failpoint,
             from_step=self.rig.checkpoint_of_store() if goes_back else -1,
         )
 
@@ -234,36 +224,3 @@ class Stack:
     def pause(self, seconds: float) -> None:
         """Let a fault last."""
         threading.Event().wait(seconds)
-
-    def doom(self, failpoint: str, occasion: Callable[[], object] = lambda: None) -> None:
-        """Let the only active batcher die at a failpoint, which `occasion` makes it reach.
-
-        Raises:
-            InVainError: it did not reach the failpoint in time; it is killed anyway.
-        """
-        self.batchers["batcher"].kill()
-        with asleep(self.batchers["other"].pid):
-            doomed = self.rig.begin_batcher("batcher", failpoint=failpoint)
-            self.batchers["batcher"] = doomed
-            occasion()
-
-            def has_fallen() -> bool:
-                self.mend_ranks()
-                return doomed.status is not None
-
-            with contextlib.suppress(TimeoutError):
-                self.rig.wait(has_fallen, failpoint, timeout_s=REACHED_S)
-        self.note(failpoint, doomed)
-        self.mend_services()
-
-    def note(self, failpoint: str, doomed: Service) -> None:
-        """Whether a process has died at its failpoint; it is dead behind this.
-
-        Raises:
-            InVainError: it did not.
-        """
-        has_died = doomed.status == -9
-        doomed.kill()
-        (self.reached if has_died else self.missed)[failpoint] += 1
-        if not has_died:
-            raise InVainError(failpoint)

@@ -1,92 +1,216 @@
-"""Breaks the guards of the scripts and of the code one by one, and counts the lives that show it.
-
-python -m simulator.guards                            every guard, on every core
-python -m simulator.guards --seeds 200 append: fold:  those whose name begins so
-"""
+"""Guards of scripts and code, each with the edit that breaks it and the runs that show it."""
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
-import sys
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from typing import NamedTuple
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-from simulator.breaks import Guard
-from simulator.code_guards import CODE_GUARDS
+from simulator.fates import fate
 from simulator.lives import lives
-from simulator.script_guards import SCRIPT_GUARDS
+from simulator.lua import Scripts
+from simulator.store import SCRIPTS
+from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.planning.selection import Selector
+from turnstream.generator.outbox.outbox import Outbox
+from turnstream.generator.outbox.resend_buffer import ResendBuffer
+from turnstream_server.batcher.planner import releaser
+from turnstream_server.batcher.planner.leader import Leader
+from turnstream_server.bus.core.server_instance import PinnedClient
 
-GUARDS = (*SCRIPT_GUARDS, *CODE_GUARDS)
+Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class Sight(NamedTuple):
-    """The runs that a broken guard let fail.
+class Guard(NamedTuple):
+    """A guard and the edit that breaks it.
 
     Attributes:
-        seeds: seeds of these runs.
-        problem: problem of the first of them.
+        num_seeds: number of runs of which one fails without the guard, with a large margin.
+        broken: context manager, within which the guard is broken.
+        needs: attribute of `Fate` that a run needs to show it, such as `has_reviser`; "" for any
+            run.
     """
 
-    seeds: tuple[int, ...]
-    problem: str
+    name: str
+    num_seeds: int
+    broken: Break
+    needs: str = ""
+
+    def first_failed_seed(self) -> int | None:
+        """Return the first seed whose run fails while the guard is broken."""
+        with self.broken():
+            for verdict in lives(filter(self._is_suitable, range(self.num_seeds))):
+                if verdict.problems:
+                    return verdict.seed
+        return None
+
+    def _is_suitable(self, seed: int) -> bool:
+        return not self.needs or getattr(fate(random.Random(seed)), self.needs)
 
 
-def guard_of(name: str) -> Guard:
-    """The guard of this name."""
-    (guard,) = [each for each in GUARDS if each.name == name]
-    return guard
+@contextlib.contextmanager
+def edited(old: str, new: str) -> Iterator[None]:
+    """Within, every script in which `old` stands has `new` in its place."""
+    load = Scripts.load
+    num_edited = 0
+
+    def load_edited(scripts: Scripts, source: bytes) -> bytes:
+        nonlocal num_edited
+        text = source.replace(old.encode(), new.encode())
+        if text == source:
+            return load(scripts, source)
+        num_edited += 1
+        sha = load(scripts, text)
+        own = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
+        scripts.by_sha[own] = scripts.by_sha[sha]
+        return own
+
+    before = dict(SCRIPTS.by_sha)
+    SCRIPTS.by_sha.clear()
+    try:
+        with patch.object(Scripts, "load", load_edited):
+            yield
+    finally:
+        SCRIPTS.by_sha.clear()
+        SCRIPTS.by_sha.update(before)
+    if not num_edited:
+        raise AssertionError(f"no script that was used has {old!r}")
 
 
-def first_seed(guard: Guard, seeds: range) -> int | None:
-    """The first of these lives that shows that a guard is broken."""
-    with guard.broken():
-        for verdict in lives(guard.lives_of(seeds)):
-            if verdict.problems:
-                return verdict.seed
-    return None
+def script(old: str, new: str) -> Break:
+    """Return an edit of the scripts."""
+    return lambda: edited(old, new)
 
 
-def sight(name: str, seeds: range) -> Sight:
-    """Every one of these lives that shows it."""
-    guard = guard_of(name)
-    with guard.broken():
-        failed = [verdict for verdict in lives(guard.lives_of(seeds)) if verdict.problems]
-    shown = failed[0].problems[0].strip().splitlines() if failed else [""]
-    is_traceback = shown[0].startswith("Traceback")
-    return Sight(tuple(each.seed for each in failed), shown[-1 if is_traceback else 0])
+def method(owner: Any, name: str, new: Any) -> Break:
+    """Return a replacement of a method or function."""
+    return lambda: patch.object(owner, name, new)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Break them; 1 where one was not seen."""
-    parser = argparse.ArgumentParser(prog="python -m simulator.guards", description=__doc__)
-    parser.add_argument("names", nargs="*", help="how they begin")
-    parser.add_argument("--seeds", type=int, default=400, help="how many lives")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time")
-    asked = parser.parse_args(arguments)
-    seeds = range(asked.first, asked.first + asked.seeds)
-    names = [each.name for each in GUARDS if each.name.startswith((*asked.names,) or ("",))]
-    num_unseen = 0
-    started_anew = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(asked.processes, mp_context=started_anew) as executor:
-        for name, seen in zip(names, executor.map(partial(_sight, seeds), names), strict=True):
-            num_unseen += not seen.seeds
-            first = seen.seeds[0] if seen.seeds else "-"
-            shown = (
-                f"{len(seen.seeds):>4} of {len(guard_of(name).lives_of(seeds))}, first {first:>4}"
-            )
-            print(f"{shown}  {name}  ({seen.problem[:100] or 'unseen'})", flush=True)
-    return 1 if num_unseen else 0
+async def _all_of(_: Any, __: str, names: list[str]) -> set[str]:
+    return set(names)
 
 
-def _sight(seeds: range, name: str) -> Sight:
-    return sight(name, seeds)
+async def _meet_any(_: PinnedClient, connection: Any) -> None:
+    await connection.on_connect()
 
 
-if __name__ == "__main__":
-    from simulator.guards import main as start  # a spawned process imports this one
-
-    sys.exit(start())
+GUARDS = (
+    Guard("open_group: capacity", 120, script("if most - live <= 0 then", "if false then")),
+    Guard(
+        "open_group: a trajectory that is open",
+        160,
+        script(
+            "    if writer == ARGV[3] then\n      replies[i] = tonumber(epoch)",
+            "    if writer then\n      replies[i] = tonumber(epoch)",
+        ),
+    ),
+    Guard(
+        "open_group: groups that are open at a time",
+        160,
+        script("if most_open > 0 and most_open - (open or 0) <= 0 then", "if false then"),
+    ),
+    Guard(
+        "open_task: a prompt that waits is no new one",
+        400,
+        script("  if is_repeated then", "  if false then"),
+    ),
+    Guard(
+        "heartbeat: the lease is renewed",
+        240,
+        script("      redis.call('ZADD', KEYS[2], ends_ms, id)\n      replies", "      replies"),
+    ),
+    Guard(
+        "take_over: the next epoch",
+        160,
+        script(
+            "  epoch = epoch + 1\n  redis.call('HSET', KEYS[1], id, 'open:'",
+            "  redis.call('HSET', KEYS[1], id, 'open:'",
+        ),
+    ),
+    Guard(
+        "post_reward: what awaits none",
+        160,
+        script("if state ~= 'awaiting_reward' or known then", "if false then"),
+    ),
+    Guard(
+        "acquire_leader: the lease of another",
+        80,
+        script("owner ~= ARGV[1] and tonumber(expires_ms) > now_ms then", "false then"),
+    ),
+    Guard("write_manifest: the next step", 600, script("if step <= last then", "if false then")),
+    Guard(
+        "give_back: bytes of a batch",
+        160,
+        script("if string.sub(entries[i] or '', 1, 8) == 'planned:' then", "if false then"),
+    ),
+    Guard(
+        "start_session: what was stepped comes back",
+        240,
+        script(
+            "redis.call('HSET', KEYS[1], 'stepped', step, 'committed', step,",
+            "redis.call('HSET', KEYS[1], 'committed', step,",
+        ),
+    ),
+    Guard("fold: one member per sample", 160, method(RunFold, "_why_surplus", lambda *_: "")),
+    Guard(
+        "selector: what was chosen is planned", 40, method(Selector, "pass_step", lambda *_: None)
+    ),
+    Guard(
+        "leader: plans take their groups in the replay", 160, method(Leader, "_pass", lambda *_: [])
+    ),
+    Guard(
+        "releaser: a group that may get members",
+        160,
+        method(releaser, "groups_that_are_over", _all_of),
+    ),
+    Guard(
+        "planner: what belongs to one start of the store",
+        500,
+        method(PinnedClient, "_meet", _meet_any),
+        needs="may_lose",
+    ),
+    Guard(
+        "window: what may be lost is kept", 160, method(ResendBuffer, "keep", lambda *_, **__: None)
+    ),
+    Guard(
+        "outbox: what was lost is sent again", 200, method(Outbox, "_meet", lambda *_, **__: None)
+    ),
+    Guard(
+        "every script: the epoch of the leader",
+        160,
+        script("if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then", "if false then"),
+    ),
+    Guard(
+        "reopen_run: what was finished",
+        240,
+        script("redis.call('HDEL', KEYS[1], 'finished', 'leftover')\n", ""),
+        needs="has_reopener",
+    ),
+    Guard(
+        "announce_revision: groups of the steps before",
+        600,
+        script("planned * (before.batch_groups - after.batch_groups) + 0", "0"),
+        needs="has_reviser",
+    ),
+    Guard(
+        "revise_config: the order of steps",
+        600,
+        script("if step < first then", "if false then"),
+        needs="has_reviser",
+    ),
+    Guard(
+        "write_manifest: a short step",
+        40,
+        script("if num_groups ~= batch_groups then", "if false then"),
+    ),
+    Guard(
+        "observed: never falls",
+        400,
+        script("math.max(tonumber(seen), tonumber(ARGV[2]))", "tonumber(ARGV[2])"),
+        needs="has_observer",
+    ),
+)

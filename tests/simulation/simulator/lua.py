@@ -23,13 +23,10 @@ Carry = Callable[[bytes, Sequence[bytes]], Any]
 _FLAGS = re.compile(rb"#!lua(?: +flags=([a-z,-]+))?[^\n]*")
 
 _SETUP = rb"""
-local carry, sha1hex, constructor, encode, log = ...
+local carry, sha1hex, constructor = ...
 redis = {}
 function redis.error_reply(text)
   return {err = text}
-end
-function redis.status_reply(text)
-  return {ok = text}
 end
 local function taken(reply, kind, ...)
   if not kind then
@@ -50,10 +47,7 @@ function redis.pcall(...)
   return taken(carry(...))
 end
 redis.sha1hex = sha1hex
-redis.log = log
-redis.LOG_WARNING = 3
-redis.LOG_NOTICE = 2
-cjson = {encode = encode, null = setmetatable({}, {__tostring = 'null'})}
+cjson = {null = setmetatable({}, {__tostring = 'null'})}
 -- A text is compiled once into what makes its table anew every time.
 local null, made, num_made = cjson.null, {}, 0
 function cjson.decode(text)
@@ -67,51 +61,9 @@ function cjson.decode(text)
   end
   return make(null)
 end
--- The library `bit`: its numbers are of 32 bits, its results have a sign. In Lua itself: a script
--- that calculates a CRC calls it a thousand times.
-local ands = {[0] = 0}  -- of two bytes
-for both = 1, 65535 do
-  local a, b = math.floor(both / 256), both % 256
-  local halves = ands[math.floor(a / 2) * 256 + math.floor(b / 2)]
-  ands[both] = 2 * halves + (a % 2) * (b % 2)
-end
-local function signed(number)
-  return number < 2147483648 and number or number - 4294967296
-end
-local function common(a, b)
-  local result, place = 0, 1
-  while a > 0 and b > 0 do
-    local x, y = a % 256, b % 256
-    result = result + ands[x * 256 + y] * place
-    a, b, place = (a - x) / 256, (b - y) / 256, place * 256
-  end
-  return result
-end
-bit = {}
-local function refuse(...)
-  if select('#', ...) > 0 then
-    error('a third number is not simulated')
-  end
-end
-function bit.band(a, b, ...)
-  refuse(...)
-  return signed(common(a % 4294967296, b % 4294967296))
-end
-function bit.bxor(a, b, ...)
-  refuse(...)
-  a, b = a % 4294967296, b % 4294967296
-  return signed(a + b - 2 * common(a, b))
-end
-function bit.bnot(number)
-  return signed(4294967295 - number % 4294967296)
-end
-function bit.rshift(number, by)
-  return signed(math.floor(number % 4294967296 / 2 ^ (by % 32)))
-end
 local function refusing(library)
   return {__index = function(_, name) error(library .. name .. ' is not simulated') end}
 end
-setmetatable(bit, refusing('bit.'))
 setmetatable(redis, refusing('redis.'))
 setmetatable(cjson, refusing('cjson.'))
 local loadstring, pcall, type, select = loadstring, pcall, type, select
@@ -205,10 +157,7 @@ class Scripts:
         load = self._lua.eval(b"loadstring")
         self._raw_compile = load
         setup = load(_SETUP, b"=setup")
-        self._compile, self._run, self._pack, end = setup(
-            self._carry, _sha1hex, self._constructor, self._encode, _ignore
-        )
-        self._type = lupa.lua_type
+        self._compile, self._run, self._pack, end = setup(self._carry, _sha1hex, self._constructor)
         end()
 
     def load(self, source: bytes) -> bytes:
@@ -294,18 +243,6 @@ class Scripts:
             b"local null = ... return " + _lua_source(json.loads(text)), b"=json"
         )
 
-    def _encode(self, value: Any) -> bytes:
-        return json.dumps(self._plain(value), separators=(",", ":")).encode()
-
-    def _plain(self, value: Any) -> Any:
-        if type(value) is bytes:
-            return value.decode()
-        if self._type(value) != "table":
-            return value
-        if len(value):
-            return [self._plain(value[position]) for position in range(1, len(value) + 1)]
-        return {key.decode(): self._plain(item) for key, item in value.items()}
-
 
 def _number(value: Any) -> bytes:
     """How a server turns an argument of redis.call that is a number into words."""
@@ -335,10 +272,6 @@ def _sha1hex(text: bytes) -> bytes:
 def _sha_of_script(source: bytes) -> bytes:
     """Every publisher loads all of its scripts whenever it connects."""
     return _sha1hex(source)
-
-
-def _ignore(*_: Any) -> None:
-    """Log nothing."""
 
 
 def _lua_source(value: Any) -> bytes:
