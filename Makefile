@@ -6,12 +6,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # `make demo JSON=FILE` and `make chaos JSON=FILE` also write their summary there.
 JSON ?=
-# Of `make chaos`: how long, and which faults; a seed that failed fails again. Half of the time with fsync, half with
-# everysec, unless one of them is named.
+# Of `make chaos`: how long, and which faults; a seed that failed fails again.
 SECONDS ?= 1800
 SEED ?=
-DURABILITY ?=
-# Of `make simulate`: how many lives, from which seed on; with PROCESSES= on fewer than all cores.
+# Of `make simulate`: how many runs, from which seed on; with PROCESSES= on fewer than all cores.
 SEEDS ?= 2000
 FIRST ?= 0
 # Of `make fuzz`: the number of damaged runs and requests; SEED= repeats one campaign.
@@ -63,13 +61,13 @@ figures: $(STAMP) ## put what `make bench` measured into docs/benchmarks.md
 mutate: $(STAMP) ## break the guards of the core and the losses one by one; each must fail a test
 	$(BIN)/python tools/mutate.py
 
-simulate: $(STAMP) ## lives of a run from seeds, on the real scripts in memory; SEEDS=2000 FIRST=0, or SEED=; PROCESSES=
+simulate: $(STAMP) ## simulated runs from seeds, on the real scripts in memory; SEEDS=2000 FIRST=0, or SEED=; PROCESSES=
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulator --seeds $(SEEDS) --first $(FIRST) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(PROCESSES),--processes $(PROCESSES))
 
-chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= DURABILITY= JSON=FILE
+chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= JSON=FILE
 	PYTHONPATH=tests:tests/chaos $(BIN)/python -m harness.soak --seconds $(SECONDS) \
-	  $(if $(SEED),--seed $(SEED)) $(if $(DURABILITY),--durability $(DURABILITY)) $(if $(JSON),--json "$(JSON)")
+	  $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json "$(JSON)")
 
 fuzz: $(STAMP) ## damage stored bytes and requests at random over a batcher and a store; CASES=2000 SEED=
 	PYTHONPATH=tests:tests/chaos $(BIN)/python -m fuzz --cases $(CASES) $(if $(SEED),--seed $(SEED))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from harness.checker import AT_THE_END, CHECKS, HistoryError, check
-from harness.cuts import Cut
 from harness.episodes import episode, prompt_payload, sampled
 from harness.forging import (
     WRITER,
@@ -24,7 +23,7 @@ from harness.forging import (
     without,
     write_group,
 )
-from harness.history import FORGOTTEN_S, History, Line
+from harness.history import History, Line
 from harness.refusals import refusals_have_a_cause
 
 Corrupt = Callable[[Lines], Lines]
@@ -330,61 +329,34 @@ def test_sleep_of_a_process_excuses_a_late_answer() -> None:
             check(History([*lines, no_excuse]), counts=COUNTS, is_drained=True)
 
 
-def test_lost_plan_need_not_be_observed_again() -> None:
-    lines = [
-        replace(line, at=line.at - 10 * line.process.startswith("observer"))
-        for line in right_history()
-    ]
-    for position in (8, 9):  # step 4
-        lines = change(lines, "observed", position, manifest="lost")
-    cut = Cut(at=lines[0].at - 5, planned=3, newest_version=-1)
-
-    check(History(lines, losses=[cut]), counts=COUNTS, is_drained=True)
-
-    with pytest.raises(HistoryError, match="everything_was_observed: step 4"):
-        check(History(lines, losses=[replace(cut, planned=4)]), is_drained=True)
-
-
-def test_lost_turn_need_not_be_found() -> None:
-    cut = Cut(at=100.5, planned=9, newest_version=-1)
-
-    check(History(lose_turn(right_history()), losses=[cut]))
-
-    for at in (99.5, 101.5, 100.0 + FORGOTTEN_S):
-        with pytest.raises(HistoryError, match="found 1 turns of g0/0/0, not 2"):
-            check(History(lose_turn(right_history()), losses=[replace(cut, at=at)]))
-
-
 REFUSED = {"trajectory": "g0/0/0", "error": "FencedError: another generator holds it"}
 TAKEN = Line("generator-v", "taken", 8.0, {"trajectory": "g0/0/0", "num_turns": 1})
 
 
-def test_refusal_after_a_take_over_or_a_loss_has_a_cause() -> None:
+def test_refusal_after_an_adoption_or_the_end_has_a_cause() -> None:
     refused = Line("generator-w", "refused", 9.0, REFUSED)
     second = "ConflictError: another reward was posted for g0/0/0"
     end = Line("generator-w", "refused", 9.0, {"group": "g9", "error": "EndOfRunError"})
     rewarded = Line("poster-1", "refused", 9.0, {"trajectory": "g0/0/0", "error": second})
 
-    assert not [*refusals_have_a_cause(History([refused, TAKEN]), lost=())]
-    assert not [*refusals_have_a_cause(History([refused]), lost={"g0/1/0"})]  # another member
-    assert not [*refusals_have_a_cause(History([end, rewarded]), lost=())]
+    assert not [*refusals_have_a_cause(History([refused, TAKEN]))]
+    assert not [*refusals_have_a_cause(History([end, rewarded]))]
 
 
 @pytest.mark.parametrize(
-    ("process", "facts", "lost"),
+    ("process", "facts"),
     [
-        ("generator-w", REFUSED, {"g1/0/0"}),
-        ("generator-v", REFUSED, ()),  # it took the trajectory over itself
-        ("generator-w", {**REFUSED, "error": "TimeoutError"}, {"g0/0/0"}),
-        ("poster-1", {**REFUSED, "error": "ConflictError: it is open"}, ()),
+        ("generator-w", REFUSED),
+        ("generator-v", REFUSED),  # it adopted the trajectory itself
+        ("generator-w", {**REFUSED, "error": "TimeoutError"}),
+        ("poster-1", {**REFUSED, "error": "ConflictError: it is open"}),
     ],
 )
-def test_refusal_without_a_cause_is_found(
-    process: str, facts: dict[str, str], lost: set[str]
-) -> None:
+def test_refusal_without_a_cause_is_found(process: str, facts: dict[str, str]) -> None:
     refused = Line(process, "refused", 9.0, facts)
-    history = History([refused, *[TAKEN] * (process == "generator-v")])
+    is_taken = not process.startswith("poster") and (process, facts) != ("generator-w", REFUSED)
+    history = History([refused, *[TAKEN] * is_taken])
 
-    (found,) = refusals_have_a_cause(history, lost=lost)
+    (found,) = refusals_have_a_cause(history)
 
     assert found.startswith(f"{process} was refused g0")

@@ -1,4 +1,4 @@
-"""A script that meets a damaged counter refuses before its first write, in lives from seeds."""
+"""A script that meets a damaged counter refuses before its first write, in runs from seeds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from simulator.lives import lives
 from simulator.lua import ScriptDefectError
+from simulator.runs import simulate_all
 from simulator.store import Store
 from simulator.values import StoreError, Stream, Value, Words, ZSet
 from testkit.scripts import script, script_files
 
-NUM_LIVES = 40
+NUM_RUNS = 40
 NUM_TRIES = 5
 """Trials of one damaged field per script."""
 
@@ -23,7 +23,7 @@ INCLUDE = "local function damaged(key, ...)"
 DAMAGED = b"\xc5"
 GROUPS = {b"planned_groups", b"opened_groups", b"live_groups", b"open_groups", b"revised_groups"}
 UNREACHED = {"discard_event", "discard_dead_letter", "reject_events", "reserve"}
-"""Scripts that these lives do not call: integration/bus/test_damaged_counters.py has them."""
+"""Scripts that these runs do not call: integration/bus/test_damaged_counters.py has them."""
 
 
 def scripts_that_check() -> dict[bytes, str]:
@@ -128,7 +128,7 @@ def test_damaged_counter_is_refused_before_the_first_write(monkeypatch: pytest.M
 
     monkeypatch.setattr(Store, "_evaluate", evaluate)
 
-    failed = [verdict for verdict in lives(range(NUM_LIVES)) if verdict.problems]
+    failed = [verdict for verdict in simulate_all(range(NUM_RUNS)) if verdict.problems]
 
     assert failed == []
     assert trials.half == set()

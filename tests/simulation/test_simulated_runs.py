@@ -11,7 +11,7 @@ import pytest
 
 from simulator.__main__ import main
 from simulator.guards import GUARDS, Guard
-from simulator.lives import lives
+from simulator.runs import simulate_all
 
 PER_TEST = 45
 FIRST_SEEDS = range(0, 180, PER_TEST)
@@ -26,7 +26,7 @@ def test_simulated_runs_keep_the_promise(first: int, request: pytest.FixtureRequ
         pytest.skip("one seed was asked for")
     seeds = range(first, first + PER_TEST) if asked is None else range(asked, asked + 1)
 
-    failed = [verdict for verdict in lives(seeds) if verdict.problems]
+    failed = [verdict for verdict in simulate_all(seeds) if verdict.problems]
 
     # To repeat one of them: pytest tests/simulation --seed N
     assert not failed, "\n".join(map(str, failed))
@@ -35,13 +35,13 @@ def test_simulated_runs_keep_the_promise(first: int, request: pytest.FixtureRequ
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_seed_gives_the_same_run_in_every_process() -> None:
-    here = [verdict.digest for verdict in lives(range(3, 6))]
-    again = [verdict.digest for verdict in lives(range(5, 2, -1))]
+    here = [verdict.digest for verdict in simulate_all(range(3, 6))]
+    again = [verdict.digest for verdict in simulate_all(range(5, 2, -1))]
 
     folder = Path(__file__).parent
     script = """
-from simulator.lives import lives_of
-for verdict in lives_of(range(3, 6), num_processes=2, per_chunk=2): print(verdict.digest)
+from simulator.runs import simulate_parallel
+for verdict in simulate_parallel(range(3, 6), num_processes=2, per_chunk=2): print(verdict.digest)
 """
     paths = os.pathsep.join([str(folder), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "7"}

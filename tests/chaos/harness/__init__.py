@@ -3,7 +3,6 @@
 - `rig` starts a store, batchers, generators and ranks; `generator`, `rank`, `poster` and `observer`
 are the processes.
 - `proxy`, `machine`, `sleepers` and `newer` make faults.
-- `checker` proves the invariants from a `history` of the logs; `cuts` and `refusals` excuse what a
-fault may cost.
+- `checker` proves the invariants from a `history` of the logs, and `refusals` the causes of errors.
 - `soak` draws random `faults` over a running stack.
 """

@@ -112,7 +112,7 @@ def _accepted(history: History) -> tuple[int, int]:
     tried = sum(line["num_samples"] for line in history.of("opening", "asking_task"))
     tried += sum(1 for _ in history.of("asking")) - sum(1 for _ in history.of("asked_in_vain"))
     tried -= sum(line["num_samples"] for line in history.of("asked_task_in_vain"))
-    return len(told - history.unknown), tried
+    return len(told), tried
 
 
 def _frontier_adds_up(history: History, states: Mapping[str, int]) -> Violations:
@@ -204,33 +204,27 @@ def _repetitions_differ(history: History) -> Violations:
         said = (lines[0]["manifest"], lines[0]["denominators"], rows)
         before = whole.setdefault(key, (lines[0], said))
         if before[1] != said:
-            if not history.may_differ(before[0], lines[0]):
-                yield f"step {key} differs in sessions {before[0]['session']} and {name.session}"
-            whole[key] = lines[0], said
+            yield f"step {key} differs in sessions {before[0]['session']} and {name.session}"
     for line in history.of("received"):
         key = line["step"], line["mini_batch"], line["dp_rank"], line["dp_world_size"]
         before = share.setdefault(key, line)
         if before["content"] != line["content"]:
-            if not history.may_differ(before, line):
-                sessions = f"{before['session']} and {line['session']}"
-                yield f"the share {key} differs in sessions {sessions}"
-            share[key] = line
+            sessions = f"{before['session']} and {line['session']}"
+            yield f"the share {key} differs in sessions {sessions}"
 
 
 def groups_stay_whole(history: History) -> Violations:
     """I4: a group is in one mini-batch, with baselines from its trained members."""
-    place: dict[str, tuple[tuple[int, int], Line]] = {}
+    place: dict[str, tuple[int, int]] = {}
     for name, lines in history.complete_mini_batches():
         members: dict[str, dict[str, dict[str, Any]]] = {}
         for row in itertools.chain.from_iterable(line["rows"] for line in lines):
             members.setdefault(_group(row["trajectory"]), {})[row["trajectory"]] = row
         for group, rows in members.items():
             here = name.step, name.mini_batch
-            before, line = place.setdefault(group, (here, lines[0]))
+            before = place.setdefault(group, here)
             if before != here:
-                if not history.may_differ(line, lines[0]):
-                    yield f"group {group} is in {before} and in {here}"
-                place[group] = here, lines[0]
+                yield f"group {group} is in {before} and in {here}"
             yield from _wrong_advantages(group, list(rows.values()))
 
 
@@ -250,8 +244,6 @@ def _wrong_advantages(group: str, rows: Sequence[dict[str, Any]]) -> Violations:
 def ranks_share_one_manifest(history: History) -> Violations:
     """I5: all ranks see one manifest, disjoint rows, and equally many passes and positions."""
     for name, lines in history.received.items():
-        if history.is_torn(lines):
-            continue
         for fact in ("manifest", "num_mini_batches", "num_micro_batches", "num_positions"):
             if len({line[fact] for line in lines}) > 1:
                 yield f"{name}: the ranks have several values of {fact}"
@@ -327,7 +319,7 @@ def nothing_is_lost(history: History) -> Violations:
     unrewarded = history.awaiting - rewards_taken(history).keys()
     trained = {row["trajectory"] for _, row in history.surviving_rows}
     for group, members in sorted(history.acknowledged_by_group.items()):
-        if group in history.evaluations or members & history.gone:
+        if group in history.evaluations:
             continue  # see evaluations_add_up; a group without a member may end untrained
         whole = members - unrewarded
         lost = whole - trained - history.excused

@@ -8,13 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-LATE_S = 5.0
-"""A batch that was lost may be handed out so much later: it had been pulled ahead."""
-
-FORGOTTEN_S = 30.0
-"""Age after which acknowledged data are on the disk."""
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +96,6 @@ class Session:
     updated: tuple[int, ...]
 
 
-class Loss(Protocol):
-    """A store lost what it had not synced: see harness.cuts."""
-
-    @property
-    def at(self) -> float:
-        """When."""
-        ...
-
-    @property
-    def planned(self) -> int:
-        """Steps that were left."""
-        ...
-
-    @property
-    def newest_version(self) -> int:
-        """The highest announced one that was left; -1 without one."""
-        ...
-
-
 class History:
     """Lines of any processes, each process's own in order.
 
@@ -128,9 +103,6 @@ class History:
         lines: in any order.
         excused: trajectories that need not be trained though they were acknowledged, because a
             test has damaged them or the run's policy drops them.
-        gone: those of them whose seal, or reward, the store lost: their groups may end without.
-        unknown: trajectories that need not be known though their opening was acknowledged.
-        losses: where the store lost steps that it had planned, in order of time.
     """
 
     def __init__(
@@ -138,22 +110,9 @@ class History:
         lines: Iterable[Line],
         *,
         excused: Collection[str] = (),
-        gone: Collection[str] = (),
-        unknown: Collection[str] = (),
-        losses: Sequence[Loss] = (),
     ) -> None:
         self.lines = tuple(sorted(lines, key=lambda line: line.at))
-        self.excused = frozenset({*excused, *gone})
-        self.gone = frozenset(gone)
-        self.unknown = frozenset(unknown)
-        self.losses = tuple(losses)
-
-    def may_differ(self, before: Line, after: Line) -> bool:
-        """Whether the plan that a rank had in one line was lost by the time of the other."""
-        return any(
-            loss.planned < before["step"] and before.at < loss.at + LATE_S and after.at > loss.at
-            for loss in self.losses
-        )
+        self.excused = frozenset(excused)
 
     def of(self, *kinds: str) -> Iterator[Line]:
         """The lines of these kinds, in order of time."""
@@ -289,16 +248,7 @@ class History:
         return found
 
     def complete_mini_batches(self) -> Iterator[tuple[MiniBatchName, list[Line]]]:
-        """The mini-batches that all ranks of their session have received.
-
-        Where the plan was lost on the way to them, they have none together.
-        """
+        """The mini-batches that all ranks of their session have received."""
         for name, lines in self.received.items():
-            is_whole = len({line["dp_rank"] for line in lines}) == lines[0]["dp_world_size"]
-            if is_whole and not self.is_torn(lines):
+            if len({line["dp_rank"] for line in lines}) == lines[0]["dp_world_size"]:
                 yield name, lines
-
-    def is_torn(self, lines: Sequence[Line]) -> bool:
-        """Whether ranks got one mini-batch from two plans, the first of which was lost."""
-        manifests = {line["manifest"] for line in lines}
-        return len(manifests) > 1 and self.may_differ(lines[0], lines[-1])

@@ -41,18 +41,10 @@ def _monotonic_s(plan: re.Match[str]) -> float:
 
 
 def steps_have_one_leader(history: History) -> Iterator[str]:
-    """I2 and I5: a step was written once, by the only leader of its epoch.
-
-    Lost steps are written again, and later epochs may be used again.
-    """
+    """I2 and I5: a step was written once, by the only leader of its epoch."""
     leaders: dict[int, str] = {}
     written: dict[int, Line] = {}
-    losses = list(history.losses)
     for line in history.of("planned"):
-        while losses and line.at > losses[0].at:
-            kept = losses.pop(0).planned
-            written = {step: plan for step, plan in written.items() if step <= kept}
-            leaders = {}
         step, epoch = line["step"], line["epoch"]
         if leaders.setdefault(epoch, line.process) != line.process:
             yield f"epoch {epoch} was of {leaders[epoch]} and of {line.process}"
@@ -64,31 +56,17 @@ def steps_have_one_leader(history: History) -> Iterator[str]:
         yield f"steps were written by older leaders than the steps before: epochs {epochs}"
     for line in history.of("received"):
         planned = written.get(line["step"])
-        is_one = all(line["step"] <= loss.planned for loss in history.losses)
-        if planned is not None and is_one and planned["manifest"] != line["manifest"]:
+        if planned is not None and planned["manifest"] != line["manifest"]:
             yield f"{line.process} got step {line['step']} by a plan that its leader did not write"
 
 
 def versions_are_never_reused(history: History) -> Iterator[str]:
-    """A version names one set of weights, also after a rollback, and they only grow.
-
-    An announcement that the store lost may be repeated for other weights.
-    """
-    before, losses = -1, list(history.losses)
-    asked: dict[str, float] = {}
-    for line in history.of("announcing", "announced"):
-        if line.kind == "announcing":
-            asked[line.process] = line.at
-            continue
-        while losses and line.at > losses[0].at:
-            before = min(before, losses.pop(0).newest_version)
+    """A version names one set of weights, also after a rollback, and they only grow."""
+    before = -1
+    for line in history.of("announced"):
         if line["version"] <= before:
             yield f"version {line['version']} was announced after {before}"
-        is_sure = not any(
-            asked.get(line.process, line.at) < loss.at < line.at for loss in history.losses
-        )
-        if is_sure:
-            before = max(before, line["version"])
+        before = max(before, line["version"])
 
 
 def stale_sessions_are_refused(history: History) -> Iterator[str]:

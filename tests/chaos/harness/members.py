@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.episodes import sampled
-from harness.history import FORGOTTEN_S, History, Line, MiniBatchName
+from harness.history import History, Line, MiniBatchName
 
 Violations = Iterator[str]
 
@@ -62,27 +62,19 @@ def rows_are_what_was_said(history: History) -> Violations:
 
 
 def acknowledged_turns_are_kept(history: History) -> Violations:
-    """P1: an adopting generator finds every turn that was acknowledged before.
-
-    A turn that a cut took is excused.
-    """
+    """P1: an adopting generator finds every turn that was acknowledged before."""
     appended: dict[str, list[Line]] = {}
     for line in history.of("appended", "taken"):
         trajectory = line["trajectory"]
         if line.kind == "appended":
             appended.setdefault(trajectory, []).append(line)
             continue
-        kept = [each for each in appended.get(trajectory, ()) if not _is_lost(history, each, line)]
-        known = max((each["turn"] + 1 for each in kept), default=0)
+        known = max((each["turn"] + 1 for each in appended.get(trajectory, ())), default=0)
         if line["num_turns"] < known:
             yield f"{line.process} found {line['num_turns']} turns of {trajectory}, not {known}"
     for trajectory in appended:
         if trajectory.split("/")[0] not in history.members:
             yield f"turns of {trajectory} were acknowledged, and its group was never opened"
-
-
-def _is_lost(history: History, appended: Line, taken: Line) -> bool:
-    return any(loss.at - FORGOTTEN_S < appended.at < loss.at < taken.at for loss in history.losses)
 
 
 def takers_find_what_was_said(history: History) -> Violations:

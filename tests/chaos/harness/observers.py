@@ -4,40 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.history import FORGOTTEN_S, History, Line
+from harness.history import History, Line
 
 Violations = Iterator[str]
 
 
 def observers_go_on_where_they_were(history: History) -> Violations:
-    """Steps come in order, and a restarted observer continues after its last acknowledged step.
-
-    If the store lost that acknowledgement, the observer may receive the steps again.
-    """
+    """Steps come in order, and a restarted observer continues after its last acknowledged step."""
     sure, tried, due = 0, 0, (1, 0)
-    told_at = begins_at = -FORGOTTEN_S
     for line in history.of("observing", "observed", "seeing", "seen"):
         if line.kind == "seeing":
             tried = max(tried, line["step"])
         elif line.kind == "seen":
-            sure, told_at = line["step"], line.at
+            sure = line["step"]
         elif line.kind == "observing":
             if line["missed"]:
                 yield f"{line.process} missed {line['missed']} steps"
-            begins_at, due = line.at, (0, 0)
+            due = (0, 0)
         else:
             here = line["step"], line["mini_batch"]
-            first = 1 if _has_forgotten(history, told_at, begins_at) else sure + 1
-            begins = due == (0, 0) and first <= here[0] <= tried + 1 and here[1] == 0
+            begins = due == (0, 0) and sure < here[0] <= tried + 1 and here[1] == 0
             if here != due and not begins:
                 yield f"{line.process} observed {here}, due was {due} behind the step {sure}"
             is_last = here[1] + 1 == line["num_mini_batches"]
             due = (here[0] + 1, 0) if is_last else (here[0], here[1] + 1)
-
-
-def _has_forgotten(history: History, told_at: float, begins_at: float) -> bool:
-    """Whether a store may have lost what was told to it then, when an observer begins."""
-    return any(told_at - FORGOTTEN_S < loss.at < begins_at for loss in history.losses)
 
 
 def observers_see_what_is_trained(history: History) -> Violations:
@@ -48,8 +38,7 @@ def observers_see_what_is_trained(history: History) -> Violations:
     contents: dict[tuple[str, int], str] = {}
     for line in history.of("observed"):
         for other in received.get(line["step"], ()):
-            before, after = sorted((line, other), key=lambda each: each.at)
-            if line["manifest"] != other["manifest"] and not history.may_differ(before, after):
+            if line["manifest"] != other["manifest"]:
                 yield (
                     f"step {line['step']} was observed as {line['manifest']}, "
                     f"{other.process} had {other['manifest']}"
@@ -60,10 +49,7 @@ def observers_see_what_is_trained(history: History) -> Violations:
 
 
 def everything_was_observed(history: History) -> Violations:
-    """An observer that came to the end of the run received each surviving step.
-
-    If its plan was lost, it need not have received the other one.
-    """
+    """An observer that came to the end of the run received each surviving step."""
     if not any(True for _ in history.of("observing")):
         return
     if not any(True for _ in history.of("observed_all")):
@@ -75,7 +61,5 @@ def everything_was_observed(history: History) -> Violations:
         if history.surviving.get(line["step"]) != line["session"]:
             continue
         found = seen.get(line["step"], [])
-        if not any(
-            each["manifest"] == line["manifest"] or history.may_differ(each, line) for each in found
-        ):
+        if not any(each["manifest"] == line["manifest"] for each in found):
             yield f"step {line['step']} was trained and never observed"

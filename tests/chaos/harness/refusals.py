@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from harness.history import History, Line
 
@@ -14,24 +14,17 @@ NAMED = ("ConflictError", "FencedError", "StoreBehindError")
 _OTHER_REWARD = "another reward was posted"
 
 
-def refusals_have_a_cause(history: History, *, lost: Collection[str]) -> Violations:
-    """A refused trajectory was adopted or rewarded by another process, or lost by the store.
-
-    Args:
-        history: history of a run in which nothing else takes a trajectory from its writer.
-        lost: trajectories that cuts have taken; their groups are lost too.
-    """
+def refusals_have_a_cause(history: History) -> Violations:
+    """A refused trajectory was adopted or rewarded by another process."""
     takers: dict[str, set[str]] = {}
     for line in history.of("taken"):
         takers.setdefault(line["trajectory"], set()).add(line.process)
-    groups = {name.split("/")[0] for name in lost}
     for line in history.of("refused"):
         if not line.process.startswith(("generator-", "poster-")):
             continue
         name = line.facts.get("trajectory", line.facts.get("group", ""))
-        is_lost = name in lost or name.split("/")[0] in groups
         is_taken = bool(takers.get(name, set()) - {line.process})
-        if not (_is_of_the_end(line) or (_is_named(line) and (is_lost or is_taken))):
+        if not (_is_of_the_end(line) or (_is_named(line) and is_taken)):
             yield f"{line.process} was refused {name or 'something'}: {line['error']}"
 
 

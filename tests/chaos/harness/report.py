@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +46,7 @@ class Survival:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """The results of a long run on one store.
+    """The results of a long run.
 
     Attributes:
         survivals: results for each fault.
@@ -57,7 +55,6 @@ class Report:
         most_store_bytes: peak memory of the store.
     """
 
-    durability: str
     seconds: float
     survivals: dict[str, Survival]
     totals: Counter[str] = field(default_factory=Counter[str])
@@ -79,8 +76,6 @@ class Report:
             steps=sum(1 for _ in history.of("stepped")),
             trainer_sessions=len(history.sessions),
             acknowledged_trajectories=len(history.acknowledged),
-            cuts=len(rig.cuts),
-            gone_with_their_generators=len(rig.gone()),
             taken_over=sum(1 for _ in history.of("taken")),
             archived_and_released_steps=read_frontier(rig.client, rig.run).released,
         )
@@ -104,30 +99,10 @@ class Report:
         table = Table(
             Column("fault", no_wrap=True),
             *("injected", "in vain", "survived", "median s", "longest s"),
-            title=f"{self.durability}: {totals}; {dict(self.ledger)}; rewards {dict(self.rewards)}",
+            title=f"{totals}; {dict(self.ledger)}; rewards {dict(self.rewards)}",
         )
         for name, survival in self.survivals.items():
             injected, in_vain, survived, median_s, longest_s = survival.facts().values()
             seconds = (f"{median_s:.2f}", f"{longest_s:.2f}")
             table.add_row(name, str(injected), str(in_vain), str(survived), *seconds)
         return table
-
-
-def whole_json(reports: Sequence[Report], *, seed: int) -> str:
-    """Return the sums of all stores, and each store under `modes`, as JSON."""
-    both = Report(
-        durability="both",
-        seconds=0.0,
-        survivals={name: Survival() for name in reports[0].survivals},
-    )
-    for report in reports:
-        both.seconds += report.seconds
-        both.most_store_bytes = max(both.most_store_bytes, report.most_store_bytes)
-        for name in ("totals", "ledger", "rewards"):
-            getattr(both, name).update(getattr(report, name))
-        for name, survival in report.survivals.items():
-            both.survivals[name].num_injected += survival.num_injected
-            both.survivals[name].num_in_vain += survival.num_in_vain
-            both.survivals[name].recoveries_s += survival.recoveries_s
-    modes = {report.durability: report.facts() for report in reports}
-    return json.dumps({"seed": seed, **both.facts(), "modes": modes}, indent=2) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from harness.history import FORGOTTEN_S, History
+from harness.history import History
 
 Violations = Iterator[str]
 
@@ -18,7 +18,7 @@ def awaited_rewards_are_those_posted(history: History) -> Violations:
     taken = rewards_taken(history)
     trained = _trained(history)
     for name, rewards in taken.items():
-        if len(rewards) > 1 and name not in history.gone:
+        if len(rewards) > 1:
             yield f"{name} was given the rewards {sorted(rewards)}, and each was told to count"
         if not trained.get(name, set()) <= rewards:
             yield f"{name} is trained with {trained[name]}, and {sorted(rewards)} was told to count"
@@ -32,7 +32,7 @@ def awaited_rewards_are_those_posted(history: History) -> Violations:
 
 
 def rewards_taken(history: History) -> dict[str, set[float]]:
-    """Trajectory -> the rewards of which a process was told that they count; one, but for cuts."""
+    """Trajectory -> the rewards of which a process was told that they count."""
     found: dict[str, set[float]] = {}
     for line in history.of("posted"):
         if line["outcome"] in TAKEN:
@@ -41,15 +41,11 @@ def rewards_taken(history: History) -> dict[str, set[float]]:
 
 
 def _refused(history: History) -> Iterator[tuple[str, float]]:
-    """Rewards of which a process was told that they do not count.
-
-    Where the store forgot that soon after, they may count when they are posted again.
-    """
+    """Rewards of which a process was told that they do not count."""
     for line in history.of("posted", "refused"):
         is_late = line.facts.get("outcome") == "LATE"
         is_refused = "reward" in line.facts and line.facts.get("error", "").startswith("Conflict")
-        is_forgotten = any(0 < loss.at - line.at < FORGOTTEN_S for loss in history.losses)
-        if (is_late or is_refused) and not is_forgotten:
+        if is_late or is_refused:
             yield line["trajectory"], line["reward"]
 
 

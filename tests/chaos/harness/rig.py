@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +14,6 @@ from typing import Any, Self
 import redis
 
 from harness.checker import check
-from harness.cuts import KEPT, Cut, Gone, gone_for_good, look_at, state_of
 from harness.history import History, Line, Logs
 from harness.leaders import read_plans
 from harness.proxy import own_host
@@ -25,7 +23,6 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import close_run, create_run
-from turnstream.types import RecoveryToken
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer, free_port
@@ -90,7 +87,6 @@ class Rig:
         excused: see History.
         loses_plans: whether plans are lost or withdrawn, and made again.
         loses_history: whether trained steps are lost too, so that the logs contain two histories.
-        cuts: remaining data after each loss of unsynced data.
         ranks: ranks of the newest session.
         environment: additional variables of the processes that are started next.
         is_newer: whether they are of the next minor release; see harness.newer.
@@ -111,7 +107,6 @@ class Rig:
         self.excused: set[str] = set()
         self.loses_plans = False
         self.loses_history = False
-        self.cuts: list[Cut] = []
         self.ranks: list[Service] = []
         self.environment: dict[str, str] = {}
         self.is_newer = False
@@ -357,39 +352,8 @@ class Rig:
             check(self._whole_history())
 
     def _whole_history(self) -> History:
-        lines = self._logs.lines()
-        gone = self._gone(lines)
-        return History(
-            [*lines, *([] if self.loses_plans else self.plans())],
-            excused=self.excused,
-            gone=gone.seals | gone.rewards,
-            unknown=gone.openings,
-            losses=self.cuts,
-        )
-
-    def gone(self) -> set[str]:
-        """Return acknowledged trajectories that a cut has taken and no process had to resend."""
-        gone = self.history().acknowledged & self._gone(self._logs.lines()).seals
-        return {name for name in gone if state_of(self.client, self.run, name) not in KEPT}
-
-    def _gone(self, lines: Sequence[Line]) -> Gone:
-        return gone_for_good(lines, self.cuts, logs=self.folder / "logs")
-
-    def note_cut(self, *, binary: Path) -> None:
-        """The store was killed, and has lost what it had not synced: look at what is left."""
-        lines, killed_s = self._logs.lines(), time.monotonic()
-        cut = look_at(self.server.data_dir, lines, run=self.run, binary=binary, at=killed_s)
-        # No process was answered until now, and each has logged the answers from before.
-        self.cuts.append(dataclasses.replace(cut, at=time.monotonic()))
-
-    def checkpoint_of_store(self) -> int:
-        """The newest step with a checkpoint whose history the store has; 0 without one."""
-        hashes = self.plan_hashes()
-        for path in sorted((self.folder / "trainer").glob("*.token"), reverse=True):
-            token = RecoveryToken.parse(path.read_text())
-            if hashes.get(token.step) == token.chain_hash:
-                return token.step
-        return 0
+        plans = [] if self.loses_plans else self.plans()
+        return History([*self._logs.lines(), *plans], excused=self.excused)
 
 
 def config(**fields: Any) -> BatchingConfig:

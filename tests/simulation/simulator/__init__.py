@@ -4,6 +4,7 @@
 - `loops` are event loops of processes that can be stopped between any two calls.
 - `world` is the scheduler with its `faults`.
 - `generators`, `services`, `trainers` and `operators` are the processes.
-- `laws` are the invariants, and `lives` runs everything.
+- `schedules` draws settings and faults, `execution` runs them, and `runs` judges many seeds.
+- `invariants` compares the store with a `run_writes`.
 - `guards` breaks the code, to show that a simulated run fails then.
 """

@@ -13,13 +13,13 @@ import sys
 import time
 from collections import Counter
 
-from simulator.lives import Verdict, lives_of
+from simulator.runs import Verdict, simulate_parallel
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Simulate the runs, and return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=2000, help="how many lives")
+    parser.add_argument("--seeds", type=int, default=2000, help="how many runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--failures", type=int, default=5, help="stop after so many")
@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     started_s = time.monotonic()
     verdicts: list[Verdict] = []
     failed: list[Verdict] = []
-    with contextlib.closing(lives_of(seeds, num_processes=asked.processes)) as each_life:
-        for verdict in each_life:
+    with contextlib.closing(simulate_parallel(seeds, num_processes=asked.processes)) as found:
+        for verdict in found:
             verdicts.append(verdict)
             if verdict.problems or asked.seed is not None:
                 print(verdict, flush=True)
@@ -53,7 +53,7 @@ def _sum_up(verdicts: list[Verdict], failed: list[Verdict], *, lasted_s: float) 
     steps = sum(verdict.num_steps for verdict in verdicts)
     batches = sum(verdict.num_batches for verdict in verdicts)
     cpu_s = sum(verdict.cpu_s for verdict in verdicts)
-    print(f"{len(verdicts)} lives, {steps} steps, {batches} batches", end=" ")
+    print(f"{len(verdicts)} runs, {steps} steps, {batches} batches", end=" ")
     print(f"in {lasted_s:.1f} seconds, {cpu_s:.1f} of CPU")
     print("trajectories:", ", ".join(f"{n} {state}" for state, n in sorted(states.items())))
     print("faults:", ", ".join(f"{n} {fault}" for fault, n in sorted(faults.items())))

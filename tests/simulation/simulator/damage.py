@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulator.clients import SyncClient
-from simulator.life import Life
 from simulator.processes import Process
-from simulator.seen import Seen
+from simulator.run_writes import RunWrites
+from simulator.shared_state import SharedState
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.withdrawing import (
     WithdrawnGroup,
@@ -29,38 +29,38 @@ _UNASKED = 0.05
 """Rate of requests of an operator without a refused rank."""
 
 
-def strike(seen: Seen) -> None:
+def strike(writes: RunWrites) -> None:
     """Flip a bit of a trajectory that is planned and not stepped, or is sealed to be planned."""
-    world, life = seen.world, seen.life
-    stepped = int(seen.hash("frontier")[b"stepped"])
-    planned = [name for name, step in seen.step_of.items() if step > stepped]
+    world, shared = writes.world, writes.shared
+    stepped = int(writes.hash("frontier")[b"stepped"])
+    planned = [name for name, step in writes.step_of.items() if step > stepped]
     sealed = [
         name.decode()
-        for name, entry in seen.hash("ledger").items()
+        for name, entry in writes.hash("ledger").items()
         if entry.startswith(b"sealed:") and not name.startswith(b"e")
     ]
     chosen = sealed if sealed and world.rng.random() < _UNPLANNED else planned
-    names = [name for name in chosen if name not in life.rotten]
+    names = [name for name in chosen if name not in shared.rotten]
     if not names:
         return
     world.note("rot")
     name = world.rng.choice(names)
-    turns: Any = seen.values[keys.trajectory_keys(life.run, name).turns.encode()]
+    turns: Any = writes.values[keys.trajectory_keys(shared.run, name).turns.encode()]
     position = world.rng.randrange(len(turns))
     field, record = turns.entries[position]
     turns.entries[position] = [field, record[:-9] + bytes([record[-9] ^ 1]) + record[-8:]]
-    life.rotten.add(name)
+    shared.rotten.add(name)
 
 
-async def mender(process: Process, life: Life) -> None:
+async def mender(process: Process, shared: SharedState) -> None:
     """Has planned again what ranks are refused."""
     random = process.world.rng.random
     client = SyncClient(process, process.world.store)
     while True:
         await asyncio.sleep(0.1 + 0.4 * random())
-        damaged = client.execute_command("HGET", keys.run_keys(life.run).frontier, "damaged")
-        if damaged is not None or (life.rotten and random() < _UNASKED):
-            request_replan(client, life.run)  # type: ignore[arg-type]
+        damaged = client.execute_command("HGET", keys.run_keys(shared.run).frontier, "damaged")
+        if damaged is not None or (shared.rotten and random() < _UNASKED):
+            request_replan(client, shared.run)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class PutBack:
         return selector
 
 
-def put_back(seen: Seen, manifests: list[Manifest], dead: set[TrajectoryKey]) -> PutBack:
-    """The groups of withdrawn plans, from the events of the whole life."""
-    events = [decode_event(record) for _, record in seen.events]
+def put_back(writes: RunWrites, manifests: list[Manifest], dead: set[TrajectoryKey]) -> PutBack:
+    """The groups of withdrawn plans, from the events of the whole run."""
+    events = [decode_event(record) for _, record in writes.events]
     sealed = {each.key: each for each in events if isinstance(each, SealedTrajectory)}
     posted: dict[TrajectoryKey, RewardPosted] = {}
     for each in events:
@@ -91,7 +91,7 @@ def put_back(seen: Seen, manifests: list[Manifest], dead: set[TrajectoryKey]) ->
             sealed[plan.key],
             plan,
             posted=posted.get(plan.key),
-            config=seen.config(manifest.config_revision),
+            config=writes.config(manifest.config_revision),
         )
         for manifest in manifests
         for group in manifest.groups

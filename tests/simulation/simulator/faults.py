@@ -17,7 +17,7 @@ _JUMPS_MS = (-3_600_000, -5_000, -500, 500, 5_000, 3_600_000)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weather:
+class FaultRates:
     """The rate of each fault per step of the world.
 
     Attributes:
@@ -50,7 +50,7 @@ class Weather:
     longest_unsynced_s: float = 2.5
 
 
-CALM = Weather()
+NO_FAULTS = FaultRates()
 
 
 class Faults:
@@ -61,15 +61,15 @@ class Faults:
         self._full_until_s = 0.0
         self._on_disk: Any = None
         self._synced_s = self._cut_at_s = 0.0
-        weather = world.weather
+        fault_rates = world.fault_rates
         self._by_chance: tuple[tuple[float, Callable[[], None]], ...] = (
-            (weather.crash, self._crash_one),
-            (weather.sleep, self._put_one_to_sleep),
-            (weather.jump, self._set_clock_wrong),
-            (weather.restart, self._restart_store),
-            (weather.fill, self._fill_store),
-            (weather.cut, self._sync_for_the_last_time),
-            (weather.rot, lambda: world.rot()),
+            (fault_rates.crash, self._crash_one),
+            (fault_rates.sleep, self._put_one_to_sleep),
+            (fault_rates.jump, self._set_clock_wrong),
+            (fault_rates.restart, self._restart_store),
+            (fault_rates.fill, self._fill_store),
+            (fault_rates.cut, self._sync_for_the_last_time),
+            (fault_rates.rot, lambda: world.rot()),
         )
         self._all_chances = sum(chance for chance, _ in self._by_chance)
 
@@ -117,7 +117,7 @@ class Faults:
             world.note("sleep")
             process = world.rng.choice(world.processes)
             process.asleep_until_s = (
-                world.now_s + world.rng.random() * world.weather.longest_sleep_s
+                world.now_s + world.rng.random() * world.fault_rates.longest_sleep_s
             )
             world.add_timer(process.asleep_until_s, _Alarm(), process)
 
@@ -137,7 +137,7 @@ class Faults:
         if self._on_disk is None and world.store.appends_only == b"everysec":
             self._on_disk = world.store.save()
             self._synced_s = world.now_s
-            self._cut_at_s = world.now_s + world.rng.random() * world.weather.longest_unsynced_s
+            self._cut_at_s = world.now_s + world.rng.random() * world.fault_rates.longest_unsynced_s
             world.synced()
 
     def _cut_power(self) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from simulator.fates import fate
-from simulator.lives import lives
 from simulator.lua import Scripts
+from simulator.runs import simulate_all
+from simulator.schedules import draw_schedule
 from simulator.store import SCRIPTS
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.planning.selection import Selector
@@ -30,7 +30,7 @@ class Guard(NamedTuple):
     Attributes:
         num_seeds: number of runs of which one fails without the guard, with a large margin.
         broken: context manager, within which the guard is broken.
-        needs: attribute of `Fate` that a run needs to show it, such as `has_reviser`; "" for any
+        needs: attribute of `Schedule` that a run needs to show it, such as `has_reviser`; "" for any
             run.
     """
 
@@ -42,13 +42,13 @@ class Guard(NamedTuple):
     def first_failed_seed(self) -> int | None:
         """Return the first seed whose run fails while the guard is broken."""
         with self.broken():
-            for verdict in lives(filter(self._is_suitable, range(self.num_seeds))):
+            for verdict in simulate_all(filter(self._is_suitable, range(self.num_seeds))):
                 if verdict.problems:
                     return verdict.seed
         return None
 
     def _is_suitable(self, seed: int) -> bool:
-        return not self.needs or getattr(fate(random.Random(seed)), self.needs)
+        return not self.needs or getattr(draw_schedule(random.Random(seed)), self.needs)
 
 
 @contextlib.contextmanager

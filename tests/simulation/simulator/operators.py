@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from simulator.asking import carried_out
 from simulator.clients import AsyncClient
-from simulator.life import Life, patiently
+from simulator.direct_client import run_stepwise
 from simulator.processes import Process
+from simulator.shared_state import SharedState, patiently
 from turnstream.errors import ConflictError, ObserverExpiredError, ReleasedError
 from turnstream.store.client import keys
 from turnstream.store.run.revisions import revise_config
@@ -30,77 +30,78 @@ _HEARD_OF_S = 0.1
 """How much later than the others somebody may look at what he decides on."""
 
 
-async def pauser(process: Process, life: Life) -> None:
+async def pauser(process: Process, shared: SharedState) -> None:
     """Pauses the run now and then during the storm, and resumes it unless it is killed before."""
     client, random = AsyncClient(process), process.world.rng.random
-    while not life.is_closing:
+    while not shared.is_closing:
         await asyncio.sleep(random() * _LONGEST_PAUSE_S)
-        if not life.is_closing:
+        if not shared.is_closing:
             await patiently(
-                lambda: carried_out(client, lambda c: pause_run(c, life.run, "to look at it"))
+                lambda: run_stepwise(client, lambda c: pause_run(c, shared.run, "to look at it"))
             )
         await asyncio.sleep(random() * _LONGEST_PAUSE_S)
-        await patiently(lambda: carried_out(client, lambda c: resume_run(c, life.run)))
+        await patiently(lambda: run_stepwise(client, lambda c: resume_run(c, shared.run)))
 
 
-async def reviser(process: Process, life: Life) -> None:
+async def reviser(process: Process, shared: SharedState) -> None:
     """Let two people revise the config; the slower of them may be refused."""
-    await asyncio.gather(*[_revise(process, life) for _ in range(2)])
+    await asyncio.gather(*[_revise(process, shared) for _ in range(2)])
 
 
-async def _revise(process: Process, life: Life) -> None:
+async def _revise(process: Process, shared: SharedState) -> None:
     client, rng = AsyncClient(process), process.world.rng
-    while not life.is_closing:
+    while not shared.is_closing:
         await asyncio.sleep(rng.random() * _LONGEST_REST_S)
-        frontier = _frontier(process, life)
+        frontier = _frontier(process, shared)
         step = int(frontier.get(b"planned", 0)) + rng.choice((0, 1, 1, 1, 2, 3))
-        config = life.another_config(life.in_force)
+        config = shared.another_config(shared.in_force)
         await asyncio.sleep(rng.random() * _HEARD_OF_S)
         try:
             number = await patiently(
-                lambda step=step, config=config: carried_out(
-                    client, lambda c: revise_config(c, life.run, config, from_step=max(1, step))
+                lambda step=step, config=config: run_stepwise(
+                    client,
+                    lambda c: revise_config(c, shared.run, config, from_step=max(1, step)),
                 )
             )
         except ConflictError as error:
-            life.history.refused(error)
+            shared.history.refused(error)
         else:
             if number > 1:  # else it is the first, which is from step 1 on
-                life.history.revised[number] = max(1, step), config
+                shared.history.revised[number] = max(1, step), config
 
 
-async def reopener(process: Process, life: Life) -> None:
+async def reopener(process: Process, shared: SharedState) -> None:
     """Closes the run now and then during the storm, and opens it unless it is killed before."""
     client, rng = AsyncClient(process), process.world.rng
-    while not life.is_closing:
+    while not shared.is_closing:
         await asyncio.sleep(rng.random() * _LONGEST_REST_S)
         leftover = rng.choice(_LEFTOVERS)
-        if life.is_closing:
+        if shared.is_closing:
             return
-        close = partial(close_run, run=life.run, reason="for a while", leftover=leftover)
+        close = partial(close_run, run=shared.run, reason="for a while", leftover=leftover)
         try:
-            await patiently(partial(carried_out, client, close))
+            await patiently(partial(run_stepwise, client, close))
         except ConflictError as error:  # an earlier call came late, and closed it otherwise
-            life.history.refused(error)
+            shared.history.refused(error)
         await asyncio.sleep(rng.random() * _LONGEST_REST_S)
-        await patiently(lambda: carried_out(client, lambda c: reopen_run(c, life.run)))
+        await patiently(lambda: run_stepwise(client, lambda c: reopen_run(c, shared.run)))
 
 
-async def closer(process: Process, life: Life) -> None:
+async def closer(process: Process, shared: SharedState) -> None:
     """Close the run for good, and undo late calls of other operators."""
     client = AsyncClient(process)
     while True:
-        frontier = _frontier(process, life)
+        frontier = _frontier(process, shared)
         if b"paused" in frontier:
-            await patiently(lambda: carried_out(client, lambda c: resume_run(c, life.run)))
+            await patiently(lambda: run_stepwise(client, lambda c: resume_run(c, shared.run)))
         if frontier[b"closed"] == b"1" and frontier[b"leftover"] != _AT_THE_END:
-            await patiently(lambda: carried_out(client, lambda c: reopen_run(c, life.run)))
-        await patiently(lambda: carried_out(client, lambda c: close_run(c, life.run, "the end")))
+            await patiently(lambda: run_stepwise(client, lambda c: reopen_run(c, shared.run)))
+        await patiently(lambda: run_stepwise(client, lambda c: close_run(c, shared.run, "the end")))
         await asyncio.sleep(_LONGEST_REST_S)
 
 
-def _frontier(process: Process, life: Life) -> dict[bytes, bytes]:
-    frontier = process.world.store.values[keys.run_keys(life.run).frontier.encode()]
+def _frontier(process: Process, shared: SharedState) -> dict[bytes, bytes]:
+    frontier = process.world.store.values[keys.run_keys(shared.run).frontier.encode()]
     assert isinstance(frontier, dict)
     return frontier
 
@@ -110,35 +111,37 @@ _LONGEST_SILENCE_S = 0.5
 """A little above what it may be: by chance it is forgotten."""
 
 
-async def observer(process: Process, life: Life) -> None:
+async def observer(process: Process, shared: SharedState) -> None:
     """One observer: it sees one batch after another, and is forgotten where it is silent."""
     client, rng = AsyncClient(process), process.world.rng
-    while not life.is_ended:
+    while not shared.is_ended:
         first_step = rng.choice((None, 1))
         try:
             declared = await patiently(
                 lambda first_step=first_step: declare_observer(
                     client,
-                    life.run,
+                    shared.run,
                     observer="observer",
                     first_step=first_step,
                     expiry_s=_EXPIRY_S,
                 )
             )
-            await _observe(process, life, client, declared.next_step)
+            await _observe(process, shared, client, declared.next_step)
         except (ObserverExpiredError, ReleasedError) as error:
-            life.history.refused(error)
+            shared.history.refused(error)
             await asyncio.sleep(rng.random() * _LONGEST_SILENCE_S)
 
 
-async def _observe(process: Process, life: Life, client: AsyncClient, next_step: int) -> None:
+async def _observe(
+    process: Process, shared: SharedState, client: AsyncClient, next_step: int
+) -> None:
     rng = process.world.rng
-    while not life.is_ended:
+    while not shared.is_ended:
         await asyncio.sleep(rng.random() * _LONGEST_SILENCE_S)
-        frontier = await patiently(lambda: read_frontier_async(client, life.run))
+        frontier = await patiently(lambda: read_frontier_async(client, shared.run))
         has_seen = frontier.planned >= next_step
         said = {"seen": next_step} if has_seen else {"asks": next_step}
         await patiently(
-            lambda said=said: note_observed(client, life.run, observer="observer", **said)
+            lambda said=said: note_observed(client, shared.run, observer="observer", **said)
         )
         next_step += has_seen

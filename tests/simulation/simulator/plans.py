@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from simulator.damage import PutBack, put_back
-from simulator.seen import Seen, Violations
+from simulator.run_writes import RunWrites, Violations
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.merge.plan import GroupPlan, Manifest, MiniBatchPlan
 from turnstream.batching.planning.plan_batch import event_order, plan_batch
@@ -17,33 +17,33 @@ from turnstream.store.client import keys
 from turnstream.types import ConfigRevised
 
 
-def plan_holds(seen: Seen, manifest: Manifest, own_hash: str) -> Violations:
+def plan_holds(writes: RunWrites, manifest: Manifest, own_hash: str) -> Violations:
     """A plan continues the chain, and takes whole groups that are in no other."""
-    before = seen.manifests.get(manifest.step - 1)
+    before = writes.manifests.get(manifest.step - 1)
     if manifest.previous_hash != (before[1] if before else ""):
         yield f"step {manifest.step} does not continue the chain"
     first_row = before[0].end_row_id if before else 0
     if manifest.mini_batches[0].first_row_id != first_row:
         yield f"step {manifest.step} begins with row {manifest.mini_batches[0].first_row_id}"
     for group in manifest.groups:
-        yield from _group_holds(seen, manifest, group)
-        if group.group_id in seen.evals:
+        yield from _group_holds(writes, manifest, group)
+        if group.group_id in writes.evals:
             yield f"step {manifest.step} trains the evaluation {group.group_id}"
     yield from _mini_batches_hold(manifest)
-    yield from _has_its_config(seen, manifest)
-    yield from _was_intended(seen, manifest)
+    yield from _has_its_config(writes, manifest)
+    yield from _was_intended(writes, manifest)
 
 
-def _group_holds(seen: Seen, manifest: Manifest, group: GroupPlan) -> Violations:
+def _group_holds(writes: RunWrites, manifest: Manifest, group: GroupPlan) -> Violations:
     samples = [member.key.sample for member in group.trajectories]
     if len(set(samples)) != len(samples):
         yield f"I4: group {group.group_id} has the samples {samples}"
     rewards = [member.reward for member in group.trajectories]
     for member in group.trajectories:
         name = keys.trajectory_id(member.key)
-        if seen.step_of.setdefault(name, manifest.step) != manifest.step:
-            yield f"I2: {name} is in step {seen.step_of[name]} and {manifest.step}"
-        said = seen.life.history.said.get(name, set())
+        if writes.step_of.setdefault(name, manifest.step) != manifest.step:
+            yield f"I2: {name} is in step {writes.step_of[name]} and {manifest.step}"
+        said = writes.shared.history.said.get(name, set())
         if member.payload_crcs not in said:
             yield f"{name} is planned with turns that nobody sealed"
         others = _mean_of_others(rewards, member.reward)
@@ -52,20 +52,20 @@ def _group_holds(seen: Seen, manifest: Manifest, group: GroupPlan) -> Violations
             yield f"I4: {name} has the advantage {member.advantage}, not {expected}"
 
 
-def _has_its_config(seen: Seen, manifest: Manifest) -> Violations:
+def _has_its_config(writes: RunWrites, manifest: Manifest) -> Violations:
     """A plan is made by the last of the configs that are to be in force at its step."""
-    due = max(number for number, first in seen.revisions() if first <= manifest.step)
+    due = max(number for number, first in writes.revisions() if first <= manifest.step)
     if manifest.config_revision != due:
         yield f"step {manifest.step} has the config {manifest.config_revision}, and not {due}"
 
 
-def _was_intended(seen: Seen, manifest: Manifest) -> Violations:
+def _was_intended(writes: RunWrites, manifest: Manifest) -> Violations:
     """A leader that was about to write the plan of this step had the same plan."""
-    if any(each.surplus != "drop" or each.chooses_by_event for each in seen.life.ever_in_force):
+    if any(each.surplus != "drop" or each.chooses_by_event for each in writes.shared.ever_in_force):
         return  # later events may change it; see `history_repeats`
-    if seen.life.rotten:
+    if writes.shared.rotten:
         return  # so may what died of damage
-    for intended in seen.life.history.intended.pop(manifest.step, ()):
+    for intended in writes.shared.history.intended.pop(manifest.step, ()):
         if (
             intended.previous_hash != manifest.previous_hash
             or intended.revision < manifest.revision
@@ -124,11 +124,11 @@ def _denominators_hold(manifest: Manifest, part: MiniBatchPlan) -> Violations:
         yield f"I6: step {manifest.step} ships {said}, counted {counted}"
 
 
-def history_repeats(seen: Seen) -> Violations:
+def history_repeats(writes: RunWrites) -> Violations:
     """A fold of all events from the first on gives every batch again, bit by bit."""
-    replay = _Replay(seen)
-    due = deque(_in_order(seen))
-    for event_id, record in seen.events:
+    replay = _Replay(writes)
+    due = deque(_in_order(writes))
+    for event_id, record in writes.events:
         replay.apply(event_id, record)
         while due and event_order(due[0][0]) <= event_order(event_id):
             _, what = due.popleft()
@@ -143,16 +143,16 @@ def history_repeats(seen: Seen) -> Violations:
 class _Replay:
     """A leader that starts with the first event, and knows the planned batches."""
 
-    def __init__(self, seen: Seen) -> None:
-        self._seen = seen
-        self._config, self._number, self._since = seen.config(1), 1, "0-0"
+    def __init__(self, writes: RunWrites) -> None:
+        self._writes = writes
+        self._config, self._number, self._since = writes.config(1), 1, "0-0"
         self._fold, self._selector = RunFold(self._config), Selector(self._config)
 
     def apply(self, event_id: str, record: bytes) -> None:
         """Take the next event in."""
         event = decode_event(record)
         if isinstance(event, ConfigRevised):
-            self._config = self._seen.config(event.revision)
+            self._config = self._writes.config(event.revision)
             self._number, self._since = event.revision, event_id
             self._selector.revise(self._config)
             self._fold.revise(event_id, self._config)
@@ -169,7 +169,9 @@ class _Replay:
         """The plan that was written follows from the events so far."""
         config, fold, choice = self._config, self._fold, self._selector.choice
         ready = fold.ready[: len(manifest.groups)]
-        if self._seen.life.rotten:  # a group before them may have died of what this event knew not
+        if (
+            self._writes.shared.rotten
+        ):  # a group before them may have died of what this event knew not
             names = {each.group_id for each in manifest.groups}
             ready = tuple(each for each in fold.ready if each.group_id in names)
         if config.chooses_by_event:
@@ -197,13 +199,13 @@ class _Replay:
         self._selector.pass_step(manifest.step)
 
 
-def _in_order(seen: Seen) -> Iterator[tuple[str, Manifest | PutBack | None]]:
+def _in_order(writes: RunWrites) -> Iterator[tuple[str, Manifest | PutBack | None]]:
     """Plans and withdrawals, each with the event at which it follows from what was heard.
 
     Between the position of a withdrawal and its event nothing is planned.
     """
     standing: list[Manifest] = []
-    for each in seen.plans:
+    for each in writes.plans:
         if isinstance(each, Manifest):
             standing.append(each)
             yield each.last_event_id, each
@@ -211,5 +213,5 @@ def _in_order(seen: Seen) -> Iterator[tuple[str, Manifest | PutBack | None]]:
             position, event_id, event = each
             gone = [manifest for manifest in standing if manifest.step >= event.step]
             standing = standing[: -len(gone)]
-            yield position, put_back(seen, gone, {*event.dead})
+            yield position, put_back(writes, gone, {*event.dead})
             yield event_id, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simulator.clients import AsyncClient
-from simulator.life import URL, Life
+from simulator.shared_state import URL, SharedState
 from turnstream.errors import CorruptRecordError, NotReadyError, StoreBehindError
 from turnstream.types import RecoveryToken
 from turnstream.wire.v1 import batches_pb2 as wire
@@ -25,7 +25,7 @@ class Ranks:
 
     Args:
         client: client of the store.
-        life: state of the run.
+        shared: state of the run.
         name: name of the session.
         begun: the session.
         dp_world_size: number of ranks.
@@ -34,20 +34,20 @@ class Ranks:
     def __init__(
         self,
         client: AsyncClient,
-        life: Life,
+        shared: SharedState,
         name: str,
         begun: TrainerSession,
         *,
         dp_world_size: int,
     ) -> None:
         self._client = client
-        self._life = life
+        self._shared = shared
         self._assembler = Assembler(URL, max_cache_bytes=1)
         self._step = begun.next_step - 1
         self._batch: PlannedBatch | None = None
         self._asked = [
             wire.GetRequest(
-                run=life.run,
+                run=shared.run,
                 step=begun.next_step,
                 session=name,
                 session_epoch=begun.session_epoch,
@@ -102,7 +102,7 @@ class Ranks:
             await record_caller(self._client, asked)
             raise
         await note_handed(self._client, asked, batch)
-        if self._life.rotten:
+        if self._shared.rotten:
             await self._check_payload(batch)
         return batch
 
@@ -113,7 +113,7 @@ class Ranks:
             step, sentence = batch.manifest.step, f"damaged payload of {damages[0].key}"
             await note_damage(
                 self._client,
-                self._life.run,
+                self._shared.run,
                 step=step,
                 manifest_hash=batch.manifest_hash,
                 sentence=sentence,

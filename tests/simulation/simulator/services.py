@@ -6,8 +6,8 @@ import asyncio
 import threading
 
 from simulator.clients import AsyncClient
-from simulator.life import URL, Life, patiently
 from simulator.processes import Process
+from simulator.shared_state import URL, SharedState, patiently
 from turnstream.batching.merge.plan import Manifest
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.parking import ParkedRuns
@@ -24,16 +24,16 @@ _HESITATES, _LONGEST_HESITATION_S = 0.2, 0.3
 """How often a plan that is checked is not written at once: much may come in between."""
 
 
-async def batcher(process: Process, life: Life) -> None:
+async def batcher(process: Process, shared: SharedState) -> None:
     """A replica: it follows the run, and leads it while it can."""
     client = AsyncClient(process)
-    frontier = await patiently(lambda: read_frontier_async(client, life.run))
-    view = RunView(client, life.run, frontier=frontier, on_stepped=_ignore)
-    keeper = LeadershipKeeper(URL, owner=process.name, lease_s=life.leader_lease_s)
+    frontier = await patiently(lambda: read_frontier_async(client, shared.run))
+    view = RunView(client, shared.run, frontier=frontier, on_stepped=_ignore)
+    keeper = LeadershipKeeper(URL, owner=process.name, lease_s=shared.leader_lease_s)
     keeper._thread = threading.Thread()  # never started: `_renew` below is what it would do
 
     async def note(manifest: Manifest) -> None:
-        life.history.intended.setdefault(manifest.step, []).append(manifest)
+        shared.history.intended.setdefault(manifest.step, []).append(manifest)
         random = process.world.rng.random
         if random() < _HESITATES:
             await asyncio.sleep(random() * _LONGEST_HESITATION_S)
@@ -43,8 +43,8 @@ async def batcher(process: Process, life: Life) -> None:
         view,
         Assembler(URL, max_cache_bytes=1 << 16),
         keeper=keeper,
-        upkeep=life.upkeep,
-        parked=ParkedRuns(URL, after_s=life.park_after_s),
+        upkeep=shared.upkeep,
+        parked=ParkedRuns(URL, after_s=shared.park_after_s),
         before_write=note,
     )
     await asyncio.gather(planner.run(), _renew(process, keeper))
@@ -57,7 +57,7 @@ async def _renew(process: Process, keeper: LeadershipKeeper) -> None:
     hangs = random() * _HANGS
     while True:
         await asyncio.sleep(keeper.lease_s / RENEWALS_PER_LEASE)
-        if world.weather.sleep and random() < hangs:
+        if world.fault_rates.sleep and random() < hangs:
             await asyncio.sleep((1 + random() * _HANGS_LEASES) * keeper.lease_s)
         keeper._renew(keeper._living_terms())
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simulator.clients import AsyncClient
-from simulator.life import Life, patiently
 from simulator.processes import Process
 from simulator.ranks import Ranks
+from simulator.shared_state import SharedState, patiently
 from simulator.world import World
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import (
@@ -57,7 +57,7 @@ class _Session:
     """
 
     world: World
-    life: Life
+    shared: SharedState
     client: AsyncClient
     name: str
     begun: TrainerSession
@@ -96,7 +96,7 @@ class _Session:
             await self._say(step, manifest_hash)
 
     async def _say(self, step: int, manifest_hash: str) -> RecoveryToken:
-        start, history = self.world.store.num_starts, self.life.history
+        start, history = self.world.store.num_starts, self.shared.history
         if self.is_present:
             history.newest_said = max(history.newest_said, step)
         token = await patiently(lambda: self.ranks.stepped(step, manifest_hash))
@@ -110,7 +110,7 @@ class _Session:
     @property
     def is_present(self) -> bool:
         """Return whether no other session has started."""
-        return self.life.history.session == self.name
+        return self.shared.history.session == self.name
 
     def require_present(self) -> None:
         """A session that sleeps finds out when it wakes up, or soon after."""
@@ -118,13 +118,13 @@ class _Session:
             raise FencedError(f"session {self.name} sleeps while another begins")
 
 
-async def trainer(process: Process, life: Life) -> None:
+async def trainer(process: Process, shared: SharedState) -> None:
     """One start of a trainer: from a checkpoint to the end of the run, or until it is replaced."""
-    world, history = process.world, life.history
+    world, history = process.world, shared.history
     history.num_sessions += 1
     client = AsyncClient(process)
     name = f"{process.name}-{history.num_sessions}"
-    begun = await _begin(client, life, name, process)
+    begun = await _begin(client, shared, name, process)
     if begun is None:
         return
     session, dp_world_size = begun
@@ -133,12 +133,12 @@ async def trainer(process: Process, life: Life) -> None:
         for step, own_hash in history.planned.items()
         if step < session.next_step and (step, own_hash) in history.all_trained
     }
-    ranks = Ranks(client, life, name, session, dp_world_size=dp_world_size)
+    ranks = Ranks(client, shared, name, session, dp_world_size=dp_world_size)
     try:
-        await _train_all(process, _Session(world, life, client, name, session, ranks))
+        await _train_all(process, _Session(world, shared, client, name, session, ranks))
     except EndOfRunError:
-        frontier: Any = world.store.values[keys.run_keys(life.run).frontier.encode()]
-        life.is_ended = frontier.get(b"finished") == b"1"  # unless it was opened again since
+        frontier: Any = world.store.values[keys.run_keys(shared.run).frontier.encode()]
+        shared.is_ended = frontier.get(b"finished") == b"1"  # unless it was opened again since
     except FencedError as error:
         history.refused(error)
     except (StoreBehindError, ConflictError) as error:
@@ -149,11 +149,11 @@ async def trainer(process: Process, life: Life) -> None:
 
 async def _train_all(process: Process, session: _Session) -> None:
     """Batch after batch, until there is none any more."""
-    client, life = session.client, session.life
-    frontier = await patiently(lambda: read_frontier_async(client, life.run))
-    view = RunView(client, life.run, frontier=frontier, on_stepped=_ignore)
+    client, shared = session.client, session.shared
+    frontier = await patiently(lambda: read_frontier_async(client, shared.run))
+    view = RunView(client, shared.run, frontier=frontier, on_stepped=_ignore)
     view.explain = "step {} is not planned".format  # to find out why costs more than all the rest
-    listener = RunListener(client, life.run, after_step=frontier.planned)
+    listener = RunListener(client, shared.run, after_step=frontier.planned)
     while True:
         try:
             batch = await session.ranks.pull(view)
@@ -179,14 +179,14 @@ def _ignore(_: object) -> None:
 
 
 async def _begin(
-    client: AsyncClient, life: Life, name: str, process: Process
+    client: AsyncClient, shared: SharedState, name: str, process: Process
 ) -> tuple[TrainerSession, int] | None:
     """Begin a session after the newest checkpoint, or sometimes after one before it."""
-    history, rng = life.history, process.world.rng
+    history, rng = shared.history, process.world.rng
     tokens: list[RecoveryToken | None] = [None, *history.checkpoints]
     token = tokens[-1]
     if rng.random() < 0.2:
-        token = rng.choice(tokens[-life.in_force.retain_checkpoints - 1 :])
+        token = rng.choice(tokens[-shared.in_force.retain_checkpoints - 1 :])
     dp_world_size = rng.choice((2, 3, 4))
     # Try the newest checkpoints on disk first: a session that sleeps may have started after one
     # that is invalid here.
@@ -194,7 +194,7 @@ async def _begin(
     while True:
         try:
             session = await start_session(
-                client, life.run, session=name, dp_world_size=dp_world_size, token=token
+                client, shared.run, session=name, dp_world_size=dp_world_size, token=token
             )
         except UnavailableError:
             await asyncio.sleep(0.1)
@@ -207,23 +207,23 @@ async def _begin(
             history.refused(error)
             return None
         else:
-            frontier: Any = process.world.store.values[keys.run_keys(life.run).frontier.encode()]
+            frontier: Any = process.world.store.values[keys.run_keys(shared.run).frontier.encode()]
             if frontier[b"session"] != name.encode():
                 return None  # it slept, and another began after it
             if int(frontier[b"stepped"]) != session.next_step - 1:
                 process.world.blame(f"{name} begins with step {session.next_step}: {frontier}")
-            life.is_ended = False
+            shared.is_ended = False
             history.begun(name, session, token, released=int(frontier.get(b"released", 0)))
-            history.may_release(retained=life.in_force.retain_checkpoints)
+            history.may_release(retained=shared.in_force.retain_checkpoints)
             return session, dp_world_size
 
 
 async def _train(process: Process, session: _Session, batch: PlannedBatch) -> None:
-    life, world, manifest = session.life, process.world, batch.manifest
-    history = life.history
+    shared, world, manifest = session.shared, process.world, batch.manifest
+    history = shared.history
     session.require_present()
     if history.planned.get(manifest.step) == batch.manifest_hash:  # else the store lost both
-        _payload_is_there(process, life, manifest)
+        _payload_is_there(process, shared, manifest)
     before = history.ever_trained.setdefault(manifest.step, batch.manifest_hash)
     history.all_trained.add((manifest.step, batch.manifest_hash))
     if "cut" in world.counts:  # the step may have been lost while the batch was on its way
@@ -234,7 +234,7 @@ async def _train(process: Process, session: _Session, batch: PlannedBatch) -> No
     token = await session.say(manifest.step, batch.manifest_hash)
     await _hang(process)
     await _announce(session, manifest.step)
-    if world.rng.random() < 0.6 or life.is_closing:
+    if world.rng.random() < 0.6 or shared.is_closing:
         await asyncio.sleep(world.rng.random() * _LONGEST_SAVE_S)
         await _hang(process)
         await _commit(session, token)
@@ -255,13 +255,13 @@ async def _hang(process: Process) -> None:
 
 async def _commit(session: _Session, token: RecoveryToken) -> None:
     """Save a checkpoint and say so, also where it is too late: the store is to refuse it."""
-    life, history = session.life, session.life.history
-    history.saved(token, is_present=session.is_present, retained=life.in_force.retain_checkpoints)
+    shared, history = session.shared, session.shared.history
+    history.saved(token, is_present=session.is_present, retained=shared.in_force.retain_checkpoints)
     await session.insist(
         lambda: patiently(
             lambda: acknowledge_committed(
                 session.client,
-                life.run,
+                shared.run,
                 session_epoch=session.begun.session_epoch,
                 token=token,
                 session=session.name,
@@ -271,7 +271,7 @@ async def _commit(session: _Session, token: RecoveryToken) -> None:
 
 
 async def _announce(session: _Session, step: int) -> None:
-    history = session.life.history
+    history = session.shared.history
     history.newest_version += 1
     announced = VersionAnnounced(
         version=history.newest_version, step=step, lineage=session.begun.lineage
@@ -279,7 +279,7 @@ async def _announce(session: _Session, step: int) -> None:
     await patiently(
         lambda: announce_version(
             session.client,
-            session.life.run,
+            session.shared.run,
             announced,
             session_epoch=session.begun.session_epoch,
             session=session.name,
@@ -287,12 +287,12 @@ async def _announce(session: _Session, step: int) -> None:
     )
 
 
-def _payload_is_there(process: Process, life: Life, manifest: Manifest) -> None:
+def _payload_is_there(process: Process, shared: SharedState, manifest: Manifest) -> None:
     """The payload of a delivered batch is stored."""
     store = process.world.store
     for group in manifest.groups:
         for member in group.trajectories:
             name = keys.trajectory_id(member.key)
-            stream: Any = store.values.get(keys.trajectory_keys(life.run, name).turns.encode())
+            stream: Any = store.values.get(keys.trajectory_keys(shared.run, name).turns.encode())
             if stream is None or len(stream) != len(member.payload_crcs) + 1:
                 process.world.blame(f"step {manifest.step} has no payload of {name} any more")

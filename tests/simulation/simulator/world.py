@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from simulator.faults import CALM, Faults, Weather
+from simulator.faults import NO_FAULTS, FaultRates, Faults
 from simulator.loops import Main, Timers
 from simulator.processes import BlockedRead, LateCall, Process, Request, StalledCall
 from simulator.store import Store
@@ -41,7 +41,7 @@ class World:
     """
 
     rng: random.Random
-    weather: Weather = CALM
+    fault_rates: FaultRates = NO_FAULTS
     store: Store = field(default_factory=Store)
     now_s: float = 0.0
     clock_ahead_ms: float = 0.0
@@ -75,7 +75,7 @@ class World:
         return process
 
     def must_keep_leases(self, name: str) -> bool:
-        """Whether a process of this name lives, and nothing kept it from renewing its leases."""
+        """Whether a process of this name runs, and nothing kept it from renewing its leases."""
         if self.counts.keys() & {"lose", "stall", "jump", "restart", "fill", "cut"}:
             return False
         return any(each.name == name and not each.asleep_until_s for each in self.processes)
@@ -132,7 +132,7 @@ class World:
         self.store.now_ms = EPOCH_MS + self.now_s * 1000 + self.clock_ahead_ms
         if timers.first_s <= self.now_s:
             self._fire_timers()
-        if self.weather is not CALM:
+        if self.fault_rates is not NO_FAULTS:
             self._faults.maybe_happen()
         requests = self._requests  # those that were lost are no longer here
         choices = len(runnable) + len(requests)
@@ -190,7 +190,7 @@ class World:
 
     def calm_down(self) -> None:
         """From now on nothing goes wrong."""
-        self.weather = CALM
+        self.fault_rates = NO_FAULTS
         self._faults.end()
 
     def _fire_timers(self) -> None:
@@ -229,18 +229,18 @@ class World:
     # serving calls
 
     def _serve(self, request: Request) -> None:
-        weather, rng = self.weather, self.rng
-        if weather.lose and rng.random() < weather.lose:
+        fault_rates, rng = self.fault_rates, self.rng
+        if fault_rates.lose and rng.random() < fault_rates.lose:
             self.note("lose")
             if not self._delay(request):
                 self._carry_out(request, self._some_of(request))
             _fail(request)
             return
-        if weather.stall and rng.random() < weather.stall and _has_script(request):
+        if fault_rates.stall and rng.random() < fault_rates.stall and _has_script(request):
             self._stall(request)
             return
         replies = self._carry_out(request, request.commands)
-        if weather.repeat and request.may_repeat and rng.random() < weather.repeat:
+        if fault_rates.repeat and request.may_repeat and rng.random() < fault_rates.repeat:
             self.note("repeat")
             replies = self._carry_out(request, request.commands)
         _reply(request, replies)
@@ -248,7 +248,7 @@ class World:
     def _stall(self, request: Request) -> None:
         """A call is on its way for long."""
         self.note("stall")
-        arrives_s = self.now_s + self.rng.random() * self.weather.longest_delay_s
+        arrives_s = self.now_s + self.rng.random() * self.fault_rates.longest_delay_s
         request.process.hangs_until_s = max(request.process.hangs_until_s, arrives_s)
         self._stalled.append(request)
         self._timers.add(arrives_s, StalledCall(request), self)
@@ -261,10 +261,10 @@ class World:
 
     def _delay(self, request: Request) -> bool:
         """Return whether a lost call arrives later, without a waiting caller."""
-        weather = self.weather
-        if not weather.late or self.rng.random() >= weather.late:
+        fault_rates = self.fault_rates
+        if not fault_rates.late or self.rng.random() >= fault_rates.late:
             return False
-        delay_s = self.rng.random() * weather.longest_delay_s
+        delay_s = self.rng.random() * fault_rates.longest_delay_s
         self._timers.add(self.now_s + delay_s, LateCall(request), self)
         return True
 

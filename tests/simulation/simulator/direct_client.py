@@ -20,14 +20,14 @@ _Result = TypeVar("_Result")
 
 
 class _UnansweredError(BaseException):
-    """A command whose reply is not known yet; nothing but `carried_out` may catch it."""
+    """A command whose reply is not known yet; nothing but `run_stepwise` may catch it."""
 
     def __init__(self, words: list[bytes]) -> None:
         super().__init__()
         self.words = words
 
 
-class Asking(redis.Redis):
+class DirectClient(redis.Redis):
     """A client whose replies come from a function of the words of a command."""
 
     def __init__(self, ask: Callable[[list[bytes]], Any]) -> None:
@@ -49,7 +49,7 @@ class Asking(redis.Redis):
         return self.execute_command("SCRIPT", "LOAD", script)
 
 
-def on_the_spot(world: World) -> redis.Redis:
+def direct_client(world: World) -> redis.Redis:
     """A client of somebody outside of the world, for whom nothing goes wrong."""
 
     def ask(words: list[bytes]) -> Any:
@@ -59,10 +59,10 @@ def on_the_spot(world: World) -> redis.Redis:
         except StoreError as error:
             return error
 
-    return Asking(ask)
+    return DirectClient(ask)
 
 
-async def carried_out(client: AsyncClient, act: Callable[[redis.Redis], _Result]) -> _Result:
+async def run_stepwise(client: AsyncClient, act: Callable[[redis.Redis], _Result]) -> _Result:
     """Return the result of `act`, each of whose commands is an event of the world."""
     replies: list[tuple[Sequence[bytes], Any]] = []
     while True:
@@ -78,7 +78,7 @@ async def carried_out(client: AsyncClient, act: Callable[[redis.Redis], _Result]
             return reply
 
         try:
-            return act(Asking(ask))
+            return act(DirectClient(ask))
         except _UnansweredError as unanswered:
             words = unanswered.words
         try:

@@ -6,46 +6,46 @@ import math
 from collections import Counter
 from typing import Any
 
-from simulator.seen import Seen, Violations
+from simulator.run_writes import RunWrites, Violations
 
 _HOLDING = (b"open:", b"sealed:", b"awaiting_reward:")
 _TAKING = (b":open", b":evaluating")
 
 
-def ledger_adds_up(seen: Seen) -> Violations:
+def ledger_adds_up(writes: RunWrites) -> Violations:
     """The counts are those of the ledger and of what left it, and add up to the accepted."""
-    counts = {name.decode(): int(number) for name, number in seen.hash("counts").items()}
+    counts = {name.decode(): int(number) for name, number in writes.hash("counts").items()}
     accepted = counts.pop("accepted")
     for other in ("late_rewards", "dead_bytes"):
         counts.pop(other, None)
     if sum(counts.values()) != accepted or min(counts.values(), default=0) < 0:
         yield f"I1: {accepted} are accepted, but the counts are {counts}"
-    found = Counter(entry.partition(b":")[0].decode() for entry in seen.hash("ledger").values())
-    for reason, number in seen.hash("reasons").items():
+    found = Counter(entry.partition(b":")[0].decode() for entry in writes.hash("ledger").values())
+    for reason, number in writes.hash("reasons").items():
         found[reason.partition(b":")[0].decode()] += int(number)
     planned = found.pop("planned", 0)
     counted = {name: number for name, number in counts.items() if number and name != "planned"}
     if counted != dict(found):
         yield f"I1: the counts are {counted}, the ledger has {dict(found)}"
-    total = sum(each.num_trajectories for each, _ in seen.manifests.values())
+    total = sum(each.num_trajectories for each, _ in writes.manifests.values())
     if not planned <= counts.get("planned", 0) == total:
         yield f"I1: {counts.get('planned', 0)} are counted as planned, {total} are in plans"
-    yield from _leases_hold(seen)
-    yield from _groups_are_counted(seen)
-    yield from _bytes_add_up(seen)
+    yield from _leases_hold(writes)
+    yield from _groups_are_counted(writes)
+    yield from _bytes_add_up(writes)
 
 
-def _leases_hold(seen: Seen) -> Violations:
-    leases: Any = seen.value("leases")
+def _leases_hold(writes: RunWrites) -> Violations:
+    leases: Any = writes.value("leases")
     held = set(leases.scores) if leases is not None else set[bytes]()
-    ledger = seen.hash("ledger").items()
+    ledger = writes.hash("ledger").items()
     if held != (opened := {name for name, entry in ledger if entry.startswith(b"open:")}):
         yield f"what is open has a lease, and nothing else has: {held ^ opened}"
 
 
-def _bytes_add_up(seen: Seen) -> Violations:
+def _bytes_add_up(writes: RunWrites) -> Violations:
     """Bytes are held for open or stored payload, and their sums are correct."""
-    ledger, groups, held = (seen.hash(name) for name in ("ledger", "groups", "held"))
+    ledger, groups, held = (writes.hash(name) for name in ("ledger", "groups", "held"))
     sums = Counter[str]()
     for name, size in held.items():
         entry = ledger.get(name)
@@ -53,7 +53,7 @@ def _bytes_add_up(seen: Seen) -> Violations:
             yield f"bytes are held for {name!r}, which is over"
         part = "planned" if entry is not None and entry.startswith(b"planned:") else "stored"
         sums["reserved" if size.startswith(b"r") else part] += int(size.removeprefix(b"r"))
-    budget = {name.decode(): int(number) for name, number in seen.hash("budget").items()}
+    budget = {name.decode(): int(number) for name, number in writes.hash("budget").items()}
     found = {part: budget.get(part, 0) for part in ("reserved", "stored", "planned")}
     if found != {part: sums[part] for part in found}:
         yield f"the bytes held are {dict(sums)}, the sums say {found}"
@@ -62,37 +62,37 @@ def _bytes_add_up(seen: Seen) -> Violations:
             yield f"{name!r} is {entry!r} and holds no bytes"
 
 
-def _groups_are_counted(seen: Seen) -> Violations:
-    frontier, groups = seen.hash("frontier"), seen.hash("groups")
-    over = len(b"".join(seen.hash("over").values())) // 8
-    opened = int(frontier[b"opened_groups"]) + len(seen.evals)
+def _groups_are_counted(writes: RunWrites) -> Violations:
+    frontier, groups = writes.hash("frontier"), writes.hash("groups")
+    over = len(b"".join(writes.hash("over").values())) // 8
+    opened = int(frontier[b"opened_groups"]) + len(writes.evals)
     if opened != len(groups) + over:
         yield f"{opened} groups were opened: {len(groups)} and {over}"
     num_open = sum([entry.endswith(b":open") for entry in groups.values()])
     if num_open != int(frontier.get(b"open_groups", 0)):
         yield f"{frontier.get(b'open_groups')!r} groups are counted as open, {num_open} are"
     # A revision ends no group that was opened before it; one whose member died is opened again.
-    most_open = max(each.max_open_groups or math.inf for each in seen.life.ever_in_force)
-    if num_open > most_open and not seen.life.rotten:
+    most_open = max(each.max_open_groups or math.inf for each in writes.shared.ever_in_force)
+    if num_open > most_open and not writes.shared.rotten:
         yield f"{num_open} groups are open, {most_open} may be"
-    yield from _prompts_are_counted(seen, groups)
-    usual = sum(seen.num_groups(step) for step in seen.manifests)
-    revised = usual - len(seen.manifests) * seen.life.in_force.batch_groups
+    yield from _prompts_are_counted(writes, groups)
+    usual = sum(writes.num_groups(step) for step in writes.manifests)
+    revised = usual - len(writes.manifests) * writes.shared.in_force.batch_groups
     counted = int(frontier.get(b"revised_groups", 0))
     if counted != revised:
         yield f"{counted} groups are counted as revised, {revised} are"
     # A rollback or a revision lowers the limit, and ends no group that was let in before it.
     live = int(frontier[b"live_groups"])
-    if not 0 <= live <= (most := seen.note_most_live()):
+    if not 0 <= live <= (most := writes.note_most_live()):
         yield f"{live} groups are live, {most} are allowed"
 
 
-def _prompts_are_counted(seen: Seen, groups: dict[bytes, bytes]) -> Violations:
+def _prompts_are_counted(writes: RunWrites, groups: dict[bytes, bytes]) -> Violations:
     """Each prompt is left, given out as a group that may be trained, or done."""
-    prompts = seen.hash("prompts")
-    again: Any = seen.value("again")
+    prompts = writes.hash("prompts")
+    again: Any = writes.value("again")
     waiting: set[bytes] = set() if again is None else set(again.scores)
-    tasks = seen.hash("tasks")
+    tasks = writes.hash("tasks")
     added, last, done = (int(prompts.get(n, 0)) for n in (b"added", b"next", b"done"))
     if len(tasks) != last - len(waiting) - done or len({*tasks.values()}) != len(tasks):
         yield f"{last} prompts were given out, {done} done, {waiting} wait, but tasks: {tasks}"
@@ -103,11 +103,11 @@ def _prompts_are_counted(seen: Seen, groups: dict[bytes, bytes]) -> Violations:
             yield f"prompt {number!r} is given out as {name!r}: {groups.get(name)!r}"
 
 
-def are_evals_open(seen: Seen) -> bool:
+def are_evals_open(writes: RunWrites) -> bool:
     """Return whether an evaluation is unfinished; no run waits for it."""
-    return any(entry.endswith(b":evaluating") for entry in seen.hash("groups").values())
+    return any(entry.endswith(b":evaluating") for entry in writes.hash("groups").values())
 
 
-def is_unfinished(seen: Seen) -> bool:
+def is_unfinished(writes: RunWrites) -> bool:
     """Whether anything of the ledger may still end otherwise."""
-    return any(entry.startswith(_HOLDING) for entry in seen.hash("ledger").values())
+    return any(entry.startswith(_HOLDING) for entry in writes.hash("ledger").values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from simulator.seen import Seen, Violations
+from simulator.run_writes import RunWrites, Violations
 from turnstream.records.compact import decode_ends
 from turnstream.store.client import keys
 
@@ -18,46 +18,46 @@ _PROMPT_GOES_ON = "or has trained as one"
 _DROPPED = ("filtered", "expired", "incomplete")
 
 
-def everything_ended(seen: Seen) -> Violations:
+def everything_ended(writes: RunWrites) -> Violations:
     """P4: everything is in a final state, and every acknowledged seal is there."""
-    frontier = seen.hash("frontier")
+    frontier = writes.hash("frontier")
     if frontier[b"stepped"] != frontier.get(b"planned", b"0"):
         yield f"the run ended with {frontier}"
-    states = states_of(seen)
-    accepted = int(seen.hash("counts")[b"accepted"])
+    states = states_of(writes)
+    accepted = int(writes.hash("counts")[b"accepted"])
     if len(states) != accepted:
         yield f"P4: {accepted} are accepted, {len(states)} have a state"
     for name, state in states.items():
         if state.partition(":")[0] in _UNFINISHED:
             yield f"P5: {name} is {state} at the end"
-        if state.startswith("dead:") and name not in seen.life.rotten:
+        if state.startswith("dead:") and name not in writes.shared.rotten:
             yield f"{name} is {state}, and was never damaged"
         given_up = _GIVEN_UP.fullmatch(state)
-        if given_up and seen.world.must_keep_leases(given_up[1]):
+        if given_up and writes.world.must_keep_leases(given_up[1]):
             yield f"{name} is {state}, who lives"
-    yield from _nothing_vanished(seen, states)
-    for group, entry in seen.hash("groups").items():
+    yield from _nothing_vanished(writes, states)
+    for group, entry in writes.hash("groups").items():
         if entry.endswith((b":open", b":decided", b":evaluating")):
             yield f"P5: group {group!r} is {entry!r} at the end"
-    yield from _trained_once(seen)
-    yield from _nothing_came_back(seen, states)
+    yield from _trained_once(writes)
+    yield from _nothing_came_back(writes, states)
 
 
-def _nothing_vanished(seen: Seen, states: dict[str, str]) -> Violations:
+def _nothing_vanished(writes: RunWrites, states: dict[str, str]) -> Violations:
     """P1: every acknowledged seal has a state at the end of the run.
 
     After a power cut, this is promised to publishers that survived.
     """
-    history, world = seen.life.history, seen.world
+    history, world = writes.shared.history, writes.world
     for name in sorted({*history.acknowledged, *[n for n in history.lost if "/" in n]}):
         if "cut" in world.counts and history.writers.get(name, set()) & world.died:
             continue
         state = states.get(name, "nowhere")
         group_id = keys.parse_trajectory_id(name).group_id
-        if name in seen.life.rotten and state.startswith("dead:"):
+        if name in writes.shared.rotten and state.startswith("dead:"):
             continue
-        ends = {"evaluated"} if group_id in seen.evals else {"planned", *_DROPPED}
-        if name in history.lost and _is_named_well(seen, name, state):
+        ends = {"evaluated"} if group_id in writes.evals else {"planned", *_DROPPED}
+        if name in history.lost and _is_named_well(writes, name, state):
             continue
         if name in history.acknowledged and state.partition(":")[0] not in {*ends, "surplus"}:
             yield f"P1: {name} was acknowledged as sealed, and is {state}"
@@ -66,7 +66,7 @@ def _nothing_vanished(seen: Seen, states: dict[str, str]) -> Violations:
             yield f"P1: {history.lost[name]}: all of its writers live, and it is {state}"
 
 
-def _is_named_well(seen: Seen, name: str, state: str) -> bool:
+def _is_named_well(writes: RunWrites, name: str, state: str) -> bool:
     """Return whether a publisher that survived may report this trajectory as lost.
 
     After the store came back, one of these happened: another generator held it sooner, its lease
@@ -74,19 +74,21 @@ def _is_named_well(seen: Seen, name: str, state: str) -> bool:
     group of its prompt. A clock that is set forward also removes tombstones. A new writer does not
     keep the turns of the writer before it.
     """
-    if "jump" in seen.world.counts and seen.life.history.lost[name].endswith(_NO_TOMBSTONE):
+    if "jump" in writes.world.counts and writes.shared.history.lost[name].endswith(_NO_TOMBSTONE):
         return True
-    if "cut" not in seen.world.counts:
+    if "cut" not in writes.world.counts:
         return False
-    had_another = len(seen.life.history.writers[name]) > 1
-    is_half_gone = had_another and _HALF_GONE in seen.life.history.lost[name]
+    had_another = len(writes.shared.history.writers[name]) > 1
+    is_half_gone = had_another and _HALF_GONE in writes.shared.history.lost[name]
     has_another = state != "nowhere" and had_another
     may_be_given_again = state == "nowhere" or _is_task(name)
-    has_no_leave = may_be_given_again and seen.life.history.lost[name].endswith(_NO_LEAVE)
-    is_left_out = state == "nowhere" and _is_decided(seen, keys.parse_trajectory_id(name).group_id)
-    goes_on = _is_task(name) and seen.life.history.lost[name].endswith(_PROMPT_GOES_ON)
+    has_no_leave = may_be_given_again and writes.shared.history.lost[name].endswith(_NO_LEAVE)
+    is_left_out = state == "nowhere" and _is_decided(
+        writes, keys.parse_trajectory_id(name).group_id
+    )
+    goes_on = _is_task(name) and writes.shared.history.lost[name].endswith(_PROMPT_GOES_ON)
     is_known = has_another or has_no_leave or is_left_out or is_half_gone or goes_on
-    was_given_up = _GIVEN_UP.fullmatch(state) or _GIVEN_UP.search(seen.life.history.lost[name])
+    was_given_up = _GIVEN_UP.fullmatch(state) or _GIVEN_UP.search(writes.shared.history.lost[name])
     return bool(was_given_up) or is_known
 
 
@@ -95,49 +97,49 @@ def _is_task(name: str) -> bool:
     return name.startswith("p")
 
 
-def _is_decided(seen: Seen, group_id: str) -> bool:
+def _is_decided(writes: RunWrites, group_id: str) -> bool:
     """Whether a group has ended, or is gone from the store, which had let it begin."""
-    entry = seen.hash("groups").get(keys.encode_name(group_id).encode(), b":over")
-    return group_id in seen.opened and not entry.endswith((b":open", b":evaluating"))
+    entry = writes.hash("groups").get(keys.encode_name(group_id).encode(), b":over")
+    return group_id in writes.opened and not entry.endswith((b":open", b":evaluating"))
 
 
-def _nothing_came_back(seen: Seen, states: dict[str, str]) -> Violations:
+def _nothing_came_back(writes: RunWrites, states: dict[str, str]) -> Violations:
     """P4: a trajectory that left the ledger has no payload.
 
     A clock that is set forward removes the tombstones that refuse late writers.
     """
-    if "jump" in seen.world.counts:
+    if "jump" in writes.world.counts:
         return
-    ledger = seen.hash("ledger")
+    ledger = writes.hash("ledger")
     for name, state in states.items():
-        turns = keys.trajectory_keys(seen.life.run, name).turns.encode()
-        if name.encode() not in ledger and turns in seen.values:
+        turns = keys.trajectory_keys(writes.shared.run, name).turns.encode()
+        if name.encode() not in ledger and turns in writes.values:
             yield f"{name} is {state}, was released, and has turns again"
 
 
-def states_of(seen: Seen) -> dict[str, str]:
+def states_of(writes: RunWrites) -> dict[str, str]:
     """Every trajectory with its state, from the ledger, the plans and the compact records."""
-    states = {name: f"planned:{step}" for name, step in seen.step_of.items()}
-    for record in seen.hash("ended").values():
+    states = {name: f"planned:{step}" for name, step in writes.step_of.items()}
+    for record in writes.hash("ended").values():
         ended = decode_ends(record)
         for key, end in zip(ended.trajectories, ended.ends, strict=True):
             if (name := keys.trajectory_id(key)) in states:
-                seen.world.blame(f"{name} is {states[name]} and {end}")
+                writes.world.blame(f"{name} is {states[name]} and {end}")
             states[name] = end
-    for raw, entry in seen.hash("ledger").items():
+    for raw, entry in writes.hash("ledger").items():
         name, state = raw.decode(), entry.decode()
         if states.setdefault(name, state) != state:
-            seen.world.blame(f"{name} is {states[name]} and {state}")
+            writes.world.blame(f"{name} is {states[name]} and {state}")
     return states
 
 
-def _trained_once(seen: Seen) -> Violations:
+def _trained_once(writes: RunWrites) -> Violations:
     """I2 and I3: each step is trained once, as it was planned."""
-    expected = {step: own_hash for step, (_, own_hash) in seen.manifests.items()}
-    trained = seen.life.history.trained
+    expected = {step: own_hash for step, (_, own_hash) in writes.manifests.items()}
+    trained = writes.shared.history.trained
     if trained != expected:
         yield f"I3: the surviving steps are {sorted(trained)}, planned are {sorted(expected)}"
-    groups = [group for manifest, _ in seen.manifests.values() for group in manifest.groups]
+    groups = [group for manifest, _ in writes.manifests.values() for group in manifest.groups]
     prompts = Counter(group.prompt_uid for group in groups if _is_task(group.group_id))
     for prompt, number in prompts.items():
         if number > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from simulator.life import Life
+from simulator.shared_state import SharedState
 from simulator.values import EntryId
 from simulator.world import World
 from turnstream.batching.config import BatchingConfig
@@ -28,7 +28,7 @@ from turnstream.types import (
 Violations = Iterator[str]
 
 
-class Seen:
+class RunWrites:
     """The writes of one run, and the current content of the store.
 
     Attributes:
@@ -44,11 +44,11 @@ class Seen:
         new_steps: steps planned since the last call of `take_new_steps`.
     """
 
-    def __init__(self, world: World, life: Life) -> None:
+    def __init__(self, world: World, shared: SharedState) -> None:
         self.world = world
-        self.life = life
+        self.shared = shared
         self.values = world.store.values
-        names = keys.run_keys(life.run)._asdict()
+        names = keys.run_keys(shared.run)._asdict()
         self._names = {name: key.encode() for name, key in names.items()}
         self.events: list[tuple[str, bytes]] = []
         self.manifests: dict[int, tuple[Manifest, str]] = {}
@@ -94,7 +94,7 @@ class Seen:
         It counts the groups of all plans, and of the batches that may be planned or wait for the
         trainer.
         """
-        config, history = self.life.in_force, self.life.history
+        config, history = self.shared.in_force, self.shared.history
         stepped = int(self.hash("frontier")[b"stepped"])
         most_stepped = max(stepped, *history.ever_trained, history.most_withdrawn)
         ahead = config.max_staleness + 1 + most_stepped - len(self.manifests)
@@ -123,9 +123,9 @@ class Seen:
         self.new_steps = [step for step in self.new_steps if step in self.manifests]
         del self.events[num_events:]
         planned = {step: own_hash for step, (_, own_hash) in self.manifests.items()}
-        self.life.history.planned = planned
-        self.life.goes_by(self.config(int(self.hash("config")[b"newest"])))
-        self.life.is_ended = self.life.is_ended and b"finished" in self.hash("frontier")
+        self.shared.history.planned = planned
+        self.shared.goes_by(self.config(int(self.hash("config")[b"newest"])))
+        self.shared.is_ended = self.shared.is_ended and b"finished" in self.hash("frontier")
 
     def _note_planner(self, written: object) -> None:
         """Only the leader writes plans and decisions; any process may post a forgotten seal."""
@@ -152,13 +152,13 @@ class Seen:
         """Its plans are void; nothing of them was stepped."""
         if event.step <= int(self.hash("frontier")[b"stepped"]):
             self.world.blame(f"{event} of a step that is stepped")
-        if not any(keys.trajectory_id(key) in self.life.rotten for key in event.dead):
+        if not any(keys.trajectory_id(key) in self.shared.rotten for key in event.dead):
             self.world.blame(f"{event}, and nothing of it was damaged")
         self.plans.append((self.hash("snapshot")[b"position"].decode(), event_id, event))
         self.manifests = {s: each for s, each in self.manifests.items() if s < event.step}
         self.step_of = {name: s for name, s in self.step_of.items() if s < event.step}
         self.new_steps = [step for step in self.new_steps if step < event.step]
-        self.life.history.withdrew(event.step)
+        self.shared.history.withdrew(event.step)
 
     def _note_revision(self, event: ConfigRevised) -> None:
         """A config comes into force when the step before its first is planned."""
@@ -169,7 +169,7 @@ class Seen:
         if event.revision <= int(stored[b"newest"]):
             self.world.blame(f"{event}, and {int(stored[b'newest'])} is in force")
         self.note_most_live()
-        self.life.goes_by(self.config(event.revision))
+        self.shared.goes_by(self.config(event.revision))
         self.note_most_live()
 
     def _note_entry(self, key: bytes, entry_id: EntryId, fields: Sequence[bytes]) -> None:
@@ -202,7 +202,7 @@ class Seen:
         if is_closed == self.is_closed:
             self.world.blame(f"{event} is said twice")
         self.is_closed = is_closed
-        self.life.is_ended = self.life.is_ended and is_closed
+        self.shared.is_ended = self.shared.is_ended and is_closed
 
     def _note_opening(self, event: GroupOpened) -> None:
         self.opened.add(event.group_id)
@@ -220,5 +220,5 @@ class Seen:
         self._note_going_on(f"step {manifest.step} is planned")
         self.plans.append(manifest)
         self.manifests[manifest.step] = manifest, own_hash
-        self.life.history.planned[manifest.step] = own_hash
+        self.shared.history.planned[manifest.step] = own_hash
         self.new_steps.append(manifest.step)

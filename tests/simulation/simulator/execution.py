@@ -1,4 +1,4 @@
-"""The course of one run: a storm, then calm until its end."""
+"""The execution of one run: a storm, then calm until its end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulator import damage, generators, operators, services, trainers
-from simulator.asking import on_the_spot
-from simulator.fates import Fate
-from simulator.laws import Laws
-from simulator.life import Life
+from simulator.direct_client import direct_client
+from simulator.invariants import Invariants
+from simulator.ledger_checks import are_evals_open, is_unfinished
 from simulator.processes import Process
-from simulator.sums import are_evals_open, is_unfinished
+from simulator.schedules import Schedule
+from simulator.shared_state import SharedState
 from simulator.world import World
 from turnstream.store.run.runs import reopen_run, resume_run
 
@@ -25,78 +25,80 @@ _FINDING_OUT_S = 25.0
 _SETTLING_S = 3.0
 
 
-class Course:
-    """The course of one simulated run.
+class Execution:
+    """The execution of one simulated run.
 
     Attributes:
         laws: invariants of the run.
     """
 
-    def __init__(self, world: World, life: Life, drawn: Fate) -> None:
-        self.laws = Laws(world, life)
-        self._world, self._life, self._drawn = world, life, drawn
-        self._supervisor = Supervisor(world, life, slots(drawn), self._is_over)
-        world.rot = lambda: damage.strike(self.laws.seen)
+    def __init__(self, world: World, shared: SharedState, drawn: Schedule) -> None:
+        self.invariants = Invariants(world, shared)
+        self._world, self._shared, self._drawn = world, shared, drawn
+        self._supervisor = Supervisor(world, shared, slots(drawn), self._is_over)
+        world.rot = lambda: damage.strike(self.invariants.writes)
         world.after_step = self._after_step
-        world.weather = drawn.weather
+        world.fault_rates = drawn.fault_rates
 
     def run(self) -> None:
         """From now on until its end; then everybody is killed."""
         self._supervisor.tend()
-        self._pass_storm(start_operators(self._world, self._life, self._drawn))
+        self._run_with_faults(start_operators(self._world, self._shared, self._drawn))
         self._find_out()
         self._end()
         self._world.end()
 
     def _is_over(self) -> bool:
         """Return whether the run has ended, and no later session has started."""
-        return self._life.is_ended and self.laws.knows_session
+        return self._shared.is_ended and self.invariants.knows_session
 
     def _after_step(self) -> None:
-        self.laws.check_step()
+        self.invariants.check_step()
         if self._world.num_steps % _TEND_EVERY == 0:
             self._supervisor.tend()
 
-    def _pass_storm(self, started: list[Process]) -> None:
-        world, life = self._world, self._life
-        until_s = world.now_s + self._drawn.storm_s
+    def _run_with_faults(self, started: list[Process]) -> None:
+        world, shared = self._world, self._shared
+        until_s = world.now_s + self._drawn.faults_s
         world.run_until(lambda: world.now_s >= until_s, max_steps=_MAX_STEPS, until_s=until_s)
         world.calm_down()
-        life.is_closing = True
+        shared.is_closing = True
         for process in started:
             if process in world.processes:
                 world.kill(process)
-        resume_run(on_the_spot(world), life.run)
-        reopen_run(on_the_spot(world), life.run)
+        resume_run(direct_client(world), shared.run)
+        reopen_run(direct_client(world), shared.run)
 
     def _find_out(self) -> None:
         """A run that is closed takes no group again that was lost."""
-        world, life = self._world, self._life
+        world, shared = self._world, self._shared
         if "cut" in world.counts:
             until_s = world.now_s + _FINDING_OUT_S
             world.run_until(
-                lambda: generators.have_found_out(life), max_steps=_MAX_STEPS, until_s=until_s
+                lambda: generators.have_found_out(shared), max_steps=_MAX_STEPS, until_s=until_s
             )
 
     def _end(self) -> None:
-        world, life, seen = self._world, self._life, self.laws.seen
-        life.is_closed_for_good = True
-        world.start("closer", lambda process: operators.closer(process, life))
+        world, shared, writes = self._world, self._shared, self.invariants.writes
+        shared.is_closed_for_good = True
+        world.start("closer", lambda process: operators.closer(process, shared))
         has_ended = world.run_until(
-            lambda: self._is_over() and not are_evals_open(seen),
+            lambda: self._is_over() and not are_evals_open(writes),
             max_steps=_MAX_STEPS,
             until_s=world.now_s + _CALM_S,
         )
-        if has_ended and life.num_evals:  # late events are settled a moment later
+        if has_ended and shared.num_evals:  # late events are settled a moment later
             until_s = world.now_s + _SETTLING_S
-            world.run_until(lambda: not is_unfinished(seen), max_steps=_MAX_STEPS, until_s=until_s)
+            world.run_until(
+                lambda: not is_unfinished(writes), max_steps=_MAX_STEPS, until_s=until_s
+            )
         if world.problems:
             return
         if has_ended:
-            self.laws.check_end()
+            self.invariants.check_end()
         else:
-            shown = _shown(world, life.run)
-            world.blame(f"P5: {life.run} has not ended after {world.now_s:.0f} s: {shown}")
+            shown = _shown(world, shared.run)
+            world.blame(f"P5: {shared.run} has not ended after {world.now_s:.0f} s: {shown}")
 
 
 def _shown(world: World, run: str) -> str:
@@ -113,7 +115,7 @@ def _shown(world: World, run: str) -> str:
 _PATIENCE_S = 0.5
 """Another trainer is started beside one that sleeps or hangs for longer."""
 
-_Main = Callable[[Process, Life], Any]
+_Main = Callable[[Process, SharedState], Any]
 
 
 @dataclass
@@ -132,7 +134,7 @@ class Supervisor:
     """Starts processes again."""
 
     world: World
-    life: Life
+    shared: SharedState
     slots: list[Slot]
     is_over: Callable[[], bool]
 
@@ -165,31 +167,31 @@ class Supervisor:
         if world.now_s < slot.start_at_s or not is_needed:
             return
         slot.num_starts += 1
-        main, life = slot.main, self.life
-        slot.process = world.start(f"{slot.name}{slot.num_starts}", lambda p: main(p, life))
+        main, shared = slot.main, self.shared
+        slot.process = world.start(f"{slot.name}{slot.num_starts}", lambda p: main(p, shared))
         slot.start_at_s = -1.0
 
 
-def slots(drawn: Fate) -> list[Slot]:
+def slots(drawn: Schedule) -> list[Slot]:
     """Those whom a run needs."""
     return [
         *[Slot(f"batcher-{'ab'[n]}", services.batcher) for n in range(drawn.num_batchers)],
         *[Slot(f"generator-{n}-", generators.generator) for n in range(drawn.num_generators)],
         Slot("trainer", trainers.trainer),
         *[Slot("observer", operators.observer) for _ in range(drawn.has_observer)],
-        *([Slot("mender", damage.mender)] if drawn.weather.rot else []),
+        *([Slot("mender", damage.mender)] if drawn.fault_rates.rot else []),
     ]
 
 
-def start_operators(world: World, life: Life, drawn: Fate) -> list[Process]:
+def start_operators(world: World, shared: SharedState, drawn: Schedule) -> list[Process]:
     """Begin those who are not started again; those who are gone with the storm."""
     return [
-        world.start(name, lambda process, main=main: main(process, life))
+        world.start(name, lambda process, main=main: main(process, shared))
         for name, main in _operators(drawn)
     ]
 
 
-def _operators(drawn: Fate) -> Iterator[tuple[str, _Main]]:
+def _operators(drawn: Schedule) -> Iterator[tuple[str, _Main]]:
     if drawn.has_operator:
         yield "operator", operators.pauser
     if drawn.has_reviser:

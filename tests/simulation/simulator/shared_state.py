@@ -18,7 +18,7 @@ URL = "redis://simulated"
 
 
 @dataclass
-class Life:
+class SharedState:
     """Shared state of the processes of one run: its settings and its record.
 
     Attributes:

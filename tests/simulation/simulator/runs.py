@@ -1,4 +1,4 @@
-"""A simulated run from a seed: its settings, its course, and the verdict on it."""
+"""A simulated run from a seed: its settings, its execution, and the verdict on it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
-from simulator.asking import on_the_spot
-from simulator.borders import inside
-from simulator.courses import Course
-from simulator.ends import states_of
-from simulator.fates import RUN, Fate, fate, new_life, prompt
-from simulator.seen import Seen
+from simulator.direct_client import direct_client
+from simulator.execution import Execution
+from simulator.final_checks import states_of
+from simulator.patches import patched
+from simulator.run_writes import RunWrites
+from simulator.schedules import RUN, Schedule, draw_run, draw_schedule, prompt
 from simulator.world import World
 from turnstream.store.run.runs import create_run
 from turnstream.store.run.tasks import add_prompts
@@ -53,45 +53,45 @@ class Verdict:
         return f"seed {self.seed}: after {self.num_steps} steps\n  {shown}"
 
 
-def live(seed: int) -> Verdict:
-    """Return the verdict on one seed; called within `borders.inside`."""
+def simulate(seed: int) -> Verdict:
+    """Return the verdict on one seed; called within `patches.patched`."""
     rng = random.Random(seed)
-    drawn = fate(rng)
-    world = World(rng, drawn.weather)
+    drawn = draw_schedule(rng)
+    world = World(rng, drawn.fault_rates)
     try:
-        return _live_in(world, seed, drawn)
+        return _simulate_in(world, seed, drawn)
     finally:
         world.end()  # also after a failure: nothing of it reaches the next simulated run
 
 
-def _live_in(world: World, seed: int, drawn: Fate) -> Verdict:
+def _simulate_in(world: World, seed: int, drawn: Schedule) -> Verdict:
     rng = world.rng
-    life = new_life(rng, is_long=drawn.is_long)
+    shared = draw_run(rng, is_long=drawn.is_long)
     world.store.appends_only = rng.choice((b"everysec", b"everysec", b"always"))
-    create_run(on_the_spot(world), RUN, life.config)
-    prompts = [prompt(rng, number) for number in range(life.num_prompts)]
-    add_prompts(on_the_spot(world), RUN, prompts, first=1)
-    course = Course(world, life, drawn)
-    course.run()
-    seen = course.laws.seen
+    create_run(direct_client(world), RUN, shared.config)
+    prompts = [prompt(rng, number) for number in range(shared.num_prompts)]
+    add_prompts(direct_client(world), RUN, prompts, first=1)
+    execution = Execution(world, shared, drawn)
+    execution.run()
+    writes = execution.invariants.writes
     return Verdict(
         seed=seed,
         problems=tuple(world.problems),
-        digest=_digest(world, seen),
+        digest=_digest(world, writes),
         num_steps=world.num_steps,
-        num_batches=len(seen.manifests),
+        num_batches=len(writes.manifests),
         faults=world.counts,
-        states=Counter(state.partition(":")[0] for state in states_of(seen).values()),
+        states=Counter(state.partition(":")[0] for state in states_of(writes).values()),
     )
 
 
-def lives(seeds: Iterable[int]) -> Iterator[Verdict]:
+def simulate_all(seeds: Iterable[int]) -> Iterator[Verdict]:
     """Live through many."""
-    with inside():
+    with patched():
         for seed in seeds:
             try:
                 began_s = time.process_time()
-                verdict = live(seed)
+                verdict = simulate(seed)
                 yield replace(verdict, cpu_s=time.process_time() - began_s)
             except Exception as error:  # noqa: BLE001 - a script or the simulation failed: say where
                 yield _failed(seed, "".join(traceback.format_exception(error)))
@@ -109,21 +109,21 @@ def _failed(seed: int, problem: str) -> Verdict:
     )
 
 
-def _digest(world: World, seen: Seen) -> int:
+def _digest(world: World, writes: RunWrites) -> int:
     crc = zlib.crc32(repr((world.num_steps, world.now_s, world.counts)).encode())
-    for event_id, record in seen.events:
+    for event_id, record in writes.events:
         crc = zlib.crc32(record, zlib.crc32(event_id.encode(), crc))
     return crc
 
 
-def lives_of(
+def simulate_parallel(
     seeds: range, *, num_processes: int, per_chunk: int = _PER_CHUNK
 ) -> Generator[Verdict]:
     """Yield the verdicts in the order of the seeds, simulated in several processes."""
     chunks = [seeds[at : at + per_chunk] for at in range(0, len(seeds), per_chunk)]
     num_processes = min(num_processes, len(chunks))
     if num_processes <= 1:
-        yield from lives(seeds)
+        yield from simulate_all(seeds)
         return
     # Spawned instead of forked, because numpy has threads.
     context = multiprocessing.get_context("spawn")
@@ -136,4 +136,4 @@ def lives_of(
 
 
 def _verdicts(seeds: range) -> list[Verdict]:
-    return [*lives(seeds)]
+    return [*simulate_all(seeds)]

@@ -10,31 +10,31 @@ import random
 from dataclasses import dataclass, replace
 from functools import partial
 
-from simulator.faults import Weather
-from simulator.life import Life
+from simulator.faults import FaultRates
+from simulator.shared_state import SharedState
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import InvalidConfigError
 from turnstream.store.run.tasks import Prompt
 from turnstream_server.batcher.planner.upkeep import Upkeep
 
-RUN = "life"
+RUN = "simulated"
 _LONG = 1 / 16
 _OBSERVED, _PAUSED, _REVISED, _REOPENED = 0.15, 0.1, 0.25, 0.12
 _CHANGES = 0.5
 """Share of the settings that a revision changes."""
 _SHORT_PACE = 0.5
-"""Leases, deadlines, sleeps and delays of short lives take so much of those of long ones."""
+"""Leases, deadlines, sleeps and delays of short runs take so much of those of long ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fate:
-    """The course that a seed decides.
+class Schedule:
+    """The execution that a seed decides.
 
     Attributes:
         is_long: whether it is one of the few long runs.
-        weather: rates of the faults.
-        storm_s: duration of the faults.
+        fault_rates: rates of the faults.
+        faults_s: duration of the faults.
         num_batchers, num_generators: processes in addition to one trainer.
         has_observer: whether an observer reads the batches.
         has_operator, has_reviser, has_reopener: whether operators pause, revise, or close and
@@ -42,8 +42,8 @@ class Fate:
     """
 
     is_long: bool
-    weather: Weather
-    storm_s: float
+    fault_rates: FaultRates
+    faults_s: float
     num_batchers: int
     num_generators: int
     has_observer: bool
@@ -54,17 +54,17 @@ class Fate:
     @property
     def may_lose(self) -> bool:
         """Whether the store may come back without its last moments."""
-        return bool(self.weather.cut)
+        return bool(self.fault_rates.cut)
 
 
-def fate(rng: random.Random) -> Fate:
+def draw_schedule(rng: random.Random) -> Schedule:
     """Draw how a simulated run is to go, before anything else is drawn."""
     is_long = rng.random() < _LONG
     density, pace = (1.0, 1.0) if is_long else (2.0, _SHORT_PACE)
-    return Fate(
+    return Schedule(
         is_long=is_long,
-        weather=_weather(rng, density=density, pace=pace),
-        storm_s=rng.choice((2.0, 4.0, 10.0) if is_long else (0.5, 1.0, 2.0)),
+        fault_rates=_fault_rates(rng, density=density, pace=pace),
+        faults_s=rng.choice((2.0, 4.0, 10.0) if is_long else (0.5, 1.0, 2.0)),
         num_batchers=2 if is_long else rng.choice((1, 2, 2)),
         num_generators=rng.choice((1, 2, 3, 3) if is_long else (1, 2, 2)),
         has_observer=rng.random() < _OBSERVED,
@@ -74,13 +74,13 @@ def fate(rng: random.Random) -> Fate:
     )
 
 
-def _weather(rng: random.Random, *, density: float, pace: float) -> Weather:
+def _fault_rates(rng: random.Random, *, density: float, pace: float) -> FaultRates:
     """Draw fault rates; some faults are frequent and others do not occur.
 
     In a third of the runs only processes fail. The strictest laws apply there: no living process
     loses its work.
     """
-    lasting = Weather(
+    lasting = FaultRates(
         longest_sleep_s=8.0 * pace, longest_delay_s=4.0 * pace, longest_unsynced_s=2.5 * pace
     )
 
@@ -111,11 +111,11 @@ def _weather(rng: random.Random, *, density: float, pace: float) -> Weather:
     )
 
 
-def new_life(rng: random.Random, *, is_long: bool) -> Life:
+def draw_run(rng: random.Random, *, is_long: bool) -> SharedState:
     """Draw the shared settings of a run's processes."""
     most_groups, most_evals, pace = (12, 5, 1.0) if is_long else (4, 1, _SHORT_PACE)
     any_config = partial(_config, rng, most_batch_groups=4 if is_long else 2, pace=pace)
-    return Life(
+    return SharedState(
         run=RUN,
         config=any_config(),
         another_config=lambda before: _another(rng, before, any_config()),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from simulator.ends import everything_ended
-from simulator.life import Life
+from simulator.final_checks import everything_ended
+from simulator.ledger_checks import ledger_adds_up
 from simulator.plans import history_repeats, plan_holds
-from simulator.seen import Seen, Violations
-from simulator.sums import ledger_adds_up
+from simulator.run_writes import RunWrites, Violations
+from simulator.shared_state import SharedState
 from simulator.world import World
 from turnstream.store.client import keys
 from turnstream_server.batcher.planner.snapshotting import event_position
@@ -18,18 +18,18 @@ from turnstream_server.batcher.planner.timekeeper import STEADY_LEASES
 _EVERY_STEPS = 40
 
 
-class Laws:
+class Invariants:
     """Checks one run.
 
     Attributes:
-        seen: writes of the run.
+        writes: writes of the run.
     """
 
-    def __init__(self, world: World, life: Life) -> None:
+    def __init__(self, world: World, shared: SharedState) -> None:
         self._world = world
-        self._life = life
-        self.seen = Seen(world, life)
-        self._leases = Leases(self.seen)
+        self._shared = shared
+        self.writes = RunWrites(world, shared)
+        self._leases = Leases(self.writes)
         self._lows: Counter[str] = Counter()
         self._synced_lows: Counter[str] = Counter()
         self._leaders: dict[bytes, bytes] = {}
@@ -38,32 +38,32 @@ class Laws:
         self._num_parks = 0
         world.synced = self._note_synced
         world.went_back = self._go_back
-        world.lost = life.history.lost.__setitem__
+        world.lost = shared.history.lost.__setitem__
 
     def check_step(self) -> None:
         """After every step of the world."""
-        if self.seen.new_steps:
+        if self.writes.new_steps:
             self._check_plans()
         self._blame_all(self._leases.check())
-        if b"parked" in self.seen.hash("leader"):
+        if b"parked" in self.writes.hash("leader"):
             self._term = b"", 0  # parking a run releases the lease of its leader
         if self._world.num_steps % _EVERY_STEPS == 0:
             self._check_state()
 
     def _check_plans(self) -> None:
-        for step in self.seen.take_new_steps():
-            self._blame_all(plan_holds(self.seen, *self.seen.manifests[step]))
-            self._blame_all(ledger_adds_up(self.seen))
+        for step in self.writes.take_new_steps():
+            self._blame_all(plan_holds(self.writes, *self.writes.manifests[step]))
+            self._blame_all(ledger_adds_up(self.writes))
 
     def check_end(self) -> None:
         """Check the invariants of a finished run."""
         self._check_state()
-        self._blame_all(everything_ended(self.seen))
-        self._blame_all(history_repeats(self.seen))
+        self._blame_all(everything_ended(self.writes))
+        self._blame_all(history_repeats(self.writes))
 
     def _check_state(self) -> None:
         self._let_plans_fall()
-        self._blame_all(ledger_adds_up(self.seen))
+        self._blame_all(ledger_adds_up(self.writes))
         self._blame_all(self._frontier_holds())
         self._blame_all(self._leaders_stay_apart())
         self._blame_all(self._snapshot_holds())
@@ -74,7 +74,7 @@ class Laws:
 
     def _let_plans_fall(self) -> None:
         """Lower the recorded numbers of the newest plan after a withdrawal."""
-        num_withdrawn = sum([isinstance(each, tuple) for each in self.seen.plans])
+        num_withdrawn = sum([isinstance(each, tuple) for each in self.writes.plans])
         if num_withdrawn != self._num_withdrawn:
             self._num_withdrawn = num_withdrawn
             del self._lows["planned"], self._lows[_SNAPSHOT_STEP]
@@ -84,20 +84,20 @@ class Laws:
             self._world.blame(text)
 
     def _note_synced(self) -> None:
-        self.seen.note_synced()
+        self.writes.note_synced()
         self._synced_lows = Counter(self._lows)
 
     def _go_back(self, synced_s: float) -> None:
-        self.seen.go_back()
+        self.writes.go_back()
         self._leases.forget()
         self._lows = Counter(self._synced_lows)
         self._num_withdrawn = -1
         self._leaders.clear()  # the store may give an epoch again
         self._term = b"", 0
-        self._life.history.went_back(synced_s)
-        left = dict(self.seen.revisions())
-        self._life.history.revised = {
-            number: each for number, each in self._life.history.revised.items() if number in left
+        self._shared.history.went_back(synced_s)
+        left = dict(self.writes.revisions())
+        self._shared.history.revised = {
+            number: each for number, each in self._shared.history.revised.items() if number in left
         }
 
     def _writers_stay_apart(self) -> Violations:
@@ -107,14 +107,14 @@ class Laws:
         """
         if "cut" in self._world.counts:
             return
-        for text in self._life.history.mixed:
+        for text in self._shared.history.mixed:
             yield f"a caller was told: {text}"
 
     def _frontier_holds(self) -> Violations:
         """Growing numbers have grown, and they are in their order."""
-        frontier, manifests = self.seen.hash("frontier"), self.seen.manifests
+        frontier, manifests = self.writes.hash("frontier"), self.writes.manifests
         number = {name: int(frontier.get(name.encode(), 0)) for name in _NUMBERS}
-        number["leader_epoch"] = int(self.seen.hash("leader").get(b"epoch", 0))
+        number["leader_epoch"] = int(self.writes.hash("leader").get(b"epoch", 0))
         for name in _GROWING:
             yield from self._grows(name, number[name])
         order = [number[name] for name in ("folded", "released", "committed", "stepped", "planned")]
@@ -123,8 +123,9 @@ class Laws:
         if number["planned"] != max(manifests, default=0):
             yield f"step {number['planned']} is the newest, plans are {sorted(manifests)}"
         yield from self._checkpoints_hold(number["committed"], number["released"])
-        if self.knows_session and number["stepped"] > self._life.history.newest_said:
-            yield f"step {number['stepped']} is stepped, {self._life.history.newest_said} was said"
+        newest = self._shared.history.newest_said
+        if self.knows_session and number["stepped"] > newest:
+            yield f"step {number['stepped']} is stepped, {newest} was said"
 
     @property
     def knows_session(self) -> bool:
@@ -132,15 +133,15 @@ class Laws:
 
         A store that lost the start of a session continues the session before it.
         """
-        return self.seen.hash("frontier").get(b"session") == self._life.history.session.encode()
+        return self.writes.hash("frontier").get(b"session") == self._shared.history.session.encode()
 
     def _checkpoints_hold(self, committed: int, released: int) -> Violations:
         """Committed and retained checkpoints are on disk, and part of the surviving history."""
-        history, is_known = self._life.history, self.knows_session
+        history, is_known = self._shared.history, self.knows_session
         saved = max([token.step for token in history.checkpoints], default=0)
         if is_known and committed > saved:
             yield f"step {committed} is committed, but {saved} is the newest that was saved"
-        for name, entry in self.seen.hash("observers").items():
+        for name, entry in self.writes.hash("observers").items():
             has_seen, expires_ms, _ = entry.split(b":", 2)
             if int(has_seen) < released and int(expires_ms):
                 yield f"step {released} is released, {name!r} has seen {int(has_seen)}"
@@ -149,7 +150,7 @@ class Laws:
 
     def _leaders_stay_apart(self) -> Violations:
         """An epoch is of one planner alone."""
-        leader = self.seen.hash("leader")
+        leader = self.writes.hash("leader")
         epoch, owner = leader.get(b"epoch", b""), leader.get(b"owner")
         if owner and (before := self._leaders.setdefault(epoch, owner)) != owner:
             yield f"{before!r} and {owner!r} lead with the epoch {epoch!r}"
@@ -171,7 +172,7 @@ class Laws:
 
     def _snapshot_holds(self) -> Violations:
         """A snapshot is never older than the one before it."""
-        snapshot = self.seen.hash("snapshot")
+        snapshot = self.writes.hash("snapshot")
         if snapshot:
             ms, seq = event_position(snapshot[b"position"].decode())
             yield from self._grows("the position of the snapshot", ms << 64 | seq)
@@ -182,10 +183,10 @@ class Laws:
 
         If plans are withdrawn, it applies from the first of them on.
         """
-        first_steps = dict(self.seen.revisions())
-        was_withdrawn = b"withdrawn" in self.seen.hash("frontier")
-        for number, (first, config) in self._life.history.revised.items():
-            if number not in first_steps or self.seen.config(number) != config:
+        first_steps = dict(self.writes.revisions())
+        was_withdrawn = b"withdrawn" in self.writes.hash("frontier")
+        for number, (first, config) in self._shared.history.revised.items():
+            if number not in first_steps or self.writes.config(number) != config:
                 if "cut" in self._world.counts:  # the store lost it before its author was told
                     continue
                 yield f"the config {number} is not the one that was acknowledged"
@@ -194,9 +195,10 @@ class Laws:
 
     def _end_holds(self) -> Violations:
         """A run is closed as it was said last, and only one that is closed is finished."""
-        frontier = self.seen.hash("frontier")
-        if frontier[b"closed"] != b"%d" % self.seen.is_closed:
-            yield f"the run has {frontier[b'closed']!r} as closed, its events {self.seen.is_closed}"
+        frontier = self.writes.hash("frontier")
+        is_closed = self.writes.is_closed
+        if frontier[b"closed"] != b"%d" % is_closed:
+            yield f"the run has {frontier[b'closed']!r} as closed, its events {is_closed}"
         if b"finished" in frontier and frontier[b"closed"] == b"0":
             yield "a run that is open is finished"
 
@@ -207,10 +209,10 @@ class Laws:
         """
         if "jump" in self._world.counts:
             return
-        for raw in self.seen.hash("ledger"):
+        for raw in self.writes.hash("ledger"):
             name = raw.decode()
-            key = keys.trajectory_keys(self._life.run, name).meta.encode()
-            meta: Any = self.seen.values.get(key, {})
+            key = keys.trajectory_keys(self._shared.run, name).meta.encode()
+            meta: Any = self.writes.values.get(key, {})
             if (epoch := meta.get(b"epoch")) is not None:
                 yield from self._grows(f"the epoch of the payload of {name}", int(epoch))
 
@@ -237,8 +239,8 @@ _GIVEN_UP = b"abandoned:the lease of "
 class Leases:
     """Notes when the store heard of each lease, and how often its clock has jumped since."""
 
-    def __init__(self, seen: Seen) -> None:
-        self._seen = seen
+    def __init__(self, writes: RunWrites) -> None:
+        self._writes = writes
         self._ends: dict[bytes, float] = {}
         self._heard: dict[bytes, tuple[float, int]] = {}
 
@@ -256,13 +258,13 @@ class Leases:
         ends = self._scores()
         if ends == self._ends:
             return
-        world, life = self._seen.world, self._seen.life
+        world, shared = self._writes.world, self._writes.shared
         now_s, num_jumps = world.now_s, world.counts.get("jump", 0)
-        least_s = min([config.lease_s for config in life.ever_in_force]) * STEADY_LEASES
+        least_s = min([config.lease_s for config in shared.ever_in_force]) * STEADY_LEASES
         for name in self._ends.keys() - ends.keys():
             heard_s, num_before = self._heard.pop(name, (float("-inf"), 0))
             is_early = now_s - heard_s < least_s and num_jumps - num_before <= 1
-            if is_early and self._seen.hash("ledger").get(name, b"").startswith(_GIVEN_UP):
+            if is_early and self._writes.hash("ledger").get(name, b"").startswith(_GIVEN_UP):
                 yield f"{name.decode()} is given up {now_s - heard_s:.3f} s after it was heard"
         for name, end in ends.items():
             if self._ends.get(name) != end:
@@ -270,5 +272,5 @@ class Leases:
         self._ends = dict(ends)
 
     def _scores(self) -> dict[bytes, float]:
-        leases: Any = self._seen.value("leases")
+        leases: Any = self._writes.value("leases")
         return {} if leases is None else leases.scores

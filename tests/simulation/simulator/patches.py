@@ -62,7 +62,7 @@ class _Complaints(logging.Handler):
 
 
 @contextlib.contextmanager
-def inside() -> Iterator[None]:
+def patched() -> Iterator[None]:
     """Within, whatever connects is connected to the world of the process that runs."""
     clock = SimpleNamespace(monotonic=lambda: running_process().world.now_s)
     chance = SimpleNamespace(random=lambda: running_process().world.rng.random())
