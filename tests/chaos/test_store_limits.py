@@ -23,9 +23,9 @@ from harness.sleepers import asleep
 from harness.stored import lost_with
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import WaitKind
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import ReasonKind, reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.settings import Settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
@@ -148,7 +148,7 @@ def test_full_disk_refuses_writes_before_they_are_acknowledged(
     _wait_for_health(rig, HealthCheckResponse.SERVING)
 
     assert (first.kind, first.facts) == (
-        ReasonKind.STORE_REFUSES_WRITES,
+        WaitKind.STORE_REFUSES_WRITES,
         {"reason": refuses},
     )
     rig.server.kill()  # acknowledged data are on the disk

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from turnstream.errors import RunNotFoundError, UnknownFormatError
+from turnstream.errors import RunNotFoundError, UnknownFormatError, WaitReason
 from turnstream.store.run.configs import open_run
 from turnstream.store.run.runs import list_runs
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.queries.ledger import RunSummary, run_summary
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import Reason, reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.jobs.batches import BatchNumbers
 from turnstream_server.jobs.runs import newest_batch, no_runs, state_of, steps_text
 from turnstream_server.jobs.store_client import store_client
@@ -41,7 +41,7 @@ class RunStatus:
 
     summary: RunSummary
     newest_batch: BatchNumbers | None
-    reason: Reason
+    reason: WaitReason
 
     def rows(self) -> list[tuple[str, str]]:
         """Return (name, value) for people."""
@@ -76,7 +76,7 @@ class RunStatus:
             "ledger": {state.value: number for state, number in seen.ledger.by_state.items()},
             "policy_version": None if seen.newest_version is None else seen.newest_version.version,
             "newest_batch": None if self.newest_batch is None else asdict(self.newest_batch),
-            "reason": asdict(self.reason),
+            "reason": self.reason._asdict(),
         }
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from turnstream.errors import StoreUnavailableError, WaitKind
+from turnstream.errors import StoreUnavailableError, WaitReason
 from turnstream.store.run.configs import open_run
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import Reason, reasons
+from turnstream.store.waits.wait_reasons import reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.jobs.store_client import store_client
 
 
@@ -22,17 +22,13 @@ def print_reasons(url: str, run: str, console: Console) -> None:
 
 def reasons_json(url: str, run: str) -> str:
     """Return the same as JSON."""
-    found = [asdict(reason) for reason in _reasons(url, run)]
+    found = [reason._asdict() for reason in _reasons(url, run)]
     return json.dumps({"run": run, "reasons": found}, indent=2)
 
 
-def _reasons(url: str, run: str) -> tuple[Reason, ...]:
+def _reasons(url: str, run: str) -> Sequence[WaitReason]:
     try:
         with store_client(url) as client:
-            run = open_run(client, run)
-            return reasons(read_snapshot(client, run))
+            return reasons(read_snapshot(client, open_run(client, run)))
     except StoreUnavailableError as error:
-        return tuple(
-            Reason(kind=WaitKind(each.kind), sentence=each.sentence, facts=each.facts)
-            for each in error.reasons
-        )
+        return error.reasons

@@ -58,7 +58,7 @@ def server() -> Iterator[EmbeddedServer]:
 @pytest.fixture(autouse=True)
 def a_busy_store_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas of a test wait for answers of their store as long as its machine may take."""
-    monkeypatch.setattr(reason_cache, "_LOOK_S", 30.0)
+    monkeypatch.setattr(reason_cache, "_READ_TIMEOUT_S", 30.0)
     monkeypatch.setattr(servicer, "_LEAST_ANSWER_S", 30.0)
 
 

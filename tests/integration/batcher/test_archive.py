@@ -14,7 +14,7 @@ from turnstream.store.client.connection import connect
 from turnstream_server.batcher.assembly.archive import archive_path, archive_step
 from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.jobs.batches import archive_run
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

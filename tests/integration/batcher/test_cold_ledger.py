@@ -21,8 +21,8 @@ from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.bus.admin.forks import fork_run, token_of_step
 from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError, read_history
-from turnstream_server.bus.queries.wait_facts import read_snapshot
 from turnstream_server.bus.release.ledger_files import LedgerFileError, LedgerFolder
 from turnstream_server.jobs.batches import read_batch
 

@@ -11,9 +11,9 @@ from turnstream.errors import CorruptRecordError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from testkit import group, wait_until_async
-from turnstream.errors import CorruptRecordError
+from turnstream.errors import CorruptRecordError, WaitKind, WaitReason
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import Reason, ReasonKind, reasons
+from turnstream.store.waits.wait_reasons import reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -32,15 +32,15 @@ async def run(house):
 async def trouble(url: str, run: str) -> str:
     """Why the run is not planned, as soon as a batcher says it."""
 
-    def found() -> tuple[Reason, ...]:
+    def found() -> list[WaitReason]:
         with connect(url) as client:
             return reasons(read_snapshot(client, run))
 
     async def is_told() -> bool:
-        return any(each.kind is ReasonKind.PLANNING_FAILS for each in found())
+        return any(each.kind is WaitKind.PLANNING_FAILS for each in found())
 
     await wait_until_async(is_told)
-    return next(each.sentence for each in found() if each.kind is ReasonKind.PLANNING_FAILS)
+    return next(each.sentence for each in found() if each.kind is WaitKind.PLANNING_FAILS)
 
 
 async def test_damaged_plan_is_reported_to_ranks_and_by_why(house, run):

@@ -20,8 +20,8 @@ from turnstream.store.run.groups import group_size
 from turnstream.types import DeclaredColumn, GroupOpened, Purpose, VersionRun
 from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.core.scan import entry_ms, readable_events, server_ms
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError
-from turnstream_server.bus.queries.wait_facts import read_snapshot
 from turnstream_server.jobs.batches import (
     print_batch,
     read_batch,

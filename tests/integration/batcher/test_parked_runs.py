@@ -20,16 +20,15 @@ from turnstream.store.client.scripts import run_command
 from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
 from turnstream.store.run.tasks import Prompt, add_prompts
-from turnstream.store.waits.wait_facts import read_waits
-from turnstream.store.waits.wait_reasons import reasons_of
+from turnstream.store.waits.read_waits import read_waits
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import DeadlineFired, Event, GroupOpened, Purpose, TrajectoryAbandoned
 from turnstream_server.batcher.planner import parking
 from turnstream_server.batcher.serving.run_discovery import RunFinder
 from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.replans import request_replan
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.sessions.observers import declare_observer
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -270,7 +269,7 @@ def no_planner(client: Any, run: str) -> Iterator[str]:
     """The reasons that say so, for an operator and for a generator."""
     waits = read_waits(client, run)
     assert waits is not None
-    for reason in (*reasons(read_snapshot(client, run)), *reasons_of(waits)):
+    for reason in (*reasons(read_snapshot(client, run)), *reasons(waits)):
         if reason.kind == WaitKind.NO_PLANNER:
             yield str(reason.kind)
 

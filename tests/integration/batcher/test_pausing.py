@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from testkit import group, wait_until_async
-from turnstream.errors import NotReadyError, RunNotFoundError
+from turnstream.errors import NotReadyError, RunNotFoundError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import pause_run, resume_run
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import ReasonKind, reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -115,7 +115,7 @@ async def test_why_names_the_pause_first(house, client):
 
     first = reasons(read_snapshot(client, run))[0]
 
-    assert first.kind is ReasonKind.RUN_PAUSED
+    assert first.kind is WaitKind.RUN_PAUSED
     assert first.facts == {"reason": "maintenance"}
     assert "the run is paused: maintenance" in first.sentence
 

@@ -14,10 +14,10 @@ from turnstream.records.events import encode_event
 from turnstream.records.framing import EVENT, write_frame
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import ConfigRevised, GroupOpened, TurnShape
 from turnstream_server.bus.admin.dead_letters import DeadLetters, read_dead_letters
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.jobs.dead_letters import print_dead_letters
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(120)]

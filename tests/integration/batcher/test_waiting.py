@@ -8,9 +8,9 @@ from turnstream.errors import BatcherUnavailableError, NotReadyError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.batcher.planner import reason_cache
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -57,7 +57,7 @@ async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
 
 
 async def test_ranks_with_the_same_wait_share_one_read(house, monkeypatch):
-    monkeypatch.setattr(reason_cache, "_LOOKS_EVERY_S", 600.0)
+    monkeypatch.setattr(reason_cache, "_READ_EVERY_S", 600.0)
     run = house.create_run()
     trainer = house.trainer(await house.start_batcher(), run)
     await trainer.start()
@@ -212,7 +212,7 @@ async def test_reasons_of_former_runs_are_dropped(house, monkeypatch):
     watch = reason_cache.ReasonCache(house.url)
     first = await watch.reasons(house.create_run())
 
-    monkeypatch.setattr(reason_cache, "_LOOKS_EVERY_S", 0.0)
+    monkeypatch.setattr(reason_cache, "_READ_EVERY_S", 0.0)
     others = [await watch.reasons(house.create_run()) for _ in range(5)]
     watch.close()
 

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from testkit.releases import release_payload
 from turnstream.batching.fold.decisions import GroupEvaluated
-from turnstream.errors import RejectedError
+from turnstream.errors import RejectedError, WaitKind
 from turnstream.store.client.connection import connect_async
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.queries.budget import ByteBudget, read_budget, read_held_async
+from turnstream_server.bus.queries.budget import read_budget, read_held_async
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.release.release import advance_watermark
 from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 from turnstream_server.bus.sessions.sessions import acknowledge_committed
@@ -146,6 +148,18 @@ def test_run_continues_with_any_budget(
     assert life.most_held <= max(max_bytes, most_kept + next_step)
 
 
+def byte_reasons(client: redis.Redis, run: str, *, max_bytes: int = 0) -> dict[str, str]:
+    """Return the sentences about bytes by kind, with another budget while nothing is starved."""
+    seen = read_snapshot(client, run)
+    config = replace(seen.config, max_bytes=max_bytes)
+    found = reasons(replace(seen, config=config, num_ready=config.batch_groups))
+    return {
+        each.kind: each.sentence
+        for each in found
+        if each.kind in {WaitKind.OUT_OF_BYTES, WaitKind.BUDGET_TOO_SMALL}
+    }
+
+
 async def test_budget_below_the_kept_steps_is_reported_as_too_small(
     client: redis.Redis, run: Any
 ) -> None:
@@ -154,16 +168,12 @@ async def test_budget_below_the_kept_steps_is_reported_as_too_small(
         await run.seal("g", sample, num_bytes=1_000_000)
     await run.plan("g")
 
-    seen = read_budget(client, run.name)
+    small = byte_reasons(client, run.name, max_bytes=10_000)
 
-    said = ByteBudget(
-        held=seen.held, max_bytes=10_000, server_used=0, server_max=0, num_kept_steps=1
-    )
-    assert seen.held.planned == 2 * (1_000_000 + OVERHEAD)
-    assert "max_bytes=10,000 is less than the 1 steps take that are kept" in said.why_too_small
-    assert "2,008,192 of max_bytes=10,000 are held" in said.why_full(is_urgent=False)
-    assert said.why_full(is_urgent=True) == ""
-    assert (seen.why_too_small, seen.why_full(is_urgent=False)) == ("", "")
+    assert read_budget(client, run.name).held.planned == 2 * (1_000_000 + OVERHEAD)
+    assert "max_bytes=10,000 is less than the 1 retained steps take" in small["budget_too_small"]
+    assert "2,008,192 of max_bytes=10,000 are held" in small["out_of_bytes"]
+    assert byte_reasons(client, run.name) == {}
 
 
 async def test_too_small_budget_names_the_observer_of_the_oldest_step(
@@ -176,13 +186,13 @@ async def test_too_small_budget_names_the_observer_of_the_oldest_step(
         await declare_observer(run.client, run.name, **where)
     await note_observed(run.client, run.name, observer="quick", seen=2)
 
-    early = read_budget(client, run.name)
+    early = byte_reasons(client, run.name, max_bytes=5_000)
     await run.commit(session, 1)
-    late = replace(read_budget(client, run.name), max_bytes=1)
+    late = byte_reasons(client, run.name, max_bytes=5_000)
 
-    assert early.unseen_by == ""
-    assert late.why_too_small.endswith(
-        "seen by every observer: 'slow' has seen step 0, and is forgotten in 60 s"
+    assert early["budget_too_small"].endswith("was seen by every observer")
+    assert late["budget_too_small"].endswith(
+        "was seen by every observer: 'slow' has seen step 0, and is forgotten in 60 s"
     )
 
 

@@ -10,12 +10,11 @@ import redis
 
 from turnstream.errors import WaitKind
 from turnstream.store.client import keys
-from turnstream.store.waits.wait_facts import read_waits
-from turnstream.store.waits.wait_reasons import reasons_of
+from turnstream.store.waits.read_waits import read_waits
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import Purpose, RecoveryToken
 from turnstream_server.bus.admin.forks import fork_run
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.sessions.sessions import record_rank, start_session
 
 pytestmark = pytest.mark.redis
@@ -36,12 +35,12 @@ def pass_time(client: redis.Redis, run: str) -> None:
 
 def ages(client: redis.Redis, run: str) -> dict[str, int | None]:
     """How often time has passed since, as `turnstream why` sees it; a generator sees the same."""
-    found = read_snapshot(client, run).lasting
+    found = read_snapshot(client, run).durations
     waits = read_waits(client, run)
     assert waits is not None
     both = [
         {name: s if s is None else int(s / AGO_S) for name, s in each._asdict().items()}
-        for each in (found, waits.lasting)
+        for each in (found, waits.durations)
     ]
     assert both[0] == both[1]
     return both[0]
@@ -174,7 +173,7 @@ async def test_both_views_have_the_duration_and_the_ranks_behind(
     pass_time(client, run.name)
 
     found = reasons(read_snapshot(client, run.name))
-    told = reasons_of(read_waits(client, run.name))
+    told = reasons(read_waits(client, run.name))
 
     for each in (*found, *told):
         if each.kind == WaitKind.TRAINER_NOT_STEPPED:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.store.waits.pass_rate import RecentGroups
-from turnstream.store.waits.wait_facts import read_waits
+from turnstream.store.waits.pass_rate import RecentGroups, recent_groups
+from turnstream.store.waits.read_waits import read_waits
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.admin.forks import fork_run
-from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 
 pytestmark = pytest.mark.redis
 
@@ -25,10 +25,10 @@ async def drop(run: Any, *groups: str) -> None:
 
 def recent(client: redis.Redis, run: str) -> RecentGroups:
     """As `turnstream why` sees it; a generator sees the same."""
-    found = read_snapshot(client, run).recent
+    found = recent_groups(read_snapshot(client, run))
     waits = read_waits(client, run)
     assert waits is not None
-    assert waits.recent == found
+    assert recent_groups(waits) == found
     return found
 
 

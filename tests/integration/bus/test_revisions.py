@@ -14,10 +14,11 @@ from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.leases import heartbeat_command, list_lapsed_async, take_over_command
 from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import ConfigRevised, Purpose
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.planning.revisions import announce_revision, read_revisions_async
-from turnstream_server.bus.queries.wait_facts import read_snapshot
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -167,7 +168,8 @@ async def test_the_steps_before_count_with_the_groups_that_they_had(
         await run.open("one too many")
 
     with connect(server.url) as client:
-        assert read_snapshot(client, run.name).most_live_groups == most
+        found = reasons(read_snapshot(client, run.name))
+    assert [each.facts["most"] for each in found if each.kind == "out_of_capacity"] == [most]
 
 
 async def test_groups_that_are_open_get_the_deadline_that_the_run_had_not(

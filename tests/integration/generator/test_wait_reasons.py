@@ -234,7 +234,7 @@ def test_version_wait_names_the_newest_version_and_the_trainer(
 ) -> None:
     run = new_run(client)
     plan(client, run, step=1, num_groups=1)
-    client.hset(keys.run_keys(run).frontier, "session_epoch", 3)
+    client.hset(keys.run_keys(run).frontier, mapping={"session_epoch": 3, "session": "s"})
 
     with pytest.raises(NotReadyError) as caught:
         wait_for_version(client, run, above=3, timeout_s=0.01)

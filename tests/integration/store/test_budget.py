@@ -9,9 +9,10 @@ import pytest
 import redis
 
 from turnstream.errors import GroupTooLargeError, RejectedError
+from turnstream.store.client.fullness import FIRST_ESTIMATE
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.budget import FIRST_BYTES, reserve_command, settled_lease
-from turnstream_server.bus.queries.budget import FIRST_ESTIMATE, read_budget
+from turnstream_server.bus.queries.budget import read_budget
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

@@ -25,7 +25,7 @@ from turnstream.errors import StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.store.client.connection import address_of
 from turnstream.store.run.runs import create_run
-from turnstream.store.waits.wait_reasons import store_silent
+from turnstream.store.waits.awaited import store_silent
 from turnstream.worker import BatchStream, ObserverStream, _calls
 from turnstream_server.batcher.serving import servicer
 from turnstream_server.embedded import EmbeddedServer

@@ -20,12 +20,12 @@ NewDesk = Callable[..., Any]
 def waits_reply() -> list[Any]:
     """The state of a paused run without other obstacles."""
     config = encode_config(BatchingConfig(batch_groups=4, mini_batch_groups=4))
-    numbers = [b"0", None, None, None, b"4", b"0", b"4", None, None]
-    members: list[Any] = []
+    frontier = [b"stepped", b"0", b"live_groups", b"4", b"opened_groups", b"4", b"paused", b"why"]
+    leader = [b"owner", b"batcher", b"expires_ms", b"105000"]
+    refills, version, memory, times = [], None, [0, 0, None], [None, None]
     return [
-        *(b"100000", [*numbers, b"0", b"why", None], config, [b"batcher", b"105000"]),
-        *([None] * 4, [None, None, None, 0], 0, None, [None] * 5, [0, 0], 0, members),
-        *([None] * 2, [None] * 2, [0, []]),
+        *(b"100000", frontier, config, leader, [], [], [], 0, 0),
+        *(refills, version, memory, 0, [], times, []),
     ]
 
 

@@ -1,140 +1,352 @@
-"""What holds a generator's wait, from what was read of its run."""
+"""Reasons for waiting, from a snapshot of a run."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from turnstream.batching.config import BatchingConfig
+from testkit.snapshots import scanned, snapshot
 from turnstream.errors import WaitKind, WaitReason
-from turnstream.store.waits.wait_durations import Lasting
-from turnstream.store.waits.wait_facts import MAX_LEASES, MAX_NAMED, HeldMember, WaitFacts
-from turnstream.store.waits.wait_reasons import no_refill, reasons_of
+from turnstream.store.waits.awaited import no_refill
+from turnstream.store.waits.wait_durations import Durations
+from turnstream.store.waits.wait_reasons import reasons
+from turnstream.store.waits.wait_snapshot import (
+    MAX_NAMED,
+    AwaitedReward,
+    LapsedWriter,
+    OpenMember,
+    WaitingGroup,
+    WaitSnapshot,
+    lapsed_writers,
+)
 from turnstream.types import GroupOpened, Purpose, TrajectoryKey
 
-
-def member(
-    sample: int = 0, *, writer: str = "w", left_s: float = 50.0, deadline_s: float | None = None
-) -> HeldMember:
-    key = TrajectoryKey("g", sample)
-    return HeldMember(key=key, writer=writer, lease_left_s=left_s, deadline_left_s=deadline_s)
-
-
-def waits(*members: HeldMember, config: dict[str, Any] | None = None, **fields: Any) -> WaitFacts:
-    """A run in which nothing holds anybody, but for what is given."""
-    usual: dict[str, Any] = {
-        "run": "r",
-        "config": BatchingConfig(batch_groups=4, mini_batch_groups=4, **(config or {})),
-        **dict.fromkeys(("stepped", "planned", "planned_groups", "released"), 0),
-        **dict.fromkeys(("num_opened", "num_revised", "session_epoch", "reserved", "stored"), 0),
-        **dict.fromkeys(("planned_bytes", "server_used", "server_max"), 0),
-        **dict.fromkeys(("prompts_added", "prompts_left", "prompts_given", "num_refills"), 0),
-        "estimate": 20_000,
-        "num_live": 4,
-        "num_open": 0,
-        "is_closed": False,
-        "paused": None,
-        "at_plans": "",
-        "planner": "b",
-        "planner_left_s": 5.0,
-        "newest_version": None,
-        "untrained": (),
-        "num_leases": len(members),
-        "members": members,
-    }
-    return WaitFacts(**{**usual, **fields})
+ALIVE = OpenMember(key=TrajectoryKey("g", 1), writer="w", lease_left_s=30.0)
+LAPSED = replace(ALIVE, lease_left_s=-7.0)
+GROUP = WaitingGroup(group_id="g", age_s=90.0, num_sealed=1, num_needed=2)
+REWARD = AwaitedReward(key=TrajectoryKey("g", 0), since_s=12.0, deadline_left_s=4.0)
+REFILLS = ((TrajectoryKey("g", 1, 2), 33.0),)
+GONE = LapsedWriter(writer="w", num_open=3, silent_s=7.0)
+OFFERED: dict[str, Any] = {"planned": 3}
+"""The trainer waits for nothing."""
 
 
-def kinds(reasons: list[WaitReason]) -> list[str]:
-    return [reason.kind for reason in reasons]
+def kinds(seen: WaitSnapshot, **asked: Any) -> list[str]:
+    return [reason.kind for reason in reasons(seen, **asked)]
 
 
-def test_run_without_obstacles_has_no_reason() -> None:
-    assert reasons_of(waits()) == []
-    assert reasons_of(None) == []
+def the(kind: WaitKind, seen: WaitSnapshot) -> WaitReason:
+    (found,) = [reason for reason in reasons(seen) if reason.kind is kind]
+    return found
 
 
-def test_a_generator_is_gone_when_all_that_it_holds_has_lapsed() -> None:
-    held = [member(0, writer="dead", left_s=-40), member(1, writer="dead", left_s=-30)]
-    slow = [member(2, writer="slow", left_s=-5), member(3, writer="slow", left_s=9)]
-
-    found = reasons_of(waits(*held, *slow))
-
-    gone = [reason for reason in found if reason.kind == WaitKind.GENERATOR_GONE]
-    assert [reason.facts for reason in gone] == [{"writer": "dead", "open": 2, "silent_s": 30}]
-    assert kinds(found) == [WaitKind.GENERATOR_GONE, *[WaitKind.MEMBER_LAPSED] * 3]
+def test_generator_without_obstacles_gets_no_reason() -> None:
+    assert reasons(snapshot(num_ready=4)) == []
+    assert reasons(None) == []
 
 
-def test_no_generator_counts_as_gone_while_leases_are_unread() -> None:
-    found = reasons_of(waits(member(left_s=-40), num_leases=MAX_LEASES + 1))
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        (OFFERED, "step 3 is offered"),
+        ({"num_ready": 4}, "the 4 groups of step 3 are about to be planned"),
+    ],
+)
+def test_scanned_run_without_obstacles_says_so(changes: dict[str, Any], state: str) -> None:
+    (found,) = reasons(scanned(**changes))
 
-    assert kinds(found) == [WaitKind.MEMBER_LAPSED]
-
-
-def test_open_members_are_a_reason_only_if_something_waits() -> None:
-    written = member(deadline_s=7)
-
-    free, starved = waits(written), waits(written, num_live=1, num_open=1)
-    full = waits(written, config={"max_open_groups": 1}, num_live=5, num_open=1)
-    given = waits(written, prompts_given=1)
-
-    assert reasons_of(free) == []
-    for each in (starved, full, given):
-        (found,) = [why for why in reasons_of(each) if why.kind == WaitKind.MEMBER_OPEN]
-        assert found.sentence == (
-            "sample 0 of group g is written by generator w: lease renewed, 50 s left; "
-            "the deadline of its group is in 7 s"
-        )
+    assert (found.kind, found.sentence) == (WaitKind.NOTHING_WRONG, f"nothing is wrong: {state}")
 
 
-def test_a_bounded_number_of_members_is_named() -> None:
-    found = reasons_of(waits(*[member(i, left_s=-1) for i in range(100)]))
+@pytest.mark.parametrize(
+    ("planner", "left_s", "sentence"),
+    [
+        ("", 0.0, "no batcher plans the run"),
+        ("p", -3.0, "no batcher plans the run: the lease of p ended 3 s ago"),
+    ],
+)
+def test_run_without_a_planner_reports_that_first(
+    planner: str, left_s: float, sentence: str
+) -> None:
+    found = reasons(snapshot(planner=planner, planner_left_s=left_s))
 
-    assert kinds(found).count(WaitKind.MEMBER_LAPSED) == MAX_NAMED
+    assert (found[0].kind, found[0].sentence) == (WaitKind.NO_PLANNER, sentence)
 
 
-def test_no_planner_says_whose_lease_ended() -> None:
-    never = reasons_of(waits(planner="", planner_left_s=0.0))
-    ended = reasons_of(waits(planner="b1", planner_left_s=-12.0))
+def test_store_without_writes_precedes_its_consequences() -> None:
+    found = reasons(snapshot(planner="", store_trouble="its disk is full"))
 
-    assert [reason.sentence for reason in (*never, *ended)] == [
-        "no batcher plans the run",
-        "no batcher plans the run: the lease of b1 ended 12 s ago",
+    assert kinds(snapshot(planner="", store_trouble="its disk is full"))[:2] == [
+        WaitKind.STORE_REFUSES_WRITES,
+        WaitKind.NO_PLANNER,
     ]
+    assert found[0].sentence == "its disk is full; nothing new is acknowledged"
 
 
-def test_starving_trainer_leaves_its_group_the_room_of_the_store_rule() -> None:
-    held = {"config": {"max_bytes": 600_000}, "stored": 600_000}
-    train = GroupOpened(group_id="g", prompt_uid="", num_samples=2)
-    evaluate = GroupOpened(group_id="g", prompt_uid="", num_samples=2, purpose=Purpose.EVAL)
+@pytest.mark.parametrize(
+    ("session_epoch", "trainer"),
+    [(1, "trainer session 1 has it for 95 s"), (0, "no trainer session has begun for 95 s")],
+)
+def test_planned_step_waits_for_the_trainer_and_its_ranks(session_epoch: int, trainer: str) -> None:
+    waits: dict[str, Any] = {"durations": Durations(trainer_s=95.2), "session_epoch": session_epoch}
 
-    starved = reasons_of(waits(num_live=0, **held), group=train)
-    fed = reasons_of(waits(**held), group=train)
-    evaluated = reasons_of(waits(num_live=0, **held), group=evaluate)
+    found = the(WaitKind.TRAINER_NOT_STEPPED, scanned(planned=4, behind=(1, 3), **waits))
 
-    assert kinds(starved) == [WaitKind.OUT_OF_DATA]
-    assert kinds(fed) == [WaitKind.OUT_OF_BYTES]
-    assert kinds(evaluated) == [WaitKind.OUT_OF_BYTES]
-    assert fed[0].facts["needed"] == 40_000
-
-
-@pytest.mark.parametrize(("num_samples", "is_full"), [(1, False), (2, True)])
-def test_memory_of_the_server_is_counted_for_every_sample(num_samples: int, is_full: bool) -> None:
-    group = GroupOpened(group_id="g", prompt_uid="", num_samples=num_samples)
-
-    found = reasons_of(waits(server_max=1_000_000, server_used=770_000), group=group)
-
-    assert kinds(found) == [WaitKind.OUT_OF_BYTES] * is_full
+    assert found.sentence == (
+        f"step 3 is planned and not stepped; {trainer}; dp_rank 1, 3 did not ask for it"
+    )
+    assert {"awaited": 3, "planned": 4, "since_s": 95.2}.items() <= found.facts.items()
+    assert found.facts["behind"] == "1, 3"
 
 
-def test_paused_or_closed_run_is_a_reason() -> None:
-    paused = reasons_of(waits(paused="the judge is down"))
-    closed = reasons_of(waits(is_closed=True, num_live=0))
+def test_generator_waits_for_any_planned_step_but_a_run_for_a_full_plan() -> None:
+    assert kinds(snapshot(**OFFERED)) == [WaitKind.TRAINER_NOT_STEPPED]
+    assert kinds(scanned(**OFFERED)) == [WaitKind.NOTHING_WRONG]
 
-    assert [(why.kind, why.sentence) for why in (*paused, *closed)] == [
-        (WaitKind.RUN_PAUSED, "the run is paused: the judge is down"),
-        (WaitKind.RUN_CLOSED, "the run takes no new group"),
+
+def test_damaged_payload_has_the_command_until_it_is_solved() -> None:
+    damage = (3, "step 3: damaged payload of g/0/0")
+
+    found = reasons(scanned(planned=3, damage=damage))[0]
+
+    assert found.kind is WaitKind.PAYLOAD_DAMAGED
+    assert found.sentence == (
+        "step 3: damaged payload of g/0/0; `turnstream run replan maze` sets it aside, "
+        "and plans again without it"
+    )
+    assert found.facts == {"step": 3, "damage": "step 3: damaged payload of g/0/0"}
+    for solved in (scanned(damage=damage), scanned(planned=3, stepped=3, damage=damage)):
+        assert WaitKind.PAYLOAD_DAMAGED not in kinds(solved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_live": 16}, "16 groups are live, 16 are allowed after step 2"),
+        (
+            {"num_open": 3, "config": {"max_open_groups": 3}},
+            "3 groups are open, max_open_groups is 3",
+        ),
+    ],
+)
+def test_run_out_of_capacity_says_when_the_last_group_was_opened(
+    changes: dict[str, Any], sentence: str
+) -> None:
+    found = the(WaitKind.OUT_OF_CAPACITY, snapshot(durations=Durations(opened_s=95.2), **changes))
+
+    assert found.sentence == f"{sentence}; the last was opened 95 s ago"
+    assert found.facts["since_s"] == 95.2
+
+
+def test_one_group_below_the_limits_is_within_capacity() -> None:
+    free = snapshot(num_live=15, num_open=2, config={"max_open_groups": 3})
+
+    assert WaitKind.OUT_OF_CAPACITY not in kinds(free)
+
+
+def test_paused_run_is_a_reason() -> None:
+    found = the(WaitKind.RUN_PAUSED, snapshot(paused="the judge is down"))
+
+    assert found.sentence == (
+        "the run is paused: the judge is down; no group starts, no batch is planned"
+    )
+
+
+def test_step_that_lacks_groups_says_for_how_long_it_waits() -> None:
+    lasting = Durations(step_s=95.2, opened_s=130.0)
+
+    few = the(WaitKind.TOO_FEW_READY, snapshot(durations=lasting))
+    none = the(WaitKind.OUT_OF_DATA, snapshot(durations=lasting, num_waiting=0, newest_version=6))
+
+    assert few.sentence == "step 3 waits for 95 s: 1 of 4 groups ready, 1 open"
+    assert few.facts == {"step": 3, "ready": 1, "needed": 4, "since_s": 95.2, "open": 1}
+    assert none.sentence == (
+        "step 3 waits for 95 s: 1 of 4 groups ready, and no generator has a group open; "
+        "the last was opened 130 s ago; the newest policy version is 6"
+    )
+    assert (none.facts["since_s"], none.facts["opened_s"]) == (95.2, 130.0)
+
+
+def test_unknown_times_and_versions_are_left_out() -> None:
+    found = the(WaitKind.OUT_OF_DATA, snapshot(num_waiting=0))
+
+    assert found.sentence == (
+        "step 3: 1 of 4 groups ready, and no generator has a group open; "
+        "no policy version was announced"
+    )
+
+
+def test_run_with_all_prompts_done_reports_it_until_closed() -> None:
+    done = scanned(num_waiting=0, prompts_added=9, prompts_filtered=2)
+
+    assert the(WaitKind.PROMPTS_EXHAUSTED, done).sentence == (
+        "all 9 prompts of the run are done, 2 of them filtered: add others, or close the run"
+    )
+    for change in (
+        {"prompts_left": 1},
+        {"prompts_given": 1},
+        {"prompts_added": 0},
+        {"is_closed": True},
+    ):
+        assert WaitKind.PROMPTS_EXHAUSTED not in kinds(replace(done, **change))
+
+
+def test_generator_is_gone_when_all_its_leases_have_lapsed() -> None:
+    dead = [replace(LAPSED, writer="dead", lease_left_s=left_s) for left_s in (-40.0, -30.0)]
+    slow = [replace(LAPSED, writer="slow"), replace(ALIVE, writer="slow")]
+
+    gone = lapsed_writers([*dead, *slow])
+
+    assert gone == (LapsedWriter(writer="dead", num_open=2, silent_s=30.0),)
+    assert the(WaitKind.GENERATOR_GONE, snapshot(lapsed_writers=gone)).sentence == (
+        "generator dead is gone: all 2 trajectories that it holds have lapsed, the last 30 s ago"
+    )
+
+
+def test_bounded_number_of_lapsed_generators_is_named_largest_first() -> None:
+    writers = [f"w{number}" for number in range(MAX_NAMED + 2)]
+    gone = lapsed_writers([replace(LAPSED, writer=writer) for writer in (*writers, "w5")])
+
+    assert len(gone) == MAX_NAMED
+    assert (gone[0].writer, gone[0].num_open) == ("w5", 2)
+
+
+@pytest.mark.parametrize(
+    ("member", "kind", "lease"),
+    [
+        (ALIVE, WaitKind.MEMBER_OPEN, "lease renewed, 30 s left"),
+        (LAPSED, WaitKind.MEMBER_LAPSED, "lease lapsed 7 s ago"),
+    ],
+)
+def test_group_names_the_member_it_waits_for(
+    member: OpenMember, kind: WaitKind, lease: str
+) -> None:
+    group = replace(GROUP, open_members=(member,), deadline_left_s=20.0)
+    unscanned = WaitingGroup(group_id="g", open_members=(member,))
+
+    found = the(kind, scanned(groups=(group,)))
+
+    assert found.sentence == (
+        "group g (1 of 2 members) waits for sample 1 of generator w for 90 s: "
+        f"{lease}; its deadline is in 20 s"
+    )
+    assert found.facts["writer"] == "w"
+    assert the(kind, snapshot(groups=(unscanned,))).sentence == (
+        f"group g waits for sample 1 of generator w: {lease}"
+    )
+
+
+def test_open_members_are_a_reason_only_if_something_waits_for_them() -> None:
+    groups = (replace(GROUP, open_members=(ALIVE,)),)
+    fed: dict[str, Any] = {"groups": groups, "num_ready": 4}
+
+    assert kinds(snapshot(**fed)) == []
+    for waits in (
+        snapshot(groups=groups),
+        snapshot(**fed, num_open=1, config={"max_open_groups": 1}),
+        snapshot(**fed, prompts_given=1),
+    ):
+        assert WaitKind.MEMBER_OPEN in kinds(waits)
+    assert kinds(scanned(**fed, prompts_given=1)) == [WaitKind.NOTHING_WRONG]
+
+
+def test_missing_samples_rewards_and_refills_are_named() -> None:
+    group = replace(GROUP, age_s=None, awaited=(REWARD,), not_begun=(3,))
+    seen = scanned(groups=(group,), refills=REFILLS)
+
+    assert the(WaitKind.MEMBER_NOT_BEGUN, seen).sentence == (
+        "group g (1 of 2 members) waits for sample 3: no generator has begun it"
+    )
+    assert the(WaitKind.REWARD_AWAITED, seen).sentence == (
+        "group g (1 of 2 members) waits for the reward of sample 0, which is sealed for 12 s; "
+        "its deadline is in 4 s"
+    )
+    assert the(WaitKind.REFILL_OPEN, seen).sentence == (
+        "attempt 2 of sample 1 of group g was granted 33 s ago, and no generator takes it"
+    )
+
+
+def test_low_pass_rate_says_why_groups_were_dropped() -> None:
+    seen = scanned(
+        num_opened=31,
+        num_live=19,
+        planned_groups=17,
+        at_plans="1:0:10,2:5:14",
+        untrained=(("filtered: all rewards are equal", 40), ("abandoned: why", 2)),
+    )
+
+    assert the(WaitKind.PASS_RATE_LOW, seen).sentence == (
+        "12 of the 20 groups that were decided since step 1 was planned were dropped; "
+        "trajectories that ended untrained, of the whole run: "
+        "40 x filtered: all rewards are equal, 2 x abandoned: why"
+    )
+
+
+@pytest.mark.parametrize(("dropped", "planned"), [(10, 9), (2, 0)])
+def test_half_of_the_groups_and_a_few_groups_are_no_reason(dropped: int, planned: int) -> None:
+    live = planned + 2
+    seen = scanned(num_live=live, num_opened=live + dropped, planned_groups=planned)
+
+    assert WaitKind.PASS_RATE_LOW not in kinds(seen)
+
+
+def test_pass_rate_covers_the_last_two_batches() -> None:
+    fell = {"num_opened": 110, "num_live": 104, "planned_groups": 102}
+    rose = {"num_opened": 110, "num_live": 12, "planned_groups": 10}
+
+    of_fall = the(WaitKind.PASS_RATE_LOW, scanned(at_plans="1:1:100", **fell))
+    of_rise = kinds(scanned(at_plans="1:98:2,2:98:6", **rose))
+
+    assert {"dropped": 5, "decided": 8, "since_step": 1}.items() <= of_fall.facts.items()
+    assert WaitKind.PASS_RATE_LOW not in of_rise
+
+
+def test_finished_run_needs_no_planner() -> None:
+    (found,) = reasons(scanned(is_closed=True, num_ready=0, num_waiting=0, planner=""))
+
+    assert (found.kind, found.sentence) == (
+        WaitKind.RUN_OVER,
+        "run maze is closed and over: all 2 steps are stepped",
+    )
+
+
+def test_closed_run_waits_for_open_groups_and_for_its_last_short_batch() -> None:
+    closed = scanned(is_closed=True, num_live=16)
+
+    assert kinds(closed) == [WaitKind.TOO_FEW_READY, WaitKind.RUN_CLOSED]
+    assert kinds(replace(closed, num_waiting=0)) == [WaitKind.NOTHING_WRONG, WaitKind.RUN_CLOSED]
+
+
+def test_while_a_batch_is_offered_only_what_has_failed_is_a_reason() -> None:
+    group = replace(GROUP, open_members=(ALIVE, LAPSED), awaited=(REWARD,), not_begun=(3,))
+
+    assert kinds(scanned(planned=3, groups=(group,), refills=REFILLS)) == [WaitKind.MEMBER_LAPSED]
+
+
+def test_the_most_important_reason_comes_first() -> None:
+    group = replace(GROUP, open_members=(ALIVE, LAPSED), awaited=(REWARD,), not_begun=(3,))
+    seen = scanned(
+        num_opened=100,
+        num_live=16,
+        planner="",
+        groups=(group,),
+        refills=REFILLS,
+        lapsed_writers=(GONE,),
+    )
+
+    assert kinds(seen) == [
+        WaitKind.NO_PLANNER,
+        WaitKind.TOO_FEW_READY,
+        WaitKind.GENERATOR_GONE,
+        WaitKind.MEMBER_LAPSED,
+        WaitKind.PASS_RATE_LOW,
+        WaitKind.REWARD_AWAITED,
+        WaitKind.REFILL_OPEN,
+        WaitKind.MEMBER_NOT_BEGUN,
+        WaitKind.MEMBER_OPEN,
+        WaitKind.OUT_OF_CAPACITY,
     ]
 
 
@@ -142,46 +354,74 @@ def test_paused_or_closed_run_is_a_reason() -> None:
     ("fields", "sentence"),
     [
         ({}, "the run grants none: its deadline_policy is 'drop'"),
+        ({"num_refills": 2}, "the 2 attempts that were granted are tried by others, or here"),
         (
-            {"num_refills": 2},
-            "the 2 attempts that were granted are tried by others, or here",
-        ),
-        (
-            {
-                "num_open": 1,
-                "config": {"deadline_policy": "refill", "max_refills": 1, "group_deadline_s": 9},
-            },
+            {"config": {"deadline_policy": "refill", "max_refills": 1, "group_deadline_s": 9}},
             "1 groups are open, and no attempt of any was granted",
         ),
     ],
 )
-def test_a_wait_for_a_refill_says_whether_the_run_grants_any(
+def test_wait_for_a_refill_says_whether_the_run_grants_any(
     fields: dict[str, Any], sentence: str
 ) -> None:
-    first = no_refill(waits(**fields), waited_s=3.0)[0]
+    first = no_refill(snapshot(**fields), waited_s=3.0)[0]
 
     assert (first.kind, first.sentence, first.facts["waited_s"]) == ("no_refill", sentence, 3.0)
 
 
-def test_every_reason_that_lasts_says_for_how_long() -> None:
-    lasting = Lasting(trainer_s=95.2, step_s=40.0, opened_s=130.0)
-    full = {"config": {"max_open_groups": 1}, "num_open": 1}
-    planned, lacks = (
-        "step 1 is planned and not stepped",
-        "step 1 waits for 40 s: 0 of 4 groups ready",
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"planned_bytes": 1_000_000}, []),
+        ({"planned_bytes": 100_000, "config": {"max_bytes": 120_000}}, []),
+        ({"planned_bytes": 100_001, "config": {"max_bytes": 120_000}}, [WaitKind.OUT_OF_BYTES]),
+        (
+            {"planned_bytes": 120_001, "config": {"max_bytes": 120_000}},
+            [WaitKind.OUT_OF_BYTES, WaitKind.BUDGET_TOO_SMALL],
+        ),
+        ({"server_used": 780_000, "server_max": 1_000_000}, []),
+        ({"server_used": 780_001, "server_max": 1_000_000}, [WaitKind.OUT_OF_BYTES]),
+        (
+            {"server_used": 770_000, "reserved": 10_001, "server_max": 1_000_000},
+            [WaitKind.OUT_OF_BYTES],
+        ),
+    ],
+)
+def test_bytes_are_a_reason_if_no_usual_group_may_start(
+    changes: dict[str, Any], expected: list[WaitKind]
+) -> None:
+    assert kinds(scanned(**OFFERED, **changes)) == (expected or [WaitKind.NOTHING_WRONG])
+
+
+def test_starving_trainer_gets_groups_by_the_urgent_rule() -> None:
+    held: dict[str, Any] = {"config": {"max_bytes": 600_000}, "stored": 600_000}
+    memory: dict[str, Any] = {"server_max": 1_000_000}
+    train = GroupOpened(group_id="g", prompt_uid="", num_samples=2)
+    evaluate = replace(train, purpose=Purpose.EVAL)
+
+    assert kinds(snapshot(**held), group=train) == [WaitKind.TOO_FEW_READY]
+    assert kinds(snapshot(num_ready=4, **held), group=train) == [WaitKind.OUT_OF_BYTES]
+    assert kinds(snapshot(**held), group=evaluate) == [WaitKind.OUT_OF_BYTES]
+    assert WaitKind.OUT_OF_BYTES not in kinds(scanned(server_used=880_000, **memory))
+    assert WaitKind.OUT_OF_BYTES in kinds(scanned(server_used=880_001, **memory))
+
+
+@pytest.mark.parametrize(("num_samples", "is_full"), [(1, False), (2, True)])
+def test_memory_of_the_server_is_counted_for_every_sample(num_samples: int, is_full: bool) -> None:
+    group = GroupOpened(group_id="g", prompt_uid="", num_samples=num_samples)
+    seen = snapshot(num_ready=4, server_max=1_000_000, server_used=770_000)
+
+    assert kinds(seen, group=group) == [WaitKind.OUT_OF_BYTES] * is_full
+
+
+def test_holders_of_the_bytes_are_listed() -> None:
+    limits: dict[str, Any] = {**OFFERED, "config": {"max_bytes": 150_000}}
+
+    (found,) = reasons(scanned(planned_bytes=100_000, reserved=40_000, **limits))
+
+    assert found.sentence == (
+        "140,000 of max_bytes=150,000 are held, 40,000 bytes by open trajectories, 0 by sealed "
+        "ones, 100,000 by planned steps; a group needs 20,000; a step releases its bytes when it "
+        "is committed and no longer retained"
     )
-
-    trainer = reasons_of(waits(planned=1, lasting=lasting, behind=(2,)))
-    (live,) = reasons_of(waits(num_live=99, lasting=lasting))
-    (opened,) = reasons_of(waits(num_live=5, lasting=lasting, **full))
-    few = reasons_of(waits(num_live=1, num_open=1, lasting=lasting))
-    none = reasons_of(waits(num_live=0, lasting=lasting))
-
-    assert [(why.sentence, why.facts["since_s"]) for why in (*trainer, *few, *none)] == [
-        (f"{planned}; no trainer session has begun for 95 s; dp_rank 2 did not ask for it", 95.2),
-        (f"{lacks}, 1 open", 40.0),
-        (f"{lacks}, and no generator has a group open; the last was opened 130 s ago", 40.0),
-    ]
-    for why in (live, opened):
-        assert why.sentence.endswith("; the last was opened 130 s ago")
-        assert why.facts["since_s"] == 130.0
+    assert found.facts["max_bytes"] == 150_000

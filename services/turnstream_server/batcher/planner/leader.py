@@ -35,7 +35,6 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.settling import Settler
 from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, event_position
 from turnstream_server.batcher.planner.upkeep import DEFAULT_UPKEEP, Upkeep
-from turnstream_server.batcher.planner.wait_message import why_not_complete
 from turnstream_server.bus.core.events import PAGE_EVENTS, EventEntry
 from turnstream_server.bus.leadership.leadership import Position, Term
 from turnstream_server.bus.planning.groups import announce_due
@@ -379,10 +378,12 @@ class Leader:
             self._assembler.prepare(batch, mini_batch=0, dp_rank=0, dp_world_size=1)
 
     def explain(self, step: int) -> str:
-        """Why a step is not planned yet."""
+        """Return why a step is not planned yet."""
         if step > self._chain.next_step:
             return f"step {step}: step {self._chain.next_step} is planned before it"
         if step > self._last_allowed_step():
             stepped = self._view.frontier.stepped
             return f"step {step} is planned when step {stepped + 1} is stepped"
-        return f"step {step}: {why_not_complete(self._fold, self._config)}"
+        fold = self._fold
+        has = f"{fold.num_ready} of {self._config.batch_groups} groups complete"
+        return f"step {step}: {has}, {fold.num_open_groups} open"

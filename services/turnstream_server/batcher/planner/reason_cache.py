@@ -9,36 +9,34 @@ from typing import Final, NamedTuple
 
 from turnstream.errors import TurnstreamError, WaitReason
 from turnstream.store.client.connection import connect
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import reasons
+from turnstream.store.waits.wait_reasons import reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 
 logger = logging.getLogger(__name__)
 
 MAX_REASONS: Final = 4
-"""They travel in a header of the answer, which has little room."""
+"""A header of the answer carries them, and its size is limited."""
 
-_LOOKS_EVERY_S: Final = 5.0
-"""Many ranks wait for the same, and a look reads the ledger."""
+_READ_EVERY_S: Final = 5.0
+"""Many ranks wait for the same, and a read scans the ledger."""
 
+_READ_TIMEOUT_S: Final = 0.8
+"""Longest wait for a read, well within the time that a Get has for its answer."""
 
-_LOOK_S: Final = 0.8
-"""Longest wait for a look, well within what a Get has for its answer."""
-
-
-Look = Callable[[str], Awaitable[tuple[WaitReason, ...]]]
+ReadReasons = Callable[[str], Awaitable[list[WaitReason]]]
 """Returns the reasons why a run waits, the most important first."""
 
 
-async def no_look(_: str) -> tuple[WaitReason, ...]:
-    """Know no reason."""
-    return ()
+async def no_reasons(_: str) -> list[WaitReason]:
+    """Return no reason."""
+    return []
 
 
-class _Look(NamedTuple):
+class _Read(NamedTuple):
     """A read of the reasons of one run, finished or in progress."""
 
     began_s: float
-    task: asyncio.Task[tuple[WaitReason, ...]]
+    task: asyncio.Task[list[WaitReason]]
 
 
 class ReasonCache:
@@ -50,56 +48,44 @@ class ReasonCache:
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
-        self._looks: dict[str, _Look] = {}
+        self._reads: dict[str, _Read] = {}
 
     @property
     def num_kept(self) -> int:
         """Number of runs whose reasons are kept."""
-        return len(self._looks)
+        return len(self._reads)
 
-    async def reasons(self, run: str) -> tuple[WaitReason, ...]:
+    async def reasons(self, run: str) -> list[WaitReason]:
         """Return the reasons why a run waits, at most a few seconds old.
 
         They accompany an error, and must not replace it: nothing is returned if they cannot be
         read, or not in time.
         """
-        self._drop_old()
-        look = self._looks.get(run)
-        if look is None:
-            task = asyncio.create_task(self._read(run))
-            look = self._looks[run] = _Look(asyncio.get_running_loop().time(), task)
+        now_s = asyncio.get_running_loop().time()
+        self._reads = {
+            name: read
+            for name, read in self._reads.items()
+            if read.began_s >= now_s - _READ_EVERY_S or not read.task.done()
+        }
+        if run not in self._reads:
+            self._reads[run] = _Read(now_s, asyncio.create_task(self._read(run)))
         try:
-            async with asyncio.timeout(_LOOK_S):
-                return await asyncio.shield(look.task)
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                return await asyncio.shield(self._reads[run].task)
         except TimeoutError:
-            return ()  # the next call may have it
+            return []  # the next call may have it
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
 
-    def _drop_old(self) -> None:
-        """Drop the reasons that are too old to be returned; a read in progress is not repeated."""
-        oldest_s = asyncio.get_running_loop().time() - _LOOKS_EVERY_S
-        self._looks = {
-            run: look
-            for run, look in self._looks.items()
-            if look.began_s >= oldest_s or not look.task.done()
-        }
-
-    async def _read(self, run: str) -> tuple[WaitReason, ...]:
+    async def _read(self, run: str) -> list[WaitReason]:
         """Return the reasons of a run; none if they cannot be read, whatever the error."""
         try:
-            return await asyncio.to_thread(self._look, run)
+            snapshot = await asyncio.to_thread(read_snapshot, self._client, run)
         except TurnstreamError:
-            return ()
+            return []
         except Exception:
             logger.exception("the reasons why run %s waits could not be read", run)
-            return ()
-
-    def _look(self, run: str) -> tuple[WaitReason, ...]:
-        found = reasons(read_snapshot(self._client, run))
-        return tuple(
-            WaitReason(kind=str(reason.kind), sentence=reason.sentence, facts=dict(reason.facts))
-            for reason in found[:MAX_REASONS]
-        )
+            return []
+        return reasons(snapshot)[:MAX_REASONS]

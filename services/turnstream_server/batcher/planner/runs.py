@@ -25,7 +25,7 @@ from turnstream.store.run.configs import read_config_async
 from turnstream.types import TrajectoryState
 from turnstream.types.names import RunId
 from turnstream_server.batcher.assembly.shares import PlannedBatch
-from turnstream_server.batcher.planner.reason_cache import Look, no_look
+from turnstream_server.batcher.planner.reason_cache import ReadReasons, no_reasons
 from turnstream_server.bus.core.frontier import Frontier, not_retained, read_frontier_async
 from turnstream_server.bus.planning.manifests import read_manifest
 from turnstream_server.bus.queries.ledger import read_ledger_async
@@ -40,7 +40,7 @@ class RunView:
         client: client of the store.
         run: id of the run.
         on_stepped: called with the newest stepped batch whenever it may have moved.
-        look: returns why a batch is missing, for calls that have waited for it.
+        read_reasons: returns why a batch is missing, for calls that have waited for it.
 
     Attributes:
         frontier: the last read frontier.
@@ -58,7 +58,7 @@ class RunView:
         *,
         frontier: Frontier,
         on_stepped: Callable[[int], None],
-        look: Look = no_look,
+        read_reasons: ReadReasons = no_reasons,
     ) -> None:
         self.run = RunId(run)
         self.frontier = frontier
@@ -68,7 +68,7 @@ class RunView:
         self.undecided: Callable[[], list[str]] = list
         self._client = client
         self._on_stepped = on_stepped
-        self._look = look
+        self._read_reasons = read_reasons
         self._changed = asyncio.Event()
         self._num_reads = 0
         self._newest_read = 0
@@ -172,7 +172,7 @@ class RunView:
                 async with asyncio.timeout_at(deadline_s):
                     await changed.wait()
             except TimeoutError:
-                why, reasons = await self._why_not(step), await self._look(self.run)
+                why, reasons = await self._why_not(step), await self._read_reasons(self.run)
                 raise NotReadyError(why, reasons) from None
 
     async def batch(self, step: int) -> PlannedBatch:

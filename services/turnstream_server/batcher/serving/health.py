@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import grpc.aio
@@ -23,10 +24,10 @@ from turnstream.errors import TurnstreamError
 from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import connect_async
+from turnstream.store.client.fullness import Bytes, store_trouble
 from turnstream.store.client.replies import translating
 from turnstream_server.batcher.planner.event_loop import first_of
 from turnstream_server.bus.queries.budget import HeldBytes, read_held_async
-from turnstream_server.bus.queries.health import SECTIONS, store_note, store_trouble
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttribute
 
     async def _ask(self) -> str:
         with translating():
-            facts: Any = await self._client.info(*SECTIONS)
+            facts: Any = await self._client.info("persistence", "memory")
         note = store_note(facts, await self._held() if store_note(facts, ()) else ())
         if note and not self._note:
             logger.warning("%s", note)
@@ -118,6 +119,26 @@ class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttribute
             names: Any = await self._client.execute_command("SMEMBERS", keys.RUNS)
         runs = [keys.decode_name(name.decode()) for name in names]
         return [await read_held_async(self._client, run) for run in runs]
+
+
+def store_note(facts: Mapping[str, Any], held: Iterable[HeldBytes]) -> str:
+    """Return that the memory of a store is full, with its holders; empty if it is not.
+
+    Args:
+        facts: the reply to INFO, by name.
+        held: bytes of each run.
+    """
+    runs = list(held)
+    known = Bytes(
+        used=int(facts.get("used_memory", 0)),
+        allowed=int(facts.get("maxmemory", 0)),
+        reserved=sum(each.reserved for each in runs),
+        stored=sum(each.stored for each in runs),
+        planned=sum(each.planned for each in runs),
+    )
+    if not known.refuses_writes:
+        return ""
+    return known.why_full(is_urgent=True).replace("this run holds", "its runs hold", 1)
 
 
 def _printable(text: str) -> str:

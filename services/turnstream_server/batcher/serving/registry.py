@@ -14,7 +14,7 @@ from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.leader import Hook, no_hook
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
-from turnstream_server.batcher.planner.reason_cache import Look, no_look
+from turnstream_server.batcher.planner.reason_cache import ReadReasons, no_reasons
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.upkeep import Upkeep
@@ -41,7 +41,7 @@ class RunRegistry:
         upkeep: settings of the release of the runs that are led here.
         parked: the runs that are idle.
         before_write: see Leader; for fault injection.
-        look: returns why a batch of a run is missing.
+        read_reasons: returns why a batch of a run is missing.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class RunRegistry:
         upkeep: Upkeep,
         parked: ParkedRuns,
         before_write: Hook = no_hook,
-        look: Look = no_look,
+        read_reasons: ReadReasons = no_reasons,
     ) -> None:
         self._client = client
         self._assembler = assembler
         self._tasks = tasks
         self._keeper = keeper
-        self._look = look
+        self._read_reasons = read_reasons
         self._upkeep = upkeep
         self._parked = parked
         self._before_write = before_write
@@ -126,7 +126,7 @@ class RunRegistry:
             run,
             frontier=frontier,
             on_stepped=lambda step: self._assembler.release(run, through_step=step),
-            look=self._look,
+            read_reasons=self._read_reasons,
         )
         planner = RunPlanner(
             self._client,

@@ -105,7 +105,7 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
             upkeep=options.upkeep,
             parked=parked,
             before_write=before_write,
-            look=reason_cache.reasons,
+            read_reasons=reason_cache.reasons,
         )
         stack.push_async_callback(runs.close)
         finder = RunFinder(options.redis_url, runs.take_part)

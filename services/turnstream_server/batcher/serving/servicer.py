@@ -21,8 +21,9 @@ from turnstream.records.configs import encode_config
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import address_of_client
 from turnstream.store.client.run_ids import find_run_async
+from turnstream.store.waits.awaited import store_silent
 from turnstream.store.waits.bounded_call import unanswered
-from turnstream.store.waits.wait_reasons import store_silent
+from turnstream.store.waits.wait_reasons import replan_hint
 from turnstream.types import VersionAnnounced
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.assembler import Assembler
@@ -39,7 +40,7 @@ from turnstream_server.batcher.serving.request_checks import (
 )
 from turnstream_server.batcher.serving.requests import parse_token
 from turnstream_server.bus.core.frontier import not_retained
-from turnstream_server.bus.planning.replans import how_to_go_on, note_damage
+from turnstream_server.bus.planning.replans import note_damage
 from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 from turnstream_server.bus.sessions.sessions import (
     acknowledge_committed,
@@ -170,7 +171,7 @@ class BatchesServicer:
         await note_damage(
             self._client, run, step=step, manifest_hash=batch.manifest_hash, sentence=sentence
         )
-        return CorruptRecordError(f"{sentence}; {how_to_go_on(run)}")
+        return CorruptRecordError(f"{sentence}; {replan_hint(run)}")
 
     async def observe(self, request: wire.ObserveRequest) -> wire.ObserveReply:
         """Declare an observer."""

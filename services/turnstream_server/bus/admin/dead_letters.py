@@ -24,6 +24,7 @@ from turnstream.store.client.replies import translate, translating
 from turnstream.store.client.scripts import Command, Script, run_command, run_commands_async
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream.store.run.configs import read_config
+from turnstream.store.waits.wait_snapshot import KeptDeadLetters
 from turnstream.types import SealedTrajectory, StoredTurn
 from turnstream_server.bus.core.scan import entry_ms, hash_fields, stream_entries
 from turnstream_server.bus.release.release import give_back_command, release_command
@@ -50,21 +51,6 @@ _Content = TypeVar("_Content")
 
 class DeadLetterNotFoundError(RejectedError):
     """The run keeps no dead letter of this name; it may have been discarded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptDeadLetters:
-    """The dead letters of a run that are kept.
-
-    Attributes:
-        newest: name of the trajectory, or id of the event, that was written last.
-        reason: why that one was set aside.
-    """
-
-    num_trajectories: int
-    num_events: int
-    newest: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

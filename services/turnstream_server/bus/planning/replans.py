@@ -9,7 +9,6 @@ A request is stored in the run, and the leader answers it::
 from __future__ import annotations
 
 import json
-import shlex
 import time
 import uuid
 from collections.abc import Sequence
@@ -79,11 +78,6 @@ class Withdrawal:
     lease_epochs: dict[TrajectoryKey, int]
     position: str
     snapshot: bytes
-
-
-def how_to_go_on(run: str) -> str:
-    """Return the command that repairs damage, for error messages."""
-    return f"`turnstream run replan {shlex.quote(run)}` sets it aside, and plans again without it"
 
 
 def request_replan(client: redis.Redis, run: str, *, step: int | None = None) -> str:

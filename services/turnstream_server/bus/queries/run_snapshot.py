@@ -1,183 +1,275 @@
-"""The state of a run at one time, from which the reasons for waiting follow. No I/O."""
+"""The state of a run with its scanned ledger: exact counts, and the groups that are waited for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
 
-from turnstream.store.run.tasks import PromptCounts
-from turnstream.store.waits.pass_rate import RecentGroups, recent_groups
-from turnstream.store.waits.wait_durations import NOT_NOTED, Lasting
-from turnstream_server.bus.admin.dead_letters import KeptDeadLetters
-from turnstream_server.bus.core.frontier import Frontier
-from turnstream_server.bus.queries.budget import ByteBudget
+import redis
+
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import run_command
+from turnstream.store.run import clock
+from turnstream.store.waits.read_waits import parse_waits, waits_command
+from turnstream.store.waits.wait_reasons import UNSEALED
+from turnstream.store.waits.wait_snapshot import (
+    MAX_NAMED,
+    AwaitedReward,
+    OpenMember,
+    WaitingGroup,
+    WaitSnapshot,
+    lapsed_writers,
+)
+from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
+from turnstream_server.bus.admin.dead_letters import read_kept
+from turnstream_server.bus.core.frontier import Frontier, read_frontier
+from turnstream_server.bus.core.group_open_times import openings_in_snapshot
+from turnstream_server.bus.core.scan import PAGE, entry_ms, hash_fields, readable_events, server_ms
+from turnstream_server.bus.queries.states import STATES_WITH_REASON, TOP_REASONS, parse_entry
+from turnstream_server.bus.release.compact_records import past_reasons
+from turnstream_server.bus.sessions.observers import read_observers
+
+_IN_GROUP: Final = frozenset(
+    {
+        *(TrajectoryState.SEALED, TrajectoryState.PLANNED),
+        *(TrajectoryState.STEPPED, TrajectoryState.COMMITTED),
+    }
+)
+_WITHOUT_SIGNAL: Final = (f"{TrajectoryState.SURPLUS}:", f"{TrajectoryState.EVALUATED}:")
+"""Beginnings of ends that do not lower the pass rate."""
+
+_Name = TypeVar("_Name")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenMember:
-    """A trajectory that is not sealed.
+def read_snapshot(client: redis.Redis, run: str) -> WaitSnapshot:
+    """Return the state of a run; its parts are read one after the other.
 
-    Attributes:
-        writer: owner of its lease.
-        lease_left_s: time left of its lease; 0 or below after it has lapsed.
+    Raises:
+        CorruptRecordError: a field is damaged; names its key.
     """
+    names = keys.run_keys(run)
+    frontier = read_frontier(client, run)
+    groups = _read_groups(client, names)
+    untrained = _scan_ledger(client, names, frontier, groups)
+    for end, number in past_reasons(client, run):
+        if not end.startswith(_WITHOUT_SIGNAL):
+            untrained[_words(end)] += number
+    snapshot = parse_waits(run, run_command(client, waits_command(run)))
+    _note_refills(client, names, groups)
+    waiting = {name: group for name, group in groups.items() if not group.is_ready}
+    times = _Times(client, run, waiting, groups)
+    return replace(
+        snapshot,
+        is_scanned=True,
+        num_ready=len(groups) - len(waiting),
+        num_waiting=len(waiting),
+        groups=tuple(times.described(name, waiting[name]) for name in times.oldest),
+        lapsed_writers=lapsed_writers(
+            member for group in groups.values() for member in times.open_members(group)
+        ),
+        untrained=tuple(untrained.most_common(TOP_REASONS)),
+        num_unsealed=untrained[f"{TrajectoryState.ABANDONED}: {UNSEALED}"],
+        unseen_by=_unseen_by(client, run, frontier),
+        dead=read_kept(client, run),
+    )
 
-    sample: int
-    attempt: int
-    writer: str
-    lease_left_s: float
 
+@dataclass(slots=True)
+class _Group:
+    """A group that is not in a batch, as the ledger has it."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AwaitedReward:
-    """A sealed trajectory whose reward was not posted.
-
-    Attributes:
-        since_s: seconds since it was sealed; None if its event is gone.
-        deadline_left_s: until its reward deadline; None without one.
-    """
-
-    sample: int
-    attempt: int
-    since_s: float | None
-    deadline_left_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingGroup:
-    """An undecided group with a limited number of its members.
-
-    Attributes:
-        age_s: seconds since it was opened; None if unknown.
-        num_sealed: samples with a member that is sealed, and rewarded.
-        deadline_left_s: until its deadline; None without one.
-        open_members: members that are being written.
-        awaited: members without their reward.
-        not_begun: samples that no generator has taken.
-    """
-
-    group_id: str
-    age_s: float | None
-    num_sealed: int
+    num_samples: int
     num_needed: int
-    deadline_left_s: float | None = None
-    open_members: tuple[OpenMember, ...] = ()
-    awaited: tuple[AwaitedReward, ...] = ()
-    not_begun: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRefill:
-    """A granted attempt that no generator has taken.
-
-    Attributes:
-        since_s: seconds since it was granted.
-    """
-
-    group_id: str
-    sample: int
-    attempt: int
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SilentWriter:
-    """A generator all of whose open trajectories have lapsed.
-
-    Attributes:
-        num_open: trajectories that it holds.
-        silent_s: seconds since the last of its leases ended.
-    """
-
-    writer: str
-    num_open: int
-    silent_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSnapshot:
-    """The state of a run at one time.
-
-    Attributes:
-        planner: name of the batcher that planned last; empty before the first, or after it has
-            stopped.
-        planner_left_s: time left of its lease; 0 or below after its end.
-        batch_groups: groups of one step.
-        max_planned_ahead: batches planned beyond the next step.
-        most_live_groups: groups that may be live after the last step.
-        num_ready: groups that can be planned.
-        num_waiting: groups that are not decided.
-        groups: the oldest undecided groups, a limited number.
-        refills: the oldest untaken refills, a limited number.
-        silent: generators that are gone, those with most trajectories first.
-        untrained: (reason, trajectories) that ended untrained, the most frequent first.
-        num_unsealed: trajectories whose block ended without a seal.
-        newest_version: newest policy version; None before the first.
-        max_open_groups: groups that may be open at once; 0 means no limit.
-        prompts: counts of the run's prompts; None if it has none.
-        budget: the bytes of the run, and their limits.
-        store_trouble: why the store takes no writes; empty if it does.
-        planning_trouble, release_trouble: why the planner cannot plan or release; empty if it can.
-        lasting: durations of the current state.
-        behind: ranks that have not asked for the next step.
-        dead: the dead letters; None if there are none.
-    """
-
-    run: str
-    frontier: Frontier
-    planner: str
-    planner_left_s: float
-    batch_groups: int
-    max_planned_ahead: int
-    most_live_groups: int
-    num_ready: int
-    num_waiting: int
-    groups: tuple[WaitingGroup, ...] = ()
-    refills: tuple[OpenRefill, ...] = ()
-    silent: tuple[SilentWriter, ...] = ()
-    untrained: tuple[tuple[str, int], ...] = ()
-    num_unsealed: int = 0
-    newest_version: int | None = None
-    max_open_groups: int = 0
-    prompts: PromptCounts | None = None
-    budget: ByteBudget | None = None
-    store_trouble: str = ""
-    planning_trouble: str = ""
-    release_trouble: str = ""
-    lasting: Lasting = NOT_NOTED
-    behind: tuple[int, ...] = ()
-    dead: KeptDeadLetters | None = None
+    is_decided: bool
+    has_refill: bool = False
+    sealed: set[int] = field(default_factory=set[int])
+    begun: set[int] = field(default_factory=set[int])
+    open: list[tuple[TrajectoryKey, str]] = field(default_factory=list[tuple[TrajectoryKey, str]])
+    awaited: list[TrajectoryKey] = field(default_factory=list[TrajectoryKey])
 
     @property
-    def recent(self) -> RecentGroups:
-        """The groups that were decided lately."""
-        frontier = self.frontier
-        return recent_groups(
-            frontier.at_plans,
-            num_dropped=frontier.num_opened_groups - frontier.num_live_groups,
-            num_in_batches=frontier.num_planned_groups,
-            num_ready=self.num_ready,
+    def not_begun(self) -> list[int]:
+        return [sample for sample in range(self.num_samples) if sample not in self.begun]
+
+    @property
+    def is_ready(self) -> bool:
+        has_enough = self.is_decided or len(self.sealed) >= self.num_needed
+        pending = self.open or self.awaited or self.not_begun or self.has_refill
+        return has_enough or not pending
+
+    def note(self, key: TrajectoryKey, state: TrajectoryState, rest: str) -> None:
+        """Record the ledger entry of a trajectory."""
+        self.begun.add(key.sample)
+        if state in _IN_GROUP:
+            self.sealed.add(key.sample)
+        elif state is TrajectoryState.OPEN:
+            self.open.append((key, keys.decode_name(rest.partition(":")[2])))
+        elif state is TrajectoryState.AWAITING_REWARD:
+            self.awaited.append(key)
+
+
+def _read_groups(client: redis.Redis, names: keys.RunKeys) -> dict[str, _Group]:
+    """Return the open groups, and the decided ones that are not planned."""
+    needed = {name: int(v.partition(b":")[0]) for name, v in hash_fields(client, names.members)}
+    groups: dict[str, _Group] = {}
+    for name, value in hash_fields(client, names.groups):
+        size, _, state = value.decode().partition(":")
+        if state in {"open", "decided"}:
+            groups[keys.decode_name(name)] = _Group(
+                int(size), needed.get(name, int(size)), state == "decided"
+            )
+    return groups
+
+
+def _scan_ledger(
+    client: redis.Redis, names: keys.RunKeys, frontier: Frontier, groups: Mapping[str, _Group]
+) -> Counter[str]:
+    """Add the trajectories to their groups; return how many ended untrained, by reason."""
+    untrained: Counter[str] = Counter()
+    for trajectory_id, value in hash_fields(client, names.ledger):
+        state, rest = parse_entry(value, frontier)
+        key = keys.parse_trajectory_id(trajectory_id)
+        if key.group_id in groups:
+            groups[key.group_id].note(key, state, rest)
+        end = f"{state}:{rest}"
+        if state in STATES_WITH_REASON and not end.startswith(_WITHOUT_SIGNAL):
+            untrained[_words(end)] += 1
+    return untrained
+
+
+def _words(end: str) -> str:
+    """Return an end in words.
+
+    >>> _words("filtered:all rewards are equal")
+    'filtered: all rewards are equal'
+    """
+    return ": ".join(end.split(":", 1))
+
+
+def _note_refills(client: redis.Redis, names: keys.RunKeys, groups: Mapping[str, _Group]) -> None:
+    with translating():
+        refills: Any = client.zrange(names.refills, 0, -1)
+    for name in refills:
+        group_id = keys.parse_trajectory_id(name.decode()).group_id
+        if group_id in groups:
+            groups[group_id].has_refill = True
+
+
+def _unseen_by(client: redis.Redis, run: str, frontier: Frontier) -> str:
+    """Return the observers that alone prevent the release of the oldest step."""
+    if frontier.released >= frontier.committed:
+        return ""
+    return ", ".join(
+        f"{each.name!r} has seen step {each.seen}, and is forgotten in {each.left_s:.0f} s"
+        for each in read_observers(client, run)
+        if each.left_s > 0 and each.seen <= frontier.released
+    )
+
+
+class _Times:
+    """Leases, deadlines and ages of the members of groups.
+
+    Attributes:
+        oldest: names of the groups that have waited longest; one of unknown age is an old one.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        run: str,
+        waiting: Mapping[str, _Group],
+        groups: Mapping[str, _Group],
+    ) -> None:
+        names = keys.run_keys(run)
+        self._now_ms = server_ms(client)
+        self._leases = _scores(
+            client,
+            names.leases,
+            {key.trajectory_id: key for group in groups.values() for key, _ in group.open},
+        )
+        awaited = {key for group in waiting.values() for key in group.awaited}
+        self._opened_ms, self._sealed_ms = _event_times(client, run, waiting, awaited)
+        self.oldest = sorted(waiting, key=lambda name: (self._opened_ms.get(name, 0), name))
+        self.oldest = self.oldest[:MAX_NAMED]
+        due = {f"group:{keys.encode_name(name)}": name for name in self.oldest}
+        self._group_due_ms = _scores(client, names.deadlines, due)
+        due_rewards = {f"reward:{key.trajectory_id}": key for key in awaited}
+        self._reward_due_ms = _scores(client, names.deadlines, due_rewards)
+        with translating():
+            fields: Any = client.hmget(names.clock, *clock.FIELDS)
+        self._run_ms = clock.run_ms(fields, now_ms=self._now_ms)
+
+    def described(self, name: str, group: _Group) -> WaitingGroup:
+        """Return a waiting group with a limited number of its members."""
+        return WaitingGroup(
+            group_id=name,
+            age_s=_ago_s(self._opened_ms.get(name), self._now_ms),
+            num_sealed=len(group.sealed),
+            num_needed=group.num_needed,
+            deadline_left_s=_left_s(self._group_due_ms.get(name), self._run_ms),
+            open_members=tuple(self.open_members(group)[:MAX_NAMED]),
+            awaited=tuple(
+                AwaitedReward(
+                    key=key,
+                    since_s=_ago_s(self._sealed_ms.get(key), self._now_ms),
+                    deadline_left_s=_left_s(self._reward_due_ms.get(key), self._run_ms),
+                )
+                for key in sorted(group.awaited)[:MAX_NAMED]
+            ),
+            not_begun=tuple(group.not_begun[:MAX_NAMED]),
         )
 
-    @property
-    def has_offer(self) -> bool:
-        """Whether a batch is planned that the trainer has not stepped."""
-        return self.frontier.planned > self.frontier.stepped
+    def open_members(self, group: _Group) -> list[OpenMember]:
+        """Return the members of a group that have a lease, the longest lapsed first."""
+        leases = self._leases
+        held = sorted((leases[key], key, writer) for key, writer in group.open if key in leases)
+        return [
+            OpenMember(key=key, writer=writer, lease_left_s=(end_ms - self._now_ms) / 1_000)
+            for end_ms, key, writer in held
+        ]
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the next batch has all its groups."""
-        ends_short = self.frontier.is_closed and self.frontier.leftover == "short"
-        is_final = ends_short and not self.num_waiting and self.num_ready > 0
-        return is_final or self.num_ready >= self.batch_groups
 
-    @property
-    def is_starved(self) -> bool:
-        """Whether the trainer waits for groups."""
-        return not (self.has_offer or self.is_due)
+def _event_times(
+    client: redis.Redis, run: str, groups: Mapping[str, _Group], awaited: Iterable[TrajectoryKey]
+) -> tuple[dict[str, int], dict[TrajectoryKey, int]]:
+    """Return when groups were opened and trajectories sealed, as far as known.
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing will ever happen again."""
-        left = self.num_waiting or self.num_ready
-        is_finished = self.frontier.is_finished or (self.frontier.is_closed and not left)
-        return is_finished and not self.has_offer
+    If the event of a group is gone, the planner's snapshot has the time.
+    """
+    opened_ms: dict[str, int] = {}
+    sealed_ms: dict[TrajectoryKey, int] = {}
+    if not groups:
+        return opened_ms, sealed_ms
+    for entry_id, event in readable_events(client, run):
+        if isinstance(event, GroupOpened) and event.group_id in groups:
+            opened_ms.setdefault(event.group_id, entry_ms(entry_id))
+        elif isinstance(event, SealedTrajectory) and event.key in awaited:
+            sealed_ms.setdefault(event.key, entry_ms(entry_id))
+    if opened_ms.keys() < groups.keys():
+        snapshot_ms = openings_in_snapshot(client, run)
+        known = ((name, snapshot_ms.get(keys.encode_name(name))) for name in groups)
+        opened_ms = {name: ms for name, ms in known if ms is not None} | opened_ms
+    return opened_ms, sealed_ms
+
+
+def _scores(client: redis.Redis, name: str, members: Mapping[str, _Name]) -> dict[_Name, int]:
+    """Return the scores of those members of a sorted set that exist."""
+    words = list(members)
+    found: dict[_Name, int] = {}
+    for start in range(0, len(words), PAGE):
+        page = words[start : start + PAGE]
+        with translating():
+            scores: Any = client.zmscore(name, page)
+        found.update({members[w]: int(s) for w, s in zip(page, scores, strict=True) if s})
+    return found
+
+
+def _ago_s(ms: int | None, now_ms: int) -> float | None:
+    return None if ms is None else max(0, now_ms - ms) / 1_000
+
+
+def _left_s(ms: int | None, now_ms: int) -> float | None:
+    return None if ms is None else (ms - now_ms) / 1_000

@@ -12,8 +12,11 @@ import pytest
 from harness.stored import content_of
 from testkit import group, trajectory, turn, wait_until_async
 from turnstream.batching.merge.plan import Manifest
+from turnstream.errors import WaitKind, WaitReason
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect, connect_async
+from turnstream.store.run.credits import credit
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.bus.admin.dead_letters import read_dead_letters
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
@@ -21,8 +24,7 @@ from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
 from turnstream_server.bus.queries.budget import read_budget
 from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.bus.queries.wait_facts import read_snapshot
-from turnstream_server.bus.queries.wait_reasons import Reason, ReasonKind, reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 
 
@@ -152,13 +154,13 @@ class Look:
     def most_live(self, run: str) -> int:
         """How many groups may be live now."""
         with connect(self.url) as client:
-            return read_snapshot(client, run).most_live_groups
+            return credit(client, run).most
 
-    def damage_reasons(self, run: str) -> list[Reason]:
+    def damage_reasons(self, run: str) -> list[WaitReason]:
         """What `turnstream why` says of damage."""
         with connect(self.url) as client:
             found = reasons(read_snapshot(client, run))
-        return [each for each in found if each.kind is ReasonKind.PAYLOAD_DAMAGED]
+        return [each for each in found if each.kind is WaitKind.PAYLOAD_DAMAGED]
 
     def num_folded(self, run: str) -> int:
         """How many records there are of what ended untrained and left the ledger."""

@@ -14,8 +14,8 @@ from turnstream.store.run.groups import (
     open_refill_command,
     parse_refills,
 )
+from turnstream.store.waits.awaited import no_refill
 from turnstream.store.waits.bounded_call import StoreWait
-from turnstream.store.waits.wait_reasons import no_refill
 from turnstream.types import TrajectoryKey
 
 _MAX_LISTED = 32

@@ -23,9 +23,9 @@ from turnstream.store.run.tasks import (
     parse_offer,
     parse_task,
 )
+from turnstream.store.waits.awaited import no_task
 from turnstream.store.waits.bounded_call import StoreWait
-from turnstream.store.waits.wait_facts import WaitFacts
-from turnstream.store.waits.wait_reasons import no_task
+from turnstream.store.waits.wait_snapshot import WaitSnapshot
 
 
 class _Writer(Protocol):
@@ -146,7 +146,7 @@ def _next_task(
 
 
 def _none_came(
-    run: str, found: NoTask, wait: StoreWait, waits: WaitFacts | None
+    run: str, found: NoTask, wait: StoreWait, waits: WaitSnapshot | None
 ) -> TurnstreamError:
     if found.is_exhausted:
         return PromptsExhaustedError(f"run {run!r}: {found.why}")

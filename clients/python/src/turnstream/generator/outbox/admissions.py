@@ -13,8 +13,9 @@ from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.records.events import encode_event
 from turnstream.store.client.replies import Refusal, parse_refusal, wake_id
-from turnstream.store.waits.wait_facts import WaitFacts
-from turnstream.store.waits.wait_reasons import no_leave, reasons_of
+from turnstream.store.waits.awaited import admission_awaited
+from turnstream.store.waits.wait_reasons import reasons
+from turnstream.store.waits.wait_snapshot import WaitSnapshot
 from turnstream.types import GroupOpened, TrajectoryKey
 
 ASKS_BEFORE_S: Final = 1.0
@@ -49,7 +50,7 @@ class Admissions:
         self._tracker = tracker
         self._queues = tracker.queues
         self._timeout_s = timeout_s
-        self._waits: WaitFacts | None = None
+        self._waits: WaitSnapshot | None = None
         self._asked_s: float | None = None
         self._told_to_wait: dict[Admission, None] = {}  # in the order in which they were
 
@@ -131,7 +132,7 @@ class Admissions:
         while (admission := self._first_to_end) is not None and self._left_s(admission, now_s) == 0:
             head = f"group {admission.group.group_id}: no leave to start"
             message = f"{head} within {self._timeout_s:g} s: {admission.reason}"
-            why = [self._no_leave(admission, now_s), *store, *self._reasons(admission, now_s)]
+            why = [self._awaited(admission, now_s), *store, *self._reasons(admission, now_s)]
             self._reject(admission, NotReadyError(message, why))
 
     def pause_s(self, now_s: float) -> float | None:
@@ -144,7 +145,7 @@ class Admissions:
         return None if (at_s := self._asks_at_s) is None else max(0.0, at_s - now_s)
 
     @property
-    def waits(self) -> WaitFacts | None:
+    def waits(self) -> WaitSnapshot | None:
         """The answer of the store that came last; None where there is none."""
         return self._waits
 
@@ -158,7 +159,7 @@ class Admissions:
         is_due = (is_full and is_old) or may_end_soon or self.asks_in_s(now_s) == 0
         return [WaitsCall()] if is_due else []
 
-    def told(self, waits: WaitFacts | None, now_s: float) -> None:
+    def told(self, waits: WaitSnapshot | None, now_s: float) -> None:
         """Record the state of the run; None if the store did not return it."""
         self._waits, self._asked_s = waits, now_s
 
@@ -169,7 +170,7 @@ class Admissions:
             for admission in (*self._queues.waiting, *self._queues.admissions)
             if admission.since_s is not None and _concerns(admission, delivery)
         ]
-        found = [self._no_leave(each, now_s) for each in waiting[:MAX_NAMED]]
+        found = [self._awaited(each, now_s) for each in waiting[:MAX_NAMED]]
         return [*found, *self._reasons(waiting[0], now_s)] if found else []
 
     def waited_s(self, now_s: float) -> float | None:
@@ -215,11 +216,11 @@ class Admissions:
         since_s, asked_s = admission.since_s, self._asked_s
         if since_s is None or asked_s is None or not since_s <= asked_s >= now_s - ASKS_EVERY_S:
             return []
-        return reasons_of(self._waits, group=admission.group)
+        return reasons(self._waits, group=admission.group)
 
-    def _no_leave(self, admission: Admission, now_s: float) -> WaitReason:
+    def _awaited(self, admission: Admission, now_s: float) -> WaitReason:
         waited_s = now_s - (admission.since_s or now_s)
-        return no_leave(admission.group, admission.reason, waited_s=waited_s)
+        return admission_awaited(admission.group, admission.reason, waited_s=waited_s)
 
     def _stand_aside(
         self, admission: Admission, reason: str, newest_wake_id: str, now_s: float

@@ -31,7 +31,7 @@ from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
 from turnstream.store.client.replies import Refusal
 from turnstream.store.run.configs import parse_config
 from turnstream.store.run.rewards import RewardOutcome
-from turnstream.store.waits.wait_facts import parse_waits
+from turnstream.store.waits.read_waits import parse_waits
 from turnstream.types import DeclaredColumn
 
 _logger = logging.getLogger(__name__)

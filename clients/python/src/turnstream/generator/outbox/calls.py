@@ -24,7 +24,7 @@ from turnstream.store.run.leases import heartbeat_command, take_over_command
 from turnstream.store.run.rewards import POST_REWARD, addressed
 from turnstream.store.run.runs import close_command
 from turnstream.store.run.tasks import OPEN_TASK, open_numbered_command
-from turnstream.store.waits.wait_facts import READ_WAITS, waits_command
+from turnstream.store.waits.read_waits import READ_WAITS, waits_command
 from turnstream.types import TrajectoryAbandoned
 
 _APPEND = Script("append", "turnstream.generator.outbox")

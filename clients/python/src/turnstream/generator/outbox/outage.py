@@ -8,8 +8,8 @@ from turnstream.errors import WaitReason
 from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.deadlines import ANSWER_S
 from turnstream.store.client.replies import FULL
-from turnstream.store.waits.wait_facts import WaitFacts
-from turnstream.store.waits.wait_reasons import store_away, store_full, store_silent
+from turnstream.store.waits.awaited import store_away, store_full, store_silent
+from turnstream.store.waits.wait_snapshot import WaitSnapshot
 
 
 class Backoff:
@@ -163,7 +163,7 @@ class Outage:
         """Seconds since the store answered anything; None if it never did."""
         return None if self._answered_s is None else now_s - self._answered_s
 
-    def why(self, now_s: float, waits: WaitFacts | None) -> list[WaitReason]:
+    def why(self, now_s: float, waits: WaitSnapshot | None) -> list[WaitReason]:
         """Return whether the store is full, away or silent; `waits` is what it said of the run."""
         away_since_s, silent_since_s = self._away_since_s, None
         if away_since_s is not None and self._is_silent:

@@ -9,7 +9,7 @@ from typing import Final
 from turnstream.errors import WaitKind, WaitReason
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
-from turnstream.store.waits.wait_reasons import no_leave
+from turnstream.store.waits.awaited import admission_awaited
 
 MAX_NAMED: Final = 8
 """Trajectories, and groups, that are named."""
@@ -80,7 +80,7 @@ def of_what_ends(
             facts = {"group": group.group_id, "samples": group.num_samples}
             return [WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, facts)]
         case Admission(group=group, reason=reason, since_s=since_s):
-            return [no_leave(group, reason, waited_s=now_s - (since_s or now_s))]
+            return [admission_awaited(group, reason, waited_s=now_s - (since_s or now_s))]
         case str():
             sentence = f"{what} is not acknowledged"
             return [WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, {"call": what})]

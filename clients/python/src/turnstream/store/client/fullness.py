@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 RESERVE: Final = 0.2
 """The share of the server's memory that takes no new group; see open_group.lua."""
 
 LEAST_ESTIMATE: Final = 16_384  # see open_group.lua
+
+FIRST_ESTIMATE: Final = 65_536
+"""Bytes of a trajectory, before any is sealed; see open_group.lua."""
+
+
+def store_trouble(facts: Mapping[str, Any]) -> str:
+    """Return why a store refuses writes now; empty if it takes them.
+
+    Full memory does not count: producers wait, and calls that free memory are not refused.
+
+    Args:
+        facts: the reply to INFO, by name.
+
+    >>> store_trouble({"loading": 0, "aof_last_write_status": "ok"})
+    ''
+    >>> store_trouble({"loading": 0, "aof_last_write_status": "err"})
+    'the store refuses writes: its last write to the disk failed'
+    >>> store_trouble({"loading": 1})
+    'the store is loading its data'
+    """
+    if int(facts.get("loading", 0)):
+        return "the store is loading its data"
+    if facts.get("aof_last_write_status", "ok") != "ok":
+        return "the store refuses writes: its last write to the disk failed"
+    return ""
 
 
 class Bytes(NamedTuple):
@@ -62,20 +88,53 @@ class Bytes(NamedTuple):
                 f"and it refuses writes; this run holds {self.by}: raise maxmemory, or abandon "
                 "open trajectories"
             )
-        held = self.reserved + self.stored + self.planned
-        is_over_budget = 0 < self.max_bytes < held + self.needed and not is_urgent
-        if is_over_budget and 2 * self.reserved > held:
+        if self._is_over_budget(is_urgent=is_urgent) and 2 * self.reserved > self.held:
             return (
-                f"the byte budget of the run is full: {held:,} of max_bytes={self.max_bytes:,} are "
-                f"held, {self.by}; a group needs {self.needed:,}: seal or abandon open "
-                "trajectories, or revise max_bytes"
+                f"the byte budget of the run is full: {self.held:,} of max_bytes="
+                f"{self.max_bytes:,} are held, {self.by}; a group needs {self.needed:,}: seal or "
+                "abandon open trajectories, or revise max_bytes"
             )
-        usable = self.allowed * (1 - (RESERVE / 2 if is_urgent else RESERVE))
-        is_over_memory = 0 < usable < self.used + self.reserved + self.needed
-        if is_over_memory and 2 * self.reserved > usable:
+        usable = self._usable(is_urgent=is_urgent)
+        if self._is_over_memory(usable) and 2 * self.reserved > usable:
             return (
                 f"the store is full: it uses {self.used:,} of {self.allowed:,} bytes, of which new "
                 f"groups may have {usable:,.0f}; this run holds {self.by}; a group needs "
                 f"{self.needed:,}: seal or abandon open trajectories, or raise maxmemory"
             )
         return ""
+
+    def why_group_waits(self, *, is_urgent: bool) -> str:
+        """Return why the next group waits for bytes; empty if it may start.
+
+        For a trainer that starves, groups start beyond `max_bytes`, and in half of the server's
+        reserve: see open_group.lua.
+
+        >>> Bytes(0, 0, 0, 40, 50, needed=20, max_bytes=100).why_group_waits(is_urgent=True)
+        ''
+        """
+        if self._is_over_budget(is_urgent=is_urgent):
+            return (
+                f"{self.held:,} of max_bytes={self.max_bytes:,} are held, {self.by}; a group needs "
+                f"{self.needed:,}; a step releases its bytes when it is committed and no longer "
+                "retained"
+            )
+        if self._is_over_memory(self._usable(is_urgent=is_urgent)):
+            return (
+                f"the server uses {self.used:,} of its {self.allowed:,} bytes; this run holds "
+                f"{self.by}; a group needs {self.needed:,}"
+            )
+        return ""
+
+    @property
+    def held(self) -> int:
+        """Bytes of the run."""
+        return self.reserved + self.stored + self.planned
+
+    def _usable(self, *, is_urgent: bool) -> float:
+        return self.allowed * (1 - (RESERVE / 2 if is_urgent else RESERVE))
+
+    def _is_over_budget(self, *, is_urgent: bool) -> bool:
+        return 0 < self.max_bytes < self.held + self.needed and not is_urgent
+
+    def _is_over_memory(self, usable: float) -> bool:
+        return 0 < usable < self.used + self.reserved + self.needed

@@ -21,8 +21,9 @@ from turnstream.errors import (
 from turnstream.store.client.connection import MAX_BLOCK_S, address_of_client
 from turnstream.store.client.deadlines import ANSWER_S, ending_by, is_silence
 from turnstream.store.client.replies import translating
-from turnstream.store.waits.wait_facts import WaitFacts, read_waits, read_waits_async
-from turnstream.store.waits.wait_reasons import store_away, store_full, store_silent
+from turnstream.store.waits.awaited import store_away, store_full, store_silent
+from turnstream.store.waits.read_waits import read_waits, read_waits_async
+from turnstream.store.waits.wait_snapshot import WaitSnapshot
 
 
 class _Told(NamedTuple):
@@ -99,12 +100,12 @@ class StoreWait:
         except (StoreFullError, StoreUnavailableError) as error:
             raise self._unanswered(error, asked_s) from error
 
-    def look(self, client: redis.Redis, run: str) -> WaitFacts | None:
+    def look(self, client: redis.Redis, run: str) -> WaitSnapshot | None:
         """Return the state of the run; None if the store does not return it in time."""
         with ending_by(self._last_s):
             return read_waits(client, run)
 
-    async def look_async(self, client: redis.asyncio.Redis, run: str) -> WaitFacts | None:
+    async def look_async(self, client: redis.asyncio.Redis, run: str) -> WaitSnapshot | None:
         """The same as `look`, for asyncio."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._last_s - self._clock()):

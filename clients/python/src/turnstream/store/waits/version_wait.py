@@ -10,8 +10,8 @@ from turnstream.errors import NotReadyError, WaitKind
 from turnstream.store.client import keys
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.run.runs import newest_version
+from turnstream.store.waits.awaited import no_version
 from turnstream.store.waits.bounded_call import StoreWait
-from turnstream.store.waits.wait_reasons import no_version
 from turnstream.types import VersionAnnounced
 
 

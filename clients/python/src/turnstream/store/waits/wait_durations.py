@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-RUN_FIELDS: Final = ("session_ms", "opened_ms")
-"""Fields of the hash `frontier`; see store.keys."""
-
 MAX_RANKS: Final = 8
 """Most ranks in a sentence."""
 
 
-class Lasting(NamedTuple):
+class Durations(NamedTuple):
     """Durations in seconds; None if the start was not recorded.
 
     Attributes:
@@ -26,31 +23,26 @@ class Lasting(NamedTuple):
     opened_s: float | None = None
 
 
-NOT_NOTED: Final = Lasting()
+NOT_NOTED: Final = Durations()
 
 
-def step_fields(stepped: int) -> tuple[str, str]:
-    """The fields of the hash `times` that tell since when the step after this one is awaited.
-
-    >>> step_fields(4)
-    ('stepped:4', 'planned:5')
-    """
-    return f"stepped:{stepped}", f"planned:{stepped + 1}"
-
-
-def lasting(now_ms: int, run: Sequence[bytes | None], step: Sequence[bytes | None]) -> Lasting:
-    """Return the durations from the values of RUN_FIELDS and of `step_fields`.
+def durations(
+    now_ms: int,
+    session_ms: bytes | None,
+    opened_ms: bytes | None,
+    stepped_ms: bytes | None,
+    planned_ms: bytes | None,
+) -> Durations:
+    """Return the durations from the times of the session, the newest group, and the step.
 
     A later session has a planned step since its start. A session that ended restarts the wait.
 
-    >>> lasting(9_000, [b"2000", b"1000"], [b"4000", b"5000"])
-    Lasting(trainer_s=4.0, step_s=5.0, opened_s=8.0)
-    >>> lasting(9_000, [b"6000", None], [b"4000", None])
-    Lasting(trainer_s=None, step_s=3.0, opened_s=None)
+    >>> durations(9_000, b"2000", b"1000", b"4000", b"5000")
+    Durations(trainer_s=4.0, step_s=5.0, opened_s=8.0)
+    >>> durations(9_000, b"6000", None, b"4000", None)
+    Durations(trainer_s=None, step_s=3.0, opened_s=None)
     """
-    session_ms, opened_ms = run
-    stepped_ms, planned_ms = step
-    return Lasting(
+    return Durations(
         trainer_s=_since_s(now_ms, session_ms, stepped_ms, planned_ms) if planned_ms else None,
         step_s=_since_s(now_ms, session_ms, stepped_ms),
         opened_s=_since_s(now_ms, opened_ms),
@@ -78,7 +70,7 @@ def ranks_behind(ranks: Mapping[bytes, bytes], *, dp_world_size: int, step: int)
 
 
 def for_so_long(seconds: float | None, *, verb: str = "") -> str:
-    """How long something lasts, where that is known.
+    """Return a duration in words; empty if it is unknown.
 
     >>> for_so_long(95.2), for_so_long(95.2, verb=" waits"), for_so_long(None, verb=" waits")
     (' for 95 s', ' waits for 95 s', '')
@@ -87,7 +79,7 @@ def for_so_long(seconds: float | None, *, verb: str = "") -> str:
 
 
 def last_opened(seconds: float | None) -> str:
-    """When the newest group was opened, where that is known.
+    """Return when the newest group was opened; empty if unknown.
 
     >>> last_opened(95.2), last_opened(None)
     ('; the last was opened 95 s ago', '')

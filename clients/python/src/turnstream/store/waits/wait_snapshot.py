@@ -1,0 +1,239 @@
+"""The state of a run at one time, from which the reasons for waiting follow. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.store.client.fullness import FIRST_ESTIMATE, LEAST_ESTIMATE, Bytes
+from turnstream.store.waits.wait_durations import NOT_NOTED, Durations
+from turnstream.types import TrajectoryKey
+
+MAX_NAMED: Final = 8
+"""Trajectories, generators, groups or refills that are named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenMember:
+    """A trajectory that is being written.
+
+    Attributes:
+        writer: owner of its lease.
+        lease_left_s: time left of its lease; 0 or below after it has lapsed.
+    """
+
+    key: TrajectoryKey
+    writer: str
+    lease_left_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitedReward:
+    """A sealed trajectory whose reward was not posted.
+
+    Attributes:
+        since_s: seconds since it was sealed; None if its event is gone.
+        deadline_left_s: until its reward deadline; None without one.
+    """
+
+    key: TrajectoryKey
+    since_s: float | None
+    deadline_left_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingGroup:
+    """An undecided group with a limited number of its members.
+
+    Attributes:
+        num_sealed: samples with a member that is sealed, and rewarded; None if not scanned.
+        num_needed: samples that the group needs; None if not scanned.
+        age_s: seconds since it was opened; None if unknown.
+        deadline_left_s: until its deadline; None without one.
+        open_members: members that are being written.
+        awaited: members without their reward.
+        not_begun: samples that no generator has taken.
+    """
+
+    group_id: str
+    num_sealed: int | None = None
+    num_needed: int | None = None
+    age_s: float | None = None
+    deadline_left_s: float | None = None
+    open_members: tuple[OpenMember, ...] = ()
+    awaited: tuple[AwaitedReward, ...] = ()
+    not_begun: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LapsedWriter:
+    """A generator all of whose open trajectories have lapsed.
+
+    Attributes:
+        num_open: trajectories that it writes.
+        silent_s: seconds since the last of its leases ended.
+    """
+
+    writer: str
+    num_open: int
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptDeadLetters:
+    """The dead letters of a run that are kept.
+
+    Attributes:
+        newest: name of the trajectory, or id of the event, that was written last.
+        reason: why that one was set aside.
+    """
+
+    num_trajectories: int
+    num_events: int
+    newest: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitSnapshot:
+    """The state of a run at one time.
+
+    One script reads it. A server that scans the ledger, too, replaces the counts and names of
+    groups by exact ones, and sets the last six attributes.
+
+    Attributes:
+        stepped, planned: newest stepped and newest planned batch.
+        planned_groups: groups in batches.
+        released: newest batch whose payload may be released.
+        num_live: groups that were opened and not dropped.
+        num_open: live groups that are not decided.
+        num_opened: groups ever opened.
+        num_revised, at_plans: see store.keys.
+        session_epoch: epoch of the active trainer session; 0 without one.
+        is_finished: the run is closed, and no batch follows `planned`.
+        leftover: see RunClosed; only of a closed run.
+        paused: reason of the pause; None if the run is not paused.
+        damage: step and sentence of the last payload damage that a rank met; None without.
+        planner: name of the batcher that planned last; empty before the first.
+        planner_left_s: time left of its lease; 0 or below after its end.
+        planning_trouble, release_trouble: why it cannot plan or release; empty if it can.
+        store_trouble: why the store takes no writes; empty if it does.
+        reserved, stored, planned_bytes: see `budget` in store.keys.
+        estimate: usual bytes of a trajectory.
+        server_used, server_max: bytes of the server; 0 for no limit.
+        prompts_added, prompts_left, prompts_given: added to the run, not granted, and granted
+            but not done.
+        prompts_filtered: done prompts whose group carried no signal.
+        num_refills: granted attempts that no generator has taken.
+        refills: the oldest of them with the seconds since each was granted.
+        newest_version: newest policy version; None before the first.
+        untrained: (reason, trajectories) that ended untrained.
+        groups: groups that are waited for, a limited number.
+        lapsed_writers: generators that are gone, those with most trajectories first.
+        durations: durations of the current state.
+        behind: ranks that have not asked for the step to train.
+        num_ready: groups that are decided, and in no batch.
+        num_waiting: groups that are not decided.
+        is_scanned: whether the ledger was scanned.
+        num_unsealed: trajectories whose block ended without a seal.
+        unseen_by: the observers that have not seen the oldest committed step.
+        dead: the dead letters; None if there are none.
+    """
+
+    run: str
+    config: BatchingConfig
+    stepped: int = 0
+    planned: int = 0
+    planned_groups: int = 0
+    released: int = 0
+    num_live: int = 0
+    num_open: int = 0
+    num_opened: int = 0
+    num_revised: int = 0
+    at_plans: str = ""
+    session_epoch: int = 0
+    is_closed: bool = False
+    is_finished: bool = False
+    leftover: str = "short"
+    paused: str | None = None
+    damage: tuple[int, str] | None = None
+    planner: str = ""
+    planner_left_s: float = 0.0
+    planning_trouble: str = ""
+    release_trouble: str = ""
+    store_trouble: str = ""
+    reserved: int = 0
+    stored: int = 0
+    planned_bytes: int = 0
+    estimate: int = FIRST_ESTIMATE
+    server_used: int = 0
+    server_max: int = 0
+    prompts_added: int = 0
+    prompts_left: int = 0
+    prompts_given: int = 0
+    prompts_filtered: int = 0
+    num_refills: int = 0
+    refills: tuple[tuple[TrajectoryKey, float], ...] = ()
+    newest_version: int | None = None
+    untrained: tuple[tuple[str, int], ...] = ()
+    groups: tuple[WaitingGroup, ...] = ()
+    lapsed_writers: tuple[LapsedWriter, ...] = ()
+    durations: Durations = NOT_NOTED
+    behind: tuple[int, ...] = ()
+    num_ready: int = 0
+    num_waiting: int = 0
+    is_scanned: bool = False
+    num_unsealed: int = 0
+    unseen_by: str = ""
+    dead: KeptDeadLetters | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next batch has all its groups."""
+        ends_short = self.is_closed and self.leftover == "short"
+        is_final = ends_short and not self.num_waiting and self.num_ready > 0
+        return is_final or self.num_ready >= self.config.batch_groups
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the trainer waits for groups."""
+        return self.planned <= self.stepped and not self.is_due
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is closed and has nothing left to train."""
+        is_finished = self.is_finished or not (self.num_waiting or self.num_ready)
+        return self.is_closed and is_finished and self.planned <= self.stepped
+
+    @property
+    def waits_for_members(self) -> bool:
+        """Whether the trainer, or the generator that asks, waits for groups that are open."""
+        is_full = 0 < self.config.max_open_groups <= self.num_open
+        return self.is_starved or (not self.is_scanned and (is_full or self.prompts_given > 0))
+
+    def bytes_for(self, num_samples: int = 1) -> Bytes:
+        """Return the bytes used and allowed, with the need of a group of so many samples."""
+        return Bytes(
+            used=self.server_used,
+            allowed=self.server_max,
+            reserved=self.reserved,
+            stored=self.stored,
+            planned=self.planned_bytes,
+            needed=num_samples * max(LEAST_ESTIMATE, self.estimate),
+            max_bytes=self.config.max_bytes,
+        )
+
+
+def lapsed_writers(members: Iterable[OpenMember]) -> tuple[LapsedWriter, ...]:
+    """Return the writers of whom every lease has lapsed, those with most members first."""
+    leases: dict[str, list[float]] = {}
+    for member in members:
+        leases.setdefault(member.writer, []).append(member.lease_left_s)
+    lapsed = [
+        LapsedWriter(writer=writer, num_open=len(left), silent_s=-max(left))
+        for writer, left in leases.items()
+        if max(left) <= 0
+    ]
+    return tuple(sorted(lapsed, key=lambda each: (-each.num_open, each.writer))[:MAX_NAMED])

@@ -1,0 +1,40 @@
+"""Snapshots of a run that waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.store.waits.wait_snapshot import WaitSnapshot
+
+
+def snapshot(*, config: dict[str, Any] | None = None, **fields: Any) -> WaitSnapshot:
+    """Return a run after step 2 whose trainer waits for step 3, as its generators see it.
+
+    It may have 16 live groups, and has 8. One is ready, one is open.
+    """
+    usual: dict[str, Any] = {
+        "run": "maze",
+        "config": BatchingConfig(
+            **{"batch_groups": 4, "mini_batch_groups": 4, "max_staleness": 1, **(config or {})}
+        ),
+        "stepped": 2,
+        "planned": 2,
+        "released": 2,
+        "planned_groups": 6,
+        "num_live": 8,
+        "num_open": 1,
+        "num_opened": 8,
+        "num_ready": 1,
+        "num_waiting": 1,
+        "session_epoch": 1,
+        "planner": "p",
+        "planner_left_s": 5.0,
+        "estimate": 20_000,
+    }
+    return WaitSnapshot(**{**usual, **fields})
+
+
+def scanned(**fields: Any) -> WaitSnapshot:
+    """Return the same with a scanned ledger, as `turnstream why` sees it."""
+    return snapshot(is_scanned=True, **fields)
