@@ -27,7 +27,8 @@ def print_merge(found: dict[str, Any], console: Console) -> None:
     console.print(
         f"step {found['step']} of {found['run']}: {found['num_turns']} turns of "
         f"{found['num_trajectories']} trajectories {merge} into {found['num_rows']} rows, "
-        f"{found['num_turn_tokens']} tokens into {found['num_row_tokens']}: {found['merge_ratio']:.2f} to 1"
+        f"{found['num_turn_tokens']} tokens into {found['num_row_tokens']}: "
+        f"{found['merge_ratio']:.2f} to 1"
     )
     if not found["breaks"]:
         console.print("no trajectory breaks")
