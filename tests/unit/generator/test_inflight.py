@@ -17,13 +17,13 @@ def test_room_is_counted_in_bytes_and_there_is_always_some_for_one(new_desk: New
     (lane,) = desk.opened()
 
     before = (
-        desk.outbox.inflight.has_room_for_turn(10**9),
-        desk.outbox.inflight.has_room_for_group(10**9),
+        desk.outbox.inflight.has_capacity_for_turn(10**9),
+        desk.outbox.inflight.has_capacity_for_group(10**9),
     )
     desk.append(lane)
     during = (
-        desk.outbox.inflight.has_room_for_turn(100),
-        desk.outbox.inflight.has_room_for_group(100),
+        desk.outbox.inflight.has_capacity_for_turn(100),
+        desk.outbox.inflight.has_capacity_for_group(100),
     )
     desk.answer(1)
 
@@ -38,13 +38,13 @@ def test_waiting_groups_take_no_space_from_open_trajectories(new_desk: NewDesk) 
     desk.answer(ResponseError("WAIT [7-0] no capacity"))
 
     waiting = (
-        desk.outbox.inflight.has_room_for_turn(100),
-        desk.outbox.inflight.has_room_for_group(100),
+        desk.outbox.inflight.has_capacity_for_turn(100),
+        desk.outbox.inflight.has_capacity_for_group(100),
     )
     held_bytes = desk.outbox.inflight.statistics().inflight_bytes
     desk.outbox.woken()
     desk.answer([1])
-    admitted = desk.outbox.inflight.has_room_for_turn(100)
+    admitted = desk.outbox.inflight.has_capacity_for_turn(100)
 
     assert waiting == (True, False)
     assert not admitted

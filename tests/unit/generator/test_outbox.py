@@ -233,7 +233,7 @@ def test_nothing_accepted_fails_before_the_timeout(new_desk: NewDesk) -> None:
     with pytest.raises(StoreFullError, match=r"for 10 s: the store .* has been full"):
         receipt.raise_error()
     assert desk.outbox.is_idle
-    assert desk.outbox.inflight.has_room_for_group(1 << 20)
+    assert desk.outbox.inflight.has_capacity_for_group(1 << 20)
 
 
 def test_a_round_is_bounded_but_takes_at_least_one_turn(new_desk: NewDesk) -> None:

@@ -119,7 +119,9 @@ class AsyncPublisher(
         except TurnstreamError as error:
             return self._failed(error)
         opening, drafted = self._drafted(group, declared)
-        await self._sender.wait_until(self._has_room(drafted), timeout_s=self._room_timeout_s)
+        await self._sender.wait_until(
+            self._has_capacity(drafted), timeout_s=self._capacity_timeout_s
+        )
         return self._sent(opening, drafted)
 
     async def flush(self, timeout_s: float | None = None) -> None:
@@ -158,7 +160,7 @@ class AsyncPublisher(
         return StoreWait(self._client, kind, what, wait_s=wait_s, clock=clock)
 
     async def _close(self) -> None:
-        writers.tell_what_stays_open(self._outbox)
+        writers.warn_open_trajectories(self._outbox)
         await to_the_end(self._disconnect())
 
     async def _disconnect(self) -> None:

@@ -142,17 +142,17 @@ class TrajectoryWriterBase(ABC, Generic[_Carrier]):
         if self._has_ended:
             raise RejectedError(f"trajectory {self._key} is sealed or abandoned")
 
-    def _ask(self, opened: Delivery) -> Lane:
+    def _request_admission(self, opened: Delivery) -> Lane:
         """Ask for the admission of the trajectory; the store's answer settles `opened`."""
         key, group = self._key, self._group
         self._lane = self._sender.put(lambda: self._outbox.admit(group, [key], opened=opened)[0])
         return self._lane
 
-    def _has_room(self, turn: Turn) -> Callable[[], bool]:
-        """Return a test for room for this turn, which may prove smaller when it is encoded."""
+    def _has_capacity(self, turn: Turn) -> Callable[[], bool]:
+        """Return a test for capacity for this turn; its encoded size may be smaller."""
         num_tokens = len(turn.prompt_ids) + 2 * len(turn.response_ids)
         num_bytes = 4 * num_tokens + sum([values.nbytes for values in turn.extras.values()])
-        return lambda: self._outbox.inflight.has_room_for_turn(num_bytes)
+        return lambda: self._outbox.inflight.has_capacity_for_turn(num_bytes)
 
     def _put_seal(self, lane: Lane, seal: SealMaker, end: Delivery, *, awaits_reward: bool) -> None:
         """Put the seal after the last turn; the store's answer settles `end`."""
@@ -372,7 +372,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         return post, receipt
 
     def _taken_over(self, key: TrajectoryKey, taken: Taken) -> _Writer:
-        """The writer of a trajectory that is this publisher's from now on."""
+        """Return the writer of an adopted trajectory."""
         num_bytes = sum(len(each.record) for each in taken.turns)
         lane = self._sender.put(
             lambda: self._outbox.adopt(
@@ -389,7 +389,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         return writer
 
     def _writers_of(self, taken: TakenTask) -> list[_Writer]:
-        """The writers of a task, whose leases are kept; none where it is written here already."""
+        """Return the writers of a task; none if this publisher writes it already."""
         now_s = time.monotonic()
         lanes = self._sender.put(
             lambda: self._outbox.adopt_opened(
@@ -404,7 +404,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
     def _drafted(
         self, group: Group, declared: Sequence[DeclaredColumn]
     ) -> tuple[GroupOpened, list[DraftedTrajectory]]:
-        """A finished group, checked, as it is sent."""
+        """Return a finished group as it is sent, after validation."""
         drafted = draft_group(group, extra_columns=declared)
         opening = writers.checked_opening(
             group.group_id, len(drafted), group.prompt_uid, purpose=group.purpose
@@ -412,17 +412,17 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         return opening, drafted
 
     @property
-    def _room_timeout_s(self) -> float:
-        """How long a finished group may wait for room: by then all before it has ended."""
+    def _capacity_timeout_s(self) -> float:
+        """Return how long a finished group may wait for capacity."""
         return self._outbox.timeout_s + self._outbox.admission_timeout_s
 
-    def _has_room(self, drafted: Sequence[DraftedTrajectory]) -> Callable[[], bool]:
-        """Whether a finished group may be accepted now."""
+    def _has_capacity(self, drafted: Sequence[DraftedTrajectory]) -> Callable[[], bool]:
+        """Return a test for capacity for a finished group."""
         num_bytes = sum(len(turn.record) for made in drafted for turn in made.turns)
-        return lambda: self._outbox.inflight.has_room_for_group(num_bytes)
+        return lambda: self._outbox.inflight.has_capacity_for_group(num_bytes)
 
     def _sent(self, opening: GroupOpened, drafted: list[DraftedTrajectory]) -> _Receipt:
-        """The receipt of a finished group, which is on its way."""
+        """Send a finished group; return its receipt."""
         receipt = self._sender.receipt(len(drafted), unread_failures=self._unread_failures)
         self._sender.put(
             lambda: writers.send_group(self._outbox, group=opening, drafted=drafted, end=receipt)

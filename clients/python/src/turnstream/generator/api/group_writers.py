@@ -20,10 +20,19 @@ from turnstream.types import GroupOpened, TrajectoryKey
 
 _Carrier = TypeVar("_Carrier", bound=Carrier[Any])
 _Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any])
+_Reopen = TypeVar("_Reopen")
 
 
-class GroupWriterBase(Generic[_Carrier, _Writer]):
-    """A group being written, with a writer per sample."""
+class GroupWriterBase(Generic[_Carrier, _Writer, _Reopen]):
+    """A group being written, with a writer per sample.
+
+    Args:
+        sender: sender of the publisher.
+        outbox: outbox of the publisher.
+        group: the group as it is opened.
+        make_writer: return the writer of an open trajectory.
+        reopen: find the unfinished samples of a group that may exist; None if it must be new.
+    """
 
     _entered_by: ClassVar[str]
 
@@ -34,17 +43,19 @@ class GroupWriterBase(Generic[_Carrier, _Writer]):
         group: GroupOpened,
         *,
         make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], _Writer],
+        reopen: _Reopen | None,
     ) -> None:
         self._sender = sender
         self._outbox = outbox
         self._make_writer = make_writer
+        self._reopen = reopen
         self._group = group
         self._is_open = False
         self._lanes: dict[int, Lane] = {}
         self._writers: dict[int, _Writer] = {}
 
     def trajectory(self, sample: int) -> _Writer:
-        """The writer of one sample, open already; the same writer for the same sample.
+        """Return the writer of one sample, which is open; the same writer for the same sample.
 
         Raises:
             InvalidTurnError: the group has no such sample.
@@ -69,8 +80,8 @@ class GroupWriterBase(Generic[_Carrier, _Writer]):
         """Yield the writers of all samples in order; with `exist_ok`, of the unfinished ones."""
         return map(self.trajectory, sorted({*self._lanes, *self._writers}))
 
-    def _ask(self, opened: Delivery, samples: Sequence[int]) -> None:
-        """Ask for the admission of these samples, all at once."""
+    def _request_admission(self, opened: Delivery, samples: Sequence[int]) -> None:
+        """Request the admission of these samples, all at once."""
         group = self._group
         members = [TrajectoryKey(group.group_id, sample) for sample in samples]
         self._is_open = True
@@ -85,7 +96,7 @@ class GroupWriterBase(Generic[_Carrier, _Writer]):
         self._writers = dict(reopened.adopted)
         return reopened.unopened
 
-    def _give_up(self, error: BaseException | None) -> None:
+    def _abandon_unsealed(self, error: BaseException | None) -> None:
         """Abandon the samples that are not sealed, and warn of those that should be."""
         unsealed: list[int] = []
         for sample in sorted({*self._lanes, *self._writers}):
@@ -99,30 +110,12 @@ class GroupWriterBase(Generic[_Carrier, _Writer]):
             writers.warn_unsealed(self._group.group_id, unsealed)
 
 
-class GroupWriter(GroupWriterBase[Sender, TrajectoryWriter]):
-    """A group being written; a context manager. Made by `Publisher.group`.
-
-    Args:
-        sender: sender of the publisher.
-        outbox: outbox of the publisher.
-        group: as it is opened.
-        make_writer: return the writer of an open trajectory.
-        reopen: finds the unfinished samples of a group that may exist; None if it must be new.
-    """
+class GroupWriter(
+    GroupWriterBase[Sender, TrajectoryWriter, Callable[[GroupOpened], Reopened[TrajectoryWriter]]]
+):
+    """A group being written; a context manager. Made by `Publisher.group`."""
 
     _entered_by = "`with`"
-
-    def __init__(
-        self,
-        sender: Sender,
-        outbox: Outbox,
-        group: GroupOpened,
-        *,
-        make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], TrajectoryWriter],
-        reopen: Callable[[GroupOpened], Reopened[TrajectoryWriter]] | None,
-    ) -> None:
-        super().__init__(sender, outbox, group, make_writer=make_writer)
-        self._reopen = reopen
 
     def __enter__(self) -> Self:
         if self._reopen is None:
@@ -136,33 +129,27 @@ class GroupWriter(GroupWriterBase[Sender, TrajectoryWriter]):
 
     def _open(self, samples: Sequence[int]) -> None:
         opened = self._sender.receipt()
-        self._ask(opened, samples)
+        self._request_admission(opened, samples)
         try:
             opened.result()
         except BaseException as error:
-            self._give_up(error)
+            self._abandon_unsealed(error)
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._give_up(error)
+        self._abandon_unsealed(error)
 
 
-class AsyncGroupWriter(GroupWriterBase[AsyncSender, AsyncTrajectoryWriter]):
+class AsyncGroupWriter(
+    GroupWriterBase[
+        AsyncSender,
+        AsyncTrajectoryWriter,
+        Callable[[GroupOpened], Awaitable[Reopened[AsyncTrajectoryWriter]]],
+    ]
+):
     """A group being written; made by `AsyncPublisher.group`. See `GroupWriter`."""
 
     _entered_by = "`async with`"
-
-    def __init__(
-        self,
-        sender: AsyncSender,
-        outbox: Outbox,
-        group: GroupOpened,
-        *,
-        make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], AsyncTrajectoryWriter],
-        reopen: Callable[[GroupOpened], Awaitable[Reopened[AsyncTrajectoryWriter]]] | None,
-    ) -> None:
-        super().__init__(sender, outbox, group, make_writer=make_writer)
-        self._reopen = reopen
 
     async def __aenter__(self) -> Self:
         if self._reopen is None:
@@ -176,12 +163,12 @@ class AsyncGroupWriter(GroupWriterBase[AsyncSender, AsyncTrajectoryWriter]):
 
     async def _open(self, samples: Sequence[int]) -> None:
         opened = self._sender.receipt()
-        self._ask(opened, samples)
+        self._request_admission(opened, samples)
         try:
             await opened
         except BaseException as error:
-            self._give_up(error)
+            self._abandon_unsealed(error)
             raise
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._give_up(error)
+        self._abandon_unsealed(error)

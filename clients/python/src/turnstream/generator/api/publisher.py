@@ -168,7 +168,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         except TurnstreamError as error:
             return self._failed(error)
         opening, drafted = self._drafted(group, declared)
-        self._sender.wait_until(self._has_room(drafted), timeout_s=self._room_timeout_s)
+        self._sender.wait_until(self._has_capacity(drafted), timeout_s=self._capacity_timeout_s)
         return self._sent(opening, drafted)
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -231,7 +231,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
 
     def _close(self) -> None:
         with self._sender.lock:
-            writers.tell_what_stays_open(self._outbox)
+            writers.warn_open_trajectories(self._outbox)
         self._sender.close()
         self._client.close()
 

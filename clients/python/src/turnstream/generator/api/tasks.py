@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from turnstream.errors import (
     NotReadyError,
@@ -13,6 +13,7 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.generator.api import writers
+from turnstream.generator.api.reopening import AnyTrajectoryWriter
 from turnstream.generator.transport.steps import ReadWaits, Steps, until_woken
 from turnstream.store.run.tasks import (
     NoTask,
@@ -27,17 +28,7 @@ from turnstream.store.waits.awaited import no_task
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 
-
-class _Writer(Protocol):
-    """A trajectory being written, by threads or in asyncio."""
-
-    @property
-    def has_ended(self) -> bool: ...
-
-    def abandon(self, reason: str) -> object: ...
-
-
-_AnyWriter = TypeVar("_AnyWriter", bound=_Writer)
+_AnyWriter = TypeVar("_AnyWriter", bound=AnyTrajectoryWriter)
 
 
 class _Task(Generic[_AnyWriter]):
@@ -51,7 +42,7 @@ class _Task(Generic[_AnyWriter]):
         self.num_needed = task.group.num_needed
         self.trajectories = tuple(trajectories)
 
-    def _give_up(self, error: BaseException | None) -> None:
+    def _abandon_unsealed(self, error: BaseException | None) -> None:
         for trajectory in self.trajectories:
             if not trajectory.has_ended:
                 trajectory.abandon(writers.reason_of(error))
@@ -76,7 +67,7 @@ class Task(_Task[_AnyWriter]):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._give_up(error)
+        self._abandon_unsealed(error)
 
 
 class AsyncTask(_Task[_AnyWriter]):
@@ -86,7 +77,7 @@ class AsyncTask(_Task[_AnyWriter]):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._give_up(error)
+        self._abandon_unsealed(error)
 
 
 def take_task(

@@ -99,8 +99,8 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         receipt = self._sender.receipt()
         with self._order:
             lane = self._opened_lane()
-            # Room first: a turn in the draft must be sent.
-            self._sender.wait_until(self._has_room(turn), timeout_s=self._outbox.timeout_s)
+            # Wait for capacity first: a turn in the draft must be sent.
+            self._sender.wait_until(self._has_capacity(turn), timeout_s=self._outbox.timeout_s)
             made = self._drafted.add(turn)
             self._sender.put(lambda: self._outbox.append(lane, made, receipt))
         return receipt
@@ -161,7 +161,7 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         if self._lane is not None:
             return self._lane
         opened = self._sender.receipt()
-        lane = self._ask(opened)
+        lane = self._request_admission(opened)
         try:
             opened.result()
         except BaseException as error:
@@ -234,8 +234,10 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
         receipt = self._sender.receipt()
         async with self._order:
             lane = await self._opened_lane()
-            # Room first: a turn in the draft must be sent.
-            await self._sender.wait_until(self._has_room(turn), timeout_s=self._outbox.timeout_s)
+            # Wait for capacity first: a turn in the draft must be sent.
+            await self._sender.wait_until(
+                self._has_capacity(turn), timeout_s=self._outbox.timeout_s
+            )
             self._require_open()  # `abandon` does not wait for its turn
             self._sender.require_open()
             made = self._drafted.add(turn)
@@ -284,7 +286,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
         if self._lane is not None:
             return self._lane
         opened = self._sender.receipt()
-        lane = self._ask(opened)
+        lane = self._request_admission(opened)
         try:
             await opened
         except BaseException as error:

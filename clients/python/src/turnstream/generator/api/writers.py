@@ -126,13 +126,13 @@ def reason_of(error: BaseException | None) -> str:
 
 
 def checked_key(group_id: str, sample: int, attempt: int) -> TrajectoryKey:
-    """The name of a trajectory whose group somebody else has opened, checked."""
+    """Return the name of a trajectory whose group another generator opened."""
     key = TrajectoryKey(group_id, sample, attempt)
     checks.check_key(key, num_samples=None)
     return TrajectoryKey(group_id, int(sample), int(attempt))
 
 
-def tell_what_stays_open(outbox: Outbox) -> None:
+def warn_open_trajectories(outbox: Outbox) -> None:
     """Log a warning if a publisher closes with open trajectories."""
     if outbox.num_open:
         _logger.warning(

@@ -120,7 +120,7 @@ class Admissions:
     def woken(self) -> None:
         """The run's wake stream has moved: let those ask again who were told to wait."""
         self.wake_id = None
-        self._queues.ask_again()
+        self._queues.retry_waiting()
 
     def expire(self, now_s: float, *, store: Sequence[WaitReason] = ()) -> None:
         """Turn away the groups that have waited for leave long enough.
@@ -178,9 +178,9 @@ class Admissions:
         admission = self._first_to_end
         return None if admission is None else now_s - (admission.since_s or now_s)
 
-    def withdraw_given_up(self) -> None:
+    def withdraw_abandoned(self) -> None:
         """Withdraw the requests of groups whose members are all abandoned."""
-        for admission in self._queues.take_given_up():
+        for admission in self._queues.take_abandoned():
             for lane in admission.lanes:
                 self._tracker.end(lane)
             admission.opened.settle(None)
@@ -233,7 +233,7 @@ class Admissions:
         admission.reason = reason
         self._queues.waiting.append(admission)
         self.wake_id = self.wake_id or newest_wake_id  # an older id may only wake too early
-        self.withdraw_given_up()
+        self.withdraw_abandoned()
 
     def _reject(self, admission: Admission, error: TurnstreamError) -> None:
         admission.is_over = True

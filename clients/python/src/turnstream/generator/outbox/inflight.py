@@ -62,7 +62,7 @@ class InflightCounts:
     """The numbers of one outbox.
 
     Args:
-        max_inflight_bytes: bound of what is accepted and not acknowledged, see `has_room_...`.
+        max_inflight_bytes: bound of what is accepted and not acknowledged, see `has_capacity_...`.
     """
 
     def __init__(self, max_inflight_bytes: int) -> None:
@@ -72,7 +72,7 @@ class InflightCounts:
         self._wait_s = 0.0
         self._counts: Counter[str] = Counter()
 
-    def has_room_for_turn(self, num_bytes: int) -> bool:
+    def has_capacity_for_turn(self, num_bytes: int) -> bool:
         """Return whether an open trajectory may add so much; always, while nothing is in flight.
 
         Groups that wait for admission do not count: it may depend on this trajectory.
@@ -80,12 +80,12 @@ class InflightCounts:
         total_bytes = self._inflight_bytes + num_bytes
         return self._inflight_bytes == 0 or total_bytes <= self._max_inflight_bytes
 
-    def has_room_for_group(self, num_bytes: int) -> bool:
-        """Whether a whole group may be added; anything fits while nothing is on its way."""
+    def has_capacity_for_group(self, num_bytes: int) -> bool:
+        """Return whether a whole group may be added; always, while nothing is in flight."""
         held_bytes = self._inflight_bytes + self._held_bytes
         return held_bytes == 0 or held_bytes + num_bytes <= self._max_inflight_bytes
 
-    def why_no_room(self) -> WaitReason:
+    def capacity_reason(self) -> WaitReason:
         """Return the reason for a lack of space."""
         return no_room(
             inflight_bytes=self._inflight_bytes,
@@ -98,18 +98,18 @@ class InflightCounts:
         self._counts[name] += number
 
     def add_wait(self, wait_s: float) -> None:
-        """A group has waited so long for leave."""
+        """Add the time that a group waited for admission."""
         self._wait_s += wait_s
 
     def accepted(self, lane: Lane, num_bytes: int) -> None:
-        """So many bytes are on their way; fewer if negative."""
+        """Add accepted bytes; a negative number removes them."""
         if lane.epoch:
             self._inflight_bytes += num_bytes
         else:
             self._held_bytes += num_bytes
 
     def acknowledged(self, lane: Lane, turn: TurnRecord) -> None:
-        """The store has a turn."""
+        """Count a turn that the store acknowledged."""
         num_bytes = len(turn.record)
         self.accepted(lane, -num_bytes)
         counts = self._counts

@@ -206,7 +206,7 @@ class Outbox:
             return
         lane.abandon_reason, lane.end = reason, end
         if lane.epoch == 0:
-            self._admissions.withdraw_given_up()
+            self._admissions.withdraw_abandoned()
         elif not lane.pending:
             self._queues.abandons.append(lane)
 
@@ -287,7 +287,7 @@ class Outbox:
             store = self.why.store(now_s) if outage.is_strained(now_s) else ()
             self._admissions.expire(now_s, store=store)
         if outage.left_s(now_s) == 0:
-            self._give_up(outage.trouble, now_s)
+            self._fail_overdue(outage.trouble, now_s)
 
     def ends_in_s(self, now_s: float) -> float | None:
         """Seconds after which `expire` may end something; None while nothing has a deadline."""
@@ -414,9 +414,9 @@ class Outbox:
         if not self.outage.is_failing:
             _logger.warning("run %s: the store takes no writes: %s", self.run, trouble)
         if failed(trouble, now_s):
-            self._give_up(trouble, now_s)
+            self._fail_overdue(trouble, now_s)
 
-    def _give_up(self, trouble: str, now_s: float) -> None:
+    def _fail_overdue(self, trouble: str, now_s: float) -> None:
         """The store was away, or silent, for too long."""
         message = f"the store took no writes for {self.timeout_s:g} s: {trouble}"
         _logger.error("run %s: %s", self.run, message)

@@ -67,7 +67,7 @@ class Queues:
             self._payload.append(lane)
 
     def take(self) -> list[Call]:
-        """The calls of the next round."""
+        """Return the calls of the next round."""
         calls: list[Call] = _drained(self.questions)
         calls += [AbandonCall(lane) for lane in _drained(self.abandons)]
         if self.seals:
@@ -88,7 +88,7 @@ class Queues:
         return [*calls, *itertools.chain.from_iterable(_drained(queue) for queue in rest)]
 
     def put_back(self, calls: Sequence[Call]) -> None:
-        """Calls that were not answered: first in line again, in the same order."""
+        """Queue unanswered calls again, before all others and in the same order."""
         for call in reversed(calls):
             match call:
                 case PayloadCall(lane):
@@ -116,8 +116,8 @@ class Queues:
             queue.clear()
             queue.extend(staying)
 
-    def ask_again(self) -> None:
-        """Those who were told to wait ask before those who come now."""
+    def retry_waiting(self) -> None:
+        """Queue the refused requests again, before newer ones."""
         self.admissions.extendleft(reversed(self.waiting))
         self.waiting.clear()
 
@@ -127,23 +127,23 @@ class Queues:
         return self.waiting[0].since_s if self.waiting else None
 
     def withdraw_admission(self, admission: Admission) -> None:
-        """Let this group neither ask nor wait."""
+        """Remove the request of this group."""
         for queue in (self.admissions, self.waiting):
             if admission in queue:
                 queue.remove(admission)
 
-    def take_given_up(self) -> list[Admission]:
+    def take_abandoned(self) -> list[Admission]:
         """Remove and return the groups whose members are all abandoned before admission."""
-        given_up: list[Admission] = []
+        abandoned: list[Admission] = []
         for queue in (self.admissions, self.waiting):
             for admission in list(queue):
                 if all(lane.abandon_reason is not None for lane in admission.lanes):
                     queue.remove(admission)
-                    given_up.append(admission)
-        return given_up
+                    abandoned.append(admission)
+        return abandoned
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all calls."""
         for lane in _drained(self._payload):
             lane.is_queued = False
         for queue in self._queues:
@@ -173,7 +173,7 @@ class Queues:
 
 
 def _payload_call(lane: Lane) -> tuple[PayloadCall, int]:
-    """Everything a lane can send now, within the bound of a round, and its bytes."""
+    """Return the records that a lane can send in this round, and their bytes."""
     lane.is_queued = False
     num_turns = 0
     num_bytes = 0

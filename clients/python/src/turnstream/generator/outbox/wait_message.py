@@ -59,7 +59,7 @@ class WaitMessages:
 
     def no_room(self, now_s: float) -> list[WaitReason]:
         """Why nothing more may be accepted."""
-        return [self._tracker.inflight.why_no_room(), *self.waiting(now_s)]
+        return [self._tracker.inflight.capacity_reason(), *self.waiting(now_s)]
 
     def not_on_disk(self, now_s: float) -> list[WaitReason]:
         """Why something that was acknowledged may still be lost."""

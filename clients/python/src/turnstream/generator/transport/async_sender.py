@@ -75,7 +75,7 @@ class AsyncSender:
             await receipt
         return columns
 
-    async def wait_until(self, has_room: Callable[[], bool], *, timeout_s: float) -> None:
+    async def wait_until(self, has_capacity: Callable[[], bool], *, timeout_s: float) -> None:
         """Wait until more may be accepted.
 
         Raises:
@@ -83,7 +83,7 @@ class AsyncSender:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while not has_room():
+                while not has_capacity():
                     self.require_open()
                     await self._progress.wait()
         except TimeoutError as error:

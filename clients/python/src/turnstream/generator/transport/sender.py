@@ -1,6 +1,6 @@
-"""Carries an outbox to the store with one daemon thread; a second one listens for leave.
+"""Carries an outbox to the store with one daemon thread; a second one waits for capacity.
 
-No call of the sender outlasts the time that the store may be away. The waits for leave have
+No call of the sender outlasts the time that the store may be away. Requests for admission have
 deadlines of their own, which the listener keeps.
 """
 
@@ -80,15 +80,15 @@ class Sender:
         with self.lock:
             self._require_open()
 
-    def wait_until(self, has_room: Callable[[], bool], *, timeout_s: float) -> None:
+    def wait_until(self, has_capacity: Callable[[], bool], *, timeout_s: float) -> None:
         """Wait until more may be accepted.
 
         Raises:
             NotReadyError: there was no room within `timeout_s`, and why.
         """
         with self.lock:
-            self._progress.wait_for(lambda: self._is_closed or has_room(), timeout_s)
-            if not has_room():
+            self._progress.wait_for(lambda: self._is_closed or has_capacity(), timeout_s)
+            if not has_capacity():
                 self._require_open()
                 message = f"no room for more writes within {timeout_s:g} s"
                 raise NotReadyError(message, self._outbox.why.no_room(time.monotonic()))
@@ -150,7 +150,7 @@ class Sender:
                 self._progress.notify_all()
 
     def _next_round(self) -> Round | None:
-        """The next round to send, once there is one; None when the publisher was closed."""
+        """Return the next round to send; None after the publisher was closed."""
         with self.lock:
             while not self._is_closed:
                 sent = self._outbox.next_round(time.monotonic())
@@ -179,7 +179,7 @@ class Sender:
                 self._refused.notify()
 
     def _listen(self) -> None:
-        """Wait on the run's wake stream whenever groups were told to wait."""
+        """Wait on the run's wake stream while refused requests wait."""
         while (wake_id := self._next_wake_id()) is not None:
             with self.lock:
                 ends_in_s = self._expire()
@@ -200,7 +200,7 @@ class Sender:
             return None if self._is_closed else self._outbox.wake_id
 
     def _has_moved(self, wake_id: str, *, block_s: float) -> bool | None:
-        """Whether the run's wake stream has moved by then; None where it cannot be read."""
+        """Return whether the wake stream moved within `block_s`; None if it was not read."""
         block_ms = max(1, int(block_s * 1000))
         wake = keys.run_keys(self._outbox.run).wake
         try:
@@ -210,9 +210,9 @@ class Sender:
             return None
 
     def _expire(self) -> float | None:
-        """End, under the lock, what has waited long enough; gives the seconds until there is more.
+        """Fail requests past their deadline; return the seconds until the next one.
 
-        It is for the listener to see to it: the sender may be held by a store that is silent.
+        The listener calls it, under the lock: a silent store may block the sender.
         """
         now_s = time.monotonic()
         if self._outbox.ends_in_s(now_s) == 0:
