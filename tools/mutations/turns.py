@@ -158,7 +158,7 @@ TURNS = (
     Mutation(
         "a plan may have advantages of fewer turns",
         "manifests.py",
-        "    if len(message.turn_advantages) not in (0, len(message.payload_crcs)):",
+        "    if len(plan.turn_advantages) not in (0, len(plan.payload_crcs)):",
         "    if False:",
         ("test_manifests",),
         "records",
