@@ -69,6 +69,8 @@ def _info(store: Store, words: Words) -> bytes:
     match [word.upper() for word in words[1:]]:
         case [b"MEMORY"]:
             return b"# Memory\r\nused_memory:0\r\nmaxmemory:0\r\n"
+        case [b"PERSISTENCE"]:
+            return b"# Persistence\r\naof_last_write_status:ok\r\n"
         case [b"SERVER"]:
             return b"# Server\r\nrun_id:%b\r\n" % store.run_id
         case _:
