@@ -117,7 +117,7 @@ MOMENTS = [
 
 
 def of_waits() -> list[WaitReason]:
-    """What is said first of each wait."""
+    """Return the first reason of each wait."""
     opened = GroupOpened(group_id="g7", prompt_uid="", num_samples=8)
     key = TrajectoryKey("g6", 2)
     lane = Lane(key, key.trajectory_id, epoch=1)
@@ -138,7 +138,7 @@ def of_waits() -> list[WaitReason]:
 
 
 def of_services() -> list[WaitReason]:
-    """What is said of a store or a batcher that is away or silent."""
+    """Return the reasons of a store or a batcher that is away or silent."""
     refused = "Error 111 connecting to 10.0.0.7:6379. Connection refused."
     store: dict[str, Any] = {"address": "10.0.0.7:6379", "since_s": 12.0}
     batcher: dict[str, Any] = {"target": "10.0.0.8:7600", "since_s": 12.0}
@@ -151,7 +151,7 @@ def of_services() -> list[WaitReason]:
 
 
 def said() -> dict[str, set[str]]:
-    """What is said of each kind."""
+    """Return the sentences of each kind."""
     found = [reason for moment in MOMENTS for reason in reasons(moment)]
     words: dict[str, set[str]] = {}
     for reason in (*of_waits(), *of_services(), *found):

@@ -54,7 +54,7 @@ def test_generator_without_obstacles_gets_no_reason() -> None:
         ({"num_ready": 4}, "the 4 groups of step 3 are about to be planned"),
     ],
 )
-def test_scanned_run_without_obstacles_says_so(changes: dict[str, Any], state: str) -> None:
+def test_scanned_run_without_obstacles_is_healthy(changes: dict[str, Any], state: str) -> None:
     (found,) = reasons(scanned(**changes))
 
     assert (found.kind, found.sentence) == (WaitKind.NOTHING_WRONG, f"nothing is wrong: {state}")

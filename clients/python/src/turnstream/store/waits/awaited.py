@@ -1,7 +1,4 @@
-"""What a wait on the store is for, and whether the store answers: the first reasons of an error.
-
-No I/O.
-"""
+"""The first reasons of an error: the awaited thing, and a store that does not answer. No I/O."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ import redis.asyncio
 from turnstream.errors import TurnstreamError
 from turnstream.records.configs import decode_config
 from turnstream.store.client import keys
-from turnstream.store.client.fullness import FIRST_ESTIMATE
-from turnstream.store.client.fullness import store_trouble as trouble_of
+from turnstream.store.client.fullness import FIRST_ESTIMATE, store_trouble
 from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
 from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
 from turnstream.store.waits.wait_durations import durations, ranks_behind
@@ -75,55 +74,22 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitSnapshot:
     prompts, num_again, num_refills, refills, version_id, memory, *reply = reply
     num_leases, members, step_ms, ranks = reply
     now_ms = int(now)
-    frontier = _Numbers(names.frontier, fields)
-    held, ended = _Numbers(names.budget, budget), _Numbers(names.counts, counts)
-    added, last, done, filtered = _Numbers(names.prompts, prompts).all(
-        *("added", "next", "done", "filtered")
-    )
-    used, most, aof_status = memory
-    stepped, planned_groups = frontier.number("stepped"), frontier.number("planned_groups")
-    num_live, num_open = frontier.number("live_groups"), frontier.number("open_groups")
-    planned = frontier.number("planned")
-    has_session = bool(frontier.text("session"))
-    num_ranks = frontier.number("dp_world_size") if has_session and planned > stepped else 0
+    frontier, ended = _Fields(names.frontier, fields), _Fields(names.counts, counts)
+    progress = _progress(frontier)
     with reading(names.leases):
         open_members, groups = _groups(members, now_ms)
     with reading(names.times):
         lasting = durations(now_ms, frontier.of("session_ms"), frontier.of("opened_ms"), *step_ms)
     with reading(names.config):
         found_config = decode_config(config, run=run)
+    has_offer = progress["session_epoch"] > 0 and progress["planned"] > progress["stepped"]
     return WaitSnapshot(
         run=run,
         config=found_config,
-        stepped=stepped,
-        planned=planned,
-        planned_groups=planned_groups,
-        released=frontier.number("released"),
-        num_live=num_live,
-        num_open=num_open,
-        num_opened=frontier.number("opened_groups"),
-        num_revised=frontier.number("revised_groups"),
-        at_plans=frontier.text("at_plans"),
-        session_epoch=frontier.number("session_epoch") if has_session else 0,
-        is_closed=frontier.text("closed") == "1",
-        is_finished=frontier.text("finished") == "1",
-        leftover=frontier.text("leftover") or "short",
-        paused=frontier.hash.parsed("paused", bytes.decode, None),
-        damage=frontier.hash.parsed("damaged", _damage, None),
-        num_ready=max(0, num_live - num_open - planned_groups),
-        num_waiting=num_open,
-        **_planner(_Numbers(names.leader, leader), now_ms),
-        store_trouble=trouble_of({"aof_last_write_status": (aof_status or b"ok").decode()}),
-        reserved=held.number("reserved"),
-        stored=held.number("stored"),
-        planned_bytes=held.number("planned"),
-        estimate=held.hash.parsed("estimate", parsed_number, FIRST_ESTIMATE),
-        server_used=int(used),
-        server_max=int(most),
-        prompts_added=added,
-        prompts_left=added - last + num_again,
-        prompts_given=last - num_again - done,
-        prompts_filtered=filtered,
+        **progress,
+        **_planner(_Fields(names.leader, leader), now_ms),
+        **_bytes(_Fields(names.budget, budget), memory),
+        **_prompts(_Fields(names.prompts, prompts), num_again),
         num_refills=num_refills,
         refills=tuple(
             (keys.parse_trajectory_id(name.decode()), max(0, now_ms - int(ms)) / 1_000)
@@ -136,13 +102,13 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitSnapshot:
         durations=lasting,
         behind=ranks_behind(
             dict(zip(ranks[::2], ranks[1::2], strict=True)),
-            dp_world_size=num_ranks,
-            step=stepped + 1,
+            dp_world_size=frontier.number("dp_world_size") if has_offer else 0,
+            step=progress["stepped"] + 1,
         ),
     )
 
 
-class _Numbers:
+class _Fields:
     """The fields of a hash, from the flat reply of HGETALL."""
 
     def __init__(self, key: str, reply: Sequence[bytes]) -> None:
@@ -151,10 +117,6 @@ class _Numbers:
     def number(self, name: str) -> int:
         """Return a whole number; 0 where the field is missing."""
         return self.hash.parsed(name, parsed_number, 0)
-
-    def all(self, *names: str) -> list[int]:
-        """Return several numbers."""
-        return [self.number(name) for name in names]
 
     def text(self, name: str) -> str:
         """Return a text; empty where the field is missing."""
@@ -165,7 +127,55 @@ class _Numbers:
         return self.hash.fields.get(name.encode())
 
 
-def _planner(leader: _Numbers, now_ms: int) -> dict[str, Any]:
+def _progress(frontier: _Fields) -> dict[str, Any]:
+    planned_groups = frontier.number("planned_groups")
+    num_live, num_open = frontier.number("live_groups"), frontier.number("open_groups")
+    return {
+        "stepped": frontier.number("stepped"),
+        "planned": frontier.number("planned"),
+        "planned_groups": planned_groups,
+        "released": frontier.number("released"),
+        "num_live": num_live,
+        "num_open": num_open,
+        "num_opened": frontier.number("opened_groups"),
+        "num_revised": frontier.number("revised_groups"),
+        "num_ready": max(0, num_live - num_open - planned_groups),
+        "num_waiting": num_open,
+        "at_plans": frontier.text("at_plans"),
+        "session_epoch": frontier.number("session_epoch") if frontier.text("session") else 0,
+        "is_closed": frontier.text("closed") == "1",
+        "is_finished": frontier.text("finished") == "1",
+        "leftover": frontier.text("leftover") or "short",
+        "paused": frontier.hash.parsed("paused", bytes.decode, None),
+        "damage": frontier.hash.parsed("damaged", _damage, None),
+    }
+
+
+def _bytes(budget: _Fields, memory: Sequence[Any]) -> dict[str, Any]:
+    used, most, aof_status = memory
+    status = (aof_status or b"ok").decode()
+    return {
+        "reserved": budget.number("reserved"),
+        "stored": budget.number("stored"),
+        "planned_bytes": budget.number("planned"),
+        "estimate": budget.hash.parsed("estimate", parsed_number, FIRST_ESTIMATE),
+        "server_used": int(used),
+        "server_max": int(most),
+        "store_trouble": store_trouble({"aof_last_write_status": status}),
+    }
+
+
+def _prompts(prompts: _Fields, num_again: int) -> dict[str, Any]:
+    added, last, done = (prompts.number(name) for name in ("added", "next", "done"))
+    return {
+        "prompts_added": added,
+        "prompts_left": added - last + num_again,
+        "prompts_given": last - num_again - done,
+        "prompts_filtered": prompts.number("filtered"),
+    }
+
+
+def _planner(leader: _Fields, now_ms: int) -> dict[str, Any]:
     expires_ms = leader.hash.parsed("expires_ms", parsed_number, now_ms)
     return {
         "planner": leader.text("owner"),

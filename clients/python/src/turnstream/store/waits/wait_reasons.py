@@ -78,7 +78,7 @@ def newest_policy(version: int | None) -> str:
 
 
 def byte_facts(snapshot: WaitSnapshot) -> dict[str, Fact]:
-    """Return the bytes of a run and its server by name."""
+    """Return the bytes of a run and of its server, for `facts`."""
     return {
         "server_used": snapshot.server_used,
         "server_max": snapshot.server_max,
