@@ -65,5 +65,5 @@ def test_a_wait_for_leave_names_the_generator_that_holds_the_groups(
             second.trajectory("other", 0, num_samples=1).__enter__()
 
     sentences = [reason.sentence for reason in told.value.reasons]
-    held = f"sample 0 of group {GROUP} is written by generator {WRITER}"
+    held = f"group {GROUP} waits for sample 0 of generator {WRITER}"
     assert any(sentence.startswith(held) for sentence in sentences), sentences
