@@ -80,7 +80,7 @@ def start_trainer(
     SIGTERM and SIGINT stop it.
 
     Args:
-        settings: of the environment.
+        settings: those of the environment.
         config: an empty `batcher_target` stands for the batchers that are registered in the store.
         redis_url: the store.
         new_run: settings of the run, which is created if it does not exist; None waits for it.

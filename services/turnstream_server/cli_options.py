@@ -59,7 +59,7 @@ def say(sentence: str, *, as_json: bool, **facts: Any) -> None:
     typer.echo(json.dumps(facts, indent=2) if as_json else sentence)
 
 
-def show(
+def output(
     content: Any,
     print_content: Callable[[Any, Console], None],
     *,

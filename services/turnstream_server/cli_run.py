@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from turnstream.errors import InvalidConfigError, UnknownFormatError
-from turnstream_server.cli_options import AsJson, Redis, RunArgument, console, group, say, store_url
+from turnstream_server.cli_options import (
+    AsJson,
+    Redis,
+    RunArgument,
+    console,
+    group,
+    output,
+    say,
+    store_url,
+)
 
 if TYPE_CHECKING:
     from turnstream.types import Leftover, RecoveryToken
 
-app = group("Runs: create, look at, change, end.")
+app = group("Runs: create, read, change, end.")
 
 Assignments = Annotated[
     list[str] | None,
@@ -44,10 +54,8 @@ def list_(redis: Redis = None, as_json: AsJson = False) -> None:
     """List the runs of a store."""
     from turnstream_server.jobs import runs as jobs
 
-    if as_json:
-        typer.echo(jobs.runs_json(store_url(redis)))
-    else:
-        jobs.print_runs(store_url(redis), console())
+    url = store_url(redis)
+    output(jobs.read_runs(url), functools.partial(jobs.print_runs, url), as_json=as_json)
 
 
 @app.command()

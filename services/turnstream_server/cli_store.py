@@ -16,8 +16,8 @@ from turnstream_server.cli_options import (
     console,
     environment,
     interruptible,
+    output,
     say,
-    show,
     store_url,
 )
 
@@ -76,7 +76,7 @@ def text(
 
     url, folder = store_url(redis), environment().archive_dir
     content = jobs.read_text(url, run, trajectory, tokenizer=tokenizer, folder=folder)
-    show(content, jobs.print_text, as_json=as_json, ensure_ascii=False)
+    output(content, jobs.print_text, as_json=as_json, ensure_ascii=False)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -132,12 +132,12 @@ def batch(
         say("\n".join(paths), as_json=as_json, files=paths)
     elif diff is not None:
         lines = jobs.read_difference(url, run, step, diff, folder=folder)
-        show(lines, jobs.print_difference, as_json=as_json)
+        output(lines, jobs.print_difference, as_json=as_json)
     elif merge:
-        show(merges.read_merge(url, run, step), merges.print_merge, as_json=as_json)
+        output(merges.read_merge(url, run, step), merges.print_merge, as_json=as_json)
     else:
         print_batch = functools.partial(jobs.print_batch, run, show_all=show_all)
-        show(jobs.read_batch(url, run, step, folder=folder), print_batch, as_json=as_json)
+        output(jobs.read_batch(url, run, step, folder=folder), print_batch, as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -146,7 +146,7 @@ def evals(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> Non
     from turnstream_server.jobs import evals as jobs
 
     results = jobs.read_evals(store_url(redis), run)
-    show(results, functools.partial(jobs.print_evals, run), as_json=as_json)
+    output(results, functools.partial(jobs.print_evals, run), as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)

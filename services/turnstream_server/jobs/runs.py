@@ -41,20 +41,20 @@ _COLUMNS: Final = (
 )
 
 
-def print_runs(url: str, console: Console) -> None:
-    """One line per run."""
-    rows = [_run_facts(client, run) for client, run in _runs(url)]
+def read_runs(url: str) -> list[dict[str, Any]]:
+    """Return the state and the progress of every run."""
+    with store_client(url) as client:
+        return [_run_facts(client, run) for run in list_runs(client)]
+
+
+def print_runs(url: str, rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print one line per run, from `read_runs`."""
     if not rows:
         console.print(no_runs(url), soft_wrap=True, highlight=False)
         return
     cells = [[_cell(row.get(name)) for name in _COLUMNS] for row in rows]
     for line in aligned([[*_COLUMNS], *cells]):
         console.print(line, soft_wrap=True, highlight=False)
-
-
-def runs_json(url: str) -> str:
-    """Return the same as JSON: a list with an object per run."""
-    return json.dumps([_run_facts(client, run) for client, run in _runs(url)], indent=2)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -76,12 +76,6 @@ def no_runs(url: str) -> str:
         f"no runs in the store at {address_of(url)}; create one: "
         "turnstream run create NAME --set batch_groups=8"
     )
-
-
-def _runs(url: str) -> Any:
-    with store_client(url) as client:
-        for run in list_runs(client):
-            yield client, run
 
 
 def _run_facts(client: redis.Redis, run: str) -> dict[str, Any]:
@@ -127,7 +121,7 @@ def steps_text(frontier: Frontier) -> str:
 
 
 def origin_text(origin: Origin | None) -> str:
-    """Where a run was forked from, in few words; empty where it was not.
+    """Return the origin of a fork in few words; "" for another run.
 
     >>> origin_text(Origin(run="maze", step=12, num_trajectories=96, manifest_hash="ab"))
     'step 12 of maze'
@@ -136,7 +130,7 @@ def origin_text(origin: Origin | None) -> str:
 
 
 def print_run(url: str, run: str, console: Console, *, show_all: bool = False) -> None:
-    """Progress, numbers of the newest batch, and settings of a run."""
+    """Print progress, numbers of the newest batch, and settings of a run."""
     with store_client(url) as client:
         run = open_run(client, run)
         seen = run_summary(client, run)
@@ -217,7 +211,7 @@ def changed_names(config: BatchingConfig) -> set[str]:
 
 
 def rollback_text(rollback: Rollback) -> str:
-    """A rollback in few words.
+    """Return a rollback in few words.
 
     >>> rollback_text(Rollback("main-1", step=4, stepped=7))
     'main-1 continues from step 4; the steps up to 7 are trained again'

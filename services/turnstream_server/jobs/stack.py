@@ -160,7 +160,7 @@ class Stack:
         """Wait until each of these has exited with status 0."""
         for _ in self.watch(timeout_s=timeout_s):
             if all(service.status is not None for service in services):
-                self.check()  # one may have failed since the look that `watch` took
+                self.check()  # one may have failed since `watch` checked
                 return
         for service in services:
             service.wait(0.0)

@@ -1,4 +1,4 @@
-"""A look into a store by somebody who waits for it."""
+"""A client for a command that reads a store, with a time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turnstream.store.client.connection import address_of, connect
 from turnstream.store.waits.bounded_call import unanswered
 
 SILENT_S: Final = 5.0
-"""A store that does not answer a question for so long is said to be silent."""
+"""A store that does not answer for so long is silent."""
 
 
 @contextlib.contextmanager
@@ -22,8 +22,8 @@ def store_client(url: str, *, silent_s: float | None = None) -> Iterator[redis.R
     """Return a client for as long as the block lasts.
 
     Args:
-        url: of the store.
-        silent_s: how long it may be silent; None for SILENT_S.
+        url: address of the store.
+        silent_s: longest time without an answer; None for SILENT_S.
 
     Raises:
         StoreUnavailableError: the store is away or silent, with reasons.

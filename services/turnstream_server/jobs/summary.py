@@ -56,7 +56,7 @@ class Summary:
         steps: batches that the trainer acknowledged.
         merge_ratio: tokens of the trained turns sent one by one / tokens of the trained rows.
         padding_share: padding positions of the trained mini-batches, left-padded, 0 to 1.
-        wire_bytes, resend_bytes: of the sealed trajectories, see SealedFigures.
+        wire_bytes, resend_bytes: sums of the sealed trajectories, see SealedFigures.
         tokens_per_s: tokens of the trained rows / seconds.
         reward_first_tenth, reward_last_tenth: mean over the sealed trajectories, in the order of
             their seals; None before the first.
