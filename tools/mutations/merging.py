@@ -52,7 +52,7 @@ MERGING = (
     Mutation(
         "a turn takes more tokens than its parent has",
         "merge/columns.py",
-        "if missing > num_shared + len(values):",
+        "if own > len(turn.token_ids):",
         "if False:",
         ("test_columns",),
     ),

@@ -7,7 +7,7 @@ observed between two responses have mask 0, log-probability 0.0, reward 0.0 and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -77,38 +77,23 @@ def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPiece
 
 def shared_pieces(stored: Sequence[StoredTurn], index: int) -> list[NDArray[np.int32]]:
     """Return the prompt tokens that a turn shares with earlier ones, as views, first to last."""
-
-    def own_ids(turn: int) -> tuple[int, NDArray[np.int32]]:
-        return stored[turn].shared_tokens, stored[turn].token_ids
-
-    return chained_pieces(stored, index, own_ids, field="shared_tokens")[:-1]
-
-
-def chained_pieces(
-    stored: Sequence[StoredTurn],
-    turn: int,
-    own_piece: Callable[[int], tuple[int, NDArray[Any]]],
-    *,
-    field: str,
-) -> list[NDArray[Any]]:
-    """Return all values of a turn, its parents' part first, as views.
-
-    `own_piece` returns how many values a turn shares with its parent, and the values of its own.
-    """
-    missing, values = own_piece(turn)
-    pieces = [values]
+    pieces: list[NDArray[np.int32]] = []
+    missing, parent = stored[index].shared_tokens, stored[index].parent_turn
     while missing:
-        turn, child = stored[turn].parent_turn, turn
-        if not 0 <= turn < child:
-            raise InvalidTurnError("parent_turn", f"turn {child} follows turn {turn}")
-        num_shared, values = own_piece(turn)
-        if missing > num_shared + len(values):
+        if not 0 <= parent < index:
+            raise InvalidTurnError("parent_turn", f"turn {index} follows turn {parent}")
+        turn, index = stored[parent], parent
+        own = missing - turn.shared_tokens
+        if own > len(turn.token_ids):
             raise InvalidTurnError(
-                field, f"{missing} values of turn {turn}, which has {num_shared + len(values)}"
+                "shared_tokens",
+                f"{missing} tokens of turn {parent}, which has "
+                f"{turn.shared_tokens + len(turn.token_ids)}",
             )
-        if missing > num_shared:
-            pieces.append(values[: missing - num_shared])
-        missing = min(missing, num_shared)
+        if own > 0:
+            pieces.append(turn.token_ids[:own])
+            missing = turn.shared_tokens
+        parent = turn.parent_turn
     pieces.reverse()
     return pieces
 

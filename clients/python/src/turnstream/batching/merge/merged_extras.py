@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from turnstream.batching.config.declarations import field_of, filled, no_values, shape_of
 from turnstream.batching.merge.buffers import offsets_of
-from turnstream.batching.merge.columns import chained_pieces
 from turnstream.errors import InvalidTurnError, UnmergeableColumnError
 from turnstream.types import (
     DeclaredColumn,
@@ -179,9 +178,23 @@ def turn_pieces(
     stored: Sequence[StoredTurn], turn: int, column: DeclaredColumn
 ) -> list[NDArray[Any]]:
     """Return all values of a turn in a column, its parents' part first, as views."""
-    return chained_pieces(
-        stored, turn, lambda index: _own_piece(stored[index], column), field=field_of(column)
-    )
+    missing, values = _own_piece(stored[turn], column)
+    pieces = [values]
+    while missing:
+        turn, child = stored[turn].parent_turn, turn
+        if not 0 <= turn < child:
+            raise InvalidTurnError("parent_turn", f"turn {child} follows turn {turn}")
+        num_shared, values = _own_piece(stored[turn], column)
+        if missing > num_shared + len(values):
+            raise InvalidTurnError(
+                field_of(column),
+                f"{missing} values of turn {turn}, which has {num_shared + len(values)}",
+            )
+        if missing > num_shared:
+            pieces.append(values[: missing - num_shared])
+        missing = min(missing, num_shared)
+    pieces.reverse()
+    return pieces
 
 
 def _own_piece(turn: StoredTurn, column: DeclaredColumn) -> ExtraPiece:
