@@ -57,6 +57,23 @@ def test_a_trainer_out_of_groups_always_gets_a_batch_of_admissions(
     assert admit(step=step, running=0, accepted=step * b, most=10_000, b=b, eta=eta) >= b
 
 
+def test_without_a_limit_only_staleness_bounds_what_is_under_way() -> None:
+    assert admit(step=0, running=20, accepted=0, most=0) == 4
+
+
+def test_edge_case_45_what_was_filtered_expired_or_dropped_makes_room_again() -> None:
+    # AReaL only takes such groups out of `running`: with 24 of 24 accepted and all of them
+    # filtered, its trainer would wait for ever.
+    assert admit(step=0, running=0, accepted=24) == 0
+    assert admit(step=0, running=0, accepted=24 - 24) == 24
+
+
+def test_edge_case_45_accepted_and_version_are_restored_together() -> None:
+    # A trainer that goes back from step 5 to 3 with the 48 groups of then would be let no group.
+    assert admit(step=3, running=0, accepted=48) == 0
+    assert admit(step=3, running=0, accepted=3 * 8) == 24
+
+
 def test_steps_before_a_revision_count_as_the_groups_that_they_had() -> None:
     # Two steps of 4 groups are planned and trained, then a step has 8: as if all had had 8, but
     # for the 8 groups that the two had less.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import config, sealed
+from testkit import config, sealed, shape
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.evals import MAX_OPEN_RESULTS
 from turnstream.batching.fold.readiness import RunFold
@@ -92,6 +92,20 @@ def test_a_sample_that_ends_otherwise_is_lost_and_never_refilled(end: Event) -> 
 
     assert (ended.result.num_trajectories, ended.result.num_lost) == (1, 1)
     assert ended.result.best == 0.5
+
+
+def test_a_group_of_which_nothing_was_sealed_ends_without_a_result() -> None:
+    _, (ended,) = fold([opened(), abandoned(0), abandoned(1)])
+
+    assert (ended.keys, ended.result, ended.total) == ((), None, None)
+
+
+def test_a_member_that_proves_dead_is_lost() -> None:
+    dead = TrajectoryDied(key=TrajectoryKey("e", 0), reason="checksum")
+
+    _, (ended,) = fold([opened(), sealed("e"), dead, sealed("e", sample=1)])
+
+    assert ended.keys == (TrajectoryKey("e", 1),)
 
 
 def test_a_group_counts_for_the_oldest_version_that_sampled_any_of_it() -> None:
@@ -237,6 +251,15 @@ def test_where_a_component_is_missing_the_outcome_counts() -> None:
     _, (ended,) = fold([opened("e", 1), half], GDPO)
 
     assert ended.result.best == 3.0
+
+
+def test_the_reward_comes_from_the_source_of_the_run() -> None:
+    of = dataclasses.replace(CONFIG, reward_source="sum_of_turns")
+    turns = sealed("e", reward=None, turns=[shape(), shape()], turn_rewards=[0.25, 0.5])
+
+    _, (ended,) = fold([opened("e", 1), turns], of)
+
+    assert ended.result.best == 0.75
 
 
 def test_a_reward_beyond_every_number_is_none() -> None:

@@ -136,3 +136,13 @@ def test_more_tokens_than_int32_offsets_count_are_refused():
 
     with pytest.raises(BatchingError, match="2147483648 values in one mini-batch"):
         joined_column([column, column])
+
+
+def test_slices_of_larger_columns_are_joined_without_what_stands_around_them():
+    whole = Ragged.from_rows([[1], [2, 3], [4]], np.int32)
+    part = Ragged(whole.values, whole.offsets[1:3])
+
+    joined = joined_column([part, part])
+
+    assert [row.tolist() for row in joined] == [[2, 3], [2, 3]]
+    assert joined.offsets.tolist() == [0, 2, 4]

@@ -40,6 +40,12 @@ def test_the_cost_of_a_row_is_the_one_that_the_run_counts() -> None:
 MASKING = replace(config(), mask_truncated=True)
 
 
+def test_a_long_row_has_a_pass_alone_unless_the_run_refuses_it() -> None:
+    alone = replace(config(), max_tokens_per_micro_batch=3)
+
+    assert length_problem(sealed(turns=LONG), alone) == ""
+
+
 @pytest.mark.parametrize("status", Status)
 def test_truncated_response_is_masked_if_configured(status: Status) -> None:
     trajectory = sealed(status=status)
@@ -98,6 +104,15 @@ def test_a_reward_that_is_left_out_is_no_variance(masked_reward: Any, num_ready:
     fold, _ = folded(of, 1.0, 1.0, 0.0, cut_off=1)
 
     assert len(fold.ready) == num_ready
+
+
+def test_equal_rewards_are_kept_where_all_members_but_one_are_masked() -> None:
+    of = replace(MASKING, drop_zero_variance=True)
+
+    two_live, _ = folded(of, 1.0, 1.0, 1.0, cut_off=1)
+    one_live, _ = folded(of, 1.0, 1.0, 1.0, cut_off=2)
+
+    assert (two_live.num_ready, one_live.num_ready) == (0, 1)
 
 
 def test_rewards_that_differ_by_the_penalty_alone_are_some_variance() -> None:

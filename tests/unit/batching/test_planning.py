@@ -196,6 +196,16 @@ def test_a_group_of_one_is_counted_for_a_warning() -> None:
     assert manifest.groups[0].trajectories[0].advantage == 0.0
 
 
+def test_whitening_sees_the_whole_batch_and_not_one_mini_batch() -> None:
+    groups = [ready("a", rewards=[1.0]), ready("b", rewards=[0.0])]
+    of = replace(config(2, 1), estimator="reinforce_pp")
+
+    manifest = plan(*groups, of=of)
+
+    advantages = [group.trajectories[0].advantage for group in manifest.groups]
+    assert advantages == pytest.approx([1.0, -1.0])
+
+
 def test_components_are_compared_one_by_one() -> None:
     of = replace(config(), estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
     components = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"b": 1.0, "a": 1.0}]

@@ -181,6 +181,14 @@ def test_equal_rewards_are_filtered_if_configured() -> None:
     assert drop.keys == (TrajectoryKey("g0", 0), TrajectoryKey("g0", 1))
 
 
+def test_a_single_sample_is_never_filtered_for_its_variance() -> None:
+    of = replace(CONFIG, drop_zero_variance=True)
+
+    state, _ = fold([opened(num_samples=1), sealed(sample=0)], of)
+
+    assert state.num_ready == 1
+
+
 @pytest.mark.parametrize(
     ("trained", "is_kept"), [([3, 3], False), ([3, 0], True), ([0, 0], True), ([3, 3, 0], False)]
 )

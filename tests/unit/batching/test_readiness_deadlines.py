@@ -219,6 +219,12 @@ def test_a_deadline_asks_for_what_ended_and_what_hangs() -> None:
     assert decided == [wanted(1, sample=3), wanted(2, sample=1)]
 
 
+def test_a_deadline_does_not_ask_for_what_was_asked_for_before() -> None:
+    _, decided = fold([opened(3), *seals(0), abandoned(1), DEADLINE], REFILL)
+
+    assert decided == [wanted(1, sample=1), wanted(2, sample=2)]
+
+
 def test_a_new_deadline_asks_again_until_the_refills_are_used_up() -> None:
     first = [opened(2), *seals(0), DEADLINE, granted(1, sample=1)]
     second = [DeadlineFired(group_id="g0", num_refills=1), granted(2, sample=1, attempt=2)]

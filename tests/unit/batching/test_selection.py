@@ -18,6 +18,7 @@ from turnstream.types import (
     Event,
     GroupOpened,
     RewardPosted,
+    RolledBack,
     RunClosed,
     SealedTrajectory,
     Status,
@@ -134,6 +135,15 @@ def test_a_token_that_will_not_be_trained_makes_no_group_expire() -> None:
     told.tell(one("a", 1, status=Status.TRUNCATED), BatchDue(step=4))
 
     assert told.chosen == ["a"]
+
+
+def test_group_of_undone_weights_expires_by_the_rollback_step() -> None:
+    told = Told(policy("drop"), HISTORY)
+
+    told.tell(RolledBack(step=1), one("a", 3), one("b"), BatchDue(step=4))
+
+    assert told.expired == ["a"]
+    assert told.chosen == ["b"]
 
 
 def test_tokens_of_unannounced_versions_are_masked_with_those_above() -> None:

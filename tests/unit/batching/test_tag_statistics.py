@@ -59,6 +59,14 @@ def test_values_beyond_the_limit_are_summed_as_other() -> None:
     assert seed.other == ValueStatistics(num_trajectories=3, num_rewarded=3, reward_total=3.0)
 
 
+def test_named_value_stays_named_beyond_the_limit() -> None:
+    many = [({"seed": str(number)}, 1.0) for number in range(MAX_VALUES + 1)]
+
+    figures = of_tags(*many, ({"seed": "0"}, 0.0))
+
+    assert figures.tags["seed"].values["0"].num_trajectories == 2
+
+
 def test_names_beyond_the_limit_are_counted_as_left_out() -> None:
     metrics = of_metrics({f"m{number}": 1.0 for number in range(MAX_METRICS + 2)})
     tags = of_tags(({f"t{number}": "x" for number in range(MAX_TAGS + 1)}, None))
