@@ -1,7 +1,7 @@
 """The earlier turn whose row a prompt continues, or that holds its longest beginning.
 
-A prompt continues the longest row that it holds whole and that no turn continued; of equal rows it
-continues the newest. Without such a row, the longest known beginning is not sent again.
+A prompt continues the longest row that it holds whole and that no turn continued. Among equal
+rows, it continues the newest. Without such a row, the longest known beginning is not sent again.
 
 The tokens of all turns form a tree of *lines*: stretches of tokens in one buffer each, which grow
 at their end. A line begins where its first token differs, at an anchor in its parent line. With one
