@@ -208,6 +208,13 @@ def test_unrequested_sample_is_surplus_even_if_abandoned_before() -> None:
     assert (dropped.key, dropped.state) == (stranger.key, TrajectoryState.SURPLUS)
 
 
+def test_repeated_event_changes_nothing() -> None:
+    once = [opened(), sealed("e", reward=1.0), sealed("e", sample=1, reward=0.0)]
+    twice = [each for event in once for each in (event, event)]
+
+    assert fold(twice)[1] == fold(once)[1]
+
+
 def test_repeated_opening_restarts_nothing() -> None:
     first, second = sealed("e", reward=1.0), sealed("e", sample=1, reward=0.0)
 
