@@ -40,6 +40,16 @@ NAMES: Final = frozenset(
         "finish_run.after",
         "reject.before",  # an event cannot be read or folded, the store does not know yet
         "reject.after",  # the decision is stored, nothing that depends on it is planned
+        "advance_watermark.before",  # the acts of the release, in their order
+        "release_payload.before",
+        "give_back.before",
+        "fold_batch.before",
+        "finish_batch.before",
+        "fold_ended.before",
+        "write_ledger_file.before",
+        "move_to_file.before",
+        "save_snapshot.before",
+        "trim_events.before",
         "park.before",  # a run looks idle, it is still led
         "park.after",  # it is parked, no listener waits yet
         "mark_dead.before",  # damage was found, the ledger does not know yet

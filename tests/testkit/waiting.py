@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
@@ -40,14 +41,15 @@ def wait_until(
 
 
 async def wait_until_async(
-    predicate: Callable[[], Awaitable[Value]],
+    predicate: Callable[[], Awaitable[Value] | Value],
     timeout_s: float = TIMEOUT_S,
     describe: str = "the condition",
 ) -> Value:
-    """`wait_until` for a predicate that must be awaited."""
+    """`wait_until` that lets the event loop run; the predicate may be asynchronous."""
     deadline = time.monotonic() + timeout_s
     while True:
-        answer = await predicate()
+        found: Any = predicate()
+        answer: Value = await found if inspect.isawaitable(found) else found
         if answer:
             return answer
         if time.monotonic() > deadline:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
+import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import grpc
@@ -33,19 +38,64 @@ from turnstream.types import (
     RecoveryToken,
     StoredTurn,
     TrajectoryKey,
+    TrajectoryState,
     TurnShape,
 )
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.planner import reason_cache
-from turnstream_server.batcher.planner.leader import Hook, no_hook
+from turnstream_server.batcher.assembly.assembler import Assembler
+from turnstream_server.batcher.assembly.shares import PlannedBatch
+from turnstream_server.batcher.planner import reason_cache, releaser, snapshotting
 from turnstream_server.batcher.planner.parking import PARK_AFTER_S
 from turnstream_server.batcher.planner.upkeep import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.batcher.serving import servicer
 from turnstream_server.batcher.serving.options import BatcherOptions
 from turnstream_server.batcher.serving.service import serving
+from turnstream_server.bus.core.frontier import Frontier, read_frontier
+from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 
 _numbers = itertools.count(1)
+
+Hook = Callable[[Any], Awaitable[object]]
+_before_write: ContextVar[Hook | None] = ContextVar("before_write", default=None)
+_before_act: ContextVar[Hook | None] = ContextVar("before_act", default=None)
+_ACTS = {
+    releaser: {
+        "advance_watermark": "advance_watermark",
+        "remove_payload": "release_payload",
+        "give_back": "give_back",
+        "fold_batches": "fold_batch",
+        "finish_batches": "finish_batch",
+        "fold_ended": "fold_ended",
+    },
+    snapshotting: {"save_snapshot": "save_snapshot", "trim_events": "trim_events"},
+}
+"""Names of the acts of a leader's upkeep by the functions that do them."""
+
+# A batcher process that dies or stops at a failpoint: url, failpoint, and options as JSON.
+BATCHER = """
+import asyncio, json, sys
+from pathlib import Path
+from turnstream_server import failpoints
+from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import serving
+from turnstream_server.bus.release.ledger_files import LedgerFolder
+
+url, failpoint, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+failpoints.arm(failpoint)
+upkeep = options.pop("upkeep", {})
+if "folder" in upkeep:
+    upkeep["ledger_folder"] = LedgerFolder(folder=Path(upkeep.pop("folder")), hot_batches=2)
+
+async def main():
+    made = BatcherOptions(redis_url=url, upkeep=Upkeep(**upkeep), **options)
+    async with serving(made) as address:
+        print(address, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
 
 
 @pytest.fixture
@@ -62,13 +112,72 @@ def a_busy_store_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer, "_LEAST_ANSWER_S", 30.0)
 
 
+@pytest.fixture(autouse=True)
+def hooks_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Await the hooks of a replica: after the check of a plan, and before each act of upkeep."""
+    check = Assembler.check
+
+    async def check_and_wait(self: Assembler, batch: PlannedBatch) -> None:
+        await check(self, batch)
+        hook = _before_write.get()
+        if hook is not None:
+            await hook(batch.manifest)
+
+    monkeypatch.setattr(Assembler, "check", check_and_wait)
+    for module, acts in _ACTS.items():
+        for function, act in acts.items():
+            monkeypatch.setattr(module, function, _after_hook(getattr(module, function), act))
+
+
+def _after_hook(function: Callable[..., Awaitable[Any]], act: str) -> Callable[..., Any]:
+    async def call(*args: Any, **options: Any) -> Any:
+        hook = _before_act.get()
+        if hook is not None:
+            await hook(act)
+        return await function(*args, **options)
+
+    return call
+
+
+@pytest.fixture
+def start_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`start_process(code, *arguments)` starts a Python process, which is killed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+            pipe = subprocess.PIPE
+            command = [sys.executable, "-c", code, *arguments]
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+@pytest.fixture
+def start_batcher_process(
+    server: EmbeddedServer, start_process: Callable[..., subprocess.Popen[str]]
+) -> Callable[..., subprocess.Popen[str]]:
+    """`start_batcher_process(failpoint, **options)` starts a batcher process."""
+
+    def start(failpoint: str = "", **options: Any) -> subprocess.Popen[str]:
+        options = {"leader_lease_s": 0.6, **options}
+        return start_process(BATCHER, server.url, failpoint, json.dumps(options))
+
+    return start
+
+
 class Replica:
     """A batcher in this process."""
 
-    def __init__(self, options: BatcherOptions, before_write: Hook) -> None:
+    def __init__(
+        self, options: BatcherOptions, before_write: Hook | None, before_act: Hook | None
+    ) -> None:
         self.address = ""
         self._options = options
         self._before_write = before_write
+        self._before_act = before_act
         self._may_end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -89,7 +198,9 @@ class Replica:
             await self._task
 
     async def _serve(self, ready: asyncio.Event) -> None:
-        async with serving(self._options, before_write=self._before_write) as self.address:
+        _before_write.set(self._before_write)
+        _before_act.set(self._before_act)
+        async with serving(self._options) as self.address:
             ready.set()
             await self._may_end.wait()
 
@@ -322,13 +433,23 @@ class House:
     async def start_batcher(
         self,
         *,
-        before_write: Hook = no_hook,
+        before_write: Hook | None = None,
+        before_act: Hook | None = None,
         lease_s: float = 5.0,
         park_after_s: float = PARK_AFTER_S,
         wait_max_s: float = 60.0,
         upkeep: Upkeep = DEFAULT_UPKEEP,
     ) -> Replica:
-        """A replica that answers."""
+        """A replica that answers.
+
+        Args:
+            before_write: awaited with each checked plan before it is written.
+            before_act: awaited with the name of each act of upkeep before it is done.
+            lease_s: lease of its leaderships.
+            park_after_s: when it parks an idle run.
+            wait_max_s: longest wait of a Get.
+            upkeep: settings of its upkeep.
+        """
         options = BatcherOptions(
             redis_url=self.url,
             leader_lease_s=lease_s,
@@ -337,7 +458,7 @@ class House:
             upkeep=upkeep,
             shutdown_grace_s=0.5,
         )
-        replica = Replica(options, before_write)
+        replica = Replica(options, before_write, before_act)
         await replica.start()
         self._replicas.append(replica)
         return replica
@@ -348,6 +469,29 @@ class House:
         trainer = Trainer(address, run)
         self._trainers.append(trainer)
         return trainer
+
+    async def serve(self, **fields: Any) -> tuple[str, Trainer]:
+        """A new run, and a trainer of it at a new batcher."""
+        run = self.create_run(**fields)
+        return run, self.trainer(await self.start_batcher(), run)
+
+    def frontier(self, run: str) -> Frontier:
+        """The frontier of a run."""
+        with connect(self.url) as client:
+            return read_frontier(client, run)
+
+    def states(self, run: str) -> dict[TrajectoryState, int]:
+        """The number of trajectories by state, where it is not 0; the ledger must add up."""
+        with connect(self.url) as client:
+            ledger = read_ledger(client, run)
+        ledger.check()
+        return {state: number for state, number in ledger.by_state.items() if number}
+
+    async def planned(self, run: str, step: int) -> None:
+        """Return when this step is planned."""
+        await testkit.wait_until_async(
+            lambda: self.frontier(run).planned >= step, describe=f"the plan of step {step}"
+        )
 
     async def close(self) -> None:
         """Stop everything."""

@@ -17,10 +17,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(house):
-    # The lineage was that of the replica's view: weights made after a rollback that it had not
-    # heard of were announced in the lineage that was given up.
-    run = house.create_run(batch_groups=1, retain_checkpoints=5)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1, retain_checkpoints=5)
     await house.publish(run, group("g1"), group("g2"))
     await trainer.start()
     tokens = [await trainer.stepped(await trainer.get(step)) for step in (1, 2)]

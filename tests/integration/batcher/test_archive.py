@@ -86,7 +86,6 @@ def unpacked_by_duckdb(path):
 async def test_columns_per_token_are_as_long_as_the_response_for_every_reader(
     house, tmp_path, num_unpacked
 ):
-    # The mini-batch without token rewards, or without logprobs, had empty lists beside a mask of 2.
     run = house.create_run(batch_groups=2, mini_batch_groups=1)
     says_more = turn("ab", "CDE", logprobs=-0.5, rewards=1.0)
     members = [trajectory(says_more, sample=n, reward=float(n)) for n in range(2)]
@@ -99,19 +98,6 @@ async def test_columns_per_token_are_as_long_as_the_response_for_every_reader(
     assert table["rewards"].to_pylist() == [[0.0, 0.0]] * 2 + [[0.0, 0.0, 1.0]] * 2
     assert table["logprobs"].to_pylist() == [None, None] + [[-0.5] * 3] * 2
     assert num_unpacked(path) == 2 * 2 + 2 * 3
-
-
-async def test_steps_with_and_without_rewards_and_logprobs_have_the_same_columns(house, tmp_path):
-    run = house.create_run(batch_groups=1, retain_checkpoints=3)
-    says_more = turn("ab", "CDE", logprobs=-0.5, rewards=1.0)
-    members = [trajectory(says_more, sample=n, reward=float(n)) for n in range(2)]
-    await house.publish(run, group("a"), group("b", *members))
-    await train(house, run, steps=2)
-
-    paths = await asyncio.to_thread(lambda: list(archive_run(house.url, run, tmp_path)))
-
-    schemas = [pq.read_schema(path).remove_metadata() for path in paths]
-    assert schemas[0] == schemas[1]
 
 
 async def test_steps_with_and_without_advantages_of_turns_have_the_same_columns(house, tmp_path):
@@ -186,10 +172,7 @@ async def test_a_folder_that_cannot_be_written_holds_the_release_back(house, tmp
     await train(house, run, steps=3, upkeep=Upkeep(archive=archive))
     await released(house, run, 1)
 
-    async def has_tried_again():
-        return asked.count(2) >= 3
-
-    await wait_until_async(has_tried_again, describe="another try")
+    await wait_until_async(lambda: asked.count(2) >= 3, describe="another try")
     with connect(house.url) as client:
         assert read_frontier(client, run).released == 1
         assert client.exists(keys.trajectory_keys(run, "g1/0/0").turns)
@@ -215,22 +198,3 @@ async def test_defect_of_the_release_is_logged_and_ends_no_term(house, caplog):
     with connect(house.url) as client:
         assert client.hget(keys.run_keys(run).leader, "epoch") == b"1"
     assert f"release in run {run} failed" in caplog.text
-
-
-async def test_a_file_of_another_run_of_the_same_name_is_replaced(house, tmp_path):
-    run, other = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
-    for each in (run, other):
-        await house.publish(each, group(f"group of {each}"))
-        await train(house, each, steps=1)
-    path = archive_path(tmp_path, run, 1)
-    found = await asyncio.to_thread(archive_step, house.url, other, 1, folder=tmp_path)
-    path.parent.mkdir(exist_ok=True)
-    found.rename(path)
-
-    await asyncio.to_thread(archive_step, house.url, run, 1, folder=tmp_path)
-    written = path.stat().st_mtime_ns
-    await asyncio.to_thread(archive_step, house.url, run, 1, folder=tmp_path)
-
-    assert pq.read_table(path)["group_id"].to_pylist() == [f"group of {run}"] * 2
-    assert path.stat().st_mtime_ns == written
-    assert [each.name for each in path.parent.iterdir()] == [path.name]

@@ -1,12 +1,10 @@
 """Leftover groups of a closed run, and the end of the run."""
 
-from typing import Any, cast
-
 import pytest
 
 from testkit import group, wait_until_async
 from testkit.scripts import script
-from turnstream.errors import ConflictError, EndOfRunError, InvalidConfigError
+from turnstream.errors import EndOfRunError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
@@ -49,10 +47,10 @@ async def test_dropped_leftover_ends_in_the_ledger_with_its_reason(house, client
     with pytest.raises(EndOfRunError):
         await trainer.get(2)
 
-    async def is_settled():
-        return read_ledger(client, run).by_state[TrajectoryState.SURPLUS] == 2
-
-    await wait_until_async(is_settled, describe="the end of what was left")
+    await wait_until_async(
+        lambda: read_ledger(client, run).by_state[TrajectoryState.SURPLUS] == 2,
+        describe="the end of what was left",
+    )
     read_ledger(client, run).check()
     reason = b"surplus:left over when the run was closed"
     folded = dict(past_reasons(client, run))
@@ -82,10 +80,7 @@ async def test_carried_leftover_is_planned_after_the_run_is_reopened(house, clie
 async def test_a_run_that_is_reopened_takes_no_group_beyond_its_staleness(
     house, client, leftover, num_left, may_start
 ):
-    # A short step counted as a whole batch: 7 of 4 groups could begin, and those of the second
-    # batch were trained a step too late.
-    run = house.create_run(batch_groups=4, max_staleness=0, max_planned_ahead=0)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=4, max_staleness=0, max_planned_ahead=0)
     await trainer.start()
     found = []
     for cycle in range(2):
@@ -108,44 +103,10 @@ async def is_settled(client, run):
 
 
 async def is_finished(client, run):
-    async def has_ended():
-        return read_frontier(client, run).is_finished
-
-    await wait_until_async(has_ended, describe="the end")
-
-
-async def test_successor_reaches_the_same_end_and_continues(house, client):
-    run = house.create_run(batch_groups=2)
-    await trained(house, run, 3)
-    close_run(client, run, leftover="drop")
-    await is_finished(client, run)
-    for replica in house._replicas:
-        await replica.stop()
-    reopen_run(client, run)
-    await house.publish(run, group("a"), group("b"))
-    trainer = house.trainer(await house.start_batcher(), run)
-    trainer.session_epoch = 1
-    second = await trainer.get(2)
-
-    assert names(second) == ["a", "b"]
-
-
-async def test_the_same_leftover_again_changes_nothing_and_another_is_refused(house, client):
-    run = house.create_run(batch_groups=2)
-
-    closed = [close_run(client, run, leftover=each) for each in ("carry", "carry", None)]
-    with pytest.raises(ConflictError, match="the run was closed with leftover=carry, not drop"):
-        close_run(client, run, leftover="drop")
-    with pytest.raises(InvalidConfigError, match="leftover: 'burn' is not one of"):
-        close_run(client, run, leftover=cast("Any", "burn"))
-    reopened = [reopen_run(client, run) for _ in range(2)]
-
-    assert (closed, reopened) == ([True, False, False], [True, False])
-    assert close_run(client, run, leftover="drop")
+    await wait_until_async(lambda: read_frontier(client, run).is_finished, describe="the end")
 
 
 async def test_a_closed_run_ends_by_the_leases_of_generators_that_are_dead(house, client):
-    # One sample was opened by a generator that is dead, the other one never.
     run = house.create_run(batch_groups=1, lease_s=0.4)
     opened = encode_event(GroupOpened(group_id="gone", prompt_uid="", num_samples=2))
     of_open_group = keys.run_keys(run).of_open_group
@@ -177,10 +138,10 @@ def open_evaluation(house, run, *ids):
 
 
 async def evaluation_ends(client, run):
-    async def is_over():
-        return client.hget(keys.run_keys(run).groups, "e") in (b"2:evaluated", None)
-
-    await wait_until_async(is_over, describe="the end of the evaluation")
+    await wait_until_async(
+        lambda: client.hget(keys.run_keys(run).groups, "e") in (b"2:evaluated", None),
+        describe="the end of the evaluation",
+    )
 
 
 @pytest.mark.parametrize("leftover", ["short", "carry", "drop"])
@@ -196,17 +157,6 @@ async def test_no_end_waits_for_an_evaluation(house, client, leftover):
         await trainer.get(2)
 
     assert client.hget(keys.run_keys(run).groups, "e") == b"2:evaluating"
-
-
-async def test_orphaned_evaluation_ends_in_a_closed_run(house, client):
-    # Its generator died; one of its samples was never begun.
-    run = house.create_run(batch_groups=2, lease_s=0.4)
-    open_evaluation(house, run, "e/0/0")
-    await house.start_batcher()
-
-    close_run(client, run)
-
-    await evaluation_ends(client, run)
 
 
 async def test_evaluation_that_outlasts_its_run_is_ended_by_a_later_batcher(house, client):

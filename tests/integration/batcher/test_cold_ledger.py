@@ -1,25 +1,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from testkit import group, wait_until_async
 from turnstream.errors import CorruptRecordError, NotReadyError
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryState
-from turnstream_server import cli
 from turnstream_server.batcher.planner.upkeep import Upkeep
-from turnstream_server.bus.admin.deletion import delete_run
-from turnstream_server.bus.admin.forks import fork_run, token_of_step
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError, read_history
@@ -29,30 +22,6 @@ from turnstream_server.jobs.batches import read_batch
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 NUM_STEPS = 8
-
-# A batcher that kills itself before the first act of a kind.
-DOOMED = """
-import asyncio, os, signal, sys
-from pathlib import Path
-from turnstream_server.batcher.serving.options import BatcherOptions
-from turnstream_server.batcher.serving.service import serving
-from turnstream_server.batcher.planner.upkeep import Upkeep
-from turnstream_server.bus.release.ledger_files import LedgerFolder
-
-url, folder, act = sys.argv[1:]
-
-async def fall(name):
-    if name == act:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-async def main():
-    place = LedgerFolder(folder=Path(folder), hot_batches=2)
-    upkeep = Upkeep(snapshot_events=1, snapshot_steps=1, ledger_folder=place, before=fall)
-    async with serving(BatcherOptions(redis_url=url, leader_lease_s=0.6, upkeep=upkeep)):
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
 
 
 def upkeep(folder: Path | None) -> Upkeep:
@@ -74,10 +43,11 @@ def numbers(house: Any, run: str) -> tuple[int, int]:
 
 
 async def reached(house: Any, run: str, *, folded: int, cold: int) -> None:
-    async def check() -> bool:
-        return await asyncio.to_thread(numbers, house, run) == (folded, cold)
-
-    await wait_until_async(check, 60, describe=f"{folded} folded steps, {cold} in files")
+    await wait_until_async(
+        lambda: numbers(house, run) == (folded, cold),
+        60,
+        describe=f"{folded} folded steps, {cold} in files",
+    )
 
 
 def hot_steps(house: Any, run: str) -> list[int]:
@@ -152,46 +122,6 @@ async def test_a_damaged_file_is_found_by_its_checksum(house, cooled: str, tmp_p
     assert read_batch(house.url, cooled, 4, folder=tmp_path)["step"] == 4
 
 
-async def test_the_command_line_asks_the_archive_folder(
-    house, cooled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("TURNSTREAM_REDIS_URL", house.url)
-    monkeypatch.setenv("TURNSTREAM_ARCHIVE_DIR", str(tmp_path))
-
-    batch = CliRunner().invoke(cli.app, ["batch", cooled, "2", "--json"])
-    trained = CliRunner().invoke(cli.app, ["ledger", cooled, "g2/0/0", "--json"])
-
-    assert json.loads(batch.output)["trajectories"][0]["id"] == "g2/0/0"
-    assert json.loads(trained.output)["step"] == 2
-
-
-async def test_fork_knows_the_files_of_its_deleted_origin(house, cooled: str, tmp_path: Path):
-    new_run = f"{cooled} fork"
-    with connect(house.url) as client:
-        token = token_of_step(client, cooled, 7)
-        fork_run(client, cooled, new_run, token)
-        delete_run(client, cooled)
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep(tmp_path)), new_run)
-    await trainer.start(token=str(token))
-    await train_all(house, trainer, first=8, last=10)
-    await reached(house, new_run, folded=9, cold=6)
-
-    batches = [read_batch(house.url, new_run, step, folder=tmp_path) for step in range(1, 10)]
-    assert [batch["step"] for batch in batches] == list(range(1, 10))
-    assert history(house, new_run, "g1/0/0", tmp_path).step == 1
-    assert hot_steps(house, new_run) == [7, 8, 9]
-
-
-async def test_without_a_folder_everything_stays_in_the_store(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep(None)), run)
-    await trainer.start()
-    await train_all(house, trainer)
-
-    await reached(house, run, folded=7, cold=0)
-    assert hot_steps(house, run) == list(range(1, 8))
-
-
 async def test_a_folder_that_cannot_be_written_leaves_the_records_where_they_are(
     house, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -204,10 +134,7 @@ async def test_a_folder_that_cannot_be_written_leaves_the_records_where_they_are
     await reached(house, run, folded=7, cold=0)
     assert hot_steps(house, run) == list(range(1, 8))
 
-    async def is_told() -> bool:
-        return "stays in the store" in caplog.text
-
-    await wait_until_async(is_told)
+    await wait_until_async(lambda: "stays in the store" in caplog.text)
 
     async def is_noted() -> bool:
         with connect(house.url) as client:
@@ -220,9 +147,8 @@ async def test_a_folder_that_cannot_be_written_leaves_the_records_where_they_are
 
 @pytest.mark.parametrize("act", ["write_ledger_file", "move_to_file"])
 async def test_successor_of_a_leader_killed_while_moving_records_moves_them(
-    house_at, own_server, tmp_path: Path, act: str
+    house, start_batcher_process, tmp_path: Path, act: str
 ):
-    house = house_at(own_server.url)
     run = house.create_run(batch_groups=1)
     first = await house.start_batcher(upkeep=upkeep(None))
     trainer = house.trainer(first, run)
@@ -231,17 +157,15 @@ async def test_successor_of_a_leader_killed_while_moving_records_moves_them(
     await reached(house, run, folded=7, cold=0)
     await first.stop()
 
-    doomed = await asyncio.to_thread(
-        lambda: subprocess.run(
-            [sys.executable, "-c", DOOMED, house.url, str(tmp_path), act], check=False, timeout=60
-        )
-    )
+    upkeep_options = {"snapshot_events": 1, "snapshot_steps": 1, "folder": str(tmp_path)}
+    doomed = start_batcher_process(f"{act}.before", upkeep=upkeep_options)
+    status = await asyncio.to_thread(doomed.wait, 60)
     files = len(files_in(tmp_path))
     still_hot = hot_steps(house, run)
     await house.start_batcher(lease_s=0.6, upkeep=upkeep(tmp_path))
     await reached(house, run, folded=7, cold=4)
 
-    assert doomed.returncode == -signal.SIGKILL
+    assert status == -signal.SIGKILL
     assert (files, still_hot) == (int(act == "move_to_file"), list(range(1, 8)))
     assert len(files_in(tmp_path)) == 2
     assert read_batch(house.url, run, 1, folder=tmp_path)["step"] == 1

@@ -3,9 +3,8 @@ from typing import Any
 
 import pytest
 
-from testkit import group, stored_turn, trajectory, turn, wait_until_async
+from testkit import group, stored_turn, trajectory, turn
 from turnstream.errors import CorruptRecordError
-from turnstream.records.turns import encode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryKey, TrajectoryState
@@ -41,17 +40,8 @@ def damage(replace_records):
     return lambda run, key: replace_records(run, key, flip)
 
 
-@pytest.fixture
-def replace_turns(replace_records):
-    """Puts other turns in front of the seal of a trajectory."""
-    return lambda run, key, turns: replace_records(
-        run, key, lambda _: [encode_turn(each) for each in turns]
-    )
-
-
 async def test_a_damaged_trajectory_is_set_aside_and_its_group_trains_without_it(house, damage):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=2)
     await house.publish(run, _group_of_3("g0"))
     damage(run, TrajectoryKey("g0", sample=1))
 
@@ -64,35 +54,8 @@ async def test_a_damaged_trajectory_is_set_aside_and_its_group_trains_without_it
     assert "checksum" in _entry(house, run, "g0/1/0")
 
 
-async def test_payload_that_was_exchanged_for_another_sound_one_is_set_aside(house, replace_turns):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, _group_of_3("g0"))
-    replace_turns(run, TrajectoryKey("g0", sample=1), [stored_turn("ab", "CE")])
-
-    await house.publish(run, group("g1"))
-    await trainer.start()
-    await trainer.get(1)
-
-    assert _entry(house, run, "g0/1/0") == "dead:turn 0 has another checksum than was sealed"
-
-
-async def test_payload_that_is_gone_is_set_aside(house, replace_turns):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, _group_of_3("g0"))
-    replace_turns(run, TrajectoryKey("g0", sample=1), [])
-
-    await house.publish(run, group("g1"))
-    await trainer.start()
-    await trainer.get(1)
-
-    assert _entry(house, run, "g0/1/0") == "dead:0 turns are stored, 1 were sealed"
-
-
 async def test_a_seal_that_misstates_its_turns_is_set_aside(house):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=2)
     said = stored_turn("ab", "CDE").shape
     house.seal_group_of_one(run, "g0", stored_turn("ab", "CD"), said=said)
 
@@ -105,8 +68,7 @@ async def test_a_seal_that_misstates_its_turns_is_set_aside(house):
 
 
 async def test_a_group_that_damage_leaves_too_small_makes_way_for_the_next(house, damage):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=2)
     await house.publish(run, group("g0"))
     damage(run, TrajectoryKey("g0", sample=1))
 
@@ -117,27 +79,6 @@ async def test_a_group_that_damage_leaves_too_small_makes_way_for_the_next(house
     assert sorted(set(pulled.mini_batch.rows.group_id)) == ["g1", "g2"]
     assert _states(house, run) == {
         TrajectoryState.PLANNED: 4,
-        TrajectoryState.INCOMPLETE: 1,
-        TrajectoryState.DEAD: 1,
-    }
-
-
-async def test_a_batch_without_enough_sound_groups_is_not_offered(house, damage):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"))
-    damage(run, TrajectoryKey("g0", sample=0))
-
-    await house.publish(run, group("g1"))
-    await trainer.start()
-
-    async def is_set_aside() -> bool:
-        return TrajectoryState.INCOMPLETE in _states(house, run)
-
-    await wait_until_async(is_set_aside, describe="what is left of the damaged group")
-    await trainer.refused(1, words="1 of 2 groups complete")
-    assert _states(house, run) == {
-        TrajectoryState.SEALED: 2,
         TrajectoryState.INCOMPLETE: 1,
         TrajectoryState.DEAD: 1,
     }

@@ -8,7 +8,6 @@ import pytest
 
 from testkit import group, wait_until_async
 from turnstream.errors import CorruptRecordError
-from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.waits.wait_reasons import reasons
@@ -38,8 +37,6 @@ async def until_named(house: Any, run: str, words: str) -> None:
 async def test_step_is_planned_whole_after_a_damaged_counter_is_repaired(
     house: Any, part: str, field: str
 ) -> None:
-    # The plan was in its stream, its trajectories were planned, and no step had them: the run
-    # finished, and they were trained by nobody.
     run = house.create_run(batch_groups=1)
     await house.publish(run, group("g0"))
     names = keys.run_keys(run)
@@ -55,44 +52,3 @@ async def test_step_is_planned_whole_after_a_damaged_counter_is_repaired(
     await trainer.start()
     (pulled,) = await trainer.get(1, wait_s=30)
     assert {*pulled.mini_batch.rows.trajectory_id} == {"g0/0/0", "g0/1/0"}
-
-
-async def test_release_reports_a_damaged_counter_until_it_is_repaired(
-    house: Any,
-) -> None:
-    run = house.create_run(batch_groups=1, retain_checkpoints=1)
-    replica = await house.start_batcher()
-    await house.publish(run, group("g0"), group("g1"))
-    trainer = house.trainer(replica, run)
-    await trainer.start()
-    await trainer.stepped(await trainer.get(1, wait_s=30))
-    (second,) = await trainer.get(2, wait_s=30)
-    names = keys.run_keys(run)
-    with connect(house.url) as client:
-        count: Any = client.hget(names.budget, "planned")
-        client.hset(names.budget, "planned", DAMAGE)
-        await trainer.committed(await trainer.stepped([second]))
-
-        await until_named(house, run, f"damaged: {names.budget}, field 'planned'")
-        held = client.hlen(names.held)
-        client.hset(names.budget, "planned", count)
-
-        async def is_given_back() -> bool:
-            return client.hget(names.budget, "planned") == b"0" and not client.hlen(names.held)
-
-        await wait_until_async(is_given_back, describe="the bytes of what is released")
-    assert held > 0
-
-
-def test_group_and_seal_are_refused_by_the_name_of_the_damaged_counter(house: Any) -> None:
-    run = house.create_run(batch_groups=1)
-    names = keys.run_keys(run)
-    with connect(house.url) as client, Publisher(house.url, run) as publisher:
-        publisher.publish(group("g0")).result(30)
-        client.hset(names.counts, "open", DAMAGE)
-        with pytest.raises(CorruptRecordError, match=f"{names.counts}, field 'open'"):
-            publisher.publish(group("g1")).result(30)
-        client.hset(names.counts, "open", 0)
-        publisher.publish(group("g1")).result(30)
-
-        assert client.hget(names.counts, "sealed") == b"4"

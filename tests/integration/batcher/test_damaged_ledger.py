@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream.store.run.tasks import Prompt, add_prompts
-from turnstream_server import cli
 from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.release.compact_records import find_past_step, read_past_batch
 from turnstream_server.jobs.ledger import history_json, print_ledger
@@ -181,8 +179,6 @@ def _leave_others(url: str, run: str) -> None:
 
 
 async def test_every_damaged_field_is_a_typed_error_of_ledger(house: Any, worn_run: str) -> None:
-    # `turnstream ledger` ended with a traceback: ValueError of a count, KeyError of the frontier,
-    # UnicodeDecodeError of an entry.
     await house.close()  # no batcher repairs or meets the damage
 
     found = await asyncio.to_thread(_damage_all, house.url, worn_run)
@@ -215,39 +211,3 @@ def _damage_all(url: str, run: str) -> list[str]:
                             wrong.append(f"{place} {name} {what}: {type(error).__name__} {error}")
     assert num_raised > 200
     return wrong
-
-
-@pytest.mark.parametrize(
-    ("key", "field", "value", "words"),
-    [
-        ("counts", "accepted", b"\xff", "counts, field 'accepted': b'\\xff' is not a whole number"),
-        ("ledger", "open/0/0", b"\xff\xfe", "ledger, field 'open/0/0': "),
-        ("frontier", "stepped", b"", "frontier, field 'stepped': b'' is not a whole number"),
-        ("ended", "1", b"\x00" * 9, "ended, field '1': "),
-        ("budget", "reserved", b"1.5", "budget, field 'reserved': b'1.5' is not a whole number"),
-    ],
-)
-async def test_command_reports_damage_in_one_line(
-    house: Any,
-    worn_run: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    key: str,
-    field: str,
-    value: bytes,
-    words: str,
-) -> None:
-    await house.close()
-    name = getattr(keys.run_keys(worn_run), key)
-    with connect(house.url) as client:
-        client.hset(name, field, value)
-    arguments = ["ledger", worn_run, *([NAMES[4]] if key == "ended" else []), "--redis", house.url]
-    monkeypatch.setattr(sys, "argv", ["turnstream", *arguments])
-
-    with pytest.raises(SystemExit) as ended:
-        await asyncio.to_thread(cli.main)
-
-    assert ended.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: damaged: ")
-    assert words in line

@@ -36,10 +36,7 @@ async def trouble(url: str, run: str) -> str:
         with connect(url) as client:
             return reasons(read_snapshot(client, run))
 
-    async def is_told() -> bool:
-        return any(each.kind is WaitKind.PLANNING_FAILS for each in found())
-
-    await wait_until_async(is_told)
+    await wait_until_async(lambda: any(each.kind is WaitKind.PLANNING_FAILS for each in found()))
     return next(each.sentence for each in found() if each.kind is WaitKind.PLANNING_FAILS)
 
 

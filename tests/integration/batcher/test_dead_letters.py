@@ -31,11 +31,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 async def until(predicate: Callable[[], object], describe: str) -> None:
     """Wait for something that the batcher, in this event loop, does."""
-
-    async def ask() -> object:
-        return predicate()
-
-    await wait_until_async(ask, describe=describe)
+    await wait_until_async(lambda: predicate(), describe=describe)
 
 
 async def command(house: Any, *words: str) -> str:
@@ -141,8 +137,7 @@ async def test_commands_list_show_export_and_discard(house: Any, tmp_path: Path)
 async def test_damaged_seal_of_a_trajectory_that_awaits_its_reward_is_dead(
     house: Any,
 ) -> None:
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1)
     publish_damaged_seal(house, run, lease="1:awaits")
     await house.publish(run, group("g1"))
     await trainer.start()
@@ -154,7 +149,6 @@ async def test_damaged_seal_of_a_trajectory_that_awaits_its_reward_is_dead(
 
 
 async def test_discarded_dead_letter_does_not_stop_the_next_leader(house: Any) -> None:
-    # It reads the damaged event again; the ledger has no entry of that trajectory any more.
     run = house.create_run(batch_groups=1, max_dead_bytes=0)
     upkeep = Upkeep(fold_ended=1)
     first = await house.start_batcher(upkeep=upkeep)

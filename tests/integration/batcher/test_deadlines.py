@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,20 +25,6 @@ DEADLINE_S = 10.0
 
 SHORT = {"group_deadline_s": DEADLINE_S, "deadline_policy": "train_short"}
 
-BATCHER = """
-import asyncio, sys
-from turnstream_server.batcher.serving.options import BatcherOptions
-from turnstream_server.batcher.serving.service import serving
-
-async def main():
-    options = BatcherOptions(redis_url=sys.argv[1], leader_lease_s=0.6)
-    async with serving(options) as address:
-        print(address, flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
 REWARDER = """
 import sys
 from turnstream.generator import post_reward
@@ -50,21 +35,6 @@ url, run, group, sample, reward = sys.argv[1:]
 with connect(url) as client:
     print(post_reward(client, run, TrajectoryKey(group, int(sample)), float(reward)).name)
 """
-
-
-@pytest.fixture
-def start_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(code: str, *words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", code, *words]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        with process:
-            process.kill()
 
 
 def open_members(house: Any, run: str, *, num_samples: int, sealed: int, **opening: Any) -> None:
@@ -98,15 +68,11 @@ def states(house: Any, run: str) -> dict[TrajectoryState, int]:
 
 
 async def wait_for_states(house: Any, run: str, expected: dict[TrajectoryState, int]) -> None:
-    async def are_so() -> bool:
-        return states(house, run) == expected
-
-    await wait_until_async(are_so, describe=f"states {expected}")
+    await wait_until_async(lambda: states(house, run) == expected, describe=f"states {expected}")
 
 
 async def test_a_group_with_a_member_that_hangs_is_trained_short(house: Any) -> None:
-    run = house.create_run(batch_groups=1, **SHORT)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1, **SHORT)
     await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
 
     house.pass_deadlines(run)
@@ -118,10 +84,9 @@ async def test_a_group_with_a_member_that_hangs_is_trained_short(house: Any) -> 
 
 
 async def test_a_group_with_a_member_that_hangs_is_dropped_and_makes_room(house: Any) -> None:
-    run = house.create_run(
+    run, trainer = await house.serve(
         batch_groups=1, max_staleness=0, max_planned_ahead=0, group_deadline_s=DEADLINE_S
     )
-    trainer = house.trainer(await house.start_batcher(), run)
     await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
 
     house.pass_deadlines(run)
@@ -138,10 +103,9 @@ async def test_a_group_with_a_member_that_hangs_is_dropped_and_makes_room(house:
 
 
 async def test_hanging_member_is_refilled_by_any_free_generator(house: Any) -> None:
-    run = house.create_run(
+    run, trainer = await house.serve(
         batch_groups=1, group_deadline_s=DEADLINE_S, deadline_policy="refill", max_refills=1
     )
-    trainer = house.trainer(await house.start_batcher(), run)
     await asyncio.to_thread(open_members, house, run, num_samples=2, sealed=1, prompt_uid="p7")
 
     house.pass_deadlines(run)
@@ -159,8 +123,7 @@ async def test_hanging_member_is_refilled_by_any_free_generator(house: Any) -> N
 
 
 async def test_an_abandoned_member_is_refilled_without_any_deadline(house: Any) -> None:
-    run = house.create_run(batch_groups=1, deadline_policy="refill", max_refills=1)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1, deadline_policy="refill", max_refills=1)
 
     def write() -> None:
         with Publisher(house.url, run) as publisher:
@@ -183,14 +146,13 @@ async def test_an_abandoned_member_is_refilled_without_any_deadline(house: Any) 
 
 
 async def test_untaken_refill_does_not_hold_its_group(house: Any) -> None:
-    run = house.create_run(
+    run, trainer = await house.serve(
         batch_groups=1,
         group_deadline_s=DEADLINE_S,
         deadline_policy="refill",
         max_refills=1,
         refill_fallback="train_short",
     )
-    trainer = house.trainer(await house.start_batcher(), run)
     await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
 
     house.pass_deadlines(run)
@@ -213,38 +175,10 @@ async def a_refill_is_granted(house: Any, run: str) -> None:
     await wait_until_async(is_so, describe="a refill")
 
 
-async def test_the_first_four_of_six_are_trained_and_the_others_are_counted(house: Any) -> None:
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await asyncio.to_thread(
-        open_members, house, run, num_samples=6, sealed=4, num_needed=4
-    )  # two of them are still at work
-
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.trajectory_id == [f"g/{sample}/0" for sample in range(4)]
-    assert states(house, run) == {TrajectoryState.PLANNED: 4, TrajectoryState.SURPLUS: 2}
-
-
-async def test_kept_surplus_is_trained_with_its_group(house: Any) -> None:
-    run = house.create_run(batch_groups=2, surplus="keep")
-    trainer = house.trainer(await house.start_batcher(), run)
-    await asyncio.to_thread(open_members, house, run, num_samples=4, sealed=3, num_needed=2)
-
-    await house.publish(run, group("h"))
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.trajectory_id[:3] == ["g/0/0", "g/1/0", "g/2/0"]
-    await wait_for_states(house, run, {TrajectoryState.PLANNED: 5, TrajectoryState.SURPLUS: 1})
-
-
 async def test_a_reward_is_posted_by_another_process(
     house: Any, start_process: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1)
     await trainer.start()
 
     async with AsyncPublisher(house.url, run) as publisher:
@@ -270,10 +204,9 @@ async def test_a_reward_is_posted_by_another_process(
 
 
 async def test_a_reward_that_does_not_come_ends_by_its_own_deadline(house: Any) -> None:
-    run = house.create_run(
+    run, trainer = await house.serve(
         batch_groups=1, reward_deadline_s=DEADLINE_S, deadline_policy="train_short"
     )
-    trainer = house.trainer(await house.start_batcher(), run)
 
     async with AsyncPublisher(house.url, run) as publisher:
         for sample in range(3):
@@ -291,34 +224,11 @@ async def test_a_reward_that_does_not_come_ends_by_its_own_deadline(house: Any) 
     assert (late, ledger(house, run).num_late_rewards) == (RewardOutcome.LATE, 1)
 
 
-async def test_components_that_are_sealed_and_posted_are_compared_together(house: Any) -> None:
-    run = house.create_run(
-        batch_groups=1,
-        estimator="gdpo",
-        component_weights=(("accuracy", 1.0), ("format", 0.5)),
-    )
-    trainer = house.trainer(await house.start_batcher(), run)
-
-    async with AsyncPublisher(house.url, run) as publisher:
-        for sample in (0, 1):
-            async with publisher.trajectory("g", sample, num_samples=2) as writer:
-                await writer.append([1, 2], [3])
-                await writer.seal(reward_components={"format": 1.0}, awaits_reward=True)
-            await publisher.post_reward(
-                TrajectoryKey("g", sample), reward_components={"accuracy": float(sample)}
-            )
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.reward.tolist() == [0.5, 1.5]
-
-
 async def test_restarted_batcher_does_not_wait_for_a_hanging_member(
-    house: Any, start_process: Callable[..., subprocess.Popen[str]]
+    house: Any, start_batcher_process: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    # NeMo-RL 3238: a group that was decided short waited for its hanging member again on resume.
     run = house.create_run(batch_groups=2, **SHORT)
-    first = start_process(BATCHER, house.url)
+    first = start_batcher_process()
     assert first.stdout is not None
     first.stdout.readline()
     await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
@@ -333,14 +243,3 @@ async def test_restarted_batcher_does_not_wait_for_a_hanging_member(
     (pulled,) = await trainer.get(1)
 
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0", "h/0/0", "h/1/0"]
-
-
-async def test_a_deadline_that_passes_while_no_batcher_runs_fires_when_one_does(house: Any) -> None:
-    run = house.create_run(batch_groups=1, **{**SHORT, "group_deadline_s": 0.001})
-    await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
-
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0"]

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 
 from testkit import config, group, wait_until_async
-from turnstream.errors import FencedError, RunNotFoundError
-from turnstream.generator import Publisher
+from turnstream.errors import RunNotFoundError
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.run.runs import create_run, list_runs
+from turnstream.store.run.runs import create_run
 from turnstream_server.bus.admin.deletion import delete_run
-from turnstream_server.jobs.batches import archive_run
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -42,8 +40,7 @@ def create_again(house: Any, run: str, *, batch_groups: int) -> None:
 
 
 async def test_waiting_calls_of_a_deleted_run_end_at_once(house):
-    run = house.create_run()
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve()
     await trainer.start()
     getting = asyncio.create_task(trainer.get(1, wait_s=20))
 
@@ -82,27 +79,7 @@ async def test_leader_and_follower_drop_a_deleted_run(house):
     assert keys_of(house.url, run) == {"deleted", "wake", "meta", "incarnation"}
 
 
-def test_generator_of_a_deleted_run_gets_an_error_and_creates_no_key(house_at, own_server):
-    house = house_at(own_server.url)
-    run = house.create_run()
-    with Publisher(house.url, run) as publisher:
-        busy = publisher.trajectory("busy", sample=0, num_samples=1)
-        busy.append([1, 2], [3], logprobs=[-0.5], policy_version=0).result(10)
-
-        with connect(house.url) as client:
-            delete_run(client, run)
-        with pytest.raises((FencedError, RunNotFoundError)):
-            busy.append([1, 2, 3, 4], [5], logprobs=[-0.5], policy_version=0).result(10)
-        new = publisher.trajectory("new", sample=0, num_samples=1)
-        with pytest.raises(RunNotFoundError):
-            new.append([1], [2], logprobs=[-0.5], policy_version=0).result(10)
-
-    assert keys_of(house.url, run) == {"deleted", "wake", "meta", "incarnation"}
-
-
 async def test_leader_of_a_deleted_run_plans_nothing_in_the_next_run(house):
-    # Both runs had the same keys: a leader that stalled before its write had only its epoch to be
-    # told from the leader of the next run by.
     run, stalls, may_go_on = house.create_run(batch_groups=1), asyncio.Event(), asyncio.Event()
 
     async def stall(manifest: Any) -> None:
@@ -127,41 +104,3 @@ async def test_leader_of_a_deleted_run_plans_nothing_in_the_next_run(house):
     assert pulled.mini_batch.info.run == f"{run}~2"
     with connect(house.url) as client:
         assert not client.exists(keys.run_keys(run).plan, keys.run_keys(run).frontier)
-
-
-async def test_archive_of_the_next_run_of_a_name_is_in_another_folder(house, tmp_path):
-    run = house.create_run(batch_groups=1)
-    replica = await house.start_batcher()
-    written = []
-    for _ in range(2):
-        await house.publish(run, group("g"))
-        trainer = house.trainer(replica, run)
-        trainer.run = (await trainer.start()).run
-        await trainer.committed(await trainer.stepped(await trainer.get(1)))
-        written += await asyncio.to_thread(lambda: list(archive_run(house.url, run, tmp_path)))
-        await delete(house, run)
-        await asyncio.to_thread(create_again, house, run, batch_groups=1)
-
-    assert [path.name for path in written] == ["step-00000001.parquet"] * 2
-    assert len({path.parent for path in written}) == 2
-    assert all(path.exists() for path in written)
-
-
-async def test_batcher_leads_the_next_run_and_lets_one_being_deleted_lie(house):
-    run = house.create_run(batch_groups=1)
-    with connect(house.url) as client:
-        # A deletion that was interrupted: the run is condemned, and still in the list of runs.
-        client.delete(keys.run_keys(run).frontier, keys.run_keys(run).config)
-        client.hset(keys.run_keys(run).deleted, mapping={"since_ms": 1, "fence_ms": 900_000})
-    await asyncio.to_thread(create_again, house, run, batch_groups=1)
-    await house.publish(run, group("new"))
-    await house.start_batcher()
-
-    def is_planned() -> bool:
-        with connect(house.url) as client:
-            return bool(client.exists(keys.run_keys(f"{run}~2").plan))
-
-    await wait_until_async(lambda: asyncio.to_thread(is_planned), describe="a plan")
-    with connect(house.url) as client:
-        assert not client.exists(keys.run_keys(run).leader)
-        assert set(list_runs(client)) == {run, f"{run}~2"}

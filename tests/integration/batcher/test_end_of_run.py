@@ -10,8 +10,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 async def test_a_closed_run_ends_with_a_short_batch_and_then_an_end(house):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=2)
     await house.publish(run, *(group(f"g{i}") for i in range(3)), closes=True)
     await trainer.start()
 
@@ -27,8 +26,7 @@ async def test_a_closed_run_ends_with_a_short_batch_and_then_an_end(house):
 
 
 async def test_end_of_run_is_reported_once_the_last_batch_is_stepped(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1)
     await house.publish(run, group("g0"), closes=True)
     await trainer.start()
     last = await trainer.get(1)
@@ -43,8 +41,7 @@ async def test_end_of_run_is_reported_once_the_last_batch_is_stepped(house):
 
 
 async def test_a_closed_run_does_not_end_while_a_group_is_open(house):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=2)
     await trainer.start()
 
     with Publisher(house.url, run) as publisher, publisher.group("late", 2) as members:
@@ -57,29 +54,6 @@ async def test_a_closed_run_does_not_end_while_a_group_is_open(house):
     (pulled,) = await trainer.get(1)
 
     assert pulled.mini_batch.rows.group_id == ["g0", "g0", "late", "late"]
-
-
-async def test_every_replica_tells_the_end(house):
-    run = house.create_run(batch_groups=1)
-    trainers = [house.trainer(await house.start_batcher(), run) for _ in range(2)]
-    await house.publish(run, group("g0"), closes=True)
-    for trainer in trainers:
-        await trainer.start("s")
-    await trainers[0].stepped(await trainers[0].get(1))
-
-    for trainer in trainers:
-        with pytest.raises(EndOfRunError):
-            await trainer.get(2)
-
-
-async def test_a_closed_run_that_got_nothing_ends_at_once(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, closes=True)
-    await trainer.start()
-
-    with pytest.raises(EndOfRunError):
-        await trainer.get(1)
 
 
 async def test_a_session_that_goes_back_after_the_end_gets_its_batches_again(house):

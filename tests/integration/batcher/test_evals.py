@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from testkit import group, ids, trajectory, turn, wait_until_async
-from turnstream.errors import ConflictError, EndOfRunError, InvalidTurnError
-from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.errors import ConflictError, EndOfRunError
+from turnstream.generator import AsyncPublisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.evals import eval_results
@@ -40,23 +39,6 @@ with Publisher(url, run) as publisher, publisher.group("e", 2, purpose="eval") a
     sys.stdin.read()
 """
 
-# A batcher that is killed where its failpoint is.
-DOOMED = """
-import asyncio, sys
-from turnstream_server import failpoints
-from turnstream_server.batcher.serving.options import BatcherOptions
-from turnstream_server.batcher.serving.service import serving
-
-url, failpoint = sys.argv[1:]
-failpoints.arm(failpoint)
-
-async def main():
-    async with serving(BatcherOptions(redis_url=url, leader_lease_s=0.6)):
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
 
 def evaluation(group_id: str, *rewards: float, version: int = 1) -> Group:
     members = [
@@ -79,10 +61,10 @@ def results(house: Any, run: str) -> list[EvalResult]:
 
 
 async def num_evaluated(house: Any, run: str, number: int) -> None:
-    async def are_evaluated() -> bool:
-        return counts(house, run).by_state[TrajectoryState.EVALUATED] == number
-
-    await wait_until_async(are_evaluated, describe=f"{number} evaluated")
+    await wait_until_async(
+        lambda: counts(house, run).by_state[TrajectoryState.EVALUATED] == number,
+        describe=f"{number} evaluated",
+    )
 
 
 def plans(house: Any, run: str, steps: int) -> list[Any]:
@@ -140,18 +122,19 @@ async def test_the_results_of_each_version_are_kept_by_group_and_overall(house):
 
 
 @pytest.mark.parametrize("place", ["settle.before", "settle.after"])
-async def test_an_evaluation_ends_once_though_its_planner_is_killed_at_its_end(house, place):
+async def test_an_evaluation_ends_once_though_its_planner_is_killed_at_its_end(
+    house, start_batcher_process, place
+):
     run = house.create_run()
     await house.publish(run, evaluation("e", 1.0, 0.0, version=3))
 
-    command = [sys.executable, "-c", DOOMED, house.url, place]
-    killed = await asyncio.to_thread(subprocess.run, command, timeout=60, check=False)
+    status = await asyncio.to_thread(start_batcher_process(place).wait, 60)
     known = results(house, run)
     await house.start_batcher(lease_s=0.6)
     await house.publish(run, evaluation("f", 0.5, version=3))
     await num_evaluated(house, run, 3)
 
-    assert killed.returncode == -signal.SIGKILL
+    assert status == -signal.SIGKILL
     assert [each.num_groups for each in known] == ([1] if place == "settle.after" else [])
     (found,) = results(house, run)
     assert (found.num_groups, found.num_trajectories, found.reward.mean) == (2, 3, 0.5)
@@ -174,32 +157,16 @@ async def test_evaluation_continues_while_training_waits_and_ends_with_the_run(h
     await num_evaluated(house, run, 2)
 
 
-async def test_evaluation_with_num_needed_is_refused(house):
-    run = house.create_run()
-
-    def open_group(**fields: Any) -> None:
-        with Publisher(house.url, run) as publisher:
-            publisher.group("e", 4, **fields)
-
-    with pytest.raises(InvalidTurnError, match="num_needed: 2 of 4 samples"):
-        await asyncio.to_thread(lambda: open_group(num_needed=2, purpose="eval"))
-    with pytest.raises(InvalidTurnError, match="purpose: 'test' is not one of train, eval"):
-        await asyncio.to_thread(lambda: open_group(purpose="test"))
+def kill_after_seal(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "sealed"
+    process.kill()
 
 
-def kill_a_generator_that_has_sealed(url: str, run: str) -> None:
-    command = [sys.executable, "-c", GENERATOR, url, run]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().strip() == "sealed"
-        process.kill()
-
-
-async def test_the_evaluation_of_a_killed_generator_ends_with_its_lease(house):
+async def test_the_evaluation_of_a_killed_generator_ends_with_its_lease(house, start_process):
     run = house.create_run(lease_s=2.0, takeover_s=600)
     await house.start_batcher()
-    await asyncio.to_thread(kill_a_generator_that_has_sealed, house.url, run)
+    await asyncio.to_thread(kill_after_seal, start_process(GENERATOR, house.url, run))
 
     house.end_leases(run)
     await num_evaluated(house, run, 1)

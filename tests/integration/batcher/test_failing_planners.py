@@ -77,16 +77,6 @@ async def test_a_planner_that_fails_at_once_pauses_longer_and_longer(house, paus
     assert all(gap >= least for gap, least in zip(gaps, (0.02, 0.04, 0.08), strict=True)), gaps
 
 
-async def test_a_planner_whose_term_lasted_pauses_for_a_moment_only(house, pauses):
-    pauses(first_s=0.2, longest_s=0)  # so that every term has lasted
-    hook = Failing(RuntimeError("a defect"), num_times=3)
-
-    await fail(house, hook)
-    await asyncio.wait_for(hook.is_waiting.wait(), 30)
-
-    assert all(later - sooner >= 0.2 for sooner, later in itertools.pairwise(hook.failed_s))
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [(RuntimeError("a defect"), "a defect"), (ValueError(), r"ValueError\(\)")],
@@ -113,30 +103,7 @@ async def test_lasting_term_clears_the_recorded_trouble(house, pauses):
 
     await trainer.refused(1, words=r"^(?!.*planning failed)")
 
-    async def is_taken_back() -> bool:
-        return not trouble(house, run)
-
-    await wait_until_async(is_taken_back)
-
-
-async def test_written_plan_clears_the_recorded_trouble(house, pauses):
-    pauses(first_s=0.02, longest_s=60)
-    failures = [RuntimeError("a defect")]
-
-    async def fail_once(_: object) -> None:
-        if failures:
-            raise failures.pop()
-
-    run = house.create_run(batch_groups=1)
-    batcher = await house.start_batcher(before_write=fail_once)
-    trainer = house.trainer(batcher, run)
-    await house.publish(run, group("g0"))
-    await trainer.start()
-    await trainer.get(1)
-
-    error = await trainer.refused(2, words="step 2")
-
-    assert "planning failed" not in str(error)
+    await wait_until_async(lambda: not trouble(house, run))
 
 
 @pytest.mark.parametrize("error", [FencedError("not ours"), StoreUnavailableError("no answer")])
@@ -152,30 +119,6 @@ async def test_normal_end_of_a_term_is_not_recorded_as_trouble(house, pauses, er
 
     assert trouble(house, run) is None
     assert ("planning failed" in str(refusal)) is (str(error) == "no answer")
-
-
-async def test_defect_is_raised_although_the_store_cannot_record_it(house, pauses, caplog):
-    pauses(first_s=0.02, longest_s=60)
-
-    async def fail_and_break_the_leader(_: object) -> None:
-        with connect(house.url) as client:
-            client.set(keys.run_keys(run).leader, "no hash")
-        raise RuntimeError("a defect")
-
-    run = house.create_run(batch_groups=1)
-    await house.start_batcher(before_write=fail_and_break_the_leader)
-    await house.publish(run, group("g0"))
-
-    def failures() -> list[Any]:
-        return [each.exc_info for each in caplog.records if "planning of" in each.getMessage()]
-
-    async def has_failed() -> bool:
-        return bool(failures())
-
-    await wait_until_async(has_failed)
-    with connect(house.url) as client:
-        client.delete(keys.run_keys(run).leader)
-    assert failures()[0][0] is RuntimeError
 
 
 async def test_a_leader_whose_store_is_away_stops_without_a_complaint(house_at, own_server, caplog):

@@ -45,8 +45,6 @@ async def _folded(url: str, run: str) -> None:
 async def test_writer_of_a_lost_seal_learns_that_its_trajectory_was_abandoned(
     house: Any, server: EmbeddedServer, past_of: PastOf
 ) -> None:
-    # The payload was released before the first generator sent it again, which took its end for that
-    # of its own: what it had been acknowledged was lost without a word.
     run = house.create_run(batch_groups=1)
     past = await asyncio.to_thread(past_of, server)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -13,17 +12,12 @@ import pytest
 import redis
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from rich.console import Console
 
-from testkit import ids
-from turnstream.errors import NotReadyError, StoreFullError, StoreUnavailableError, TurnstreamError
+from turnstream.errors import NotReadyError, StoreFullError, TurnstreamError
 from turnstream.generator import Publisher
-from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream_server.batcher.serving.health import NOTE
-from turnstream_server.jobs.ledger import ledger_json, print_ledger
-from turnstream_server.jobs.why import reasons_json
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -89,8 +83,6 @@ def says_full(text: str) -> bool:
 
 
 def test_publisher_waits_on_full_store_say_full(full: FullStore) -> None:
-    # Every wait said that the store was away, with StoreUnavailableError: "the store has taken
-    # nothing for 2.0 s: OOM command not allowed".
     full.fill()
     full.writers[0].append([1] + [2] * 3000 + [3], [4] * 3000, policy_version=0)
 
@@ -108,83 +100,9 @@ def test_publisher_waits_on_full_store_say_full(full: FullStore) -> None:
     assert says_full(str(sealed.value))
 
 
-def test_group_and_task_waits_on_full_store_say_full(full: FullStore) -> None:
-    # A group ended with StoreUnavailableError, and took all unacknowledged writes of its publisher
-    # with it; a task was refused at once.
-    full.fill()
-
-    with pytest.raises(NotReadyError) as grouped, full.publisher.group("new", 2):
-        pass
-    with pytest.raises(NotReadyError) as tasked:
-        full.publisher.next_task(wait_s=0.5)
-
-    for error, kind in ((grouped.value, "no_leave"), (tasked.value, "no_task")):
-        assert [reason.kind for reason in error.reasons[:2]] == [kind, "store_full"]
-        assert all(says_full(reason.sentence) for reason in error.reasons[:2])
-
-
-def test_group_begins_once_a_full_store_has_memory_again(full: FullStore) -> None:
-    full.fill()
-    waiting = full.publisher.trajectory("new", 0, num_samples=1)
-    full.client.config_set("maxmemory", 0)
-
-    with waiting:
-        waiting.append(ids("ab"), ids("c"))
-        waiting.seal(reward=1.0)
-
-    assert waiting.has_ended
-
-
-def test_refused_call_on_full_store_names_bytes_and_holders(full: FullStore) -> None:
-    # The error was "OOM command not allowed when used memory > 'maxmemory'".
-    full.fill()
-
-    with pytest.raises(StoreFullError) as refused:
-        add_prompts(full.client, full.run, [Prompt(prompt_uid="q", payload=b"", num_samples=2)])
-
-    assert says_full(str(refused.value))
-    assert not isinstance(refused.value, StoreUnavailableError)
-
-
-def test_why_and_ledger_of_full_store_say_full(full: FullStore, house: Any) -> None:
-    # `why` named the missing planner and each open member first, and then some bytes.
-    full.fill()
-    console = Console(record=True, width=300)
-
-    found = json.loads(reasons_json(house.url, full.run))["reasons"]
-    print_ledger(house.url, full.run, console)
-
-    assert found[0]["kind"] == "store_full"
-    assert says_full(found[0]["sentence"])
-    assert "out_of_bytes" not in {each["kind"] for each in found}
-    assert says_full(console.export_text().splitlines()[-1])
-    assert says_full(json.loads(ledger_json(house.url, full.run))["full"])
-
-
-def test_why_says_full_where_open_trajectories_hold_the_budget(house: Any) -> None:
-    # Bytes came after the planner, the trainer and each open trajectory.
-    run = house.create_run(batch_groups=2, max_staleness=9, max_bytes=300_000)
-    with (
-        connect(house.url) as client,
-        Publisher(house.url, run) as publisher,
-        publisher.group("g0", 2),
-        publisher.group("g1", 2),
-    ):
-        client.hset(keys.run_keys(run).frontier, "planned", 2)
-
-        found = json.loads(reasons_json(house.url, run))["reasons"]
-
-        assert found[0]["kind"] == "store_full"
-        assert found[0]["sentence"].startswith(
-            "the byte budget of the run is full: 262,144 of max_bytes=300,000 are held, "
-            "262,144 bytes by open trajectories"
-        )
-
-
 async def test_batcher_of_full_store_says_full(
     full_with_batcher: tuple[FullStore, Any, Any],
 ) -> None:
-    # A Get that ended named too few groups and open members; health named nothing.
     _, replica, trainer = full_with_batcher
 
     told = await trainer.refused(1, words="step 1: 0 of 8 groups complete")

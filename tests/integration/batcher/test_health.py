@@ -44,13 +44,6 @@ async def test_a_batcher_whose_store_takes_writes_serves(stub, service):
     assert await check(stub, service) == (SERVING, "")
 
 
-async def test_a_service_that_is_not_here_is_not_found(stub):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await check(stub, "other")
-
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
 async def test_missing_store_is_reported_with_its_reason_until_it_is_back(server, stub):
     stream = stub.Watch(HealthCheckRequest(service=SERVICE), timeout=60)
     before = await next_state(stream)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +27,6 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 WINDOW_S = 4.0
 RUN = "run"
 
-BATCHER = """
-import asyncio, sys
-from turnstream_server import failpoints
-from turnstream_server.batcher.serving.options import BatcherOptions
-from turnstream_server.batcher.serving.service import serving
-
-url, failpoint = sys.argv[1:]
-failpoints.arm(failpoint)
-
-async def main():
-    options = BatcherOptions(redis_url=url, leader_lease_s=2.0, park_after_s=0.3)
-    async with serving(options) as address:
-        print(address, flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -57,20 +38,16 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def start_batcher(server: EmbeddedServer) -> Iterator[Start]:
+def start_batcher(start_batcher_process: Start) -> Start:
     """`start_batcher()` starts a batcher process, and returns it when it answers."""
-    with ExitStack() as stack:
 
-        def start(failpoint: str = "") -> subprocess.Popen[str]:
-            command = [sys.executable, "-c", BATCHER, server.url, failpoint]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            stack.callback(process.communicate)
-            stack.callback(process.kill)
-            assert process.stdout is not None
-            assert process.stdout.readline()
-            return process
+    def start(failpoint: str = "") -> subprocess.Popen[str]:
+        process = start_batcher_process(failpoint, leader_lease_s=2.0, park_after_s=0.3)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        return process
 
-        yield start
+    return start
 
 
 @pytest.fixture
@@ -115,8 +92,6 @@ def cpu_s(process: subprocess.Popen[str]) -> float:
 def test_idle_and_closed_runs_cost_no_polling(
     client: redis.Redis, start_batcher: Start, num_replicas: int, num_runs: int
 ) -> None:
-    # 200 idle runs took 16 % of a core and 2,800 commands per second, and so did 200 closed runs:
-    # their leader asked the store again and again for what could not have changed.
     runs = [f"{kind} {number}" for kind in ("idle", "closed") for number in range(num_runs)]
     for run in runs:
         create_run(client, run, one_group_config())
@@ -143,44 +118,10 @@ def is_quiet(client: redis.Redis) -> bool:
     return num_commands(client) - before < 20
 
 
-def test_parked_run_is_led_by_another_process_after_a_kill(
-    server: EmbeddedServer, client: redis.Redis, start_batcher: Start
-) -> None:
-    create_run(client, RUN, one_group_config())
-    first = start_batcher()
-    wait_until(lambda: is_parked(client, RUN), describe="a parked run")
-    first.kill()
-    first.wait()
-
-    publish(server, RUN)
-    start_batcher()
-
-    until_planned(client, RUN, 1)
-
-
-def test_parked_run_is_led_by_the_replica_that_lives(
-    server: EmbeddedServer, client: redis.Redis, start_batcher: Start
-) -> None:
-    create_run(client, RUN, one_group_config())
-    first = start_batcher()
-    wait_until(lambda: is_parked(client, RUN), describe="a parked run")
-    before = epoch(client, RUN)
-    start_batcher()
-    wait_until(lambda: epoch(client, RUN) > before and is_parked(client, RUN), describe="both")
-    first.kill()
-    first.wait()
-
-    publish(server, RUN)
-
-    until_planned(client, RUN, 1)
-
-
 @pytest.mark.parametrize("place", ["park.before", "park.after"])
 def test_work_that_arrives_while_a_run_is_parked_is_done(
     server: EmbeddedServer, client: redis.Redis, start_batcher: Start, place: str
 ) -> None:
-    # Just before the run is parked the planner has found it idle; just after, no read of its
-    # streams is under way. Work that is written then must not be missed.
     create_run(client, RUN, one_group_config())
     process = start_batcher(f"{place}=stop")
     wait_until(lambda: is_stopped(process), describe=place)
@@ -194,30 +135,3 @@ def test_work_that_arrives_while_a_run_is_parked_is_done(
 def is_stopped(process: subprocess.Popen[str]) -> bool:
     with open(f"/proc/{process.pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"
-
-
-def test_parked_run_wakes_after_a_restart_of_the_store(
-    server: EmbeddedServer, client: redis.Redis, start_batcher: Start
-) -> None:
-    create_run(client, RUN, one_group_config())
-    start_batcher()
-    wait_until(lambda: is_parked(client, RUN), describe="a parked run")
-
-    server.restart()
-    publish(server, RUN)
-
-    until_planned(client, RUN, 1)
-
-
-def test_run_that_takes_the_name_of_a_lost_one_is_planned(
-    server: EmbeddedServer, client: redis.Redis, start_batcher: Start
-) -> None:
-    create_run(client, RUN, one_group_config())
-    start_batcher()
-    wait_until(lambda: is_parked(client, RUN), describe="a parked run")
-
-    client.flushall()
-    create_run(client, RUN, one_group_config())
-    publish(server, RUN)
-
-    until_planned(client, RUN, 1)

@@ -34,7 +34,7 @@ STEADY_S = 2
 to be heard again."""
 
 BEATS_PER_S = 5
-LOOKS_PER_S = 50
+READS_PER_S = 50
 
 # Opens a group of two, writes turns of both samples, and then does what it is told, line by line.
 GENERATOR = """
@@ -180,8 +180,7 @@ def observe() -> Iterator[Callable[..., Observer]]:
 
 
 async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(house, generate, observe):
-    run = house.create_run(batch_groups=1, takeover_s=TAKEOVER_S)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1, takeover_s=TAKEOVER_S)
     doomed = await generate(house.url, run, "first")
     doomed.process.kill()
     doomed.process.wait()
@@ -207,10 +206,8 @@ async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(house, g
 
 
 async def test_group_of_a_killed_generator_is_abandoned_and_makes_room(house, generate, observe):
-    # The run has leave for one group alone: it must not be held by the dead.
     one_group = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
-    run = house.create_run(**one_group, lease_s=LEASE_S, takeover_s=TAKEOVER_S)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(**one_group, lease_s=LEASE_S, takeover_s=TAKEOVER_S)
     doomed = await generate(house.url, run, "first")
     doomed.process.kill()
     doomed.process.wait()
@@ -228,38 +225,11 @@ async def test_group_of_a_killed_generator_is_abandoned_and_makes_room(house, ge
     assert observer.counts().by_state[TrajectoryState.ABANDONED] == 2
 
 
-async def test_a_generator_that_slept_for_long_is_fenced_and_trains_nothing(
-    house, generate, observe
-):
-    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S)
-    await house.start_batcher()
-    observer = observe(house.url, run)
-    awake = await generate(house.url, run, "awake")
-    sleeper = await generate(house.url, run, "sleeper")
-
-    os.kill(sleeper.process.pid, signal.SIGSTOP)
-    house.end_leases(run, "sleeper/0/0", "sleeper/1/0")
-    await observer.until(abandoned=2)
-    os.kill(sleeper.process.pid, signal.SIGCONT)
-    late = await sleeper.finish()
-    on_time = await awake.finish()
-
-    assert late.startswith("FencedError")
-    assert on_time == "sealed"
-    await observer.until(abandoned=2, planned=2)
-    for sample in range(2):
-        payload = keys.trajectory_keys(run, f"sleeper/{sample}/0")
-        # Its turns of before, or nothing once they are released: nothing came later.
-        assert observer.client.xlen(payload.turns) in {0, 2}
-
-
 async def test_living_generators_lose_nothing_while_the_store_stands_still(
     house_at, generate, observe, tmp_path, monkeypatch
 ):
-    # When the store wakes up, every lease has ended, as by a pause that is longer than a lease, and
-    # the generators are heard again a little later.
     lease_s, pause_s = 30.0, 1.0
-    monkeypatch.setattr(timekeeper, "LOOKS_PER_LEASE", LOOKS_PER_S * lease_s)
+    monkeypatch.setattr(timekeeper, "READS_PER_LEASE", READS_PER_S * lease_s)
     monkeypatch.setattr(timekeeper, "TOLERANCE_LEASES", pause_s / 2 / lease_s)
     monkeypatch.setattr(timekeeper, "STEADY_LEASES", STEADY_S / lease_s)
     with EmbeddedServer(tmp_path) as server:
@@ -294,58 +264,3 @@ def _signal_all(number: signal.Signals, *pids: int) -> None:
 def _wait_in_a_process(seconds: float) -> None:
     """A pause that is the fault under test, and not a wait for something."""
     subprocess.run([sys.executable, "-c", f"import time; time.sleep({seconds})"], check=True)
-
-
-@pytest.mark.parametrize("jump_s", [3600, -3600])
-async def test_clock_jump_ends_no_live_lease_and_frees_the_dead(
-    house_at, generate, observe, clocked_server, monkeypatch, jump_s
-):
-    # When the clock goes ahead, every lease has ended, until the living is heard again: within half
-    # a lease, which is as long as it may starve.
-    lease_s = 2 * STEADY_S
-    monkeypatch.setattr(timekeeper, "LOOKS_PER_LEASE", LOOKS_PER_S * lease_s)
-    server = clocked_server
-    house = house_at(server.url)
-    run = house.create_run(batch_groups=1, lease_s=lease_s, takeover_s=0.75 * LEASE_S)
-    await house.start_batcher()
-    living, doomed = [
-        await generate(house.url, run, name, lease_s=lease_s) for name in ("living", "doomed")
-    ]
-    observer = observe(house.url, run)
-    await observer.renewed_for(1, trajectory_id="living/0/0")  # the timekeeper is at work
-    doomed.process.kill()
-    doomed.process.wait()
-
-    server.set_clock(jump_s)
-    await observer.until(abandoned=2)
-    await observer.renewed_for(1, trajectory_id="living/0/0")
-
-    assert await living.finish() == "sealed"
-    assert observer.counts().by_state[TrajectoryState.ABANDONED] == 2
-    assert observer.ledger()["doomed/0/0"].startswith("abandoned:")
-
-
-async def test_group_with_one_abandoned_member_trains_the_others(house, generate, observe):
-    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S)
-    trainer = house.trainer(await house.start_batcher(), run)
-
-    def write() -> None:
-        with Publisher(house.url, run) as publisher:
-            lost = publisher.trajectory("g", 2, num_samples=3)
-            lost.append(ids("ab"), ids("c")).result(10)
-            for sample in range(2):
-                episode = publisher.trajectory("g", sample, num_samples=3)
-                episode.append(ids("ab"), ids("c"))
-                episode.seal(float(sample))
-
-    await asyncio.to_thread(write)
-    house.end_leases(run)
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.sample.tolist() == [0, 1]
-    counts = observe(house.url, run).counts()
-    assert (
-        counts.by_state[TrajectoryState.ABANDONED],
-        counts.by_state[TrajectoryState.PLANNED],
-    ) == (1, 2)

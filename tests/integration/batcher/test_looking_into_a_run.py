@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from testkit import group, trajectory, turn, wait_until_async
+from testkit import group, trajectory, wait_until_async
 from testkit.scripts import script
-from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
 from turnstream.records.events import encode_event
 from turnstream.records.tag_statistics import shown_figures
@@ -17,17 +16,11 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.groups import group_size
-from turnstream.types import DeclaredColumn, GroupOpened, Purpose, VersionRun
+from turnstream.types import GroupOpened, Purpose
 from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.core.scan import entry_ms, readable_events, server_ms
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
-from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError
-from turnstream_server.jobs.batches import (
-    print_batch,
-    read_batch,
-    read_difference,
-    write_batch,
-)
+from turnstream_server.jobs.batches import print_batch, read_batch, write_batch
 from turnstream_server.jobs.ledger import history_json, ledger_json, print_ledger
 from turnstream_server.jobs.screen import Screen
 
@@ -66,10 +59,6 @@ async def history(house, run, trajectory_id):
     return json.loads(await asyncio.to_thread(history_json, house.url, run, trajectory_id))
 
 
-async def batch(house, run, step):
-    return await asyncio.to_thread(read_batch, house.url, run, step)
-
-
 def opened_ms(house, run):
     """When each group was opened whose event is kept."""
     with connect(house.url) as client:
@@ -94,8 +83,7 @@ async def states_with_births(house, run):
 
 
 async def test_the_ledger_shows_counts_ages_and_reasons(house):
-    run = house.create_run(batch_groups=2, drop_zero_variance=True)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=2, drop_zero_variance=True)
     await house.publish(run, group("a"), group("equal", *EQUAL), group("b"))
     await trainer.start()
     await trainer.stepped(await trainer.get(1))
@@ -113,8 +101,6 @@ async def test_the_ledger_shows_counts_ages_and_reasons(house):
 
 
 async def test_longest_hanging_trajectory_is_the_oldest_without_its_event(house):
-    # The age was that of the oldest group whose event was still kept: what hung longest was hidden
-    # behind whatever was younger.
     run = house.create_run(batch_groups=1)
     with connect(house.url) as client:
         client.config_set("stream-node-max-entries", 1)  # so that each event may go by itself
@@ -163,8 +149,7 @@ async def test_json_has_every_reason_and_the_table_counts_the_rest(house):
 
 
 async def test_the_history_of_a_trained_trajectory_names_its_batch(house):
-    run = house.create_run(batch_groups=2, mini_batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=2, mini_batch_groups=1)
     await house.publish(run, group("a"), group("b"))
     await trainer.start()
     await trainer.committed(await trainer.stepped(await trainer.get(1)))
@@ -212,57 +197,9 @@ async def test_history_of_a_folded_trajectory_has_a_shortened_reason(house):
     assert (seen["state"], seen["reason"]) == ("abandoned", "no answer to 8f3a1b2c… in 30 s")
 
 
-@pytest.mark.parametrize("trajectory_id", ["a/7/0", "nonsense"])
-async def test_the_history_of_an_unknown_trajectory_is_refused(house, trajectory_id):
-    run = house.create_run()
-    await house.publish(run, group("a"))
-
-    with pytest.raises(TrajectoryNotFoundError, match=trajectory_id):
-        await history(house, run, trajectory_id)
-
-
-async def test_a_batch_names_its_trajectories_and_denominators(house):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("a"), group("b"))
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    seen = await batch(house, run, 1)
-
-    (mini_batch,) = seen["mini_batches"]
-    info = pulled.mini_batch.info
-    assert (seen["state"], seen["manifest_hash"]) == ("planned", info.manifest_hash)
-    ids = [trajectory["id"] for trajectory in mini_batch["trajectories"]]
-    assert ids == pulled.mini_batch.rows.trajectory_id
-    assert mini_batch["denominators"] == info.denominators._asdict()
-
-
-async def test_a_batch_that_is_not_planned_says_how_many_are(house):
-    run = house.create_run()
-
-    with pytest.raises(NotReadyError, match="step 3 is not planned; 0 are"):
-        await batch(house, run, 3)
-
-
-async def test_the_difference_of_two_batches_is_what_only_one_of_them_has(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("a"), group("b"))
-    await trainer.start()
-    await trainer.get(2)
-
-    same = await asyncio.to_thread(read_difference, house.url, run, 1, 1, folder=None)
-    lines = await asyncio.to_thread(read_difference, house.url, run, 1, 2, folder=None)
-
-    assert same == []
-    assert [line[:7] for line in lines] == ["- a/0/0", "- a/1/0", "+ b/0/0", "+ b/1/0"]
-
-
 @pytest.mark.parametrize("dp_rank", [0, 1])
 async def test_the_bytes_of_a_batch_are_those_that_its_rank_gets(house, tmp_path: Path, dp_rank):
-    run = house.create_run(batch_groups=2, mini_batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=2, mini_batch_groups=1)
     await house.publish(run, group("a"), group("b"))
     await trainer.start(dp_world_size=2)
     pulled = await trainer.get(1, dp_rank=dp_rank)
@@ -277,68 +214,19 @@ async def test_the_bytes_of_a_batch_are_those_that_its_rank_gets(house, tmp_path
     assert [path.read_bytes() for path in paths] == [each.data for each in pulled]
 
 
-async def test_bytes_of_a_batch_with_extra_columns_equal_those_of_get(house, tmp_path: Path):
-    column = DeclaredColumn(name="teacher", per="response_token", dtype="float32", fill=-1.0)
-    run = house.create_run(batch_groups=1, extra_columns=(column,))
-    trainer = house.trainer(await house.start_batcher(), run)
-    members = [
-        trajectory(replace(turn("ab", "CD"), extras={"teacher": [-0.5, 0.25]}), sample=sample)
-        for sample in range(2)
-    ]
-    await house.publish(run, group("a", *members))
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    (path,) = await asyncio.to_thread(
-        lambda: write_batch(house.url, run, 1, tmp_path / "out.arrow", dp_rank=0, dp_world_size=1)
-    )
-
-    assert list(pulled.mini_batch.rows.extras) == ["teacher"]
-    assert path.read_bytes() == pulled.data
-
-
-async def test_bytes_of_a_batch_with_masked_tokens_equal_those_of_get(house, tmp_path: Path):
-    run = house.create_run(batch_groups=1, max_staleness=1, max_age_policy="mask")
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
-    await trainer.announce_version(0, step=0)
-    for step in (1, 2):
-        members = [
-            trajectory(turn("ab", "CD", version=step - 1), sample=sample, reward=float(sample))
-            for sample in range(2)
-        ]
-        await house.publish(run, group(f"a{step}", *members))
-        await trainer.stepped(await trainer.get(step))
-        await trainer.announce_version(step, step=step)
-    mixed = replace(turn("ab", "CDEF"), version_runs=(VersionRun(0, 1), VersionRun(2, 3)))
-    fresh = turn("ab", "GH", version=2)
-    await house.publish(
-        run, group("b", trajectory(mixed, sample=0), trajectory(fresh, sample=1, reward=0.0))
-    )
-    (pulled,) = await trainer.get(3)
-
-    (path,) = await asyncio.to_thread(
-        lambda: write_batch(house.url, run, 3, tmp_path / "out.arrow", dp_rank=0, dp_world_size=1)
-    )
-
-    assert pulled.rows == ["abcDEF", "abGH"]
-    assert path.read_bytes() == pulled.data
-
-
 LABELLED = (
     trajectory(sample=0, tags={"env": "maze"}, metrics={"turns": 2}),
     trajectory(sample=1, reward=0.0, tags={"env": "maze"}, metrics={"turns": 4}),
 )
 
 
-async def test_labels_are_summed_up_once_per_batch_for_workers_and_for_people(house):
-    run = house.create_run(batch_groups=2, mini_batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
+async def test_labels_are_summed_once_per_batch_for_workers_and_commands(house):
+    run, trainer = await house.serve(batch_groups=2, mini_batch_groups=1)
     await house.publish(run, group("a", *LABELLED), group("b"))
     await trainer.start(dp_world_size=2)
 
     first, second = await trainer.get(1, dp_rank=1)
-    seen = await batch(house, run, 1)
+    seen = await asyncio.to_thread(read_batch, house.url, run, 1)
     screen = StringIO()
     print_batch(run, seen, Screen(screen, width=120), show_all=True)
 

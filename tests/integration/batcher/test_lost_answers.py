@@ -23,8 +23,6 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 async def test_seal_with_a_lost_answer_counts_after_the_run_released_it(
     house: Any,
 ) -> None:
-    # It was trained, committed, released and folded before it came again, and was told "never
-    # opened, or is over", as a writer that lost its trajectory is.
     run = house.create_run(batch_groups=1, retain_checkpoints=1)
     small = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
     trainer = house.trainer(await house.start_batcher(upkeep=small), run)

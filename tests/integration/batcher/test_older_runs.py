@@ -20,11 +20,9 @@ import redis
 import turnstream
 from testkit import config, group, wait_until_async
 from turnstream.errors import UnknownFormatError
-from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.records.configs import RUN_FORMAT
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.run.runs import create_run
 from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer
 
@@ -81,24 +79,6 @@ def test_connected_program_cannot_open_an_older_run(
     assert dump(client) == before
 
 
-async def test_publisher_opens_no_group_of_an_older_run(
-    server: EmbeddedServer, client: redis.Redis
-) -> None:
-    before = dump(client)
-
-    with (
-        Publisher(server.url, RUN) as publisher,
-        pytest.raises(UnknownFormatError, match=SAID),
-        publisher.group("g4", num_samples=1),
-    ):
-        pytest.fail("the group was opened")
-    async with AsyncPublisher(server.url, RUN) as publisher:
-        with pytest.raises(UnknownFormatError, match=SAID):
-            await (await publisher.publish(group("g4"))).result(30)
-
-    assert dump(client) == before
-
-
 async def test_batcher_neither_leads_nor_serves_an_older_run(
     house: Any, client: redis.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,24 +119,6 @@ def test_command_refuses_an_older_run(
     assert code == 1
     assert SENTENCE in " ".join(shown.split())
     assert dump(client) == before
-
-
-def test_lists_contain_older_runs_and_the_others(client: redis.Redis, shell: Any) -> None:
-    create_run(client, "maze", config())
-
-    _, listed = shell("run", "list")
-    code, _ = shell("status")
-
-    assert re.search(rf"^{RUN} +of another release$", listed, re.MULTILINE)
-    assert re.search(r"^maze +open", listed, re.MULTILINE)
-    assert code == 0
-
-
-def test_older_run_can_be_deleted_and_its_name_used_again(client: redis.Redis, shell: Any) -> None:
-    code, _ = shell("run", "delete", RUN, "--yes")
-
-    assert code == 0
-    assert create_run(client, RUN, config()) == 1
 
 
 @pytest.fixture

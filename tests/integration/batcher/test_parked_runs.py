@@ -11,7 +11,7 @@ import pytest
 
 from testkit import group, ids, wait_until_async
 from testkit.scripts import script
-from turnstream.errors import NotReadyError, RunNotFoundError, WaitKind
+from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
@@ -22,11 +22,8 @@ from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_r
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.store.waits.read_waits import read_waits
 from turnstream.store.waits.wait_reasons import reasons
-from turnstream.types import DeadlineFired, Event, GroupOpened, Purpose, TrajectoryAbandoned
-from turnstream_server.batcher.planner import parking
-from turnstream_server.batcher.serving.run_discovery import RunFinder
-from turnstream_server.bus.admin.deletion import delete_run
-from turnstream_server.bus.core.frontier import read_frontier
+from turnstream.types import DeadlineFired, Event, GroupOpened, Purpose
+from turnstream_server.batcher.serving.run_discovery import RunDiscovery
 from turnstream_server.bus.planning.replans import request_replan
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.sessions.observers import declare_observer
@@ -47,10 +44,7 @@ def leader(house: Any, run: str) -> dict[bytes, bytes]:
 
 
 async def until(what: str, condition: Callable[[], object]) -> None:
-    async def is_so() -> bool:
-        return bool(condition())
-
-    await wait_until_async(is_so, describe=what)
+    await wait_until_async(lambda: bool(condition()), describe=what)
 
 
 async def until_parked(house: Any, run: str) -> int:
@@ -215,8 +209,6 @@ KINDS = {
 async def test_parked_run_is_led_again_for_every_kind_of_work(
     house: Any, kind: str, num_replicas: int
 ) -> None:
-    # A parked run must get a leader as soon as something is written to it. With two replicas the
-    # one that parked the run stops, so that the other one must have watched it as well.
     run, work, words = house.create_run(), KINDS[kind], {}
     first = await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
     last = first
@@ -236,22 +228,7 @@ async def test_parked_run_is_led_again_for_every_kind_of_work(
     await until_led(house, run, after=epoch)
 
 
-async def test_commit_in_a_parked_run_releases_what_no_checkpoint_needs(house: Any) -> None:
-    run, words = house.create_run(retain_checkpoints=1), {}
-    trainer = house.trainer(
-        await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S), run
-    )
-    await step_a_batch(house, run, trainer, words)
-    await until_parked(house, run)
-
-    await commit(house, run, trainer, words)
-
-    with connect(house.url) as client:
-        await until("a released step", lambda: read_frontier(client, run).released == 1)
-
-
 async def test_parked_run_has_no_reason_that_names_its_planner(house: Any) -> None:
-    # A run that needs no planner must not be reported as one that lacks it.
     run = house.create_run()
     batcher = await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
     await until_parked(house, run)
@@ -272,55 +249,6 @@ def no_planner(client: Any, run: str) -> Iterator[str]:
     for reason in (*reasons(read_snapshot(client, run)), *reasons(waits)):
         if reason.kind == WaitKind.NO_PLANNER:
             yield str(reason.kind)
-
-
-async def test_batch_is_delivered_from_a_run_that_was_parked(house: Any) -> None:
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(
-        await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S), run
-    )
-    await trainer.start()
-    await until_parked(house, run)
-
-    getting = asyncio.create_task(trainer.get(1))
-    await house.publish(run, group("g0"))
-
-    (pulled,) = await getting
-    assert pulled.mini_batch.info.step == 1
-
-
-async def test_wait_for_a_parked_run_ends_with_the_reason(house: Any) -> None:
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(
-        await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S), run
-    )
-    await trainer.start()
-    await house.publish(run, group("g0"))
-    await until_parked(house, run)
-
-    with pytest.raises(NotReadyError) as caught:
-        await trainer.get(1, wait_s=0.1)
-
-    assert "1 of 2 groups complete, 0 open" in str(caught.value)
-    assert b"parked" in leader(house, run)
-
-
-async def test_run_that_is_parked_after_another_is_watched_at_once(
-    house: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The read that was under way did not know the run that was parked last.
-    monkeypatch.setattr(parking, "MAX_BLOCK_S", 25.0)
-    await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
-    await until_parked(house, house.create_run())
-    run = house.create_run()
-    epoch = await until_parked(house, run)
-
-    await pause(house, run, None, {})
-
-    async def is_led() -> bool:
-        return int(leader(house, run)[b"epoch"]) > epoch
-
-    await wait_until_async(is_led, timeout_s=12, describe="a leader")
 
 
 async def test_wait_for_a_parked_run_ends_when_the_store_restarts(house: Any, server: Any) -> None:
@@ -350,10 +278,9 @@ def num_reads(house: Any) -> int:
 async def test_planner_of_a_parked_run_ends_when_the_run_is_lost(
     house: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # A store that was emptied writes to no stream.
-    defaults = RunFinder.__init__.__kwdefaults__
+    defaults = RunDiscovery.__init__.__kwdefaults__
     assert defaults is not None
-    monkeypatch.setitem(defaults, "count_every_s", 0.2)
+    monkeypatch.setitem(defaults, "list_every_s", 0.2)
     run = house.create_run()
     await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
     await until_parked(house, run)
@@ -362,49 +289,6 @@ async def test_planner_of_a_parked_run_ends_when_the_run_is_lost(
         client.flushall()
 
     await until("the end of the planner", lambda: f"{run} is gone from the store" in caplog.text)
-
-
-async def test_damaged_stream_of_a_parked_run_does_not_stop_the_others(house: Any) -> None:
-    # One read watches all runs: an error of one stream would leave all of them unwatched.
-    damaged, run = house.create_run(), house.create_run(batch_groups=1)
-    await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
-    for each in (damaged, run):
-        await until_parked(house, each)
-
-    with connect(house.url) as client:
-        client.delete(keys.run_keys(damaged).wake)
-        client.set(keys.run_keys(damaged).wake, "no stream")
-        await until_parked(house, house.create_run())
-        await house.publish(run, group("g0"))
-
-        await until("a batch", lambda: read_frontier(client, run).planned == 1)
-        client.delete(keys.run_keys(damaged).wake)
-
-
-async def test_wait_for_a_parked_run_ends_when_it_is_deleted(house: Any) -> None:
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(
-        await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S), run
-    )
-    await trainer.start()
-    await until_parked(house, run)
-
-    getting = asyncio.create_task(trainer.get(1))
-    with connect(house.url) as client:
-        await asyncio.to_thread(delete_run, client, run)
-
-    with pytest.raises(RunNotFoundError):
-        await getting
-
-
-async def test_trajectory_of_a_silent_writer_is_abandoned_in_a_parked_run(house: Any) -> None:
-    run = house.create_run(lease_s=0.5, takeover_s=0.5)
-    await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
-    await until_parked(house, run)
-
-    open_silently(house, run)
-
-    await until("an end", lambda: has_event(house, run, TrajectoryAbandoned))
 
 
 def open_silently(house: Any, run: str, *, sample: int = 0) -> None:
@@ -420,8 +304,6 @@ def open_silently(house: Any, run: str, *, sample: int = 0) -> None:
 
 
 async def test_deadline_that_is_set_in_a_parked_run_fires_on_time(house: Any) -> None:
-    # The time of a run without a leader may advance by a quarter of a lease, at most 15 s. A
-    # deadline that was set in a parked run would be late by as much.
     run = house.create_run(lease_s=60.0, group_deadline_s=0.4, reward_deadline_s=100)
     await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
     await until_parked(house, run)
@@ -434,23 +316,6 @@ async def test_deadline_that_is_set_in_a_parked_run_fires_on_time(house: Any) ->
 
     assert due_ms == parked_ms + 400
     await until("the deadline", lambda: has_event(house, run, DeadlineFired))
-
-
-async def test_observer_of_a_run_that_was_parked_expires(house: Any) -> None:
-    run = house.create_run()
-    await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
-    await until_parked(house, run)
-
-    async with connect_async(house.url) as client:
-        await declare_observer(client, run, observer="o", first_step=1, expiry_s=0.2)
-
-    def is_expired() -> bool:
-        with connect(house.url) as client:
-            entry: Any = client.hget(keys.run_keys(run).observers, "o")
-        return entry.startswith(b"0:0:")
-
-    await until("an expired observer", is_expired)
-    await until_parked(house, run)
 
 
 # ------------------------------------------------------------------------- runs that stay led

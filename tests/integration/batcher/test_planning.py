@@ -4,7 +4,6 @@ import pytest
 
 from testkit import group, stored_turn, trajectory, turn
 from turnstream.batching.merge.plan import Manifest
-from turnstream.generator import Publisher
 from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.planner import chain
@@ -15,8 +14,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 async def test_group_without_signal_is_filtered_and_frees_its_place(house):
-    run = house.create_run(batch_groups=1, drop_zero_variance=True)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1, drop_zero_variance=True)
     equal = [trajectory(turn("ab", "CD"), sample=sample, reward=1.0) for sample in range(2)]
     await trainer.start()
 
@@ -27,81 +25,11 @@ async def test_group_without_signal_is_filtered_and_frees_its_place(house):
     assert _states(house, run) == {TrajectoryState.FILTERED: 2, TrajectoryState.PLANNED: 2}
     with connect(house.url) as client:
         assert read_frontier(client, run).num_live_groups == 1
-
-
-async def test_late_planner_drops_groups_that_no_planner_dropped(house):
-    run = house.create_run(batch_groups=1, drop_zero_variance=True)
-    equal = [trajectory(turn("ab", "CD"), sample=sample, reward=1.0) for sample in range(2)]
-    await house.publish(run, group("equal", *equal), group("g1"))
-
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
-    await trainer.get(1)
-
-    assert _states(house, run) == {TrajectoryState.FILTERED: 2, TrajectoryState.PLANNED: 2}
-
-
-async def test_a_group_whose_members_were_abandoned_is_incomplete(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    with (
-        Publisher(house.url, run) as publisher,
-        publisher.group("half", 2) as members,
-        members.trajectory(0) as writer,
-    ):
-        writer.append([1, 2], [3])
-        writer.seal(reward=1.0)
-
-    await house.publish(run, group("g1"))
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
-    assert _states(house, run) == {
-        TrajectoryState.ABANDONED: 1,
-        TrajectoryState.INCOMPLETE: 1,
-        TrajectoryState.PLANNED: 2,
-    }
-
-
-async def test_member_without_the_compared_reward_is_excluded_from_its_group(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    members = [
-        trajectory(turn("ab", "CD"), sample=sample, reward=reward)
-        for sample, reward in enumerate([1.0, None, 0.0])
-    ]
-    await house.publish(run, group("g0", *members))
-
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.sample.tolist() == [0, 2]
-    assert _states(house, run) == {TrajectoryState.PLANNED: 2, TrajectoryState.INCOMPLETE: 1}
-    with connect(house.url) as client:
-        assert read_frontier(client, run).num_live_groups == 1
-
-
-async def test_a_group_of_which_too_few_members_have_a_reward_ends_whole(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    members = [
-        trajectory(turn("ab", "CD"), sample=sample, reward=reward)
-        for sample, reward in enumerate([1.0, None])
-    ]
-    await house.publish(run, group("g0", *members))
-
-    await house.publish(run, group("g1"))
-    await trainer.start()
-    await trainer.get(1)
-
-    assert _states(house, run) == {TrajectoryState.INCOMPLETE: 2, TrajectoryState.PLANNED: 2}
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 async def test_awaited_step_and_the_allowed_steps_ahead_are_planned(house, ahead):
-    run = house.create_run(batch_groups=1, max_planned_ahead=ahead)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1, max_planned_ahead=ahead)
     await house.publish(run, *(group(f"g{i}") for i in range(4)))
     await trainer.start()
 
@@ -124,7 +52,6 @@ async def test_a_seal_that_its_writer_could_not_post_is_posted_for_it(house):
 
 
 async def test_plan_overtaken_by_a_rollback_names_the_new_lineage(house, caplog):
-    # The leader had not heard of it when it made the plan, which named the lineage given up.
     is_held, may_write = asyncio.Event(), asyncio.Event()
 
     async def hold(manifest: Manifest) -> None:
@@ -158,8 +85,7 @@ def _states(house, run: str) -> dict[TrajectoryState, int]:
 
 
 async def test_oddities_of_the_batches_are_logged_once(house, caplog):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1)
     alone = [group(f"g{i}", trajectory(turn("ab", "CD"))) for i in range(2)]
     await trainer.start()
 

@@ -334,32 +334,3 @@ async def test_inconsistency_with_valid_checksums_stops_no_run(
         assert rows.input_ids.values.min() >= 0
     else:
         assert advantages_without_it(rows)
-
-
-def not_utf8(record: bytes, text: bytes) -> bytes:
-    """The record, under a checksum that fits, with bytes that are no UTF-8 in place of a text."""
-    assert record.count(text) == 1
-    return with_crc(record.replace(text, b"\xff" * len(text)))
-
-
-def bad_text_in_turn(group_id: str, stored: Stored) -> Stored:
-    """The name of an array in the first turn is not UTF-8."""
-    return _resealed(group_id, stored, not_utf8(stored.turns[0], b"token_ids"))
-
-
-def bad_text_in_seal(group_id: str, stored: Stored) -> Stored:
-    """The name of a reward in the event is not UTF-8."""
-    turns = [stored_turn("ab", "CDe"), stored_turn("f", "G", index=1, parent=0, shared=5)]
-    named = seal_of(group_id, POISONED, turns, stored.turns, reward_components={"quality": 1.0})
-    return replace(stored, seal=not_utf8(named, b"quality"))
-
-
-@pytest.mark.parametrize("poison", [bad_text_in_turn, bad_text_in_seal])
-async def test_text_that_is_not_utf8_is_rejected_and_the_rest_trains(
-    kitchen: Kitchen, poison: Poison
-) -> None:
-    entry, rows = await kitchen.train_beside(poison)
-
-    assert entry.startswith("dead:the header"), entry
-    assert sorted(set(rows.trajectory_id)) == ["g/0/0", "g/2/0"]
-    assert advantages_without_it(rows)

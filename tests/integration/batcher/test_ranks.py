@@ -42,8 +42,7 @@ async def test_step_with_two_manifests_is_acknowledged_for_no_rank(house_at, own
 
 
 async def test_rank_with_part_of_a_batch_gets_no_part_of_another(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1)
     await house.publish(run, group("g0"))
     await trainer.start("s")
 
@@ -75,8 +74,7 @@ async def test_batch_lost_while_a_rank_waits_ends_the_session(house_at, own_serv
 async def test_rank_whose_last_batch_is_lost_reports_it_on_discovery(
     house,
 ):
-    run = house.create_run(batch_groups=1, max_planned_ahead=0)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1, max_planned_ahead=0)
     await house.publish(run, group("g0"))
     await trainer.start("s")
     (only,) = await trainer.get(1)

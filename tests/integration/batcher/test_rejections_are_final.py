@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -16,11 +14,9 @@ import pytest
 from testkit import group, sealed, trajectory, turn, wait_until_async
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.merge.plan import Manifest
-from turnstream.errors import EndOfRunError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.run.runs import close_run
 from turnstream.types import (
     BatchDue,
     ConfigRevised,
@@ -67,23 +63,6 @@ EVENTS: list[Event] = [
     PlansWithdrawn(step=1, dead=(KEY,)),
 ]
 SNAPSHOTS = Upkeep(snapshot_events=1, snapshot_steps=1)
-
-# A batcher that is killed where its failpoint is.
-DOOMED = """
-import asyncio, sys
-from turnstream_server import failpoints
-from turnstream_server.batcher.serving.options import BatcherOptions
-from turnstream_server.batcher.serving.service import serving
-
-url, failpoint = sys.argv[1:]
-failpoints.arm(failpoint)
-
-async def main():
-    async with serving(BatcherOptions(redis_url=url, leader_lease_s=0.6)):
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
 
 
 def spoiled(record: bytes) -> Iterator[bytes]:
@@ -165,18 +144,6 @@ def restore(house: Any, store: dict[Any, Any]) -> None:
             client.restore(name, 0, value)
 
 
-async def die_at(house: Any, failpoint: str) -> None:
-    """Let a batcher be killed at a failpoint."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", DOOMED, house.url, failpoint, stderr=subprocess.DEVNULL
-    )
-    try:
-        assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
-    finally:
-        if process.returncode is None:
-            process.kill()
-
-
 def group_of_3(name: str) -> Any:
     members = [trajectory(turn("ab", "CD"), sample=n, reward=float(n)) for n in range(3)]
     return group(name, *members)
@@ -197,8 +164,6 @@ async def damaged_run(house: Any) -> str:
 
 
 async def test_sweep_of_damaged_events_never_stops_the_planner(house: Any) -> None:
-    # Any of these bytes may be the one that a disk loses: some of them raised KeyError, ValueError
-    # or UnicodeDecodeError in the planner of the run, for good.
     run = house.create_run(batch_groups=1, max_planned_ahead=3)
     found = entries()
     ids = write_events(house, run, found[::2])
@@ -213,10 +178,10 @@ async def test_sweep_of_damaged_events_never_stops_the_planner(house: Any) -> No
     await house.start_batcher(upkeep=SNAPSHOTS)
     await planned(house, run, 2)
 
-    async def is_trimmed() -> bool:
-        return not rejected(house, run) & first_half
-
-    await wait_until_async(is_trimmed, describe="decisions below the snapshots removed")
+    await wait_until_async(
+        lambda: not rejected(house, run) & first_half,
+        describe="decisions below the snapshots removed",
+    )
 
     assert len(ids) > 1_000
     assert not trouble(house, run)
@@ -233,7 +198,7 @@ async def test_sweep_of_damaged_events_never_stops_the_planner(house: Any) -> No
     ["reject.before", "reject.after", "reject.after@2", "plan.before_write", "plan.after_write"],
 )
 async def test_killed_leader_is_followed_by_one_with_the_same_plans(
-    house: Any, failpoint: str
+    house: Any, start_batcher_process: Any, failpoint: str
 ) -> None:
     run = await damaged_run(house)
     before = saved(house)
@@ -246,7 +211,8 @@ async def test_killed_leader_is_followed_by_one_with_the_same_plans(
     if failpoint == "reject.after@2":  # the second leader folds from a snapshot
         await house.start_batcher(upkeep=SNAPSHOTS)
     else:
-        await die_at(house, failpoint)
+        process = start_batcher_process(failpoint)
+        assert await asyncio.to_thread(process.wait, 60) == -signal.SIGKILL
         partial = chain_of(house, run, 3)
         await house.start_batcher()
         assert chain_of(house, run, 3)[: len(partial)] == partial
@@ -260,7 +226,6 @@ async def test_killed_leader_is_followed_by_one_with_the_same_plans(
 async def test_successor_of_another_release_skips_what_was_rejected(
     house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The fold of the first leader fails half way through one seal, that of its successor does not.
     run = house.create_run(batch_groups=2, max_planned_ahead=0)
     await house.publish(run, group_of_3("bad"), group_of_3("g1"))
     seal = RunFold._seal  # pyright: ignore[reportPrivateUsage]
@@ -301,7 +266,6 @@ async def test_successor_of_another_release_skips_what_was_rejected(
 async def test_trajectory_that_cannot_be_planned_is_set_aside(
     house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A value that passed the fold and failed in the plan failed in each term again.
     run = house.create_run(batch_groups=2)
     await house.publish(run, group_of_3("bad"), group_of_3("g1"))
     plan_batch = chain.plan_batch
@@ -334,10 +298,9 @@ async def test_lack_of_memory_rejects_nothing(house: Any, monkeypatch: pytest.Mo
         patched.setattr(RunFold, "_seal", fails)
         first = await house.start_batcher()
 
-        async def is_told() -> bool:
-            return trouble(house, run) == b"not enough"
-
-        await wait_until_async(is_told, describe="why the run is not planned")
+        await wait_until_async(
+            lambda: trouble(house, run) == b"not enough", describe="why the run is not planned"
+        )
         await first.stop()
     await house.start_batcher()
     await planned(house, run, 1)
@@ -346,45 +309,3 @@ async def test_lack_of_memory_rejects_nothing(house: Any, monkeypatch: pytest.Mo
     with connect(house.url) as client:
         letters = read_dead_letters(client, run)
     assert letters.trajectories == letters.events == ()
-
-
-async def test_closed_run_ends_although_a_planned_seal_is_rejected_later(house: Any) -> None:
-    # The successor kept the group open for ever: the run never ended.
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, group("g0"))
-    first = await house.start_batcher(lease_s=0.5)
-    trainer = house.trainer(first, run)
-    await trainer.start()
-    pulled = await trainer.get(1, wait_s=15)
-    await first.stop()
-    damage_seal(house, run)
-
-    await trainer.move_to(await house.start_batcher())
-    await trainer.stepped(pulled)
-    with connect(house.url) as client:
-        close_run(client, run)
-
-    with pytest.raises(EndOfRunError):
-        await trainer.get(2, wait_s=15)
-    assert len(rejected_of(house, run)) == 1
-
-
-def damage_seal(house: Any, run: str) -> None:
-    """Flip a byte of the newest seal, under its own id."""
-    events = keys.run_keys(run).events
-    with connect(house.url) as client:
-        entries: Any = client.xrange(events)
-        place = max(n for n, (_, fields) in enumerate(entries) if b"t" in fields)
-        event_id, fields = entries[place]
-        record = bytearray(fields[b"r"])
-        record[len(record) // 2] ^= 0xFF
-        entries[place] = (event_id, {**fields, b"r": bytes(record)})
-        client.delete(events)
-        for each_id, each in entries:
-            client.xadd(events, each, id=each_id)
-
-
-def rejected_of(house: Any, run: str) -> list[str]:
-    """The ids of the rejected events."""
-    with connect(house.url) as client:
-        return [each.event_id for each in read_dead_letters(client, run).events]

@@ -1,27 +1,20 @@
 import asyncio
 import json
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from testkit import group, trajectory, wait_until_async
 from turnstream.errors import ReleasedError
-from turnstream.records.compact import compact_batch, decode_batch, encode_batch
+from turnstream.records.compact import decode_batch
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect, connect_async
+from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryState
-from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.planning.manifests import read_manifest
 from turnstream_server.bus.queries.budget import parse_held, read_budget
 from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.bus.release.release import finish_batches, fold_batches
 from turnstream_server.jobs.batches import read_batch, write_batch
 from turnstream_server.jobs.ledger import history_json, ledger_json
 
@@ -34,36 +27,6 @@ ACTS = (
     *("advance_watermark", "release_payload", "give_back", "fold_batch", "finish_batch"),
     *("fold_ended", "save_snapshot", "trim_events"),
 )
-ONCE = {"fold_ended", "save_snapshot", "trim_events"}
-
-# A batcher that kills itself before the nth act of a kind.
-DOOMED = """
-import asyncio, os, signal, sys
-from turnstream_server.batcher.planner import releaser
-from turnstream_server.batcher.serving.options import BatcherOptions
-from turnstream_server.batcher.serving.service import serving
-from turnstream_server.batcher.planner.upkeep import Upkeep
-
-url, act, number = sys.argv[1:]
-left = int(number)
-if left > 1:
-    releaser.ROUND_SLICE = 1  # an act for each step
-
-async def fall(name):
-    global left
-    left -= name == act
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-async def main():
-    upkeep = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2, before=fall)
-    options = BatcherOptions(redis_url=url, leader_lease_s=0.6, upkeep=upkeep)
-    async with serving(options) as address:
-        print(address, flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
 
 
 def payload_ids(url: str, run: str) -> set[str]:
@@ -95,10 +58,11 @@ def is_settled(url: str, run: str, *, folded: int, filtered: int) -> bool:
 
 
 async def settled(house, run: str, *, folded: int = 0, filtered: int = 0) -> None:
-    async def check() -> bool:
-        return await asyncio.to_thread(is_settled, house.url, run, folded=folded, filtered=filtered)
-
-    await wait_until_async(check, 100.0, describe=f"{folded} batches, {filtered} ends")
+    await wait_until_async(
+        lambda: asyncio.to_thread(is_settled, house.url, run, folded=folded, filtered=filtered),
+        100.0,
+        describe=f"{folded} batches, {filtered} ends",
+    )
 
 
 async def train(trainer, *, steps: range, commits: range) -> dict[int, object]:
@@ -132,40 +96,6 @@ async def test_steps_behind_all_checkpoints_are_released(house):
     assert counts.by_state[TrajectoryState.COMMITTED] == 8
 
 
-async def test_leader_that_slept_while_another_folded_is_fenced_without_failures(house, caplog):
-    # It read that step 1 was not folded, slept, and logged that a plan was missing which its
-    # successor had replaced by the compact record.
-    run, committed = house.create_run(batch_groups=1), asyncio.Event()
-    client = connect_async(house.url)
-
-    async def fold_as_another(step: int) -> None:
-        stored = await read_manifest(client, run, step)
-        assert stored is not None
-        record = encode_batch(compact_batch(stored.manifest, manifest_hash=stored.hash))
-        await fold_batches(Term(client, run, 1), [stored.manifest])
-        await finish_batches(Term(client, run, 1), {step: record})
-
-    async def sleep(act: str) -> None:
-        if act == "advance_watermark":
-            await committed.wait()
-        if act == "give_back" and not await client.hexists(keys.run_keys(run).past, "1"):
-            await fold_as_another(1)
-            await fold_as_another(2)
-
-    upkeep = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2, before=sleep)
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
-    await house.publish(run, *(group(f"g{i}") for i in range(1, 6)))
-    await trainer.start()
-    await train(trainer, steps=range(1, 5), commits=range(1, 5))
-    await _whole_snapshot(house, run)
-    committed.set()
-    await settled(house, run, folded=3)
-    await client.aclose()
-
-    assert "another planner has folded step 1" in caplog.text
-    assert "is not folded, and has no plan" not in caplog.text
-
-
 async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(house):
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
@@ -184,76 +114,6 @@ async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(ho
     await trainer.start("further", token=str(tokens[3]))
     (again,) = await trainer.get(4)
     assert again.mini_batch.rows.group_id == ["g4", "g4"]
-
-
-async def test_a_released_step_whose_plan_is_still_there_is_refused_too(house):
-    run = house.create_run(batch_groups=1, retain_checkpoints=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g1"))
-    await trainer.start()
-    await train(trainer, steps=range(1, 2), commits=range(1, 2))
-
-    async def is_gone() -> bool:
-        return not payload_ids(house.url, run)
-
-    await wait_until_async(is_gone, describe="the release of the payload")
-    with pytest.raises(ReleasedError, match="step 1 is no longer retained"):
-        await trainer.get(1)
-
-
-async def test_plans_that_were_made_after_the_snapshot_are_not_made_again(house):
-    # They name groups that were complete in the snapshot, and no event comes after it.
-    run = house.create_run(batch_groups=1)
-    upkeep = Upkeep(snapshot_events=12, snapshot_steps=1000)
-    first = await house.start_batcher(upkeep=upkeep)
-    trainer = house.trainer(first, run)
-    await house.publish(run, *(group(f"g{i}") for i in range(1, 5)))
-    await trainer.start()
-
-    async def has_snapshot() -> bool:
-        with connect(house.url) as client:
-            return bool(client.exists(keys.run_keys(run).snapshot))
-
-    await wait_until_async(has_snapshot, describe="the snapshot")
-    tokens = await train(trainer, steps=range(1, 4), commits=range(0))
-    await trainer.get(4)
-    await first.stop()
-
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
-    await trainer.start("later", token=str(tokens[3]))
-
-    await trainer.refused(5, words="0 of 1 groups complete, 0 open$")
-
-
-async def test_payload_that_is_filtered_goes_at_once(house):
-    run = house.create_run(batch_groups=2, drop_zero_variance=True)
-    await house.start_batcher(upkeep=SMALL)
-
-    await house.publish(run, group("equal", *EQUAL), group("kept"))
-    await settled(house, run, filtered=2)
-
-    assert payload_ids(house.url, run) == {"kept/0/0", "kept/1/0"}
-    with connect(house.url) as client:
-        assert client.hgetall(keys.run_keys(run).reasons) == {
-            b"filtered:all rewards are equal": b"2"
-        }
-
-
-async def test_untrained_ends_are_folded_in_slices_for_one_script(house, monkeypatch):
-    monkeypatch.setattr(releaser, "FOLD_SLICE", 4)
-    run = house.create_run(batch_groups=1, drop_zero_variance=True, max_staleness=9)
-    await house.start_batcher(upkeep=Upkeep(fold_ended=6))
-
-    await house.publish(run, *(group(f"g{i}", *EQUAL) for i in range(5)))
-    await settled(house, run, filtered=8)
-
-    async def is_gone() -> bool:
-        return not payload_ids(house.url, run)
-
-    await wait_until_async(is_gone, describe="the release of what is too little for a record")
-    with connect(house.url) as client:
-        assert client.hlen(keys.run_keys(run).ended) == 2
-        assert client.hlen(keys.run_keys(run).ledger) == 2
 
 
 async def test_leader_with_a_snapshot_continues_the_same_chain(house):
@@ -320,25 +180,8 @@ async def test_compact_records_still_answer_queries(house, tmp_path):
         )
 
 
-@pytest.fixture
-def start_doomed(house) -> Iterator[Callable[[str, int], subprocess.Popen]]:
-    started: list[subprocess.Popen] = []
-
-    def start(act: str, number: int) -> subprocess.Popen:
-        command = [sys.executable, "-c", DOOMED, house.url, act, str(number)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.parametrize(
-    ("act", "number"), [*((act, 1) for act in ACTS), *((act, 3) for act in ACTS if act not in ONCE)]
-)
-async def test_release_resumes_wherever_a_leader_was_killed(house, start_doomed, act, number):
+@pytest.mark.parametrize("act", ACTS)
+async def test_release_resumes_wherever_a_leader_was_killed(house, start_batcher_process, act):
     run = house.create_run(batch_groups=1, drop_zero_variance=True)
     first = await house.start_batcher(lease_s=0.6)
     trainer = house.trainer(first, run)
@@ -348,7 +191,8 @@ async def test_release_resumes_wherever_a_leader_was_killed(house, start_doomed,
     tokens = await train(trainer, steps=range(1, 5), commits=range(0))
     await first.stop()
 
-    doomed = start_doomed(act, number)
+    options = {"snapshot_events": 1, "snapshot_steps": 1, "fold_ended": 2}
+    doomed = start_batcher_process(f"{act}.before", upkeep=options)
     address = await asyncio.to_thread(doomed.stdout.readline)
     committing = asyncio.create_task(_commit_all(house.trainer(address.strip(), run)))
     status = await asyncio.to_thread(doomed.wait, 60)

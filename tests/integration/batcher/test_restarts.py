@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from testkit import group, wait_until_async
-from turnstream.errors import StoreUnavailableError, UnavailableError
+from turnstream.errors import UnavailableError
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -26,35 +26,6 @@ async def test_batcher_continues_after_the_store_was_killed_and_restarted(house_
 
     assert after[0][0].header == before[0].header
     assert [pulled[0].mini_batch.rows.group_id[0] for pulled in after] == ["g0", "g1", "g2"]
-
-
-async def test_call_during_an_outage_of_the_store_reports_it(house_at, tmp_path):
-    with EmbeddedServer(tmp_path) as server:
-        house = house_at(server.url)
-        run = house.create_run(batch_groups=1)
-        trainer = house.trainer(await house.start_batcher(), run)
-        await trainer.start()
-
-        await asyncio.to_thread(server.kill)
-
-        with pytest.raises(StoreUnavailableError):
-            await trainer.get(1)
-        await asyncio.to_thread(server.restart)
-
-
-async def test_deleted_run_ends_only_its_own_planner(house_at, tmp_path):
-    with EmbeddedServer(tmp_path) as server:
-        house = house_at(server.url)
-        lost, kept = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
-        replica = await house.start_batcher()
-        house.delete_run(lost)
-        await house.publish(kept, group("g0"))
-
-        trainer = house.trainer(replica, kept)
-        await trainer.start()
-        (pulled,) = await trainer.get(1)
-
-        assert pulled.mini_batch.rows.group_id == ["g0", "g0"]
 
 
 async def _retried(call):

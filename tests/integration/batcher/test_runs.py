@@ -34,11 +34,9 @@ class SlowClient:
 
     async def has_replies(self, count: int) -> None:
         """Return when so many replies have come in all."""
-
-        async def are_there() -> bool:
-            return len(self.waiting) >= count
-
-        await testkit.wait_until_async(are_there, describe=f"{count} replies")
+        await testkit.wait_until_async(
+            lambda: len(self.waiting) >= count, describe=f"{count} replies"
+        )
 
 
 @pytest.fixture
@@ -61,8 +59,6 @@ async def view(house, client, slow) -> RunView:
 
 
 async def test_reply_from_before_a_plan_does_not_hide_the_plan(view, slow, client):
-    # A Get read the frontier just before the planner wrote a batch, and its reply was looked at
-    # just after: the batch was there, and the Get slept until its deadline.
     refreshing = asyncio.create_task(view.refresh())
     await slow.has_replies(1)
 
@@ -94,8 +90,6 @@ async def test_later_of_two_reads_wins(view, slow, client):
 
 
 async def test_the_config_in_force_is_read_at_one_moment(view, slow, client):
-    # A power cut between two reads took the revision that the first had named: the run was taken
-    # for one that is gone, and nobody planned it any more.
     expected = await read_config_async(client, view.run)
     reading = asyncio.create_task(view.newest_config())
     await slow.has_replies(1)
@@ -120,9 +114,8 @@ def _batch(run: str, *, step: int) -> PlannedBatch:
     return PlannedBatch(manifest=manifest, manifest_hash="ab", config=testkit.config())
 
 
-@pytest.mark.parametrize("ends", ["close", "lose"])
+@pytest.mark.parametrize("ends", ["close", "mark_deleted"])
 async def test_waiting_on_an_ended_view_does_not_spin(view, ends):
-    # The timekeeper asked the store again and again while its replica stopped, which took seconds.
     getattr(view, ends)()
 
     started_s = asyncio.get_running_loop().time()

@@ -99,9 +99,8 @@ def forget_once(monkeypatch) -> Callable[[object, str], asyncio.Event]:
 
 
 async def test_a_replica_that_stops_while_it_greets_the_store_stops_at_once(house, forget_once):
-    # The planner went on for ever.
     house.create_run()
-    is_greeting = forget_once(planner.RunPlanner, "_meet")
+    is_greeting = forget_once(planner.RunPlanner, "_check_server")
     batcher = await house.start_batcher()
     await is_greeting.wait()
 
@@ -109,23 +108,7 @@ async def test_a_replica_that_stops_while_it_greets_the_store_stops_at_once(hous
         await batcher.stop()
 
 
-async def test_a_replica_stops_while_it_says_why_its_planning_failed(house, forget_once):
-    # The planner went on for ever.
-    async def fail(_):
-        raise RuntimeError("a defect")
-
-    is_telling = forget_once(planner, "note_trouble")
-    run = house.create_run(batch_groups=1)
-    batcher = await house.start_batcher(before_write=fail)
-    await house.publish(run, group("g0"))
-    await is_telling.wait()
-
-    async with asyncio.timeout(60):
-        await batcher.stop()
-
-
 async def test_a_replica_that_has_stopped_answers_no_call_any_more(house, monkeypatch):
-    # A call continued after the server's end, and connected to the store once more.
     run = house.create_run()
     is_asked, is_over = asyncio.Event(), asyncio.Event()
 

@@ -14,7 +14,6 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream_server.batcher.planner.chain import PAGE_MANIFESTS
-from turnstream_server.bus.core.events import PAGE_EVENTS
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -26,19 +25,24 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from turnstream_server.batcher.serving.options import BatcherOptions
 from turnstream_server.batcher.serving.service import serving
-from turnstream_server.bus.planning.manifests import encode_for_store
+from turnstream_server.batcher.assembly.assembler import Assembler
 
 url, folder, lease_s, number = sys.argv[1:]
 
-async def fall(manifest):
+check = Assembler.check
+
+async def check_and_fall(self, batch):
+    await check(self, batch)
     draft = Path(folder, "draft")
-    draft.write_text(encode_for_store(manifest).hash)
+    draft.write_text(batch.manifest_hash)
     draft.rename(Path(folder, "checked"))
     os.kill(os.getpid(), int(number))
 
+Assembler.check = check_and_fall
+
 async def main():
     options = BatcherOptions(redis_url=url, leader_lease_s=float(lease_s))
-    async with serving(options, before_write=fall) as address:
+    async with serving(options) as address:
         print(address, flush=True)
         await asyncio.Event().wait()
 
@@ -58,11 +62,9 @@ class Doomed:
 
     async def plan(self) -> str:
         """Hash of the plan that it has checked, once the signal has hit."""
-
-        async def is_hit() -> bool:
-            return self._checked.exists()
-
-        await wait_until_async(is_hit, describe="the plan of the doomed batcher")
+        await wait_until_async(
+            lambda: self._checked.exists(), describe="the plan of the doomed batcher"
+        )
         return self._checked.read_text()
 
 
@@ -95,7 +97,6 @@ async def test_the_successor_of_a_killed_planner_writes_the_very_same_plan(house
 
 
 async def test_successor_of_a_planner_killed_after_a_revision_plans_by_it(house, start_doomed):
-    # Killed when the revision is in force, and no plan is written by it.
     run = house.create_run(batch_groups=1)
     doomed = start_doomed(signal.SIGKILL)
     with connect(house.url) as client:
@@ -118,8 +119,6 @@ async def test_successor_of_a_planner_killed_after_a_revision_plans_by_it(house,
 async def test_successor_of_a_planner_killed_after_a_choice_keeps_the_choice(
     house, start_doomed, policy, version, chosen
 ):
-    # Killed when a group has expired or was chosen, and no plan written. A group that comes then
-    # has the oldest weights of all that are fresh: whoever chose again would take it.
     run = house.create_run(
         batch_groups=1, max_staleness=2, max_age_policy=policy, selection="oldest_weights"
     )
@@ -191,64 +190,6 @@ async def test_a_planner_that_stops_cleanly_leaves_no_lease_behind(house):
     assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
 
 
-async def test_run_is_planned_from_the_start_without_a_call(house):
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, group("g0"))
-
-    await house.start_batcher()
-
-    await _wait_for_plans(house, run, 1)
-
-
-async def test_unfinished_closed_run_is_planned_without_a_call(house):
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, group("g0"), closes=True)
-
-    await house.start_batcher()
-
-    await _wait_for_plans(house, run, 1)
-
-
-async def test_name_of_a_deleted_run_does_not_stop_a_starting_batcher(house, caplog):
-    deleted, kept = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
-    house.delete_run(deleted)
-    await house.publish(kept, group("g0"))
-
-    await house.start_batcher()
-
-    await _wait_for_plans(house, kept, 1)
-    assert "left alone" not in caplog.text  # as a run that fails to be met is
-
-
-async def test_later_planner_continues_after_the_existing_plan(house):
-    run = house.create_run(batch_groups=2, max_planned_ahead=5)
-    first = await house.start_batcher()
-    await house.publish(run, *(group(f"g{i}") for i in range(5)))
-    await _wait_for_plans(house, run, 2)
-    await first.stop()
-
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g5"))
-    await trainer.start()
-    steps = [(await trainer.get(step))[0].mini_batch for step in (1, 2, 3)]
-
-    assert [step.rows.group_id[0] for step in steps] == ["g0", "g2", "g4"]
-    assert [row for step in steps for row in step.rows.row_id.tolist()] == list(range(12))
-
-
-async def test_a_history_of_several_pages_is_folded_in_whole(house):
-    num_groups = PAGE_EVENTS // 3 * 2  # three events each
-    run = house.create_run(batch_groups=num_groups)
-    await house.publish(run, *(group(f"g{i}") for i in range(num_groups)))
-
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    expected = [f"g{i}" for i in range(num_groups) for _ in range(2)]
-    assert pulled.mini_batch.rows.group_id == expected
-
-
 async def test_a_plan_of_several_pages_is_taken_over_whole(house):
     num_steps = PAGE_MANIFESTS + 2
     run = house.create_run(batch_groups=1, max_planned_ahead=2 * num_steps)
@@ -268,8 +209,6 @@ async def test_a_plan_of_several_pages_is_taken_over_whole(house):
 
 async def _wait_for_plans(house, run: str, num_plans: int) -> None:
     with connect(house.url) as client:
-
-        async def is_planned() -> bool:
-            return client.xlen(keys.run_keys(run).plan) >= num_plans
-
-        await wait_until_async(is_planned, describe=f"{num_plans} plans")
+        await wait_until_async(
+            lambda: client.xlen(keys.run_keys(run).plan) >= num_plans, describe=f"{num_plans} plans"
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -13,16 +12,10 @@ from typing import Any
 
 import pytest
 
-from testkit import ids, wait_until_async
-from turnstream.errors import EndOfRunError
-from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.run.runs import close_run
 from turnstream.store.run.tasks import Prompt, PromptCounts, add_prompts, read_prompt_counts
 from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.jobs.ledger import ledger_json
-from turnstream_server.jobs.why import reasons_json
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -114,8 +107,9 @@ def counts(url: str, run: str) -> PromptCounts:
 async def test_tasks_of_a_killed_generator_are_granted_again_and_trained_once(
     house: Any, start: Callable[..., Any], policy: dict[str, Any]
 ) -> None:
-    run = house.create_run(batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S, **policy)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(
+        batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S, **policy
+    )
     give(house.url, run, *UIDS)
     doomed = start(DOOMED, house.url, run)
     assert await line_of(doomed) == "p0 p1"
@@ -140,94 +134,3 @@ async def test_tasks_of_a_killed_generator_are_granted_again_and_trained_once(
     with connect(house.url) as client:
         left: Any = client.hkeys(keys.run_keys(run).prompts)
         assert [name for name in left if name.isdigit()] == []
-
-
-async def test_filtered_prompt_is_done_and_an_abandoned_one_is_repeated(house: Any) -> None:
-    run = house.create_run(batch_groups=1, drop_zero_variance=True)
-    trainer = house.trainer(await house.start_batcher(), run)
-    give(house.url, run, "equal", "lost")
-
-    def work() -> list[str]:
-        names: list[str] = []
-        with Publisher(house.url, run) as publisher:
-            for rewards in ((1.0, 1.0), (), (0.0, 1.0)):
-                with publisher.next_task(20) as task:
-                    names.append(task.group_id)
-                    for trajectory, reward in zip(task.trajectories, rewards, strict=False):
-                        trajectory.append(ids("a"), ids("b"))
-                        trajectory.seal(reward)
-        return names
-
-    names = await asyncio.to_thread(work)
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert names == ["equal#1", "lost#1", "lost#2"]
-    assert set(pulled.mini_batch.rows.group_id) == {"lost#2"}
-
-    async def is_done() -> bool:
-        return counts(house.url, run).is_exhausted
-
-    await wait_until_async(is_done, describe="the end of all prompts")
-    seen = counts(house.url, run)
-    assert (seen.num_trained, seen.num_filtered) == (1, 1)
-
-
-async def test_people_see_where_the_prompts_of_a_run_are(house: Any) -> None:
-    run = house.create_run(batch_groups=1, drop_zero_variance=True)
-    await house.start_batcher()
-    give(house.url, run, "a", "b")
-
-    def sample(reward: float) -> None:
-        with Publisher(house.url, run) as publisher, publisher.next_task(20) as task:
-            for trajectory in task.trajectories:
-                trajectory.append(ids("a"), ids("b"))
-                trajectory.seal(reward)
-
-    await asyncio.to_thread(sample, 1.0)
-
-    async def shown() -> dict[str, int]:
-        return json.loads(await asyncio.to_thread(ledger_json, house.url, run))["prompts"]
-
-    async def one_is_filtered() -> bool:
-        return (await shown())["filtered"] == 1
-
-    await wait_until_async(one_is_filtered, describe="a prompt that was filtered")
-    half = await shown()
-    await asyncio.to_thread(sample, 1.0)
-
-    async def is_exhausted() -> bool:
-        found = json.loads(await asyncio.to_thread(reasons_json, house.url, run))["reasons"]
-        return any(reason["kind"] == "prompts_exhausted" for reason in found)
-
-    await wait_until_async(is_exhausted, describe="the reason that all prompts are done")
-    assert half == {"added": 2, "left": 1, "given": 0, "trained": 0, "filtered": 1}
-
-
-async def test_last_prompts_of_a_closed_run_make_a_short_batch(house: Any) -> None:
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
-    give(house.url, run, "a", "b", "c")
-
-    def work() -> None:
-        with Publisher(house.url, run) as publisher:
-            for _ in range(3):
-                with publisher.next_task(20) as task:
-                    for trajectory in task.trajectories:
-                        trajectory.append(ids("a"), ids("b"))
-                        trajectory.seal(float(trajectory.key.sample))
-            with connect(house.url) as client:
-                close_run(client, run)
-            with pytest.raises(EndOfRunError):
-                publisher.next_task(20)
-
-    await asyncio.to_thread(work)
-    await trainer.start()
-    sizes: list[int] = []
-    for step in (1, 2):
-        pulled = await trainer.get(step)
-        sizes.append(len({uid for each in pulled for uid in each.mini_batch.rows.group_id}))
-        await trainer.stepped(pulled)
-
-    assert sizes == [2, 1]
-    assert counts(house.url, run).num_trained == 3

@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio
 
 from testkit import config, ids
-from turnstream.errors import FencedError, StoreUnavailableError
+from turnstream.errors import FencedError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all
@@ -18,13 +18,12 @@ from turnstream.store.client.connection import connect, connect_async
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.planner.timekeeper import (
     ClockReading,
-    DueScript,
-    Timekeeper,
+    Job,
+    keep_time,
     lapsed_leases,
 )
 from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
 from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
@@ -63,9 +62,9 @@ async def test_trajectory_may_be_adopted_before_it_is_abandoned(
 ):
     run, ended_ms = await open_and_leave(house, client)
     settings = dataclasses.replace(config(), lease_s=LEASE_S, takeover_s=TAKEOVER_S)
-    script = lapsed_leases(Term(client, run, 1), config=settings)
+    abandon = lapsed_leases(Term(client, run, 1), settings)
 
-    pause_s = await script.run(ClockReading(ended_ms + after_ms, steady_s, 0.0))
+    pause_s = await abandon(ClockReading(ended_ms + after_ms, steady_s, 0.0))
 
     assert pause_s == LEASE_S / 10
     with connect(house.url) as reader:
@@ -74,22 +73,21 @@ async def test_trajectory_may_be_adopted_before_it_is_abandoned(
         assert counts.by_state[TrajectoryState.ABANDONED] == num_abandoned
 
 
-async def test_every_script_is_called_when_it_asked_to_be(client):
+async def test_every_job_runs_when_it_is_due(client):
     called: list[tuple[str, bool]] = []
     done = asyncio.Event()
 
-    def script(name: str, pause_s: float) -> DueScript:
-        async def run(moment: ClockReading) -> float:
-            called.append((name, moment.steady_s == 0))
+    def job(name: str, pause_s: float) -> Job:
+        async def run(reading: ClockReading) -> float:
+            called.append((name, reading.steady_s == 0))
             if len(called) == 7:
                 done.set()
             return pause_s
 
-        return DueScript(name, run)
+        return run
 
-    scripts = [script("often", 0.0), script("seldom", 3600.0)]
-    timekeeper = Timekeeper(client, scripts, tolerance_s=60.0, longest_pause_s=0.01)
-    keeping = asyncio.create_task(timekeeper.keep())
+    jobs = [job("often", 0.0), job("seldom", 3600.0)]
+    keeping = asyncio.create_task(keep_time(client, jobs, tolerance_s=60.0, longest_pause_s=0.01))
     await asyncio.wait_for(done.wait(), 60)
     await cancel_all([keeping])
 
@@ -97,23 +95,9 @@ async def test_every_script_is_called_when_it_asked_to_be(client):
     assert set(called[2:]) == {("often", False)}
 
 
-async def test_a_script_that_is_fenced_ends_the_term(client):
+async def test_a_job_that_is_fenced_ends_the_term(client):
     async def fenced(_: ClockReading) -> float:
         raise FencedError("another planner leads")
 
-    timekeeper = Timekeeper(
-        client, [DueScript("fenced", fenced)], tolerance_s=5.0, longest_pause_s=0.01
-    )
-
     with pytest.raises(FencedError):
-        await timekeeper.keep()
-
-
-async def test_a_store_that_is_away_ends_the_term():
-    with EmbeddedServer() as server:
-        url = server.url
-    async with connect_async(url, num_retries=0) as client:
-        timekeeper = Timekeeper(client, [], tolerance_s=5.0, longest_pause_s=0.01)
-
-        with pytest.raises(StoreUnavailableError):
-            await timekeeper.keep()
+        await keep_time(client, [fenced], tolerance_s=5.0, longest_pause_s=0.01)

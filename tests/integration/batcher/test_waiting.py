@@ -3,21 +3,17 @@ import asyncio
 import pytest
 
 from testkit import group, ids, wait_until_async
-from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import BatcherUnavailableError, NotReadyError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.batcher.planner import reason_cache
-from turnstream_server.bus.queries.run_snapshot import read_snapshot
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 async def test_waiting_call_is_woken_by_the_group_that_completes_the_batch(house):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=2)
     await house.publish(run, group("g0"))
     await trainer.start()
     waiting = asyncio.create_task(trainer.get(1))
@@ -29,8 +25,7 @@ async def test_waiting_call_is_woken_by_the_group_that_completes_the_batch(house
 
 
 async def test_a_deadline_ends_the_wait_and_says_what_is_missing(house):
-    run = house.create_run(batch_groups=3)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=3)
     await house.publish(run, group("g0"))
     await trainer.start()
 
@@ -38,8 +33,7 @@ async def test_a_deadline_ends_the_wait_and_says_what_is_missing(house):
 
 
 async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=2)
     await trainer.start()
     with (
         Publisher(house.url, run, writer="gen-7") as publisher,
@@ -58,8 +52,7 @@ async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
 
 async def test_ranks_with_the_same_wait_share_one_read(house, monkeypatch):
     monkeypatch.setattr(reason_cache, "_READ_EVERY_S", 600.0)
-    run = house.create_run()
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve()
     await trainer.start()
 
     async def wait(wait_s):
@@ -113,71 +106,6 @@ async def test_the_batcher_bounds_the_wait_that_a_call_asks_for(house):
         await asyncio.wait_for(trainer.get(1, wait_s=1000), timeout=20)
 
 
-async def test_a_step_beyond_the_allowed_ones_waits_for_the_step_before_it(house):
-    run = house.create_run(batch_groups=1, max_planned_ahead=0)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"), group("g1"))
-    await trainer.start()
-    first = await trainer.get(1)
-
-    waiting = asyncio.create_task(trainer.get(2))
-    # Calls of one connection arrive in order.
-    await trainer.refused(2, words="^step 2 is planned when step 1 is stepped$")
-    await trainer.stepped(first)
-    (second,) = await waiting
-
-    assert second.header.step == 2
-
-
-async def test_step_far_ahead_is_refused_with_the_next_step(house):
-    run = house.create_run()
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
-
-    await trainer.refused(5, words="^step 5: step 1 is planned before it$")
-
-
-async def test_a_wait_that_ends_while_planning_fails_says_why_it_fails(house):
-    async def fail(_: Manifest) -> None:
-        raise RuntimeError("the moon is full")
-
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(before_write=fail), run)
-    await house.publish(run, group("g0"))
-    await trainer.start()
-
-    await trainer.refused(1, words="planning failed: .*the moon is full")
-
-
-async def test_leader_that_cannot_plan_records_the_trouble_until_it_can(house):
-    # The reasons of a run that nobody could plan were that nothing is wrong.
-    run = house.create_run(batch_groups=1)
-    fails = True
-
-    async def fail(_: Manifest) -> None:
-        if fails:
-            raise RuntimeError("the moon is full")
-
-    await house.start_batcher(before_write=fail)
-    await house.publish(run, group("g0"))
-    (first, *_) = await _reasons_that(house, run, lambda kinds: "planning_fails" in kinds)
-    fails = False
-    await _reasons_that(house, run, lambda kinds: "planning_fails" not in kinds)
-
-    assert first.sentence.endswith("cannot plan the run: the moon is full")
-
-
-async def _reasons_that(house, run, are_so):
-    """The reasons of a run, once their kinds are so."""
-
-    def look():
-        with connect(house.url) as client:
-            found = reasons(read_snapshot(client, run))
-        return are_so([each.kind for each in found]) and found
-
-    return await wait_until_async(lambda: asyncio.to_thread(look), describe="the reasons")
-
-
 async def test_a_replica_that_stops_sends_waiting_calls_away(house):
     run = house.create_run()
     replica = await house.start_batcher()
@@ -194,10 +122,7 @@ async def test_a_replica_that_stops_sends_waiting_calls_away(house):
 
 
 async def test_unreadable_reasons_do_not_replace_the_error_of_a_wait(house):
-    # Reasons that could not be read ended the call as INTERNAL: "the batcher failed; its log says
-    # how". The trainer took it for a damaged answer and stopped after the third one.
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=2)
     await trainer.start()
     with connect(house.url) as client:
         client.zadd(keys.run_keys(run).refills, {"no trajectory": 1})
@@ -208,7 +133,6 @@ async def test_unreadable_reasons_do_not_replace_the_error_of_a_wait(house):
 
 
 async def test_reasons_of_former_runs_are_dropped(house, monkeypatch):
-    # The reasons of every run that ever waited stayed in memory until the batcher stopped.
     watch = reason_cache.ReasonCache(house.url)
     first = await watch.reasons(house.create_run())
 

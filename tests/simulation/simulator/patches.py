@@ -53,7 +53,7 @@ class _Complaints(logging.Handler):
             is_trajectory = "/" in name
             process.world.lost(keys_named(name)[0].trajectory_id if is_trajectory else name, text)
             return
-        has_slept = record.getMessage().startswith("the event loop stands still")
+        has_slept = record.getMessage().startswith("the event loop hangs")
         if not process.is_dead and not has_slept:
             text = record.getMessage()
             if record.exc_info is not None:
@@ -89,8 +89,8 @@ def patched() -> Iterator[None]:
         patch.multiple(renewal, connect=thread_client, time=clock),
         patch.multiple(payload, Link=thread_link),
         patch.multiple(writers, random=chance),
-        patch.multiple(timekeeper, LOOKS_PER_LEASE=_LOOKS, LOOKS_PER_DEADLINE=_LOOKS),
-        patch.multiple(orphaned_groups, LOOKS_PER_LEASE=_LOOKS),
+        patch.multiple(timekeeper, READS_PER_LEASE=_LOOKS, CHECKS_PER_DEADLINE=_LOOKS),
+        patch.multiple(orphaned_groups, READS_PER_LEASE=_LOOKS),
         _listening_to_the_log(),
     ):
         yield

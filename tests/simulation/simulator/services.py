@@ -8,8 +8,8 @@ import threading
 from simulator.clients import AsyncClient
 from simulator.processes import Process
 from simulator.shared_state import URL, SharedState, patiently
-from turnstream.batching.merge.plan import Manifest
 from turnstream_server.batcher.assembly.assembler import Assembler
+from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
@@ -32,22 +32,31 @@ async def batcher(process: Process, shared: SharedState) -> None:
     keeper = LeadershipKeeper(URL, owner=process.name, lease_s=shared.leader_lease_s)
     keeper._thread = threading.Thread()  # never started: `_renew` below is what it would do
 
-    async def note(manifest: Manifest) -> None:
-        shared.history.intended.setdefault(manifest.step, []).append(manifest)
-        random = process.world.rng.random
-        if random() < _HESITATES:
-            await asyncio.sleep(random() * _LONGEST_HESITATION_S)
-
     planner = RunPlanner(
-        client,
         view,
-        Assembler(URL, max_cache_bytes=1 << 16),
+        _HesitatingAssembler(process, shared),
         keeper=keeper,
         upkeep=shared.upkeep,
         parked=ParkedRuns(URL, after_s=shared.park_after_s),
-        before_write=note,
     )
     await asyncio.gather(planner.run(), _renew(process, keeper))
+
+
+class _HesitatingAssembler(Assembler):
+    """Records each checked plan, and may delay its writing."""
+
+    def __init__(self, process: Process, shared: SharedState) -> None:
+        super().__init__(URL, max_cache_bytes=1 << 16)
+        self._shared = shared
+        self._random = process.world.rng.random
+
+    async def check(self, batch: PlannedBatch) -> None:
+        """Check a plan as always, then hesitate."""
+        await super().check(batch)
+        manifest = batch.manifest
+        self._shared.history.intended.setdefault(manifest.step, []).append(manifest)
+        if self._random() < _HESITATES:
+            await asyncio.sleep(self._random() * _LONGEST_HESITATION_S)
 
 
 async def _renew(process: Process, keeper: LeadershipKeeper) -> None:

@@ -65,7 +65,7 @@ async def test_the_least_recently_used_value_goes_first():
     await cache.get("c", make)
 
     assert [cache.is_kept(key) for key in "abc"] == [True, False, True]
-    assert cache.statistics().num_bytes == 20
+    assert cache.num_bytes == 20
 
 
 async def test_a_value_above_the_bound_is_handed_out_and_not_kept():
@@ -74,7 +74,7 @@ async def test_a_value_above_the_bound_is_handed_out_and_not_kept():
     value = await cache.get("a", make)
 
     assert value == "value 1"
-    assert cache.statistics().num_bytes == 0
+    assert cache.num_bytes == 0
 
 
 async def test_failure_reaches_every_waiting_caller_and_is_not_kept():
@@ -107,7 +107,7 @@ async def test_dropped_values_give_their_bytes_back():
     cache.drop(lambda key: key == "a")
 
     assert not cache.is_kept("a")
-    assert cache.statistics().num_bytes == 10
+    assert cache.num_bytes == 10
 
 
 async def test_closing_stops_what_is_being_made():

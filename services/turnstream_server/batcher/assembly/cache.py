@@ -1,4 +1,4 @@
-"""Values that are dear to make: made once however many ask, and kept within a bound of bytes."""
+"""A cache of expensive values: each is made once for all callers; the bytes in it are bounded."""
 
 from __future__ import annotations
 
@@ -19,30 +19,21 @@ class Sized(NamedTuple, Generic[Value]):
     num_bytes: int
 
 
-class CacheStatistics(NamedTuple):
-    """The content and the hits of a cache."""
-
-    num_values: int
-    num_bytes: int
-    max_bytes: int
-    num_hits: int
-    num_made: int
-
-
 class SingleFlightCache(Generic[Key, Value]):
     """Caches values; the least recently used are dropped above `max_bytes`.
 
     A value larger than the limit is returned to its callers and not kept. An error is not kept
     either: all callers get it, and the next call starts again.
+
+    Attributes:
+        num_bytes: bytes of the kept values.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self.num_bytes = 0
         self._kept: OrderedDict[Key, Sized[Value]] = OrderedDict()
-        self._num_bytes = 0
         self._in_progress: dict[Key, asyncio.Task[Value]] = {}
-        self._num_hits = 0
-        self._num_made = 0
 
     async def get(self, key: Key, make: Callable[[], Awaitable[Sized[Value]]]) -> Value:
         """Return the value of `key`; `make` is called unless the value exists or is being made.
@@ -53,46 +44,33 @@ class SingleFlightCache(Generic[Key, Value]):
         if kept is None:
             return await asyncio.shield(self._begin(key, make))
         self._kept.move_to_end(key)
-        self._num_hits += 1
         return kept.value
 
     def prepare(self, key: Key, make: Callable[[], Awaitable[Sized[Value]]]) -> None:
-        """Begin to make a value that will be asked for soon."""
+        """Begin to make a value that will be requested soon."""
         if key not in self._kept:
             self._begin(key, make)
 
     def is_kept(self, key: Key) -> bool:
-        """Whether the value of `key` is there now."""
+        """Return whether the cache has the value of `key`."""
         return key in self._kept
 
-    def put(self, key: Key, sized: Sized[Value]) -> None:
-        """Keep a value that was made elsewhere."""
-        self.drop(lambda other: other == key)
+    def _keep(self, key: Key, sized: Sized[Value]) -> None:
         if sized.num_bytes > self._max_bytes:
             return
         self._kept[key] = sized
-        self._num_bytes += sized.num_bytes
-        while self._num_bytes > self._max_bytes:
+        self.num_bytes += sized.num_bytes
+        while self.num_bytes > self._max_bytes:
             _, oldest = self._kept.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
+            self.num_bytes -= oldest.num_bytes
 
     def drop(self, is_unwanted: Callable[[Key], bool]) -> None:
         """Drop the values of all such keys; values that are being made are kept."""
         for key in [key for key in self._kept if is_unwanted(key)]:
-            self._num_bytes -= self._kept.pop(key).num_bytes
-
-    def statistics(self) -> CacheStatistics:
-        """Return the content now, and hits and makings since the start."""
-        return CacheStatistics(
-            num_values=len(self._kept),
-            num_bytes=self._num_bytes,
-            max_bytes=self._max_bytes,
-            num_hits=self._num_hits,
-            num_made=self._num_made,
-        )
+            self.num_bytes -= self._kept.pop(key).num_bytes
 
     async def close(self) -> None:
-        """Stop what is being made and forget everything."""
+        """Cancel the values that are being made, and drop all others."""
         tasks = list(self._in_progress.values())
         for task in tasks:
             task.cancel()
@@ -102,11 +80,9 @@ class SingleFlightCache(Generic[Key, Value]):
 
     def _begin(self, key: Key, make: Callable[[], Awaitable[Sized[Value]]]) -> asyncio.Task[Value]:
         task = self._in_progress.get(key)
-        if task is not None:
-            self._num_hits += 1
-            return task
-        task = self._in_progress[key] = asyncio.create_task(self._make(key, make))
-        task.add_done_callback(_mark_retrieved)
+        if task is None:
+            task = self._in_progress[key] = asyncio.create_task(self._make(key, make))
+            task.add_done_callback(_mark_retrieved)
         return task
 
     async def _make(self, key: Key, make: Callable[[], Awaitable[Sized[Value]]]) -> Value:
@@ -114,8 +90,7 @@ class SingleFlightCache(Generic[Key, Value]):
             sized = await make()
         finally:
             self._in_progress.pop(key, None)
-        self._num_made += 1
-        self.put(key, sized)
+        self._keep(key, sized)
         return sized.value
 
 

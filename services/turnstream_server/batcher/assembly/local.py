@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from turnstream.batching.rows.assemble import assemble_rows
+import contextlib
+
 from turnstream.errors import NotReadyError, RunNotFoundError
 from turnstream.records.batches import EncodedMiniBatch
 from turnstream.records.configs import decode_config
@@ -10,8 +11,8 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import open_run
-from turnstream_server.batcher.assembly.assembler import check_assembly_version
 from turnstream_server.batcher.assembly.payload import Payload, PayloadReader
+from turnstream_server.batcher.assembly.rows import build_rows, check_assembly_version
 from turnstream_server.batcher.assembly.shares import PlannedBatch, cut_mini_batch, encode_share
 from turnstream_server.bus.core.frontier import not_retained, read_frontier
 from turnstream_server.bus.planning.manifests import read_plan
@@ -20,13 +21,13 @@ from turnstream_server.bus.planning.manifests import read_plan
 def assemble_locally(
     url: str, run: str, step: int, *, dp_rank: int, dp_world_size: int
 ) -> list[EncodedMiniBatch]:
-    """The share of one rank of every mini-batch of a step: the very bytes that a Get gives.
+    """Return one rank's share of every mini-batch of a step: the very bytes that a Get returns.
 
     Raises:
         ReleasedError: the step is no longer retained.
         NotReadyError: the step is not planned yet.
         DamagedPayloadError: payload of it is damaged.
-        UnknownFormatError: it is to be assembled by rules of another release.
+        UnknownFormatError: the batch has the assembly rules of another release.
     """
     batch = read_planned_batch(url, run, step)
     return assemble_batch(url, batch, dp_rank=dp_rank, dp_world_size=dp_world_size)
@@ -35,25 +36,19 @@ def assemble_locally(
 def assemble_batch(
     url: str, batch: PlannedBatch, *, dp_rank: int, dp_world_size: int
 ) -> list[EncodedMiniBatch]:
-    """The same of a plan that was read already.
-
-    Raises:
-        DamagedPayloadError: payload of it is damaged.
-        UnknownFormatError: it is to be assembled by rules of another release.
-    """
+    """Return one rank's share of every mini-batch of a plan that was read already."""
     check_assembly_version(batch.manifest)
-    reader = PayloadReader(url)
-    try:
-        return [
-            _share(batch, reader, index, dp_rank=dp_rank, dp_world_size=dp_world_size)
-            for index in range(len(batch.manifest.mini_batches))
-        ]
-    finally:
-        reader.close()
+    shares: list[EncodedMiniBatch] = []
+    with contextlib.closing(PayloadReader(url)) as reader:
+        for index in range(len(batch.manifest.mini_batches)):
+            rows = build_rows(batch, reader, mini_batch=index)
+            cut = cut_mini_batch(batch, rows, dp_world_size=dp_world_size)
+            shares.append(encode_share(batch, rows, cut, mini_batch=index, dp_rank=dp_rank))
+    return shares
 
 
 def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
-    """The plan of a step and the configuration that it was made under.
+    """Return the plan of a step with the config that it was made under.
 
     Raises:
         ReleasedError: the step is no longer retained.
@@ -78,32 +73,11 @@ def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
 
 
 def read_batch_payload(url: str, batch: PlannedBatch) -> Payload:
-    """All turns of a planned batch, whole and as they were sealed.
+    """Return all turns of a planned batch, as they were sealed.
 
     Raises:
         DamagedPayloadError: payload of it is damaged.
     """
-    reader = PayloadReader(url)
-    try:
-        members = [member for group in batch.manifest.groups for member in group.trajectories]
+    members = [member for group in batch.manifest.groups for member in group.trajectories]
+    with contextlib.closing(PayloadReader(url)) as reader:
         return reader.read(members, run=batch.manifest.run)
-    finally:
-        reader.close()
-
-
-def _share(
-    batch: PlannedBatch, reader: PayloadReader, index: int, *, dp_rank: int, dp_world_size: int
-) -> EncodedMiniBatch:
-    groups = batch.groups_of(index)
-    members = [member for group in groups for member in group.trajectories]
-    payload = reader.read(members, run=batch.manifest.run)
-    first_row_id = batch.manifest.mini_batches[index].first_row_id
-    rows = assemble_rows(
-        groups,
-        payload,
-        first_row_id=first_row_id,
-        extra_columns=batch.config.extra_columns,
-        masked_versions=batch.manifest.masked_versions,
-    )
-    cut = cut_mini_batch(batch, rows, dp_world_size=dp_world_size)
-    return encode_share(batch, rows, cut, mini_batch=index, dp_rank=dp_rank)

@@ -1,4 +1,4 @@
-"""The chain of a run's plans, as one leader reads what is there and continues it."""
+"""The chain of a run's plans, as one leader reads and continues it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PlanChain:
         self.next_row_id = stored.manifest.end_row_id
 
     async def read_on(self) -> deque[StoredManifest]:
-        """The next plans of those that exist, noting the last of them; none at the end.
+        """Return the next existing plans, and continue after them; none at the end.
 
         Raises:
             RecordError: one of them is damaged, or of a newer release.
@@ -146,7 +146,7 @@ class PlanChain:
         return is_written
 
     def warn_of(self, manifest: Manifest) -> None:
-        """Log the oddities of a batch, each kind once."""
+        """Log the warnings about a batch, each kind once."""
         for kind, sentence in plan_report(manifest, self._in_force.config).warnings.items():
             if kind not in self._warned:
                 self._warned.add(kind)

@@ -47,7 +47,7 @@ async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
 
 
 class LoopShare:
-    """Yields to other tasks, by the number and the bytes of the events that a run has folded."""
+    """Yields to other tasks after each slice of folded events, by their number and bytes."""
 
     def __init__(self) -> None:
         self._weight = 0.0

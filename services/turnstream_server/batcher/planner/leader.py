@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 from turnstream.batching.config import BatchingConfig
@@ -48,12 +48,6 @@ GATHER_S: Final = 0.004
 """Pause after events, in which more of them come: each read costs as much as fifty events, so that
 a thousand trajectories that are sealed one by one would otherwise cost 0.2 CPU seconds."""
 
-Hook = Callable[[Manifest], Awaitable[None]]
-
-
-async def no_hook(_: Manifest) -> None:
-    """Do nothing between the check of a plan and its writing."""
-
 
 class Leader:
     """One term of leading a run, from the replay of its history until it is fenced.
@@ -64,10 +58,9 @@ class Leader:
         assembler: checks the payload of new plans.
         revisions: revisions of the config at the start of the term.
         upkeep: when to take snapshots.
-        before_write: awaited between the check of a plan and its writing; for fault injection.
 
     Attributes:
-        is_waiting: whether everything that was read is done, and more is waited for.
+        is_waiting: whether the leader has handled everything that it read, and waits for news.
     """
 
     def __init__(
@@ -78,15 +71,12 @@ class Leader:
         *,
         revisions: Revisions,
         upkeep: Upkeep = DEFAULT_UPKEEP,
-        before_write: Hook = no_hook,
     ) -> None:
         self.is_waiting = False
         self._term = term
         self._view = view
         self._assembler = assembler
-        self._in_force = ConfigInForce(term, view, revisions)
-        self._upkeep = upkeep
-        self._before_write = before_write
+        self._in_force = ConfigInForce(term, revisions)
         self._fold = RunFold(self._config)
         self._selector = Selector(self._config)
         self._listener = RunListener(term.client, term.run, after_step=0)
@@ -95,7 +85,7 @@ class Leader:
         self._chain = PlanChain(term, view, self._in_force)
         self._replanner = Replanner(term, view, assembler)
         self._share = LoopShare()
-        self._memory = PlannerSnapshots(term, assembler, upkeep=upkeep)
+        self._snapshots = PlannerSnapshots(term, assembler, upkeep=upkeep)
 
     @property
     def _config(self) -> BatchingConfig:
@@ -103,11 +93,20 @@ class Leader:
 
     @property
     def position(self) -> Position:
-        """The last entries that were read."""
+        """Return the last entries that were read."""
         return Position(self._listener.position, self._listener.wake_id)
 
+    @property
+    def config_revision(self) -> int:
+        """Return the number of the config revision in force."""
+        return self._in_force.revision
+
+    def undecided(self) -> list[str]:
+        """Return the open groups, the oldest first, then the evaluations in progress."""
+        return [*(group.group_id for group in self._fold.waiting()), *self._fold.evaluating]
+
     async def lead(self) -> None:
-        """Plan whatever can be planned, until an error ends the term.
+        """Plan each batch that is due, until an error ends the term.
 
         Raises:
             FoldBrokenError: an event broke the fold and is rejected: lead with another Leader.
@@ -129,25 +128,15 @@ class Leader:
             self._chain.next_step,
             extra={"epoch": self._term.epoch},
         )
-        self._view.explain = self.explain
-        self._view.undecided = lambda: [
-            *(group.group_id for group in self._fold.waiting()),
-            *self._fold.evaluating,
-        ]
-        try:
-            while True:
-                await self._replan()
-                await self._plan_what_is_due()
-                await self._finish()
-                # A choice of groups is not part of a snapshot; it stands for a moment only.
-                if self._selector.choice is None and self._memory.is_due(
-                    step=self._chain.newest_step
-                ):
-                    await self._memory.save(self._snapshot(), self._fold)
-                await self._listen()
-        finally:
-            self._view.explain = None
-            self._view.undecided = list
+        self._view.follow_leader(self)
+        while True:
+            await self._replan()
+            await self._plan_due_batches()
+            await self._finish()
+            is_due = self._snapshots.is_due(step=self._chain.newest_step)
+            if is_due and self._selector.choice is None:  # a choice is not part of a snapshot
+                await self._snapshots.save(self._snapshot(), self._fold)
+            await self._listen()
 
     async def _replan(self) -> None:
         """Withdraw plans of damaged payload if that is requested, and restart after them."""
@@ -159,7 +148,7 @@ class Leader:
         await self._view.refresh()
 
     async def _replay(self) -> None:
-        """Fold the history in; each plan takes its groups where it was made."""
+        """Fold the history in; each plan takes its groups at the event where it was made."""
         await self._restore()
         planned = await self._read_plans()
         decisions = await self._pass_all(planned, through=self._listener.position)
@@ -168,13 +157,13 @@ class Leader:
                 decisions += await self._apply(entry)
                 decisions += await self._pass_all(planned, through=entry.event_id)
                 await self._share.after(entry)
-            self._memory.num_events += len(events)
+            self._snapshots.count_events(len(events))
             await self._dead_letters.write()
-        await self._carry_out(await self._settler.still_known(decisions))
+        await self._carry_out(await self._settler.without_settled(decisions))
 
     async def _restore(self) -> None:
         """Continue from the snapshot, if there is one."""
-        snapshot = await self._memory.read()
+        snapshot = await self._snapshots.read()
         if snapshot is None:
             return
         self._in_force.restore(snapshot.config_revision, snapshot.revised_at)
@@ -224,7 +213,7 @@ class Leader:
         return left_over
 
     async def _listen(self) -> None:
-        """Wait for news and take it in."""
+        """Wait for news and fold it in."""
         self.is_waiting = True
         news = await self._listener.wait(with_events=True)
         self.is_waiting = False
@@ -238,14 +227,14 @@ class Leader:
         decisions: list[Decision] = []
         for entry in events:
             decisions += await self._apply(entry)
-            self._memory.num_events += 1
+            self._snapshots.count_events(1)
             await self._share.after(entry)
-        self._memory.forget(self._fold, position=self._listener.position)
+        self._snapshots.forget_groups(self._fold, position=self._listener.position)
         await self._carry_out(decisions)
 
     async def _apply(self, entry: EventEntry) -> list[Decision]:
         """Fold an event and return the decisions; reject an event that cannot be read or folded."""
-        event = self._dead_letters.read(entry) or self._in_force.told_at(entry.event_id)
+        event = self._dead_letters.read(entry) or self._in_force.revision_of_event(entry.event_id)
         if event is None:
             return []
         if isinstance(event, ConfigRevised):
@@ -270,10 +259,10 @@ class Leader:
         return self._fold.revise(event_id, self._config)
 
     async def _carry_out(self, decisions: Iterable[Decision]) -> None:
-        """Tell the ledger; all of it may have been told before, by the leader of another term."""
+        """Write the decisions that still hold to the ledger; repeats change nothing."""
         await self._settler.carry_out([each for each in decisions if self._fold.still_holds(each)])
 
-    async def _plan_what_is_due(self) -> None:
+    async def _plan_due_batches(self) -> None:
         while groups := await self._next_groups():
             if self._config.chooses_by_event and self._selector.choice is None:
                 await self._choose()
@@ -281,7 +270,7 @@ class Leader:
                 await self._take_in(await self._listener.read_events())
 
     async def _finish(self) -> None:
-        """Say that nothing more is planned, where that is so."""
+        """Write the end of the run once nothing is left to plan."""
         frontier = self._view.frontier
         while self._fold.is_finished and not frontier.is_finished and frontier.paused is None:
             reach("finish_run.before")
@@ -293,26 +282,26 @@ class Leader:
             frontier = await self._view.refresh()
 
     async def _next_groups(self) -> tuple[ReadyGroup, ...]:
-        """The groups of the next batch, by the config of its step."""
+        """Return the groups of the next batch, with the config of its step in force."""
         while 0 < self._view.frontier.next_revision <= self._chain.next_step:
-            await self._come_to(await self._in_force.announce(step=self._chain.next_step))
+            await self._read_through(await self._in_force.announce(step=self._chain.next_step))
             await self._view.refresh()
         return self._due_groups()
 
     async def _choose(self) -> None:
-        """Write the event at which the groups of the next batch are chosen, and come to it."""
+        """Write the event at which the groups of the next batch are chosen, and fold it in."""
         reach("batch_due.before")
         event_id = await announce_due(self._term, BatchDue(step=self._chain.next_step))
         reach("batch_due.after")
-        await self._come_to(event_id)
+        await self._read_through(event_id)
 
-    async def _come_to(self, event_id: str) -> None:
-        """Take in all events up to one that is written, whatever can be read of it."""
+    async def _read_through(self, event_id: str) -> None:
+        """Fold in all events up to this one."""
         while event_position(self._listener.position) < event_position(event_id):
             await self._take_in(await self._listener.read_events())
 
     def _due_groups(self) -> tuple[ReadyGroup, ...]:
-        """The groups of the next batch; none while it must wait."""
+        """Return the groups of the next batch; none while it must wait."""
         is_paused = self._view.frontier.paused is not None
         if is_paused or self._chain.next_step > self._last_allowed_step():
             return ()
@@ -329,8 +318,7 @@ class Leader:
     async def _plan(self, groups: tuple[ReadyGroup, ...]) -> bool:
         """Plan, check and write the next batch; return False if it must be planned again.
 
-        Some of its payload was damaged, the step has another config now, the run was paused, or its
-        trainer went back.
+        The reason is damaged payload, a new config of the step, a pause, or a rollback.
         """
         try:
             stored = await self._assembler.in_thread(
@@ -345,7 +333,6 @@ class Leader:
             await self._dead_letters.mark_dead(error.damages)
             return False
         self._prepare(batch)
-        await self._before_write(manifest)
         reach("plan.before_write")
         if not await self._chain.write(stored):
             return False
@@ -372,7 +359,7 @@ class Leader:
         return True
 
     def _prepare(self, batch: PlannedBatch) -> None:
-        """Begin to encode what most trainers of one rank ask this replica for next."""
+        """Begin to encode the share that a trainer of one rank requests next."""
         frontier = self._view.frontier
         if frontier.session_epoch and frontier.dp_world_size == 1:
             self._assembler.prepare(batch, mini_batch=0, dp_rank=0, dp_world_size=1)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.store.client import keys
 from turnstream.store.client.connection import MAX_BLOCK_S
-from turnstream.store.client.replies import translate
+from turnstream.store.client.replies import translating
 from turnstream_server.bus.core.events import EventEntry, event_entry, read_events_async
 
 WAKE_EVENTS: Final = 8
@@ -45,7 +44,7 @@ class RunListener:
         self._client = client
         self._run = run
         self._events = names.events.encode()
-        # The last wake entry is read once more: better than to miss what came between.
+        # The last wake entry is read once more, so that nothing between is missed.
         self._signals = {names.wake.encode(): "0-0", names.plan.encode(): f"{after_step}-0"}
         self._plan, self._wake = names.plan.encode(), names.wake.encode()
         self._last_event = "0-0"
@@ -61,7 +60,7 @@ class RunListener:
         return self._signals[self._wake]
 
     def start_after(self, event_id: str) -> None:
-        """Begin behind this event: the caller knows what came before."""
+        """Read the events after this one: the caller knows the earlier ones."""
         self._last_event = event_id
 
     def pass_step(self, step: int) -> None:
@@ -69,12 +68,12 @@ class RunListener:
         self._signals[self._plan] = f"{step}-0"
 
     def fall_back(self, step: int) -> None:
-        """The newest plan is that of this step: later ones that were told of are withdrawn."""
+        """Report the plans after this step again: those that were read are withdrawn."""
         if int(self._signals[self._plan].partition("-")[0]) > step:
             self.pass_step(step)
 
     async def read_events(self) -> list[EventEntry]:
-        """Return the next events that are there already, one slice of them at most."""
+        """Return the next stored events, at most one slice of them."""
         events = await read_events_async(self._client, self._run, after=self._last_event)
         if events:
             self._last_event = events[-1].event_id
@@ -94,10 +93,8 @@ class RunListener:
         block_ms = max(1, round(wait_s * 1000))  # BLOCK 0 would never time out
         words = ("XREAD", "COUNT", WAKE_EVENTS, "BLOCK", block_ms)
         words = (*words, "STREAMS", *streams, *streams.values())
-        try:
+        with translating():
             reply: Any = await self._client.execute_command(*words)
-        except (RedisError, OSError) as error:
-            raise translate(error) from error
         found: dict[bytes, Any] = dict(reply or ())
         new_events = found.pop(self._events, [])
         events = [event_entry(event_id, fields) for event_id, fields in new_events]

@@ -1,7 +1,7 @@
 """Parked runs: idle runs without a leader, all watched by one blocking read on one connection.
 
 A run whose planner has nothing to do and nothing to time is parked: its leadership is released, and
-the planner waits here. Every call that gives a run work writes to its `events` or `wake` stream.
+the planner waits here. Every call that adds work to a run writes to its `events` or `wake` stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ about as much CPU time as to lead it idly for 10 s."""
 _GATHER_S: Final = 0.05
 """Runs that are parked within this time are added to the read together."""
 
-_AGAIN_S: Final = 1.0
+_RETRY_S: Final = 1.0
 """Pause after a read that failed."""
 
 
@@ -94,14 +94,14 @@ class ParkedRuns:
                 if str(error) != trouble:
                     logger.warning("parked runs are not watched: %s", error)
                 trouble = str(error)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
             except Exception:  # a defect of one run must not stop the others: each reads for itself
                 logger.exception("the watch of parked runs failed")
                 for run in [*self._waits]:
                     self._end(run, has_news=True)
 
     async def _read(self) -> set[str]:
-        """The parked runs that have entries after their position; none after MAX_BLOCK_S."""
+        """Return the parked runs with entries after their position; none after MAX_BLOCK_S."""
         streams: dict[bytes, tuple[str, str]] = {}
         for run, wait in self._waits.items():
             names = keys.run_keys(run)

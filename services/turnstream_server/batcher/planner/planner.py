@@ -15,14 +15,14 @@ from turnstream.store.client.replies import translating
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.dead_letters import FoldBrokenError
 from turnstream_server.batcher.planner.event_loop import first_of
-from turnstream_server.batcher.planner.leader import Hook, Leader, no_hook
+from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.batcher.planner.listener import RunListener
 from turnstream_server.batcher.planner.orphaned_groups import orphaned_groups
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.releaser import Releaser
 from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.planner.timekeeper import timekeeper
+from turnstream_server.batcher.planner.timekeeper import keep_time_of_run
 from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.core.server_instance import PinnedClient
 from turnstream_server.bus.leadership.leadership import (
@@ -49,35 +49,29 @@ class RunPlanner:
     """Refreshes a run's view, and plans the run if no other replica does.
 
     Args:
-        client: client of the store, until the first term.
         view: this replica's view of the run.
         assembler: checks the payload of new plans.
-        keeper: renews the leadership, and reports the leader.
+        keeper: renews the leadership.
         upkeep: settings of the release while the run is led here.
         parked: wakes the planners of parked runs.
-        before_write: awaited between the check of a plan and its writing; for fault injection.
     """
 
     def __init__(
         self,
-        client: redis.asyncio.Redis,
         view: RunView,
         assembler: Assembler,
         *,
         keeper: LeadershipKeeper,
         upkeep: Upkeep,
         parked: ParkedRuns,
-        before_write: Hook = no_hook,
     ) -> None:
-        self._client = client
         self._view = view
         self._assembler = assembler
         self._keeper = keeper
         self._upkeep = upkeep
         self._parked = parked
-        self._before_write = before_write
         self._leads_parked = True
-        self._run_id = ""
+        self._server_id = ""
 
     async def run(self) -> None:
         """Run until cancelled, or until the run is deleted."""
@@ -88,16 +82,17 @@ class RunPlanner:
                 await self._lead_and_park()
             except RunNotFoundError:
                 logger.warning("run %s is gone from the store", self._view.run)
-                self._view.lose()
+                self._view.mark_deleted()
                 return
             except FencedError as error:
                 logger.warning("no longer leading run %s: %s", self._view.run, error)
             except UnavailableError as error:
                 logger.warning("planning of run %s waits: %s", self._view.run, error)
-                self._view.trouble = str(error)
+                self._view.report_trouble(str(error))
             except Exception as error:  # a defect in one run must not stop the others
                 logger.exception("planning of run %s failed", self._view.run)
-                self._view.trouble = str(error) or repr(error)
+                self._view.report_trouble(str(error) or repr(error))
+            self._view.follow_leader(None)
             lasted_s = asyncio.get_running_loop().time() - started_s
             num_failures = num_failures + 1 if lasted_s < _SETTLED_S else 1
             await asyncio.sleep(pause_after(num_failures))
@@ -110,33 +105,25 @@ class RunPlanner:
         """
         self._leads_parked = True
         while True:
-            position = await self._follow_then_lead()
+            async with PinnedClient(self._keeper.url) as store:
+                position = await self._run_term(store)
             self._leads_parked = await self._parked.wait(self._view.run, position)
-            self._view.explain = None
+            self._view.follow_leader(None)
 
-    async def _follow_then_lead(self) -> Position:
-        """One term, with one start of the store: another may have lost what this one knows.
-
-        Returns:
-            The position up to which the run was read when it was parked.
-        """
-        async with PinnedClient(self._keeper.url) as store:
-            return await self._follow_then_lead_in(store)
-
-    async def _follow_then_lead_in(self, store: PinnedClient) -> Position:
-        self._client = store.client
-        await first_of(self._meet(store))
-        leadership = await first_of(self._follow())
+    async def _run_term(self, store: PinnedClient) -> Position:
+        """Follow and lead until the run is parked; return the position up to which it was read."""
+        await first_of(self._check_server(store))
+        leadership = await first_of(self._follow(store.client))
         if leadership.parked is not None:
             return leadership.parked
-        term = Term(self._client, self._view.run, leadership.epoch)
+        term = Term(store.client, self._view.run, leadership.epoch)
         try:
             position = await first_of(
                 self._lead(term),
                 self._keeper.hold(term.run, term.epoch),
                 self._keep_time(term),
-                self._sweep(),
-                self._recover(),
+                self._post_forgotten_seals(term),
+                self._clear_trouble(term),
             )
         except asyncio.CancelledError:
             await self._release(term)
@@ -144,28 +131,28 @@ class RunPlanner:
         except (FencedError, RunNotFoundError, UnavailableError):
             raise
         except Exception as error:
-            await first_of(self._note_trouble(str(error) or repr(error)))
+            await first_of(self._note_trouble(term, str(error) or repr(error)))
             raise
         assert position is not None, "only a run that is parked ends a term without an error"
         return position
 
-    async def _meet(self, store: PinnedClient) -> None:
+    async def _check_server(self, store: PinnedClient) -> None:
         """Drop the view of the run if the store was restarted."""
         with translating():
             await store.client.ping()
-        if self._run_id and store.run_id != self._run_id:
+        if self._server_id and store.run_id != self._server_id:
             logger.warning("the store was restarted: run %s is read again", self._view.run)
-            self._view.forget()
-        self._run_id = store.run_id
+            self._view.reset()
+        self._server_id = store.run_id
 
-    async def _follow(self) -> Leadership:
+    async def _follow(self, client: redis.asyncio.Redis) -> Leadership:
         """Keep the view fresh until the leadership is ours, or the run is parked."""
         loop = asyncio.get_running_loop()
         frontier = await self._view.refresh()
-        listener = RunListener(self._client, self._view.run, after_step=frontier.planned)
+        listener = RunListener(client, self._view.run, after_step=frontier.planned)
         while True:
             leadership = await acquire_leadership(
-                self._client,
+                client,
                 self._view.run,
                 owner=self._keeper.owner,
                 lease_s=self._keeper.lease_s,
@@ -174,36 +161,27 @@ class RunPlanner:
             if leadership.is_ours or leadership.parked is not None:
                 return leadership
             self._leads_parked = False
-            try_again_s = loop.time() + leadership.lease_left_s
-            while (left_s := try_again_s - loop.time()) > 0:
+            retry_at_s = loop.time() + leadership.lease_left_s
+            while (left_s := retry_at_s - loop.time()) > 0:
                 news = await listener.wait(with_events=False, wait_s=left_s)
                 if news.is_frontier_old:
                     listener.fall_back((await self._view.refresh()).planned)
 
     async def _lead(self, term: Term) -> Position | None:
-        """Plan and release until the run is idle, and park it."""
+        """Lead from the newest snapshot on until the run is parked; again if the fold breaks."""
         while True:
+            self._view.follow_leader(None)
+            revisions = await read_revisions_async(term.client, term.run)
+            leader = Leader(
+                term, self._view, self._assembler, revisions=revisions, upkeep=self._upkeep
+            )
+            releaser = Releaser(term, self._view, owner=self._keeper.owner, upkeep=self._upkeep)
             try:
-                return await self._lead_once(term)
+                return await first_of(
+                    leader.lead(), releaser.run(), self._park_when_idle(term, leader, releaser)
+                )
             except FoldBrokenError:
                 logger.exception("the state of run %s is rebuilt", self._view.run)
-
-    async def _lead_once(self, term: Term) -> Position | None:
-        """Lead from the newest snapshot on, until the run is parked or an event breaks the fold."""
-        leader = Leader(
-            term,
-            self._view,
-            self._assembler,
-            revisions=await read_revisions_async(term.client, term.run),
-            upkeep=self._upkeep,
-            before_write=self._before_write,
-        )
-        releaser = Releaser(term, self._view, owner=self._keeper.owner, upkeep=self._upkeep)
-        position = await first_of(
-            leader.lead(), releaser.run(), self._park_when_idle(term, leader, releaser)
-        )
-        self._view.explain = leader.explain  # it holds while nothing is written to the run
-        return position
 
     async def _park_when_idle(self, term: Term, leader: Leader, releaser: Releaser) -> Position:
         """Park the run once it had no news for a while, and nothing in it is left to do."""
@@ -221,50 +199,49 @@ class RunPlanner:
                     return position
 
     def _may_park(self) -> bool:
-        """Whether no group of a closed run is open, which would end by time, and planning works."""
+        """Return whether planning works, and no group of a closed run waits for a deadline."""
         is_ending = self._view.frontier.is_closed and self._view.undecided()
         return not is_ending and not self._view.trouble
 
     async def _keep_time(self, term: Term) -> None:
-        """Let time pass, by the config in force."""
+        """Run the timekeeper with the config in force, until another one is in force."""
         while True:
             revision, config = await self._view.newest_config()
-            keeper = timekeeper(
+            await keep_time_of_run(
                 term,
-                config=config,
+                config,
                 others=[orphaned_groups(term, self._view, config)],
+                until=lambda old=revision: self._is_revised(after=old),
                 sleep=self._view.wait_for_change,
             )
-            await keeper.keep(until=lambda old=revision: self._view.led_by_revision > old)
 
-    async def _sweep(self) -> None:
+    def _is_revised(self, *, after: int) -> bool:
+        leader = self._view.leader
+        return leader is not None and leader.config_revision > after
+
+    async def _post_forgotten_seals(self, term: Term) -> None:
         """Post the stored seals of dead writers, once; then wait until cancelled.
 
         It waits a while after the start of the term: by then, live writers have posted their own.
         """
         await asyncio.sleep(self._keeper.lease_s / RENEWALS_PER_LEASE)
-        num_posted = await post_forgotten_seals(self._client, self._view.run)
+        num_posted = await post_forgotten_seals(term.client, term.run)
         if num_posted:
-            logger.info("posted %d forgotten seals of run %s", num_posted, self._view.run)
+            logger.info("posted %d forgotten seals of run %s", num_posted, term.run)
         await asyncio.Event().wait()
 
-    async def _recover(self) -> None:
+    async def _clear_trouble(self, term: Term) -> None:
         """Clear the recorded error once this term has lasted; then wait until cancelled."""
         await asyncio.sleep(_SETTLED_S)
-        self._view.trouble = ""
-        await self._note_trouble("")
+        self._view.report_trouble("")
+        await self._note_trouble(term, "")
         await asyncio.Event().wait()
 
-    async def _note_trouble(self, trouble: str) -> None:
+    async def _note_trouble(self, term: Term, trouble: str) -> None:
         """Record the error for `turnstream why`, if the store is reachable."""
+        owner = self._keeper.owner
         with contextlib.suppress(TurnstreamError):
-            await note_trouble(
-                self._client,
-                self._view.run,
-                "planning_trouble",
-                trouble,
-                owner=self._keeper.owner,
-            )
+            await note_trouble(term.client, term.run, "planning_trouble", trouble, owner=owner)
 
     async def _release(self, term: Term) -> None:
         """Release the leadership for another replica, if the store is reachable."""

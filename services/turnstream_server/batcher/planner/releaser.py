@@ -1,9 +1,8 @@
 """Delete the payload and the ledger entries of finished steps and trajectories, for one leader.
 
-The work is done in slices: each call of a planner waits for one slice at most. A round that leaves
-finished steps behind is followed by the next round at once. After any other round there is a short
-pause of constant length, so release keeps up with planning at any rate. Only the search for
-untrained trajectories is paced by its own duration: it reads the whole ledger however few it finds.
+The work is done in rounds of bounded size. If finished steps are left, the next round follows at
+once, else after a short pause: so release keeps up with planning. Only the search for untrained
+trajectories is paced by its own duration, because it reads the whole ledger.
 """
 
 from __future__ import annotations
@@ -47,27 +46,27 @@ from turnstream_server.bus.release.release import (
     read_release_state,
     remove_payload,
 )
+from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
 SHORTEST_PAUSE_S: Final = 0.1
-"""Pause between two rounds, in which commits gather: the calls of an empty round cost as much as
-the release of some ten trajectories. A pause that grows with the last round lets the backlog grow
-without a bound."""
+"""Pause between two rounds, in which commits gather: an empty round costs as much as the release of
+ten trajectories. It must not grow with the last round, or the backlog has no bound."""
 
 LONGEST_PAUSE_S: Final = 2.0
-"""Pause after rounds that found nothing; a batch that is planned or stepped ends it."""
+"""Longest pause after rounds without work; a batch that is planned or stepped ends it."""
 
 SEARCH_REST: Final = 9
-"""A search for untrained trajectories is followed by a rest of so many times its own duration,
-unless it will find one in so many entries: then the backlog must not grow."""
+"""A search for untrained trajectories is followed by a rest of so many times its duration. It is
+not where more than one of so many entries is untrained, so that the backlog stays bounded."""
 
 ROUND_SLICE: Final = 1_000
-"""Trajectories of steps that one round releases, and folds, or one larger step. If more are left,
-the next round follows at once: folding must not keep payload waiting, whose bytes are counted."""
+"""Trajectories of the steps that one round releases, or one larger step. Folding must not delay the
+release of payload, whose bytes are counted."""
 
 PAGE: Final = 500
-"""Entries of the ledger that one call looks at."""
+"""Entries of the ledger that one call reads."""
 
 
 class Releaser:
@@ -80,8 +79,8 @@ class Releaser:
         upkeep: when to fold.
 
     Attributes:
-        done_at_s: start of the newest round, by the event loop's clock, if that round found
-            nothing to do and no trouble; else minus infinity.
+        done_at_s: start of the newest round, by the event loop's clock, if that round had no work
+            and no trouble; else minus infinity.
     """
 
     def __init__(self, term: Term, view: RunView, *, owner: str, upkeep: Upkeep) -> None:
@@ -93,7 +92,7 @@ class Releaser:
         self._owner = owner
         self._upkeep = upkeep
         self._archived = 0
-        self._trouble = ""
+        self._archive_trouble = ""
         self._file_trouble = ""
         self._noted = ""
         self._payload_through = 0
@@ -101,7 +100,7 @@ class Releaser:
         self._has_backlog = False
         self._search_from_s = 0.0
         self._ended: dict[str, str] = {}
-        """Ended trajectories without payload that are still in the ledger."""
+        """Ended trajectories without payload that are still in the ledger, with their entries."""
 
     async def run(self) -> None:
         """Run rounds until cancelled."""
@@ -111,8 +110,8 @@ class Releaser:
             started_s = loop.time()
             has_worked = is_done = False
             try:
-                has_worked = await self.release_what_is_over()
-                is_done = not (has_worked or self._trouble or self._file_trouble)
+                has_worked = await self.run_round()
+                is_done = not (has_worked or self._archive_trouble or self._file_trouble)
             except (FencedError, RunNotFoundError, UnavailableError):
                 raise
             except Exception as error:  # planning must not stop because release fails
@@ -127,32 +126,38 @@ class Releaser:
             if await self._view.wait_for_change(pause_s - SHORTEST_PAUSE_S):
                 pause_s = SHORTEST_PAUSE_S
 
-    async def release_what_is_over(self) -> bool:
-        """Run one round; return whether it found anything to do."""
-        await self._upkeep.before("advance_watermark")
-        floor = await advance_watermark(self._term, at_most=await self._archive())
+    async def run_round(self) -> bool:
+        """Run one round; return whether it had work."""
+        reach("advance_watermark.before")
+        watermark = await advance_watermark(self._term, at_most=await self._archive())
         state = await read_release_state(self._client, self._run)
-        has_batches = await self._release_batches(state, floor=floor)
-        has_ended = await self._release_ended(state)
-        has_cooled = await self._move_to_file(state)
-        await self._note_trouble()
-        return await self._discard_dead_letters(state) or has_batches or has_ended or has_cooled
+        has_worked = [
+            await self._release_batches(state, watermark=watermark),
+            await self._release_ended(state),
+            await self._move_to_file(state),
+            await self._discard_dead_letters(state),
+        ]
+        await self._note(self._archive_trouble or self._file_trouble)
+        return any(has_worked)
 
     async def _discard_dead_letters(self, state: ReleaseState) -> bool:
         """Discard the oldest dead letters above the limit of the run."""
         _, config = await self._view.newest_config()
         if state.dead_bytes <= config.max_dead_bytes:
             return False
-        await self._upkeep.before("discard_dead_letters")
-        num_discarded = await discard_oldest(
-            self._client, self._run, max_bytes=config.max_dead_bytes
-        )
+        limit = config.max_dead_bytes
+        num_discarded = await discard_oldest(self._client, self._run, max_bytes=limit)
         if num_discarded:
-            logger.warning("%d dead letters of run %s had no room", num_discarded, self._run)
+            logger.warning(
+                "run %s: %d dead letters above max_dead_bytes=%d are discarded",
+                self._run,
+                num_discarded,
+                limit,
+            )
         return num_discarded > 0
 
     async def _archive(self) -> int | None:
-        """Archive what was committed; the newest step that may be released, None for any."""
+        """Archive committed steps; return the newest step that may be released, None for any."""
         archive = self._upkeep.archive
         if archive is None:
             return None
@@ -163,82 +168,74 @@ class Releaser:
             try:
                 await asyncio.to_thread(archive, self._run, step)
             except (RecordError, OSError) as error:
-                # Nothing is released until the folder can be written again, or someone decides.
-                trouble = f"step {step} is not archived: {error}"
-                if trouble != self._trouble:
-                    logger.warning("run %s: %s", self._run, trouble)
+                trouble = f"step {step} is not archived: {error}"  # and nothing after it released
                 break
             self._archived = step
-        self._trouble = trouble
+        self._archive_trouble = trouble
         return self._archived
 
-    async def _note_trouble(self) -> None:
-        """Tell `turnstream why` what is not released, and when it is again."""
-        await self._note(self._trouble or self._file_trouble)
-
     async def _note(self, trouble: str) -> None:
-        if trouble != self._noted:
-            await note_trouble(
-                self._client, self._run, "release_trouble", trouble, owner=self._owner
-            )
-            self._noted = trouble
+        """Record for `turnstream why` what keeps steps from their release; empty for nothing."""
+        if trouble == self._noted:
+            return
+        if trouble:
+            logger.warning("run %s: %s", self._run, trouble)
+        await note_trouble(self._client, self._run, "release_trouble", trouble, owner=self._owner)
+        self._noted = trouble
 
     async def _move_to_file(self, state: ReleaseState) -> bool:
-        """Compact records of the oldest batches leave the store, as many as a file takes."""
+        """Move the compact records of the oldest batches to a file."""
         place = self._upkeep.ledger_folder
         steps = place.next_steps(cold=state.cold, folded=state.folded) if place else range(0)
         if place is None or not steps:
             return False
         records = await read_hot_records(self._client, self._run, steps)
-        if records is None:  # of a fork that is not done
+        if records is None:  # the fork of this run is not complete
             return False
-        await self._upkeep.before("write_ledger_file")
+        reach("write_ledger_file.before")
         try:
             name = await asyncio.to_thread(
                 write_ledger_file, place.folder, self._run, steps, records
             )
         except OSError as error:
-            trouble = f"the ledger stays in the store: {error}"
-            if trouble != self._file_trouble:
-                logger.warning("run %s: %s", self._run, trouble)
-            self._file_trouble = trouble
+            self._file_trouble = f"the ledger stays in the store: {error}"
             return False
         self._file_trouble = ""
-        await self._upkeep.before("move_to_file")
+        reach("move_to_file.before")
         await move_to_file(self._term, steps, name=name)
         logger.info("steps %d to %d of run %s are in %s", steps[0], steps[-1], self._run, name)
         return True
 
-    async def _release_batches(self, state: ReleaseState, *, floor: int) -> bool:
+    async def _release_batches(self, state: ReleaseState, *, watermark: int) -> bool:
         """Delete the payload of some released steps, and fold some that the snapshot includes.
 
         A step is folded after its payload is deleted: until then the ledger must name it.
         """
         released = max(state.folded, self._payload_through)
-        has_worked = released < floor
-        if released < floor:
-            plans = await self._plans(released + 1, last=floor)
+        has_worked = released < watermark
+        if has_worked:
+            plans = await self._plans(released + 1, last=watermark)
             groups = [group for each in plans for group in each.manifest.groups]
             members = [member.key for group in groups for member in group.trajectories]
             await self._release_payload([*map(keys.trajectory_id, members)])
             released = self._payload_through = plans[-1].manifest.step
-        folded, fold_through = state.folded, min(released, floor, state.snapshot_step)
+        folded, fold_through = state.folded, min(released, watermark, state.snapshot_step)
         if folded < fold_through:
             plans = await self._plans(folded + 1, last=fold_through)
             await self._fold_batches(plans)
             folded = plans[-1].manifest.step
-        self._has_backlog = released < floor or folded < fold_through
+        self._has_backlog = released < watermark or folded < fold_through
         return has_worked or state.folded < folded
 
     async def _release_payload(
         self, trajectory_ids: list[str], *, given_up: Container[str] = ()
     ) -> None:
         _, config = await self._view.newest_config()
-        await self._upkeep.before("release_payload")
+        reach("release_payload.before")
         await remove_payload(
             self._client, self._run, trajectory_ids, lease_s=config.lease_s, given_up=given_up
         )
-        await self._upkeep.before("give_back")
+        reach("give_back.before")
         await give_back(self._client, self._run, trajectory_ids)
 
     async def _fold_batches(self, plans: Sequence[StoredManifest]) -> None:
@@ -251,20 +248,11 @@ class Releaser:
             }
         )
         manifests = [each.manifest for each in plans]
-        await self._upkeep.before("fold_batch")
+        reach("fold_batch.before")
         await fold_batches(self._term, manifests)
-        await self._upkeep.before("finish_batch")
+        reach("finish_batch.before")
         await finish_batches(self._term, records)
-        for each in manifests:
-            logger.info(
-                "released step %d of run %s",
-                each.step,
-                self._run,
-                extra={
-                    "num_trajectories": each.num_trajectories,
-                    "num_bytes": len(records[each.step]),
-                },
-            )
+        logger.info("released steps %d to %d of run %s", min(records), max(records), self._run)
 
     async def _plans(self, first: int, *, last: int) -> list[StoredManifest]:
         """Return the plans of one step or more from `first` on, about ROUND_SLICE trajectories.
@@ -288,7 +276,7 @@ class Releaser:
         """Delete the payload of untrained trajectories, and fold their entries, many together.
 
         Returns:
-            Whether something was done, or waits for the next search.
+            Whether there was work, or some waits for the next search.
         """
         loop = asyncio.get_running_loop()
         least = min(self._upkeep.fold_ended, FOLD_SLICE)
@@ -328,7 +316,7 @@ class Releaser:
     async def _foldable(self, trajectory_ids: Sequence[str]) -> list[str]:
         """Return the trajectories whose groups can get no new member, in the order of their names.
 
-        An entry of a group that is open keeps its name from being opened once more.
+        The entries of an open group stay, so that no name in it is opened again.
         """
         by_group = await asyncio.to_thread(_by_group, trajectory_ids)
         over = await groups_that_are_over(self._client, self._run, [*by_group])
@@ -337,7 +325,7 @@ class Releaser:
     async def _fold_slices(
         self, foldable: Sequence[str], state: ReleaseState, *, least: int
     ) -> bool:
-        """Replace entries by compact records of at least `least`; whether there were enough."""
+        """Replace entries by compact records of at least `least`; return whether any was made."""
         number = state.num_records
         for start in range(0, len(foldable) - least + 1, FOLD_SLICE):
             some = foldable[start : start + FOLD_SLICE]
@@ -347,13 +335,13 @@ class Releaser:
             except ConflictError:
                 if {*some} <= {*await self._foldable(some)}:
                     raise
-                return True  # a plan was withdrawn: a group of these may change again
+                return True  # a plan was withdrawn: one of these groups may change again
         return number > state.num_records
 
     async def _fold_ended(self, trajectory_ids: Sequence[str], *, number: int) -> None:
         ended = {keys.parse_trajectory_id(each): self._ended[each] for each in trajectory_ids}
         record = await asyncio.to_thread(lambda: encode_ends(compact_ends(ended)))
-        await self._upkeep.before("fold_ended")
+        reach("fold_ended.before")
         await fold_ended(self._term, trajectory_ids, number=number, record=record)
         for each in trajectory_ids:
             del self._ended[each]
@@ -372,10 +360,10 @@ def _by_group(trajectory_ids: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _natural(trajectory_id: str) -> list[Any]:
-    """Orders names by the numbers in them, so that they count up.
+    """Return a sort key that orders names by the numbers in them.
 
     >>> sorted(["g10/0/0", "g9/0/0", "g9/0/1"], key=_natural)
     ['g9/0/0', 'g9/0/1', 'g10/0/0']
     """
-    parts = re.split(r"([0-9]+)", trajectory_id)  # texts and numbers by turns
+    parts = re.split(r"([0-9]+)", trajectory_id)  # texts and numbers in turn
     return [int(part) if index % 2 else part for index, part in enumerate(parts)]

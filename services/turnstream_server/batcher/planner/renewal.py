@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from turnstream.errors import FencedError, TurnstreamError
@@ -32,8 +32,14 @@ _TOUCHES_PER_LEASE: Final = 4
 _JOIN_TIMEOUT_S: Final = 5.0
 
 
-class RenewedLease:
-    """A leadership that is being renewed; made by LeadershipKeeper."""
+class _RenewedTerm:
+    """A leadership that is being renewed.
+
+    Attributes:
+        run: id of the run.
+        epoch: fencing number of the term.
+        touched_s: when the event loop was last seen at work.
+    """
 
     def __init__(self, run: str, epoch: int) -> None:
         self.run = run
@@ -43,11 +49,7 @@ class RenewedLease:
         self._lost: asyncio.Future[str] = self._loop.create_future()
 
     async def wait_until_lost(self, *, touch_every_s: float) -> None:
-        """Touch the term from the event loop, for as long as it lasts.
-
-        Raises:
-            FencedError: the term has ended.
-        """
+        """Touch the term from the event loop, until it ends with FencedError."""
         while not self._lost.done():
             self.touched_s = time.monotonic()
             await asyncio.wait([self._lost], timeout=touch_every_s)
@@ -55,7 +57,7 @@ class RenewedLease:
 
     def lose(self, reason: str) -> None:
         """End the term, from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._set_lost, reason)
 
     def _set_lost(self, reason: str) -> None:
@@ -77,15 +79,18 @@ class LeadershipKeeper:
         self.owner = owner
         self.lease_s = lease_s
         self._client = connect(url, num_retries=0)
-        self._terms: set[RenewedLease] = set()
+        self._terms: set[_RenewedTerm] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    @contextlib.contextmanager
-    def renewing(self, run: str, epoch: int) -> Iterator[RenewedLease]:
-        """Inside, a leadership that was just acquired is renewed."""
-        term = RenewedLease(run, epoch)
+    async def hold(self, run: str, epoch: int) -> None:
+        """Keep a leadership that was just acquired.
+
+        Raises:
+            FencedError: it is lost.
+        """
+        term = _RenewedTerm(run, epoch)
         with self._lock:
             self._terms.add(term)
             if self._thread is None:
@@ -94,19 +99,10 @@ class LeadershipKeeper:
                 )
                 self._thread.start()
         try:
-            yield term
+            await term.wait_until_lost(touch_every_s=self.lease_s / _TOUCHES_PER_LEASE)
         finally:
             with self._lock:
                 self._terms.discard(term)
-
-    async def hold(self, run: str, epoch: int) -> None:
-        """Keep a leadership that was just acquired.
-
-        Raises:
-            FencedError: it is lost.
-        """
-        with self.renewing(run, epoch) as term:
-            await term.wait_until_lost(touch_every_s=self.lease_s / _TOUCHES_PER_LEASE)
 
     async def close(self) -> None:
         """End the thread and disconnect."""
@@ -130,37 +126,30 @@ class LeadershipKeeper:
             except Exception:  # a defect must not cost every other leadership of this replica
                 logger.exception("the renewal of leaderships failed")
 
-    def _living_terms(self) -> list[RenewedLease]:
+    def _living_terms(self) -> list[_RenewedTerm]:
+        """Return the terms that the event loop has touched not long ago."""
         oldest_s = time.monotonic() - MAX_STALL_LEASES * self.lease_s
         with self._lock:
             terms = list(self._terms)
         living = [term for term in terms if term.touched_s >= oldest_s]
         if len(living) < len(terms):
-            logger.error(
-                "the event loop stands still: %d leaderships are not renewed any more",
-                len(terms) - len(living),
-            )
+            num_lost = len(terms) - len(living)
+            logger.error("the event loop hangs: %d leaderships are not renewed any more", num_lost)
         return living
 
-    def _renew(self, terms: Sequence[RenewedLease]) -> None:
+    def _renew(self, terms: Sequence[_RenewedTerm]) -> None:
         if not terms:
             return
         commands = [
             renew_command(term.run, owner=self.owner, epoch=term.epoch, lease_s=self.lease_s)
             for term in terms
         ]
-        for term, reply in zip(terms, run_commands(self._client, commands), strict=True):
-            reason = _why_lost(term, reply)
-            if reason:
-                term.lose(reason)
-
-
-def _why_lost(term: RenewedLease, reply: Any) -> str:
-    """Empty where the lease was renewed, or may be the next time."""
-    if isinstance(reply, Exception):
-        logger.warning("the leadership of run %s cannot be renewed: %s", term.run, reply)
-        return ""
-    is_ours, epoch, owner = reply
-    if is_ours:
-        return ""
-    return f"epoch {term.epoch} is over, {owner.decode()!r} leads with epoch {epoch}"
+        replies: list[Any] = run_commands(self._client, commands)
+        for term, reply in zip(terms, replies, strict=True):
+            if isinstance(reply, Exception):
+                logger.warning("the leadership of run %s cannot be renewed: %s", term.run, reply)
+                continue
+            is_ours, epoch, owner = reply
+            if not is_ours:
+                leader = owner.decode()
+                term.lose(f"epoch {term.epoch} has ended, {leader!r} leads with epoch {epoch}")

@@ -1,4 +1,4 @@
-"""Which config a leader goes by: the one that the events of the run have put in force."""
+"""The config that the events of a run have put in force, for one leader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from turnstream.batching.planning.plan_batch import event_order
 from turnstream.errors import CorruptRecordError, FencedError
 from turnstream.store.run.revisions import Revisions
 from turnstream.types import ConfigRevised
-from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning.revisions import announce_revision, read_revisions_async
 from turnstream_server.failpoints import reach
@@ -26,7 +25,6 @@ class ConfigInForce:
 
     Args:
         term: the leader's term.
-        view: this replica's view of the run.
         known: the revisions at the start of the term.
 
     Attributes:
@@ -34,15 +32,13 @@ class ConfigInForce:
         since: id of the event that put it in force; "0-0" before the first.
     """
 
-    def __init__(self, term: Term, view: RunView, known: Revisions) -> None:
+    def __init__(self, term: Term, known: Revisions) -> None:
         self.revision = known.stored[0].number
         self.since = "0-0"
         self._term = term
-        self._view = view
         self._known = known
         self._config = known.stored[0].config
         self._read_through: tuple[int, ...] = (0, 0)
-        view.led_by_revision = self.revision
 
     @property
     def config(self) -> BatchingConfig:
@@ -58,14 +54,12 @@ class ConfigInForce:
         if revision > self._known.last.number:
             raise self._led_by_another(revision)
         self.revision, self.since = revision, since
-        self._view.led_by_revision = revision
         self._config = self._known.revision(revision).config
 
-    def told_at(self, event_id: str) -> ConfigRevised | None:
+    def revision_of_event(self, event_id: str) -> ConfigRevised | None:
         """Return the revision of an unreadable event; None if it revised no config.
 
-        The store has the id of the event with the config, so a damaged record neither undoes nor
-        moves the revision.
+        The store has the event's id with the config, so a damaged record cannot undo the revision.
         """
         revision = self._known.put_in_force_by(event_id)
         if revision is None:
@@ -92,7 +86,7 @@ class ConfigInForce:
             raise self._led_by_another(event.revision)
 
     def take(self, event_id: str, event: ConfigRevised) -> bool:
-        """Put a revision in force; returns False where it was in force before.
+        """Put a revision in force; return False where it was in force before.
 
         Raises:
             CorruptRecordError: the store does not say that this event put it in force.
@@ -108,7 +102,7 @@ class ConfigInForce:
         changes = changed_settings(before, self._config)
         logger.info(
             "run %s has config revision %d from step %d on: %s",
-            self._view.run,
+            self._term.run,
             event.revision,
             event.step,
             ", ".join(f"{each.name}={each.after!r}" for each in changes),
@@ -117,12 +111,12 @@ class ConfigInForce:
 
     def _led_by_another(self, revision: int) -> FencedError:
         return FencedError(
-            f"config revision {revision} of run {self._view.run} is in force, which was stored "
-            "after this term had begun: another planner leads"
+            f"config revision {revision} of run {self._term.run} was stored after the start of "
+            "this term and is in force: another planner leads"
         )
 
     async def announce(self, *, step: int) -> str:
-        """Write the event of what must be in force before `step` is planned; its id."""
+        """Put the revision of `step` in force; return the id of the event that does so."""
         self._known = await read_revisions_async(self._term.client, self._term.run)
         due = self._known.due(step=step)
         revision = self._known.in_force if due is None else due.number

@@ -6,10 +6,9 @@ import asyncio
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import (
@@ -20,7 +19,7 @@ from turnstream.errors import (
 )
 from turnstream.records.configs import decode_config
 from turnstream.store.client import keys
-from turnstream.store.client.replies import translate
+from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import read_config_async
 from turnstream.types import TrajectoryState
 from turnstream.types.names import RunId
@@ -31,6 +30,23 @@ from turnstream_server.bus.planning.manifests import read_manifest
 from turnstream_server.bus.queries.ledger import read_ledger_async
 
 _MANIFESTS_KEPT: Final = 8
+
+
+class LocalLeader(Protocol):
+    """The leader of a run in this replica."""
+
+    @property
+    def config_revision(self) -> int:
+        """Return the number of the config revision in force."""
+        ...
+
+    def explain(self, step: int) -> str:
+        """Return why a step is not planned yet."""
+        ...
+
+    def undecided(self) -> list[str]:
+        """Return the open groups, the oldest first, then the evaluations in progress."""
+        ...
 
 
 class RunView:
@@ -44,11 +60,8 @@ class RunView:
 
     Attributes:
         frontier: the last read frontier.
-        explain: returns why a step is missing, if a planner leads here; else None.
         trouble: last error of planning; empty after a success.
-        undecided: groups that the local planner has not decided, the oldest first, then evaluations
-            that have not ended.
-        led_by_revision: config revision of the local planner; 0 before the first.
+        leader: the leader of the run, if it is led here or was parked from here.
     """
 
     def __init__(
@@ -62,10 +75,8 @@ class RunView:
     ) -> None:
         self.run = RunId(run)
         self.frontier = frontier
-        self.explain: Callable[[int], str] | None = None
         self.trouble = ""
-        self.led_by_revision = 0
-        self.undecided: Callable[[], list[str]] = list
+        self.leader: LocalLeader | None = None
         self._client = client
         self._on_stepped = on_stepped
         self._read_reasons = read_reasons
@@ -75,15 +86,14 @@ class RunView:
         self._num_offers = 0
         self._batches: OrderedDict[int, PlannedBatch] = OrderedDict()
         self._configs: dict[int, BatchingConfig] = {}
-        self._num_forgotten = 0
+        self._num_restarts = 0
         self._is_closed = False
-        self._is_gone = False
+        self._is_deleted = False
 
     async def refresh(self) -> Frontier:
         """Return the frontier, read after this call began; wake all waiting calls.
 
-        Replies may overtake one another, and a frontier from before a plan was written must not
-        replace a newer one.
+        Replies may overtake one another: an older frontier must not replace a newer one.
         """
         while True:
             self._num_reads += 1
@@ -97,18 +107,15 @@ class RunView:
             return self.frontier
 
     def offer(self, batch: PlannedBatch) -> None:
-        """A batch was planned here: no need to read it back."""
+        """Serve a batch that was planned here, without reading it back."""
         self._num_offers += 1
         self.trouble = ""
         self._keep(batch)
         self._set_frontier(dataclasses.replace(self.frontier, planned=batch.manifest.step))
 
     async def wait_for_change(self, wait_s: float) -> bool:
-        """Wait until the frontier is read again; False after `wait_s` without it.
-
-        Once this replica stops, or the run is gone, nothing changes any more.
-        """
-        if self._is_closed or self._is_gone:
+        """Wait until the frontier is read again; return False after `wait_s` without it."""
+        if self._is_closed or self._is_deleted:  # nothing changes any more
             await asyncio.sleep(max(0.0, wait_s))
             return False
         changed = self._changed
@@ -119,20 +126,32 @@ class RunView:
             return False
         return True
 
-    def forget(self) -> None:
-        """The store may have lost what was read of it: numbers may name something else since."""
+    def follow_leader(self, leader: LocalLeader | None) -> None:
+        """Report the state of this local leader from now on; None if no leader is here."""
+        self.leader = leader
+
+    def report_trouble(self, trouble: str) -> None:
+        """Add this error of planning to each refusal; empty if planning works again."""
+        self.trouble = trouble
+
+    def undecided(self) -> list[str]:
+        """Return the undecided groups of the local leader; empty without a leader."""
+        return [] if self.leader is None else self.leader.undecided()
+
+    def reset(self) -> None:
+        """Drop the caches after a restart of the store, which may have lost what they hold."""
         self._batches.clear()
         self._configs.clear()
-        self._num_forgotten += 1
+        self._num_restarts += 1
 
     def close(self) -> None:
         """Refuse all waiting calls: this replica stops."""
         self._is_closed = True
         self._changed.set()
 
-    def lose(self) -> None:
+    def mark_deleted(self) -> None:
         """Refuse all waiting calls, and drop the caches: the run was deleted."""
-        self._is_gone = True
+        self._is_deleted = True
         self._changed.set()
         self._on_stepped(self.frontier.planned)
 
@@ -150,23 +169,23 @@ class RunView:
             BatcherUnavailableError: this replica stops.
             NotReadyError: it was not planned within `wait_s`, with the reason; or the store was
                 restarted and may have lost acknowledgements of the trainer.
-            EndOfRunError: there will never be one.
+            EndOfRunError: the run ended before this step.
         """
         deadline_s = asyncio.get_running_loop().time() + wait_s
-        num_forgotten = self._num_forgotten
-        await self.refresh()  # an old session must not be served from what was true a moment ago
+        num_restarts = self._num_restarts
+        await self.refresh()  # an expired session must not be served from an older state
         while True:
             if self._is_closed:
                 raise BatcherUnavailableError("this replica stops")
-            if self._is_gone:
+            if self._is_deleted:
                 raise RunNotFoundError(f"run {self.run!r} was deleted")
             changed = self._changed
             check(self.frontier)
             if step <= self.frontier.planned:
                 return await self.batch(step)
-            if self._is_over():
+            if self.frontier.is_finished and self.frontier.stepped >= self.frontier.planned:
                 raise EndOfRunError(f"run {self.run!r} ended with step {self.frontier.planned}")
-            if self._num_forgotten > num_forgotten:
+            if self._num_restarts > num_restarts:
                 raise NotReadyError(f"step {step}: the store was restarted")
             try:
                 async with asyncio.timeout_at(deadline_s):
@@ -178,8 +197,8 @@ class RunView:
     async def batch(self, step: int) -> PlannedBatch:
         """Return the plan of a planned step.
 
-        Cached plans count only while the store has them: a power cut may have taken a plan away,
-        and another one may have its number.
+        A cached plan counts only while the store has it: after a power cut another plan may have
+        its number.
 
         Raises:
             ReleasedError: it is no longer retained.
@@ -199,7 +218,7 @@ class RunView:
         return batch
 
     async def config(self, revision: int) -> BatchingConfig:
-        """The configuration of the run in one of its revisions.
+        """Return the config of a revision.
 
         Raises:
             NotReadyError: the store has no such revision: it may have lost it in a power cut.
@@ -213,7 +232,7 @@ class RunView:
         return config
 
     async def newest_config(self) -> tuple[int, BatchingConfig]:
-        """The configuration in force, which admission, leases and deadlines go by; its revision."""
+        """Return the number and the config of the revision in force."""
         return await read_config_async(self._client, self.run)
 
     def _keep(self, batch: PlannedBatch) -> None:
@@ -227,10 +246,6 @@ class RunView:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _is_over(self) -> bool:
-        """Whether nothing more will be planned, and all batches are stepped."""
-        return self.frontier.is_finished and self.frontier.stepped >= self.frontier.planned
-
     async def _why_not(self, step: int) -> str:
         reason = await self._missing(step)
         return f"{reason}; planning failed: {self.trouble}" if self.trouble else reason
@@ -241,8 +256,8 @@ class RunView:
             return f"step {step}: {frontier.pause}, and no batch is planned until it is resumed"
         if frontier.is_closed and frontier.stepped < frontier.planned < step:
             return f"step {step}: the run is closed; step {frontier.planned} is not stepped yet"
-        if self.explain is not None:
-            return self.explain(step)
+        if self.leader is not None:
+            return self.leader.explain(step)
         ledger = await read_ledger_async(self._client, self.run)
         return (
             f"step {step}: {frontier.planned} steps are planned, {frontier.stepped} are stepped; "
@@ -251,7 +266,5 @@ class RunView:
         )
 
     async def _call(self, *words: str | int) -> Any:
-        try:
+        with translating():
             return await self._client.execute_command(*words)
-        except (RedisError, OSError) as error:
-            raise translate(error) from error

@@ -5,14 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from turnstream.batching.fold.decisions import (
-    Decision,
-    GroupCut,
-    GroupDropped,
-    GroupEvaluated,
-    MemberDropped,
-    RefillWanted,
-)
+from turnstream.batching.fold.decisions import Decision, MemberDropped, RefillWanted
 from turnstream.errors import ConflictError
 from turnstream.store.client import keys
 from turnstream_server.batcher.planner.dead_letters import DeadLetterWriter
@@ -25,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Settler:
-    """Tells the ledger, for one term of a run's leader.
+    """Writes decisions to the ledger, for one term of a run's leader.
 
     Args:
         term: the leader's term.
@@ -36,31 +29,33 @@ class Settler:
         self._term = term
         self._dead_letters = dead_letters
 
-    async def carry_out(self, standing: Iterable[Decision]) -> None:
-        """Tell what still holds; all of it may have been told before, by another leader."""
+    async def carry_out(self, decisions: Iterable[Decision]) -> None:
+        """Write decisions; those that another leader has written already change nothing."""
         settled: list[Settlement] = []
         refills: list[RefillWanted] = []
-        for decision in standing:
+        for decision in decisions:
             if isinstance(decision, RefillWanted):
                 refills.append(decision)
             else:
                 settled.append(decision)
-                _log(decision)
+                logger.debug("run %s: %s", self._term.run, decision)
         await self._settle(settled)
         for wanted in refills:
             await self._grant(wanted)
 
-    async def still_known(self, decisions: list[Decision]) -> list[Decision]:
-        """Those that the ledger may not have been told of: a group that is gone was settled.
+    async def without_settled(self, decisions: list[Decision]) -> list[Decision]:
+        """Return the decisions whose group is still in the ledger, or whose member may be.
 
-        A member may still be there: it was sealed when its group was decided, or later.
+        A member of a released group may be left: it was sealed when its group was decided, or
+        later.
         """
-        names = list({keys.encode_name(_group_of(each)): None for each in decisions})
+        groups = [keys.encode_name(_group_of(each)) for each in decisions]
+        names = list(dict.fromkeys(groups))
         gone = await groups_that_are_gone(self._term.client, self._term.run, names)
         return [
             each
-            for each in decisions
-            if isinstance(each, MemberDropped) or keys.encode_name(_group_of(each)) not in gone
+            for each, group in zip(decisions, groups, strict=True)
+            if isinstance(each, MemberDropped) or group not in gone
         ]
 
     async def _settle(self, settled: list[Settlement]) -> None:
@@ -83,24 +78,6 @@ class Settler:
 
 
 def _group_of(decision: Decision) -> str:
-    match decision:
-        case MemberDropped(key=key) | RefillWanted(key=key):
-            return key.group_id
-        case (
-            GroupDropped(group_id=group_id)
-            | GroupCut(group_id=group_id)
-            | GroupEvaluated(group_id=group_id)
-        ):
-            return group_id
-
-
-def _log(settled: Settlement) -> None:
-    match settled:
-        case MemberDropped(key=key, state=state, reason=reason):
-            logger.debug("trajectory %s is %s: %s", key, state, reason)
-        case GroupCut(group_id=group_id, reason=reason):
-            logger.debug("group %s is cut: %s", group_id, reason)
-        case GroupDropped(group_id=group_id, state=state, reason=reason):
-            logger.info("group %s is %s: %s", group_id, state, reason)
-        case GroupEvaluated(group_id=group_id, keys=counted):
-            logger.info("group %s is evaluated, %d trajectories of it", group_id, len(counted))
+    if isinstance(decision, MemberDropped | RefillWanted):
+        return decision.key.group_id
+    return decision.group_id

@@ -15,6 +15,7 @@ from turnstream_server.bus.leadership.snapshots import (
     trim_events,
 )
 from turnstream_server.bus.release.release import groups_that_are_gone
+from turnstream_server.failpoints import reach
 
 
 class PlannerSnapshots:
@@ -24,22 +25,19 @@ class PlannerSnapshots:
         term: the leader's term.
         assembler: owner of the threads in which snapshots are encoded.
         upkeep: when a snapshot is due.
-
-    Attributes:
-        num_events: events folded since the last snapshot.
     """
 
     def __init__(self, term: Term, assembler: Assembler, *, upkeep: Upkeep) -> None:
-        self.num_events = 0
+        self._num_events = 0
         self._term = term
         self._assembler = assembler
         self._upkeep = upkeep
         self._step = 0
-        self._forgettable: tuple[str, ...] = ()
-        self._forget_after = "0-0"
+        self._released_groups: tuple[str, ...] = ()
+        self._released_at = "0-0"
 
     async def read(self) -> PlannerSnapshot | None:
-        """The snapshot of the leader before, or None.
+        """Return the newest snapshot; None before the first.
 
         Raises:
             RecordError: it is damaged, or of a newer release.
@@ -50,44 +48,48 @@ class PlannerSnapshots:
         return snapshot
 
     def is_due(self, *, step: int) -> bool:
-        """Whether enough has happened since the last snapshot; `step` is the newest plan."""
+        """Return whether a snapshot is due; `step` is the newest plan."""
         return (
-            self.num_events >= self._upkeep.snapshot_events
+            self._num_events >= self._upkeep.snapshot_events
             or step - self._step >= self._upkeep.snapshot_steps
         )
 
     async def save(self, snapshot: PlannerSnapshot, fold: RunFold) -> None:
         """Store a snapshot of the fold, which must not change in this call; trim the history."""
         record = await self._assembler.in_thread(lambda: encode_snapshot(snapshot))
-        await self._upkeep.before("save_snapshot")
+        reach("save_snapshot.before")
         await save_snapshot(
             self._term, position=snapshot.position, step=snapshot.step, record=record
         )
-        self.num_events, self._step = 0, snapshot.step
-        await self._upkeep.before("trim_events")
+        self._num_events, self._step = 0, snapshot.step
+        reach("trim_events.before")
         while await trim_events(self._term):
             pass
-        await self._find_forgettable(fold)
-        self.forget(fold, position=snapshot.position)
+        await self._find_released_groups(fold)
+        self.forget_groups(fold, position=snapshot.position)
 
-    def forget(self, fold: RunFold, *, position: str) -> None:
-        """Let the fold forget what it may, now that it has heard the events up to `position`."""
-        if self._forgettable and event_position(position) >= event_position(self._forget_after):
-            fold.forget(self._forgettable)
-            self._forgettable = ()
+    def count_events(self, number: int) -> None:
+        """Count events that were folded."""
+        self._num_events += number
 
-    async def _find_forgettable(self, fold: RunFold) -> None:
-        """Decided groups of which the store has but a fingerprint: it posts no seal of them.
+    def forget_groups(self, fold: RunFold, *, position: str) -> None:
+        """Drop released groups from a fold that has folded the events up to `position`."""
+        if self._released_groups and event_position(position) >= event_position(self._released_at):
+            fold.forget(self._released_groups)
+            self._released_groups = ()
 
-        Seals that were posted before must still find the fold as it is.
+    async def _find_released_groups(self, fold: RunFold) -> None:
+        """Find the decided groups of which the store posts no seal any more.
+
+        The fold must keep them until it has folded the seals that were posted before.
         """
         names = {keys.encode_name(group_id): group_id for group_id in fold.decided}
         gone = await groups_that_are_gone(self._term.client, self._term.run, list(names))
-        self._forget_after = await last_event_id(self._term.client, self._term.run)
-        self._forgettable = tuple(names[name] for name in gone)
+        self._released_at = await last_event_id(self._term.client, self._term.run)
+        self._released_groups = tuple(names[name] for name in gone)
 
 
 def event_position(event_id: str) -> tuple[int, int]:
-    """A stream id as numbers, which are ordered as the events are."""
+    """Return a stream id as numbers, which are ordered as the events are."""
     milliseconds, _, sequence = event_id.partition("-")
     return int(milliseconds), int(sequence or 0)

@@ -68,7 +68,7 @@ def _get(servicer: BatchesServicer) -> Any:
 
 
 async def _send(messages: AsyncIterator[bytes], request: wire.GetRequest, context: Context) -> None:
-    """Send messages to a caller, until it leaves: a failed write or a cancelled call tells it."""
+    """Send messages until the caller ends the call: then a write fails or is cancelled."""
     async for message in messages:
         try:
             await context.write(message)
@@ -86,7 +86,7 @@ async def _send(messages: AsyncIterator[bytes], request: wire.GetRequest, contex
 
 @contextlib.asynccontextmanager
 async def refusing(context: Context, *, call: str) -> AsyncIterator[None]:
-    """Answer with the status of the error that the block raises."""
+    """Abort the call with the status of the error that the block raises."""
     try:
         yield
     except TurnstreamError as error:

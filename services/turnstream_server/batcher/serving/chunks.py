@@ -19,7 +19,7 @@ _DATA_TAG: Final = bytes([wire.GetChunk.DATA_FIELD_NUMBER << 3 | 2])  # 2: lengt
 def header_message(
     share: EncodedMiniBatch, *, step: int, mini_batch: int, num_mini_batches: int
 ) -> bytes:
-    """The GetChunk that comes before a mini-batch's data."""
+    """Return the GetChunk that comes before a mini-batch's data."""
     header = wire.MiniBatchHeader(
         step=step,
         mini_batch=mini_batch,
@@ -31,10 +31,7 @@ def header_message(
 
 
 def data_messages(data: memoryview) -> Iterator[bytes]:
-    """GetChunks with the data in order; every byte is copied once.
-
-    The same bytes as `GetChunk(data=part).SerializeToString()` for each part.
-    """
+    """Yield `GetChunk(data=part).SerializeToString()` for each part, with one copy of each byte."""
     for start in range(0, len(data), CHUNK_BYTES):
         part = data[start : start + CHUNK_BYTES]
         yield b"".join((_DATA_TAG, _varint(len(part)), part))

@@ -1,12 +1,10 @@
 """Health by the standard protocol of gRPC, `grpc.health.v1`: red while the store takes no writes.
 
-The protocol has no field for a reason. The trailing metadata of a Check and the log carry it.
+The trailing metadata of a Check and the log have the reason. Planned batches may still be served,
+and a restart of the batcher does not help.
 
 A store with full memory stays green, because it still accepts the calls that free memory. The
 metadata of a Check then names the bytes in use and their holders.
-
-Red means that nothing new is acknowledged. Planned batches may still be served, and a restart of
-the batcher does not help.
 """
 
 from __future__ import annotations
@@ -82,13 +80,9 @@ class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttribute
         while True:
             await asyncio.sleep(_EVERY_S)
             trouble = await self._read()
-            if trouble == self._trouble:
-                continue
-            if trouble:
-                logger.warning("not serving: %s", trouble)
-            else:
-                logger.info("serving again")
-            await self._publish(trouble)
+            if trouble != self._trouble:
+                logger.warning("health: %s", trouble or "serving again")
+                await self._publish(trouble)
 
     async def _publish(self, trouble: str) -> None:
         self._trouble = trouble
@@ -100,11 +94,11 @@ class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttribute
         """Return why the store takes no writes; empty where it takes them."""
         silent = f"the store has not answered for {_SILENT_AFTER_S:.0f} s"
         try:
-            return await first_of(self._ask(), asyncio.sleep(_SILENT_AFTER_S, silent))
+            return await first_of(self._read_store(), asyncio.sleep(_SILENT_AFTER_S, silent))
         except TurnstreamError as error:
             return str(error)
 
-    async def _ask(self) -> str:
+    async def _read_store(self) -> str:
         with translating():
             facts: Any = await self._client.info("persistence", "memory")
         note = store_note(facts, await self._held() if store_note(facts, ()) else ())

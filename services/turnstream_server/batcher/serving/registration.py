@@ -17,16 +17,14 @@ from turnstream_server.batcher.planner.event_loop import first_of
 logger = logging.getLogger(__name__)
 
 _EVERY_S: Final = LEASE_S / 3
-_LAST_S: Final = 1.0
+_CLOSE_S: Final = 1.0
 """Longest wait for the store when this replica stops."""
 
 _ANY_HOST: Final = ("", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared, not bound
 
 
 class Registration:
-    """Keeps the address registered while this replica runs.
-
-    A store that is away gets the address when it is back.
+    """Keeps the address registered while this replica runs, also after an outage of the store.
 
     Args:
         url: address of the store.
@@ -39,23 +37,23 @@ class Registration:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Register now, and again and again."""
-        await first_of(self._say(LEASE_S))
+        """Register now, and renew the lease from now on."""
+        await first_of(self._register(LEASE_S))
         self._task = asyncio.create_task(self._renew(), name="registration of the batcher")
 
     async def close(self) -> None:
-        """Take the address out of the store, if the store answers soon."""
+        """Remove the address from the store, if the store answers soon."""
         if self._task is not None:
             await cancel_all([self._task])
-        await first_of(self._say(0.0), asyncio.sleep(_LAST_S))
+        await first_of(self._register(0.0), asyncio.sleep(_CLOSE_S))
         await self._client.aclose()
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(_EVERY_S)
-            await self._say(LEASE_S)
+            await self._register(LEASE_S)
 
-    async def _say(self, lease_s: float) -> None:
+    async def _register(self, lease_s: float) -> None:
         try:
             await run_command_async(self._client, register_command(self._address, lease_s=lease_s))
         except TurnstreamError as error:

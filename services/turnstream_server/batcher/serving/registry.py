@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import redis.asyncio
 
 from turnstream.errors import RunNotFoundError, UnknownFormatError
 from turnstream.store.run.configs import check_format
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.planner.leader import Hook, no_hook
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.reason_cache import ReadReasons, no_reasons
@@ -24,8 +23,7 @@ from turnstream_server.bus.planning.run_completion import is_evaluating
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     view: RunView
     task: asyncio.Task[None]
 
@@ -40,7 +38,6 @@ class RunRegistry:
         keeper: leaderships of this replica.
         upkeep: settings of the release of the runs that are led here.
         parked: the runs that are idle.
-        before_write: see Leader; for fault injection.
         read_reasons: returns why a batch of a run is missing.
     """
 
@@ -53,7 +50,6 @@ class RunRegistry:
         keeper: LeadershipKeeper,
         upkeep: Upkeep,
         parked: ParkedRuns,
-        before_write: Hook = no_hook,
         read_reasons: ReadReasons = no_reasons,
     ) -> None:
         self._client = client
@@ -63,14 +59,13 @@ class RunRegistry:
         self._read_reasons = read_reasons
         self._upkeep = upkeep
         self._parked = parked
-        self._before_write = before_write
         self._entries: dict[str, _Entry] = {}
 
     async def take_part(self, run: str) -> None:
-        """Take part in a run, unless it has come to its end, or is gone.
+        """Take part in a run, unless it has ended or is gone; read a parked run again.
 
-        After its end nothing is planned, and a trainer's first call names the run; but evaluations
-        may outlast it. A parked run is read again: it may be gone, or another of its name.
+        An ended run needs no planner before a trainer's call names it, except for evaluations in
+        progress.
         """
         if self._takes_part(run):
             self._parked.wake(run)
@@ -82,12 +77,12 @@ class RunRegistry:
         except UnknownFormatError as error:
             logger.warning("this replica plans nothing: %s", error)
             return
-        is_over = frontier.is_finished and not await is_evaluating(self._client, run)
-        if not is_over and not self._takes_part(run):
+        has_ended = frontier.is_finished and not await is_evaluating(self._client, run)
+        if not has_ended and not self._takes_part(run):
             self._entries[run] = self._begin(run, frontier)
 
     async def find(self, run: str) -> RunView:
-        """The view of a run; from the first call on, this replica takes part in it.
+        """Return the view of a run; from the first call on, this replica takes part in it.
 
         Raises:
             RunNotFoundError: the store has no such run.
@@ -100,12 +95,12 @@ class RunRegistry:
         return self._entries[run].view
 
     def dismiss(self) -> None:
-        """Answer all waiting calls that this replica stops."""
+        """Refuse all waiting calls: this replica stops."""
         for entry in self._entries.values():
             entry.view.close()
 
     async def close(self) -> None:
-        """Stop the planners and give leaderships back."""
+        """Stop the planners and release their leaderships."""
         tasks = [entry.task for entry in self._entries.values()]
         for task in tasks:
             task.cancel()
@@ -129,19 +124,13 @@ class RunRegistry:
             read_reasons=self._read_reasons,
         )
         planner = RunPlanner(
-            self._client,
-            view,
-            self._assembler,
-            keeper=self._keeper,
-            upkeep=self._upkeep,
-            parked=self._parked,
-            before_write=self._before_write,
+            view, self._assembler, keeper=self._keeper, upkeep=self._upkeep, parked=self._parked
         )
         task = self._tasks.create_task(planner.run(), name=f"planner of {run}")
-        task.add_done_callback(lambda ended: self._forget(run, ended))
+        task.add_done_callback(lambda ended: self._drop(run, ended))
         return _Entry(view, task)
 
-    def _forget(self, run: str, ended: asyncio.Task[None]) -> None:
+    def _drop(self, run: str, ended: asyncio.Task[None]) -> None:
         """Drop the view of a deleted run; another run may have its name."""
         entry = self._entries.get(run)
         if entry is not None and entry.task is ended:

@@ -19,30 +19,30 @@ async def record_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -
     """Record the newest batch that was delivered to a rank of the trainer, at least in part.
 
     Raises:
-        StoreBehindError: the store does not have it, or another rank has another one: the session
-            is lost. Names the step.
+        StoreBehindError: the store lacks the batch, or another rank has another one: the session is
+            lost.
         FencedError: the session has ended.
     """
     if request.manifest_hash:
-        await _note(client, request, request.step, request.manifest_hash, has=True)
+        await _record(client, request, request.step, request.manifest_hash, has=True)
     elif request.previous_hash:
-        await _note(client, request, request.step - 1, request.previous_hash, has=True)
+        await _record(client, request, request.step - 1, request.previous_hash, has=True)
 
 
 async def note_handed(
     client: redis.asyncio.Redis, request: wire.GetRequest, batch: PlannedBatch
 ) -> None:
-    """Note, before the first byte, that a rank of several is about to get a batch.
+    """Record, before the first byte, that a rank of several is about to get a batch.
 
     Raises:
-        NotReadyError: the store lost the batch a moment ago.
-        StoreBehindError, FencedError, RunNotFoundError, StoreUnavailableError: see `record_caller`.
+        NotReadyError: the store has just lost the batch.
+        StoreBehindError, FencedError: see `record_caller`.
     """
     if request.dp_world_size > 1:
-        await _note(client, request, request.step, batch.manifest_hash, has=False)
+        await _record(client, request, request.step, batch.manifest_hash, has=False)
 
 
-async def _note(
+async def _record(
     client: redis.asyncio.Redis,
     request: wire.GetRequest,
     step: int,
@@ -72,8 +72,12 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
         StoreBehindError: this store has not planned the batch that it has.
         ConflictError: the session has another number of ranks.
     """
-    if not request.observer:
-        _check_not_withdrawn(request, frontier)
+    is_of_older_session = request.session_epoch < frontier.session_epoch
+    if not request.observer and is_of_older_session and not frontier.has_session:
+        raise FencedError(
+            f"trainer session {request.session_epoch} has ended: payload was damaged and plans "
+            "were withdrawn; start another session with the token of the last checkpoint"
+        )
     if request.previous_hash and frontier.planned < request.step - 1:
         raise StoreBehindError(
             f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
@@ -83,7 +87,8 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
         return
     if request.session_epoch != frontier.session_epoch or not frontier.session_epoch:
         raise FencedError(
-            f"trainer session {request.session_epoch} has ended, {frontier.session_epoch} has begun"
+            f"trainer session {request.session_epoch} has ended, "
+            f"the current one is {frontier.session_epoch}"
         )
     if request.session and request.session != frontier.session:
         raise FencedError(
@@ -98,20 +103,10 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
         )
 
 
-def _check_not_withdrawn(request: wire.GetRequest, frontier: Frontier) -> None:
-    """Refuse a rank of a session that ended with its plans, until another one starts."""
-    is_older = request.session_epoch < frontier.session_epoch
-    if is_older and not frontier.has_session:
-        raise FencedError(
-            f"trainer session {request.session_epoch} has ended: payload was damaged and plans "
-            "were withdrawn; start another session with the token of the last checkpoint"
-        )
-
-
 def check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
-    """Refuse a caller who has another batch, or a part of one, in this place of the chain.
+    """Refuse a caller that has another batch, or a part of one, at this place of the chain.
 
-    The store may have lost that batch, or withdrawn it and planned its number again.
+    The store may have lost that batch, or have withdrawn it and planned its number again.
     """
     own = batch.manifest_hash
     if request.manifest_hash and request.manifest_hash != own:
@@ -128,31 +123,14 @@ def check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
 
 
 def log_start(request: wire.StartRequest, session: TrainerSession, run: str) -> None:
-    """Say in the log where a session begins, and what comes again to it."""
-    facts = {
-        "session_epoch": session.session_epoch,
-        "dp_world_size": request.dp_world_size,
-        "lineage": session.lineage,
-    }
-    logger.info(
-        "trainer session %r of run %s begins at step %d",
-        request.session,
-        run,
-        session.next_step,
-        extra=facts,
-    )
+    """Log the first step of a session, and the steps that are served again."""
+    name, returning = request.session, list(session.returning_steps)
+    logger.info("trainer session %r of run %s begins at step %d", name, run, session.next_step)
     if session.is_rollback:
+        committed = session.previous_committed
         logger.warning(
             "run %s goes back behind committed step %d; steps %s come again",
-            run,
-            session.previous_committed,
-            list(session.returning_steps),
-            extra=facts,
+            *(run, committed, returning),
         )
-    elif session.returning_steps:
-        logger.info(
-            "run %s: steps %s were not committed and come again",
-            run,
-            list(session.returning_steps),
-            extra=facts,
-        )
+    elif returning:
+        logger.info("run %s: steps %s were not committed and come again", run, returning)

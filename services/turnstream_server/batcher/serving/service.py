@@ -20,7 +20,6 @@ from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import connect_async
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.event_loop import task_group
-from turnstream_server.batcher.planner.leader import Hook, no_hook
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.reason_cache import ReasonCache
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
@@ -30,7 +29,7 @@ from turnstream_server.batcher.serving.health import StoreHealth
 from turnstream_server.batcher.serving.options import BatcherOptions
 from turnstream_server.batcher.serving.registration import Registration, advertised
 from turnstream_server.batcher.serving.registry import RunRegistry
-from turnstream_server.batcher.serving.run_discovery import RunFinder
+from turnstream_server.batcher.serving.run_discovery import RunDiscovery
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer
 
 logger = logging.getLogger(__name__)
@@ -75,12 +74,8 @@ async def _serve_until_signal(options: BatcherOptions) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> AsyncIterator[str]:
+async def serving(options: BatcherOptions) -> AsyncIterator[str]:
     """Serve until the end of the block; yield the bound "host:port".
-
-    Args:
-        options: options of this replica.
-        before_write: awaited between the check of a plan and its writing; for fault injection.
 
     Raises:
         InvalidConfigError: the address to listen on is taken, or none.
@@ -104,13 +99,12 @@ async def serving(options: BatcherOptions, *, before_write: Hook = no_hook) -> A
             keeper=keeper,
             upkeep=options.upkeep,
             parked=parked,
-            before_write=before_write,
             read_reasons=reason_cache.reasons,
         )
         stack.push_async_callback(runs.close)
-        finder = RunFinder(options.redis_url, runs.take_part)
-        stack.push_async_callback(finder.close)
-        await finder.start()
+        discovery = RunDiscovery(options.redis_url, runs.take_part)
+        stack.push_async_callback(discovery.close)
+        await discovery.start()
         health = StoreHealth(options.redis_url, SERVICE)
         stack.push_async_callback(health.close)
         await health.start()
@@ -143,7 +137,7 @@ async def _stop(
 
 
 def _owner() -> str:
-    """A name that no other replica has, nor this one after a restart."""
+    """Return a name that no other replica has, nor this one after a restart."""
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
 

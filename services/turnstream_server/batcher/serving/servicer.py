@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import Any, Final, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, Final
 
 import redis.asyncio
 
@@ -58,19 +58,7 @@ _ANSWER_SHARE: Final = 0.2
 """Share of a caller's deadline that is kept for the answer that the store is silent."""
 
 _LEAST_ANSWER_S: Final = 1.0
-"""For so long a Get that has waited may hang on the store: to say why there is no batch."""
-
-
-class FindRun(Protocol):
-    """Gives the view of a run, from the first call that names it on."""
-
-    async def __call__(self, run: str) -> RunView:
-        """The view.
-
-        Raises:
-            RunNotFoundError: the store has no such run.
-        """
-        ...
+"""Time for a Get that has waited to read the reason from the store."""
 
 
 class BatchesServicer:
@@ -78,7 +66,7 @@ class BatchesServicer:
 
     Args:
         client: client of the store.
-        find_run: returns the view of a run.
+        find_run: returns the view of a run, or raises RunNotFoundError.
         assembler: makes shares.
         wait_max_s: longest wait of a Get.
     """
@@ -86,7 +74,7 @@ class BatchesServicer:
     def __init__(
         self,
         client: redis.asyncio.Redis,
-        find_run: FindRun,
+        find_run: Callable[[str], Awaitable[RunView]],
         assembler: Assembler,
         *,
         wait_max_s: float,
@@ -99,7 +87,7 @@ class BatchesServicer:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Inside, the running task is one of those that `close` ends."""
+        """Inside, the running task is one that `close` cancels."""
         task = asyncio.current_task()
         assert task is not None
         self._answering.add(task)
@@ -109,7 +97,7 @@ class BatchesServicer:
             self._answering.discard(task)
 
     async def close(self) -> None:
-        """End the calls that a server which was stopped has yet to cancel: they use the store."""
+        """Cancel the calls that the stopped server has not cancelled yet: they use the store."""
         await cancel_all([*self._answering])
 
     async def start(self, request: wire.StartRequest) -> wire.StartReply:
@@ -149,7 +137,7 @@ class BatchesServicer:
         )
 
     async def get(self, request: wire.GetRequest) -> AsyncGenerator[bytes]:
-        """The messages of one rank's share, mini-batch by mini-batch."""
+        """Yield the messages of one rank's share, mini-batch by mini-batch."""
         wait_s = min(request.wait_s, self._wait_max_s)
         answer_s = max(_LEAST_ANSWER_S, wait_s * _ANSWER_SHARE)
         async with self.bounded_by_store(wait_s + answer_s):
@@ -185,13 +173,8 @@ class BatchesServicer:
             expiry_s=request.expiry_s,
         )
         _, config = await view.newest_config()
-        logger.info(
-            "observer %r of run %s begins at step %d",
-            request.observer,
-            run,
-            declared.next_step,
-            extra={"first_missed": declared.first_missed},
-        )
+        name, first = request.observer, declared.next_step
+        logger.info("observer %r of run %s begins at step %d", name, run, first)
         return wire.ObserveReply(
             next_step=declared.next_step,
             config_json=encode_config(config),
@@ -201,12 +184,12 @@ class BatchesServicer:
         )
 
     async def observed(self, request: wire.ObservedRequest) -> wire.ObservedReply:
-        """Note what an observer has seen."""
+        """Record the newest step that an observer has seen."""
         await note_observed(self._client, request.run, observer=request.observer, seen=request.step)
         return wire.ObservedReply()
 
     async def stepped(self, request: wire.SteppedRequest) -> wire.SteppedReply:
-        """Note that the optimizer took a step."""
+        """Record that the optimizer took a step."""
         reach("stepped.before")
         token = await acknowledge_stepped(
             self._client,
@@ -221,7 +204,7 @@ class BatchesServicer:
         return wire.SteppedReply(recovery_token=str(token))
 
     async def committed(self, request: wire.CommittedRequest) -> wire.CommittedReply:
-        """Note that a checkpoint is on disk."""
+        """Record that a checkpoint is on disk."""
         reach("committed.before")
         await acknowledge_committed(
             self._client,
@@ -237,16 +220,15 @@ class BatchesServicer:
     async def announce_version(
         self, request: wire.AnnounceVersionRequest
     ) -> wire.AnnounceVersionReply:
-        """Announce new weights, in the lineage that the store has now.
+        """Announce new weights, in the store's current lineage.
 
-        The caller's session may have just begun at another replica.
+        The view may lack a session that another replica has just started.
         """
         view = await self._find_run(request.run)
-        frontier = await view.refresh()
         announced = VersionAnnounced(
             version=request.version,
             step=request.step,
-            lineage=frontier.lineage,
+            lineage=(await view.refresh()).lineage,
             weights_uri=request.weights_uri,
         )
         await announce_version(
@@ -280,9 +262,9 @@ class BatchesServicer:
     async def _planned(
         self, view: RunView, request: wire.GetRequest, *, wait_s: float
     ) -> PlannedBatch:
-        """The batch that is asked for, once the store knows that the rank has it, or what it has.
+        """Return the requested batch, and record which batches the rank has and gets.
 
-        A step is acknowledged only where all ranks are known to have it from the same manifest.
+        A step is acknowledged only if all ranks are recorded to have it from the same manifest.
         """
         await record_caller(self._client, request)
         try:
@@ -293,13 +275,13 @@ class BatchesServicer:
             )
             check_chain(request, batch)
         except StoreBehindError:
-            await record_caller(self._client, request)  # so that the other ranks get the error, too
+            await record_caller(self._client, request)  # the other ranks get the error, too
             raise
         await note_handed(self._client, request, batch)
         return batch
 
     async def _longest_wait_s(self, request: wire.GetRequest) -> float:
-        """How long a Get may wait: an observer calls often enough to be seen alive."""
+        """Return the longest wait of a Get; an observer calls again before it expires."""
         if not request.observer:
             return self._wait_max_s
         expiry_s = await note_observed(

@@ -190,8 +190,8 @@ async def test_ends_in_a_withdrawn_group_leave_the_ledger_when_it_is_replanned(
             came_back.set()
 
     run = house.create_run(batch_groups=1, deadline_policy="train_short", group_deadline_s=60.0)
-    upkeep = Upkeep(fold_ended=1, before=hold)
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+    batcher = await house.start_batcher(upkeep=Upkeep(fold_ended=1), before_act=hold)
+    trainer = house.trainer(batcher, run)
     members = [
         trajectory(turn("ab", "CD"), sample=sample, reward=reward)
         for sample, reward in enumerate((0.0, 1.0, 2.0, None))

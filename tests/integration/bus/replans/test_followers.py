@@ -29,9 +29,7 @@ async def view(run: Any, server: Any) -> AsyncIterator[RunView]:
     assembler = Assembler(server.url, max_cache_bytes=1 << 20)
     keeper = LeadershipKeeper(server.url, owner="follower", lease_s=60)
     parked = ParkedRuns(server.url)
-    planner = RunPlanner(
-        run.client, view, assembler, keeper=keeper, upkeep=DEFAULT_UPKEEP, parked=parked
-    )
+    planner = RunPlanner(view, assembler, keeper=keeper, upkeep=DEFAULT_UPKEEP, parked=parked)
     following = asyncio.create_task(planner.run())
     yield view
     await cancel_all([following])
