@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from turnstream.batching.merge.plan import Manifest
-from turnstream.errors import NotReadyError
+from turnstream.errors import NotReadyError, ReleasedError
 from turnstream.records.compact import CompactBatch
 from turnstream.records.tag_statistics import shown_figures
 from turnstream.store.client import keys
@@ -117,8 +117,10 @@ def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> 
     if past is not None:
         return {"state": state_of_step(step, frontier).value, **_past_content(run, past)}
     origin = frontier.origin
-    if origin is not None and step <= origin.step and not frontier.has_inherited:
-        raise NotReadyError(f"run {run!r}: its fork from {origin.run!r} is not done; repeat it")
+    if origin is not None and step <= origin.step:
+        raise ReleasedError(
+            f"run {run!r}: step {step} was trained by its origin; see the batch in {origin.run!r}"
+        )
     if stored is None:
         raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
     return {"state": state_of_step(step, frontier).value, **_content(stored)}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import redis
 from rich.console import Console
 from rich.table import Table
 
@@ -20,8 +19,7 @@ from turnstream.store.run.configs import open_run
 from turnstream_server.bus.admin.dead_letters import (
     DeadContent,
     DeadLetters,
-    DeadTurn,
-    RejectedEvent,
+    DeadRecord,
     discard_event,
     discard_trajectory,
     find_trajectory,
@@ -34,56 +32,44 @@ _YEAR_10000_MS: Final = 253_402_300_800_000
 
 
 def print_dead_letters(url: str, run: str, console: Console) -> None:
-    """Print the dead letters of a run: reason, time, size, and the state of the group."""
+    """Print the dead letters of a run: reason, time and size."""
     found = _read(url, run)
-    table = Table(
-        *("dead letter", "since", "bytes", "its group", "reason"),
-        title=f"dead letters of {found.run}",
-    )
-    for dead in found.trajectories:
-        table.add_row(
-            keys.readable_name(dead.trajectory_id),
-            _time(dead.since_ms),
-            f"{dead.num_bytes:,}",
-            dead.group_state,
-            dead.reason,
-        )
-    for event in found.events:
-        size = f"{len(event.record):,}"
-        table.add_row(f"event {event.event_id}", _time(event.since_ms), size, "", event.reason)
+    table = Table("dead letter", "since", "bytes", "reason", title=f"dead letters of {found.run}")
+    named = [(keys.readable_name(dead.name), dead) for dead in found.trajectories]
+    named += [(f"event {dead.name}", dead) for dead in found.events]
+    for name, dead in named:
+        table.add_row(name, _time(dead.since_ms), f"{dead.num_bytes:,}", dead.reason)
     console.print(table)
     console.print(
-        f"{found.num_bytes:,} of {found.max_bytes:,} bytes kept; discarded: "
-        f"{found.num_discarded:,} trajectories, {found.num_discarded_events:,} events"
+        f"{found.num_bytes:,} of {found.max_bytes:,} bytes kept; "
+        f"{found.num_discarded:,} trajectories discarded"
     )
 
 
 def dead_letters_json(url: str, run: str) -> str:
     """Return the dead letters of a run as JSON."""
-    found = _read(url, run)
-    content = asdict(found) | {"events": [_event_facts(event) for event in found.events]}
-    return json.dumps(content, indent=2)
+    return json.dumps(asdict(_read(url, run)), indent=2)
 
 
 def print_dead_letter(url: str, run: str, name: str, console: Console) -> None:
     """Print a dead letter: its reason, and the defect of each of its records."""
-    found = _open(url, run, name)
-    if isinstance(found, RejectedEvent):
-        lines = _event_lines(found)
-    else:
-        name = keys.readable_name(found.trajectory.trajectory_id)
-        lines = _trajectory_lines(found)
-    table = Table(title=f"{run}: {name}", show_header=False)
-    for what, text in lines:
-        table.add_row(what, text)
+    letter, records = _open(url, run, name)
+    is_event = _is_event(letter.name)
+    shown = letter.name if is_event else keys.readable_name(letter.name)
+    table = Table(title=f"{run}: {shown}", show_header=False)
+    table.add_row("reason", letter.reason)
+    table.add_row("since", _time(letter.since_ms))
+    for index, record in enumerate(records):
+        is_last = index == len(records) - 1
+        label = ("event" if is_event else "seal") if is_last else f"turn {index}"
+        table.add_row(label, _record_text(record))
     console.print(table)
 
 
 def dead_letter_json(url: str, run: str, name: str) -> str:
     """Return everything that is stored of a dead letter as JSON: bytes in hex, decoded values."""
-    found = _open(url, run, name)
-    is_event = isinstance(found, RejectedEvent)
-    facts = _event_facts(found) if is_event else _trajectory_facts(found)
+    letter, records = _open(url, run, name)
+    facts = asdict(letter) | {"records": [_record_facts(record) for record in records]}
     return json.dumps(facts, indent=2, default=_json_value)
 
 
@@ -96,13 +82,12 @@ def discard(url: str, run: str, names: Sequence[str]) -> int:
     """Discard dead letters; return the number that this call discarded."""
     with connect(url) as client:
         run = open_run(client, run)
-        return sum(_discard(client, run, name) for name in names)
-
-
-def _discard(client: redis.Redis, run: str, name: str) -> bool:
-    if _is_event(name):
-        return discard_event(client, run, name)
-    return discard_trajectory(client, run, find_trajectory(client, run, name))
+        return sum(
+            discard_event(client, run, name)
+            if _is_event(name)
+            else discard_trajectory(client, run, find_trajectory(client, run, name))
+            for name in names
+        )
 
 
 def _read(url: str, run: str) -> DeadLetters:
@@ -110,7 +95,7 @@ def _read(url: str, run: str) -> DeadLetters:
         return read_dead_letters(client, open_run(client, run))
 
 
-def _open(url: str, run: str, name: str) -> DeadContent | RejectedEvent:
+def _open(url: str, run: str, name: str) -> DeadContent:
     with connect(url) as client:
         run = open_run(client, run)
         if _is_event(name):
@@ -127,67 +112,16 @@ def _is_event(name: str) -> bool:
     return "/" not in name
 
 
-def _trajectory_lines(content: DeadContent) -> list[tuple[str, str]]:
-    dead, seal = content.trajectory, content.seal
-    lines = [
-        ("reason", dead.reason),
-        ("since", _time(dead.since_ms)),
-        ("its group", dead.group_state),
-    ]
-    lines += [(f"turn {index}", _turn_text(found)) for index, found in enumerate(content.turns)]
-    lines += [(f"turn {index}", "is not stored") for index in content.missing]
-    if content.seal_problem:
-        lines.append(("seal", content.seal_problem))
-    elif seal is not None:
-        reward = "none" if seal.reward is None else f"{seal.reward:g}"
-        lines.append(("seal", f"{len(seal.turns)} turns, {seal.status}, reward {reward}"))
-    return lines
-
-
-def _turn_text(found: DeadTurn) -> str:
+def _record_text(found: DeadRecord) -> str:
     size = f"{len(found.record):,} bytes"
-    if found.turn is None:
-        return f"{size}, not readable: {found.problem}"
-    tokens = f"{size}, {len(found.turn.token_ids):,} tokens"
-    return f"{tokens}; any value may be wrong: {found.problem}" if found.problem else tokens
+    return f"{size}: {found.problem}" if found.problem else size
 
 
-def _event_lines(event: RejectedEvent) -> list[tuple[str, str]]:
-    return [
-        ("reason", event.reason),
-        ("since", _time(event.since_ms)),
-        ("bytes", f"{len(event.record):,}"),
-        ("hex", event.record[:64].hex(" ")),
-    ]
-
-
-def _trajectory_facts(content: DeadContent) -> dict[str, Any]:
-    seal = None if content.seal is None else asdict(content.seal)
-    return asdict(content.trajectory) | {
-        "turns": [
-            {
-                "problem": found.problem,
-                "content": None if found.turn is None else asdict(found.turn),
-                "record": found.record.hex(),
-            }
-            for found in content.turns
-        ],
-        "missing_turns": [*content.missing],
-        "seal": {
-            "problem": content.seal_problem,
-            "content": seal,
-            "record": content.seal_record.hex(),
-        },
-    }
-
-
-def _event_facts(event: RejectedEvent) -> dict[str, Any]:
+def _record_facts(found: DeadRecord) -> dict[str, Any]:
     return {
-        "event_id": event.event_id,
-        "reason": event.reason,
-        "since_ms": event.since_ms,
-        "num_bytes": len(event.record),
-        "record": event.record.hex(),
+        "problem": found.problem,
+        "content": None if found.content is None else asdict(found.content),
+        "record": found.record.hex(),
     }
 
 

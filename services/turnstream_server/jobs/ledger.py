@@ -21,26 +21,23 @@ from turnstream_server.jobs.store_client import store_client
 
 
 def print_ledger(url: str, run: str, console: Console) -> None:
-    """Every state that occurs: how many trajectories, how old the oldest, and the main reasons."""
+    """Print each state that occurs: number of trajectories, bytes and main reasons."""
     seen = _read_states(url, run)
-    table = Table(
-        "state", "trajectories", "oldest", "bytes held", "reasons", title=f"ledger of {run}"
-    )
+    table = Table("state", "trajectories", "bytes held", "reasons", title=f"ledger of {run}")
     for facts in seen.states:
         table.add_row(
             facts.state,
             f"{facts.count:,}",
-            ("at least " if facts.may_be_older else "") + duration(facts.oldest_age_s),
             f"{facts.held_bytes:,}" if facts.held_bytes else "",
             _reasons(facts.reasons),
         )
     table.add_section()
     budget = seen.budget
-    table.add_row("accepted", f"{seen.counts.accepted:,}", "", f"{budget.held.total:,}", "")
+    table.add_row("accepted", f"{seen.counts.accepted:,}", f"{budget.held.total:,}", "")
     origin = seen.frontier.origin
     if origin is not None:
         where = f"by {origin.run}, up to step {origin.step}"
-        table.add_row("of these", f"{origin.num_trajectories:,}", "", "", where)
+        table.add_row("of these", f"{origin.num_trajectories:,}", "", where)
     console.print(table)
     if seen.counts.num_conflicts:
         number = seen.counts.num_conflicts
@@ -76,8 +73,6 @@ def ledger_json(url: str, run: str) -> str:
         "states": {
             facts.state.value: {
                 "count": facts.count,
-                "oldest_age_s": facts.oldest_age_s,
-                "may_be_older": facts.may_be_older,
                 "reasons": dict(facts.reasons),
                 "held_bytes": facts.held_bytes,
             }
@@ -127,17 +122,12 @@ def history_json(url: str, run: str, name: str, *, folder: Path | None = None) -
 def _history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:
     """Return (fact, details) of its present state."""
     lines: list[tuple[str, str]] = []
-    if history.writer is not None:
-        lines.append(("written by", f"{history.writer}, lease epoch {history.lease_epoch}"))
-        lines.append(("turns", f"{history.num_turns or 0}, {history.num_bytes or 0:,} bytes"))
     if history.reward is not None:
         lines.append(("reward", f"{history.reward:g}"))
     if history.step is not None:
-        where = "" if history.mini_batch is None else f", mini-batch {history.mini_batch}"
-        lines.append(("batch", f"step {history.step}{where}"))
+        lines.append(("batch", f"step {history.step}"))
     if history.advantage is not None:
         lines.append(("advantage", f"{history.advantage:g}"))
-    lines.append(("payload", "kept" if history.payload_is_kept else "not there"))
     lines.append(("state", history.state + (f": {history.reason}" if history.reason else "")))
     return lines
 

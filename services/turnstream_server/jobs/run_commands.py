@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -148,18 +147,15 @@ def replan(url: str, run: str, step: int | None, *, wait_s: float) -> Replanned:
 def replanned_text(done: Replanned) -> str:
     """Return the withdrawn steps in one line.
 
-    >>> replanned_text(
-    ...     Replanned(first_step=3, newest_step=4, num_dead=2, dead=("g/0/0",), since_ms=0)
-    ... )
-    'steps 3 to 4, since 1970-01-01 00:00:00+00:00, without g/0/0 and 1 more'
+    >>> replanned_text(Replanned(first_step=3, newest_step=4, num_dead=2, dead=("g/0/0",)))
+    'steps 3 to 4, without g/0/0 and 1 more'
     """
     steps = f"step {done.first_step}"
     if done.newest_step > done.first_step:
         steps = f"steps {done.first_step} to {done.newest_step}"
-    since = datetime.fromtimestamp(done.since_ms // 1_000, UTC)
     more = done.num_dead - len(done.dead)
     names = ", ".join(done.dead) + (f" and {more} more" if more else "")
-    return f"{steps}, since {since}, without {names}"
+    return f"{steps}, without {names}"
 
 
 def replanned_json(run: str, done: Replanned) -> str:

@@ -21,12 +21,11 @@ from turnstream.store.run.runs import list_runs
 from turnstream_server.bus.admin.deletion import deleting_since_ms
 from turnstream_server.bus.core.frontier import Frontier, Origin, Rollback
 from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.planning.replans import last_replanned
 from turnstream_server.bus.queries.ledger import RunSummary, run_summary
 from turnstream_server.bus.sessions.observers import Observer, read_observers
 from turnstream_server.jobs.batches import BatchNumbers, numbers_of
 from turnstream_server.jobs.ledger import duration
-from turnstream_server.jobs.run_commands import pending_revisions, replanned_text
+from turnstream_server.jobs.run_commands import pending_revisions
 from turnstream_server.jobs.store_client import store_client
 
 _COLUMNS: Final = (
@@ -136,13 +135,10 @@ def print_run(url: str, run: str, console: Console, *, show_all: bool = False) -
         seen = run_summary(client, run)
         revisions = read_revisions(client, run)
         observers = read_observers(client, run)
-        replanned = last_replanned(client, run)
         numbers = newest_batch(client, run, seen.frontier)
     table = _lines()
     for name, value in _run_rows(seen):
         table.add_row(name, value)
-    if replanned is not None:
-        table.add_row("planned again", replanned_text(replanned))
     if numbers is not None:
         table.add_section()
         for name, value in numbers.rows():

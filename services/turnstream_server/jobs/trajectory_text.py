@@ -120,7 +120,7 @@ def _read_turns(client: redis.Redis, run: str, history: TrajectoryHistory) -> li
     with translating():
         entries: Any = client.xrange(payload.turns)
         is_sealed = client.hget(payload.meta, "sealed") == b"1"
-    if not entries and not history.payload_is_kept:
+    if not entries:
         raise ReleasedError(
             f"the turns of {keys.readable_name(history.trajectory_id)} are not stored any more: it "
             f"is {history.state}"

@@ -59,7 +59,7 @@ def damage(house: Any, run: str, key: TrajectoryKey) -> bytes:
 def dead(house: Any, run: str) -> list[str]:
     """Return the names of the dead trajectories that are kept."""
     with connect(house.url) as client:
-        return [each.trajectory_id for each in read_dead_letters(client, run).trajectories]
+        return [each.name for each in read_dead_letters(client, run).trajectories]
 
 
 def states(house: Any, run: str) -> dict[TrajectoryState, int]:
@@ -98,7 +98,7 @@ async def test_dead_letters_above_the_limit_are_discarded_and_counted(house: Any
     listed = json.loads(await command(house, "list", run, "--json"))
     assert (listed["trajectories"], listed["num_discarded"], listed["num_bytes"]) == ([], 1, 0)
     assert history.state is TrajectoryState.DEAD
-    assert history.reason.startswith("discarded for room: the checksum")
+    assert history.reason.startswith("discarded above max_dead_bytes: the checksum")
     assert states(house, run)[TrajectoryState.DEAD] == 1
 
 
@@ -118,18 +118,18 @@ async def test_commands_list_show_export_and_discard(house: Any, tmp_path: Path)
     (event,) = listed["events"]
     exported, junk = tmp_path / "dead.json", tmp_path / "event.json"
     await command(house, "export", run, "g0/1/0", "--to", str(exported))
-    await command(house, "export", run, event["event_id"], "--to", str(junk))
+    await command(house, "export", run, event["name"], "--to", str(junk))
 
-    assert [each["trajectory_id"] for each in listed["trajectories"]] == ["g0/1/0"]
+    assert [each["name"] for each in listed["trajectories"]] == ["g0/1/0"]
     assert "checksum" in listed["trajectories"][0]["reason"]
-    (turn_0,) = json.loads(exported.read_text())["turns"]
+    turn_0, _ = json.loads(exported.read_text())["records"]
     assert bytes.fromhex(turn_0["record"]) == damaged
     assert shown == exported.read_text() + "\n"
-    assert bytes.fromhex(json.loads(junk.read_text())["record"]) == b"junk of nobody"
+    assert bytes.fromhex(json.loads(junk.read_text())["records"][0]["record"]) == b"junk of nobody"
     assert "dead letters of" in await command(house, "list", run)
     assert json.loads(ledger_json(house.url, run))["states"]["dead"]["count"] == 1
-    assert "any value may be wrong" in await command(house, "show", run, "g0/1/0")
-    discarded = await command(house, "discard", run, "g0/1/0", event["event_id"])
+    assert "checksum" in await command(house, "show", run, "g0/1/0")
+    discarded = await command(house, "discard", run, "g0/1/0", event["name"])
     assert discarded == "2 discarded\n"
     assert json.loads(await command(house, "list", run, "--json"))["trajectories"] == []
 

@@ -81,3 +81,29 @@ async def test_the_oldest_checkpoint_can_be_forked_when_its_plan_is_gone(
         ledger = read_ledger(client, new_run)
     ledger.check()
     assert ledger.accepted == 10
+
+
+async def test_a_successor_plans_a_fork_on_and_releases_what_it_trained(house):
+    run = house.create_run(batch_groups=1)
+    new_run = f"{run} fork"
+    first = await house.start_batcher(lease_s=0.6)
+    trainer = house.trainer(first, run)
+    await trainer.start()
+    await house.publish(run, group("g0"), group("g1"))
+    _, (*_, token) = await train(trainer, 1, 2)
+    await asyncio.to_thread(fork, house, run, new_run, token)
+    forked = house.trainer(first, new_run)
+    await forked.start(token=str(token))
+    await house.publish(new_run, *(group(f"g{i}") for i in range(4)))
+    await train(forked, 3)
+    await first.stop()
+
+    second = await house.start_batcher(lease_s=0.6, upkeep=SMALL)
+    successor = house.trainer(second, new_run)
+    successor.session_epoch = forked.session_epoch
+    await train(successor, 4, 5, 6)
+
+    await folded(house, new_run, 5)
+    with connect(house.url) as client:
+        read_ledger(client, new_run).check()
+        assert sorted(map(int, client.hkeys(keys.run_keys(new_run).past))) == [3, 4, 5]

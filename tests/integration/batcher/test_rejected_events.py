@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from testkit import group, sealed, wait_until_async
+from testkit import group, sealed, stored_turn, wait_until_async
 from turnstream.records.events import encode_event
 from turnstream.records.framing import EVENT, write_frame
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.waits.wait_reasons import reasons
-from turnstream.types import ConfigRevised, GroupOpened
+from turnstream.types import ConfigRevised, GroupOpened, TurnShape
 from turnstream_server.bus.admin.dead_letters import DeadLetters, read_dead_letters
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
+from turnstream_server.jobs.dead_letters import print_dead_letters
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(120)]
 
 SEAL = encode_event(sealed("elsewhere"))
+TOO_LONG = TurnShape(-1, 0, 2**32 - 1, 2**32 - 1, 1)
+"""A turn whose prompt and response have more tokens than a plan can hold."""
+
 UNREADABLE: dict[str, Mapping[str, bytes]] = {
     "field_has_another_name": {"s": SEAL},
     "field_name_is_no_utf8": {b"\xf2": SEAL},  # type: ignore[dict-item]
@@ -74,8 +80,67 @@ async def test_unreadable_event_is_set_aside_and_the_run_continues(house: Any, k
 
     names = {*first.mini_batch.rows.trajectory_id, *second.mini_batch.rows.trajectory_id}
     assert {name.partition("/")[0] for name in names} == {"g0", "g1"}
-    assert [each.event_id for each in dead_letters(house, run).events] == [event_id]
+    assert [each.name for each in dead_letters(house, run).events] == [event_id]
     assert event_id in why(house, run)
+
+
+async def test_seal_whose_lengths_overflow_ends_its_trajectory_alone(house: Any) -> None:
+    # The lengths passed the fold and overflowed in the plan: ValueError of protobuf, in each term.
+    run = house.create_run(batch_groups=1)
+    house.seal_group_of_one(run, "big", stored_turn("ab", "CD"), said=TOO_LONG)
+    await house.publish(run, group("g1"))
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1, wait_s=15)
+
+    assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
+    (dead,) = dead_letters(house, run).trajectories
+    assert dead.name == "big/0/0"
+    assert "8589934590 tokens" in dead.reason
+    assert "big/0/0" in why(house, run)
+
+
+async def test_damaged_name_of_trajectory_ends_what_its_record_names(house: Any) -> None:
+    # The seal is intact and its field `t` is not: the ledger called the trajectory sealed, and no
+    # leader got past the entry.
+    run = house.create_run(batch_groups=1)
+    house.seal_group_of_one(run, "g0", stored_turn("ab", "CD"), posts=True)
+    events = keys.run_keys(run).events
+    with connect(house.url) as client:
+        entries: Any = client.xrange(events)
+        event_id, fields = entries[-1]
+        client.xdel(events, event_id)
+        client.xadd(events, {"r": fields[b"r"], "t": b"g0/0/\xb0"})
+    await house.publish(run, group("g1"))
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1, wait_s=15)
+
+    assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
+    (dead,) = dead_letters(house, run).trajectories
+    assert dead.name == "g0/0/0"
+
+
+async def test_event_of_a_distant_time_does_not_stop_the_run(house: Any) -> None:
+    # One damaged byte of an event's time makes it centuries late, and all after it.
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g0"))
+    event_id = f"{2**63}-0"
+    add_event(house, run, {"s": SEAL}, event_id=event_id)
+    await house.publish(run, group("g1"))
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    await trainer.stepped(await trainer.get(1, wait_s=15))
+    (pulled,) = await trainer.get(2, wait_s=15)
+
+    assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
+    assert [each.name for each in dead_letters(house, run).events] == [event_id]
+    shown = io.StringIO()
+    print_dead_letters(house.url, run, Console(file=shown, width=200))
+    assert f"{2**63} ms" in shown.getvalue()
 
 
 @pytest.mark.parametrize("posted", [{}, {"t": b"elsewhere/0/0"}])

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 EQUAL = (trajectory(sample=0), trajectory(sample=1))
 SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
-HISTORY_FACTS = ("state", "reason", "step", "payload_is_kept")
+HISTORY_FACTS = ("state", "reason", "step")
 ACTS = (
     *("advance_watermark", "release_payload", "give_back", "fold_batch", "finish_batch"),
     *("fold_ended", "save_snapshot", "trim_events"),
@@ -169,10 +169,8 @@ async def test_compact_records_still_answer_queries(house, tmp_path):
     assert batch["state"] == "committed"
     assert batch["manifest_hash"] == first.mini_batch.info.manifest_hash
     assert [each["id"] for each in batch["trajectories"]] == ["g1/0/0", "g1/1/0"]
-    assert [trained[fact] for fact in HISTORY_FACTS] == ["committed", "", 1, False]
-    assert [equal[fact] for fact in HISTORY_FACTS] == [
-        *("filtered", "all rewards are equal", None, False)
-    ]
+    assert [trained[fact] for fact in HISTORY_FACTS] == ["committed", "", 1]
+    assert [equal[fact] for fact in HISTORY_FACTS] == [*("filtered", "all rewards are equal", None)]
     assert ledger["states"]["filtered"]["reasons"] == {"all rewards are equal": 2}
     with pytest.raises(ReleasedError, match=r"step 1 is no longer retained: the oldest .* is 3"):
         await asyncio.to_thread(

@@ -55,4 +55,4 @@ async def test_a_group_that_cannot_be_settled_keeps_no_other_from_it(settler, cl
     await settler.carry_out([GONE, CUT])
 
     assert await client.hget(keys.run_keys(run).groups, "there") == b"2:decided"
-    assert "cannot be settled: group gone is unknown, or over" in caplog.text
+    assert "cannot be settled: group gone is unknown, or finished" in caplog.text

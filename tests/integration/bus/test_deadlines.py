@@ -10,7 +10,7 @@ import pytest
 
 from testkit.scripts import script
 from turnstream.batching.fold.decisions import GroupCut
-from turnstream.errors import ConflictError, FencedError, NotReadyError, WaitKind
+from turnstream.errors import ConflictError, NotReadyError, WaitKind
 from turnstream.generator.api.refills import take_refill
 from turnstream.generator.transport.steps import take_steps_async
 from turnstream.store.client.scripts import run_command_async
@@ -111,27 +111,6 @@ async def test_a_deadline_from_before_the_run_had_none_stays_where_it_was(run: A
     await run.client.zadd(run.keys.deadlines, {"group:a": due_ms})
 
     assert await run.fire() == HOUR_MS
-
-
-async def test_only_the_leader_fires_deadlines(timed: Any) -> None:
-    await timed.open("a")
-    await timed.make_due()
-    before = await timed.dump()
-
-    with pytest.raises(FencedError):
-        await timed.fire(leader_epoch=timed.leader_epoch + 1)
-
-    assert await timed.dump() == before
-
-
-async def test_only_the_leader_grants_refills(timed: Any) -> None:
-    await timed.open("a")
-    before = await timed.dump()
-
-    with pytest.raises(FencedError):
-        await timed.grant("a", 1, leader_epoch=timed.leader_epoch + 1)
-
-    assert await timed.dump() == before
 
 
 async def write(run: Any, *record: Any, most: int = 9) -> Any:

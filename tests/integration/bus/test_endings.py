@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.errors import FencedError
 from turnstream.store.run.runs import close_run, pause_run, resume_run
 from turnstream.types import DeadlineFired, Purpose, RunFinished
 from turnstream_server.bus.core.frontier import read_frontier_async
@@ -143,15 +142,6 @@ async def test_group_with_a_refill_granted_in_between_is_not_ended(run: Any, clo
 
     assert await end(run, **found) == 0
     assert await find(run, "free") == {"free": 1}
-
-
-async def test_only_the_leader_ends_orphaned_groups(run: Any, close: Any) -> None:
-    close(run)
-
-    with pytest.raises(FencedError):
-        await find_orphaned(run.term_of(run.leader_epoch - 1), ["g"])
-    with pytest.raises(FencedError):
-        await finish(run, await position(run), leader_epoch=run.leader_epoch - 1)
 
 
 async def test_run_finished_is_written_once_after_the_last_event(run: Any, close: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from turnstream.batching.fold.decisions import GroupEvaluated
-from turnstream.errors import ConflictError, FencedError, RunNotFoundError
+from turnstream.errors import ConflictError, RunNotFoundError
 from turnstream.store.run.evals import eval_results
 from turnstream.types import EvalGroup, EvalResult, Purpose, Spread, TrajectoryKey
 from turnstream_server.bus.core.frontier import read_frontier_async
@@ -86,13 +86,6 @@ async def test_ending_an_evaluation_again_changes_nothing(run: Any) -> None:
     await settle(run, ended())
 
     assert await run.dump() == before
-
-
-async def test_only_the_leader_ends_an_evaluation(run: Any) -> None:
-    await run.open("e", purpose=Purpose.EVAL)
-
-    with pytest.raises(FencedError):
-        await settle(run, ended(), leader_epoch=run.leader_epoch + 1)
 
 
 async def test_a_group_for_training_is_never_evaluated(run: Any) -> None:

@@ -13,7 +13,7 @@ from turnstream.records.compact import decode_ends
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.admin.dead_letters import discard_trajectory
 from turnstream_server.bus.queries.ledger import read_ledger_async
-from turnstream_server.bus.release.release import DROPPED, find_ended, groups_that_are_over
+from turnstream_server.bus.release.release import DROPPED, find_ended, finished_groups
 
 pytestmark = pytest.mark.redis
 
@@ -73,8 +73,8 @@ async def test_states_of_more_groups_than_one_call_takes_are_known(run: Any) -> 
     states = {name: "1:open" if name in ("g0", "g299") else "1:filtered" for name in names}
     await run.client.hset(run.keys.groups, mapping=states)
 
-    assert await groups_that_are_over(run.client, run.name, names) == {*names[1:-1]}
-    assert await groups_that_are_over(run.client, run.name, []) == set()
+    assert await finished_groups(run.client, run.name, names) == {*names[1:-1]}
+    assert await finished_groups(run.client, run.name, []) == set()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ async def test_states_of_more_groups_than_one_call_takes_are_known(run: Any) -> 
 async def test_group_that_can_get_no_member_is_finished(run: Any, state: str) -> None:
     await run.client.hset(run.keys.groups, mapping={"a": f"2:{state}"})
 
-    assert await groups_that_are_over(run.client, run.name, ["a"]) == {"a"}
+    assert await finished_groups(run.client, run.name, ["a"]) == {"a"}
 
 
 def num_finished(over: dict[bytes, bytes]) -> int:
@@ -171,7 +171,7 @@ async def test_a_group_that_is_folded_in_two_parts_leaves_one_fingerprint(run: A
     await run.fold_ends("a/0/0")
     before = await run.hash_of("over")
 
-    assert await groups_that_are_over(run.client, run.name, ["a"]) == {"a"}
+    assert await finished_groups(run.client, run.name, ["a"]) == {"a"}
     await run.fold_ends("a/1/0", number=2)
 
     assert await run.hash_of("over") == before
@@ -209,7 +209,7 @@ async def test_end_in_a_group_that_may_change_stays_in_the_ledger(run: Any) -> N
     await run.abandon("a", 0)
     before = await run.dump()
 
-    assert await groups_that_are_over(run.client, run.name, ["a"]) == set()
+    assert await finished_groups(run.client, run.name, ["a"]) == set()
     with pytest.raises(ConflictError, match="group a of a/0/0 is open"):
         await run.fold_ends("a/0/0")
 
@@ -299,9 +299,9 @@ async def test_no_event_is_written_for_a_finished_group(run: Any) -> None:
     before = await run.dump()
 
     await run.carry_out(GroupCut(group_id="a", reason="enough"))
-    with pytest.raises(ConflictError, match="group a is unknown, or over"):
+    with pytest.raises(ConflictError, match="group a is unknown, or finished"):
         await run.settle("a", TrajectoryState.FILTERED, 0, 1)
-    with pytest.raises(ConflictError, match="group a is unknown, or over"):
+    with pytest.raises(ConflictError, match="group a is unknown, or finished"):
         await run.grant("a", 0)
 
     assert await run.dump() == before
@@ -314,7 +314,7 @@ async def test_a_group_that_is_gone_is_not_planned(run: Any) -> None:
     await run.client.hdel(run.keys.groups, "a")
     before = await run.dump()
 
-    with pytest.raises(ConflictError, match="group a of a/0/0 is over"):
+    with pytest.raises(ConflictError, match="group a of a/0/0 is finished"):
         await run.plan("a")
 
     assert await run.dump() == before

@@ -7,7 +7,7 @@ import pytest
 import redis.asyncio
 
 from turnstream.batching.fold.decisions import GroupCut, MemberDropped
-from turnstream.errors import ConflictError, FencedError
+from turnstream.errors import ConflictError
 from turnstream.types import BatchDue, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.planning.groups import announce_due
@@ -37,18 +37,6 @@ async def test_a_dropped_group_ends_its_sealed_trajectories_with_the_reason(run:
     }
     assert await run.client.hget(run.keys.groups, "a") == b"3:filtered"
     (await read_ledger_async(run.client, run.name)).check()
-
-
-async def test_only_the_leader_drops_a_group(run: Any) -> None:
-    await run.open("a")
-    await run.seal("a", 0)
-    before = await run.dump()
-    old = run.leader_epoch - 1
-
-    with pytest.raises(FencedError, match="another planner leads the run"):
-        await run.settle("a", TrajectoryState.INCOMPLETE, 0, leader_epoch=old)
-
-    assert await run.dump() == before
 
 
 async def test_a_dropped_group_makes_room_for_another_once(run: Any) -> None:
@@ -144,16 +132,6 @@ async def test_a_dead_trajectory_is_set_aside_and_told_to_the_plan_once(run: Any
     (await read_ledger_async(run.client, run.name)).check()
 
 
-async def test_only_the_leader_sets_a_trajectory_aside(run: Any) -> None:
-    await run.open("a")
-    await run.seal("a", 0)
-
-    with pytest.raises(FencedError, match="another planner leads the run, not epoch 99"):
-        await run.kill("a", 0, leader_epoch=99)
-
-    assert (await states(run))[b"a/0/0"] == b"sealed:1"
-
-
 @pytest.mark.parametrize("state", ["open", "planned", "unknown"])
 async def test_only_a_sealed_trajectory_can_die(run: Any, state: str) -> None:
     if state != "unknown":
@@ -244,20 +222,6 @@ async def test_members_are_settled_each_with_its_own_reason(run: Any) -> None:
     (await read_ledger_async(run.client, run.name)).check()
 
 
-async def test_only_the_leader_settles_members(run: Any) -> None:
-    await run.open("a")
-    await run.seal("a", 0)
-    before = await run.dump()
-
-    with pytest.raises(FencedError):
-        await run.carry_out(
-            MemberDropped(key=TrajectoryKey("a", 0), state=TrajectoryState.SURPLUS, reason="x"),
-            leader_epoch=run.leader_epoch + 1,
-        )
-
-    assert await run.dump() == before
-
-
 async def test_a_group_that_went_on_is_decided_again_without_a_word(run: Any) -> None:
     await run.plan_steps(1)
     before = await run.dump()
@@ -289,13 +253,6 @@ async def test_the_event_of_a_choice_that_is_sent_twice_is_there_once(run: Any) 
 
     assert ids[0] == ids[1]
     assert await run.client.xlen(run.keys.events) == 2
-
-
-async def test_a_planner_that_was_replaced_chooses_nothing(run: Any) -> None:
-    with pytest.raises(FencedError):
-        await announce_due(run.term_of(run.leader_epoch - 1), BatchDue(step=1))
-
-    assert await run.client.xlen(run.keys.events) == 0
 
 
 async def num_open(run: Any) -> int:

@@ -99,17 +99,6 @@ async def test_giving_up_twice_changes_nothing(run: Any) -> None:
     assert await run.dump() == before
 
 
-async def test_only_the_leading_planner_abandons_trajectories(run: Any) -> None:
-    await run.open("a")
-    await lapse(run, "a/0/0")
-    before = await run.dump()
-
-    with pytest.raises(FencedError):
-        await give_up(run, leader_epoch=2)
-
-    assert await run.dump() == before
-
-
 async def test_a_lease_that_ended_after_the_moment_is_kept(run: Any) -> None:
     # The clock jumped forward behind the moment by which the planner judges.
     await run.open("a")

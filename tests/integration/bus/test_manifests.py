@@ -167,23 +167,6 @@ async def test_nothing_is_planned_of_a_run_that_is_gone(run: Any) -> None:
     assert await run.client.exists(run.keys.plan) == 0
 
 
-async def test_a_planner_that_lost_its_leadership_writes_nothing(run: Any) -> None:
-    await open_and_seal(run, "a", "b", "c")
-    await run.kill("c", 0)
-    await release_leadership(run.term_of(1), owner="p")
-    await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
-    before = await run.dump()
-
-    with pytest.raises(FencedError):
-        await run.plan("a")
-    with pytest.raises(FencedError):
-        await run.settle("b", TrajectoryState.FILTERED, 0, 1)
-    with pytest.raises(FencedError):
-        await run.kill("b", 0)
-
-    assert await run.dump() == before
-
-
 async def test_old_plan_of_a_fenced_planner_is_refused_even_if_equal(
     run: Any,
 ) -> None:

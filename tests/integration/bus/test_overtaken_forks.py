@@ -10,12 +10,10 @@ import redis
 
 from testkit import config
 from testkit.scripts import script
-from turnstream.errors import ConflictError, RunNotFoundError
+from turnstream.errors import ConflictError
 from turnstream.store.client import keys
 from turnstream.store.run.runs import create_run
-from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.bus.admin.forks import fork_run
-from turnstream_server.bus.core.frontier import read_frontier
 
 pytestmark = pytest.mark.redis
 
@@ -46,7 +44,7 @@ class Overtaken(redis.Redis):
 def content(client: redis.Redis, run: str) -> list[Any]:
     """Return the state of a run without its payload, which a fork does not have."""
     names = keys.run_keys(run)
-    hashes = (names.frontier, names.config, names.counts, names.snapshot, names.past, names.clock)
+    hashes = (names.frontier, names.config, names.counts, names.snapshot, names.clock)
     return [client.hgetall(name) for name in hashes]
 
 
@@ -81,47 +79,3 @@ def test_name_taken_in_between_stays_with_its_new_owner(
         fork_run(later, origin.name, name, origin.token(2))
 
     assert content(client, name) == taken
-
-
-def test_late_records_restore_nothing_that_moved_to_a_file(
-    client: redis.Redis, origin: Any
-) -> None:
-    names, before = keys.run_keys("a fork with files"), []
-
-    def make_and_move() -> None:
-        fork_run(client, origin.name, "a fork with files", origin.token(2))
-        client.delete(names.past)
-        client.hset(names.frontier, "cold", 2)
-        before.extend(content(client, "a fork with files"))
-
-    later = Overtaken(client, "inherit_records", make_and_move)
-    fork_run(later, origin.name, "a fork with files", origin.token(2))
-
-    assert content(client, "a fork with files") == before
-
-
-def test_a_fork_that_is_deleted_while_it_is_made_inherits_nothing(
-    client: redis.Redis, origin: Any
-) -> None:
-    later = Overtaken(client, "inherit_records", lambda: delete_run(client, "gone"))
-
-    with pytest.raises(RunNotFoundError, match="'gone'"):
-        fork_run(later, origin.name, "gone", origin.token(2))
-
-    assert content(client, "gone") == [{}] * 6
-
-
-def test_records_of_an_origin_come_into_no_other_fork_of_the_name(
-    client: redis.Redis, origin: Any
-) -> None:
-    def make_another() -> None:
-        delete_run(client, "remade")
-        fork_run(client, origin.name, "remade", origin.token(1))
-
-    later = Overtaken(client, "inherit_records", make_another)
-    with pytest.raises(RunNotFoundError):
-        fork_run(later, origin.name, "remade", origin.token(2))
-
-    assert not client.exists(keys.run_keys("remade").past)
-    assert client.hkeys(keys.run_keys("remade~2").past) == [b"1"]
-    assert read_frontier(client, "remade~2").planned == 1

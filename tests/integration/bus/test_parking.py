@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import FencedError
 from turnstream.store.client.scripts import run_command_async
 from turnstream_server.bus.leadership.clock import RunClock
 from turnstream_server.bus.leadership.leadership import (
@@ -69,25 +68,16 @@ async def test_parked_run_can_be_led_after_the_clock_was_reset(run: Any, epoch: 
     assert found.is_ours
 
 
-async def test_only_the_planner_that_leads_parks_a_run(run: Any, epoch: int) -> None:
-    with pytest.raises(FencedError):
-        await park(run, epoch - 1)
-
-
-async def test_run_with_a_lease_is_not_parked(run: Any, epoch: int) -> None:
-    await run.open("g")
-
-    assert not await park(run, epoch)
-
-
-async def test_run_with_a_deadline_is_not_parked(run: Any, epoch: int) -> None:
-    await run.client.zadd(run.keys.deadlines, {"group:g": 1})
-
-    assert not await park(run, epoch)
-
-
-async def test_run_with_an_observer_is_not_parked(run: Any, epoch: int) -> None:
-    await declare_observer(run.client, run.name, observer="o", first_step=1, expiry_s=60)
+@pytest.mark.parametrize("kind", ["lease", "deadline", "observer"])
+async def test_run_in_which_something_can_expire_is_not_parked(
+    run: Any, epoch: int, kind: str
+) -> None:
+    if kind == "lease":
+        await run.open("g")
+    elif kind == "deadline":
+        await run.client.zadd(run.keys.deadlines, {"group:g": 1})
+    else:
+        await declare_observer(run.client, run.name, observer="o", first_step=1, expiry_s=60)
 
     assert not await park(run, epoch)
 

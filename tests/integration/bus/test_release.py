@@ -117,16 +117,6 @@ async def test_the_floor_never_falls(released: Any) -> None:
     assert await released.advance_watermark(at_most=0) == 2
 
 
-async def test_only_the_leader_raises_the_floor(run: Any) -> None:
-    await run.plan_steps(2)
-    await run.commit(await run.start("s"), 1, 2)
-
-    with pytest.raises(FencedError):
-        await run.advance_watermark(leader_epoch=run.leader_epoch - 1)
-
-    assert (await read_frontier_async(run.client, run.name)).released == 0
-
-
 async def test_token_below_the_watermark_is_refused(released: Any) -> None:
     before = await released.dump()
 
@@ -276,11 +266,6 @@ async def test_events_go_up_to_the_snapshot_before_and_not_beyond(run: Any) -> N
     assert 30 <= len(kept) < 150
 
 
-async def test_only_the_leader_trims_events(run: Any) -> None:
-    with pytest.raises(FencedError, match="another planner leads the run, not epoch 99"):
-        await trim_events(run.term_of(99))
-
-
 @pytest.mark.parametrize(("position", "step"), [("9-5", 4), ("10-0", 1), ("10-3", 2)])
 async def test_a_snapshot_that_comes_late_replaces_no_later_one(
     run: Any, position: str, step: int
@@ -295,17 +280,6 @@ async def test_a_snapshot_that_comes_late_replaces_no_later_one(
 
     kept = await run.client.hgetall(run.keys.snapshot)
     assert kept == {b"position": b"10-3", b"step": b"3", b"record": b"newest", b"before": b"10-1"}
-
-
-async def test_a_leader_that_is_fenced_keeps_no_snapshot_and_removes_no_event(run: Any) -> None:
-    before = await run.dump()
-
-    with pytest.raises(FencedError):
-        await save_snapshot(run.term_of(99), position="10-1", step=2, record=b"late")
-    with pytest.raises(FencedError):
-        await trim_events(run.term_of(99))
-
-    assert await run.dump() == before
 
 
 async def test_a_run_that_is_gone_has_no_state_of_its_release(run: Any) -> None:

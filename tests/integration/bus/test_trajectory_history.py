@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.store.client.scripts import run_command
-from turnstream.store.run.leases import take_over_command
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.core.scan import server_ms
 from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, read_history
@@ -97,18 +95,6 @@ async def test_history_of_each_attempt_has_the_refill_of_its_sample(
     assert "refill granted" in of_refill
     assert "abandoned" not in of_refill
     assert "refill granted" not in {name for name, _ in told(client, run, "g/1/0")}
-
-
-async def test_history_names_the_last_writer_of_an_adopted_trajectory(
-    client: redis.Redis, run: Any
-) -> None:
-    await run.open("g", num_samples=1)
-    client.zadd(run.keys.leases, {"g/0/0": 1})
-    run_command(client, take_over_command(run.name, "g/0/0", writer="gen-2"))
-
-    seen = history(client, run, "g/0/0")
-
-    assert (seen.writer, seen.lease_epoch) == ("gen-2", 2)
 
 
 async def test_history_keeps_the_reason_when_its_events_are_trimmed(

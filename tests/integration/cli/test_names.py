@@ -83,7 +83,7 @@ def test_dead_letter_is_shown_exported_and_discarded_by_either_name(
 
     assert "d#1/1/0" in listed
     assert f"{run}: d#1/1/0" in shown
-    assert json.loads(exported.read_text())["trajectory_id"] == "d%231/1/0"
+    assert json.loads(exported.read_text())["name"] == "d%231/1/0"
     assert discarded == "1 discarded\n"
     with pytest.raises(ConflictError):
         place.type("dead", "discard", run, "f/0/0")

@@ -132,13 +132,13 @@ def test_watched_status_is_refreshed_until_ctrl_c(typed: Any, place: Any) -> Non
     assert re.search(r"steps +3 planned, 3 stepped, 3 committed", output.getvalue())
 
 
-def test_ledger_tells_the_states_with_ages_and_reasons(typed: Any) -> None:
+def test_ledger_shows_states_and_reasons(typed: Any) -> None:
     shown = typed("ledger", RUN)
     as_json = json.loads(typed("ledger", RUN, "--json"))
 
-    assert re.search(r"committed +│ 6 +│ \d+ s ", shown)
-    assert re.search(r"open +│ 1 +│ \d+ s ", shown)
-    assert re.search(r"abandoned +│ 1 +│ \d+ s +│ [\d, ]*│ 1 x the tool hung", shown)
+    assert re.search(r"committed +│ 6 ", shown)
+    assert re.search(r"open +│ 1 ", shown)
+    assert re.search(r"abandoned +│ 1 +│ [\d, ]*│ 1 x the tool hung", shown)
     assert re.search(r"accepted +│ 8 ", shown)
     assert as_json["rollbacks"] == [{"lineage": "main-1", "step": 2, "stepped": 3}]
 
@@ -148,31 +148,23 @@ def test_ledger_tells_the_life_of_a_trajectory_that_was_trained(typed: Any) -> N
 
     assert list(shown) == [
         *("group opened", "sealed", "planned", "stepped", "committed"),
-        *("written by", "turns", "reward", "batch", "advantage", "payload", "state"),
+        *("reward", "batch", "advantage", "state"),
     ]
-    assert shown["written by"] == "gen-1, lease epoch 1"
-    assert re.fullmatch(r"1, \d+ bytes", shown["turns"])
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00, [\w ]+ ago"
     assert re.fullmatch(f"{when} completed, reward 1", shown["sealed"])
     assert re.fullmatch(f"{when} in step 2", shown["planned"])
-    assert (shown["reward"], shown["batch"]) == ("1", "step 2, mini-batch 0")
+    assert (shown["reward"], shown["batch"]) == ("1", "step 2")
     assert float(shown["advantage"]) > 0
-    assert (shown["payload"], shown["state"]) == ("kept", "committed")
+    assert shown["state"] == "committed"
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("late/0/0", {"state": "abandoned: the tool hung", "payload": "not there"}),
-        ("late/1/0", {"state": "open", "written by": "gen-2, lease epoch 1", "payload": "kept"}),
-    ],
+    ("name", "state"), [("late/0/0", "abandoned: the tool hung"), ("late/1/0", "open")]
 )
-def test_ledger_tells_why_a_trajectory_is_not_trained(
-    typed: Any, name: str, told: dict[str, str]
-) -> None:
+def test_ledger_tells_why_a_trajectory_is_not_trained(typed: Any, name: str, state: str) -> None:
     shown = lines_of(typed("ledger", RUN, name))
 
-    assert {what: shown.get(what) for what in told} == told
+    assert shown["state"] == state
 
 
 def test_batch_tells_what_a_step_is_made_of(typed: Any) -> None:
@@ -228,6 +220,5 @@ def test_dead_show_names_the_defect_of_a_record(place: Any) -> None:
     shown = lines_of(place.type("dead", "show", run, "d/1/0"))
 
     assert "checksum" in shown["reason"]
-    assert shown["its group"] == "planned"
-    assert re.search(r"\d+ bytes, 4 tokens; any value may be wrong: the checksum", shown["turn 0"])
-    assert shown["seal"] == "1 turns, completed, reward 1"
+    assert re.search(r"\d+ bytes: the checksum", shown["turn 0"])
+    assert re.fullmatch(r"\d+ bytes", shown["seal"])

@@ -151,8 +151,8 @@ GUARDS = (
         "start_session: what was stepped comes back",
         240,
         script(
-            "redis.call('HSET', KEYS[1], 'stepped', step, 'committed', step,",
-            "redis.call('HSET', KEYS[1], 'committed', step,",
+            "redis.call('HSET', FRONTIER, 'stepped', step, 'committed', step,",
+            "redis.call('HSET', FRONTIER, 'committed', step,",
         ),
     ),
     Guard("fold: one member per sample", 160, method(RunFold, "_why_surplus", lambda *_: "")),
@@ -165,7 +165,7 @@ GUARDS = (
     Guard(
         "releaser: a group that may get members",
         160,
-        method(releaser, "groups_that_are_over", _all_of),
+        method(releaser, "finished_groups", _all_of),
     ),
     Guard(
         "planner: what belongs to one start of the store",
@@ -182,7 +182,7 @@ GUARDS = (
     Guard(
         "every script: the epoch of the leader",
         160,
-        script("if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then", "if false then"),
+        script("if redis.call('HGET', LEADER, 'epoch') ~= ARGV[1] then", "if false then"),
     ),
     Guard(
         "reopen_run: what was finished",

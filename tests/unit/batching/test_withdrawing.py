@@ -248,12 +248,24 @@ def test_a_reward_that_was_posted_is_taken_from_its_event() -> None:
     assert not rewarded.awaits_reward
 
 
-def test_a_reward_whose_event_is_gone_is_taken_from_the_plan() -> None:
+COMPARED = {"estimator": "gdpo", "component_weights": (("x", 1.0), ("y", 1.0))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reward"),
+    [({}, 0.25), (COMPARED, None), ({"reward_source": "sum_of_turns"}, None)],
+)
+def test_plan_has_the_reward_if_its_event_is_gone_but_no_parts(
+    changes: dict[str, Any], reward: float | None
+) -> None:
     plan = replace(trajectory_plan("a"), reward=0.25)
 
-    rewarded = with_planned_reward(awaiting(), plan, posted=None, config=config())
+    rewarded = with_planned_reward(
+        awaiting(), plan, posted=None, config=replace(config(), **changes)
+    )
 
-    assert (rewarded.reward, rewarded.awaits_reward) == (0.25, False)
+    assert (rewarded.reward, rewarded.reward_components) == (reward, {})
+    assert not rewarded.awaits_reward
 
 
 def test_a_penalty_for_length_is_not_in_the_reward_again() -> None:
@@ -264,24 +276,6 @@ def test_a_penalty_for_length_is_not_in_the_reward_again() -> None:
 
     assert rewarded.reward is not None
     assert planned_reward(rewarded, punished) == pytest.approx(0.25)
-
-
-def test_components_whose_event_is_gone_are_not_known() -> None:
-    several = replace(config(), estimator="gdpo", component_weights=(("x", 1.0), ("y", 1.0)))
-    plan = replace(trajectory_plan("a"), reward=0.25)
-
-    rewarded = with_planned_reward(awaiting(), plan, posted=None, config=several)
-
-    assert (rewarded.reward, rewarded.reward_components) == (None, {})
-
-
-def test_reward_in_the_turns_is_not_taken_from_the_plan() -> None:
-    of_turns = replace(config(), reward_source="sum_of_turns")
-    plan = replace(trajectory_plan("a"), reward=0.25)
-
-    rewarded = with_planned_reward(awaiting(), plan, posted=None, config=of_turns)
-
-    assert (rewarded.reward, rewarded.awaits_reward) == (None, False)
 
 
 def test_a_reward_that_was_sealed_stays() -> None:

@@ -39,10 +39,10 @@ from turnstream_server.bus.release.release import (
     advance_watermark,
     find_ended,
     finish_batches,
+    finished_groups,
     fold_batches,
     fold_ended,
     give_back,
-    groups_that_are_over,
     read_release_state,
     remove_payload,
 )
@@ -319,7 +319,7 @@ class Releaser:
         The entries of an open group stay, so that no name in it is opened again.
         """
         by_group = await asyncio.to_thread(_by_group, trajectory_ids)
-        over = await groups_that_are_over(self._client, self._run, [*by_group])
+        over = await finished_groups(self._client, self._run, [*by_group])
         return [each for group in by_group if group in over for each in by_group[group]]
 
     async def _fold_slices(

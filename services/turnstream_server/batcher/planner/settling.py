@@ -11,7 +11,7 @@ from turnstream.store.client import keys
 from turnstream_server.batcher.planner.dead_letters import DeadLetterWriter
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning.groups import Settlement, grant_refill, settle_groups
-from turnstream_server.bus.release.release import groups_that_are_gone
+from turnstream_server.bus.release.release import compact_groups
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Settler:
         """
         groups = [keys.encode_name(_group_of(each)) for each in decisions]
         names = list(dict.fromkeys(groups))
-        gone = await groups_that_are_gone(self._term.client, self._term.run, names)
+        gone = await compact_groups(self._term.client, self._term.run, names)
         return [
             each
             for each, group in zip(decisions, groups, strict=True)

@@ -14,7 +14,7 @@ from turnstream_server.bus.leadership.snapshots import (
     save_snapshot,
     trim_events,
 )
-from turnstream_server.bus.release.release import groups_that_are_gone
+from turnstream_server.bus.release.release import compact_groups
 from turnstream_server.failpoints import reach
 
 
@@ -84,7 +84,7 @@ class PlannerSnapshots:
         The fold must keep them until it has folded the seals that were posted before.
         """
         names = {keys.encode_name(group_id): group_id for group_id in fold.decided}
-        gone = await groups_that_are_gone(self._term.client, self._term.run, list(names))
+        gone = await compact_groups(self._term.client, self._term.run, list(names))
         self._released_at = await last_event_id(self._term.client, self._term.run)
         self._released_groups = tuple(names[name] for name in gone)
 

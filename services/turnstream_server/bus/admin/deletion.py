@@ -1,13 +1,10 @@
-"""Deletion: a run leaves the store in one moment, its name is free at once, its payload follows.
+"""Deletion of runs. Any caller can continue an interrupted deletion.
 
-The order lets any caller continue a deletion that was interrupted::
+1. `begin_delete` removes all keys of the run at once. The ledger becomes `doomed`.
+2. `release_payload` deletes each trajectory in it; a tombstone refuses late writers.
+3. The id of the run is removed from the list of runs.
 
-    begin_delete        one moment: all keys of the run go but the ledger, which becomes `doomed`;
-                       the next run of the name can be created, and gets another id
-    release_payload    of every trajectory in it; a tombstone refuses late writers
-    the id             leaves the list of runs
-
-Late writers use the id of the old run: they meet its tombstones, and never the next run.
+Late writers use the id of the old run, so they never reach the next run of the name.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ from turnstream_server.failpoints import reach
 logger = logging.getLogger(__name__)
 
 TOMBSTONE_OUTLASTS_PAYLOAD_MS: Final = 60_000
-"""`deleted` stays so much longer than the tombstones of the payload: a leader that was releasing
-when the run was condemned may create one of these later."""
+"""Extra time of `deleted`: a leader that was releasing may create tombstones later."""
 
 _DELETED: Final = "deleted"
 """Text in the tombstones of the payload."""
@@ -45,12 +41,7 @@ _RELEASE = Script("release_payload", "turnstream_server.bus.release")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeletedRun:
-    """The result of a deletion.
-
-    Attributes:
-        runs: ids of the runs that are deleted now, the oldest first.
-        num_trajectories: trajectories whose payload this call removed, or found removed.
-    """
+    """Ids of the deleted runs, the oldest first, and the number of their trajectories."""
 
     runs: tuple[RunId, ...]
     num_trajectories: int
@@ -59,17 +50,12 @@ class DeletedRun:
 def delete_run(client: redis.Redis, run: str) -> DeletedRun:
     """Remove everything that the store holds of a run; the same call continues where it stopped.
 
-    From the first moment on the run is not found any more: generators, trainers, observers and
-    batchers that still speak of it get RunNotFoundError, or FencedError where they hold a lease of
-    it. In the same moment its name can be used again. Payload then goes in slices, so that the
-    server never stands still. Tombstones for late writers remain for a while, and expire.
+    The run is not found any more, and its name is free. Calls of its processes raise
+    RunNotFoundError or FencedError. Payload is deleted in slices. Tombstones for late writers
+    remain for a while. Forks and files of the archive folder stay.
 
-    Runs that were forked from it stay as they are, and so do files of the archive folder.
-
-    Args:
-        client: connection to the store.
-        run: its name, or the id of one run. If deletions of earlier runs of the name were
-            interrupted, this call finishes them, and leaves the run that has the name now.
+    If deletions of earlier runs of the name were interrupted, this call finishes them, and leaves
+    the present run of the name.
 
     Raises:
         RunNotFoundError: no such run, and no deletion to finish.
@@ -83,7 +69,7 @@ def delete_run(client: redis.Redis, run: str) -> DeletedRun:
 
 
 def _unfinished(client: redis.Redis, current: RunId) -> list[RunId]:
-    """The runs before this one of its name whose deletion was interrupted."""
+    """Return the earlier runs of a name whose deletion was interrupted."""
     before = [RunId.of(current.name, number) for number in range(1, current.incarnation)]
     with translating():
         pipeline = client.pipeline(transaction=False)
@@ -94,7 +80,7 @@ def _unfinished(client: redis.Redis, current: RunId) -> list[RunId]:
 
 
 def _delete(client: redis.Redis, run: RunId) -> int:
-    """Delete one run; returns how many trajectories it had."""
+    """Delete one run; return the number of its trajectories."""
     names = keys.run_keys(run)
     shortest_ms = round(SHORTEST_TOMBSTONE_S * 1_000)
     command = _BEGIN_DELETE(names.of_begin_delete, shortest_ms, TOMBSTONE_LEASES, run.incarnation)
@@ -116,11 +102,7 @@ def _delete(client: redis.Redis, run: RunId) -> int:
 
 
 def deleting_since_ms(client: redis.Redis, run: str) -> int | None:
-    """When the deletion of a run (by its id) began that is not done, in ms of the server's clock.
-
-    Returns:
-        None where the run is not being deleted.
-    """
+    """Return when the unfinished deletion of a run began, in ms of the server's clock, or None."""
     name = keys.run_keys(run).deleted
     with translating():
         since_ms: Any = client.hget(name, "since_ms")
@@ -131,7 +113,7 @@ def deleting_since_ms(client: redis.Redis, run: str) -> int | None:
 def _remove_payload(
     client: redis.Redis, run: str, trajectory_ids: Sequence[bytes], *, fence_ms: int
 ) -> None:
-    """Remove the payload of a few trajectories, and only then forget where it was."""
+    """Remove the payload of a few trajectories, and then their entries."""
     places = [keys.trajectory_keys(run, each.decode()) for each in trajectory_ids]
     for reply in run_commands(client, [_RELEASE(place, fence_ms, _DELETED) for place in places]):
         if isinstance(reply, Exception):
@@ -141,7 +123,7 @@ def _remove_payload(
 
 
 def _slices(client: redis.Redis, doomed: str) -> Iterator[list[bytes]]:
-    """The trajectories that are left, a few at a time, until there are none."""
+    """Yield the remaining trajectories in slices."""
     cursor, is_left = 0, True
     while is_left:
         with translating():

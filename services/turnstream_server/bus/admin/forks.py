@@ -1,14 +1,13 @@
 """Forks: new runs with the history of another run up to a checkpoint.
 
 The new run is created at once, as if it had trained and released every step up to the token's
-itself. A trainer with that checkpoint starts with its token. Then the compact records of these
-steps are copied. The origin does not change.
+itself. A trainer with that checkpoint starts with its token. The origin does not change, and only
+the origin can report its batches.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import redis
@@ -16,33 +15,26 @@ import redis
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.staleness import VersionSteps
 from turnstream.errors import ConflictError, ReleasedError, RunNotFoundError, StoreBehindError
-from turnstream.records.compact import compact_batch, encode_batch
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.records.events import decode_event
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import create_under, find_run
-from turnstream.store.client.scripts import Argument, Script, run_command
+from turnstream.store.client.scripts import Script, run_command
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import list_run
 from turnstream.types import RecoveryToken, VersionAnnounced
 from turnstream.types.names import RunId, checked_run_name
 from turnstream_server.bus.core.frontier import Frontier, Origin, read_frontier
-from turnstream_server.bus.core.scan import hash_fields, stream_entries
+from turnstream_server.bus.core.scan import stream_entries
 from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.release.ledger_files import files_up_to
 from turnstream_server.failpoints import reach
 
-SLICE: Final = 64
-"""Compact records of one call: some tens of kilobytes."""
-
 MAX_VERSIONS: Final = 1_000
-"""Announcements that are copied, the newest: a generator asks for the last one. For the age of
-tokens the planner knows all of them."""
+"""Newest announcements that are copied, for generators; the planner has all of them."""
 
 _FORK = Script("fork_run", "turnstream_server.bus.admin")
-_INHERIT = Script("inherit_records", "turnstream_server.bus.admin")
 
 
 class _Versions(NamedTuple):
@@ -71,13 +63,8 @@ def fork_run(
 ) -> Origin:
     """Create a run that continues from a checkpoint of another one; a repeat changes nothing.
 
-    Its history up to the token's step is that of the origin: manifests, row ids, trained
-    trajectories, policy versions. Its trainer starts with the same token and gets the next step
-    from groups of the new run. Versions that the origin has announced, also later ones, are never
-    announced again.
-
-    Open, sealed and later planned trajectories of the origin are not copied. Every group name is
-    free in the new run.
+    Its trainer starts with the same token and gets the next step from groups of the new run. Chain,
+    row ids and policy versions continue. Every group name is free in the new run.
 
     Args:
         client: client of the store.
@@ -88,11 +75,10 @@ def fork_run(
 
     Raises:
         InvalidConfigError: no new run can have this name.
-        RunNotFoundError: no such origin; or the new run was deleted in between.
+        RunNotFoundError: no such origin.
         StoreBehindError: the origin does not have the batch of the token.
         ReleasedError: the step is no longer retained.
-        ConflictError: the step is not committed; the new name is taken; or the origin was deleted
-            in between.
+        ConflictError: the step is not committed, or the new name is taken.
         StoreUnavailableError: the store cannot be reached; repeat the call.
     """
     run = find_run(client, run)
@@ -104,12 +90,11 @@ def fork_run(
         new_id, origin = _make_fork(client, run, new_id, token, config=config)
         reach("fork.after_made")
     list_run(client, new_id)
-    _copy_records(client, new_id, origin)
     return origin
 
 
 def token_of_step(client: redis.Redis, run: str, step: int) -> RecoveryToken:
-    """The token of a committed step, as `fork_run` takes it.
+    """Return the token of a committed step.
 
     Raises:
         ReleasedError: the step is no longer retained.
@@ -135,7 +120,7 @@ def _find_fork(
     *,
     config: BatchingConfig | None,
 ) -> Origin | None:
-    """The origin of the new run where it was made before by this very call; None without it.
+    """Return the origin of the new run if an equal call made it before, else None.
 
     Raises:
         ConflictError: the name is taken.
@@ -154,10 +139,9 @@ def _find_fork(
 
 
 def _is_from(origin: Origin, run: RunId, token: RecoveryToken) -> bool:
-    """Whether a fork began where the token says.
+    """Return whether a fork began at the token.
 
-    Its origin may have been deleted since, so that the name stands for another run: then the hash
-    of the manifest tells them apart, which step 0 has none of.
+    If the origin was deleted, its name may be that of another run, with another manifest hash.
     """
     is_it = origin.run == run or (token.step > 0 and RunId(origin.run).name == run.name)
     return is_it and (origin.step, origin.manifest_hash) == (token.step, token.chain_hash)
@@ -251,7 +235,7 @@ def _next_row_id(client: redis.Redis, run: str, step: int) -> int | None:
 
 
 def _read_versions(client: redis.Redis, run: str, *, through_step: int) -> _Versions:
-    """The versions that the history up to a step knows, as old as the planner takes them for."""
+    """Return the versions that were announced up to a step, with the steps of their ages."""
     known, forks = VersionSteps(), _read_forks(client, run)
     records: dict[int, tuple[str, bytes]] = {}
     for _, record in stream_entries(client, keys.run_keys(run).versions):
@@ -273,59 +257,11 @@ def _read_versions(client: redis.Redis, run: str, *, through_step: int) -> _Vers
 
 
 def _read_forks(client: redis.Redis, run: str) -> list[tuple[int, int]]:
-    """The rollbacks of a run: the newest version then, and the step that was gone back to."""
+    """Return the newest version and the target step of each rollback."""
     with translating():
         found: Any = client.hget(keys.run_keys(run).frontier, "forks")
     pairs = [pair.split(":") for pair in (found or b"").decode().split(",") if pair]
     return [(int(version), int(step)) for version, step in pairs]
-
-
-def _copy_records(client: redis.Redis, new_run: str, origin: Origin) -> None:
-    """Copy the compact records of the origin, unless the new run has all of them.
-
-    Raises:
-        ConflictError: the origin was deleted in between.
-        RunNotFoundError: the new run was deleted, and may have been created again.
-    """
-    if read_frontier(client, new_run).has_inherited:
-        return
-    names = keys.run_keys(new_run)
-    where = (names.frontier, names.past, names.cold, names.wake)
-    found: set[int] = set()
-    for some in _sliced(_records(client, origin), SLICE):
-        found |= {step for step, _ in some}
-        flat: Iterable[Argument] = itertools.chain.from_iterable(some)
-        run_command(client, _INHERIT(where, str(origin), "", *flat))
-    files = files_up_to(client, origin.run, origin.step)  # last: a record may have moved there
-    cold = max(files, default=0)
-    num_missing = len(set(range(cold + 1, origin.step + 1)) - found)
-    if num_missing:
-        raise ConflictError(f"run {origin.run!r} has no record of {num_missing} of its batches")
-    flat = itertools.chain.from_iterable(files.items())
-    run_command(client, _INHERIT(where, str(origin), cold, *flat))
-
-
-def _records(client: redis.Redis, origin: Origin) -> Iterator[tuple[int, bytes]]:
-    """Step and compact record of every batch of the history; some may come twice.
-
-    Plans first: they become records, and never the other way.
-    """
-    names = keys.run_keys(origin.run)
-    with translating():
-        folded: Any = client.hget(names.frontier, "folded")
-    for step in range(int(folded or 0) + 1, origin.step + 1):
-        stored = read_plan(client, origin.run, step)
-        if stored is not None:
-            compact = compact_batch(stored.manifest, manifest_hash=stored.hash)
-            yield step, encode_batch(compact)
-    for field, record in hash_fields(client, names.past):
-        if int(field) <= origin.step:
-            yield int(field), record
-
-
-def _sliced(values: Iterator[tuple[int, bytes]], size: int) -> Iterator[list[tuple[int, bytes]]]:
-    while some := list(itertools.islice(values, size)):
-        yield some
 
 
 def _not_retained(step: int, frontier: Frontier) -> ReleasedError:

@@ -18,13 +18,9 @@ from turnstream.store.client.stored_values import StoredHash, parsed_number, rea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The origin of a forked run.
+    """The origin of a forked run: its last common batch, and the trajectories up to it.
 
-    Attributes:
-        run: name of the other run.
-        step: its last batch that is part of the history of this one.
-        num_trajectories: trajectories in its batches up to that one.
-        manifest_hash: hash of that batch; "" of step 0.
+    The manifest hash of step 0 is empty.
     """
 
     run: str
@@ -49,13 +45,7 @@ class Origin:
 
 
 class Rollback(NamedTuple):
-    """A trainer that began behind what was stepped, so that another lineage began.
-
-    Attributes:
-        lineage: that began.
-        step: the last batch that it has in common with the one before.
-        stepped: the last batch that was stepped before; those between come again.
-    """
+    """A new lineage, its last common batch with the one before, and the last stepped before it."""
 
     lineage: str
     step: int
@@ -73,13 +63,7 @@ class Rollback(NamedTuple):
 
 
 class PayloadDamage(NamedTuple):
-    """Payload that was damaged after it was planned.
-
-    Attributes:
-        step: step of its batch.
-        manifest_hash: hash of that batch.
-        sentence: the trajectories and their defects.
-    """
+    """Payload of a planned batch that was damaged; the sentence names trajectories and defects."""
 
     step: int
     manifest_hash: str
@@ -87,12 +71,7 @@ class PayloadDamage(NamedTuple):
 
 
 class ReplanRequest(NamedTuple):
-    """A request to plan again from a damaged step on.
-
-    Attributes:
-        name: name of the request.
-        step: 0 for the first step that is damaged.
-    """
+    """A request to plan again from a damaged step on; 0 for the first one."""
 
     name: str
     step: int
@@ -129,7 +108,6 @@ class Frontier:
         released: newest batch that is no longer retained; 0 before the first.
         origin: origin of a forked run; else None.
         version_floor: the highest version that the origin has announced; -1: none.
-        has_inherited: whether a forked run has the records of all batches before it.
         next_revision: first step of the next config that is not in force; 0 without one.
         leftover: see RunClosed; only of a closed run.
         is_finished: the run is closed, and no batch follows `planned`.
@@ -157,7 +135,6 @@ class Frontier:
     at_plans: str = ""
     origin: Origin | None = None
     version_floor: int = -1
-    has_inherited: bool = False
     next_revision: int = 0
     num_revised_groups: int = 0
     paused: str | None = None
@@ -175,12 +152,12 @@ class Frontier:
         return bool(self.session_epoch and self.session)
 
     def revision_of(self, step: int) -> int:
-        """The number of the next plan of this step: 0, or one above those that were withdrawn."""
+        """Return the revision of the next plan of a step: 0, or higher after withdrawals."""
         return self.withdrawn.revision if step <= self.withdrawn.through_step else 0
 
     @property
     def pause(self) -> str:
-        """A pause in words; empty where there is none."""
+        """Return a pause in words, or an empty text."""
         if self.paused is None:
             return ""
         return f"the run is paused: {self.paused}" if self.paused else "the run is paused"
@@ -194,7 +171,7 @@ def not_retained(step: int, frontier: Frontier) -> ReleasedError:
 
 
 def read_frontier(client: redis.Redis, run: str) -> Frontier:
-    """How far the run is."""
+    """Return the frontier of a run."""
     name = keys.run_keys(run).frontier
     with reading(name), translating():
         fields: Any = client.execute_command("HGETALL", name)
@@ -202,7 +179,7 @@ def read_frontier(client: redis.Redis, run: str) -> Frontier:
 
 
 async def read_frontier_async(client: redis.asyncio.Redis, run: str) -> Frontier:
-    """The same as `read_frontier`, for asyncio."""
+    """Return the frontier of a run."""
     name = keys.run_keys(run).frontier
     with reading(name), translating():
         fields: Any = await client.execute_command("HGETALL", name)
@@ -236,7 +213,6 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         at_plans=stored.parsed("at_plans", bytes.decode, ""),
         origin=stored.parsed("origin", lambda value: Origin.parse(value.decode()), None),
         version_floor=stored.parsed("version_floor", parsed_number, -1),
-        has_inherited=b"inherited" in fields,
         next_revision=number("next_revision"),
         leftover=stored.parsed("leftover", bytes.decode, "") or "short",
         is_finished=fields.get(b"finished") == b"1",

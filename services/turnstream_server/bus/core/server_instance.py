@@ -24,13 +24,6 @@ class PinnedClient:
 
     The first connection determines the instance. A later connection to another one raises
     FencedError before anything is sent, also when the client repeats a call.
-
-    Args:
-        url: address of the store.
-
-    Attributes:
-        client: the client.
-        run_id: run id of the server; empty before the first connection.
     """
 
     def __init__(self, url: str) -> None:

@@ -1,4 +1,4 @@
-"""Which store a process uses: the embedded server, or the external one that it was told of."""
+"""The store of a process: the embedded server, or an external one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import SETTINGS, SYNCS, connect, unsafe_setting
-from turnstream.store.client.replies import translate
+from turnstream.store.client.replies import translating
 from turnstream_server.embedded import EmbeddedServer, free_port
 from turnstream_server.settings import Settings, mask_password
 
@@ -60,12 +60,9 @@ def check_store(url: str, *, durability: str) -> None:
         client = connect(url)
     except ValueError as error:
         raise InvalidConfigError("TURNSTREAM_REDIS_URL", str(error)) from error
-    with client:
-        try:
-            facts: dict[str, Any] = client.info()  # pyright: ignore[reportAssignmentType]  # sync
-            settings = _settings(client, durability=durability)
-        except (RedisError, OSError) as error:
-            raise translate(error) from error
+    with client, translating():
+        facts: dict[str, Any] = client.info()  # pyright: ignore[reportAssignmentType]  # sync
+        settings = _settings(client, durability=durability)
     where = mask_password(url)
     check_version(facts, where=where)
     _check_setting(where, "appendonly", "yes" if facts["aof_enabled"] else "no", needed="yes")
@@ -76,15 +73,7 @@ def check_store(url: str, *, durability: str) -> None:
 
 
 def check_version(facts: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a server that is too old for the scripts.
-
-    Args:
-        facts: the reply to INFO, by name.
-        where: the server in the words of the error.
-
-    Raises:
-        InvalidConfigError: names the version.
-    """
+    """Raise InvalidConfigError if a server is too old for the scripts; `facts` are of INFO."""
     name = "valkey" if "valkey_version" in facts else "redis"
     version = str(facts[f"{name}_version"])
     major = re.match(r"\d+", version)
@@ -103,11 +92,7 @@ def _check_setting(where: str, setting: str, value: str, *, needed: str) -> None
 
 
 def _settings(client: redis.Redis, *, durability: str) -> dict[str, str]:
-    """How the server syncs; with `everysec`, one that does not let us ask is taken at its word.
-
-    Raises:
-        ResponseError: it does not let us ask.
-    """
+    """Return how the server syncs; empty if it forbids CONFIG GET and `everysec` is enough."""
     try:
         found: Any = client.config_get(*SETTINGS)
     except ResponseError:

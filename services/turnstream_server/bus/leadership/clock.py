@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from turnstream.store.client import keys
-from turnstream.store.client.scripts import Script, run_command_async
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
 LONGEST_MOST_S: Final = 15.0
 """Longest delay of a deadline that starts while the store's clock jumps: see run_clock.lua."""
 
-_KEEP = Script("tick_clock", "turnstream_server.bus.leadership")
+_TICK = LeaderScript("tick_clock", "leadership", "clock")
 
 
 class RunClock:
     """Counts the time of one run during one leadership term.
 
-    Args:
-        term: the leader's term.
-        most_s: most time that counts between two ticks. A leader that stood still does not know the
-            deadlines that were set in between.
+    Between two ticks at most `most_s` counts. A leader that stood still does not know the deadlines
+    that were set in between.
     """
 
     def __init__(self, term: Term, *, most_s: float) -> None:
@@ -34,30 +30,16 @@ class RunClock:
         self._ticked_s = 0.0
 
     async def tick(self, *, server_ms: int, own_s: float) -> None:
-        """Write the time of the run to the store, and continue from there.
-
-        Args:
-            server_ms: time of the store's clock.
-            own_s: local time when the store's answer arrived.
-        """
-        names = keys.run_keys(self._term.run)
+        """Write the time of the run to the store; `server_ms` and `own_s` are of one moment."""
         ms = None if self._ms is None else self._ms + self._since_ms(own_s)
-        command = _KEEP(
-            (names.leader, names.clock),
-            self._term.epoch,
-            "" if ms is None else int(ms),
-            server_ms,
-            round(self._most_s * 1_000),
-        )
-        kept_ms: int = await run_command_async(self._term.client, command)
+        own_ms = "" if ms is None else int(ms)
+        most_ms = round(self._most_s * 1_000)
+        kept_ms: int = await _TICK.run(self._term, own_ms, server_ms, most_ms)
         self._ms = max(ms or 0, kept_ms)
         self._ticked_s = own_s
 
     def at(self, own_s: float) -> int:
-        """The run's time at this time of our own clock, ms; there was a tick before.
-
-        A deadline has passed only when all of its time has, so this is rounded down.
-        """
+        """Return the run's time at a time of our own clock, in ms, rounded down."""
         assert self._ms is not None, "a clock tells the time after its first tick"
         return int(self._ms + self._since_ms(own_s))
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import redis.asyncio
 
 from turnstream.store.client import keys
-from turnstream.store.client.scripts import Command, Script, run_command_async
+from turnstream.store.client.scripts import Argument, Command, Script, run_command_async
 
 _ACQUIRE = Script("acquire_leader", "turnstream_server.bus.leadership")
 _RENEW = Script("renew_leader", "turnstream_server.bus.leadership")
 _RELEASE = Script("release_leader", "turnstream_server.bus.leadership")
-_PARK = Script("park_leader", "turnstream_server.bus.leadership")
 _NOTE = Script("note_trouble", "turnstream_server.bus.leadership")
 
 Trouble = Literal["planning_trouble", "release_trouble"]
@@ -21,12 +21,7 @@ Trouble = Literal["planning_trouble", "release_trouble"]
 
 
 class Position(NamedTuple):
-    """The last entries that a planner has read of the two streams that tell it of every change.
-
-    Attributes:
-        event_id: the last entry of `events`; "0-0" before the first.
-        wake_id: the last entry of `wake`; "0-0" before the first.
-    """
+    """The last entries of `events` and `wake` that a planner has read; "0-0" before the first."""
 
     event_id: str
     wake_id: str
@@ -53,19 +48,42 @@ class Leadership:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A replica's term as leader of a run: the fence of every write that it makes.
+    """A replica's term as leader of a run.
 
     A script that gets the epoch of an earlier term writes nothing and raises FencedError.
-
-    Attributes:
-        client: client of the store, for this term.
-        run: name of the run.
-        epoch: fencing number of the term; a later leader has a larger one.
     """
 
     client: redis.asyncio.Redis
     run: str
     epoch: int
+
+
+class LeaderScript:
+    """A script that only the leader of a run may call.
+
+    Its first key is `leader`, and its first argument is the epoch of the term.
+
+    Args:
+        name: name of the script.
+        package: its package below `turnstream_server.bus`.
+        key_names: names of its other keys in RunKeys, separated by spaces.
+    """
+
+    def __init__(self, name: str, package: str, key_names: str) -> None:
+        self.name = name
+        self._script = Script(name, f"turnstream_server.bus.{package}")
+        self._keys = operator.attrgetter("leader", *key_names.split())
+
+    def __call__(self, term: Term, *args: Argument) -> Command:
+        """Return the call of this script in a term; nothing is sent."""
+        return self._script(self._keys(keys.run_keys(term.run)), term.epoch, *args)
+
+    async def run(self, term: Term, *args: Argument) -> Any:
+        """Call this script and return its reply."""
+        return await run_command_async(term.client, self(term, *args))
+
+
+_PARK = LeaderScript("park_leader", "leadership", "leases deadlines observers clock")
 
 
 async def acquire_leadership(
@@ -78,12 +96,8 @@ async def acquire_leadership(
 ) -> Leadership:
     """Acquire or keep the leadership of a run; the same owner keeps its epoch.
 
-    Args:
-        client: client of the store.
-        run: name of the run.
-        owner: name of this replica, unique also among its restarts.
-        lease_s: seconds until another replica may lead, from now.
-        leads_parked: whether to lead a parked run, too.
+    The name of the owner is unique also among its restarts. With `leads_parked` also a parked run
+    is led.
     """
     names = keys.run_keys(run)
     where, lease_ms = (names.frontier, names.leader), max(1, round(lease_s * 1000))
@@ -99,7 +113,7 @@ async def acquire_leadership(
 
 
 def renew_command(run: str, *, owner: str, epoch: int, lease_s: float) -> Command:
-    """The call that renews a leadership that is held; nothing is sent.
+    """Return the call that renews a leadership; nothing is sent.
 
     Its reply is [whether the caller leads, the leader's epoch, the leader].
     """
@@ -119,22 +133,16 @@ async def park_leadership(term: Term, position: Position) -> bool:
     Returns:
         False where something in the run can expire.
     """
-    names = keys.run_keys(term.run)
-    where = (names.leader, names.leases, names.deadlines, names.observers, names.clock)
-    return bool(await run_command_async(term.client, _PARK(where, term.epoch, *position)))
+    return bool(await _PARK.run(term, *position))
 
 
 async def note_trouble(
     client: redis.asyncio.Redis, run: str, what: Trouble, trouble: str, *, owner: str
 ) -> bool:
-    """Record the reason why a leader cannot work; return False if another one leads.
+    """Record the reason why a leader cannot work; empty once it is solved.
 
-    Args:
-        client: client of the store.
-        run: name of the run.
-        what: the part of its work.
-        trouble: for people; empty once it is solved.
-        owner: the leader.
+    Returns:
+        False if another one leads.
     """
     command = _NOTE((keys.run_keys(run).leader,), owner, what, trouble)
     return bool(await run_command_async(client, command))

@@ -7,36 +7,25 @@ from typing import Any, Final
 
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.scripts import Script, run_command_async
 from turnstream.types import DeadlineFired
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 from turnstream_server.failpoints import reach
 
-_FIRE = Script("fire_deadlines", "turnstream_server.bus.planning")
+_FIRE = LeaderScript("fire_deadlines", "planning", "deadlines members events config rewards")
 _PER_CALL: Final = 200
 
 
 async def fire_deadlines(term: Term, *, run_ms: int) -> int:
-    """Write the events of all deadlines that have passed.
-
-    Args:
-        term: the leader's term.
-        run_ms: the run's time, see RunClock.
+    """Write the events of all deadlines that have passed at a time of the run's clock.
 
     Returns:
         Milliseconds until the next one is due; -1 where there is none.
     """
-    names = keys.run_keys(term.run)
-    script_keys = (
-        *(names.leader, names.deadlines, names.members, names.events),
-        *(names.config, names.rewards),
-    )
     arguments: list[str | bytes] = []
     while True:
         if arguments:
             reach("fire_deadlines.before")
-        command = _FIRE(script_keys, term.epoch, run_ms, _PER_CALL, *arguments)
-        _, next_ms, *due = await run_command_async(term.client, command)
+        _, next_ms, *due = await _FIRE.run(term, run_ms, _PER_CALL, *arguments)
         if arguments:
             reach("fire_deadlines.after")
         if not due:
@@ -45,7 +34,6 @@ async def fire_deadlines(term: Term, *, run_ms: int) -> int:
 
 
 def _with_records(due: Sequence[Any]) -> list[str | bytes]:
-    """Three words per deadline, from the two that name it."""
     words: list[str | bytes] = []
     for member, num_refills in zip(due[::2], due[1::2], strict=True):
         words += (member, num_refills, encode_event(_event(member.decode(), int(num_refills))))

@@ -7,27 +7,25 @@ from typing import Final
 from turnstream.batching.fold.decisions import GroupEvaluated
 from turnstream.records.evals import encode_eval_group, encode_eval_result
 from turnstream.store.client import keys
-from turnstream.store.client.scripts import Command, Script
+from turnstream.store.client.scripts import Command
 from turnstream.store.run.evals import version_field
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
 COUNTED: Final = "part of an evaluation"
 NOT_COUNTED: Final = "its evaluation ended without it"
 
-_SETTLE: Final = Script("settle_eval", "turnstream_server.bus.planning")
+_SETTLE: Final = LeaderScript(
+    "settle_eval",
+    "planning",
+    "groups ledger counts members deadlines leases evals evalgroups held budget wake",
+)
 
 
 def settle_eval_command(term: Term, ended: GroupEvaluated) -> Command:
     """The call that ends such a group and keeps what it gave, once; nothing is sent."""
-    names = keys.run_keys(term.run)
     result, total = ended.result, ended.total
     return _SETTLE(
-        (
-            *(names.leader, names.groups, names.ledger, names.counts, names.members),
-            *(names.deadlines, names.leases, names.evals, names.evalgroups),
-            *(names.held, names.budget, names.wake),
-        ),
-        term.epoch,
+        term,
         keys.encode_name(ended.group_id),
         COUNTED,
         NOT_COUNTED,

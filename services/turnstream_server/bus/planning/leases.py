@@ -10,16 +10,16 @@ import redis.asyncio
 
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.scripts import Script, run_command_async, run_commands_async
+from turnstream.store.client.scripts import Script, run_commands_async
 from turnstream.store.run.leases import MAX_LAPSED, LapsedTrajectory, list_lapsed_async
 from turnstream.types import TrajectoryAbandoned
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 from turnstream_server.bus.planning.trajectories import post_seals_of
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
-_GIVE_UP = Script("give_up", "turnstream_server.bus.planning")
+_GIVE_UP = LeaderScript("give_up", "planning", "ledger leases counts events")
 _APPEND = Script("append", "turnstream.generator.outbox")
 _FENCE: Final = "given up"
 """Name of the writer that fences the payload of abandoned trajectories."""
@@ -29,11 +29,7 @@ async def abandon_lapsed(term: Term, *, until_ms: int) -> bool:
     """Abandon a page of trajectories whose leases ended by then; return whether there are more.
 
     A trajectory whose seal is stored and not posted is sealed instead, so that no acknowledged
-    write is lost.
-
-    Args:
-        term: the leader's term.
-        until_ms: ms of the store's clock.
+    write is lost. `until_ms` is a time of the store's clock.
     """
     lapsed = await list_lapsed_async(term.client, term.run, until_ms=until_ms)
     if not lapsed:
@@ -54,29 +50,19 @@ async def _give_up(
     term: Term, lapsed: Sequence[LapsedTrajectory], *, until_ms: int
 ) -> list[LapsedTrajectory]:
     """Abandon trajectories; return those that were not renewed, adopted or sealed before."""
-    names = keys.run_keys(term.run)
     arguments: list[Any] = []
     for each in lapsed:
         reason = _reason(each)
         record = encode_event(TrajectoryAbandoned(key=each.key, reason=reason))
         arguments += (each.trajectory_id, each.epoch, reason, record)
-    command = _GIVE_UP(
-        (names.leader, names.ledger, names.leases, names.counts, names.events),
-        term.epoch,
-        until_ms,
-        *arguments,
-    )
-    replies = await run_command_async(term.client, command)
+    replies = await _GIVE_UP.run(term, until_ms, *arguments)
     return [each for each, was_given_up in zip(lapsed, replies, strict=True) if was_given_up]
 
 
 async def _end_payload(
     client: redis.asyncio.Redis, run: str, given_up: Sequence[LapsedTrajectory]
 ) -> None:
-    """Refuse whatever the writers still send. The ledger has refused them already, this is sooner.
-
-    A writer that stored nothing yet is refused too: the place of its payload is taken.
-    """
+    """Fence the payload, so that its writers are refused at their next append."""
     commands = [
         _APPEND(keys.trajectory_keys(run, each.trajectory_id), f"{each.epoch + 1}:{_FENCE}", 0, 0)
         for each in given_up

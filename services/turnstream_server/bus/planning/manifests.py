@@ -9,28 +9,25 @@ from typing import Any
 
 import redis
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.batching.merge.plan import Manifest
 from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
 from turnstream.store.client import keys
-from turnstream.store.client.replies import translate, translating
-from turnstream.store.client.scripts import Script, run_command_async
+from turnstream.store.client.replies import translating
 from turnstream.store.client.stored_values import reading
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
-_WRITE = Script("write_manifest", "turnstream_server.bus.planning")
+_WRITE = LeaderScript(
+    "write_manifest",
+    "planning",
+    "frontier batches plan ledger counts groups members deadlines refills leases wake tasks "
+    "prompts config held budget times",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredManifest:
-    """A manifest as the store has it.
-
-    Attributes:
-        manifest: the plan.
-        record: the stored bytes.
-        hash: hex SHA-256 of `record`: the batch's name in the chain.
-    """
+    """A manifest, its stored bytes, and their hex SHA-256: the batch's name in the chain."""
 
     manifest: Manifest
     record: bytes
@@ -38,7 +35,7 @@ class StoredManifest:
 
 
 def encode_for_store(manifest: Manifest) -> StoredManifest:
-    """The manifest with the bytes and the name that it will have in the store."""
+    """Return a manifest with its bytes and its hash."""
     record = encode_manifest(manifest)
     return StoredManifest(manifest=manifest, record=record, hash=manifest_hash(record))
 
@@ -50,8 +47,7 @@ async def write_manifest(term: Term, planned: Manifest | StoredManifest) -> bool
 
     Returns:
         False if the step must be planned again, and nothing was written: the run is paused, the
-            step
-        has another config, or the trainer returned to another lineage.
+        step has another config, or the trainer returned to another lineage.
 
     Raises:
         ConflictError: the step has another plan or is not the next one, the chain differs, the
@@ -59,30 +55,9 @@ async def write_manifest(term: Term, planned: Manifest | StoredManifest) -> bool
     """
     stored = planned if isinstance(planned, StoredManifest) else encode_for_store(planned)
     manifest = stored.manifest
-    run_keys = keys.run_keys(term.run)
     ids = (keys.trajectory_id(t.key) for group in manifest.groups for t in group.trajectories)
-    command = _WRITE(
-        (
-            run_keys.leader,
-            run_keys.frontier,
-            run_keys.batches,
-            run_keys.plan,
-            run_keys.ledger,
-            run_keys.counts,
-            run_keys.groups,
-            run_keys.members,
-            run_keys.deadlines,
-            run_keys.refills,
-            run_keys.leases,
-            run_keys.wake,
-            run_keys.tasks,
-            run_keys.prompts,
-            run_keys.config,
-            run_keys.held,
-            run_keys.budget,
-            run_keys.times,
-        ),
-        term.epoch,
+    answer: int = await _WRITE.run(
+        term,
         manifest.step,
         stored.hash,
         manifest.previous_hash,
@@ -91,27 +66,25 @@ async def write_manifest(term: Term, planned: Manifest | StoredManifest) -> bool
         manifest.lineage,
         *ids,
     )
-    return await run_command_async(term.client, command) >= 0
+    return answer >= 0
 
 
 async def read_manifest(client: redis.asyncio.Redis, run: str, step: int) -> StoredManifest | None:
-    """The plan of a step, its newest revision; None where there is none yet.
+    """Return the newest plan of a step, or None.
 
     Raises:
         CorruptRecordError: the stored bytes are damaged.
         UnknownFormatError: a newer release wrote it.
     """
     plan = keys.run_keys(run).plan
-    try:
+    with translating():
         entries: Any = await client.execute_command("XREVRANGE", plan, step, step, "COUNT", 1)
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
     stored = await _stored_in_thread(entries)
     return stored[0] if stored else None
 
 
 def read_plan(client: redis.Redis, run: str, step: int) -> StoredManifest | None:
-    """The same as `read_manifest`, without asyncio."""
+    """Return the newest plan of a step, or None."""
     plan = keys.run_keys(run).plan
     with reading(plan, str(step)), translating():
         entries: Any = client.xrevrange(plan, max=step, min=step, count=1)
@@ -121,19 +94,17 @@ def read_plan(client: redis.Redis, run: str, step: int) -> StoredManifest | None
 async def read_manifests(
     client: redis.asyncio.Redis, run: str, *, first_step: int, max_count: int
 ) -> list[StoredManifest]:
-    """The plans from `first_step` on, in order, at most `max_count` of them.
+    """Return the plans from `first_step` on, in order, at most `max_count` of them.
 
     Raises:
         CorruptRecordError: the stored bytes are damaged.
         UnknownFormatError: a newer release wrote one.
     """
     plan = keys.run_keys(run).plan
-    try:
+    with translating():
         entries: Any = await client.execute_command(
             "XRANGE", plan, first_step, "+", "COUNT", max_count
         )
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
     return await _stored_in_thread(entries)
 
 

@@ -1,9 +1,6 @@
 """Withdrawal of plans whose payload was damaged: request, execution, answer.
 
-A request is stored in the run, and the leader answers it::
-
-    request_replan ──> replan ──> leader ──> withdraw_plans ──> replanned: which steps, who is dead
-                                        └──> refuse_replan ──> refused_replan: why
+A request is stored in the run. The leader answers it in `replanned` or in `refused_replan`.
 """
 
 from __future__ import annotations
@@ -17,46 +14,42 @@ from typing import Any, Final
 
 import redis
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import ConflictError, NotReadyError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.replies import translate, translating
+from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command, run_command_async
 from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey
 from turnstream_server.bus.core.frontier import ReplanRequest
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
 MAX_NAMED: Final = 16
-"""Dead trajectories that are named in the run; the dead letters have them all."""
+"""Dead trajectories that an answer names; the dead letters have all."""
 
 _WAKE_S: Final = 1.0
-"""Longest read that waits for an answer: where its wake was missed, it is found all the same."""
+"""Longest read that waits for an answer, for the case that its wake was missed."""
 
 _REQUEST = Script("request_replan", "turnstream_server.bus.planning")
-_REFUSE = Script("refuse_replan", "turnstream_server.bus.planning")
-_WITHDRAW = Script("withdraw_plans", "turnstream_server.bus.planning")
+_REFUSE = LeaderScript("refuse_replan", "planning", "frontier wake")
+_WITHDRAW = LeaderScript(
+    "withdraw_plans",
+    "planning",
+    "frontier batches plan ledger counts groups snapshot events letters wake held budget config "
+    "observers times",
+)
 _NOTE_DAMAGE = Script("note_damage", "turnstream_server.bus.planning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replanned:
-    """Plans that were withdrawn.
-
-    Attributes:
-        first_step, newest_step: which steps are planned again.
-        num_dead: trajectories whose payload was damaged.
-        dead: their names, MAX_NAMED of them at most.
-        since_ms: when, by the server's clock.
-    """
+    """Withdrawn steps, and the dead trajectories in them, of which MAX_NAMED are named."""
 
     first_step: int
     newest_step: int
     num_dead: int
     dead: tuple[str, ...]
-    since_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +58,7 @@ class Withdrawal:
 
     Attributes:
         manifests: the plans, from the damaged step to the newest.
-        manifest_hashes: their hashes.
-        dead: the damaged trajectories in them, each with its reason.
+        dead: the damaged trajectories in them.
         lease_epochs: the lease epochs of all others at their seal.
         position: the last event in `snapshot`.
         snapshot: record of the planner's state after the step before.
@@ -83,12 +75,7 @@ class Withdrawal:
 def request_replan(client: redis.Redis, run: str, *, step: int | None = None) -> str:
     """Request a replan from a damaged step on, or join the pending request; return its name.
 
-    The leader checks the step when it answers.
-
-    Args:
-        client: client of the store.
-        run: name of the run.
-        step: the damaged one; None for the first that is planned, not stepped, and damaged.
+    None stands for the first damaged step. The leader checks the step when it answers.
     """
     names = keys.run_keys(run)
     command = _REQUEST((names.frontier, names.wake), uuid.uuid4().hex, step or 0)
@@ -100,8 +87,8 @@ def await_replan(client: redis.Redis, run: str, request: str, *, wait_s: float) 
     """Wait for the answer to a request.
 
     Raises:
-        ConflictError: the leader refuses it, and says why.
-        NotReadyError: no leader has answered; the request stands.
+        ConflictError: the leader refuses the request.
+        NotReadyError: no leader has answered; the request stays.
     """
     names = keys.run_keys(run)
     end_s = time.monotonic() + wait_s
@@ -111,7 +98,7 @@ def await_replan(client: redis.Redis, run: str, request: str, *, wait_s: float) 
             answers: Any = client.hmget(names.frontier, "replanned", "refused_replan")
         done, refused = [(each or b"").decode() for each in answers]
         if done.startswith(f"{request}:"):
-            return _parse(done)
+            return _parse(done.partition(":")[2])
         if refused.startswith(f"{request}:"):
             raise ConflictError(refused.partition(":")[2])
         left_s = end_s - time.monotonic()
@@ -128,33 +115,22 @@ def await_replan(client: redis.Redis, run: str, request: str, *, wait_s: float) 
             last = news[0][1][-1][0].decode()
 
 
-def last_replanned(client: redis.Redis, run: str) -> Replanned | None:
-    """The last plans of a run that were withdrawn; None before the first."""
-    with translating():
-        done: Any = client.hget(keys.run_keys(run).frontier, "replanned")
-    return None if done is None else _parse(done.decode())
-
-
 async def refuse_replan(term: Term, request: ReplanRequest, why: str) -> None:
-    """Say why a request comes to nothing."""
-    names = keys.run_keys(term.run)
-    where = (names.leader, names.frontier, names.wake)
-    await run_command_async(term.client, _REFUSE(where, term.epoch, request.name, why))
+    """Answer a request that is not executed."""
+    await _REFUSE.run(term, request.name, why)
 
 
 async def withdraw_plans(term: Term, request: ReplanRequest, withdrawal: Withdrawal) -> bool:
     """Withdraw plans, all or none: damaged trajectories are dead, the others sealed again.
 
-    It ends the trainer session. The planner continues from the snapshot.
+    The trainer session ends. The planner continues from the snapshot.
 
     Returns:
         False if it was done before.
 
     Raises:
-        ConflictError: there is no such request, a step is stepped, or there are other plans:
-            nothing was written.
+        ConflictError: there is no such request, a step is stepped, or there are other plans.
     """
-    names = keys.run_keys(term.run)
     first, newest = withdrawal.manifests[0], withdrawal.manifests[-1]
     dead_ids = [keys.trajectory_id(died.key) for died in withdrawal.dead]
     sizes = await _payload_bytes(term.client, term.run, dead_ids)
@@ -172,27 +148,22 @@ async def withdraw_plans(term: Term, request: ReplanRequest, withdrawal: Withdra
     left: list[Any] = []
     for key, epoch in withdrawal.lease_epochs.items():
         left += (keys.trajectory_id(key), epoch)
-    command = _WITHDRAW(
-        (
-            *(names.leader, names.frontier, names.batches, names.plan, names.ledger),
-            *(names.counts, names.groups, names.snapshot, names.events, names.letters),
-            *(names.wake, names.held, names.budget, names.config, names.observers),
-            names.times,
-        ),
-        *(term.epoch, request.name),
+    is_new = await _WITHDRAW.run(
+        term,
+        request.name,
         *(first.step, withdrawal.manifest_hashes[0]),
         *(newest.step, withdrawal.manifest_hashes[-1]),
         *(withdrawal.position, withdrawal.snapshot, encode_event(event), json.dumps(told)),
         *(len(dead_ids), len(groups)),
         *(*dead, *groups, *left),
     )
-    return bool(await run_command_async(term.client, command))
+    return bool(is_new)
 
 
 async def note_damage(
     client: redis.asyncio.Redis, run: str, *, step: int, manifest_hash: str, sentence: str
 ) -> None:
-    """Record the damage that a rank met."""
+    """Record damaged payload that a rank was refused."""
     names = keys.run_keys(run)
     command = _NOTE_DAMAGE((names.frontier, names.batches), step, manifest_hash, sentence)
     await run_command_async(client, command)
@@ -202,14 +173,11 @@ async def _payload_bytes(client: redis.asyncio.Redis, run: str, ids: Sequence[st
     pipeline = client.pipeline(transaction=False)
     for name in ids:
         pipeline.execute_command("HGET", keys.trajectory_keys(run, name).meta, "bytes")
-    try:
+    with translating():
         return [int(num_bytes or 0) for num_bytes in await pipeline.execute()]
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
 
 
-def _parse(done: str) -> Replanned:
-    _, since_ms, told = done.split(":", 2)
-    content: dict[str, Any] = json.loads(told)
+def _parse(answer: str) -> Replanned:
+    content: dict[str, Any] = json.loads(answer)
     content["dead"] = tuple(content["dead"])
-    return Replanned(since_ms=int(since_ms), **content)
+    return Replanned(**content)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.replies import translate
-from turnstream.store.client.scripts import Script, run_command_async
+from turnstream.store.client.replies import translating
 from turnstream.store.run.revisions import Revisions, parse_revisions
 from turnstream.types import ConfigRevised
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
-_ANNOUNCE = Script("announce_revision", "turnstream_server.bus.planning")
+_ANNOUNCE = LeaderScript(
+    "announce_revision", "planning", "frontier config events wake groups deadlines clock"
+)
 
 
 async def read_revisions_async(client: redis.asyncio.Redis, run: str) -> Revisions:
@@ -24,10 +24,8 @@ async def read_revisions_async(client: redis.asyncio.Redis, run: str) -> Revisio
     Raises:
         RecordError: one of them is damaged, or of a newer release.
     """
-    try:
+    with translating():
         fields: Any = await client.execute_command("HGETALL", keys.run_keys(run).config)
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
     return parse_revisions(run, fields)
 
 
@@ -40,14 +38,4 @@ async def announce_revision(term: Term, revised: ConfigRevised) -> bool:
     Raises:
         ConflictError: no such revision, or the step before its first is not planned.
     """
-    names = keys.run_keys(term.run)
-    command = _ANNOUNCE(
-        (
-            *(names.leader, names.frontier, names.config, names.events),
-            *(names.wake, names.groups, names.deadlines, names.clock),
-        ),
-        term.epoch,
-        revised.revision,
-        encode_event(revised),
-    )
-    return bool(await run_command_async(term.client, command))
+    return bool(await _ANNOUNCE.run(term, revised.revision, encode_event(revised)))

@@ -6,46 +6,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.replies import translate
-from turnstream.store.client.scripts import Script, run_command_async
+from turnstream.store.client.replies import translating
 from turnstream.types import DeadlineFired, RunFinished
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
-_FINISH = Script("finish_run", "turnstream_server.bus.planning")
-_END_ORPHANED = Script("end_orphaned", "turnstream_server.bus.planning")
+_FINISH = LeaderScript("finish_run", "planning", "frontier events wake")
+_END_ORPHANED = LeaderScript(
+    "end_orphaned", "planning", "frontier groups members ledger events deadlines"
+)
 
 
 async def finish_run(term: Term, *, step: int, position: str) -> bool:
-    """Tell everybody that nothing is planned after `step`.
+    """Finish a run after its last step; return False if it is not closed.
 
-    Args:
-        term: the leader's term.
-        step: the last.
-        position: id of the last event that the leader has folded in.
-
-    Returns:
-        False where the run is not closed, or there are later events.
+    It also returns False if there are events after `position`.
     """
-    names = keys.run_keys(term.run)
-    command = _FINISH(
-        (names.leader, names.frontier, names.events, names.wake),
-        term.epoch,
-        position,
-        encode_event(RunFinished(step=step)),
-    )
-    return bool(await run_command_async(term.client, command))
+    return bool(await _FINISH.run(term, position, encode_event(RunFinished(step=step))))
 
 
 async def is_evaluating(client: redis.asyncio.Redis, run: str) -> bool:
-    """Whether an evaluation of the run has not ended: a run ends without waiting for them."""
-    try:
+    """Return whether an evaluation of the run has not ended."""
+    with translating():
         groups: Any = await client.execute_command("HVALS", keys.run_keys(run).groups)
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
     return any(state.endswith(b":evaluating") for state in groups)
 
 
@@ -57,7 +42,7 @@ async def find_orphaned(term: Term, group_ids: Sequence[str]) -> dict[str, int]:
 
 
 async def end_orphaned(term: Term, unheld: Mapping[str, int]) -> int:
-    """Fire the deadlines of groups, unless somebody holds them now; how many."""
+    """Fire the deadlines of groups that no generator holds; return their number."""
     items = [
         (each, refills, encode_event(DeadlineFired(group_id=each, num_refills=refills)))
         for each, refills in unheld.items()
@@ -68,19 +53,10 @@ async def end_orphaned(term: Term, unheld: Mapping[str, int]) -> int:
 async def _end(term: Term, items: Sequence[tuple[str, int | str, bytes]]) -> list[int]:
     if not items:
         return []
-    names = keys.run_keys(term.run)
     words = [
         word
         for group_id, refills, record in items
         for word in (keys.encode_name(group_id), refills, record)
     ]
-    command = _END_ORPHANED(
-        (
-            *(names.leader, names.frontier, names.groups, names.members),
-            *(names.ledger, names.events, names.deadlines),
-        ),
-        term.epoch,
-        *words,
-    )
-    replies: list[int] = await run_command_async(term.client, command)
+    replies: list[int] = await _END_ORPHANED.run(term, *words)
     return replies

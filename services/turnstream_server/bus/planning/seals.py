@@ -7,12 +7,11 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.errors import CorruptRecordError, RecordError
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys
-from turnstream.store.client.replies import translate
+from turnstream.store.client.replies import translating
 from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryKey
 from turnstream_server.bus.core.events import read_events_async
 
@@ -31,10 +30,8 @@ async def read_seals(
         for key in some:
             turns = keys.trajectory_keys(run, keys.trajectory_id(key)).turns
             pipeline.execute_command("XREVRANGE", turns, "+", "-", "COUNT", 1)
-        try:
+        with translating():
             replies = await pipeline.execute()
-        except (RedisError, OSError) as error:
-            raise translate(error) from error
         records = [entries[0][1][b"r"] if entries else b"" for entries in replies]
         read = await asyncio.to_thread(lambda own=records, of=some: list(map(_read_seal, own, of)))
         seals.update(zip(some, read, strict=True))

@@ -7,26 +7,27 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.replies import translate, translating
+from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command_async
 from turnstream.store.run.budget import lease_of_seal
 from turnstream.types import TrajectoryDied, TrajectoryKey
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
-_MARK_DEAD = Script("mark_dead", "turnstream_server.bus.planning")
-_REJECT_EVENTS = Script("reject_events", "turnstream_server.bus.planning")
+_MARK_DEAD = LeaderScript("mark_dead", "planning", "ledger counts events letters deadlines")
+_REJECT_EVENTS = LeaderScript(
+    "reject_events", "planning", "ledger counts events letters deadlines damaged rejected"
+)
 _POST_SEALED = Script("post_sealed", "turnstream.generator.outbox")
 _PAGE = 1000
 
-MAX_KEPT_BYTES: Final = 1 << 16
+MAX_KEPT_BYTES: Final = 4_096
 """Bytes of a rejected event's record that are kept, at most."""
 
 MAX_KEPT_EVENTS: Final = 1_000
-"""Rejected events of a run that are kept, at most; the oldest make room."""
+"""Rejected events of a run that are kept, at most; the oldest are removed."""
 
 _REJECT_SLICE: Final = 25
 """Rejections of one call, for which the server copies each event whole."""
@@ -46,9 +47,7 @@ class Rejection(NamedTuple):
 
 
 async def mark_dead(term: Term, died: TrajectoryDied) -> bool:
-    """Set a sealed trajectory aside because it is damaged, and tell the plan, once.
-
-    Its payload is kept as a dead letter.
+    """Mark a sealed trajectory as dead, keep its payload, and notify the planner, once.
 
     Returns:
         False where it was dead before.
@@ -56,24 +55,12 @@ async def mark_dead(term: Term, died: TrajectoryDied) -> bool:
     Raises:
         ConflictError: it is not sealed, or already in a batch.
     """
-    names, name = keys.run_keys(term.run), keys.trajectory_id(died.key)
-    try:
+    name = keys.trajectory_id(died.key)
+    with translating():
         meta = keys.trajectory_keys(term.run, name).meta
         num_bytes: Any = await term.client.execute_command("HGET", meta, "bytes")
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
-    command = _MARK_DEAD(
-        (
-            *(names.leader, names.ledger, names.counts, names.events),
-            *(names.letters, names.deadlines),
-        ),
-        term.epoch,
-        name,
-        died.reason,
-        encode_event(died),
-        int(num_bytes or 0),
-    )
-    return bool(await run_command_async(term.client, command))
+    words = (name, died.reason, encode_event(died), int(num_bytes or 0))
+    return bool(await _MARK_DEAD.run(term, *words))
 
 
 async def reject_events(term: Term, rejections: Sequence[Rejection]) -> int:
@@ -82,11 +69,6 @@ async def reject_events(term: Term, rejections: Sequence[Rejection]) -> int:
     Returns:
         How many were rejected now.
     """
-    names = keys.run_keys(term.run)
-    where = (
-        *(names.leader, names.ledger, names.counts, names.events, names.letters),
-        *(names.deadlines, names.damaged, names.rejected),
-    )
     num_new = 0
     for start in range(0, len(rejections), _REJECT_SLICE):
         words: list[Any] = []
@@ -95,9 +77,7 @@ async def reject_events(term: Term, rejections: Sequence[Rejection]) -> int:
             some, await _payload_bytes(term.client, term.run, some), strict=True
         ):
             words += (each.event_id, each.reason, *_death(each), num_bytes)
-        limits = (MAX_KEPT_BYTES, MAX_KEPT_EVENTS)
-        command = _REJECT_EVENTS(where, term.epoch, *limits, *words)
-        num_new += int(await run_command_async(term.client, command))
+        num_new += await _REJECT_EVENTS.run(term, MAX_KEPT_BYTES, MAX_KEPT_EVENTS, *words)
     return num_new
 
 
@@ -116,7 +96,6 @@ async def read_rejected(client: redis.asyncio.Redis, run: str) -> set[str]:
 async def _payload_bytes(
     client: redis.asyncio.Redis, run: str, rejections: Sequence[Rejection]
 ) -> list[int]:
-    """Return the bytes of the payload of each rejection's trajectory; 0 where it has none."""
     ids = [keys.trajectory_id(each.key) for each in rejections if each.key is not None]
     if not ids:
         return [0] * len(rejections)
@@ -137,33 +116,28 @@ def _death(rejection: Rejection) -> tuple[str, bytes]:
 
 
 async def post_forgotten_seals(client: redis.asyncio.Redis, run: str) -> int:
-    """Tell the run of trajectories whose writer died between the seal and its event.
+    """Post the seals of trajectories whose writer died between the seal and its event.
 
-    The seal is the last entry of the trajectory's own stream, so nothing is lost. Posting one that
-    its writer posts at the same time is harmless: an event counts once.
+    An event counts once, also if the writer posts it at the same time.
 
     Returns:
-        How many were posted.
+        Number of posted seals.
     """
     num_posted = 0
-    try:
+    with translating():
         async for ids in _open_trajectories(client, run):
             num_posted += await post_seals_of(client, run, ids)
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
     return num_posted
 
 
 async def post_seals_of(client: redis.asyncio.Redis, run: str, ids: Sequence[str]) -> int:
-    """The same for these open trajectories alone, a page of them at most."""
+    """Post the stored seals of these open trajectories, a page of them at most."""
     names = keys.run_keys(run)
     arguments: list[Any] = []
-    try:
+    with translating():
         for trajectory_id, (epoch, writer), seal in await _read_seals(client, run, ids):
             lease = lease_of_seal(int(epoch), writer.decode(), seal)
             arguments += (trajectory_id, lease, seal)
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
     if not arguments:
         return 0
     replies = await run_command_async(client, _POST_SEALED(names.of_post_sealed, *arguments))

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import redis
 
@@ -16,7 +16,7 @@ from turnstream.errors import RejectedError
 from turnstream.records.manifests import decode_manifest
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
+from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream.types import (
     DeadlineFired,
@@ -35,11 +35,6 @@ from turnstream_server.bus.core.scan import entry_ms, hash_fields, readable_even
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.states import STATES_WITH_REASON, parse_entry
 from turnstream_server.bus.release.compact_records import find_past_end, find_past_step
-
-_HELD: Final = frozenset(
-    {TrajectoryState.OPEN, TrajectoryState.SEALED, TrajectoryState.AWAITING_REWARD}
-)
-"""States in which the ledger has the lease epoch."""
 
 
 class TrajectoryNotFoundError(RejectedError):
@@ -67,12 +62,8 @@ class TrajectoryHistory:
 
     Attributes:
         reason: cause of a state that is not trained; empty in the other states.
-        writer: generator with the lease, or the last one.
-        num_turns: turns stored so far.
-        num_bytes: bytes of their records.
         reward: value in the plan; before planning, the posted one or that of the seal.
-        step, mini_batch: place in the plan.
-        payload_is_kept: whether the turns can be read.
+        step: the batch that it is planned in.
         events: stored events of the trajectory, in the order of time.
         is_whole: whether the oldest event is still stored.
     """
@@ -81,16 +72,9 @@ class TrajectoryHistory:
     trajectory_id: str
     state: TrajectoryState
     reason: str
-    writer: str | None = None
-    lease_epoch: int | None = None
-    num_turns: int | None = None
-    num_bytes: int | None = None
-    status: str | None = None
     reward: float | None = None
     step: int | None = None
-    mini_batch: int | None = None
     advantage: float | None = None
-    payload_is_kept: bool = False
     events: tuple[TrajectoryEvent, ...] = ()
     is_whole: bool = True
 
@@ -134,23 +118,26 @@ def history_of(
         value = _past_entry(client, run, key, folder=folder)
     with reading(ledger, trajectory_id):
         state, rest = parse_entry(value, frontier)
-        holder = _holder(rest) if state in _HELD else {}
     step = int(rest) if value.startswith(b"planned:") else None
     stored = _stored_events(readable_events(client, run), key)
-    facts = _seal_facts([event for _, event in stored])
-    facts |= _payload_facts(client, run, trajectory_id) | holder
     events = [event for event, _ in stored]
+    reward, advantage = _posted_reward([event for _, event in stored]), None
     if step is not None:
-        facts |= _plan_facts(client, run, key, step=step)
         events += _step_events(step, frontier, _read_times(client, run))
+        found = read_plan(client, run, step)
+        plan = _find_in_manifest(found.manifest, key) if found else None
+        if plan is not None:
+            reward, advantage = plan.reward, plan.advantage
     return TrajectoryHistory(
         run=run,
         trajectory_id=trajectory_id,
         state=state,
         reason=rest if state in STATES_WITH_REASON else "",
+        reward=reward,
+        step=step,
+        advantage=advantage,
         events=tuple(events),
         is_whole=any(isinstance(event, GroupOpened) for _, event in stored),
-        **facts,
     )
 
 
@@ -183,15 +170,9 @@ def _find_planned_step(client: redis.Redis, run: str, key: TrajectoryKey) -> int
     return None
 
 
-def _find_in_manifest(manifest: Manifest, key: TrajectoryKey) -> tuple[int, TrajectoryPlan] | None:
-    """Return (index of the mini-batch, plan) of a trajectory; None if it is in none."""
-    for index, mini_batch in enumerate(manifest.mini_batches):
-        stop = mini_batch.first_group + mini_batch.num_groups
-        for group in manifest.groups[mini_batch.first_group : stop]:
-            for plan in group.trajectories:
-                if plan.key == key:
-                    return index, plan
-    return None
+def _find_in_manifest(manifest: Manifest, key: TrajectoryKey) -> TrajectoryPlan | None:
+    plans = (plan for group in manifest.groups for plan in group.trajectories)
+    return next((plan for plan in plans if plan.key == key), None)
 
 
 def _stored_events(
@@ -271,57 +252,10 @@ def _read_times(client: redis.Redis, run: str) -> dict[str, int]:
     return times
 
 
-def _seal_facts(events: list[Event]) -> dict[str, Any]:
-    """Return status and reward from the stored events."""
+def _posted_reward(events: list[Event]) -> float | None:
+    """Return the posted reward, else that of the newest seal; None if neither has one."""
     posted = next((event for event in events if isinstance(event, RewardPosted)), None)
     for event in reversed(events):
         if isinstance(event, SealedTrajectory):
-            seal = event if posted is None else with_posted_reward(event, posted)
-            return {"status": seal.status.value, "reward": seal.reward}
-    return {}
-
-
-def _payload_facts(client: redis.Redis, run: str, trajectory_id: str) -> dict[str, Any]:
-    """Return writer and size of the payload."""
-    names = keys.trajectory_keys(run, trajectory_id)
-    with reading(names.meta), translating():
-        fields: Any = client.hgetall(names.meta)
-        is_kept = bool(client.exists(names.turns))
-    stored = StoredHash(names.meta, fields)
-    writer = stored.parsed("writer", lambda value: keys.decode_name(value.decode()), None)
-    if writer is None:
-        return {"payload_is_kept": is_kept}
-    return {
-        "payload_is_kept": is_kept,
-        "writer": writer,
-        "lease_epoch": stored.needed("epoch", parsed_number),
-        "num_turns": stored.needed("turns", parsed_number),
-        "num_bytes": stored.needed("bytes", parsed_number),
-    }
-
-
-def _holder(rest: str) -> dict[str, Any]:
-    """Return epoch and writer from the ledger entry; a sealed one has the epoch alone.
-
-    >>> _holder("2:gen%201"), _holder("2")
-    ({'writer': 'gen 1', 'lease_epoch': 2}, {'lease_epoch': 2})
-    """
-    epoch, _, writer = rest.partition(":")
-    held = {"writer": keys.decode_name(writer)} if writer else {}
-    return held | {"lease_epoch": int(epoch)}
-
-
-def _plan_facts(client: redis.Redis, run: str, key: TrajectoryKey, *, step: int) -> dict[str, Any]:
-    """Return the place, reward and advantage that a stored plan has for a trajectory."""
-    facts: dict[str, Any] = {"step": step}
-    found = read_plan(client, run, step)
-    place = _find_in_manifest(found.manifest, key) if found else None
-    if place is None:
-        return facts
-    mini_batch, plan = place
-    return facts | {
-        "mini_batch": mini_batch,
-        "reward": plan.reward,
-        "advantage": plan.advantage,
-        "status": plan.status.value,
-    }
+            return (event if posted is None else with_posted_reward(event, posted)).reward
+    return None

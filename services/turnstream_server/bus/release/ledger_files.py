@@ -18,21 +18,19 @@ from typing import Any, Final
 
 import redis
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.errors import RejectedError
 from turnstream.records.compact import decode_ledger_file, encode_ledger_file
 from turnstream.store.client import keys
-from turnstream.store.client.replies import translate
-from turnstream.store.client.scripts import Script, run_command_async
+from turnstream.store.client.replies import translating
 from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream_server.bus.core.scan import hash_fields
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
 MAX_FILE_BATCHES: Final = 256
 """Batches of one file. It is read whole to find one of them: some hundreds of kilobytes."""
 
-_MOVE = Script("move_to_file", "turnstream_server.bus.release")
+_MOVE = LeaderScript("move_to_file", "release", "frontier past cold")
 _RANGE: Final = re.compile(r"ledger-([0-9]+)-([0-9]+)-")
 
 
@@ -67,10 +65,8 @@ async def read_hot_records(
 ) -> list[bytes] | None:
     """Return the stored compact records of these steps, or None if one is missing."""
     past = keys.run_keys(run).past
-    try:
+    with translating():
         records: Any = await client.execute_command("HMGET", past, *steps)
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
     return None if None in records else records
 
 
@@ -97,9 +93,7 @@ def write_ledger_file(folder: Path, run: str, steps: range, records: Sequence[by
 
 async def move_to_file(term: Term, steps: range, *, name: str) -> None:
     """Delete the stored records of steps that are in the file of this name."""
-    names = keys.run_keys(term.run)
-    where = (names.leader, names.frontier, names.past, names.cold)
-    await run_command_async(term.client, _MOVE(where, term.epoch, steps[0], steps[-1], name))
+    await _MOVE.run(term, steps[0], steps[-1], name)
 
 
 def read_cold_record(
@@ -118,7 +112,8 @@ def cold_records(client: redis.Redis, run: str, *, folder: Path | None) -> Itera
     before = 0
     for last, name in _files(client, run):
         first = _first_step(name)
-        yield from _read_file(folder, run, name)[before + 1 - first : last + 1 - first]
+        start = max(first, before + 1)
+        yield from _read_file(folder, run, name)[start - first : last + 1 - first]
         before = last
 
 
@@ -132,12 +127,6 @@ def _files(client: redis.Redis, run: str) -> list[tuple[int, str]]:
             _first_step(text)
             files.append((parsed_number(last.encode()), text))
     return sorted(files)
-
-
-def files_up_to(client: redis.Redis, run: str, step: int) -> dict[int, str]:
-    """Return the name of each file with batches up to a step, by the newest such step in it."""
-    files = _files(client, run)
-    return {min(last, step): name for last, name in files if _first_step(name) <= step}
 
 
 def _first_step(name: str) -> int:

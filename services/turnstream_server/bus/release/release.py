@@ -20,25 +20,22 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.batching.merge.plan import Manifest
 from turnstream.store.client import keys
-from turnstream.store.client.replies import translate
+from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.client.scripts import Command, Script, run_command_async, run_commands_async
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
 TOMBSTONE_LEASES: Final = 15
-"""Leases for which a released trajectory keeps a tombstone of about 200 bytes, to refuse late
-writers. A writer stops when its lease ends, so a longer time has no effect."""
+"""Leases for which a released trajectory keeps a tombstone, to refuse late writers."""
 
 SHORTEST_TOMBSTONE_S: Final = 900.0
 
 OVER: Final = "over"
 GIVEN_UP: Final = "given up"
-"""Text of the tombstone of an abandoned trajectory. A writer whose seal the store lost learns from
-it that the trajectory is lost."""
+"""Text of the tombstone of an abandoned trajectory, for a writer whose seal the store lost."""
 
 SLICE_WORDS: Final = 512
 """Words of the calls of one round trip: they take the event loop about 3 ms to pack."""
@@ -50,18 +47,19 @@ GROUP_SLICE: Final = 128
 """Groups of one call: a millisecond of the server, for each has a bucket of its own in `over`."""
 
 DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "evaluated", "abandoned")
-"""States of the ledger in which a trajectory ends untrained and leaves. Dead ones are kept until
-they are discarded."""
+"""States in which a trajectory ends untrained. Dead ones are kept until they are discarded."""
 
 _OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"surplus", b"evaluated")
 
-_RAISE = Script("advance_watermark", "turnstream_server.bus.release")
+_ADVANCE = LeaderScript("advance_watermark", "release", "frontier config observers")
 _RELEASE = Script("release_payload", "turnstream_server.bus.release")
 _GIVE_BACK = Script("give_back", "turnstream_server.bus.release")
-_FOLD_BATCH = Script("fold_batch", "turnstream_server.bus.release")
-_FINISH = Script("finish_batch", "turnstream_server.bus.release")
+_FOLD_BATCH = LeaderScript("fold_batch", "release", "frontier ledger groups over rewards")
+_FINISH = LeaderScript("finish_batch", "release", "frontier batches plan past snapshot times")
 _FIND_ENDED = Script("find_ended", "turnstream_server.bus.release")
-_FOLD_ENDED = Script("fold_ended", "turnstream_server.bus.release")
+_FOLD_ENDED = LeaderScript(
+    "fold_ended", "release", "frontier ledger groups over ended reasons rewards"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +90,7 @@ class ReleaseState:
 
 
 async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseState:
-    """How far the release is."""
+    """Return the progress of a run's release."""
     names = keys.run_keys(run)
     pipeline = client.pipeline(transaction=True)
     pipeline.execute_command(
@@ -102,10 +100,8 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
     pipeline.execute_command("HMGET", names.counts, *DROPPED, "discarded", "dead_bytes")
     pipeline.execute_command("HVALS", names.reasons)
     pipeline.execute_command("HLEN", names.ledger)
-    try:
+    with translating():
         frontier, step, (*counts, dead_bytes), folded, num_entries = await pipeline.execute()
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
     if frontier[0] is None:
         raise no_such_run(run)
     return ReleaseState(
@@ -122,22 +118,12 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
 
 
 async def advance_watermark(term: Term, *, at_most: int | None = None) -> int:
-    """Advance the low watermark to the steps behind the last `retain_checkpoints`; return it.
+    """Advance the low watermark to the steps before the last `retain_checkpoints`; return it.
 
-    A live observer keeps the steps that it has not seen.
-
-    Args:
-        term: the leader's term.
-        at_most: newest step that may be released; None means any.
+    A live observer keeps the steps that it has not seen. `at_most` is a further limit.
     """
-    names = keys.run_keys(term.run)
-    command = _RAISE(
-        (names.leader, names.frontier, names.config, names.observers),
-        term.epoch,
-        "" if at_most is None else at_most,
-    )
-    floor: int = await run_command_async(term.client, command)
-    return floor
+    watermark: int = await _ADVANCE.run(term, "" if at_most is None else at_most)
+    return watermark
 
 
 async def remove_payload(
@@ -157,10 +143,7 @@ async def remove_payload(
 
 
 async def give_back(client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str]) -> None:
-    """Take trajectories whose payload is removed out of what the run holds; once.
-
-    Until then they must be in the ledger.
-    """
+    """Release the bytes of trajectories without payload; they must be in the ledger."""
     commands = [give_back_command(run, some) for some in _sliced(trajectory_ids, FOLD_SLICE)]
     await _run_all(client, commands)
 
@@ -168,14 +151,14 @@ async def give_back(client: redis.asyncio.Redis, run: str, trajectory_ids: Seque
 def release_command(
     run: str, trajectory_id: str, *, lease_s: float, is_given_up: bool = False
 ) -> Command:
-    """The call that removes the payload of one trajectory; nothing is sent."""
+    """Return the call that removes the payload of one trajectory; nothing is sent."""
     tombstone_ms = round(max(SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES * lease_s) * 1_000)
     says = GIVEN_UP if is_given_up else OVER
     return _RELEASE(keys.trajectory_keys(run, trajectory_id), tombstone_ms, says)
 
 
 def give_back_command(run: str, trajectory_ids: Sequence[str]) -> Command:
-    """The call that takes them out of what the run holds, of a few at a time; nothing is sent."""
+    """Return the call that releases the bytes of a few trajectories; nothing is sent."""
     names = keys.run_keys(run)
     where = (names.ledger, names.held, names.budget, names.wake)
     return _GIVE_BACK(where, *trajectory_ids)
@@ -192,13 +175,12 @@ async def fold_batches(term: Term, manifests: Sequence[Manifest]) -> None:
 
 
 def _fold_commands(term: Term, manifest: Manifest) -> list[Command]:
-    where = keys.run_keys(term.run).of_fold_batch
     groups = [keys.encode_name(group.group_id) for group in manifest.groups]
     ids = [keys.trajectory_id(each.key) for group in manifest.groups for each in group.trajectories]
-    start = (term.epoch, manifest.step)
+    step = manifest.step
     return [
-        *(_FOLD_BATCH(where, *start, 0, *some) for some in _sliced(ids, FOLD_SLICE)),
-        *(_FOLD_BATCH(where, *start, len(some), *some) for some in _sliced(groups, GROUP_SLICE)),
+        *(_FOLD_BATCH(term, step, 0, *some) for some in _sliced(ids, FOLD_SLICE)),
+        *(_FOLD_BATCH(term, step, len(some), *some) for some in _sliced(groups, GROUP_SLICE)),
     ]
 
 
@@ -208,14 +190,8 @@ async def finish_batches(term: Term, records: Mapping[int, bytes]) -> None:
     Raises:
         ConflictError: a step is not released, not the next one, or not in the snapshot.
     """
-    names = keys.run_keys(term.run)
-    where = (
-        *(names.leader, names.frontier, names.batches),
-        *(names.plan, names.past, names.snapshot, names.times),
-    )
-    await _run_all(
-        term.client, [_FINISH(where, term.epoch, step, records[step]) for step in sorted(records)]
-    )
+    commands = [_FINISH(term, step, record) for step, record in sorted(records.items())]
+    await _run_all(term.client, commands)
 
 
 async def find_ended(
@@ -228,10 +204,10 @@ async def find_ended(
     return next_cursor, dict(zip(pairs[::2], pairs[1::2], strict=True))
 
 
-async def groups_that_are_over(
+async def finished_groups(
     client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
 ) -> set[str]:
-    """Those of these (encoded) names that can get no member any more: planned, dropped, or gone."""
+    """Return the (encoded) names of finished groups: planned, dropped, or compact."""
     states = await _group_states(client, run, group_names)
     return {
         name
@@ -240,10 +216,10 @@ async def groups_that_are_over(
     }
 
 
-async def groups_that_are_gone(
+async def compact_groups(
     client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
 ) -> set[str]:
-    """Those of these (encoded) names of opened groups that have left a fingerprint and no more."""
+    """Return the (encoded) names of groups of which only a fingerprint is left."""
     states = await _group_states(client, run, group_names)
     return {name for name, entry in zip(group_names, states, strict=True) if entry is None}
 
@@ -251,18 +227,12 @@ async def groups_that_are_gone(
 async def fold_ended(
     term: Term, trajectory_ids: Sequence[str], *, number: int, record: bytes
 ) -> bool:
-    """Take trajectories that ended untrained out of the ledger and leave this record, once.
+    """Replace trajectories that ended untrained by a compact record, once.
 
     Raises:
         ConflictError: `number` is not the next one, or a trajectory may still change.
     """
-    names = keys.run_keys(term.run)
-    where = (
-        *(names.leader, names.frontier, names.ledger, names.groups),
-        *(names.over, names.ended, names.reasons, names.rewards),
-    )
-    command = _FOLD_ENDED(where, term.epoch, number, record, *trajectory_ids)
-    return bool(await run_command_async(term.client, command))
+    return bool(await _FOLD_ENDED.run(term, number, record, *trajectory_ids))
 
 
 async def _group_states(
@@ -271,10 +241,8 @@ async def _group_states(
     states: list[bytes | None] = []
     groups = keys.run_keys(run).groups
     for some in _sliced(group_names, FOLD_SLICE):
-        try:
+        with translating():
             entries: Any = await client.execute_command("HMGET", groups, *some)
-        except (RedisError, OSError) as error:
-            raise translate(error) from error
         states += entries
     return states
 

@@ -16,26 +16,20 @@ from turnstream.store.client.scripts import Script, run_command_async
 from turnstream.store.client.stored_values import reading
 from turnstream.store.run import clock
 from turnstream_server.bus.core.scan import hash_fields, server_ms
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
 logger = logging.getLogger(__name__)
 
 _OBSERVE = Script("observe", "turnstream_server.bus.sessions")
 _OBSERVED = Script("observed", "turnstream_server.bus.sessions")
-_FORGET = Script("forget_observers", "turnstream_server.bus.sessions")
+_FORGET = LeaderScript("forget_observers", "sessions", "observers")
 
 MOST_FORGOTTEN: Final = 256
-"""Expired observers whose last step is kept. The limit bounds what new names can fill."""
+"""Limit of expired observers whose last step is stored."""
 
 
 class Declared(NamedTuple):
-    """The start of an observer.
-
-    Attributes:
-        next_step: first step that it has not seen.
-        first_missed: first step that it missed while it was expired; 0 if it missed none, or that
-            is no longer known.
-    """
+    """The first step that an observer has not seen, and the first that it missed; 0 for none."""
 
     next_step: int
     first_missed: int
@@ -43,12 +37,9 @@ class Declared(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observer:
-    """An observer, as the run knows it.
+    """An observer with its newest seen step, and the seconds since its last call.
 
-    Attributes:
-        seen: the newest step that it has seen; 0 before the first.
-        silent_s: seconds since it was heard of.
-        left_s: seconds until it is forgotten, and nothing is kept for it; 0 or below: it is gone.
+    It expires in `left_s`; at 0 or below it has expired.
     """
 
     name: str
@@ -72,7 +63,6 @@ def read_observers(client: redis.Redis, run: str) -> tuple[Observer, ...]:
 
 
 def _observer(name: str, entry: str, run_ms: int) -> Observer:
-    """One that is forgotten was silent for its expiry at least, and has nothing left."""
     seen, expires_ms, expiry_ms = map(int, entry.split(":")[:3])
     expires_ms = expires_ms or run_ms
     return Observer(
@@ -88,12 +78,8 @@ async def declare_observer(
 ) -> Declared:
     """Declare an observer, or resume one at its next step; an expired one restarts.
 
-    Args:
-        client: client of the store.
-        run: name of the run.
-        observer: its name.
-        first_step: first step of a new observer; None: the one after the last stepped.
-        expiry_s: seconds of silence after which an observer expires.
+    A new observer starts at `first_step`, or after the last stepped one. It expires after
+    `expiry_s` of silence.
 
     Raises:
         InvalidConfigError: no name, or an invalid expiry or step.
@@ -118,14 +104,10 @@ async def declare_observer(
 async def note_observed(
     client: redis.asyncio.Redis, run: str, *, observer: str, seen: int = 0, asks: int = 0
 ) -> float:
-    """Record that an observer is alive and what it has seen; return its expiry in seconds.
+    """Record that an observer is alive, and its newest seen and requested step; 0 for none.
 
-    Args:
-        client: client of the store.
-        run: name of the run.
-        observer: its name.
-        seen: the newest step that it has seen; 0 if unknown.
-        asks: the step that it asks for; 0 for none.
+    Returns:
+        Its expiry in seconds.
 
     Raises:
         ObserverExpiredError: it was silent for too long, or never declared.
@@ -137,21 +119,15 @@ async def note_observed(
 
 
 async def forget_observers(term: Term, *, run_ms: int) -> int:
-    """Forget the observers that were silent for longer than their expiry, and say so in the log.
-
-    Args:
-        term: the leader's term.
-        run_ms: the run's time, see RunClock.
+    """Expire silent observers at a time of the run's clock, and log them.
 
     Returns:
         Milliseconds until the next one expires; -1 where there is none.
     """
-    names = keys.run_keys(term.run)
-    command = _FORGET((names.leader, names.observers), term.epoch, run_ms, MOST_FORGOTTEN)
-    next_ms, *forgotten = await run_command_async(term.client, command)
+    next_ms, *forgotten = await _FORGET.run(term, run_ms, MOST_FORGOTTEN)
     for name, seen, expiry_ms in zip(*[iter(forgotten)] * 3, strict=True):
         logger.warning(
-            "run %s: observer %r was silent for %g s; nothing behind step %d is kept for it",
+            "run %s: observer %r was silent for %g s; nothing after step %d is kept for it",
             term.run,
             keys.decode_name(name.decode()),
             expiry_ms / 1_000,

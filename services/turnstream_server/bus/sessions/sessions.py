@@ -1,4 +1,4 @@
-"""Trainer sessions: which one trains the run, how far it is, how much of it is kept."""
+"""Trainer sessions: start, acknowledgements of steps, and commits."""
 
 from __future__ import annotations
 
@@ -20,15 +20,7 @@ _RECORD_RANK = Script("record_rank", "turnstream_server.bus.sessions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSession:
-    """A trainer session.
-
-    Attributes:
-        session_epoch: fencing number of the session.
-        next_step: its first batch.
-        lineage: name of the history it continues; another one after every rollback.
-        previous_stepped: the last stepped batch before the session.
-        previous_committed: the last committed batch before the session.
-    """
+    """A trainer session: its fencing number, its first batch, and its lineage."""
 
     session_epoch: int
     next_step: int
@@ -57,15 +49,9 @@ async def start_session(
 ) -> TrainerSession:
     """Start a session after the batch that the token names, and fence every earlier session.
 
-    All ranks of a session may call this: a repeat before its first step changes nothing.
-
-    Args:
-        client: client of the store.
-        run: name of the run.
-        session: name of this start of the trainer, never used again.
-        dp_world_size: data-parallel ranks.
-        token: of the loaded checkpoint; None starts a run without committed batches. The token of
-            step 0 with an empty hash returns to the start in any case.
+    All ranks of a session may call this: a repeat before its first step changes nothing. Each start
+    of a trainer needs a new name. Without a token, no batch may be committed. The token of step 0
+    with an empty hash returns to the start in any case.
 
     Raises:
         StoreBehindError: this store does not have the batch of the token.
@@ -110,20 +96,10 @@ async def record_rank(
     has: bool,
     session: str = "",
 ) -> None:
-    """Record that a rank of the session has a batch, or is about to receive it.
+    """Record that a rank has a batch (`has`), or is about to receive it.
 
     If it has a batch that the store does not have, its ranks may train different data. Then the
     session is lost, and all its ranks are refused from now on.
-
-    Args:
-        client: client of the store.
-        run: name of the run.
-        session_epoch: epoch of the session.
-        dp_rank: the rank.
-        step: number of the batch.
-        manifest_hash: hash of the batch.
-        has: whether some of it has been delivered before.
-        session: its name; if it is set, it must be that of the epoch.
 
     Raises:
         StoreBehindError: the session is lost; names the step that differs.
@@ -157,8 +133,8 @@ async def acknowledge_stepped(
 
     A repeat, for this or an earlier step, returns the same token.
 
-    If `session` is set, it must be the name of the epoch's session. A call with a `dp_rank` is for
-    that rank alone.
+    If `session` is set, it must be the name of the epoch's session, here and below. A call with a
+    `dp_rank` is for that rank alone.
 
     Raises:
         FencedError: another session has started.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from turnstream.errors import InvalidConfigError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.replies import translate
+from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command_async
 from turnstream.types import VersionAnnounced
 
@@ -53,10 +52,8 @@ async def newest_version(client: redis.asyncio.Redis, run: str) -> VersionAnnoun
         CorruptRecordError: the stored bytes are damaged.
     """
     versions = keys.run_keys(run).versions
-    try:
+    with translating():
         entries: Any = await client.execute_command("XREVRANGE", versions, "+", "-", "COUNT", 1)
-    except (RedisError, OSError) as error:
-        raise translate(error) from error
     if not entries:
         return None
     return cast("VersionAnnounced", decode_event(entries[0][1][b"r"]))

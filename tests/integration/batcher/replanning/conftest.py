@@ -91,7 +91,7 @@ class Look:
         """The dead letters, with their reasons."""
         with connect(self.url) as client:
             found = read_dead_letters(client, run).trajectories
-            return {each.trajectory_id: each.reason for each in found}
+            return {each.name: each.reason for each in found}
 
     def plans(self, run: str) -> list[Manifest]:
         """The plans, but for what names their run and the moment of an event."""

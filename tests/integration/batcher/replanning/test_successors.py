@@ -1,20 +1,17 @@
 """Planners and replicas after a withdrawal continue as if the plans had never existed."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from testkit import group, trajectory, turn
 from turnstream.errors import EndOfRunError
-from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import pause_run, resume_run
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.admin.forks import fork_run
-from turnstream_server.bus.core.group_open_times import read_openings
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -112,23 +109,6 @@ async def test_another_replica_serves_what_was_planned_again_and_all_that_follow
     assert pulled.mini_batch.rows.trajectory_id == ["g0/0/0", "g0/2/0"]
     assert second.mini_batch.rows.group_id == ["g1", "g1"]
     assert third.mini_batch.info.revision == 0
-
-
-async def test_a_group_that_came_back_was_opened_when_its_event_says(house, damage, replan, of_3):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, of_3("g0"))
-    await trainer.start("a")
-    await trainer.get(1)
-    damage(run, TrajectoryKey("g0", sample=0))
-    with connect(house.url) as client:
-        pause_run(client, run)
-
-        await replan(run)
-        openings = read_openings(client, run)
-
-        events: Any = client.xrange(keys.run_keys(run).events, count=1)
-    assert openings.oldest_ms(["g0"]) == (int(events[0][0].split(b"-")[0]), False)
 
 
 async def test_a_run_that_had_ended_ends_again_with_what_is_left(house, damage, replan, look):

@@ -85,12 +85,6 @@ class DeadRun:
         self.damage(name)
         await self.kill(name)
 
-    def decide(self, group_id: str, state: str) -> None:
-        """Write the decision of a leader about a group."""
-        entry: Any = self.client.hget(self.names.groups, group_id)
-        samples = entry.decode().partition(":")[0]
-        self.client.hset(self.names.groups, group_id, f"{samples}:{state}")
-
     def entry(self, name: str) -> str:
         """Return the ledger entry of a trajectory."""
         entry: Any = self.client.hget(self.names.ledger, name)

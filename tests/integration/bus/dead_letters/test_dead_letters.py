@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from turnstream.errors import ConflictError
-from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
 from turnstream.store.client.connection import connect_async
-from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
+from turnstream.types import StoredTurn, TrajectoryState
 from turnstream_server.bus.admin.dead_letters import (
     DeadLetterNotFoundError,
     discard_event,
@@ -34,76 +33,59 @@ from turnstream_server.jobs.dead_letters import export_dead_letter
 pytestmark = pytest.mark.redis
 
 
-async def test_list_has_the_reason_size_and_group_of_each(dead_run: Any) -> None:
+async def test_list_has_the_reason_and_size_of_each(dead_run: Any) -> None:
     await dead_run.add("g/1/0")
     await dead_run.add("h/0/0")
-    dead_run.decide("h", "planned")
 
     found = read_dead_letters(dead_run.client, dead_run.run)
 
     one, other = found.trajectories
-    assert (one.trajectory_id, one.group_state) == ("g/1/0", "open")
-    assert (other.trajectory_id, other.group_state) == ("h/0/0", "planned")
+    assert (one.name, other.name) == ("g/1/0", "h/0/0")
     assert one.reason == "its bytes are damaged"
     assert one.num_bytes + other.num_bytes == found.num_bytes > 200
     assert found.max_bytes == 256 * 1024 * 1024
     dead_run.check()
 
 
-async def test_open_names_the_defect_of_the_damaged_turn(dead_run: Any) -> None:
-    await dead_run.add("g/1/0")
-
-    content = open_trajectory(dead_run.client, dead_run.run, "g/1/0")
-
-    first, second = content.turns
-    assert "checksum" in first.problem
-    assert second.problem == ""
-    assert content.seal is not None
-    assert content.seal.key == TrajectoryKey("g", 1)
-    assert content.seal_problem == ""
-
-
 async def test_open_names_a_turn_that_differs_from_the_seal(dead_run: Any) -> None:
-    for sample in (0, 1):
-        dead_run.publish("g", sample)
+    dead_run.publish("g", 1)
     first, second, seal = dead_run.records("g/1/0")
     dead_run.replace("g/1/0", [second, first, seal])
     await dead_run.kill("g/1/0")
 
-    turns = open_trajectory(dead_run.client, dead_run.run, "g/1/0").turns
+    *turns, last = open_trajectory(dead_run.client, dead_run.run, "g/1/0").records
 
-    assert [each.turn is not None for each in turns] == [True, True]
+    assert [isinstance(each.content, StoredTurn) for each in turns] == [True, True]
     assert all("the seal has" in each.problem for each in turns)
+    assert last.problem == ""
 
 
-async def test_open_names_missing_turns(dead_run: Any) -> None:
-    dead_run.publish("g", 1)
-    first, _, seal = dead_run.records("g/1/0")
-    dead_run.replace("g/1/0", [first, seal])
-    await dead_run.kill("g/1/0")
-
-    assert [*open_trajectory(dead_run.client, dead_run.run, "g/1/0").missing] == [1]
+OTHER = "it is not the seal of TrajectoryKey(group_id='g', sample=1, attempt=0)"
 
 
-async def test_open_names_a_seal_of_another_trajectory(dead_run: Any) -> None:
+@pytest.mark.parametrize(
+    ("kept", "problems"),
+    [
+        (["g/1/0#0", "g/1/0#2"], ["", "is not stored", ""]),
+        (["g/1/0#0", "g/1/0#1", "g/0/0#2"], ["", "", OTHER]),
+        (["g/1/0#0", "g/1/0#1", "g/1/0#1"], ["", "", "no event record: it begins with b'TST'"]),
+        ([], ["is not stored"]),
+    ],
+)
+async def test_open_names_missing_turns_and_a_wrong_seal(
+    dead_run: Any, kept: list[str], problems: list[str]
+) -> None:
+    stored: dict[str, bytes] = {}
     for sample in (0, 1):
         dead_run.publish("g", sample)
-    dead_run.replace("g/1/0", [*dead_run.records("g/1/0")[:-1], dead_run.records("g/0/0")[-1]])
+        records = dead_run.records(f"g/{sample}/0")
+        stored |= {f"g/{sample}/0#{number}": record for number, record in enumerate(records)}
+    dead_run.replace("g/1/0", [stored[name] for name in kept])
     await dead_run.kill("g/1/0")
 
-    problem = open_trajectory(dead_run.client, dead_run.run, "g/1/0").seal_problem
+    records = open_trajectory(dead_run.client, dead_run.run, "g/1/0").records
 
-    assert problem == "it is of TrajectoryKey(group_id='g', sample=0, attempt=0)"
-
-
-async def test_trajectory_without_payload_can_be_opened(dead_run: Any) -> None:
-    dead_run.publish("g", 1)
-    dead_run.replace("g/1/0", [])
-    await dead_run.kill("g/1/0")
-
-    content = open_trajectory(dead_run.client, dead_run.run, "g/1/0")
-
-    assert (content.turns, content.seal, content.seal_problem) == ((), None, "nothing is stored")
+    assert [each.problem for each in records] == problems
 
 
 async def test_living_trajectory_is_no_dead_letter(dead_run: Any) -> None:
@@ -125,33 +107,18 @@ async def test_export_has_every_byte_and_every_decoded_value(
 
     export_dead_letter(dead_run.url, dead_run.run, "g/1/0", path)
 
-    exported = json.loads(path.read_text())
-    parts = [*exported["turns"], exported["seal"]]
+    parts = json.loads(path.read_text())["records"]
     assert [bytes.fromhex(part["record"]) for part in parts] == dead_run.records("g/1/0")
     assert ["checksum" in part["problem"] for part in parts] == [i == number for i in range(3)]
+    assert [part["content"] is None for part in parts] == [i == number for i in range(3)]
     for part, record in zip(parts[:-1], intact[:-1], strict=True):
-        turn = decode_turn(record)
-        assert part["content"]["token_ids"] == turn.token_ids.tolist()
-        assert part["content"]["logprobs"] == turn.logprobs.tolist()  # type: ignore[union-attr]
-        assert part["content"]["version_runs"] == [[1, turn.num_response_tokens]]
-    seal = decode_event(intact[-1])
-    assert isinstance(seal, SealedTrajectory)
-    assert parts[-1]["content"]["payload_crcs"] == [*seal.payload_crcs]
-    assert parts[-1]["content"]["reward"] == 1.0
-    assert parts[-1]["content"]["tags"] == {"split": "a"}
-
-
-async def test_export_of_an_unreadable_turn_has_its_bytes(dead_run: Any, tmp_path: Path) -> None:
-    dead_run.publish("g", 1)
-    dead_run.replace("g/1/0", [b"junk", *dead_run.records("g/1/0")[1:]])
-    await dead_run.kill("g/1/0")
-    path = tmp_path / "dead.json"
-
-    export_dead_letter(dead_run.url, dead_run.run, "g/1/0", path)
-
-    first, second = json.loads(path.read_text())["turns"]
-    assert (bytes.fromhex(first["record"]), first["content"]) == (b"junk", None)
-    assert second["content"]["index"] == 1
+        if part["content"] is not None:
+            turn = decode_turn(record)
+            assert part["content"]["token_ids"] == turn.token_ids.tolist()
+            assert part["content"]["logprobs"] == turn.logprobs.tolist()  # type: ignore[union-attr]
+    if number != 2:
+        assert parts[-1]["content"]["reward"] == 1.0
+        assert parts[-1]["content"]["tags"] == {"split": "a"}
 
 
 async def test_discard_keeps_the_reason_and_frees_the_bytes(dead_run: Any) -> None:
@@ -164,7 +131,7 @@ async def test_discard_keeps_the_reason_and_frees_the_bytes(dead_run: Any) -> No
     history = read_history(dead_run.client, dead_run.run, "g/1/0")
     assert history.state is TrajectoryState.DEAD
     assert history.reason == "discarded: its bytes are damaged"
-    assert not history.payload_is_kept
+    assert not dead_run.records("g/1/0")
     assert 0 == read_budget(dead_run.client, dead_run.run).held.stored < held
     found = read_dead_letters(dead_run.client, dead_run.run)
     assert (found.trajectories, found.num_discarded, found.num_bytes) == ((), 1, 0)
@@ -197,7 +164,7 @@ async def test_discard_of_a_living_trajectory_is_refused(dead_run: Any) -> None:
     with pytest.raises(ConflictError, match="not dead"):
         discard_trajectory(dead_run.client, dead_run.run, "g/1/0")
 
-    assert read_history(dead_run.client, dead_run.run, "g/1/0").payload_is_kept
+    assert dead_run.records("g/1/0")
 
 
 async def test_oldest_dead_letters_are_discarded_above_the_limit(dead_run: Any) -> None:
@@ -212,8 +179,8 @@ async def test_oldest_dead_letters_are_discarded_above_the_limit(dead_run: Any) 
 
     assert num_discarded == 2
     (left,) = read_dead_letters(dead_run.client, dead_run.run).trajectories
-    assert left.trajectory_id == "g/2/0"
-    assert dead_run.entry("g/0/0") == "dead:discarded for room: its bytes are damaged"
+    assert left.name == "g/2/0"
+    assert dead_run.entry("g/0/0") == "dead:discarded above max_dead_bytes: its bytes are damaged"
     dead_run.check()
 
 
@@ -221,10 +188,10 @@ async def test_rejected_event_is_kept_once(dead_run: Any) -> None:
     assert await dead_run.reject("17-1", b"junk")
     assert not await dead_run.reject("17-1", b"junk")
 
-    event = open_event(dead_run.client, dead_run.run, "17-1")
-    assert (event.record, event.reason, event.since_ms) == (b"junk", "no event", 17)
+    event, (record,) = open_event(dead_run.client, dead_run.run, "17-1")
+    assert (record.record, event.reason, event.since_ms) == (b"junk", "no event", 17)
     assert discard_event(dead_run.client, dead_run.run, "17-1")
     assert not discard_event(dead_run.client, dead_run.run, "17-1")
     assert not await dead_run.reject("17-1", b"junk")
     found = read_dead_letters(dead_run.client, dead_run.run)
-    assert (found.events, found.num_discarded_events, found.num_bytes) == ((), 1, 0)
+    assert (found.events, found.num_bytes) == ((), 0)

@@ -1,14 +1,14 @@
 #!lua flags=no-writes
--- Reads the next entries of a run's events, as many as a number of bytes can hold.
+-- Reads the next entries of a run's events, limited by number and bytes.
 --
--- Keys, in the run's slot:
---   KEYS[1] events  stream  read
 -- Arguments: ARGV[1] id of the entry before the first    ARGV[2] entries, at most
---            ARGV[3] bytes of all fields, at most; the first entry is returned however long it is
---            ARGV[4] bytes of one entry, at most: of a longer one field r is left out
--- Reply:     per entry, in order: {its id, field r, field t, bytes of all its fields}; nil stands for
---            a field that is missing or left out
+--            ARGV[3] bytes of all fields, at most; the first entry is always returned
+--            ARGV[4] bytes of one entry, at most; a longer entry is returned without field r
+-- Reply:     per entry, in order: {its id, field r, field t, bytes of all its fields}; nil stands
+--            for
+--            a field that is missing or omitted
 
+local EVENTS = KEYS[1]
 local ID_BYTES = 600  -- more than any id of a trajectory has
 local CHUNK = 16  -- entries that are copied before their bytes are counted
 
@@ -19,7 +19,7 @@ local after = '(' .. ARGV[1]
 local count = 1  -- doubled, so that one long entry is not read together with hundreds
 
 while true do
-  local entries = redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', math.min(count, most - #reply))
+  local entries = redis.call('XRANGE', EVENTS, after, '+', 'COUNT', math.min(count, most - #reply))
   for _, entry in ipairs(entries) do
     local record, posted_for, size = false, false, 0
     for i = 1, #entry[2], 2 do

@@ -1,18 +1,18 @@
 #!lua flags=allow-oom
--- Leaves word of what keeps the leader of a run from going on, for whoever asks why nothing comes.
+-- Records why the leader of a run cannot work, for `turnstream why`.
 --
--- Keys, in the run's slot:
---   KEYS[1] leader  hash  changed: planning_trouble or release_trouble
 -- Arguments: ARGV[1] owner    ARGV[2] "planning_trouble" or "release_trouble"
---            ARGV[3] what it is, for people; "" where it is over
--- Reply:     1, or 0 where another one leads
+--            ARGV[3] the reason; "" once it is solved
+-- Reply:     1, or 0 where another process leads
 
-if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then
+local LEADER = KEYS[1]
+
+if redis.call('HGET', LEADER, 'owner') ~= ARGV[1] then
   return 0
 end
 if ARGV[3] == '' then
-  redis.call('HDEL', KEYS[1], ARGV[2])
+  redis.call('HDEL', LEADER, ARGV[2])
 else
-  redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+  redis.call('HSET', LEADER, ARGV[2], ARGV[3])
 end
 return 1

@@ -1,15 +1,12 @@
 #!lua flags=allow-oom
--- Lengthens the lease of a run's planner, also an expired one, if no other planner has led since. A
--- planner that has just parked its run keeps its term, and its lease stays as it is.
+-- Renews the lease of a run's planner, also an expired one, if no other planner has led since. A
+-- late call begins no term. The lease of a planner that has parked its run stays as it is.
 --
--- Unlike acquire_leader it never begins a term: sent late, it changes nothing.
---
--- Keys, in the run's slot:
---   KEYS[1] leader  hash  read: epoch, owner, parked; changed: expires_ms, lease_ms
 -- Arguments: ARGV[1] owner    ARGV[2] its epoch    ARGV[3] lease in ms
 -- Reply:     {1, or 0 after the end of the term; the leader's epoch; the leader}
 
-local epoch, owner, parked = unpack(redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'parked'))
+local LEADER = KEYS[1]
+local epoch, owner, parked = unpack(redis.call('HMGET', LEADER, 'epoch', 'owner', 'parked'))
 if owner ~= ARGV[1] or epoch ~= ARGV[2] then
   return {0, tonumber(epoch or 0), owner or ''}
 end
@@ -18,6 +15,6 @@ if parked then
 end
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-redis.call('HSET', KEYS[1], 'lease_ms', ARGV[3],
+redis.call('HSET', LEADER, 'lease_ms', ARGV[3],
   'expires_ms', string.format('%.0f', now_ms + ARGV[3]))
 return {1, tonumber(epoch), owner}

@@ -1,27 +1,23 @@
 #!lua flags=allow-oom
--- Lets the clock of a run go on, by which its deadlines and the expiry of its observers are.
+-- Advances the clock of a run, which measures its deadlines and the expiry of its observers.
 --
--- The store's clock may be set. So the planner that leads counts with its own, which cannot, and
--- says here which time of the run it was at which time of the store; between two such words
--- run_clock.lua goes by the store. While nobody leads, the run's time stands still.
+-- An operator may set the store's clock. So the leader counts with its monotonic clock, and writes
+-- here which time of the run was which time of the store. Between two writes run_clock.lua uses the
+-- store's clock. The clock stops while the run has no leader.
 --
--- Keys, all in the run's slot:
---   KEYS[1] leader  hash  read: epoch, parked: the time of a parked run stands still
---   KEYS[2] clock   hash  ms, at_ms, most_ms: changed; made here for a run of a release before, with
---                         the time of the store
 -- Arguments:
 --   ARGV[1] leader epoch
 --   ARGV[2] the run's time, ms; "" at the beginning of a term
 --   ARGV[3] the store's time then, ms
---   ARGV[4] by how much the run's time may go on, in ms, until the next word
--- Reply:     the run's time now, ms; it never goes back
--- Errors:    FENCED  another planner leads
+--   ARGV[4] longest advance until the next call, in ms
+-- Reply:     the run's time now, ms; it never decreases
 
-if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
-  return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
-end
-local known, at_ms, most_ms = unpack(redis.call('HMGET', KEYS[2], 'ms', 'at_ms', 'most_ms'))
-if known and redis.call('HEXISTS', KEYS[1], 'parked') == 1 then
+local LEADER, CLOCK = unpack(KEYS)
+
+-- include: turnstream_server.bus.leadership/fenced.lua
+
+local known, at_ms, most_ms = unpack(redis.call('HMGET', CLOCK, 'ms', 'at_ms', 'most_ms'))
+if known and redis.call('HEXISTS', LEADER, 'parked') == 1 then
   return tonumber(known)
 end
 local ms = tonumber(ARGV[2] ~= '' and ARGV[2] or known or ARGV[3])
@@ -32,5 +28,5 @@ if known and ARGV[2] == '' then
 elseif known and ms < tonumber(known) then
   return tonumber(known)
 end
-redis.call('HSET', KEYS[2], 'ms', string.format('%.0f', ms), 'at_ms', ARGV[3], 'most_ms', ARGV[4])
+redis.call('HSET', CLOCK, 'ms', string.format('%.0f', ms), 'at_ms', ARGV[3], 'most_ms', ARGV[4])
 return ms

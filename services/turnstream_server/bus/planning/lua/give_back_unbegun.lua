@@ -1,10 +1,8 @@
 #!lua flags=allow-oom
--- Part of settle_eval, settle_group and write_manifest: what was reserved for samples that are never
--- begun.
+-- Part of settle_eval, settle_group and write_manifest: releases the bytes that were reserved for
+-- samples without a trajectory.
 --
--- Needs HELD    a key, hash  removed: the trajectory ids
---       BUDGET  a key, hash  changed: reserved
--- Gives give_back(id), of a trajectory that the ledger does not have, and given_back, the bytes so far.
+-- Defines give_back(id), and given_back, the sum of the bytes. HELD and BUDGET are the keys.
 
 local given_back = 0
 

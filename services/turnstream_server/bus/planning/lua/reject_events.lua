@@ -1,81 +1,46 @@
 #!lua flags=allow-oom
--- Rejects events of a run, each once: no leader folds them from now on.
+-- Rejects events of a run, each once: no leader folds them from now on. If the event is of a sealed
+-- trajectory, that becomes a dead letter. Else the beginning of the event is kept in `damaged`.
 --
--- An event of a sealed trajectory ends that trajectory, which becomes a dead letter. Any other is
--- kept in `damaged`, and the oldest there make room.
---
--- Keys, all in the run's slot:
---   KEYS[1] leader     hash    read: epoch
---   KEYS[2] ledger     hash    trajectory id: "sealed:<epoch>" or "awaiting_reward:<epoch>" becomes
---                              "dead:<reason>"
---   KEYS[3] counts     hash    changed: sealed or awaiting_reward, dead, dead_bytes, discarded_events
---   KEYS[4] events     stream  read; added, once per trajectory: field r = the trajectory_died record
---   KEYS[5] letters    hash    added: trajectory id -> "<since, server ms>:<bytes>"
---   KEYS[6] deadlines  zset    removed: "reward:<trajectory id>"
---   KEYS[7] damaged    stream  added, under the event's own id: fields r = the beginning of the
---                              record, why = the reason; the oldest are removed. It takes no id that
---                              is not above all before
---   KEYS[8] rejected   zset    added: ids of the events, each with its milliseconds
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] bytes of a record that are kept, at most
 --   ARGV[3] events that are kept, at most
---   ARGV[4...] five per event: its id; why; id of its trajectory, or ""; the trajectory_died record;
+--   ARGV[4...] five per event: its id; why; id of its trajectory, or ""; the trajectory_died
+--              record;
 --              bytes of the payload of the trajectory
--- Reply:  how many were rejected now, an integer
--- Errors: FENCED  another planner leads
+-- Reply:  number of events that this call rejected
 
-local LEDGER, COUNTS, EVENTS, LETTERS, DEADLINES = KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local DAMAGED, REJECTED = KEYS[7], KEYS[8]
+local LEADER, LEDGER, COUNTS, EVENTS, LETTERS, DEADLINES, DAMAGED, REJECTED = unpack(KEYS)
 local PER_EVENT = 5
 
 -- include: set_dead.lua
+-- include: turnstream_server.bus.leadership/fenced.lua
 
-if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
-  return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
-end
-local most_bytes, most_events = tonumber(ARGV[2]), tonumber(ARGV[3])
-
--- The record of an event; all fields of an entry that has no record.
+-- Return the record of an event, or all fields of an entry that has no record.
 local function record_of(event_id)
   local entry = redis.call('XRANGE', EVENTS, event_id, event_id)[1]
-  local record
-  for i = 1, entry and #entry[2] or 0, 2 do
-    if entry[2][i] == 'r' then
-      record = entry[2][i + 1]
+  local fields = entry and entry[2] or {}
+  for i = 1, #fields, 2 do
+    if fields[i] == 'r' then
+      return fields[i + 1]
     end
   end
-  return record or table.concat(entry and entry[2] or {}, '\n')
-end
-
-local function make_room()
-  while redis.call('XLEN', DAMAGED) > most_events do
-    local oldest = redis.call('XRANGE', DAMAGED, '-', '+', 'COUNT', 1)[1]
-    redis.call('XDEL', DAMAGED, oldest[1])
-    redis.call('HINCRBY', COUNTS, 'discarded_events', 1)
-    redis.call('HINCRBY', COUNTS, 'dead_bytes', -#oldest[2][2])
-  end
+  return table.concat(fields, '\n')
 end
 
 local function keep(event_id, why)
-  local record = record_of(event_id)
-  if #record > most_bytes then
-    why = string.format('%s (the first %d of %d bytes are kept)', why, most_bytes, #record)
-    record = string.sub(record, 1, most_bytes)
+  local record, most = record_of(event_id), tonumber(ARGV[2])
+  if #record > most then
+    why = string.format('%s (the first %d of %d bytes are kept)', why, most, #record)
+    record = string.sub(record, 1, most)
   end
-  local added = redis.pcall('XADD', DAMAGED, event_id, 'r', record, 'why', why)
-  if type(added) == 'table' and added.err then
-    return  -- the release before kept it, without the decision
-  end
-  redis.call('HINCRBY', COUNTS, 'dead_bytes', #record)
-  make_room()
+  -- Refused where an older release has kept it already, without the decision.
+  redis.pcall('XADD', DAMAGED, 'MAXLEN', ARGV[3], event_id, 'r', record, 'why', why)
 end
 
--- include: turnstream.store.run/whole_numbers.lua
+local COUNTERS = {{COUNTS}}
+-- include: turnstream_server.bus.leadership/whole_counters.lua
 
-local damage = damaged(COUNTS)
-if damage then
-  return damage
-end
 local num_new = 0
 for i = 4, #ARGV, PER_EVENT do
   local event_id, why, id, died, bytes = unpack(ARGV, i, i + PER_EVENT - 1)

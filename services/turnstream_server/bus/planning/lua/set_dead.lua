@@ -1,9 +1,6 @@
 #!lua
--- Part of mark_dead and reject_events: marks a trajectory as dead, notifies the planner, and keeps the
--- payload as a dead letter.
---
--- The script names the keys LEDGER, COUNTS, EVENTS, LETTERS and DEADLINES, and has read the state of
--- the trajectory: "sealed" or "awaiting_reward".
+-- Part of mark_dead and reject_events: marks a trajectory as dead, notifies the planner, and keeps
+-- the payload as a dead letter. `state` is the present state: "sealed" or "awaiting_reward".
 
 local function set_dead(id, state, reason, record, bytes)
   local time = redis.call('TIME')

@@ -1,29 +1,22 @@
 #!lua flags=allow-oom
--- Gives up, for good, what no checkpoint that is kept can ask for: the steps up to the oldest of the
--- last committed ones that every observer has seen which is not forgotten. From here on a session that
--- needs them is refused, so that their payload may be removed at any later time, by whoever plans the
--- run then.
+-- Advances the low watermark: the newest step that no kept checkpoint can ask for, and that every
+-- live observer has seen. Sessions that need an earlier step are refused from here on, so that any
+-- planner may delete its payload later.
 --
--- Keys, all in the run's slot:
---   KEYS[1] leader    hash  read: epoch
---   KEYS[2] frontier  hash  changed: released, checkpoints
---   KEYS[3] config    hash  read: newest, and that revision's JSON
---   KEYS[4] observers hash  read: name -> "<newest step seen>:<expires_ms, 0 for forgotten>:..."
--- Arguments: ARGV[1] leader epoch    ARGV[2] the newest step that may be given up, "" for any
--- Reply:     the newest step that is given up, an integer
--- Errors:
---   NORUN     no such run
---   FENCED    another planner leads
+-- Arguments: ARGV[1] leader epoch    ARGV[2] the newest step that may be released, "" for any
+-- Reply:     the low watermark
+-- Errors:    NORUN  no such run
 
-if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
-  return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
-end
+local LEADER, FRONTIER, CONFIG, OBSERVERS = unpack(KEYS)
+
+-- include: turnstream_server.bus.leadership/fenced.lua
+
 local stepped, released, checkpoints = unpack(
-  redis.call('HMGET', KEYS[2], 'stepped', 'released', 'checkpoints'))
+  redis.call('HMGET', FRONTIER, 'stepped', 'released', 'checkpoints'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
-local config = cjson.decode(redis.call('HGET', KEYS[3], redis.call('HGET', KEYS[3], 'newest')))
+local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
 local steps = {}
 for step in string.gmatch(checkpoints or '', '%d+') do
   steps[#steps + 1] = tonumber(step)
@@ -34,7 +27,7 @@ local first_kept = math.max(1, #steps - (config.retain_checkpoints or 2) + 1)
 local floor = math.min(tonumber(ARGV[2]) or math.huge,
   #steps >= (config.retain_checkpoints or 2) and steps[first_kept] or 0)
 
-for _, entry in ipairs(redis.call('HVALS', KEYS[4])) do
+for _, entry in ipairs(redis.call('HVALS', OBSERVERS)) do
   local seen, expires_ms = string.match(entry, '^(%d+):(%d+):')
   if expires_ms ~= '0' then
     floor = math.min(floor, tonumber(seen))
@@ -45,6 +38,6 @@ released = tonumber(released or 0)
 if floor <= released then
   return released
 end
-redis.call('HSET', KEYS[2], 'released', string.format('%.0f', floor),
+redis.call('HSET', FRONTIER, 'released', string.format('%.0f', floor),
   'checkpoints', table.concat(steps, ',', first_kept))
 return floor

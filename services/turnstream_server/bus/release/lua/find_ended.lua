@@ -1,12 +1,11 @@
 #!lua flags=no-writes
--- Looks through a part of the ledger for trajectories that ended untrained. Dead ones are kept until
--- they are discarded.
+-- Scans a part of the ledger for trajectories that ended untrained. Dead ones count once they are
+-- discarded.
 --
--- Keys, in the run's slot:
---   KEYS[1] ledger  hash  read
--- Arguments: ARGV[1] cursor, "0" at first    ARGV[2] about how many entries to look at
+-- Arguments: ARGV[1] cursor, "0" at first    ARGV[2] about how many entries to scan
 -- Reply:     {next cursor, "0" at the end; trajectory id; its entry; ...}
 
+local LEDGER = KEYS[1]
 local ENDS = {filtered = true, expired = true, surplus = true, incomplete = true, evaluated = true,
   abandoned = true}
 
@@ -14,7 +13,7 @@ local function has_ended(entry)
   return ENDS[string.match(entry, '^[^:]*')] or string.sub(entry, 1, 14) == 'dead:discarded'
 end
 
-local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
+local page = redis.call('HSCAN', LEDGER, ARGV[1], 'COUNT', ARGV[2])
 local reply = {page[1]}
 local entries = page[2]
 for i = 1, #entries, 2 do

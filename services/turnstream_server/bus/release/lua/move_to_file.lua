@@ -1,22 +1,16 @@
 #!lua flags=allow-oom
--- Notes that the compact records of some batches are in a file, and removes them here.
+-- Records that the compact records of some batches are in a file, and removes them here.
 --
--- Keys, all in the run's slot:
---   KEYS[1] leader    hash  read: epoch
---   KEYS[2] frontier  hash  read: folded; changed: cold, the newest step that is in a file
---   KEYS[3] past      hash  removed: the steps
---   KEYS[4] cold      hash  added: the last step -> name of the file
 -- Arguments: ARGV[1] leader epoch    ARGV[2] first step    ARGV[3] last step    ARGV[4] name
 -- Reply:     1, or 0 where it was done before
--- Errors:
---   FENCED    another planner leads
---   CONFLICT  the first step is not the next one, or the last one has no compact record
+-- Errors:    CONFLICT  the first step is not the next one, or the last one has no compact record
 
-if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
-  return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
-end
+local LEADER, FRONTIER, PAST, COLD = unpack(KEYS)
+
+-- include: turnstream_server.bus.leadership/fenced.lua
+
 local first, last = tonumber(ARGV[2]), tonumber(ARGV[3])
-local folded, cold = unpack(redis.call('HMGET', KEYS[2], 'folded', 'cold'))
+local folded, cold = unpack(redis.call('HMGET', FRONTIER, 'folded', 'cold'))
 folded, cold = tonumber(folded or 0), tonumber(cold or 0)
 if last <= cold then
   return 0
@@ -26,8 +20,8 @@ if first ~= cold + 1 or last > folded then
     .. cold .. ' is in a file, step ' .. folded .. ' is folded')
 end
 for step = first, last do
-  redis.call('HDEL', KEYS[3], string.format('%.0f', step))
+  redis.call('HDEL', PAST, string.format('%.0f', step))
 end
-redis.call('HSET', KEYS[4], ARGV[3], ARGV[4])
-redis.call('HSET', KEYS[2], 'cold', ARGV[3])
+redis.call('HSET', COLD, ARGV[3], ARGV[4])
+redis.call('HSET', FRONTIER, 'cold', ARGV[3])
 return 1

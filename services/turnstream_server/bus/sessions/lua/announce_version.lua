@@ -1,24 +1,20 @@
 #!lua flags=allow-oom
--- Tells generators and the plan that new weights exist. A version is announced once.
+-- Announces new weights to generators and the planner, once.
 --
--- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: session_epoch, session, lineage; version_floor, the highest
---                             that the origin of a forked run has announced
---   KEYS[2] versions  stream  added: "<version + 1>-0", field r = the version_announced record
---   KEYS[3] events    stream  added: the same record
 -- Arguments: ARGV[1] session epoch    ARGV[2] version    ARGV[3] the record
 --            ARGV[4] session name, or "", see stepped.lua    ARGV[5] lineage that the record names
--- Reply:     1, or 0 where the very same was announced before
+-- Reply:     1, or 0 where an equal record was announced before
 -- Errors:
 --   NORUN     no such run
---   FENCED    another trainer session has started, or the run goes on in another lineage: weights
---             of a dead one would age as if nothing had been undone
+--   FENCED    another trainer session has started, or the run has another lineage
 --   CONFLICT  the version was announced with another content, or a higher one was
+
+local FRONTIER, VERSIONS, EVENTS = unpack(KEYS)
 
 -- include: present_session.lua
 
 local epoch, session, floor, lineage = unpack(
-  redis.call('HMGET', KEYS[1], 'session_epoch', 'session', 'version_floor', 'lineage'))
+  redis.call('HMGET', FRONTIER, 'session_epoch', 'session', 'version_floor', 'lineage'))
 local refusal = refused(epoch, session, ARGV[1], ARGV[4])
 if refusal then
   return refusal
@@ -28,20 +24,20 @@ if ARGV[5] ~= lineage then
     .. '"')
 end
 local id = string.format('%.0f-0', ARGV[2] + 1)
-local known = redis.call('XRANGE', KEYS[2], id, id)[1]
+local known = redis.call('XRANGE', VERSIONS, id, id)[1]
 if known then
   if known[2][2] == ARGV[3] then
     return 0
   end
   return redis.error_reply('CONFLICT version ' .. ARGV[2] .. ' was announced with another content')
 end
-local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+local newest = redis.call('XREVRANGE', VERSIONS, '+', '-', 'COUNT', 1)[1]
 newest = newest and tonumber(string.match(newest[1], '^%d+')) - 1 or -1
 newest = math.max(newest, tonumber(floor or -1))
 if tonumber(ARGV[2]) <= newest then
   return redis.error_reply('CONFLICT version ' .. ARGV[2] .. ' is not above ' .. newest
     .. ', the newest announced')
 end
-redis.call('XADD', KEYS[2], id, 'r', ARGV[3])
-redis.call('XADD', KEYS[3], '*', 'r', ARGV[3])
+redis.call('XADD', VERSIONS, id, 'r', ARGV[3])
+redis.call('XADD', EVENTS, '*', 'r', ARGV[3])
 return 1

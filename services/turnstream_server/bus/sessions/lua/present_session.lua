@@ -1,10 +1,10 @@
 #!lua
--- Part of stepped, committed, record_rank and announce_version: whether a call is of the trainer session
--- that the run has now.
+-- Part of stepped, committed, record_rank and announce_version: checks that a call is of the
+-- present trainer session.
 --
--- Gives refused(epoch, session, own_epoch, own_session): the error, or nil. The first two are of the
--- frontier, the others of the call; a call of an older release gives no name of its session, or "".
--- Where plans were withdrawn no session is there: its name in the frontier is "".
+-- Defines refused(epoch, session, own_epoch, own_session): the error, or nil. The first two are of
+-- the frontier, the others of the call. A call of an older release has no session name, or "".
+-- Withdrawn plans end the session: then its name in the frontier is "".
 
 local function refused(epoch, session, own_epoch, own_session)
   if not epoch then

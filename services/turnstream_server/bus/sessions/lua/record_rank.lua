@@ -1,15 +1,8 @@
 #!lua flags=allow-oom
--- Notes that a rank of the present trainer session has a batch, or is about to get it. Where it has
--- one that the store has no more, or another one of its number, the session is lost: the ranks may
--- differ in what they train, so that nobody of it is served or heard any more.
+-- Records that a rank of the present trainer session has a batch, or is about to get it. If it has
+-- a batch that the store lost, or another manifest of the step, the session is lost: its ranks may
+-- train different data, and are refused from now on.
 --
--- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: session_epoch, session, dp_world_size, planned, released; read
---                             and added: session_lost, "<step>:<why>"
---   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
---   KEYS[3] ranks     hash    changed: dp_rank -> "<step>:<manifest hash>", the newest that it has;
---                             not of a session of one rank, which acknowledges what it has
---   KEYS[4] wake      stream  added where the session is lost, so that calls that wait find out
 -- Arguments: ARGV[1] session epoch    ARGV[2] session name, or "", see stepped.lua
 --            ARGV[3] dp_rank    ARGV[4] step    ARGV[5] manifest hash
 --            ARGV[6] "has", or "gets": before the first byte of it is sent
@@ -17,12 +10,14 @@
 -- Errors:
 --   NORUN   no such run
 --   FENCED  another trainer session has started
---   BEHIND  the session is lost, by this or before
---   RANK_UNCONFIRMED the rank was about to get what the store has no more
+--   BEHIND  the session is lost
+--   RANK_UNCONFIRMED  the store has lost the batch that the rank was about to get
+
+local FRONTIER, BATCHES, RANKS, WAKE = unpack(KEYS)
 
 -- include: present_session.lua
 
-local epoch, session, world_size, planned, released, lost = unpack(redis.call('HMGET', KEYS[1],
+local epoch, session, world_size, planned, released, lost = unpack(redis.call('HMGET', FRONTIER,
   'session_epoch', 'session', 'dp_world_size', 'planned', 'released', 'session_lost'))
 local refusal = refused(epoch, session, ARGV[1], ARGV[2])
 if refusal then
@@ -33,30 +28,31 @@ if lost then
 end
 local step = tonumber(ARGV[4])
 if step < tonumber(released or 0) then
-  return 1  -- a call that comes late: who it is compared with is gone
+  return 1  -- a late call: the batch is released
 end
 
 local function hash_of(number)
-  return string.match(redis.call('HGET', KEYS[2], number) or '', ':(.*)$')
+  return string.match(redis.call('HGET', BATCHES, number) or '', ':(.*)$')
 end
 
 local own = hash_of(ARGV[4])
 if own ~= ARGV[5] and ARGV[6] == 'gets' then
-  return redis.error_reply('RANK_UNCONFIRMED step ' .. step .. ': its plan is not in the store any more')
+  return redis.error_reply('RANK_UNCONFIRMED step ' .. step
+    .. ': its plan is not in the store any more')
 end
 if own ~= ARGV[5] then
   local has = own and 'this store has "' .. own .. '" as step ' .. step
     or 'but the newest batch of this store is ' .. (planned or 0)
   local why = 'step ' .. step .. ' was delivered to dp_rank ' .. ARGV[3] .. ' from the manifest "'
     .. ARGV[5] .. '", ' .. has .. ': begin a new session from the last checkpoint'
-  redis.call('HSET', KEYS[1], 'session_lost', ARGV[4] .. ':' .. why)
-  redis.call('XADD', KEYS[4], 'MAXLEN', 1, '*', 'w', '')
+  redis.call('HSET', FRONTIER, 'session_lost', ARGV[4] .. ':' .. why)
+  redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
   return redis.error_reply('BEHIND ' .. why)
 end
 if tonumber(world_size) > 1 then
-  local newest, hash = string.match(redis.call('HGET', KEYS[3], ARGV[3]) or '', '^(%d+):(.*)$')
+  local newest, hash = string.match(redis.call('HGET', RANKS, ARGV[3]) or '', '^(%d+):(.*)$')
   if not newest or tonumber(newest) < step or hash_of(newest) ~= hash then
-    redis.call('HSET', KEYS[3], ARGV[3], ARGV[4] .. ':' .. ARGV[5])
+    redis.call('HSET', RANKS, ARGV[3], ARGV[4] .. ':' .. ARGV[5])
   end
 end
 return 1

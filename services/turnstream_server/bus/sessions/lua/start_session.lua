@@ -1,22 +1,7 @@
 #!lua flags=allow-oom
--- Begins a trainer session after the batch that its recovery token names, and fences every session
--- before it. The same session again, before its first step, changes nothing.
+-- Starts a trainer session after the batch of its recovery token, and fences every earlier session.
+-- Later steps are undone. A repeat before the first step of the session changes nothing.
 --
--- A token is in a checkpoint on disk, so that the run is committed exactly up to it: what was
--- stepped or committed beyond it comes back.
---
--- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read and changed: stepped, committed, session_epoch, session,
---                             session_token, dp_world_size, lineage, checkpoints, rollbacks,
---                             forks, session_ms; read: released; read and removed: session_lost
---   KEYS[2] batches   hash    read: step -> "<trajectories planned up to it>:<manifest hash>"
---   KEYS[3] wake      stream  added, so that calls of the session before find out
---   KEYS[4] sessions  hash    session name -> its epoch; added
---   KEYS[5] events    stream  added, where steps are undone: field r = the rolled_back record
---   KEYS[6] versions  stream  read: the newest
---   KEYS[7] ranks     hash    removed: what the ranks of the session before had
---   KEYS[8] times     hash    removed: when steps were stepped and committed that are undone; added:
---                             "committed:<step>" of the token, where nobody has said that before
 -- Arguments:
 --   ARGV[1] session name     ARGV[2] dp_world_size
 --   ARGV[3] token's step, "" without a token    ARGV[4] token's manifest hash
@@ -24,15 +9,16 @@
 -- Reply: {session epoch; next step; lineage; stepped before; committed before}
 -- Errors:
 --   NORUN     no such run
---   FENCED    the session has begun before, and another one since
+--   FENCED    the session has started before, and another one since
 --   BEHIND    this store does not have the batch that the token names; or the session is lost
 --   RELEASED  the batches after the one that the token names are no longer retained
---   CONFLICT  no token, but batches are committed; or the session began otherwise, or has stepped
+--   CONFLICT  no token, but batches are committed; or the session started otherwise, or has stepped
 
+local FRONTIER, BATCHES, WAKE, SESSIONS, EVENTS, VERSIONS, RANKS, TIMES = unpack(KEYS)
 local MAX_ROLLBACKS = 16  -- every reader of the frontier reads them
 
 local stepped, committed, epoch, session, began_with, world_size, lineage, planned, released,
-  checkpoints, lost = unpack(redis.call('HMGET', KEYS[1], 'stepped', 'committed', 'session_epoch',
+  checkpoints, lost = unpack(redis.call('HMGET', FRONTIER, 'stepped', 'committed', 'session_epoch',
     'session', 'session_token', 'dp_world_size', 'lineage', 'planned', 'released', 'checkpoints',
     'session_lost'))
 if not stepped then
@@ -57,14 +43,14 @@ if session == ARGV[1] and session ~= '' then
   return {tonumber(epoch), stepped + 1, lineage, stepped, committed}
 end
 
--- A rank that was killed may have asked before, and be heard only now.
-local over = redis.call('HGET', KEYS[4], ARGV[1])
+-- A call of a killed rank may arrive late.
+local over = redis.call('HGET', SESSIONS, ARGV[1])
 if over then
   return redis.error_reply('FENCED trainer session ' .. over .. ' has ended, ' .. epoch
     .. ' has begun')
 end
 
--- 1. Is the token ours?
+-- 1. Check the token.
 local step = 0
 if ARGV[3] == '' then
   if committed > 0 then
@@ -78,7 +64,7 @@ else
       .. released .. ' are no longer retained: the oldest token that can be taken up is that of '
       .. 'step ' .. released)
   end
-  local entry = redis.call('HGET', KEYS[2], ARGV[3])
+  local entry = redis.call('HGET', BATCHES, ARGV[3])
   local hash = step == 0 and '' or string.match(entry or '', ':(.*)$')
   if not hash then
     return redis.error_reply('BEHIND the token names step ' .. step
@@ -90,12 +76,11 @@ else
   end
 end
 
--- Versions up to the newest are as old as this step, at least. An earlier fork behind a later step
--- says nothing any more.
+-- Records that all versions up to the newest are at least as old as this step.
 local function note_fork()
-  local newest = redis.call('XREVRANGE', KEYS[6], '+', '-', 'COUNT', 1)[1]
+  local newest = redis.call('XREVRANGE', VERSIONS, '+', '-', 'COUNT', 1)[1]
   local noted = {}
-  for version, at in string.gmatch(redis.call('HGET', KEYS[1], 'forks') or '', '(%d+):(%d+)') do
+  for version, at in string.gmatch(redis.call('HGET', FRONTIER, 'forks') or '', '(%d+):(%d+)') do
     if tonumber(at) < step then
       noted[#noted + 1] = version .. ':' .. at
     end
@@ -105,25 +90,25 @@ local function note_fork()
     noted[#noted + 1] = string.format('%.0f:%.0f', version, step)
   end
   if #noted > 0 then
-    redis.call('HSET', KEYS[1], 'forks', table.concat(noted, ','))
+    redis.call('HSET', FRONTIER, 'forks', table.concat(noted, ','))
   end
 end
 
--- 2. Begin.
+-- 2. Start the session.
 if step ~= stepped then
-  -- "main", "main-1", "main-2" ...; of a forked run "maze@12", "maze@12-1" ...
+  -- "main", "main-1", "main-2" ...; in a forked run "maze@12", "maze@12-1" ...
   local name, forks = string.match(lineage, '^(.*)%-(%d+)$')
   lineage = (name or lineage) .. '-' .. (forks or 0) + 1
-  local rollbacks = redis.call('HGET', KEYS[1], 'rollbacks')
+  local rollbacks = redis.call('HGET', FRONTIER, 'rollbacks')
   local told = {lineage .. ':' .. step .. ':' .. stepped}
   for earlier in string.gmatch(rollbacks or '', '[^,]+') do
     if #told < MAX_ROLLBACKS then
       told[#told + 1] = earlier
     end
   end
-  redis.call('HSET', KEYS[1], 'rollbacks', table.concat(told, ','))
+  redis.call('HSET', FRONTIER, 'rollbacks', table.concat(told, ','))
   note_fork()
-  redis.call('XADD', KEYS[5], '*', 'r', ARGV[5])
+  redis.call('XADD', EVENTS, '*', 'r', ARGV[5])
 end
 local kept = {}
 for earlier in string.gmatch(checkpoints or '', '%d+') do
@@ -137,17 +122,17 @@ end
 local time = redis.call('TIME')
 local now_ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
 for undone = step + 1, stepped do
-  redis.call('HDEL', KEYS[8], string.format('stepped:%.0f', undone),
+  redis.call('HDEL', TIMES, string.format('stepped:%.0f', undone),
     string.format('committed:%.0f', undone))
 end
 if step > 0 then
-  redis.call('HSETNX', KEYS[8], string.format('committed:%.0f', step), now_ms)
+  redis.call('HSETNX', TIMES, string.format('committed:%.0f', step), now_ms)
 end
-redis.call('HSET', KEYS[1], 'stepped', step, 'committed', step, 'session_epoch', epoch + 1,
+redis.call('HSET', FRONTIER, 'stepped', step, 'committed', step, 'session_epoch', epoch + 1,
   'session', ARGV[1], 'session_ms', now_ms, 'session_token', token, 'dp_world_size', ARGV[2],
   'lineage', lineage, 'checkpoints', table.concat(kept, ','))
-redis.call('HDEL', KEYS[1], 'session_lost')
-redis.call('DEL', KEYS[7])
-redis.call('HSET', KEYS[4], ARGV[1], epoch + 1)
-redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'w', '')
+redis.call('HDEL', FRONTIER, 'session_lost')
+redis.call('DEL', RANKS)
+redis.call('HSET', SESSIONS, ARGV[1], epoch + 1)
+redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
 return {epoch + 1, step + 1, lineage, stepped, committed}

@@ -37,12 +37,12 @@ frontier   hash    counters of the run: stepped, committed, planned, released (t
                    16 lineages as `<lineage>:<step>:<stepped before>`; forks, as
                    `<version>:<step>,...` the step that versions up to this one count as;
                    of a forked run: origin, `<run>:<step>:<trajectories>:<manifest hash>`;
-                   version_floor, the limit of its versions; inherited, 1 once `past` is whole;
+                   version_floor, the limit of its versions;
                    control: closed (0 or 1), leftover (see RunClosed), finished, paused (reason);
                    next_revision, the first step of the next config, or 0; revised_groups, a
                    correction of the live groups for steps of another size;
                    damage: damaged, `<step>:<manifest hash>:<sentence>`; replan, `<name>:<step>`;
-                   refused_replan, `<name>:<why>`; replanned, `<name>:<server ms>:<JSON>`;
+                   refused_replan, `<name>:<why>`; replanned, `<name>:<JSON>`;
                    withdrawn, `<revision>:<step>`, the number of withdrawals and the newest step
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
 observers  hash    name -> `<newest step seen>:<expiry, ms of the run's own time, 0 after

@@ -35,7 +35,7 @@ class Script:
     that file after the first.
 
     Attributes:
-        source: the text; its header lists the keys and the reply.
+        source: the text; its header lists the arguments and the reply.
         sha: its name for EVALSHA.
     """
 

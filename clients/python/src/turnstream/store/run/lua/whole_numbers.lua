@@ -1,7 +1,5 @@
 #!lua flags=allow-oom
--- Part of abandon, discard_event, discard_dead_letter, fold_ended, give_back, give_up,
--- grant_refill, mark_dead, open_group, post_reward, post_sealed, reject_events, reserve,
--- settle_eval, settle_group, settle_members, withdraw_plans and write_manifest: refuses a damaged
+-- Part of abandon, open_group, post_reward, post_sealed, reserve and whole_counters: refuses a damaged
 -- counter before the first write. HINCRBY fails at a field that is no whole number, and Redis keeps
 -- the earlier writes of the script.
 --
