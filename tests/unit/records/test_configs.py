@@ -40,26 +40,27 @@ def test_unknown_setting_is_of_a_newer_release():
         decode_config(edited(mood=[1, 2]))
 
 
-def test_missing_fields_of_an_older_release_have_defaults():
-    older = '{"format": 1, "batch_groups": 1, "mini_batch_groups": 1}'
+def test_missing_settings_have_defaults():
+    stored = '{"format": 2, "batch_groups": 1, "mini_batch_groups": 1}'
 
-    assert decode_config(older) == config()
+    assert decode_config(stored) == config()
 
 
 def test_format_of_a_newer_release_is_refused_with_both_formats():
-    sentence = "run 'maze' was written by a newer release .*format 2; this one reads up to 1"
+    sentence = "run 'maze' was written by a newer release .*format 3; this one reads up to 2"
 
     with pytest.raises(UnknownFormatError, match=sentence):
-        decode_config(edited(format=2), run="maze")
+        decode_config(edited(format=3), run="maze")
 
 
-def test_format_of_an_older_release_is_refused_with_a_remedy():
+@pytest.mark.parametrize("older", [0, 1])
+def test_format_of_an_older_release_is_refused_with_a_remedy(older: int):
     with pytest.raises(UnknownFormatError) as caught:
-        decode_config(edited(format=0), run="maze")
+        decode_config(edited(format=older), run="maze")
 
     assert str(caught.value) == (
-        "run 'maze' was written by an older release of Turnstream (format 0; this one reads "
-        "format 1): finish the run with that release, or remove it with `turnstream run delete`"
+        f"run 'maze' was written by an older release of Turnstream (format {older}; this one reads "
+        "format 2): finish the run with that release, or remove it with `turnstream run delete`"
     )
 
 
@@ -91,7 +92,7 @@ def test_wrong_value_is_refused_by_the_name_of_its_field(field: str, value: obje
 
 def test_missing_field_is_refused_with_its_field():
     with pytest.raises(InvalidConfigError, match="mini_batch_groups: is missing"):
-        decode_config('{"format": 1, "batch_groups": 1}')
+        decode_config('{"format": 2, "batch_groups": 1}')
 
 
 @given(

@@ -24,6 +24,7 @@ from testkit import (
 )
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.scoring.tag_statistics import sum_up
+from turnstream.errors import UnknownFormatError
 from turnstream.records.batches import decode_mini_batch
 from turnstream.records.configs import decode_config
 from turnstream.records.events import decode_event, encode_event
@@ -245,8 +246,15 @@ def test_manifest_with_advantages_of_turns_has_the_bytes_of_format_0():
     assert decode_manifest(record) == golden_manifest_by_turns()
 
 
-def test_stored_config_of_format_1_is_read():
-    stored = (GOLDEN / "config.json").read_text()
+def test_stored_config_of_format_1_is_refused():
+    stored = (GOLDEN / "config_1.json").read_text()
+
+    with pytest.raises(UnknownFormatError, match=r"format 1; this one reads format 2"):
+        decode_config(stored)
+
+
+def test_stored_config_of_format_2_is_read():
+    stored = (GOLDEN / "config_2.json").read_text()
 
     decoded = decode_config(stored)
 

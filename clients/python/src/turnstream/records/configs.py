@@ -12,7 +12,7 @@ from turnstream.errors import CorruptRecordError, InvalidConfigError, UnknownFor
 from turnstream.records.framing import check_format
 from turnstream.types import DeclaredColumn
 
-RUN_FORMAT: Final = 1
+RUN_FORMAT: Final = 2
 """Format of all stored state of a run, written into each of its configurations.
 
 It grows with every change of stored state that an older release would misread. A process that opens
