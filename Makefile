@@ -6,9 +6,11 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # `make demo JSON=FILE` and `make chaos JSON=FILE` also write their summary there.
 JSON ?=
-# Of `make chaos`: how long, and which faults; a seed that failed fails again.
+# Of `make chaos`: how long, and which faults; a seed that failed fails again. The seed also draws fsync or everysec
+# unless DURABILITY= names one.
 SECONDS ?= 1800
 SEED ?=
+DURABILITY ?=
 # Of `make simulate`: how many runs, from which seed on; with PROCESSES= on fewer than all cores.
 SEEDS ?= 2000
 FIRST ?= 0
@@ -65,9 +67,9 @@ simulate: $(STAMP) ## simulated runs from seeds, on the real scripts in memory; 
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulator --seeds $(SEEDS) --first $(FIRST) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(PROCESSES),--processes $(PROCESSES))
 
-chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= JSON=FILE
+chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= DURABILITY= JSON=FILE
 	PYTHONPATH=tests:tests/chaos $(BIN)/python -m harness.soak --seconds $(SECONDS) \
-	  $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json "$(JSON)")
+	  $(if $(SEED),--seed $(SEED)) $(if $(DURABILITY),--durability $(DURABILITY)) $(if $(JSON),--json "$(JSON)")
 
 fuzz: $(STAMP) ## damage stored bytes and requests at random over a batcher and a store; CASES=2000 SEED=
 	PYTHONPATH=tests:tests/chaos $(BIN)/python -m fuzz --cases $(CASES) $(if $(SEED),--seed $(SEED))

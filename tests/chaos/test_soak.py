@@ -7,18 +7,21 @@ from pathlib import Path
 import pytest
 
 from harness.report import MAX_STORE_BYTES
-from harness.soak import Length, soak
+from harness.soak import MODES, Length, soak
 from turnstream_server import failpoints
+from turnstream_server.embedded import Durability
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 SEED = 17803
-NUM_FAULTS = 4
+NUM_FAULTS = 3
 TESTS = Path(__file__).parents[1]
 
 
-def test_run_survives_random_faults(tmp_path: Path) -> None:
-    report = soak(tmp_path, length=Length(num_faults=NUM_FAULTS), seed=SEED)
+@pytest.mark.parametrize("durability", MODES)
+def test_run_survives_random_faults(tmp_path: Path, durability: Durability) -> None:
+    length = Length(num_faults=NUM_FAULTS)
+    report = soak(tmp_path, length=length, seed=SEED, durability=durability)
 
     survivals = report.survivals.values()
     num_injected = sum(survival.num_injected for survival in survivals)

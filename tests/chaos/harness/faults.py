@@ -25,6 +25,8 @@ from turnstream_server.jobs.stack import Service
 HOUR_S = 3600.0
 CUT_S = 1.0
 """Longest wait for a reply that can be cut."""
+LATE_SYNC_S = 1.5
+"""Longest delay of the disk under everysec; publishers keep their writes for longer."""
 IN_FORCE_S = 60.0
 MOST_GROUPS = 6
 """Groups of a batch before and after a revision."""
@@ -80,7 +82,16 @@ def kill_the_store(stack: Stack) -> None:
 
 
 def cut_the_stores_power(stack: Stack) -> None:
-    """Cut the append-only file to its synced part, and restart."""
+    """Cut the append-only file to its synced part, and restart.
+
+    Under everysec the disk is late by then. Half of the time a generator dies with its writes.
+    """
+    if stack.durability == "everysec":
+        stack.machine.freeze_disk()
+        stack.pause(stack.rng.uniform(0.0, LATE_SYNC_S))
+        if stack.rng.random() < 0.5:
+            with contextlib.suppress(InVainError):
+                kill_a_generator(stack)
     stack.restart_store(power_off=True)
 
 
@@ -154,8 +165,15 @@ def _num_refused(stack: Stack) -> int:
 
 
 def move_the_clock(stack: Stack) -> None:
-    """Set the store's clock wrong by up to an hour."""
-    stack.machine.set_clock(wrong_by_s=stack.rng.uniform(-HOUR_S, HOUR_S))
+    """Set the store's clock wrong by up to an hour, under everysec only forward.
+
+    A store whose clock is set back does not sync until the clock has caught up.
+    """
+    if stack.durability == "everysec":
+        stack.clock_s += stack.rng.uniform(0.0, HOUR_S)
+    else:
+        stack.clock_s = stack.rng.uniform(-HOUR_S, HOUR_S)
+    stack.machine.set_clock(wrong_by_s=stack.clock_s)
 
 
 def pause_the_run(stack: Stack) -> None:

@@ -103,6 +103,8 @@ class History:
         lines: in any order.
         excused: trajectories that need not be trained though they were acknowledged, because a
             test has damaged them or the run's policy drops them.
+        cuts: times at which the store lost its newest data, so that steps may be planned twice.
+        lost: trajectories that these cuts may have taken; see harness.losses.
     """
 
     def __init__(
@@ -110,9 +112,18 @@ class History:
         lines: Iterable[Line],
         *,
         excused: Collection[str] = (),
+        cuts: Sequence[float] = (),
+        lost: Collection[str] = (),
     ) -> None:
         self.lines = tuple(sorted(lines, key=lambda line: line.at))
-        self.excused = frozenset(excused)
+        self.excused = frozenset({*excused, *lost})
+        self.cuts = tuple(cuts)
+        self.lost = frozenset(lost)
+        if cuts:  # only the branch in the final weights has one plan for every step
+            self.lines = tuple(line for line in self.lines if self._is_of_final_branch(line))
+
+    def _is_of_final_branch(self, line: Line) -> bool:
+        return line.kind != "received" or self.surviving.get(line["step"]) == line["session"]
 
     def of(self, *kinds: str) -> Iterator[Line]:
         """The lines of these kinds, in order of time."""

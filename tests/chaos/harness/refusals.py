@@ -11,11 +11,14 @@ Violations = Iterator[str]
 NAMED = ("ConflictError", "FencedError", "StoreBehindError")
 """Errors for a generator that lost a trajectory."""
 
+AFTER_CUT_S = 30.0
+"""By when after a cut its losses are named."""
+
 _OTHER_REWARD = "another reward was posted"
 
 
 def refusals_have_a_cause(history: History) -> Violations:
-    """A refused trajectory was adopted or rewarded by another process."""
+    """A refused trajectory was adopted or rewarded by another process, or a cut took it."""
     takers: dict[str, set[str]] = {}
     for line in history.of("taken"):
         takers.setdefault(line["trajectory"], set()).add(line.process)
@@ -24,7 +27,8 @@ def refusals_have_a_cause(history: History) -> Violations:
             continue
         name = line.facts.get("trajectory", line.facts.get("group", ""))
         is_taken = bool(takers.get(name, set()) - {line.process})
-        if not (_is_of_the_end(line) or (_is_named(line) and is_taken)):
+        is_after_cut = any(0 < line.at - cut < AFTER_CUT_S for cut in history.cuts)
+        if not (_is_of_the_end(line) or (_is_named(line) and (is_taken or is_after_cut))):
             yield f"{line.process} was refused {name or 'something'}: {line['error']}"
 
 

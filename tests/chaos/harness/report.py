@@ -55,6 +55,7 @@ class Report:
         most_store_bytes: peak memory of the store.
     """
 
+    durability: str
     seconds: float
     survivals: dict[str, Survival]
     totals: Counter[str] = field(default_factory=Counter[str])
@@ -75,6 +76,7 @@ class Report:
         self.totals = Counter(
             steps=sum(1 for _ in history.of("stepped")),
             trainer_sessions=len(history.sessions),
+            cuts=len(rig.cuts),
             acknowledged_trajectories=len(history.acknowledged),
             taken_over=sum(1 for _ in history.of("taken")),
             archived_and_released_steps=read_frontier(rig.client, rig.run).released,
@@ -85,6 +87,7 @@ class Report:
     def facts(self) -> dict[str, Any]:
         """Return all numbers for a file."""
         return {
+            "durability": self.durability,
             "seconds": self.seconds,
             **self.totals,
             "rewards": dict(self.rewards),
@@ -99,7 +102,7 @@ class Report:
         table = Table(
             Column("fault", no_wrap=True),
             *("injected", "in vain", "survived", "median s", "longest s"),
-            title=f"{totals}; {dict(self.ledger)}; rewards {dict(self.rewards)}",
+            title=f"{self.durability}: {totals}; {dict(self.ledger)}; rewards {dict(self.rewards)}",
         )
         for name, survival in self.survivals.items():
             injected, in_vain, survived, median_s, longest_s = survival.facts().values()

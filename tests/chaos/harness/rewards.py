@@ -18,6 +18,8 @@ def awaited_rewards_are_those_posted(history: History) -> Violations:
     taken = rewards_taken(history)
     trained = _trained(history)
     for name, rewards in taken.items():
+        if name in history.lost:
+            continue
         if len(rewards) > 1:
             yield f"{name} was given the rewards {sorted(rewards)}, and each was told to count"
         if not trained.get(name, set()) <= rewards:
@@ -45,7 +47,7 @@ def _refused(history: History) -> Iterator[tuple[str, float]]:
     for line in history.of("posted", "refused"):
         is_late = line.facts.get("outcome") == "LATE"
         is_refused = "reward" in line.facts and line.facts.get("error", "").startswith("Conflict")
-        if is_late or is_refused:
+        if (is_late or is_refused) and line["trajectory"] not in history.lost:
             yield line["trajectory"], line["reward"]
 
 

@@ -16,6 +16,7 @@ import redis
 from harness.checker import check
 from harness.history import History, Line, Logs
 from harness.leaders import read_plans
+from harness.losses import lost_trajectories
 from harness.proxy import own_host
 from harness.stored import content_of
 from testkit import wait_until
@@ -23,6 +24,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import close_run, create_run
+from turnstream.types import RecoveryToken
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer, free_port
@@ -87,6 +89,7 @@ class Rig:
         excused: see History.
         loses_plans: whether plans are lost or withdrawn, and made again.
         loses_history: whether trained steps are lost too, so that the logs contain two histories.
+        cuts: times at which the store lost its newest data; see History.
         ranks: ranks of the newest session.
         environment: additional variables of the processes that are started next.
         is_newer: whether they are of the next minor release; see harness.newer.
@@ -107,6 +110,7 @@ class Rig:
         self.excused: set[str] = set()
         self.loses_plans = False
         self.loses_history = False
+        self.cuts: list[float] = []
         self.ranks: list[Service] = []
         self.environment: dict[str, str] = {}
         self.is_newer = False
@@ -230,7 +234,7 @@ class Rig:
 
     def history(self) -> History:
         """Everything that generators and ranks have logged."""
-        return History(self._logs.lines(), excused=self.excused)
+        return self._history_of(self._logs.lines())
 
     def plans(self) -> list[Line]:
         """Every plan that a batcher noted as written."""
@@ -353,7 +357,20 @@ class Rig:
 
     def _whole_history(self) -> History:
         plans = [] if self.loses_plans else self.plans()
-        return History([*self._logs.lines(), *plans], excused=self.excused)
+        return self._history_of([*self._logs.lines(), *plans])
+
+    def _history_of(self, lines: Sequence[Line]) -> History:
+        lost = lost_trajectories(lines, self.cuts, logs=self.folder / "logs") if self.cuts else ()
+        return History(lines, excused=self.excused, cuts=self.cuts, lost=lost)
+
+    def checkpoint_of_store(self) -> int:
+        """The newest step with a checkpoint whose plan the store has; 0 without one."""
+        hashes = self.plan_hashes()
+        for path in sorted((self.folder / "trainer").glob("*.token"), reverse=True):
+            token = RecoveryToken.parse(path.read_text())
+            if hashes.get(token.step) == token.chain_hash:
+                return token.step
+        return 0
 
 
 def config(**fields: Any) -> BatchingConfig:

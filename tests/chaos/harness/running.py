@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from harness.rig import Rig
 from turnstream.errors import StoreUnavailableError
 from turnstream.store.run.runs import resume_run
 from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
+from turnstream_server.embedded import Durability
 from turnstream_server.jobs.stack import Service
 
 Choice = TypeVar("Choice")
@@ -29,6 +31,10 @@ LATE_S = 12.0
 
 NUM_PROMPTS = 100
 """Prompts that a run has left, at least half of them: generators never wait for one."""
+
+
+REFUSED = 3
+"""Exit status of a rank that got a typed error. It may need an older checkpoint."""
 
 
 class InVainError(Exception):
@@ -69,6 +75,8 @@ class Stack:
         others: the newest observer and poster.
         num_others: number of observers and posters so far.
         num_writers: number of generators so far.
+        durability: durability of the store.
+        clock_s: error of the store's clock.
     """
 
     rig: Rig
@@ -81,6 +89,8 @@ class Stack:
     others: dict[str, Service] = field(default_factory=dict[str, Service])
     num_others: int = 0
     num_writers: int = 0
+    durability: Durability = "fsync"
+    clock_s: float = 0.0
 
     @property
     def rng(self) -> random.Random:
@@ -136,6 +146,7 @@ class Stack:
 
     def start_ranks(self) -> None:
         """Kill the current ranks, and start a new session of one to four ranks."""
+        was_refused = any(rank.status == REFUSED for rank in self.rig.ranks)
         for rank in self.rig.ranks:
             rank.kill()
         self.rig.start_ranks(
@@ -144,6 +155,7 @@ class Stack:
             checkpoint_every=3,
             timeout_s=15,
             update_s=0.02,
+            from_step=self.rig.checkpoint_of_store() if was_refused and self.rig.cuts else -1,
         )
 
     def mend(self) -> None:
@@ -189,11 +201,16 @@ class Stack:
             add_prompts(client, run, prompts, first=first)
 
     def restart_store(self, *, power_off: bool = False) -> None:
-        """Send SIGKILL and restart; a power cut also loses unsynced data."""
+        """Send SIGKILL and restart; a power cut also loses unsynced data.
+
+        A store under everysec may answer before it has written.
+        """
         server = self.rig.server
         server.kill()
         if power_off:
             self.machine.lose_power(server.data_dir)
+        if self.durability == "everysec":
+            self.rig.cuts.append(time.monotonic())
         server.restart()
         if power_off:
             resume_run(self.rig.client, self.rig.run)  # the cut may have taken the last resumption

@@ -1,8 +1,8 @@
 """Random faults over a running stack: `make chaos SECONDS=1800`.
 
-The store uses `fsync`. After every fault the ranks must take another step. At the end the whole run
-is trained and checked. The seed is printed first, and draws the same faults again. The logs of a
-failed run are kept.
+Half of the runs use a store with `fsync`, half with `everysec`. After every fault the ranks must
+take another step. At the end the whole run is trained and checked. The seed is printed first, and
+draws the same faults again. The logs of a failed run are kept.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from turnstream.store.run.evals import eval_results
 from turnstream.store.run.runs import close_run
 from turnstream.store.run.tasks import read_prompt_counts
 from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.embedded import Durability, EmbeddedServer
 
 RECOVERY_S = 90.0
 """By when a step must be taken after a fault."""
+
+MODES: tuple[Durability, ...] = ("fsync", "everysec")
 
 CONFIG = config(
     max_staleness=8, retain_checkpoints=8, lease_s=5.0, takeover_s=3.0, reward_deadline_s=8.0
@@ -60,24 +62,29 @@ class Length:
     every_s: float = 0.0
 
 
-def soak(folder: Path, *, length: Length, seed: int) -> Report:
+def soak(
+    folder: Path, *, length: Length, seed: int, durability: Durability | None = None
+) -> Report:
     """Inject faults, then train all and check everything.
 
-    Every kind of fault comes once before any comes again.
+    Every kind of fault comes once before any comes again. The seed also draws the durability where
+    none is given.
 
     Raises:
         TimeoutError: no step was taken after a fault.
         HistoryError: the history contradicts the promise.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    durability = durability or rng.choice(MODES)
     machine = Machine(folder)
     survivals = {fault.__name__: Survival() for fault in FAULTS}
-    report = Report(seconds=length.seconds, survivals=survivals)
+    report = Report(durability=durability, seconds=length.seconds, survivals=survivals)
     with (
         EmbeddedServer(
             folder / "store",
             binary=machine.binary,
-            durability="fsync",
+            durability=durability,
             max_memory_bytes=MAX_STORE_BYTES,
         ) as server,
         Rig(folder, server, config=CONFIG) as rig,
@@ -86,8 +93,14 @@ def soak(folder: Path, *, length: Length, seed: int) -> Report:
     ):
         rig.store_url = store.url
         rig.environment["TURNSTREAM_ARCHIVE_DIR"] = str(folder / "archive")
-        draws = Draws(random.Random(seed))
-        stack = Stack(rig=rig, machine=machine, store=store, door=door, draws=draws)
+        stack = Stack(
+            rig=rig,
+            machine=machine,
+            store=store,
+            door=door,
+            draws=Draws(rng),
+            durability=durability,
+        )
         stack.start()
         _inject(stack, report, length=length)
         _finish(stack, report)
@@ -138,7 +151,8 @@ def _finish(stack: Stack, report: Report) -> None:
     stack.mend_services()
     close_run(rig.client, rig.run)  # which ends the generators
     beside = [stack.others["observer"]]
-    rig.drain(2, timeout_s=30, num_lost=None, beside=beside)
+    first = rig.checkpoint_of_store() if rig.cuts else -1
+    rig.drain(2, timeout_s=30, from_step=first, num_lost=None, beside=beside)
     _check_refusals(rig)
     _check_prompts(rig)
     _check_evaluations(rig)
@@ -180,6 +194,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--every-s", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--durability", choices=MODES, default=None)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
@@ -188,7 +203,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="turnstream-chaos-"))
     length = Length(seconds=options.seconds, every_s=options.every_s)
     try:
-        report = soak(folder, length=length, seed=seed)
+        report = soak(folder, length=length, seed=seed, durability=options.durability)
     except BaseException:  # also of one that somebody has stopped
         console.print(f"what every process did is kept in {folder}")
         raise

@@ -1,0 +1,76 @@
+"""The trajectories that power cuts under everysec may have taken for good.
+
+A store under everysec loses its last seconds. A publisher that lives resends them, or names what it
+cannot resend::
+
+    sealed | cut within 5 s | its generator lives for 15 s -> sealed again, or named as lost
+    sealed | cut within 5 s | its generator dies           -> may be lost
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from harness.history import History, Line
+from turnstream.store.client import keys
+
+LOSS_S = 5.0
+"""The loss window: older writes are on the disk. Publishers keep their writes for as long."""
+
+RESENT_S = 15.0
+"""A publisher that lives for so long after a cut has resent all that it kept."""
+
+_NAMED = re.compile(
+    r"^run \S+: (?P<name>[^/ ]+/\d+/\d+)\b.*(the store lost it|the store came back without)",
+    re.MULTILINE,
+)
+
+
+def lost_trajectories(lines: Sequence[Line], cuts: Sequence[float], *, logs: Path) -> set[str]:
+    """Return the trajectories that may be lost, or whose reward may be.
+
+    Args:
+        lines: lines of all processes.
+        cuts: times of the cuts, in order.
+        logs: folder with the error output of generators.
+    """
+    found = _named_losses(logs)
+    by_process = History(lines).by_process
+    unsure: dict[str, set[str]] = {}
+    previous = -RESENT_S
+    for cut in cuts:
+        if cut - previous >= RESENT_S:
+            unsure.clear()  # otherwise a resend may be lost again
+        previous = cut
+        survivors: set[str] = set()
+        for process, own in by_process.items():
+            for name in _written(line for line in own if cut - LOSS_S < line.at < cut):
+                unsure.setdefault(name, set()).add(process)
+            ended_well = any(line.kind == "done" and line.at > cut for line in own)
+            if ended_well or own[-1].at > cut + RESENT_S:
+                survivors.add(process)
+        found |= {name for name, writers in unsure.items() if not writers & survivors}
+    return found
+
+
+def _written(lines: Iterable[Line]) -> Iterator[str]:
+    """Yield the trajectories that these lines opened, sealed or rewarded."""
+    for line in lines:
+        if line.kind in ("sealing", "sealed", "posting", "posted"):
+            yield line["trajectory"]
+        elif line.kind == "given":
+            yield from line["trajectories"]
+        elif line.kind in ("opening", "opened"):
+            yield from (f"{line['group']}/{sample}/0" for sample in range(line["num_samples"]))
+
+
+def _named_losses(logs: Path) -> set[str]:
+    """Return the trajectories that publishers have named as lost."""
+    found: set[str] = set()
+    for path in logs.glob("generator-*.log"):
+        for match in _NAMED.finditer(path.read_text(encoding="utf-8", errors="replace")):
+            group, _, rest = match["name"].partition("/")
+            found.add(f"{group if '%' in group else keys.encode_name(group)}/{rest}")
+    return found
