@@ -420,6 +420,14 @@ def test_cut_may_take_newest_writes_of_dead_generators(
     assert lost == ({"g0/0/0"} if is_lost else set())
 
 
+def test_cut_may_take_the_reward_of_a_dead_poster(tmp_path: Path) -> None:
+    sealed = Line("generator-w", "sealed", 9.0, {"trajectory": "g0/0/0"})
+    alive = Line("generator-w", "alive", 26.0, {})
+    posted = Line("poster-1", "posted", 9.5, {"trajectory": "g0/0/0"})
+
+    assert lost_trajectories([sealed, alive, posted], [10.0], logs=tmp_path) == {"g0/0/0"}
+
+
 def test_loss_that_a_publisher_named_is_excused(tmp_path: Path) -> None:
     text = "run chaos: p7#1/0/0 was acknowledged, and the store lost it: it is fenced\n"
     (tmp_path / "generator-w.log").write_text(text)

@@ -38,7 +38,7 @@ def lost_trajectories(lines: Sequence[Line], cuts: Sequence[float], *, logs: Pat
     """
     found = _named_losses(logs)
     by_process = History(lines).by_process
-    unsure: dict[str, set[str]] = {}
+    unsure: dict[tuple[str, bool], set[str]] = {}
     previous = -RESENT_S
     for cut in cuts:
         if cut - previous >= RESENT_S:
@@ -46,24 +46,25 @@ def lost_trajectories(lines: Sequence[Line], cuts: Sequence[float], *, logs: Pat
         previous = cut
         survivors: set[str] = set()
         for process, own in by_process.items():
-            for name in _written(line for line in own if cut - LOSS_S < line.at < cut):
-                unsure.setdefault(name, set()).add(process)
+            for write in _written(line for line in own if cut - LOSS_S < line.at < cut):
+                unsure.setdefault(write, set()).add(process)
             ended_well = any(line.kind == "done" and line.at > cut for line in own)
             if ended_well or own[-1].at > cut + RESENT_S:
                 survivors.add(process)
-        found |= {name for name, writers in unsure.items() if not writers & survivors}
+        found |= {name for (name, _), writers in unsure.items() if not writers & survivors}
     return found
 
 
-def _written(lines: Iterable[Line]) -> Iterator[str]:
-    """Yield the trajectories that these lines opened, sealed or rewarded."""
+def _written(lines: Iterable[Line]) -> Iterator[tuple[str, bool]]:
+    """Yield the trajectories of writes, and whether the write is a reward of its own."""
     for line in lines:
         if line.kind in ("sealing", "sealed", "posting", "posted"):
-            yield line["trajectory"]
+            yield line["trajectory"], line.kind.startswith("post")
         elif line.kind == "given":
-            yield from line["trajectories"]
+            yield from ((name, False) for name in line["trajectories"])
         elif line.kind in ("opening", "opened"):
-            yield from (f"{line['group']}/{sample}/0" for sample in range(line["num_samples"]))
+            for sample in range(line["num_samples"]):
+                yield f"{line['group']}/{sample}/0", False
 
 
 def _named_losses(logs: Path) -> set[str]:
