@@ -59,3 +59,12 @@ async def wait_until_async(
 
 def _gave_up(describe: str, timeout_s: float, answer: object) -> str:
     return f"timed out after {timeout_s:g} s waiting for {describe}; the last answer was {answer!r}"
+
+
+async def poll_until(predicate: Callable[[], Value], describe: str) -> Value:
+    """`wait_until` for a coroutine, without blocking its event loop."""
+
+    async def ask() -> Value:
+        return predicate()
+
+    return await wait_until_async(ask, describe=describe)

@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from testkit import group, ids, trajectory, turn, wait_until
+from testkit.stores import Store
 from turnstream.generator import Publisher
 from turnstream.generator.api.publisher import TrajectoryWriter
 from turnstream.store.client.connection import connect
@@ -18,20 +19,11 @@ from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
-
 
 @pytest.fixture
-def forcing_server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(durability="fsync") as server:
-        yield server
-
-
-@pytest.fixture
-def forcing_client(forcing_server: EmbeddedServer) -> Iterator[redis.Redis]:
-    with connect(forcing_server.url) as client:
-        yield client
+def forcing_store(new_run: Callable[..., str]) -> Iterator[Store]:
+    with EmbeddedServer(durability="fsync") as server, connect(server.url) as client:
+        yield Store(server, client, new_run)
 
 
 def num_groups_of_writes(client: redis.Redis) -> int:
@@ -53,54 +45,38 @@ def append_side_by_side(client: redis.Redis, publisher: Publisher, *, num_turns:
         episode.seal(1.0)
 
 
-def test_many_turns_become_few_writes_to_disk(
-    forcing_server: EmbeddedServer, forcing_client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(forcing_client)
+def test_many_turns_become_few_writes_to_disk(forcing_store: Store) -> None:
+    run = forcing_store.new_run()
 
-    with Publisher(forcing_server.url, run) as publisher:
-        append_side_by_side(forcing_client, publisher, num_turns=40)
+    with Publisher(forcing_store.url, run) as publisher:
+        append_side_by_side(forcing_store.client, publisher, num_turns=40)
 
-    stored = read(forcing_client, run)
+    stored = forcing_store.read(run)
     assert stored.counts() == {"accepted": 8, "sealed": 8}
     assert [len(stored.spelled(key)) for key in stored.sealed()] == [40] * 8
-    assert 0 < num_groups_of_writes(forcing_client) < 40
+    assert 0 < num_groups_of_writes(forcing_store.client) < 40
 
 
-def test_store_without_forced_writes_gets_single_calls(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(own_client)
-
-    with Publisher(own_server.url, run) as publisher:
-        append_side_by_side(own_client, publisher, num_turns=5)
-
-    assert read(own_client, run).counts() == {"accepted": 8, "sealed": 8}
-    assert num_groups_of_writes(own_client) == 0
-
-
-def test_full_store_takes_stored_seals_and_later_the_rest(
-    forcing_server: EmbeddedServer, forcing_client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(forcing_client)
+def test_full_store_takes_stored_seals_and_later_the_rest(forcing_store: Store) -> None:
+    run = forcing_store.new_run()
     long = trajectory(turn("a" * 20_000, "B"))
 
-    with Publisher(forcing_server.url, run) as publisher:
+    with Publisher(forcing_store.url, run) as publisher:
         publisher.publish(group("before", long)).result(10)
         with publisher.group("open", 20) as opened, ThreadPoolExecutor(20) as generators:
-            used: Any = forcing_client.info("memory")
-            forcing_client.config_set("maxmemory", used["used_memory"] + 300_000)
+            used: Any = forcing_store.client.info("memory")
+            forcing_store.client.config_set("maxmemory", used["used_memory"] + 300_000)
             ends = [
                 generators.submit(write, opened.trajectory(sample), long) for sample in range(20)
             ]
             wait_until(lambda: publisher.statistics().num_retries > 50, describe="a full server")
-            when_full = read(forcing_client, run).counts()
-            forcing_client.config_set("maxmemory", 0)
+            when_full = forcing_store.read(run).counts()
+            forcing_store.client.config_set("maxmemory", 0)
             for end in ends:
                 end.result(20)
 
     assert 0 < when_full["sealed"] < 21
-    assert read(forcing_client, run).counts() == {"accepted": 21, "sealed": 21}
+    assert forcing_store.read(run).counts() == {"accepted": 21, "sealed": 21}
 
 
 def write(writer: TrajectoryWriter, whole: Trajectory) -> None:
@@ -109,30 +85,26 @@ def write(writer: TrajectoryWriter, whole: Trajectory) -> None:
     writer.seal(1.0)
 
 
-def test_store_killed_between_writes_ends_with_every_turn_once(
-    forcing_server: EmbeddedServer, forcing_client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(forcing_client)
+def test_store_killed_between_writes_ends_with_every_turn_once(forcing_store: Store) -> None:
+    run = forcing_store.new_run()
 
-    with Publisher(forcing_server.url, run) as publisher:
+    with Publisher(forcing_store.url, run) as publisher:
         publisher.publish(group("first")).result(10)
-        forcing_server.kill()
+        forcing_store.server.kill()
         receipts = [publisher.publish(group(f"g{number}")) for number in range(20)]
-        forcing_server.restart()
+        forcing_store.server.restart()
         for receipt in receipts:
             receipt.result(20)
 
-    stored = read(forcing_client, run)
+    stored = forcing_store.read(run)
     assert stored.counts() == {"accepted": 42, "sealed": 42}
     assert all(stored.spelled(key) == [("ab", "cd")] for key in stored.sealed())
 
 
-def test_nothing_is_kept_for_a_store_that_syncs_before_it_answers(
-    forcing_server: EmbeddedServer, forcing_client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(forcing_client)
+def test_nothing_is_kept_for_a_store_that_syncs_before_it_answers(forcing_store: Store) -> None:
+    run = forcing_store.new_run()
 
-    with Publisher(forcing_server.url, run, keep_s=60.0) as publisher:
+    with Publisher(forcing_store.url, run, keep_s=60.0) as publisher:
         publisher.publish(group("g")).result(10)
         publisher.flush_to_disk(20)
         statistics = publisher.statistics()

@@ -9,6 +9,7 @@ import pytest
 import redis
 
 from testkit import group, ids
+from testkit.stores import Store
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
@@ -17,25 +18,17 @@ from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
 PastOf = Callable[[EmbeddedServer], Any]
 
 
-def test_lost_task_is_opened_again_with_all_its_writes(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    past_of: PastOf,
-) -> None:
+def test_lost_task_is_opened_again_with_all_its_writes(own_store: Store, past_of: PastOf) -> None:
     # A task was sent again as a take-over of what the store had forgotten, and refused: what was
     # acknowledged of it was lost.
-    run = new_run(own_client)
-    add_prompts(own_client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=2)])
+    run = own_store.new_run()
+    add_prompts(own_store.client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=2)])
 
-    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
-        past = past_of(own_server)
+    with Publisher(own_store.url, run, keep_s=60.0) as publisher:
+        past = past_of(own_store.server)
         with publisher.next_task(10) as task:
             for episode in task.trajectories:
                 episode.append(ids("ab"), ids("c")).result(10)
@@ -46,26 +39,21 @@ def test_lost_task_is_opened_again_with_all_its_writes(
         publisher.flush()
         statistics = publisher.statistics()
 
-    assert read(own_client, run).counts() == {"accepted": 4, "sealed": 4}
+    assert own_store.read(run).counts() == {"accepted": 4, "sealed": 4}
     assert statistics.num_lost == 0
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
 def test_task_granted_again_to_its_owner_is_skipped(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    past_of: PastOf,
-    is_sealed: bool,
+    own_store: Store, past_of: PastOf, is_sealed: bool
 ) -> None:
     # Both were written, under one name: what was acknowledged of the first was refused.
-    run = new_run(own_client)
+    run = own_store.new_run()
     prompts = [Prompt(prompt_uid=uid, payload=b"", num_samples=1) for uid in "ab"]
-    add_prompts(own_client, run, prompts)
+    add_prompts(own_store.client, run, prompts)
 
-    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
-        past = past_of(own_server)
+    with Publisher(own_store.url, run, keep_s=60.0) as publisher:
+        past = past_of(own_store.server)
         with publisher.next_task(10) as first:
             (episode,) = first.trajectories
             episode.append(ids("ab"), ids("c")).result(10)
@@ -81,33 +69,31 @@ def test_task_granted_again_to_its_owner_is_skipped(
         statistics = publisher.statistics()
 
     assert (first.prompt_uid, second.prompt_uid) == ("a", "b")
-    assert read(own_client, run).counts() == {"accepted": 2, "sealed": 2}
+    assert own_store.read(run).counts() == {"accepted": 2, "sealed": 2}
     assert statistics.num_lost == 0
 
 
-def test_prompt_of_a_lost_task_is_not_granted_again(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
-) -> None:
+def test_prompt_of_a_lost_task_is_not_granted_again(own_store: Store, past_of: PastOf) -> None:
     # The group came back as one that no prompt was given out as: its prompt was given to the next
     # who asked, and trained twice.
-    run = new_run(own_client)
+    run = own_store.new_run()
     prompts = [Prompt(prompt_uid=uid, payload=b"", num_samples=1) for uid in "abcda"]
-    add_prompts(own_client, run, prompts)
+    add_prompts(own_store.client, run, prompts)
 
-    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
+    with Publisher(own_store.url, run, keep_s=60.0) as publisher:
         take_and_write(publisher)
         with publisher.next_task(10):  # given up: "b" is to be given out again
             pass
         publisher.flush()
-        give_again(own_client, run, "b#1")
-        past = past_of(own_server)
+        give_again(own_store.client, run, "b#1")
+        past = past_of(own_store.server)
         names = [take_and_write(publisher) for _ in range(3)]
         publisher.flush()
         past.come_back()
         publisher.publish(group("h")).result(10)
         publisher.flush()
-        counts = read_prompt_counts(own_client, run)
-        tasks: Any = own_client.hgetall(keys.run_keys(run).tasks)
+        counts = read_prompt_counts(own_store.client, run)
+        tasks: Any = own_store.client.hgetall(keys.run_keys(run).tasks)
         name = take_and_write(publisher)
 
     assert (names, name) == (["b#2", "c#1", "d#1"], "a#2")
@@ -136,62 +122,58 @@ def take_and_write(publisher: Publisher) -> str:
     return task.group_id
 
 
-def test_task_that_returns_alone_leaves_earlier_prompts_to_others(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
+def test_lost_earlier_prompts_stay_available_to_other_generators(
+    own_store: Store, past_of: PastOf
 ) -> None:
     # The generator of the first died with what it had; the second is still there.
-    run = new_run(own_client)
+    run = own_store.new_run()
     prompts = [Prompt(prompt_uid=uid, payload=b"", num_samples=1) for uid in ("a", "b")]
-    add_prompts(own_client, run, prompts)
+    add_prompts(own_store.client, run, prompts)
 
     with (
-        Publisher(own_server.url, run, writer="dies", keep_s=0.0) as dying,
-        Publisher(own_server.url, run, writer="lives", keep_s=60.0) as publisher,
+        Publisher(own_store.url, run, writer="dies", keep_s=0.0) as dying,
+        Publisher(own_store.url, run, writer="lives", keep_s=60.0) as publisher,
     ):
-        past = past_of(own_server)
+        past = past_of(own_store.server)
         take_and_write(dying)
         take_and_write(publisher)
         past.come_back()
         publisher.publish(group("h")).result(10)
         publisher.flush()
-        counts = read_prompt_counts(own_client, run)
+        counts = read_prompt_counts(own_store.client, run)
         name = take_and_write(publisher)
 
     assert (counts.num_given, counts.num_left) == (1, 1)
     assert name == "a#1"
-    assert read_prompt_counts(own_client, run).num_given == 2
+    assert read_prompt_counts(own_store.client, run).num_given == 2
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_task_is_refused_if_the_end_of_its_last_group_was_lost(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    new_run: NewRun,
-    past_of: PastOf,
-    is_trained: bool,
+    own_store: Store, past_of: PastOf, is_trained: bool
 ) -> None:
     # The store went on with the group before, took the later one too, and both were trained.
-    run = new_run(own_client)
-    add_prompts(own_client, run, [Prompt(prompt_uid="a", payload=b"", num_samples=1)])
+    run = own_store.new_run()
+    add_prompts(own_store.client, run, [Prompt(prompt_uid="a", payload=b"", num_samples=1)])
 
-    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
+    with Publisher(own_store.url, run, keep_s=60.0) as publisher:
         assert take_and_write(publisher) == "a#1"
         publisher.flush()
-        past = past_of(own_server)
-        give_again(own_client, run, "a#1")
+        past = past_of(own_store.server)
+        give_again(own_store.client, run, "a#1")
         assert take_and_write(publisher) == "a#2"
         publisher.flush()
         past.come_back()
         if is_trained:
-            train(own_client, run, "a#1")
+            train(own_store.client, run, "a#1")
         publisher.publish(group("h")).result(10)
         with pytest.raises(
             StoreBehindError, match=r"a#2/0/0 was acknowledged, .* as an earlier group"
         ):
             publisher.flush()
-        counts = read_prompt_counts(own_client, run)
+        counts = read_prompt_counts(own_store.client, run)
 
-    names: Any = own_client.hkeys(keys.run_keys(run).groups)
+    names: Any = own_store.client.hkeys(keys.run_keys(run).groups)
     assert sorted(names) == [b"a%231", b"h"]
     assert (counts.num_given, counts.num_left) == (0 if is_trained else 1, 0)
 

@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import redis
 
 from testkit import group, ids, wait_until, wait_until_async
 from testkit.scripts import script
+from testkit.stores import Store
 from turnstream.errors import NotReadyError, StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.outbox.receipts import AsyncReceipt, Receipt
@@ -32,8 +32,6 @@ from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
 Frozen = Callable[[], contextlib.AbstractContextManager[None]]
 ONE_GROUP = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
 TIMEOUT_S = 0.3
@@ -66,18 +64,18 @@ def own_server() -> Iterator[EmbeddedServer]:
 
 @pytest.fixture
 def frozen(
-    own_server: EmbeddedServer, wait_for_answers: Callable[[float], None]
+    own_store: Store, wait_for_answers: Callable[[float], None]
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Within `frozen()` the store stands still, and is waited for as long as everybody does."""
 
     @contextlib.contextmanager
     def freeze() -> Iterator[None]:
         wait_for_answers(ANSWER_S)
-        os.kill(own_server.pid, signal.SIGSTOP)
+        os.kill(own_store.server.pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            os.kill(own_server.pid, signal.SIGCONT)
+            os.kill(own_store.server.pid, signal.SIGCONT)
             wait_for_answers(LONGEST_S)
 
     return freeze
@@ -85,15 +83,13 @@ def frozen(
 
 @pytest.fixture
 def silent_from(
-    own_server: EmbeddedServer,
-    proxy_to: Callable[[str], Any],
-    wait_for_answers: Callable[[float], None],
+    own_store: Store, proxy_to: Callable[[str], Any], wait_for_answers: Callable[[float], None]
 ) -> Callable[[str], Any]:
     """`silent_from(words)` gives a way to the store that is silent from a request with them on."""
 
     def connect(words: str) -> Any:
         wait_for_answers(ANSWER_S)
-        proxy = proxy_to(own_server.url)
+        proxy = proxy_to(own_store.url)
         proxy.requests.unanswered = words.encode()
         return proxy
 
@@ -143,12 +139,12 @@ def facts(error: UnavailableError, kind: WaitKind) -> dict[str, Any]:
 
 
 def test_every_wait_on_a_silent_store_ends_by_its_deadline(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
+    own_store: Store, frozen: Frozen
 ) -> None:
-    run = new_run(own_client)
+    run = own_store.new_run()
     with contextlib.ExitStack() as stack:
         publishers = {
-            name: stack.enter_context(Publisher(own_server.url, run, timeout_s=TIMEOUT_S))
+            name: stack.enter_context(Publisher(own_store.url, run, timeout_s=TIMEOUT_S))
             for name in EXPECTED
         }
         for name, publisher in publishers.items():
@@ -182,21 +178,21 @@ def test_every_wait_on_a_silent_store_ends_by_its_deadline(
     for error in errors.values():
         assert type(error) is StoreUnavailableError
         silent = facts(error, WaitKind.STORE_SILENT)
-        assert silent["address"] == address_of(own_server.url)
+        assert silent["address"] == address_of(own_store.url)
         assert TIMEOUT_S <= silent["since_s"] < LONGEST_S
     assert facts(errors["seal"], WaitKind.NOT_ACKNOWLEDGED)["group"] == "seal"
     assert facts(errors["turn"], WaitKind.NOT_ACKNOWLEDGED)["turn"] == 0
     assert facts(errors["group"], WaitKind.NOT_ACKNOWLEDGED) == {"group": "group", "samples": 2}
 
 
-async def test_every_wait_of_an_asynchronous_publisher_ends_alike(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
+async def test_every_wait_of_an_async_publisher_ends_by_its_deadline(
+    own_store: Store, frozen: Frozen
 ) -> None:
-    run = new_run(own_client)
+    run = own_store.new_run()
     async with contextlib.AsyncExitStack() as stack:
         publishers = {
             name: await stack.enter_async_context(
-                AsyncPublisher(own_server.url, run, timeout_s=TIMEOUT_S)
+                AsyncPublisher(own_store.url, run, timeout_s=TIMEOUT_S)
             )
             for name in EXPECTED
         }
@@ -236,10 +232,10 @@ async def test_every_wait_of_an_asynchronous_publisher_ends_alike(
 
 
 def test_waits_with_their_own_deadline_end_before_the_store_counts_as_away(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
+    own_store: Store, frozen: Frozen
 ) -> None:
-    run = new_run(own_client)
-    publisher = Publisher(own_server.url, run)
+    run = own_store.new_run()
+    publisher = Publisher(own_store.url, run)
     episode = publisher.trajectory("g", 0, num_samples=1)
     episode.append(ids("a"), ids("b")).result(10)
 
@@ -250,7 +246,7 @@ def test_waits_with_their_own_deadline_end_before_the_store_counts_as_away(
             ended(lambda: receipt.result(TIMEOUT_S)),
             ended(lambda: publisher.flush(TIMEOUT_S)),
             ended(lambda: publisher.flush_to_disk(TIMEOUT_S)),
-            ended(lambda: wait_for_version(own_client, run, above=0, timeout_s=TIMEOUT_S)),
+            ended(lambda: wait_for_version(own_store.client, run, above=0, timeout_s=TIMEOUT_S)),
             ended(lambda: publisher.close(TIMEOUT_S)),
         ]
 
@@ -267,10 +263,10 @@ def test_waits_with_their_own_deadline_end_before_the_store_counts_as_away(
 
 
 async def test_an_asynchronous_publisher_closes_by_the_deadline_too(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
+    own_store: Store, frozen: Frozen
 ) -> None:
-    run = new_run(own_client)
-    publisher = AsyncPublisher(own_server.url, run)
+    run = own_store.new_run()
+    publisher = AsyncPublisher(own_store.url, run)
     episode = publisher.trajectory("g", 0, num_samples=1)
     await (await episode.append(ids("a"), ids("b")))
 
@@ -285,10 +281,10 @@ async def test_an_asynchronous_publisher_closes_by_the_deadline_too(
 
 
 def test_admission_wait_ends_by_its_deadline_on_a_silent_store(
-    own_client: redis.Redis, new_run: NewRun, silent_from: Callable[[str], Any], clock: Any
+    own_store: Store, silent_from: Callable[[str], Any], clock: Any
 ) -> None:
     # What the wait for "b" hangs on is asked of the store, and not answered, when it must end.
-    run = new_run(own_client, **ONE_GROUP)
+    run = own_store.new_run(**ONE_GROUP)
     proxy = silent_from(script("read_waits").sha)
     with (
         Publisher(proxy.url, run, admission_timeout_s=1.0) as publisher,
@@ -298,7 +294,7 @@ def test_admission_wait_ends_by_its_deadline_on_a_silent_store(
         entered = pool.submit(ended, publisher.group("b", 2).__enter__)
         wait_until(lambda: proxy.replies.is_silent, describe="the silence of the store")
 
-        clock.go_on(ahead_s=1.0)
+        clock.resume(ahead_s=1.0)
         error = entered.result()
         speak(proxy)
         held.abandon("over")
@@ -310,9 +306,9 @@ def test_admission_wait_ends_by_its_deadline_on_a_silent_store(
 
 
 async def test_the_asynchronous_publisher_keeps_that_deadline_too(
-    own_client: redis.Redis, new_run: NewRun, silent_from: Callable[[str], Any], clock: Any
+    own_store: Store, silent_from: Callable[[str], Any], clock: Any
 ) -> None:
-    run = new_run(own_client, **ONE_GROUP)
+    run = own_store.new_run(**ONE_GROUP)
     proxy = silent_from(script("read_waits").sha)
     async with AsyncPublisher(proxy.url, run, admission_timeout_s=1.0) as publisher:
         held = await publisher.trajectory("a", 0, num_samples=1).__aenter__()
@@ -321,7 +317,7 @@ async def test_the_asynchronous_publisher_keeps_that_deadline_too(
             wait_until, lambda: proxy.replies.is_silent, describe="the silence of the store"
         )
 
-        clock.go_on(ahead_s=1.0)
+        clock.resume(ahead_s=1.0)
         error = await entered
         speak(proxy)
         held.abandon("over")
@@ -331,13 +327,13 @@ async def test_the_asynchronous_publisher_keeps_that_deadline_too(
 
 
 def test_task_requested_from_a_silent_store_is_returned_next(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, frozen: Frozen
+    own_store: Store, frozen: Frozen
 ) -> None:
-    run = new_run(own_client)
+    run = own_store.new_run()
     add_prompts(
-        own_client, run, [Prompt(prompt_uid=uid, payload=b"", num_samples=1) for uid in "ab"]
+        own_store.client, run, [Prompt(prompt_uid=uid, payload=b"", num_samples=1) for uid in "ab"]
     )
-    with Publisher(own_server.url, run) as publisher:
+    with Publisher(own_store.url, run) as publisher:
         with publisher.next_task(10) as first:
             write(first)
         with frozen():
@@ -358,9 +354,9 @@ def write(task: Any) -> None:
 
 
 def test_last_answer_of_a_silent_store_is_reported(
-    own_client: redis.Redis, new_run: NewRun, silent_from: Callable[[str], Any]
+    own_store: Store, silent_from: Callable[[str], Any]
 ) -> None:
-    run = new_run(own_client)
+    run = own_store.new_run()
     proxy = silent_from("XREAD")
     with Publisher(proxy.url, run) as publisher:
         # The store must have said by then that there is none, over a connection that is new.
@@ -370,17 +366,3 @@ def test_last_answer_of_a_silent_store_is_reported(
     assert "the run was given no prompt" in error.reasons[0].sentence
     assert facts(error, WaitKind.NO_TASK)["told_s"] > 0
     assert error.message.startswith(f"run {run!r}: no task: the store at ")
-
-
-def test_publisher_continues_after_an_outage_beyond_its_timeout(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read, frozen: Frozen
-) -> None:
-    run = new_run(own_client)
-    with Publisher(own_server.url, run, timeout_s=TIMEOUT_S) as publisher:
-        publisher.publish(group("before")).result(10)
-        with frozen():
-            ended(publisher.publish(group("lost")).result)
-        publisher.publish(group("after")).result(10)
-
-    sealed = {key.group_id for key in read(own_client, run).sealed()}
-    assert {"before", "after"} <= sealed

@@ -8,25 +8,22 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import redis
 
-from testkit import group, ids, trajectory, turn, wait_until
+from testkit import ids, wait_until
+from testkit.stores import Store, wait_for_lapse
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.types import SealedTrajectory, TrajectoryKey
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
 LEASE_S = 0.5
 KEY = TrajectoryKey("g", 0)
 
@@ -114,12 +111,6 @@ def lease_end(client: redis.Redis, run: str, trajectory_id: str = "g/0/0") -> in
     return int(found)
 
 
-def is_lapsed(publisher: Publisher, key: TrajectoryKey = KEY) -> None:
-    wait_until(
-        lambda: key in [lapsed.key for lapsed in publisher.lapsed()], describe="the end of a lease"
-    )
-
-
 def renewals(client: redis.Redis, run: str, number: int) -> None:
     """Wait until the lease was renewed so often."""
     ends: set[int] = set()
@@ -131,78 +122,48 @@ def renewals(client: redis.Redis, run: str, number: int) -> None:
     wait_until(was_renewed, describe=f"{number} renewals")
 
 
-def test_a_lease_is_kept_while_the_caller_does_something_else(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, often: None
-) -> None:
-    run = new_run(client)
+def test_a_lease_is_kept_while_the_caller_does_something_else(store: Store, often: None) -> None:
+    run = store.new_run()
 
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         episode = publisher.trajectory("g", 0, num_samples=1)
         episode.append(ids("ab"), ids("c")).result(10)
-        renewals(client, run, 6)
+        renewals(store.client, run, 6)
 
         assert publisher.lapsed() == []
         episode.seal(1.0)
 
 
-def test_lease_is_renewed_while_a_full_queue_blocks_the_caller(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, often: None
-) -> None:
-    # Group "b" is told to wait, and its bytes keep "c" from being accepted.
-    run = new_run(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
-    with Publisher(server.url, run, max_inflight_bytes=1000) as publisher:
-        episode = publisher.trajectory("g", 0, num_samples=1)
-        episode.append(ids("ab"), ids("c")).result(10)
-        big = [group(name, trajectory(turn("x" * 240, "Y"))) for name in ("b", "c")]
-        publisher.publish(big[0])
-        blocked = threading.Thread(target=publisher.publish, args=(big[1],), daemon=True)
-        blocked.start()
-        renewals(client, run, 6)
-
-        was_blocked = blocked.is_alive()
-        lapsed = publisher.lapsed()
-        episode.seal(1.0)
-        client.hset(keys.run_keys(run).frontier, "stepped", 100)
-        client.xadd(keys.run_keys(run).wake, {"w": ""})
-        blocked.join(10)
-
-    assert (was_blocked, lapsed) == (True, [])
-
-
 async def test_the_task_of_an_asynchronous_publisher_keeps_the_lease(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, often: None
+    store: Store, often: None
 ) -> None:
-    run = new_run(client)
+    run = store.new_run()
 
-    async with AsyncPublisher(server.url, run) as publisher:
+    async with AsyncPublisher(store.url, run) as publisher:
         episode = publisher.trajectory("g", 0, num_samples=1)
         await (await episode.append(ids("ab"), ids("c")))
-        await asyncio.to_thread(renewals, client, run, 6)
+        await asyncio.to_thread(renewals, store.client, run, 6)
 
         assert await publisher.lapsed() == []
         await episode.seal(1.0)
 
 
 def test_turns_of_a_killed_generator_can_be_continued_by_another(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    start_generator: Callable[[str, str], Generator],
+    store: Store, start_generator: Callable[[str, str], Generator]
 ) -> None:
-    run = new_run(client)
-    start_generator(server.url, run).signal(signal.SIGKILL)
+    run = store.new_run()
+    start_generator(store.url, run).signal(signal.SIGKILL)
 
-    with Publisher(server.url, run, writer="second") as publisher:
+    with Publisher(store.url, run, writer="second") as publisher:
         with pytest.raises(ConflictError, match="g/0/0 is being written by first"):
             publisher.take_over("g", 0)
-        client.zadd(keys.run_keys(run).leases, {"g/0/0": 1})  # a minute later
+        store.client.zadd(keys.run_keys(run).leases, {"g/0/0": 1})  # a minute later
         episode = publisher.take_over("g", 0)
         context = [*episode.turns[-1].prompt_ids, *episode.turns[-1].response_ids]
         episode.append([*context, ord("f")], ids("g"))
         episode.seal(1.0)
 
-    stored = read(client, run)
+    stored = store.read(run)
     (event,) = (event for event in stored.events() if isinstance(event, SealedTrajectory))
     assert [bytes(each.prompt_ids.tolist()) for each in episode.turns] == [b"ab", b"abcd"]
     assert stored.spelled(KEY) == [("ab", "c"), ("abcd", "e"), ("abcdef", "g")]
@@ -216,25 +177,21 @@ def test_turns_of_a_killed_generator_can_be_continued_by_another(
 
 
 def test_generator_that_slept_gets_the_new_owner_and_writes_nothing(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    start_generator: Callable[[str, str], Generator],
+    store: Store, start_generator: Callable[[str, str], Generator]
 ) -> None:
-    run = new_run(client, lease_s=LEASE_S)
-    generator = start_generator(server.url, run)
+    run = store.new_run(lease_s=LEASE_S)
+    generator = start_generator(store.url, run)
     generator.signal(signal.SIGSTOP)
 
-    with Publisher(server.url, run, writer="second") as publisher:
-        is_lapsed(publisher)
+    with Publisher(store.url, run, writer="second") as publisher:
+        wait_for_lapse(publisher, KEY)
         episode = publisher.take_over("g", 0)
         generator.signal(signal.SIGCONT)
         late = [generator.tell(line) for line in ("append", "append", "seal", "other")]
         episode.append(ids("abcdef"), ids("g"))
         episode.seal(1.0)
 
-    stored = read(client, run)
+    stored = store.read(run)
     assert all(answer.startswith("FencedError") for answer in late[:3])
     assert late[2] == "FencedError g/0/0 was taken over by second with epoch 2" or (
         "epoch 2 writes" in late[2]
@@ -245,37 +202,31 @@ def test_generator_that_slept_gets_the_new_owner_and_writes_nothing(
 
 
 def test_generator_that_slept_without_a_takeover_continues(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    start_generator: Callable[[str, str], Generator],
+    store: Store, start_generator: Callable[[str, str], Generator]
 ) -> None:
-    run = new_run(client, lease_s=LEASE_S)
-    generator = start_generator(server.url, run)
+    run = store.new_run(lease_s=LEASE_S)
+    generator = start_generator(store.url, run)
     generator.signal(signal.SIGSTOP)
-    with Publisher(server.url, run) as publisher:
-        is_lapsed(publisher)
+    with Publisher(store.url, run) as publisher:
+        wait_for_lapse(publisher, KEY)
 
         generator.signal(signal.SIGCONT)
         wait_until(lambda: publisher.lapsed() == [], describe="the renewal")
         answers = [generator.tell("append"), generator.tell("seal")]
 
     assert answers == ["done", "done"]
-    assert read(client, run).states()["g/0/0"] == "sealed"
+    assert store.read(run).states()["g/0/0"] == "sealed"
 
 
-def test_a_heartbeat_alone_finds_a_lost_trajectory(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, often: None
-) -> None:
-    run = new_run(client)
-    with Publisher(server.url, run) as publisher:
+def test_a_heartbeat_alone_finds_a_lost_trajectory(store: Store, often: None) -> None:
+    run = store.new_run()
+    with Publisher(store.url, run) as publisher:
         lost = publisher.trajectory("g", 0, num_samples=2)
         kept = publisher.trajectory("g", 1, num_samples=2)
         for episode in (lost, kept):
             episode.append(ids("ab"), ids("c")).result(10)
-        client.hset(keys.run_keys(run).ledger, "g/0/0", "abandoned:for a test")
-        wait_for_heartbeat_after(client, run, "g/1/0")
+        store.client.hset(keys.run_keys(run).ledger, "g/0/0", "abandoned:for a test")
+        wait_for_heartbeat_after(store.client, run, "g/1/0")
 
         with pytest.raises(FencedError, match="g/0/0 is abandoned: for a test"):
             lost.append(ids("abc"), ids("d"))
@@ -294,17 +245,14 @@ def wait_for_heartbeat_after(client: redis.Redis, run: str, trajectory_id: str) 
         )
 
 
-def test_a_closed_publisher_says_what_it_leaves_open(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    caplog: pytest.LogCaptureFixture,
+def test_closed_publisher_warns_of_open_trajectories(
+    store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = new_run(client, lease_s=LEASE_S)
-    with Publisher(server.url, run, writer="w") as publisher:
+    run = store.new_run(lease_s=LEASE_S)
+    with Publisher(store.url, run, writer="w") as publisher:
         publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
 
-    with Publisher(server.url, run) as other:
-        is_lapsed(other)
+    with Publisher(store.url, run) as other:
+        wait_for_lapse(other, KEY)
 
     assert "w leaves 1 trajectories open" in caplog.text

@@ -8,40 +8,35 @@ import pytest
 import redis
 
 from testkit import group, ids, trajectory, turn, wait_until
+from testkit.stores import Store, lose_answer
 from turnstream.errors import NotReadyError, RejectedError, StoreUnavailableError
 from turnstream.generator import Publisher
 from turnstream.generator.api.publisher import TrajectoryWriter
 from turnstream.types import Trajectory, TrajectoryKey
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
-LoseAnswer = Callable[[Any, str], None]
 KEY = TrajectoryKey("g", 0)
 
 
-def test_server_killed_in_mid_stream_ends_with_every_turn_once(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(own_client)
+def test_server_killed_in_mid_stream_ends_with_every_turn_once(own_store: Store) -> None:
+    run = own_store.new_run()
 
-    with Publisher(own_server.url, run) as publisher:
+    with Publisher(own_store.url, run) as publisher:
         episodes = [publisher.trajectory("g", sample, num_samples=4) for sample in range(4)]
         half_way = threading.Barrier(len(episodes) + 1)
         players = [threading.Thread(target=play, args=(e, half_way), daemon=True) for e in episodes]
         for player in players:
             player.start()
         half_way.wait(10)
-        own_server.kill()
+        own_store.server.kill()
         wait_until(lambda: publisher.statistics().num_retries > 4, describe="failing writes")
-        own_server.restart()
+        own_store.server.restart()
         for player in players:
             player.join(20)
         statistics = publisher.statistics()
 
-    stored = read(own_client, run)
+    stored = own_store.read(run)
     assert stored.counts() == {"accepted": 4, "sealed": 4}
     assert sorted(stored.sealed()) == [TrajectoryKey("g", sample) for sample in range(4)]
     for key in stored.sealed():
@@ -58,16 +53,10 @@ def play(episode: TrajectoryWriter, half_way: threading.Barrier) -> None:
 
 
 def test_a_reply_lost_after_the_write_was_applied_leaves_one_copy(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    proxy_to: Callable[[str], Any],
-    lose_answer: LoseAnswer,
-    without_heartbeats: None,
+    store: Store, proxy_to: Callable[[str], Any], without_heartbeats: None
 ) -> None:
-    run = new_run(client)
-    proxy = proxy_to(server.url)
+    run = store.new_run()
+    proxy = proxy_to(store.url)
 
     with Publisher(proxy.url, run) as publisher:
         episode = publisher.trajectory("g", 0, num_samples=1)
@@ -82,22 +71,17 @@ def test_a_reply_lost_after_the_write_was_applied_leaves_one_copy(
     assert proxy.replies.num_cuts == 2
     assert (after_append.num_duplicates, after_append.num_retries) == (1, 1)
     assert (after_seal.num_duplicates, after_seal.num_trajectories) == (2, 1)
-    assert read(client, run).spelled(KEY) == [("ab", "c"), ("abc", "d")]
-    assert read(client, run).counts() == {"accepted": 1, "sealed": 1}
-    assert read(client, run).sealed() == [KEY]
+    assert store.read(run).spelled(KEY) == [("ab", "c"), ("abc", "d")]
+    assert store.read(run).counts() == {"accepted": 1, "sealed": 1}
+    assert store.read(run).sealed() == [KEY]
 
 
 @pytest.mark.parametrize("num_answered", [0, 1, 2, 3])
 def test_a_group_whose_replies_are_lost_anywhere_arrives_once(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    proxy_to: Callable[[str], Any],
-    num_answered: int,
+    store: Store, proxy_to: Callable[[str], Any], num_answered: int
 ) -> None:
-    run = new_run(client)
-    proxy = proxy_to(server.url)
+    run = store.new_run()
+    proxy = proxy_to(store.url)
 
     with Publisher(proxy.url, run) as publisher:
         publisher.publish(group("first")).result(10)
@@ -106,7 +90,7 @@ def test_a_group_whose_replies_are_lost_anywhere_arrives_once(
         proxy.cut_next_reply()
         publisher.publish(group("g")).result(10)
 
-    stored = read(client, run)
+    stored = store.read(run)
     num_trajectories = 2 * (num_answered + 2)
     assert proxy.replies.num_cuts == 1
     assert stored.counts() == {"accepted": num_trajectories, "sealed": num_trajectories}
@@ -114,28 +98,26 @@ def test_a_group_whose_replies_are_lost_anywhere_arrives_once(
     assert stored.spelled(KEY) == [("ab", "cd")]
 
 
-def test_a_full_server_holds_writes_up_until_there_is_memory(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(own_client)
+def test_a_full_server_holds_writes_up_until_there_is_memory(own_store: Store) -> None:
+    run = own_store.new_run()
     long = trajectory(turn("a" * 20_000, "B"))
 
-    with Publisher(own_server.url, run, max_inflight_bytes=200_000) as publisher:
+    with Publisher(own_store.url, run, max_inflight_bytes=200_000) as publisher:
         publisher.publish(group("before", long)).result(10)
         with publisher.group("open", 20) as opened:
             writers = [opened.trajectory(sample) for sample in range(20)]
-            own_client.config_set("maxmemory", used_memory(own_client) + 300_000)
+            own_store.client.config_set("maxmemory", used_memory(own_store.client) + 300_000)
             generator = threading.Thread(target=lambda: write_all(writers, long), daemon=True)
             generator.start()
             wait_until(lambda: publisher.statistics().num_retries > 3, describe="a full server")
             is_blocked = generator.is_alive()
             inflight_bytes = publisher.statistics().inflight_bytes
-            own_client.config_set("maxmemory", 0)
+            own_store.client.config_set("maxmemory", 0)
             generator.join(20)
 
     assert is_blocked
     assert 0 < inflight_bytes <= 200_000
-    assert read(own_client, run).counts() == {"accepted": 21, "sealed": 21}
+    assert own_store.read(run).counts() == {"accepted": 21, "sealed": 21}
 
 
 def write_all(writers: Sequence[TrajectoryWriter], whole: Trajectory) -> None:
@@ -151,73 +133,65 @@ def used_memory(client: redis.Redis) -> int:
     return memory["used_memory"]
 
 
-def test_scripts_are_loaded_again_after_a_server_lost_them(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(own_client)
+def test_scripts_are_loaded_again_after_a_server_lost_them(own_store: Store) -> None:
+    run = own_store.new_run()
 
-    with Publisher(own_server.url, run) as publisher:
+    with Publisher(own_store.url, run) as publisher:
         publisher.publish(group("g")).result(10)
-        own_client.script_flush()
+        own_store.client.script_flush()
         publisher.publish(group("h")).result(10)
 
-    assert read(own_client, run).counts() == {"accepted": 4, "sealed": 4}
+    assert own_store.read(run).counts() == {"accepted": 4, "sealed": 4}
 
 
-def test_an_outage_longer_than_the_timeout_fails_what_was_accepted(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(own_client)
-    publisher = Publisher(own_server.url, run, timeout_s=0.3)
+def test_an_outage_longer_than_the_timeout_fails_what_was_accepted(own_store: Store) -> None:
+    run = own_store.new_run()
+    publisher = Publisher(own_store.url, run, timeout_s=0.3)
     idle = publisher.trajectory("idle", 0, num_samples=1)
     idle.append(ids("ab"), ids("c")).result(10)
-    own_server.kill()
+    own_store.server.kill()
 
     with pytest.raises(StoreUnavailableError, match=r"took no writes for 0\.3 s") as away:
         publisher.publish(group("g")).result(10)
     assert away.value.retry_after_s == 1.0
-    own_server.restart()
+    own_store.server.restart()
     idle.append(ids("abc"), ids("d"))
     idle.seal(1.0)
     publisher.publish(group("h")).result(10)
     publisher.close()
 
-    assert read(own_client, run).states() == {
+    assert own_store.read(run).states() == {
         "idle/0/0": "sealed",
         "h/0/0": "sealed",
         "h/1/0": "sealed",
     }
 
 
-def test_a_wait_for_an_answer_ends_by_its_own_deadline(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(own_client)
+def test_a_wait_for_an_answer_ends_by_its_own_deadline(own_store: Store) -> None:
+    run = own_store.new_run()
 
-    with Publisher(own_server.url, run) as publisher:
+    with Publisher(own_store.url, run) as publisher:
         publisher.publish(group("before")).result(10)
-        own_server.kill()
+        own_store.server.kill()
         receipt = publisher.publish(group("g"))
         with pytest.raises(NotReadyError, match=r"within 0\.05 s") as slow:
             receipt.result(0.05)
         assert slow.value.retry_after_s is None
         with pytest.raises(NotReadyError, match=r"after 0\.05 s"):
             publisher.flush(0.05)
-        own_server.restart()
+        own_store.server.restart()
         receipt.result(10)
 
-    assert read(own_client, run).counts() == {"accepted": 4, "sealed": 4}
+    assert own_store.read(run).counts() == {"accepted": 4, "sealed": 4}
 
 
-def test_a_password_that_is_wrong_is_no_outage(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(own_client)
-    own_client.config_set("requirepass", "right")
-    url = own_server.url.replace("redis://", "redis://:wrong@")
+def test_a_password_that_is_wrong_is_no_outage(own_store: Store) -> None:
+    run = own_store.new_run()
+    own_store.client.config_set("requirepass", "right")
+    url = own_store.url.replace("redis://", "redis://:wrong@")
 
     with Publisher(url, run) as publisher, pytest.raises(RejectedError, match="denied access"):
         publisher.publish(group("g")).result(10)
 
-    own_client.execute_command("AUTH", "right")
-    own_client.config_set("requirepass", "")
+    own_store.client.execute_command("AUTH", "right")
+    own_store.client.config_set("requirepass", "")

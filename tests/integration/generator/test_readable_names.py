@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-import redis
 
 from testkit import ids, wait_until
+from testkit.stores import Store
 from turnstream.errors import ConflictError, NotReadyError
 from turnstream.generator import Publisher
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
 GROUP, WRITER, OTHER = "maze 7/b#1", "host:7/gpu", "host:8/gpu"
 
 
-def test_a_writer_that_comes_second_reads_who_writes_what(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
+def test_second_writer_gets_the_name_of_the_first(store: Store) -> None:
+    run = store.new_run()
 
     with (
-        Publisher(server.url, run, writer=WRITER) as first,
-        Publisher(server.url, run, writer=OTHER) as second,
+        Publisher(store.url, run, writer=WRITER) as first,
+        Publisher(store.url, run, writer=OTHER) as second,
     ):
         first.trajectory(GROUP, 0, num_samples=2).append(ids("ab"), ids("c")).result(10)
 
@@ -37,28 +31,24 @@ def test_a_writer_that_comes_second_reads_who_writes_what(
             second.trajectory(GROUP, 1, num_samples=3).__enter__()
 
 
-def test_lapsed_trajectory_names_its_writer(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client, lease_s=0.3)
-    with Publisher(server.url, run, writer=WRITER) as first:
+def test_lapsed_trajectory_names_its_writer(store: Store) -> None:
+    run = store.new_run(lease_s=0.3)
+    with Publisher(store.url, run, writer=WRITER) as first:
         first.trajectory(GROUP, 0, num_samples=1).__enter__()
 
-    with Publisher(server.url, run, writer=OTHER) as second:
+    with Publisher(store.url, run, writer=OTHER) as second:
         wait_until(lambda: len(second.lapsed()) == 1, describe="the end of a lease")
         (lapsed,) = second.lapsed()
 
     assert (lapsed.writer, lapsed.key.readable_name) == (WRITER, f"{GROUP}/0/0")
 
 
-def test_a_wait_for_leave_names_the_generator_that_holds_the_groups(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
+def test_admission_wait_names_the_generator_of_the_open_groups(store: Store) -> None:
+    run = store.new_run(batch_groups=1, max_staleness=0, max_planned_ahead=0)
 
     with (
-        Publisher(server.url, run, writer=WRITER) as first,
-        Publisher(server.url, run, writer=OTHER, admission_timeout_s=0.1) as second,
+        Publisher(store.url, run, writer=WRITER) as first,
+        Publisher(store.url, run, writer=OTHER, admission_timeout_s=0.1) as second,
     ):
         first.trajectory(GROUP, 0, num_samples=1).__enter__()
         with pytest.raises(NotReadyError) as told:

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import redis
 
-from testkit import group, trajectory, turn, wait_until
-from turnstream.errors import ConflictError, InvalidTurnError, NotReadyError
+from testkit import group, trajectory, turn
+from testkit.stores import Store
+from turnstream.errors import ConflictError
 from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome, post_reward
 from turnstream.store.client import keys
 from turnstream.store.run.credits import credit
 from turnstream.types import GroupOpened, RewardPosted, SealedTrajectory, TrajectoryKey
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
 AGAIN = TrajectoryKey("g", 1, 1)
 
 
@@ -34,20 +30,10 @@ def grant(client: redis.Redis, run: str) -> None:
     client.xadd(names.wake, {"w": ""}, maxlen=1, approximate=False)
 
 
-def grant_to_who_waits(client: redis.Redis, run: str) -> None:
-    """The same, once somebody waits for it."""
-    are_waiting(client, 1)
-    grant(client, run)
-
-
-def are_waiting(client: redis.Redis, number: int) -> None:
-    """Wait until so many read what is not there yet."""
-    wait_until(lambda: num_blocked(client) == number, describe=f"{number} who wait")
-
-
-def num_blocked(client: redis.Redis) -> int:
-    clients: Any = client.info("clients")
-    return clients["blocked_clients"]
+def grant_when_awaited(store: Store, run: str) -> None:
+    """Grant the refill once a generator waits for it."""
+    store.wait_for_blocked(1)
+    grant(store.client, run)
 
 
 def open_group(publisher: Publisher) -> None:
@@ -56,12 +42,10 @@ def open_group(publisher: Publisher) -> None:
         it.seal(reward=1.0)
 
 
-def test_a_group_says_how_many_of_its_samples_it_needs(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
+def test_a_group_says_how_many_of_its_samples_it_needs(store: Store) -> None:
+    run = store.new_run()
 
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         open_group(publisher)
         with publisher.group("h", 3, num_needed=1):
             pass
@@ -71,18 +55,16 @@ def test_a_group_says_how_many_of_its_samples_it_needs(
         ):
             pass
 
-    opened = [event for event in read(client, run).events() if isinstance(event, GroupOpened)]
+    opened = [event for event in store.read(run).events() if isinstance(event, GroupOpened)]
     assert [(each.num_samples, each.num_needed) for each in opened] == [(3, 2), (3, 1)]
 
 
-def test_a_refill_is_waited_for_and_written_like_any_trajectory(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
+def test_a_refill_is_waited_for_and_written_like_any_trajectory(store: Store) -> None:
+    run = store.new_run()
 
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         open_group(publisher)
-        granting = threading.Thread(target=grant_to_who_waits, args=(client, run), daemon=True)
+        granting = threading.Thread(target=grant_when_awaited, args=(store, run), daemon=True)
         granting.start()
         refill = publisher.next_refill(30)
         with publisher.refill_trajectory(refill) as writer:
@@ -92,22 +74,20 @@ def test_a_refill_is_waited_for_and_written_like_any_trajectory(
 
     assert (refill.key, refill.prompt_uid) == (AGAIN, "the prompt")
     assert (refill.num_samples, refill.num_needed) == (3, 2)
-    assert read(client, run).sealed() == [TrajectoryKey("g", 0), AGAIN]
+    assert store.read(run).sealed() == [TrajectoryKey("g", 0), AGAIN]
 
 
-async def test_one_of_many_waiting_generators_gets_a_refill(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
-    with Publisher(server.url, run) as publisher:
+async def test_one_of_many_waiting_generators_gets_a_refill(store: Store) -> None:
+    run = store.new_run()
+    with Publisher(store.url, run) as publisher:
         open_group(publisher)
 
-    async with AsyncPublisher(server.url, run) as one, AsyncPublisher(server.url, run) as other:
+    async with AsyncPublisher(store.url, run) as one, AsyncPublisher(store.url, run) as other:
         waiting = {asyncio.ensure_future(each.next_refill(30)) for each in (one, other)}
-        await asyncio.to_thread(are_waiting, client, 2)
-        grant(client, run)
+        await asyncio.to_thread(store.wait_for_blocked, 2)
+        grant(store.client, run)
         given, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.to_thread(are_waiting, client, len(left))  # after it was woken, too
+        await asyncio.to_thread(store.wait_for_blocked, len(left))  # after it was woken, too
         (refill,) = [each.result() for each in given]
         for each in left:
             each.cancel()
@@ -116,17 +96,15 @@ async def test_one_of_many_waiting_generators_gets_a_refill(
     assert (len(given), len(left)) == (1, 1)
 
 
-async def test_one_of_many_tasks_of_a_publisher_gets_a_refill(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
+async def test_one_of_many_tasks_of_a_publisher_gets_a_refill(store: Store) -> None:
     # The store gives an attempt again to the writer that has it. Tasks that had all read of it
     # before the first of them opened it were all given it, and wrote one trajectory together.
-    run = new_run(client)
-    with Publisher(server.url, run) as publisher:
+    run = store.new_run()
+    with Publisher(store.url, run) as publisher:
         open_group(publisher)
-    grant(client, run)
+    grant(store.client, run)
 
-    async with AsyncPublisher(server.url, run) as publisher:
+    async with AsyncPublisher(store.url, run) as publisher:
         waiting = [publisher.next_refill(0.2) for _ in range(8)]
         results = await asyncio.gather(*waiting, return_exceptions=True)
 
@@ -134,85 +112,50 @@ async def test_one_of_many_tasks_of_a_publisher_gets_a_refill(
     assert sorted(names) == [*["NotReadyError"] * 7, "Refill"]
 
 
-def test_new_group_passes_a_waiting_refill_and_takes_none_of_its_bytes(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client, batch_groups=1, max_staleness=1, max_planned_ahead=0)
+def test_new_group_passes_a_waiting_refill_and_takes_none_of_its_bytes(store: Store) -> None:
+    run = store.new_run(batch_groups=1, max_staleness=1, max_planned_ahead=0)
 
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         open_group(publisher)
-        grant(client, run)
-        with publisher.group("the last that has room", 1):
-            num_left = credit(client, run).num_groups
+        grant(store.client, run)
+        with publisher.group("last", 1):
+            num_left = credit(store.client, run).num_groups
             refill = publisher.next_refill(5)
 
     assert num_left == 0
     assert refill.key == AGAIN
 
 
-def test_missing_refill_is_reported_by_the_deadline(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
+def test_reward_is_posted_after_the_seal_by_another_process(store: Store) -> None:
+    run, key = store.new_run(), TrajectoryKey("g", 0)
 
-    with (
-        Publisher(server.url, run) as publisher,
-        pytest.raises(NotReadyError, match="no sample was to be tried again within"),
-    ):
-        publisher.next_refill(0.01)
-
-
-def test_reward_is_posted_after_the_seal_by_another_process(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run, key = new_run(client), TrajectoryKey("g", 0)
-
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         with publisher.trajectory("g", 0, num_samples=1) as writer:
             writer.append([1], [2])
             writer.seal(reward_components={"format": 1.0}, awaits_reward=True)
-        states = read(client, run).states()
-        first = post_reward(client, run, key, reward_components={"accuracy": 0.5})
+        states = store.read(run).states()
+        first = post_reward(store.client, run, key, reward_components={"accuracy": 0.5})
         again = publisher.post_reward(key, reward_components={"accuracy": 0.5})
         with pytest.raises(ConflictError, match="another reward was posted"):
             publisher.post_reward(key, reward_components={"accuracy": 0.75})
 
     assert states == {"g/0/0": "awaiting_reward"}
     assert (first, again) == (RewardOutcome.POSTED, RewardOutcome.DUPLICATE)
-    *_, seal, posted = read(client, run).events()
+    *_, seal, posted = store.read(run).events()
     assert isinstance(seal, SealedTrajectory)
     assert seal.awaits_reward
     assert posted == RewardPosted(key=key, reward_components={"accuracy": 0.5})
-    assert read(client, run).counts() == {"accepted": 1, "sealed": 1}
+    assert store.read(run).counts() == {"accepted": 1, "sealed": 1}
 
 
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [
-        ({}, "reward"),
-        ({"reward": float("nan")}, "reward"),
-        ({"reward_components": {"a": "much"}}, r"reward_components\['a'\]"),
-    ],
-)
-def test_a_reward_that_is_no_number_is_refused_before_it_is_sent(
-    client: redis.Redis, new_run: NewRun, given: dict[str, Any], field: str
-) -> None:
-    run = new_run(client)
-
-    with pytest.raises(InvalidTurnError, match=f"^{field}: "):
-        post_reward(client, run, TrajectoryKey("g", 0), **given)
-
-
-def test_a_whole_group_may_be_published_before_its_rewards(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
+def test_a_whole_group_may_be_published_before_its_rewards(store: Store) -> None:
+    run = store.new_run()
     members = [
         replace(trajectory(turn("a", "B"), sample=sample, reward=None), awaits_reward=True)
         for sample in (0, 1)
     ]
 
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         publisher.publish(group("g", *members)).result(10)
 
-    assert read(client, run).counts() == {"accepted": 2, "awaiting_reward": 2}
+    assert store.read(run).counts() == {"accepted": 2, "awaiting_reward": 2}

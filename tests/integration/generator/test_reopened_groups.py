@@ -7,23 +7,17 @@ import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import redis
-import redis.asyncio
 
 from testkit import ids
+from testkit.stores import Store
 from turnstream.errors import ConflictError, RejectedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client import keys
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
 SEALED = {"g/0/0": "sealed", "g/1/0": "sealed", "g/2/0": "sealed"}
 
 GENERATOR = """
@@ -62,73 +56,59 @@ def write_rest(publisher: Publisher) -> list[int]:
     return written
 
 
-def test_new_group_with_exist_ok_yields_all_samples(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
+def test_new_group_with_exist_ok_yields_all_samples(store: Store) -> None:
+    run = store.new_run()
 
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         written = write_rest(publisher)
 
     assert written == [0, 1, 2]
-    assert read(client, run).states() == SEALED
+    assert store.read(run).states() == SEALED
 
 
-def test_finished_group_yields_no_sample(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
-    with Publisher(server.url, run) as publisher:
+def test_finished_group_yields_no_sample(store: Store) -> None:
+    run = store.new_run()
+    with Publisher(store.url, run) as publisher:
         write_rest(publisher)
 
         again = write_rest(publisher)
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         later = write_rest(publisher)
 
     assert (again, later) == ([], [])
-    assert read(client, run).counts() == {"accepted": 3, "sealed": 3}
+    assert store.read(run).counts() == {"accepted": 3, "sealed": 3}
 
 
 @pytest.mark.parametrize("writer", ["", "gen-0"])
-def test_restarted_generator_writes_only_the_unfinished_samples(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read, writer: str
-) -> None:
-    run = new_run(client, lease_s=1.0, takeover_s=60.0)
-    killed_generator(server.url, run, writer=writer)
+def test_restarted_generator_writes_only_the_unfinished_samples(store: Store, writer: str) -> None:
+    run = store.new_run(lease_s=1.0, takeover_s=60.0)
+    killed_generator(store.url, run, writer=writer)
 
-    with Publisher(server.url, run, writer=writer or None) as publisher:
+    with Publisher(store.url, run, writer=writer or None) as publisher:
         written = write_rest(publisher)
 
     assert written == [1, 2]
-    assert read(client, run).states() == SEALED
+    assert store.read(run).states() == SEALED
 
 
 def test_half_written_sample_is_abandoned_with_a_warning(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    caplog: pytest.LogCaptureFixture,
+    store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = new_run(client)
-    killed_generator(server.url, run, writer="gen-0", half="half")
+    run = store.new_run()
+    killed_generator(store.url, run, writer="gen-0", half="half")
 
-    with Publisher(server.url, run, writer="gen-0") as publisher:
+    with Publisher(store.url, run, writer="gen-0") as publisher:
         written = write_rest(publisher)
 
     assert written == [2]
-    assert (
-        read(client, run).ledger()["g/1/0"] == "abandoned:left half-written by an earlier process"
-    )
+    assert store.read(run).ledger()["g/1/0"] == "abandoned:left half-written by an earlier process"
     assert "group g: sample 1 is abandoned" in caplog.text
 
 
-def test_samples_of_a_living_generator_stay_with_it(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client, lease_s=1.0)
-    with Publisher(server.url, run) as owner, owner.group("g", 3) as group:
-        with Publisher(server.url, run) as publisher:
+def test_samples_of_a_living_generator_stay_with_it(store: Store) -> None:
+    run = store.new_run(lease_s=1.0)
+    with Publisher(store.url, run) as owner, owner.group("g", 3) as group:
+        with Publisher(store.url, run) as publisher:
             written = write_rest(publisher)
 
         for trajectory in group:
@@ -136,15 +116,13 @@ def test_samples_of_a_living_generator_stay_with_it(
             trajectory.seal(1.0)
 
     assert written == []
-    assert read(client, run).states() == SEALED
+    assert store.read(run).states() == SEALED
 
 
-def test_group_open_in_the_same_publisher_is_not_written_twice(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
+def test_group_open_in_the_same_publisher_is_not_written_twice(store: Store) -> None:
+    run = store.new_run()
 
-    with Publisher(server.url, run) as publisher, publisher.group("g", 3) as group:
+    with Publisher(store.url, run) as publisher, publisher.group("g", 3) as group:
         inner = write_rest(publisher)
         for trajectory in group:
             trajectory.append(ids("ab"), ids("c"))
@@ -153,11 +131,9 @@ def test_group_open_in_the_same_publisher_is_not_written_twice(
     assert inner == []
 
 
-def test_finished_sample_is_refused_by_its_number(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
-    with Publisher(server.url, run) as publisher:
+def test_finished_sample_is_refused_by_its_number(store: Store) -> None:
+    run = store.new_run()
+    with Publisher(store.url, run) as publisher:
         write_rest(publisher)
 
         with (
@@ -167,11 +143,9 @@ def test_finished_sample_is_refused_by_its_number(
             group.trajectory(1)
 
 
-def test_group_of_another_size_is_refused(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
-    with Publisher(server.url, run) as publisher:
+def test_group_of_another_size_is_refused(store: Store) -> None:
+    run = store.new_run()
+    with Publisher(store.url, run) as publisher:
         write_rest(publisher)
 
         with (
@@ -181,30 +155,26 @@ def test_group_of_another_size_is_refused(
             pass
 
 
-def test_released_group_yields_no_sample(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
+def test_released_group_yields_no_sample(store: Store) -> None:
     # The ledger no longer names its trajectories; only a fingerprint of the group is left.
-    run = new_run(client)
-    with Publisher(server.url, run) as publisher:
+    run = store.new_run()
+    with Publisher(store.url, run) as publisher:
         write_rest(publisher)
         names = keys.run_keys(run)
-        client.delete(names.groups, names.ledger)
+        store.client.delete(names.groups, names.ledger)
         digest = hashlib.sha1(b"g")
-        client.hset(names.over, digest.hexdigest()[:3], digest.digest()[:8])
+        store.client.hset(names.over, digest.hexdigest()[:3], digest.digest()[:8])
 
         assert write_rest(publisher) == []
 
 
-async def test_async_generator_writes_only_the_unfinished_samples(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client, lease_s=1.0, takeover_s=60.0)
-    killed_generator(server.url, run)
+async def test_async_generator_writes_only_the_unfinished_samples(store: Store) -> None:
+    run = store.new_run(lease_s=1.0, takeover_s=60.0)
+    killed_generator(store.url, run)
     written: list[int] = []
 
     async with (
-        AsyncPublisher(server.url, run) as publisher,
+        AsyncPublisher(store.url, run) as publisher,
         publisher.group("g", 3, exist_ok=True) as group,
     ):
         for trajectory in group:
@@ -213,18 +183,15 @@ async def test_async_generator_writes_only_the_unfinished_samples(
             written.append(trajectory.key.sample)
 
     assert written == [1, 2]
-    assert read(client, run).states() == SEALED
+    assert store.read(run).states() == SEALED
 
 
 def test_group_left_without_a_seal_is_named_in_one_warning(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    caplog: pytest.LogCaptureFixture,
+    store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = new_run(client)
+    run = store.new_run()
 
-    with Publisher(server.url, run) as publisher, publisher.group("task-7", 3) as group:
+    with Publisher(store.url, run) as publisher, publisher.group("task-7", 3) as group:
         first, second, _ = group
         first.append(ids("ab"), ids("c"))
         first.seal(1.0)

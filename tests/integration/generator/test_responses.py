@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import redis
 
 import turnstream
+from testkit.stores import Store
 from turnstream.batching.merge.merging import turn_prompts
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.types import TrajectoryKey
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
 
 SHAPES = Path(__file__).parents[2] / "shapes"
 PROMPT = [151644, 872, 30, 151645]
@@ -46,35 +42,31 @@ def check(stored: Any) -> None:
     assert second.token_ids.tolist() == [21, 22, 5, 6]
 
 
-def test_turns_of_responses_are_stored_with_their_tokens(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
+def test_turns_of_responses_are_stored_with_their_tokens(store: Store) -> None:
+    run = store.new_run()
     response = json.loads((SHAPES / "vllm-0.33.0-chat.json").read_text())
 
     with (
-        Publisher(server.url, run) as publisher,
+        Publisher(store.url, run) as publisher,
         publisher.trajectory("g", 0, num_samples=1) as writer,
     ):
         writer.append(**turnstream.from_openai(response), policy_version=7)
         writer.append(**turnstream.from_vllm(next_output()), policy_version=8)
         writer.seal(reward=1.0, status="truncated")
 
-    check(read(client, run))
+    check(store.read(run))
 
 
-async def test_async_publishers_take_the_same_arguments(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
+async def test_async_publishers_take_the_same_arguments(store: Store) -> None:
+    run = store.new_run()
     response = json.loads((SHAPES / "sglang-0.5.23-chat.json").read_text())
 
     async with (
-        AsyncPublisher(server.url, run) as publisher,
+        AsyncPublisher(store.url, run) as publisher,
         publisher.trajectory("g", 0, num_samples=1) as writer,
     ):
         await writer.append(**turnstream.from_openai(response), policy_version=7)
         await writer.append(**turnstream.from_vllm(next_output()), policy_version=8)
         await writer.seal(reward=1.0, status="truncated")
 
-    check(read(client, run))
+    check(store.read(run))

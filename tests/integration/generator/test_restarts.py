@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from testkit import group, ids, wait_until
 from testkit.releases import release_payload
-from turnstream.errors import NotReadyError, StoreBehindError
+from testkit.stores import Store
+from turnstream.errors import StoreBehindError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
@@ -22,8 +22,6 @@ from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
 PastOf = Callable[[EmbeddedServer], Any]
 KEY = TrajectoryKey("g", 0)
 KEEP_S = 0.2
@@ -31,17 +29,13 @@ KEEP_S = 0.2
 
 
 def test_lost_writes_are_sent_again_from_the_opening_to_the_seal(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    past_of: PastOf,
+    own_store: Store, past_of: PastOf
 ) -> None:
-    run = new_run(own_client)
+    run = own_store.new_run()
 
-    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
+    with Publisher(own_store.url, run, keep_s=60.0) as publisher:
         publisher.publish(group("kept")).result(10)
-        past = past_of(own_server)
+        past = past_of(own_store.server)
         publisher.publish(group("lost")).result(10)
         half = publisher.trajectory("half", 0, num_samples=1)
         half.append(ids("ab"), ids("c")).result(10)
@@ -51,7 +45,7 @@ def test_lost_writes_are_sent_again_from_the_opening_to_the_seal(
         publisher.flush()
         statistics = publisher.statistics()
 
-    stored = read(own_client, run)
+    stored = own_store.read(run)
     assert stored.counts() == {"accepted": 5, "sealed": 5}
     assert stored.spelled(TrajectoryKey("half", 0)) == [("ab", "c"), ("abc", "d")]
     assert stored.spelled(TrajectoryKey("lost", 0)) == stored.spelled(TrajectoryKey("kept", 0))
@@ -61,105 +55,69 @@ def test_lost_writes_are_sent_again_from_the_opening_to_the_seal(
 
 
 async def test_an_asynchronous_publisher_sends_again_what_the_store_forgot(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    past_of: PastOf,
-    clock: Any,
+    own_store: Store, past_of: PastOf, clock: Any
 ) -> None:
-    run = new_run(own_client)
+    run = own_store.new_run()
 
-    async with AsyncPublisher(own_server.url, run, keep_s=KEEP_S) as publisher:
-        past = past_of(own_server)
+    async with AsyncPublisher(own_store.url, run, keep_s=KEEP_S) as publisher:
+        past = past_of(own_store.server)
         await (await publisher.publish(group("lost"))).result(10)
         past.come_back()
-        clock.go_on()
+        clock.resume()
         await publisher.flush_to_disk(20)
         statistics = publisher.statistics()
 
-    assert read(own_client, run).counts() == {"accepted": 2, "sealed": 2}
+    assert own_store.read(run).counts() == {"accepted": 2, "sealed": 2}
     assert (statistics.num_restarts, statistics.kept_bytes) == (1, 0)
 
 
-def test_a_publisher_with_nothing_to_send_finds_out_by_itself(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    past_of: PastOf,
-    clock: Any,
-) -> None:
-    run = new_run(own_client)
+def test_a_restart_that_lost_nothing_changes_nothing(own_store: Store) -> None:
+    run = own_store.new_run()
 
-    with Publisher(own_server.url, run, keep_s=KEEP_S) as publisher:
-        past = past_of(own_server)
-        publisher.publish(group("lost")).result(10)
-        past.come_back()
-        clock.go_on()
-        wait_until(
-            lambda: read(own_client, run).counts() == {"accepted": 2, "sealed": 2},
-            describe="what was lost",
-        )
-
-
-def test_a_restart_that_lost_nothing_changes_nothing(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(own_client)
-
-    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
+    with Publisher(own_store.url, run, keep_s=60.0) as publisher:
         publisher.publish(group("g")).result(10)
-        before = read(own_client, run).events()
-        own_server.kill()
-        own_server.restart()
+        before = own_store.read(run).events()
+        own_store.restart()
         publisher.publish(group("h")).result(10)
         publisher.flush()
         statistics = publisher.statistics()
 
-    after = read(own_client, run).events()
+    after = own_store.read(run).events()
     assert after[: len(before)] == before
     assert len(after) == 2 * len(before)
     assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
 
 
 def test_writes_that_survived_one_restart_are_sent_again_after_the_next(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    past_of: PastOf,
+    own_store: Store, past_of: PastOf
 ) -> None:
     # A store that was started anew and had everything was not sent it again when the start after
     # that one had lost it.
-    run = new_run(own_client)
+    run = own_store.new_run()
 
-    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
-        past = past_of(own_server)
+    with Publisher(own_store.url, run, keep_s=60.0) as publisher:
+        past = past_of(own_store.server)
         publisher.publish(group("g")).result(10)
-        statistics = _restart_then_lose(publisher, own_server, past)
+        statistics = _restart_then_lose(publisher, own_store.server, past)
 
-    assert read(own_client, run).counts() == {"accepted": 6, "sealed": 6}
+    assert own_store.read(run).counts() == {"accepted": 6, "sealed": 6}
     assert (statistics.num_restarts, statistics.num_lost) == (2, 0)
 
 
-async def test_trajectory_released_before_its_group_is_not_reported_lost(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
-) -> None:
+async def test_trajectory_released_before_its_group_is_not_reported_lost(own_store: Store) -> None:
     # A trajectory that no plan took is folded away while its planned group is still there. A
     # publisher that sent both again after a restart said that the store had lost it.
-    run = new_run(own_client)
+    run = own_store.new_run()
     names = keys.run_keys(run)
 
-    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
+    with Publisher(own_store.url, run, keep_s=60.0) as publisher:
         publisher.publish(group("g")).result(10)
-        own_client.hset(names.groups, "g", "2:planned")
-        own_client.hset(names.ledger, "g/0/0", "planned:1")
-        async with connect_async(own_server.url) as client:
+        own_store.client.hset(names.groups, "g", "2:planned")
+        own_store.client.hset(names.ledger, "g/0/0", "planned:1")
+        async with connect_async(own_store.url) as client:
             await release_payload(client, run, ["g/1/0"])
-        own_client.hdel(names.ledger, "g/1/0")
-        own_server.kill()
-        own_server.restart()
+        own_store.client.hdel(names.ledger, "g/1/0")
+        own_store.restart()
         publisher.publish(group("h")).result(10)
         publisher.flush()
         statistics = publisher.statistics()
@@ -167,24 +125,21 @@ async def test_trajectory_released_before_its_group_is_not_reported_lost(
     assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
 
 
-async def test_finished_adopted_trajectory_is_not_reported_lost(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
-) -> None:
+async def test_finished_adopted_trajectory_is_not_reported_lost(own_store: Store) -> None:
     # After a restart a trajectory is taken over again. Where it had left the ledger meanwhile, its
     # publisher said that the store had lost it.
-    run = new_run(own_client)
+    run = own_store.new_run()
     names = keys.run_keys(run)
 
-    with Publisher(own_server.url, run, writer="w", keep_s=60.0) as publisher:
-        _leave_open(own_server, run)
+    with Publisher(own_store.url, run, writer="w", keep_s=60.0) as publisher:
+        _leave_open(own_store.server, run)
         publisher.take_over("g", 0).seal(1.0)
-        async with connect_async(own_server.url) as client:
+        async with connect_async(own_store.url) as client:
             await release_payload(client, run, ["g/0/0"])
-        own_client.hdel(names.ledger, "g/0/0")
-        own_client.hdel(names.groups, "g")
+        own_store.client.hdel(names.ledger, "g/0/0")
+        own_store.client.hdel(names.groups, "g")
         for number in range(2):
-            own_server.kill()
-            own_server.restart()
+            own_store.restart()
             publisher.publish(group(f"h{number}")).result(10)
         publisher.flush()
         statistics = publisher.statistics()
@@ -193,13 +148,13 @@ async def test_finished_adopted_trajectory_is_not_reported_lost(
 
 
 def test_adoption_of_a_lost_opening_is_reported_by_the_next_flush(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
+    own_store: Store, past_of: PastOf
 ) -> None:
-    run = new_run(own_client)
+    run = own_store.new_run()
 
-    with Publisher(own_server.url, run, writer="w", keep_s=60.0) as publisher:
-        past = past_of(own_server)
-        _leave_open(own_server, run)
+    with Publisher(own_store.url, run, writer="w", keep_s=60.0) as publisher:
+        past = past_of(own_store.server)
+        _leave_open(own_store.server, run)
         publisher.take_over("g", 0).seal(1.0)
         past.come_back()
         publisher.publish(group("h")).result(10)
@@ -209,24 +164,20 @@ def test_adoption_of_a_lost_opening_is_reported_by_the_next_flush(
 
 
 def test_adoption_that_survived_one_restart_is_repeated_after_the_next(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    past_of: PastOf,
+    own_store: Store, past_of: PastOf
 ) -> None:
     # A store that had the end of what was taken over was not asked for it again when the start
     # after that one had lost the take-over: what was acknowledged was lost.
-    run = new_run(own_client)
-    _leave_open(own_server, run)
-    own_client.zadd(keys.run_keys(run).leases, {"g/0/0": 1})
-    past = past_of(own_server)
+    run = own_store.new_run()
+    _leave_open(own_store.server, run)
+    own_store.client.zadd(keys.run_keys(run).leases, {"g/0/0": 1})
+    past = past_of(own_store.server)
 
-    with Publisher(own_server.url, run, writer="x", keep_s=60.0) as publisher:
+    with Publisher(own_store.url, run, writer="x", keep_s=60.0) as publisher:
         publisher.take_over("g", 0).seal(1.0)
-        statistics = _restart_then_lose(publisher, own_server, past)
+        statistics = _restart_then_lose(publisher, own_store.server, past)
 
-    assert read(own_client, run).counts() == {"accepted": 5, "sealed": 5}
+    assert own_store.read(run).counts() == {"accepted": 5, "sealed": 5}
     assert (statistics.num_restarts, statistics.num_lost) == (2, 0)
 
 
@@ -248,67 +199,40 @@ def _leave_open(server: EmbeddedServer, run: str) -> None:
         publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
 
 
-def test_a_lost_connection_to_the_same_store_sends_nothing_again(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    proxy_to: Callable[[str], Any],
-    lose_answer: Callable[[Any, str], None],
-) -> None:
-    run = new_run(client)
-    proxy = proxy_to(server.url)
-
-    with Publisher(proxy.url, run) as publisher:
-        publisher.publish(group("g")).result(10)
-        lose_answer(proxy, "append")
-        publisher.publish(group("h")).result(10)
-        statistics = publisher.statistics()
-
-    assert proxy.replies.num_cuts == 1
-    assert (statistics.num_restarts, statistics.num_resent) == (0, 0)
-
-
 def test_a_reward_that_the_store_forgot_is_posted_again(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    past_of: PastOf,
-    clock: Any,
+    own_store: Store, past_of: PastOf, clock: Any
 ) -> None:
-    run = new_run(own_client)
+    run = own_store.new_run()
 
     with (
-        Publisher(own_server.url, run, keep_s=60.0) as writer,
-        Publisher(own_server.url, run, keep_s=KEEP_S) as judge,
+        Publisher(own_store.url, run, keep_s=60.0) as writer,
+        Publisher(own_store.url, run, keep_s=KEEP_S) as judge,
     ):
-        past = past_of(own_server)
+        past = past_of(own_store.server)
         episode = writer.trajectory("g", 0, num_samples=1)
         episode.append(ids("ab"), ids("c"))
         episode.seal(awaits_reward=True)
         posted = judge.post_reward(KEY, 1.0)
         past.come_back()
-        clock.go_on()
+        clock.resume()
         wait_until(lambda: judge.statistics().num_restarts, describe="a restart")
-        before = read(own_client, run).counts()
+        before = own_store.read(run).counts()
         writer.publish(group("h")).result(10)
         judge.flush_to_disk(20)
         again = judge.post_reward(KEY, 1.0)
 
     assert before == {}
     assert (posted, again) == (RewardOutcome.POSTED, RewardOutcome.DUPLICATE)
-    assert read(own_client, run).counts() == {"accepted": 3, "sealed": 3}
+    assert own_store.read(run).counts() == {"accepted": 3, "sealed": 3}
 
 
-def test_trajectory_with_lost_old_turns_names_them(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, past_of: PastOf
-) -> None:
-    run = new_run(own_client)
+def test_trajectory_with_lost_old_turns_names_them(own_store: Store, past_of: PastOf) -> None:
+    run = own_store.new_run()
 
-    with Publisher(own_server.url, run, keep_s=KEEP_S) as publisher:
+    with Publisher(own_store.url, run, keep_s=KEEP_S) as publisher:
         episode = publisher.trajectory("g", 0, num_samples=1)
         episode.append(ids("ab"), ids("c")).result(10)
-        past = past_of(own_server)
+        past = past_of(own_store.server)
         episode.append(ids("abc"), ids("d")).result(10)
         episode.append(ids("abcd"), ids("e")).result(10)
         publisher.flush_to_disk(20)
@@ -318,17 +242,15 @@ def test_trajectory_with_lost_old_turns_names_them(
             episode.append(ids("abcde"), ids("f")).result(10)
 
 
-def test_lost_sealed_trajectory_is_reported_by_the_next_flush(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun, clock: Any
-) -> None:
-    run = new_run(own_client)
+def test_lost_sealed_trajectory_is_reported_by_the_next_flush(own_store: Store, clock: Any) -> None:
+    run = own_store.new_run()
 
-    with Publisher(own_server.url, run, keep_s=KEEP_S) as publisher:
+    with Publisher(own_store.url, run, keep_s=KEEP_S) as publisher:
         publisher.publish(group("g")).result(10)
-        own_server.kill()
-        shutil.rmtree(Path(own_server.data_dir) / "appendonlydir")
-        own_server.restart()
-        clock.go_on()
+        own_store.server.kill()
+        shutil.rmtree(Path(own_store.server.data_dir) / "appendonlydir")
+        own_store.server.restart()
+        clock.resume()
         wait_until(lambda: publisher.statistics().num_lost == 2, describe="losses")
 
         with pytest.raises(StoreBehindError) as lost:
@@ -340,27 +262,13 @@ def test_lost_sealed_trajectory_is_reported_by_the_next_flush(
     assert sorted(str(error).partition(":")[0] for error in errors) == said
 
 
-def test_kept_bytes_are_limited(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(own_client)
+def test_kept_bytes_are_limited(own_store: Store) -> None:
+    run = own_store.new_run()
 
-    with Publisher(own_server.url, run, keep_s=60.0, max_kept_bytes=300) as publisher:
+    with Publisher(own_store.url, run, keep_s=60.0, max_kept_bytes=300) as publisher:
         for number in range(5):
             publisher.publish(group(f"g{number}")).result(10)
         statistics = publisher.statistics()
 
     assert 0 < statistics.kept_bytes <= statistics.max_kept_bytes == 300
     assert statistics.num_forgotten > 0
-
-
-def test_a_wait_for_the_disk_ends_by_its_deadline(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(own_client)
-
-    with Publisher(own_server.url, run, keep_s=60.0) as publisher:
-        publisher.publish(group("g")).result(10)
-
-        with pytest.raises(NotReadyError, match="may not be on disk after"):
-            publisher.flush_to_disk(0.1)

@@ -13,13 +13,13 @@ import redis
 
 from harness.stored import content_of
 from testkit import config, ids, wait_until
+from testkit.stores import Store
 from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError
-from turnstream.generator import AsyncPublisher, Prompt, Publisher, add_prompts
+from turnstream.generator import Prompt, Publisher, add_prompts
 from turnstream.store.client import keys
 from turnstream.store.run.runs import create_run
 from turnstream.types import TrajectoryKey
 from turnstream_server.bus.admin.deletion import delete_run
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
@@ -30,10 +30,10 @@ _names = (f"shop {number}" for number in itertools.count(1))
 
 
 @pytest.fixture
-def name(client: redis.Redis) -> str:
+def name(store: Store) -> str:
     """The name of a run that is in the store."""
     name = next(_names)
-    create_run(client, name, config(4))
+    create_run(store.client, name, config(4))
     return name
 
 
@@ -78,90 +78,74 @@ CALLS: dict[str, Callable[[Publisher, Any], object]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_old_publisher_is_refused_and_writes_nothing_to_the_next_run(
-    server: EmbeddedServer, client: redis.Redis, name: str, call: str
+    store: Store, name: str, call: str
 ) -> None:
     # Two runs of one name had the same keys, so that only a time in which the name was blocked kept
     # the writers of the first away from the second.
-    with Publisher(server.url, name, writer="w") as publisher:
+    with Publisher(store.url, name, writer="w") as publisher:
         trajectory = publisher.trajectory("g", 0, num_samples=1)
         begin(trajectory)
-        before = replace_run(client, name)
+        before = replace_run(store.client, name)
 
         with pytest.raises(REFUSALS) as refused:
             CALLS[call](publisher, trajectory)
 
         assert "deleted" in str(refused.value) or "was never opened" in str(refused.value)
-        assert content(client, f"{name}~2") == before
+        assert content(store.client, f"{name}~2") == before
 
 
-def test_old_publisher_abandons_nothing_in_the_next_run(
-    server: EmbeddedServer, client: redis.Redis, name: str
-) -> None:
+def test_old_publisher_abandons_nothing_in_the_next_run(store: Store, name: str) -> None:
     # The call is refused, unless the publisher has already learned of the deletion: then the
     # trajectory has failed, and nothing is sent.
-    with Publisher(server.url, name, writer="w") as publisher:
+    with Publisher(store.url, name, writer="w") as publisher:
         trajectory = publisher.trajectory("g", 0, num_samples=1)
         begin(trajectory)
-        before = replace_run(client, name)
+        before = replace_run(store.client, name)
 
         with contextlib.suppress(*REFUSALS):
             trajectory.abandon("bored").result(10)
 
-        assert content(client, f"{name}~2") == before
+        assert content(store.client, f"{name}~2") == before
 
 
 def test_old_publisher_is_refused_after_its_tombstones_have_expired(
-    server: EmbeddedServer, client: redis.Redis, name: str
+    store: Store, name: str
 ) -> None:
     # A writer that slept for longer than the tombstones stood wrote its turn to the next run, and
     # sealed a trajectory there that another writer had opened.
-    with Publisher(server.url, name, writer="w") as publisher:
+    with Publisher(store.url, name, writer="w") as publisher:
         trajectory = publisher.trajectory("g", 0, num_samples=1)
         begin(trajectory)
-        before = replace_run(client, name)
-        for key in content(client, name):
+        before = replace_run(store.client, name)
+        for key in content(store.client, name):
             if key != keys.incarnation_key(name):
-                client.delete(key)
+                store.client.delete(key)
 
         with pytest.raises(REFUSALS):
             trajectory.append(ids("abcd"), ids("e")).result(10)
         with pytest.raises(REFUSALS):
             trajectory.seal(1.0)
 
-    assert content(client, f"{name}~2") == before
-    assert content(client, name).keys() == {keys.incarnation_key(name)}
-
-
-async def append_async(_: AsyncPublisher, open_: Any) -> None:
-    await (await open_.append(ids("abcd"), ids("e")))
-
-
-ASYNC_CALLS: dict[str, Callable[[AsyncPublisher, Any], Any]] = {
-    "append": append_async,
-    "seal": lambda _, open_: open_.seal(1.0),
-    "reward": lambda publisher, _: publisher.post_reward(KEY, 1.0),
-    "lapsed": lambda publisher, _: publisher.lapsed(),
-    "next_task": lambda publisher, _: publisher.next_task(5),
-    "next_refill": lambda publisher, _: publisher.next_refill(5),
-}
+    assert content(store.client, f"{name}~2") == before
+    assert content(store.client, name).keys() == {keys.incarnation_key(name)}
 
 
 def test_owner_of_an_old_task_is_refused_and_the_task_granted_again(
-    server: EmbeddedServer, client: redis.Redis, name: str
+    store: Store, name: str
 ) -> None:
     prompt = Prompt(prompt_uid="p", payload=b"?", num_samples=1)
-    add_prompts(client, name, [prompt])
-    with Publisher(server.url, name, writer="w") as old, old.next_task(10) as task:
+    add_prompts(store.client, name, [prompt])
+    with Publisher(store.url, name, writer="w") as old, old.next_task(10) as task:
         begin(task.trajectories[0])
-        delete_run(client, name)
-        create_run(client, name, config(4))
-        add_prompts(client, name, [prompt])
-        before = content(client, f"{name}~2")
+        delete_run(store.client, name)
+        create_run(store.client, name, config(4))
+        add_prompts(store.client, name, [prompt])
+        before = content(store.client, f"{name}~2")
 
         with pytest.raises(REFUSALS):
             task.trajectories[0].seal(1.0)
-        unchanged = content(client, f"{name}~2") == before
-        with Publisher(server.url, name, writer="w") as new, new.next_task(10) as again:
+        unchanged = content(store.client, f"{name}~2") == before
+        with Publisher(store.url, name, writer="w") as new, new.next_task(10) as again:
             begin(again.trajectories[0])
             again.trajectories[0].seal(1.0)
 
@@ -170,14 +154,14 @@ def test_owner_of_an_old_task_is_refused_and_the_task_granted_again(
 
 
 def test_refused_heartbeat_of_an_old_publisher_fails_its_trajectories(
-    server: EmbeddedServer, client: redis.Redis, caplog: pytest.LogCaptureFixture
+    store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = next(_names)
-    create_run(client, name, replace(config(4), lease_s=0.6))
-    with Publisher(server.url, name, writer="w") as publisher:
+    create_run(store.client, name, replace(config(4), lease_s=0.6))
+    with Publisher(store.url, name, writer="w") as publisher:
         trajectory = publisher.trajectory("g", 0, num_samples=1)
         begin(trajectory)
-        before = replace_run(client, name)
+        before = replace_run(store.client, name)
 
         wait_until(
             lambda: "leases cannot be renewed: no run named" in caplog.text,
@@ -186,34 +170,32 @@ def test_refused_heartbeat_of_an_old_publisher_fails_its_trajectories(
         with pytest.raises(REFUSALS, match="deleted"):
             trajectory.append(ids("abcd"), ids("e"))
 
-    assert content(client, f"{name}~2") == before
+    assert content(store.client, f"{name}~2") == before
 
 
 def test_publisher_that_first_writes_after_a_deletion_writes_to_the_next_run(
-    server: EmbeddedServer, client: redis.Redis, name: str
+    store: Store, name: str
 ) -> None:
-    with Publisher(server.url, name, writer="first") as publisher:
-        delete_run(client, name)
-        create_run(client, name, config(4))
+    with Publisher(store.url, name, writer="first") as publisher:
+        delete_run(store.client, name)
+        create_run(store.client, name, config(4))
         with publisher.group("g", 2) as group:
             for sample in range(2):
                 begin(group.trajectory(sample))
                 group.trajectory(sample).seal(1.0)
 
-    counts: Any = client.hgetall(keys.run_keys(f"{name}~2").counts)
+    counts: Any = store.client.hgetall(keys.run_keys(f"{name}~2").counts)
     assert counts[b"sealed"] == b"2"
-    assert not client.exists(keys.run_keys(name).ledger)
+    assert not store.client.exists(keys.run_keys(name).ledger)
 
 
-def test_publisher_asks_for_the_id_of_its_run_once(
-    server: EmbeddedServer, client: redis.Redis, name: str
-) -> None:
+def test_publisher_reads_the_id_of_its_run_once(store: Store, name: str) -> None:
     def num_gets() -> int:
-        found: Any = client.info("commandstats")
+        found: Any = store.client.info("commandstats")
         return found.get("cmdstat_get", {"calls": 0})["calls"]
 
     before = num_gets()
-    with Publisher(server.url, name) as publisher:
+    with Publisher(store.url, name) as publisher:
         trajectory = publisher.trajectory("g", 0, num_samples=1)
         begin(trajectory)
         at_first = num_gets()
@@ -226,13 +208,11 @@ def test_publisher_asks_for_the_id_of_its_run_once(
     assert num_gets() == at_first
 
 
-def test_publisher_names_the_run_that_does_not_exist(
-    server: EmbeddedServer, client: redis.Redis, name: str
-) -> None:
-    delete_run(client, name)
+def test_publisher_names_the_run_that_does_not_exist(store: Store, name: str) -> None:
+    delete_run(store.client, name)
 
     with (
-        Publisher(server.url, name) as publisher,
+        Publisher(store.url, name) as publisher,
         pytest.raises(TurnstreamError, match=f"no run named '{name}' with the id '{name}~2'"),
     ):
         begin(publisher.trajectory("g", 0, num_samples=1))

@@ -13,19 +13,16 @@ from typing import Any
 import pytest
 import redis
 
-from testkit import wait_until
 from testkit.scripts import script
+from testkit.stores import Store
 from turnstream.errors import EndOfRunError, NotReadyError, PromptsExhaustedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.run.runs import close_run
 from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream.types import TrajectoryKey
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
 
 # Prints the group that it is offered, and does not open it.
 OFFERED = """
@@ -50,67 +47,34 @@ def give(client: redis.Redis, run: str, *uids: str, num_samples: int = 2) -> Non
     add_prompts(client, run, prompts)
 
 
-def are_waiting(client: redis.Redis, number: int) -> None:
-    """Wait until so many read what is not there yet."""
-
-    def are_so_many() -> bool:
-        clients: Any = client.info("clients")
-        return clients["blocked_clients"] == number
-
-    wait_until(are_so_many, describe=f"{number} who wait")
-
-
 def write(trajectory: Any) -> None:
     trajectory.append([1], [2]).result(10)
     trajectory.append([1, 2, 3], [4])
     trajectory.seal(reward=float(trajectory.key.sample))
 
 
-def test_a_task_is_a_prompt_with_a_writer_for_every_sample(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
-    give(client, run, "a")
+def test_a_task_is_a_prompt_with_a_writer_for_every_sample(store: Store) -> None:
+    run = store.new_run()
+    give(store.client, run, "a")
 
-    with Publisher(server.url, run) as publisher, publisher.next_task(10) as task:
-        for trajectory in task.trajectories:
-            write(trajectory)
-
-    assert (task.prompt_uid, task.payload) == ("a", b"what is a?")
-    assert (task.group_id, task.num_samples, task.num_needed) == ("a#1", 2, 2)
-    assert read(client, run).sealed() == [TrajectoryKey("a#1", 0), TrajectoryKey("a#1", 1)]
-    assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
-
-
-def test_first_call_for_a_task_is_no_sign_of_a_restart(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    # It was taken before the publisher had met the store, which it then took for another one.
-    run = new_run(client)
-    give(client, run, "a")
-
-    with Publisher(server.url, run) as publisher, publisher.next_task(10) as task:
+    with Publisher(store.url, run) as publisher, publisher.next_task(10) as task:
         for trajectory in task.trajectories:
             write(trajectory)
         publisher.flush()
         statistics = publisher.statistics()
 
     assert (statistics.num_restarts, statistics.num_lost) == (0, 0)
-    assert "restarted" not in caplog.text
-    assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
+    assert (task.prompt_uid, task.payload) == ("a", b"what is a?")
+    assert (task.group_id, task.num_samples, task.num_needed) == ("a#1", 2, 2)
+    assert store.read(run).sealed() == [TrajectoryKey("a#1", 0), TrajectoryKey("a#1", 1)]
+    assert store.read(run).counts() == {"accepted": 2, "sealed": 2}
 
 
-async def test_asyncio_generators_take_tasks_alike(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
-    give(client, run, "a")
+async def test_async_publisher_takes_tasks(store: Store) -> None:
+    run = store.new_run()
+    give(store.client, run, "a")
 
-    async with AsyncPublisher(server.url, run) as publisher:
+    async with AsyncPublisher(store.url, run) as publisher:
         async with await publisher.next_task(10) as task:
             for trajectory in task.trajectories:
                 await trajectory.append([1], [2])
@@ -119,57 +83,31 @@ async def test_asyncio_generators_take_tasks_alike(
             await publisher.next_task(0.05)
 
     assert task.payload == b"what is a?"
-    assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
+    assert store.read(run).counts() == {"accepted": 2, "sealed": 2}
 
 
-def test_unsealed_trajectory_of_a_task_is_abandoned(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
-    give(client, run, "a", "b")
+def test_unsealed_trajectory_of_a_task_is_abandoned(store: Store) -> None:
+    run = store.new_run()
+    give(store.client, run, "a", "b")
 
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         with publisher.next_task(10) as task:
             write(task.trajectories[0])
         with pytest.raises(RuntimeError), publisher.next_task(10):
             raise RuntimeError("the environment broke")
 
-    ledger = read(client, run).ledger()
+    ledger = store.read(run).ledger()
     assert ledger["a%231/1/0"] == "abandoned:left without a seal"
     assert ledger["b%231/0/0"] == "abandoned:RuntimeError: the environment broke"
-    assert read(client, run).counts() == {"accepted": 4, "sealed": 1, "abandoned": 3}
-
-
-def test_leases_of_a_task_are_renewed_from_the_start(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read, often: None
-) -> None:
-    run = new_run(client)
-    give(client, run, "a")
-    ends: set[Any] = set()
-
-    def was_renewed() -> bool:
-        ends.add(client.zscore(read(client, run).keys.leases, "a%231/0/0"))
-        return len(ends) > 3
-
-    with Publisher(server.url, run) as publisher, publisher.next_task(10) as task:
-        wait_until(was_renewed, describe="renewals of a lease that nobody has used yet")
-        for trajectory in task.trajectories:
-            write(trajectory)
-
-    assert read(client, run).counts() == {"accepted": 2, "sealed": 2}
+    assert store.read(run).counts() == {"accepted": 4, "sealed": 1, "abandoned": 3}
 
 
 @pytest.mark.parametrize("name", ["next_task", "open_task"])
 def test_lost_reply_neither_loses_nor_doubles_a_task(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: NewRun,
-    read: Read,
-    proxy_to: Callable[[str], Any],
-    name: str,
+    store: Store, proxy_to: Callable[[str], Any], name: str
 ) -> None:
-    run, proxy = new_run(client), proxy_to(server.url)
-    give(client, run, "a", "b")
+    run, proxy = store.new_run(), proxy_to(store.url)
+    give(store.client, run, "a", "b")
 
     with Publisher(proxy.url, run) as publisher:
         with publisher.next_task(10) as first:
@@ -183,21 +121,19 @@ def test_lost_reply_neither_loses_nor_doubles_a_task(
 
     assert proxy.replies.num_cuts == 1
     assert (first.group_id, second.group_id) == ("a#1", "b#1")
-    assert read(client, run).counts() == {"accepted": 4, "sealed": 4}
-    assert read_prompt_counts(client, run).num_given == 2
+    assert store.read(run).counts() == {"accepted": 4, "sealed": 4}
+    assert read_prompt_counts(store.client, run).num_given == 2
 
 
-def test_offer_of_killed_generator_goes_to_the_next(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
-    give(client, run, "a", "b")
-    program = [sys.executable, "-c", OFFERED, server.url, run]
+def test_offer_of_killed_generator_goes_to_the_next(store: Store) -> None:
+    run = store.new_run()
+    give(store.client, run, "a", "b")
+    program = [sys.executable, "-c", OFFERED, store.url, run]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         offered = process.stdout and process.stdout.readline().strip()
         process.kill()
 
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         taken = []
         for _ in range(2):
             with publisher.next_task(10) as task:
@@ -208,24 +144,22 @@ def test_offer_of_killed_generator_goes_to_the_next(
     assert process.returncode == -signal.SIGKILL
     assert offered == "a#1"
     assert taken == ["a#1", "b#1"]
-    assert read_prompt_counts(client, run).num_given == 2
+    assert read_prompt_counts(store.client, run).num_given == 2
 
 
-async def test_each_prompt_goes_to_one_of_many_waiting_generators(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
+async def test_each_prompt_goes_to_one_of_many_waiting_generators(store: Store) -> None:
+    run = store.new_run()
 
-    async with AsyncPublisher(server.url, run) as one, AsyncPublisher(server.url, run) as other:
+    async with AsyncPublisher(store.url, run) as one, AsyncPublisher(store.url, run) as other:
         waiting = [
             asyncio.ensure_future(each.next_task(30)) for each in (one, other) for _ in range(2)
         ]
-        await asyncio.to_thread(are_waiting, client, 4)
-        await asyncio.to_thread(give, client, run, "a", "b", "c")
+        await asyncio.to_thread(store.wait_for_blocked, 4)
+        await asyncio.to_thread(give, store.client, run, "a", "b", "c")
         left = set(waiting)
         while len(left) > 1:
             _, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.to_thread(are_waiting, client, len(left))
+        await asyncio.to_thread(store.wait_for_blocked, len(left))
         left.pop().cancel()
         tasks = [each.result() for each in waiting if each.done()]
         for task in tasks:
@@ -235,22 +169,20 @@ async def test_each_prompt_goes_to_one_of_many_waiting_generators(
     assert sorted(task.prompt_uid for task in tasks) == ["a", "b", "c"]
 
 
-def test_a_wait_for_a_task_ends_with_the_reason(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
+def test_task_wait_ends_with_the_reason(store: Store) -> None:
+    run = store.new_run(batch_groups=1, max_staleness=0, max_planned_ahead=0)
 
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         with pytest.raises(NotReadyError, match=r"no task within 0\.05 s: the run was given no"):
             publisher.next_task(0.05)
-        give(client, run, "a", "b")
+        give(store.client, run, "a", "b")
         with publisher.next_task(10):
             with pytest.raises(NotReadyError, match="1 groups are live, 1 are allowed after"):
                 publisher.next_task(0.05)
 
             def free() -> None:
-                are_waiting(client, 1)
-                read(client, run).frees_capacity(stepped=1)
+                store.wait_for_blocked(1)
+                store.read(run).frees_capacity(stepped=1)
 
             freeing = threading.Thread(target=free, daemon=True)
             freeing.start()
@@ -261,18 +193,16 @@ def test_a_wait_for_a_task_ends_with_the_reason(
     assert second.prompt_uid == "b"
 
 
-def test_exhausted_and_closed_runs_raise_their_own_errors(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
-    run = new_run(client)
-    give(client, run, "a")
+def test_exhausted_and_closed_runs_raise_their_own_errors(store: Store) -> None:
+    run = store.new_run()
+    give(store.client, run, "a")
 
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         with publisher.next_task(10):
             pass
-        client.hset(read(client, run).keys.prompts, "done", 1)
+        store.client.hset(store.read(run).keys.prompts, "done", 1)
         with pytest.raises(PromptsExhaustedError, match="all 1 prompts of the run are done"):
             publisher.next_task(0.05)
-        close_run(client, run)
+        close_run(store.client, run)
         with pytest.raises(EndOfRunError):
             publisher.next_task(10)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis
 
 from testkit import group, ids, wait_until
+from testkit.stores import Store
 from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.outbox.receipts import Receipt
 from turnstream.store.client import keys
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.store.waits.version_wait import wait_for_version
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
 ONE_GROUP = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
 
 
@@ -57,19 +54,17 @@ def plan(client: redis.Redis, run: str, *, step: int, num_groups: int) -> None:
     client.hdel(where, "session_ms")
 
 
-def test_a_wait_for_leave_says_which_generator_is_gone_and_since_when(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client, **ONE_GROUP)
-    with Publisher(server.url, run, writer="dead") as dead:
+def test_admission_wait_names_the_lost_generator_and_its_silence(store: Store) -> None:
+    run = store.new_run(**ONE_GROUP)
+    with Publisher(store.url, run, writer="dead") as dead:
         for sample in (0, 1):
             member = dead.trajectory("a", sample, num_samples=2)
             member.append(ids("ab"), ids("c")).result(10)
-    lapse(client, run, "a/0/0", ago_s=60)
-    lapse(client, run, "a/1/0", ago_s=40)
+    lapse(store.client, run, "a/0/0", ago_s=60)
+    lapse(store.client, run, "a/1/0", ago_s=40)
 
     with (
-        Publisher(server.url, run, admission_timeout_s=0.1) as publisher,
+        Publisher(store.url, run, admission_timeout_s=0.1) as publisher,
         pytest.raises(NotReadyError) as caught,
         publisher.group("b", 2),
     ):
@@ -92,15 +87,13 @@ def test_a_wait_for_leave_says_which_generator_is_gone_and_since_when(
     assert 0 <= facts(caught.value, WaitKind.TOO_FEW_READY)["since_s"] < 60
 
 
-async def test_async_publisher_gets_the_same_reasons(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client, **ONE_GROUP)
+async def test_async_publisher_gets_the_same_reasons(store: Store) -> None:
+    run = store.new_run(**ONE_GROUP)
 
     async with (
-        AsyncPublisher(server.url, run, writer="slow") as slow,
+        AsyncPublisher(store.url, run, writer="slow") as slow,
         slow.trajectory("a", 0, num_samples=2) as writer,
-        AsyncPublisher(server.url, run, admission_timeout_s=0.1) as publisher,
+        AsyncPublisher(store.url, run, admission_timeout_s=0.1) as publisher,
     ):
         with pytest.raises(NotReadyError) as entered:
             await publisher.group("b", 2).__aenter__()
@@ -118,14 +111,12 @@ async def test_async_publisher_gets_the_same_reasons(
     assert (held["group"], held["writer"], held["lease_left_s"] > 0) == ("a", "slow", True)
 
 
-def test_a_wait_for_leave_says_that_the_trainer_has_not_stepped(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client, **ONE_GROUP)
+def test_admission_wait_reports_that_the_trainer_has_not_stepped(store: Store) -> None:
+    run = store.new_run(**ONE_GROUP)
 
-    with Publisher(server.url, run, admission_timeout_s=0.1) as publisher:
+    with Publisher(store.url, run, admission_timeout_s=0.1) as publisher:
         publisher.publish(group("a")).result(10)
-        plan(client, run, step=1, num_groups=1)
+        plan(store.client, run, step=1, num_groups=1)
         with pytest.raises(NotReadyError) as caught:
             publisher.publish(group("b")).result(10)
 
@@ -135,31 +126,14 @@ def test_a_wait_for_leave_says_that_the_trainer_has_not_stepped(
     assert WaitKind.TOO_FEW_READY not in kinds(caught.value)
 
 
-def test_a_wait_for_leave_says_that_the_run_is_paused_and_why(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
-    client.hset(keys.run_keys(run).frontier, "paused", "the judge is down")
+def test_admission_wait_reports_the_bytes_in_use(store: Store) -> None:
+    run = store.new_run(batch_groups=1, max_staleness=3, max_bytes=200_000)
 
-    with (
-        Publisher(server.url, run, admission_timeout_s=0.05) as publisher,
-        pytest.raises(NotReadyError, match="the run is paused: the judge is down") as caught,
-    ):
+    with Publisher(store.url, run, admission_timeout_s=0.05) as publisher:
         publisher.publish(group("a")).result(10)
-
-    assert facts(caught.value, WaitKind.RUN_PAUSED) == {"reason": "the judge is down"}
-
-
-def test_a_wait_for_leave_says_who_holds_the_bytes(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client, batch_groups=1, max_staleness=3, max_bytes=200_000)
-
-    with Publisher(server.url, run, admission_timeout_s=0.05) as publisher:
-        publisher.publish(group("a")).result(10)
-        plan(client, run, step=1, num_groups=1)
+        plan(store.client, run, step=1, num_groups=1)
         where = keys.run_keys(run).budget
-        client.hset(where, mapping={"planned": 150_000, "stored": 0, "estimate": 20_000})
+        store.client.hset(where, mapping={"planned": 150_000, "stored": 0, "estimate": 20_000})
         with pytest.raises(NotReadyError) as caught, publisher.group("b", 4):
             pass
 
@@ -169,34 +143,13 @@ def test_a_wait_for_leave_says_who_holds_the_bytes(
     assert held["max_bytes"] == 200_000
 
 
-def test_a_wait_for_leave_says_that_most_groups_are_dropped(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client, **{**ONE_GROUP, "batch_groups": 2})
-    names = keys.run_keys(run)
-    numbers = {"opened_groups": 19, "live_groups": 12, "open_groups": 1, "planned_groups": 10}
-    client.hset(names.frontier, mapping={**numbers, "at_plans": "4:0:8,5:0:10", "stepped": 5})
-    client.hset(names.counts, mapping={"filtered": 12, "expired": 2})
+def test_task_wait_names_the_generators_of_the_prompts(store: Store) -> None:
+    run = store.new_run()
+    add_prompts(store.client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=1)])
 
     with (
-        Publisher(server.url, run, admission_timeout_s=0.05) as publisher,
-        pytest.raises(NotReadyError) as caught,
-    ):
-        publisher.publish(group("b")).result(10)
-
-    rate = facts(caught.value, WaitKind.PASS_RATE_LOW)
-    assert rate == {"dropped": 7, "decided": 10, "since_step": 4, "filtered": 12, "expired": 2}
-
-
-def test_a_wait_for_a_task_says_who_holds_the_prompts(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
-    add_prompts(client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=1)])
-
-    with (
-        Publisher(server.url, run, writer="slow") as slow,
-        Publisher(server.url, run) as publisher,
+        Publisher(store.url, run, writer="slow") as slow,
+        Publisher(store.url, run) as publisher,
         slow.next_task(10),
         pytest.raises(NotReadyError, match="no prompt is left") as caught,
     ):
@@ -208,14 +161,12 @@ def test_a_wait_for_a_task_says_who_holds_the_prompts(
     assert (held["group"], held["writer"]) == ("p#1", "slow")
 
 
-async def test_both_kinds_of_waits_for_a_refill_say_what_the_run_grants(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
+async def test_refill_wait_reports_the_grants_of_the_run(store: Store) -> None:
+    run = store.new_run()
 
-    with Publisher(server.url, run) as publisher, pytest.raises(NotReadyError) as blocked:
+    with Publisher(store.url, run) as publisher, pytest.raises(NotReadyError) as blocked:
         await asyncio.to_thread(publisher.next_refill, 0.01)
-    async with AsyncPublisher(server.url, run) as other:
+    async with AsyncPublisher(store.url, run) as other:
         with pytest.raises(NotReadyError) as awaited:
             await other.next_refill(0.01)
         with pytest.raises(NotReadyError) as no_task:
@@ -229,46 +180,33 @@ async def test_both_kinds_of_waits_for_a_refill_say_what_the_run_grants(
     assert kinds(no_task.value)[0] == WaitKind.NO_TASK
 
 
-def test_version_wait_names_the_newest_version_and_the_trainer(
-    client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
-    plan(client, run, step=1, num_groups=1)
-    client.hset(keys.run_keys(run).frontier, mapping={"session_epoch": 3, "session": "s"})
+def test_version_wait_names_the_newest_version_and_the_trainer(store: Store) -> None:
+    run = store.new_run()
+    plan(store.client, run, step=1, num_groups=1)
+    store.client.hset(keys.run_keys(run).frontier, mapping={"session_epoch": 3, "session": "s"})
 
     with pytest.raises(NotReadyError) as caught:
-        wait_for_version(client, run, above=3, timeout_s=0.01)
+        wait_for_version(store.client, run, above=3, timeout_s=0.01)
 
     wanted = facts(caught.value, WaitKind.NO_VERSION)
     assert wanted == {"waited_s": 0.01, "above": 3, "newest_version": None, "stepped": 0}
     assert facts(caught.value, WaitKind.TRAINER_NOT_STEPPED)["session_epoch"] == 3
 
 
-def test_wait_in_a_deleted_run_hides_no_error(client: redis.Redis, new_run: NewRun) -> None:
-    new_run(client)
+def test_receipt_names_the_waiting_turn_and_the_outage(own_store: Store) -> None:
+    run = own_store.new_run()
 
-    with pytest.raises(NotReadyError, match="no version above 0") as caught:
-        wait_for_version(client, "nobody", above=0, timeout_s=0.01)
-
-    assert caught.value.reasons == ()
-
-
-def test_receipt_names_the_waiting_turn_and_the_outage(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(own_client)
-
-    with Publisher(own_server.url, run) as publisher:
+    with Publisher(own_store.url, run) as publisher:
         writer = publisher.trajectory("g#1", 0, num_samples=1)
         writer.append(ids("a"), ids("b")).result(10)
-        own_server.kill()
+        own_store.server.kill()
         late = writer.append(ids("abc"), ids("d"))
         wait_until(lambda: publisher.statistics().num_retries > 0, describe="a failed try")
         with pytest.raises(NotReadyError) as waited:
             late.result(0.05)
         with pytest.raises(NotReadyError) as flushed:
             publisher.flush(0.05)
-        own_server.restart()
+        own_store.server.restart()
         late.result(10)
         writer.abandon("over")
 
@@ -282,12 +220,10 @@ def test_receipt_names_the_waiting_turn_and_the_outage(
     assert kinds(flushed.value)[:2] == [WaitKind.NOT_ACKNOWLEDGED, WaitKind.STORE_AWAY]
 
 
-async def test_an_awaited_receipt_says_that_its_group_waits_for_leave(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client, **ONE_GROUP)
+async def test_awaited_receipt_reports_that_its_group_waits_for_admission(store: Store) -> None:
+    run = store.new_run(**ONE_GROUP)
 
-    async with AsyncPublisher(server.url, run, admission_timeout_s=600) as publisher:
+    async with AsyncPublisher(store.url, run, admission_timeout_s=600) as publisher:
         await (await publisher.publish(group("a")))
         receipt = await publisher.publish(group("b"))
         await asyncio.to_thread(
@@ -297,8 +233,8 @@ async def test_an_awaited_receipt_says_that_its_group_waits_for_leave(
             await receipt.result(0.05)
         with pytest.raises(NotReadyError) as flushed:
             await publisher.flush(0.05)
-        client.hset(keys.run_keys(run).frontier, "stepped", 1)
-        client.xadd(keys.run_keys(run).wake, {"w": ""})
+        store.client.hset(keys.run_keys(run).frontier, "stepped", 1)
+        store.client.xadd(keys.run_keys(run).wake, {"w": ""})
         await receipt
 
     for error in (waited.value, flushed.value):
@@ -306,12 +242,10 @@ async def test_an_awaited_receipt_says_that_its_group_waits_for_leave(
         assert facts(error, WaitKind.NO_LEAVE)["group"] == "b"
 
 
-def test_a_wait_for_the_disk_says_when_it_may_end(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(client)
+def test_disk_wait_ends_with_the_time_left(store: Store) -> None:
+    run = store.new_run()
 
-    with Publisher(server.url, run, keep_s=30) as publisher:
+    with Publisher(store.url, run, keep_s=30) as publisher:
         publisher.publish(group("a")).result(10)
         with pytest.raises(NotReadyError) as caught:
             publisher.flush_to_disk(0.05)
@@ -321,20 +255,18 @@ def test_a_wait_for_the_disk_says_when_it_may_end(
     assert 0 < proof["left_s"] <= 30
 
 
-def test_wait_for_space_times_out_with_the_holders(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(own_client)
+def test_wait_for_space_times_out_with_the_holders(own_store: Store) -> None:
+    run = own_store.new_run()
 
-    with Publisher(own_server.url, run, max_inflight_bytes=1, timeout_s=0.1) as publisher:
+    with Publisher(own_store.url, run, max_inflight_bytes=1, timeout_s=0.1) as publisher:
         writer = publisher.trajectory("g", 0, num_samples=1)
         writer.append(ids("a"), ids("b")).result(10)
-        own_client.client_pause(20_000, all=False)  # the store is up, and answers no write
+        own_store.client.client_pause(20_000, all=False)  # the store is up, and answers no write
         stuck = writer.append(ids("abc"), ids("d"))
         wait_until(lambda: is_asked_of_it(stuck), describe="a round on its way")
         with pytest.raises(NotReadyError, match=r"no room for more writes within 0\.1 s") as caught:
             writer.append(ids("abcde"), ids("f"))
-        own_client.client_unpause()
+        own_store.client.client_unpause()
         stuck.result(10)
         writer.append(ids("abcde"), ids("f")).result(10)
         writer.abandon("over")
@@ -345,20 +277,20 @@ def test_wait_for_space_times_out_with_the_holders(
     assert facts(caught.value, WaitKind.STORE_SILENT)["since_s"] > 0
 
 
-async def test_a_finished_group_waits_for_room_no_longer_than_those_before_it(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
+async def test_finished_group_waits_for_capacity_until_both_timeouts(
+    own_store: Store,
 ) -> None:
-    run = new_run(own_client)
+    run = own_store.new_run()
 
     async with AsyncPublisher(
-        own_server.url, run, max_inflight_bytes=1, timeout_s=0.1, admission_timeout_s=0.1
+        own_store.url, run, max_inflight_bytes=1, timeout_s=0.1, admission_timeout_s=0.1
     ) as publisher:
         await (await publisher.publish(group("a")))
-        own_client.client_pause(20_000, all=False)
+        own_store.client.client_pause(20_000, all=False)
         stuck = await publisher.publish(group("b"))
         with pytest.raises(NotReadyError, match=r"no room for more writes within 0\.2 s") as caught:
             await publisher.publish(group("c"))
-        own_client.client_unpause()
+        own_store.client.client_unpause()
         await stuck
 
     assert facts(caught.value, WaitKind.NO_ROOM)["held_bytes"] > 0

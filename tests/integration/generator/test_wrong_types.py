@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import redis
 
 from testkit import group, trajectory, turn
+from testkit.stores import Store
 from turnstream.errors import InvalidConfigError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.types import DeclaredColumn, Group, TrajectoryKey, VersionRun
 from turnstream.types.names import shown
-from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-NewRun = Callable[..., str]
-Read = Callable[[redis.Redis, str], Any]
 Case = tuple[str, dict[str, Any]]
 """The field that an error names, and the arguments of the call."""
 
@@ -109,6 +106,7 @@ CALLS: list[tuple[str, Case]] = [
         for field, given in SEAL
         if field in {"reward", "reward_components"}
     ],
+    ("post_reward", ("reward", {"key": TrajectoryKey("g", 0)})),
     *[("refill_trajectory", case) for case in each("refill", [None, 5, "g", {}])],
     *[("next_refill", case) for case in each("timeout_s", [None, *NOT_SECONDS])],
     *[("next_task", case) for case in each("wait_s", [None, *NOT_SECONDS])],
@@ -152,26 +150,26 @@ REFUSED = (InvalidTurnError, InvalidConfigError)
 
 
 @pytest.fixture
-def run(client: redis.Redis, new_run: NewRun) -> str:
+def run(store: Store) -> str:
     """A run that declares an extra column."""
-    return new_run(client, extra_columns=(TEACHER,))
+    return store.new_run(extra_columns=(TEACHER,))
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_sent(client: redis.Redis, run: str, read: Read) -> Iterator[None]:
+def nothing_is_sent(store: Store, run: str) -> Iterator[None]:
     """Nothing is sealed; a trajectory may have been opened."""
     yield
-    stored = read(client, run)
+    stored = store.read(run)
     assert stored.sealed() == []
     assert set(stored.states().values()) <= {"abandoned"}
 
 
 @pytest.mark.parametrize(("field", "given"), APPEND, ids=shown)
 def test_append_refuses_wrong_types_by_field_and_value(
-    server: EmbeddedServer, run: str, field: str, given: dict[str, Any]
+    store: Store, run: str, field: str, given: dict[str, Any]
 ) -> None:
     # `extras=5` raised AttributeError, `version_runs=[5]` and others TypeError, from inside.
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         episode = publisher.trajectory("g", 0, num_samples=1)
         with pytest.raises(InvalidTurnError) as error:
             episode.append(**{"prompt_ids": [1], "response_ids": [2], **given})
@@ -179,10 +177,10 @@ def test_append_refuses_wrong_types_by_field_and_value(
     is_refused(error, field, given.get(field))
 
 
-def test_seal_refuses_wrong_types_by_field_and_value(server: EmbeddedServer, run: str) -> None:
+def test_seal_refuses_wrong_types_by_field_and_value(store: Store, run: str) -> None:
     # `reward=10**400` raised OverflowError, `reward="1"` counted as 1.0, `tags=5` raised
     # AttributeError; `awaits_reward="yes"` failed inside the sender, after the call had returned.
-    with Publisher(server.url, run) as publisher:
+    with Publisher(store.url, run) as publisher:
         for number, (field, given) in enumerate(SEAL):
             with publisher.trajectory(f"s{number}", 0, num_samples=1) as episode:
                 episode.append([1], [2])
@@ -191,11 +189,9 @@ def test_seal_refuses_wrong_types_by_field_and_value(server: EmbeddedServer, run
                 is_refused(error, field, given.get(field))
 
 
-async def test_async_writers_refuse_wrong_types_by_field_and_value(
-    server: EmbeddedServer, run: str
-) -> None:
+async def test_async_writers_refuse_wrong_types_by_field_and_value(store: Store, run: str) -> None:
     # The same for asyncio: AttributeError, TypeError and OverflowError from inside.
-    async with AsyncPublisher(server.url, run) as publisher:
+    async with AsyncPublisher(store.url, run) as publisher:
         for field, given in APPEND:
             episode = publisher.trajectory("g", 0, num_samples=1)
             with pytest.raises(InvalidTurnError) as error:
@@ -211,16 +207,16 @@ async def test_async_writers_refuse_wrong_types_by_field_and_value(
 
 @pytest.mark.parametrize(("method", "case"), CALLS, ids=shown)
 async def test_publishers_refuse_wrong_types_by_field_and_value(
-    server: EmbeddedServer, run: str, method: str, case: Case
+    store: Store, run: str, method: str, case: Case
 ) -> None:
     # `publish(5)`, `post_reward("g/0/0", 1.0)` and `refill_trajectory(5)` raised AttributeError,
     # `next_task("5")` TypeError, `flush(math.inf)` OverflowError, all from inside.
     field, given = case
-    with Publisher(server.url, run) as publisher, pytest.raises(REFUSED) as error:
+    with Publisher(store.url, run) as publisher, pytest.raises(REFUSED) as error:
         getattr(publisher, method)(**given)
     is_refused(error, field, given.get(field))
 
-    async with AsyncPublisher(server.url, run) as publisher:
+    async with AsyncPublisher(store.url, run) as publisher:
         with pytest.raises(REFUSED) as error:
             await answer_of(getattr(publisher, method), given)
         is_refused(error, field, given.get(field))
@@ -229,12 +225,12 @@ async def test_publishers_refuse_wrong_types_by_field_and_value(
 @pytest.mark.parametrize("kind", [Publisher, AsyncPublisher])
 @pytest.mark.parametrize(("field", "given"), PUBLISHER, ids=shown)
 def test_publisher_constructors_refuse_wrong_types(
-    server: EmbeddedServer, run: str, kind: type[Any], field: str, given: dict[str, Any]
+    store: Store, run: str, kind: type[Any], field: str, given: dict[str, Any]
 ) -> None:
     # `Publisher(5, run)` raised AttributeError; `timeout_s="5"` was accepted, and the first write
     # failed with TypeError inside the sender.
     with pytest.raises(REFUSED) as error:
-        kind(**{"url": server.url, "run": run, **given})
+        kind(**{"url": store.url, "run": run, **given})
 
     is_refused(error, field, given.get(field))
 
@@ -252,12 +248,10 @@ def test_publisher_hides_the_password_of_a_wrong_url(run: str, url: Any) -> None
 
 
 @pytest.mark.parametrize("reason", NOT_A_TEXT[:5], ids=shown)
-def test_abandon_refuses_a_reason_that_is_no_text(
-    server: EmbeddedServer, run: str, reason: Any
-) -> None:
+def test_abandon_refuses_a_reason_that_is_no_text(store: Store, run: str, reason: Any) -> None:
     # `abandon(None)` raised TypeError from inside, and the trajectory counted as ended after it.
     with (
-        Publisher(server.url, run) as publisher,
+        Publisher(store.url, run) as publisher,
         publisher.trajectory("r", 0, num_samples=1) as episode,
     ):
         with pytest.raises(InvalidTurnError, match=r"^reason: "):
@@ -269,10 +263,10 @@ def test_abandon_refuses_a_reason_that_is_no_text(
 
 @pytest.mark.parametrize("sample", [None, "0", [], 1.0, True, -1, 2, ENDLESS], ids=shown)
 def test_group_writer_refuses_a_sample_that_is_no_number(
-    server: EmbeddedServer, run: str, sample: Any
+    store: Store, run: str, sample: Any
 ) -> None:
     # `group.trajectory([])` raised TypeError, and True was the sample 1.
-    with Publisher(server.url, run) as publisher, publisher.group("w", 2) as visit:
+    with Publisher(store.url, run) as publisher, publisher.group("w", 2) as visit:
         visit.trajectory(1)
         with pytest.raises(InvalidTurnError, match=r"^sample: "):
             visit.trajectory(sample)
@@ -303,10 +297,10 @@ def test_group_writer_refuses_a_sample_that_is_no_number(
     ],
 )
 def test_publish_refuses_wrong_types_inside_a_group(
-    server: EmbeddedServer, run: str, field: str, wrong: Group
+    store: Store, run: str, field: str, wrong: Group
 ) -> None:
     # Fields of whole groups that were of a wrong type raised TypeError or AttributeError.
-    with Publisher(server.url, run) as publisher, pytest.raises(InvalidTurnError) as error:
+    with Publisher(store.url, run) as publisher, pytest.raises(InvalidTurnError) as error:
         publisher.publish(wrong)
 
     assert error.value.field == field
@@ -314,12 +308,12 @@ def test_publish_refuses_wrong_types_inside_a_group(
 
 @pytest.mark.parametrize("timeout_s", NOT_SECONDS, ids=shown)
 async def test_receipts_refuse_a_timeout_that_is_no_number(
-    server: EmbeddedServer, run: str, timeout_s: Any
+    store: Store, run: str, timeout_s: Any
 ) -> None:
     # `receipt.result("5")` raised TypeError, `result(math.inf)` OverflowError.
     # The receipt is still good for another call.
     with (
-        Publisher(server.url, run) as publisher,
+        Publisher(store.url, run) as publisher,
         publisher.trajectory("t", 0, num_samples=1) as episode,
     ):
         receipt = episode.append([1], [2])
@@ -329,7 +323,7 @@ async def test_receipts_refuse_a_timeout_that_is_no_number(
     is_refused(error, "timeout_s", timeout_s)
 
     async with (
-        AsyncPublisher(server.url, run) as publisher,
+        AsyncPublisher(store.url, run) as publisher,
         publisher.trajectory("u", 0, num_samples=1) as episode,
     ):
         receipt = await episode.append([1], [2])
@@ -339,16 +333,14 @@ async def test_receipts_refuse_a_timeout_that_is_no_number(
     is_refused(error, "timeout_s", timeout_s)
 
 
-def test_numbers_of_numpy_are_accepted_everywhere(
-    server: EmbeddedServer, client: redis.Redis, new_run: NewRun, read: Read
-) -> None:
+def test_numbers_of_numpy_are_accepted_everywhere(store: Store) -> None:
     # Scalars of numpy count as numbers and flags, as they come out of arrays.
-    run = new_run(client, extra_columns=(TEACHER,))
+    run = store.new_run(extra_columns=(TEACHER,))
     one: Any = np.int64(1)
     no: Any = np.bool_(False)
     sizes: Any = {"timeout_s": np.float32(30), "max_inflight_bytes": np.int64(1 << 20)}
     wrapped: Any = {"reward": np.float32(0.5), "metrics": {"m": np.int32(3)}}
-    with Publisher(server.url, run, **sizes) as publisher:
+    with Publisher(store.url, run, **sizes) as publisher:
         with publisher.group(
             np.str_("g"), one + 1, num_needed=one, prompt_uid=np.str_("p")
         ) as visit:
@@ -369,4 +361,4 @@ def test_numbers_of_numpy_are_accepted_everywhere(
             )
         publisher.flush(np.float64(10))
 
-    assert read(client, run).states()["g/1/0"] == "sealed"
+    assert store.read(run).states()["g/1/0"] == "sealed"

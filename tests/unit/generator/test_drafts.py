@@ -44,7 +44,17 @@ def seal(made: TrajectoryDraft, epoch: int = 1, **fields: Any) -> SealedTrajecto
     return event
 
 
-def test_only_what_no_earlier_turn_holds_is_encoded() -> None:
+def resume(
+    records: list[bytes], declared: tuple[DeclaredColumn, ...] = (), *, made: Any = None
+) -> TrajectoryDraft:
+    """Return a draft that continues after these stored turns."""
+    resumed = made or TrajectoryDraft(KEY, extra_columns=declared)
+    for record, stored, shape in taken_turns(records, declared):
+        resumed.restore(stored, TurnRecord(record, shape))
+    return resumed
+
+
+def test_only_new_tokens_are_encoded() -> None:
     made = TrajectoryDraft(KEY)
 
     first, second, third = (
@@ -58,7 +68,7 @@ def test_only_what_no_earlier_turn_holds_is_encoded() -> None:
     assert third.token_ids.tolist() == [ord("x"), ord("f")]
 
 
-def test_a_turn_and_its_seal_say_the_state_that_it_began_in() -> None:
+def test_turn_and_seal_contain_the_anchor() -> None:
     made = TrajectoryDraft(KEY)
 
     said, unsaid = (
@@ -98,7 +108,7 @@ def test_the_seal_sums_the_turns_up() -> None:
     assert sealed.has_logprobs
 
 
-def test_the_seal_carries_the_epoch_it_is_asked_for() -> None:
+def test_seal_has_the_requested_epoch() -> None:
     made = draft(turn("ab", "C"))
 
     assert [seal(made, epoch).lease_epoch for epoch in (1, 5)] == [1, 5]
@@ -115,7 +125,7 @@ def test_versions_count_only_where_they_sampled_a_trained_token() -> None:
     assert seal(draft(turn("ab", "c", version=3))).oldest_version is None
 
 
-def test_a_seal_tells_versions_apart_only_where_there_are_several() -> None:
+def test_seal_lists_versions_by_turn_only_if_several_sampled() -> None:
     runs = (VersionRun(5, 2), VersionRun(None, 1), VersionRun(3, 1), VersionRun(5, 1))
     mixed = checks.checked_turn([1], [2, 3, 4, 5, 6], loss_mask=[0, 1, 1, 1, 1], version_runs=runs)
     plain, unknown = turn("ab", "CD", version=7), turn("xy", "Z")
@@ -195,9 +205,7 @@ def test_draft_continues_stored_turns_as_its_own(
     records = [whole.add(one).record for one in turns]
     taken = taken_turns(records[:num_stored], declared)
 
-    resumed = TrajectoryDraft(KEY, extra_columns=declared)
-    for record, stored, shape in taken:
-        resumed.restore(stored, TurnRecord(record, shape))
+    resumed = resume(records[:num_stored], declared)
     rest = [resumed.add(one).record for one in turns[num_stored:]]
 
     prompts = [one.prompt_ids for one in turns[:num_stored]]
@@ -224,16 +232,15 @@ def test_draft_resumes_after_turns_that_left_columns_out(
     episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]], num_stored: int
 ) -> None:
     # A turn shared per-token values with an earlier turn that had left the column out. The
-    # take-over looked for them there and raised InvalidTurnError.
+    # adoption searched for them there and raised InvalidTurnError.
     turns, declared = episode
-    whole, resumed = [TrajectoryDraft(KEY, extra_columns=declared) for _ in range(2)]
+    whole = TrajectoryDraft(KEY, extra_columns=declared)
     try:
         records = [whole.add(one).record for one in turns]
     except InvalidTurnError:  # items that a shorter prompt may not leave out
         reject()
 
-    for record, stored, shape in taken_turns(records[:num_stored], declared):
-        resumed.restore(stored, TurnRecord(record, shape))
+    resumed = resume(records[:num_stored], declared)
     rest = [resumed.add(one).record for one in turns[num_stored:]]
 
     assert rest == records[num_stored:]
@@ -247,31 +254,26 @@ def test_draft_continues_a_turn_without_items_of_the_shared_prompt() -> None:
         replace(turn("ab", "C"), extras={"images": some}),
         replace(turn("a", "D"), extras={"images": none}),
     ]
-    whole, resumed = [TrajectoryDraft(KEY, extra_columns=declared) for _ in range(2)]
+    whole = TrajectoryDraft(KEY, extra_columns=declared)
 
-    for record, stored, shape in taken_turns([whole.add(one).record for one in turns], declared):
-        resumed.restore(stored, TurnRecord(record, shape))
+    resumed = resume([whole.add(one).record for one in turns], declared)
 
     assert seal(resumed) == seal(whole)
 
 
 def test_adopted_trajectory_is_sealed_with_its_original_states() -> None:
     turns = [turn("ab", "C", anchor="room 3"), turn("abc", "D", anchor=7)]
-    resumed = TrajectoryDraft(KEY)
-
-    for record, stored, shape in taken_turns([draft().add(turns[0]).record], ()):
-        resumed.restore(stored, TurnRecord(record, shape))
+    resumed = resume([draft().add(turns[0]).record])
     resumed.add(turns[1])
 
     assert seal(resumed) == seal(draft(*turns))
 
 
 def test_draft_continues_stored_rows_with_any_links() -> None:
-    # Turn 1 is stored whole, as by a client that finds no prefixes: nobody went on in row 0.
+    # Turn 1 is stored whole, as by a client that finds no prefixes: row 0 has no second turn.
     resumed = TrajectoryDraft(KEY)
     for alone in (turn("ab", "C"), turn("abcd", "E")):
-        ((record, stored, shape),) = taken_turns([draft().add(alone).record], ())
-        resumed.restore(stored, TurnRecord(record, shape))
+        resume([draft().add(alone).record], made=resumed)
 
     links = [resumed.add(turn(prompt, "Z")).shape[:2] for prompt in ("abcdx", "abcdex")]
 

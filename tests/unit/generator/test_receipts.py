@@ -76,7 +76,7 @@ async def test_waiting_for_an_async_receipt_ends_by_its_deadline() -> None:
         await AsyncReceipt().result(0.01)
 
 
-def test_a_failure_is_unread_until_somebody_asks() -> None:
+def test_failure_is_unread_until_its_result_is_read() -> None:
     failures: list[Delivery] = []
     receipt = Receipt(threading.Lock(), unread_failures=failures)
     receipt.settle(ONE, ConflictError("first"))

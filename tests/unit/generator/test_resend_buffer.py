@@ -91,7 +91,7 @@ def test_taken_writes_are_kept_no_longer() -> None:
     assert (buffer.take(), buffer.num_bytes, buffer.is_settled) == ([], 0, True)
 
 
-def test_nothing_is_kept_where_it_need_not_be() -> None:
+def test_nothing_is_kept_for_a_syncing_store() -> None:
     synced, refused = ResendBuffer(keep_s=5.0, max_bytes=25), ResendBuffer(keep_s=0.0, max_bytes=25)
     synced.is_needed = False
     for buffer in (synced, refused):
