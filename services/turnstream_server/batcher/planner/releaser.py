@@ -332,10 +332,10 @@ class Releaser:
             number += 1
             try:
                 await self._fold_ended(some, number=number)
-            except ConflictError:
-                if {*some} <= {*await self._foldable(some)}:
-                    raise
-                return True  # a plan was withdrawn: one of these groups may change again
+            except ConflictError:  # a plan was withdrawn
+                if not {*some} <= {*await self._foldable(some)}:
+                    return True  # one of these groups may change again
+                await self._fold_ended(some, number=number)  # the group was decided again since
         return number > state.num_records
 
     async def _fold_ended(self, trajectory_ids: Sequence[str], *, number: int) -> None:

@@ -1,11 +1,12 @@
 """Planners and replicas after a withdrawal continue as if the plans had never existed."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from testkit import group, trajectory, turn
-from turnstream.errors import EndOfRunError
+from turnstream.errors import ConflictError, EndOfRunError
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import pause_run, resume_run
 from turnstream.types import TrajectoryKey, TrajectoryState
@@ -153,14 +154,15 @@ async def test_replanned_batches_are_released_and_forked_like_others(
     assert look.states(run) == {TrajectoryState.COMMITTED: 4, TrajectoryState.DEAD: 1}
 
 
+@pytest.mark.parametrize("is_replanned_at_once", [False, True])
 async def test_ends_in_a_withdrawn_group_leave_the_ledger_when_it_is_replanned(
-    house, damage, replan, look, caplog, monkeypatch
+    house, damage, replan, look, caplog, monkeypatch, is_replanned_at_once
 ):
     # The releaser has found the group planned, and comes to it when it is not any more.
     monkeypatch.setattr(
         releaser, "SEARCH_REST", 0
     )  # it would rest for longer than it is held up here
-    found, is_withdrawn, came_back = (asyncio.Event() for _ in range(3))
+    found, is_withdrawn, came_back, is_replanned = (asyncio.Event() for _ in range(4))
 
     async def hold(act: str) -> None:
         if act == "fold_ended":
@@ -169,6 +171,18 @@ async def test_ends_in_a_withdrawn_group_leave_the_ledger_when_it_is_replanned(
         elif is_withdrawn.is_set():
             came_back.set()
 
+    fold_once = releaser.fold_ended
+
+    async def fold(*arguments: Any, **named: Any) -> bool:
+        try:
+            return await fold_once(*arguments, **named)
+        except ConflictError:
+            if is_replanned_at_once:  # before the releaser reads the group again
+                came_back.set()
+                await is_replanned.wait()
+            raise
+
+    monkeypatch.setattr(releaser, "fold_ended", fold)
     run = house.create_run(batch_groups=1, deadline_policy="train_short", group_deadline_s=60.0)
     batcher = await house.start_batcher(upkeep=Upkeep(fold_ended=1), before_act=hold)
     trainer = house.trainer(batcher, run)
@@ -191,6 +205,7 @@ async def test_ends_in_a_withdrawn_group_leave_the_ledger_when_it_is_replanned(
         resume_run(client, run)
     await trainer.start("b")
     (pulled,) = await trainer.get(1)
+    is_replanned.set()
     await look.until(lambda: look.num_folded(run) == 1)
 
     assert pulled.mini_batch.rows.trajectory_id == ["g0/1/0", "g0/2/0"]
