@@ -62,4 +62,7 @@ def _sum_up(verdicts: list[Verdict], failed: list[Verdict], *, lasted_s: float) 
 
 
 if __name__ == "__main__":
+    if "PYTHONHASHSEED" not in os.environ:  # a seed repeats its run in one order of sets
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     sys.exit(main())
