@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-import redis
 
+from testkit.run_driver import RunDriver
 from turnstream.errors import (
     ConflictError,
     FencedError,
@@ -14,19 +11,17 @@ from turnstream.errors import (
 
 pytestmark = pytest.mark.redis
 
-Drive = Callable[..., Any]
 
 TURN_0, TURN_1, OTHER_TURN, SEAL = b"first.0000", b"second1111", b"first.9999", b"seal..2222"
 
 
-def test_turns_and_seal_are_stored_in_one_call(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_turns_and_seal_are_stored_in_one_call(run: RunDriver) -> None:
 
     num_stored = run.do(run.append(TURN_0, TURN_1, SEAL, seals=True))
 
     assert num_stored == 3
     assert run.turns() == [(b"0-1", TURN_0), (b"0-2", TURN_1), (b"0-3", SEAL)]
-    assert client.hgetall(run.payload_keys.meta) == {
+    assert run.client.hgetall(run.payload_keys.meta) == {
         b"epoch": b"1",
         b"writer": b"w",
         b"turns": b"2",
@@ -36,10 +31,7 @@ def test_turns_and_seal_are_stored_in_one_call(client: redis.Redis, drive: Drive
 
 
 @pytest.mark.parametrize("num_repeated", [1, 2, 3])
-def test_repeated_append_is_stored_once(
-    client: redis.Redis, drive: Drive, num_repeated: int
-) -> None:
-    run = drive(client)
+def test_repeated_append_is_stored_once(run: RunDriver, num_repeated: int) -> None:
     records = [TURN_0, TURN_1, SEAL][:num_repeated]
     first = run.append(*records, seals=num_repeated == 3)
     whole = run.append(TURN_0, TURN_1, SEAL, seals=True)
@@ -50,10 +42,7 @@ def test_repeated_append_is_stored_once(
     assert run.turns() == [(b"0-1", TURN_0), (b"0-2", TURN_1), (b"0-3", SEAL)]
 
 
-def test_another_content_is_a_conflict_and_changes_nothing(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_another_content_is_a_conflict_and_changes_nothing(run: RunDriver) -> None:
     run.do(run.append(TURN_0))
 
     with pytest.raises(ConflictError, match="turn 0 has another content"):
@@ -62,44 +51,35 @@ def test_another_content_is_a_conflict_and_changes_nothing(
     assert run.turns() == [(b"0-1", TURN_0)]
 
 
-def test_a_gap_is_refused_with_the_turn_that_is_missing(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_a_gap_is_refused_with_the_turn_that_is_missing(run: RunDriver) -> None:
     run.do(run.append(TURN_0))
 
     with pytest.raises(TurnGapError, match="expected 1"):
         run.do(run.append(TURN_1, first=2))
 
 
-def test_only_a_first_call_makes_the_place_of_the_payload(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_only_a_first_call_makes_the_place_of_the_payload(run: RunDriver) -> None:
 
     with pytest.raises(FencedError, match="never opened"):
         run.do(run.append(TURN_0, lease="1"))
 
-    assert client.exists(*run.payload_keys) == 0
+    assert run.client.exists(*run.payload_keys) == 0
 
 
-def test_a_first_call_without_records_only_makes_the_place(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_a_first_call_without_records_only_makes_the_place(run: RunDriver) -> None:
 
     assert run.do(run.append()) == 0
     assert run.do(run.append(TURN_0, lease="1")) == 1
 
 
-def test_two_writers_cannot_share_an_epoch(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_two_writers_cannot_share_an_epoch(run: RunDriver) -> None:
     run.do(run.append(TURN_0))
 
     with pytest.raises(ConflictError, match="being written by w"):
         run.do(run.append(TURN_0, lease="1:x"))
 
 
-def test_nothing_follows_the_seal(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_nothing_follows_the_seal(run: RunDriver) -> None:
     run.do(run.append(TURN_0, SEAL, seals=True))
 
     for refused in (
@@ -112,8 +92,7 @@ def test_nothing_follows_the_seal(client: redis.Redis, drive: Drive) -> None:
     assert run.turns() == [(b"0-1", TURN_0), (b"0-2", SEAL)]
 
 
-def test_a_seal_cannot_cut_off_stored_turns(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_a_seal_cannot_cut_off_stored_turns(run: RunDriver) -> None:
     run.do(run.append(TURN_0, TURN_1))
 
     with pytest.raises(ConflictError, match="turn 1 is stored, not the seal"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import redis
 
+from testkit.run_driver import Drive, RunDriver
 from turnstream.errors import GroupTooLargeError, RejectedError
 from turnstream.store.client.fullness import FIRST_ESTIMATE
 from turnstream.store.client.scripts import run_command
@@ -17,7 +18,6 @@ from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-Drive = Callable[..., Any]
 OVERHEAD = 4096
 LEAST = FIRST_BYTES + OVERHEAD
 
@@ -41,10 +41,7 @@ def held(run: Any) -> tuple[int, int, int]:
     return bytes_held.reserved, bytes_held.stored, bytes_held.planned
 
 
-def test_every_sample_of_a_group_holds_bytes_from_the_opening_on(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_every_sample_of_a_group_holds_bytes_from_the_opening_on(run: RunDriver) -> None:
 
     run.do(run.open_group("g/0/0", num_samples=3))
     run.do(run.open_group("g/1/0", num_samples=3))
@@ -52,8 +49,8 @@ def test_every_sample_of_a_group_holds_bytes_from_the_opening_on(
     assert held(run) == (3 * FIRST_ESTIMATE, 0, 0)
 
 
-def test_a_further_attempt_holds_its_own_and_never_waits(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client, batch_groups=1, max_bytes=2 * FIRST_ESTIMATE)
+def test_a_further_attempt_holds_its_own_and_never_waits(drive: Drive) -> None:
+    run = drive(batch_groups=1, max_bytes=2 * FIRST_ESTIMATE)
     run.do(run.open_group("g/0/0", "g/1/0"))
     run.do(run.abandon("g/0/0"))
 
@@ -62,8 +59,8 @@ def test_a_further_attempt_holds_its_own_and_never_waits(client: redis.Redis, dr
     assert held(run) == (3 * FIRST_ESTIMATE, 0, 0)
 
 
-def test_the_estimate_is_learned_from_what_is_sealed(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client, max_staleness=1000)
+def test_the_estimate_is_learned_from_what_is_sealed(drive: Drive) -> None:
+    run = drive(max_staleness=1000)
     run.do(run.open_group("a/0/0", "a/1/0", group="a"))
     seal(run, "a/0/0", 100_000)
     seal(run, "a/1/0", 300_000)
@@ -73,10 +70,8 @@ def test_the_estimate_is_learned_from_what_is_sealed(client: redis.Redis, drive:
     assert held(run)[0] == 200_000 + OVERHEAD
 
 
-def test_small_trajectories_reserve_what_a_writer_takes_for_granted(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, max_staleness=1000)
+def test_small_trajectories_reserve_what_a_writer_takes_for_granted(drive: Drive) -> None:
+    run = drive(max_staleness=1000)
     run.do(run.open_group("a/0/0", group="a", num_samples=1))
     seal(run, "a/0/0", 10)
 
@@ -85,8 +80,8 @@ def test_small_trajectories_reserve_what_a_writer_takes_for_granted(
     assert held(run)[0] == LEAST
 
 
-def test_an_open_trajectory_grows_and_is_never_refused(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client, batch_groups=1, max_bytes=FIRST_ESTIMATE)
+def test_an_open_trajectory_grows_and_is_never_refused(drive: Drive) -> None:
+    run = drive(batch_groups=1, max_bytes=FIRST_ESTIMATE)
     run.do(run.open_group("g/0/0", num_samples=1))
 
     granted = [grow(run, "g/0/0", size) for size in (1_000_000, 1_000_000, 500_000)]
@@ -95,8 +90,7 @@ def test_an_open_trajectory_grows_and_is_never_refused(client: redis.Redis, driv
     assert held(run) == (1_000_000 + OVERHEAD, 0, 0)
 
 
-def test_only_the_writer_of_an_open_trajectory_grows_it(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_only_the_writer_of_an_open_trajectory_grows_it(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", "g/1/0"))
     seal(run, "g/1/0", 1)
     before = held(run)
@@ -107,10 +101,8 @@ def test_only_the_writer_of_an_open_trajectory_grows_it(client: redis.Redis, dri
     assert held(run) == before
 
 
-def test_group_above_the_budget_waits_and_gets_the_holders(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, batch_groups=1, max_staleness=1000, max_bytes=3 * FIRST_ESTIMATE)
+def test_group_above_the_budget_waits_and_gets_the_holders(drive: Drive) -> None:
+    run = drive(batch_groups=1, max_staleness=1000, max_bytes=3 * FIRST_ESTIMATE)
     run.do(run.open_group("a/0/0", "a/1/0", group="a"))
     seal(run, "a/0/0", 60_000)
 
@@ -122,13 +114,11 @@ def test_group_above_the_budget_waits_and_gets_the_holders(
         f"129632 of max_bytes={3 * FIRST_ESTIMATE} are held: 65536 bytes by open trajectories, "
         "64096 by sealed ones, 0 by planned steps; the group needs 128192 bytes" in str(told.value)
     )
-    assert client.hget(run.keys.groups, "b") is None
+    assert run.client.hget(run.keys.groups, "b") is None
 
 
-def test_evaluation_waits_for_bytes_even_while_the_trainer_is_idle(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, batch_groups=1, max_bytes=3 * FIRST_ESTIMATE)
+def test_evaluation_waits_for_bytes_even_while_the_trainer_is_idle(drive: Drive) -> None:
+    run = drive(batch_groups=1, max_bytes=3 * FIRST_ESTIMATE)
     run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
     assert held(run) == (2 * FIRST_ESTIMATE, 0, 0)
 
@@ -138,10 +128,8 @@ def test_evaluation_waits_for_bytes_even_while_the_trainer_is_idle(
     run.do(run.open_group("g/0/0", group="g"))
 
 
-def test_evaluation_above_the_budget_is_refused_without_a_wait(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, batch_groups=1, max_bytes=3 * FIRST_ESTIMATE)
+def test_evaluation_above_the_budget_is_refused_without_a_wait(drive: Drive) -> None:
+    run = drive(batch_groups=1, max_bytes=3 * FIRST_ESTIMATE)
 
     with pytest.raises(GroupTooLargeError) as told:
         run.do(run.open_group("e/0/0", group="e", num_samples="4:eval"))
@@ -152,16 +140,14 @@ def test_evaluation_above_the_budget_is_refused_without_a_wait(
         "group e needs 262144 bytes, 65536 for each of its 4 trajectories; max_bytes is 196608: "
         "evaluate with fewer samples, or raise it"
     )
-    assert client.hkeys(run.keys.groups) == [b"f"]
+    assert run.client.hkeys(run.keys.groups) == [b"f"]
     assert held(run) == (3 * FIRST_ESTIMATE, 0, 0)
 
 
 @pytest.mark.parametrize("num_samples", ["4:eval", "3:eval", "1"])
-def test_a_group_that_was_open_before_needs_no_room_again(
-    client: redis.Redis, drive: Drive, num_samples: str
-) -> None:
+def test_a_group_that_was_open_before_needs_no_room_again(drive: Drive, num_samples: str) -> None:
     # Less was allowed since: what a power cut had taken could not be sent again.
-    run = drive(client, batch_groups=1, max_staleness=1000, max_bytes=3 * FIRST_ESTIMATE)
+    run = drive(batch_groups=1, max_staleness=1000, max_bytes=3 * FIRST_ESTIMATE)
     run.do(run.open_group("a/0/0", group="a", num_samples=3))
 
     with pytest.raises(RejectedError, match="max_bytes"):
@@ -172,25 +158,21 @@ def test_a_group_that_was_open_before_needs_no_room_again(
     assert held(run)[0] == (3 + int(num_samples[0])) * FIRST_ESTIMATE
 
 
-def test_a_group_that_was_open_before_needs_capacity_again(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
+def test_a_group_that_was_open_before_needs_capacity_again(drive: Drive) -> None:
+    run = drive(batch_groups=1, max_staleness=0, max_planned_ahead=0)
     run.do(run.open_group("a/0/0", group="a", num_samples=1))
 
     with pytest.raises(RejectedError, match="1 groups are live, 1 are allowed"):
         run.do(run.open_group("b/0/0", group="b", num_samples="1+"))
 
 
-def test_training_group_above_the_budget_starts_for_a_waiting_trainer(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, batch_groups=1, max_staleness=1000, max_bytes=FIRST_ESTIMATE)
+def test_training_group_above_the_budget_starts_for_a_waiting_trainer(drive: Drive) -> None:
+    run = drive(batch_groups=1, max_staleness=1000, max_bytes=FIRST_ESTIMATE)
     run.do(run.open_group("a/0/0", group="a", num_samples=1))
 
     with pytest.raises(RejectedError, match="65536 of max_bytes=65536 are held") as told:
         run.do(run.open_group(group="b", num_samples=4))
-    client.hset(run.keys.frontier, mapping={"planned": 1, "planned_groups": 1, "stepped": 1})
+    run.client.hset(run.keys.frontier, mapping={"planned": 1, "planned_groups": 1, "stepped": 1})
     run.do(run.open_group(group="b", num_samples=4))
 
     assert told.value.retry_after_s is not None
@@ -201,7 +183,7 @@ def test_a_group_above_what_the_server_gives_is_refused_by_its_size(
     full_server: EmbeddedServer, drive: Drive, purpose: str, allowed: int, refused: int
 ) -> None:
     with redis.Redis.from_url(full_server.url) as client:
-        run = drive(client, batch_groups=1)
+        run = drive(on=client, batch_groups=1)
         client.hset(run.keys.budget, mapping={"estimate": 3_200_000, "settled": 1})
 
         with pytest.raises(
@@ -225,22 +207,18 @@ def test_a_group_above_what_the_server_gives_is_refused_by_its_size(
     ],
 )
 def test_a_seal_names_its_lease_with_what_it_knows(
-    client: redis.Redis, drive: Drive, lease: str, becomes: str, stored: int
+    run: RunDriver, lease: str, becomes: str, stored: int
 ) -> None:
-    run = drive(client)
     run.do(run.open_group("g/0/0", num_samples=1))
 
     assert run.do(run.post_sealed("g/0/0", lease, b"seal")) == [b"OK"]
 
-    assert client.hget(run.keys.ledger, "g/0/0") == becomes.encode()
+    assert run.client.hget(run.keys.ledger, "g/0/0") == becomes.encode()
     assert held(run) == (0, stored, 0)
 
 
 @pytest.mark.parametrize("writer", ["a/7", "a:awaits/7", "/7", "7", "a:b"])
-def test_seal_counts_for_any_writer_name_and_no_other_writer(
-    client: redis.Redis, drive: Drive, writer: str
-) -> None:
-    run = drive(client)
+def test_seal_counts_for_any_writer_name_and_no_other_writer(run: RunDriver, writer: str) -> None:
     run.do(run.open_group("g/0/0", num_samples=1, writer=writer))
 
     other = run.do(run.post_sealed("g/0/0", settled("a"), b"seal"))
@@ -250,8 +228,7 @@ def test_seal_counts_for_any_writer_name_and_no_other_writer(
     assert own == [b"OK"]
 
 
-def test_only_the_writer_of_the_same_name_gets_room(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_only_the_writer_of_the_same_name_gets_room(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", writer="w"))
 
     answers = [grow(run, "g/0/0", 10**5, writer=writer) for writer in ("x", "w")]
@@ -259,18 +236,18 @@ def test_only_the_writer_of_the_same_name_gets_room(client: redis.Redis, drive: 
     assert answers == [0, 10**5]
 
 
-def test_idle_trainer_gets_the_groups_of_its_next_step(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client, batch_groups=2, max_staleness=1000, max_bytes=2 * 4096)
+def test_idle_trainer_gets_the_groups_of_its_next_step(drive: Drive) -> None:
+    run = drive(batch_groups=2, max_staleness=1000, max_bytes=2 * 4096)
 
     run.do(run.open_group(group="a"))
     run.do(run.open_group(group="b"))
 
     with pytest.raises(RejectedError, match="max_bytes=8192"):
         run.do(run.open_group(group="c"))
-    client.hset(run.keys.frontier, mapping={"planned": 1, "planned_groups": 2})
+    run.client.hset(run.keys.frontier, mapping={"planned": 1, "planned_groups": 2})
     with pytest.raises(RejectedError, match="max_bytes=8192"):
         run.do(run.open_group(group="c"))
-    client.hset(run.keys.frontier, "stepped", 1)
+    run.client.hset(run.keys.frontier, "stepped", 1)
     run.do(run.open_group(group="c"))
 
 
@@ -285,7 +262,7 @@ def test_a_group_waits_while_the_servers_memory_is_nearly_full(
     full_server: EmbeddedServer, drive: Drive
 ) -> None:
     with redis.Redis.from_url(full_server.url) as client:
-        run = drive(client, batch_groups=1, max_staleness=1000)
+        run = drive(on=client, batch_groups=1, max_staleness=1000)
         run.do(run.open_group(group="a", num_samples=1))
         # Grown where it is: 40 MB that were sent would also fill the buffer of the server's file,
         # for as long as a busy disk takes, and so count twice.
@@ -305,7 +282,7 @@ def test_reserved_bytes_of_open_trajectories_count_as_used(
     full_server: EmbeddedServer, drive: Drive
 ) -> None:
     with redis.Redis.from_url(full_server.url) as client:
-        run = drive(client, batch_groups=1, max_staleness=1000)
+        run = drive(on=client, batch_groups=1, max_staleness=1000)
         run.do(run.open_group("a/0/0", group="a", num_samples=1))
 
         grow(run, "a/0/0", 39_000_000)

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-import redis
 
+from testkit.run_driver import RunDriver
 from turnstream.errors import (
     ConflictError,
     FencedError,
@@ -13,11 +10,8 @@ from turnstream.errors import (
 
 pytestmark = pytest.mark.redis
 
-Drive = Callable[..., Any]
 
-
-def test_sealed_trajectories_are_posted_once(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_sealed_trajectories_are_posted_once(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", "g/1/0"))
     post = run.post_sealed("g/0/0", 1, b"seal 0", "g/1/0", 1, b"seal 1")
 
@@ -31,18 +25,16 @@ def test_sealed_trajectories_are_posted_once(client: redis.Redis, drive: Drive) 
 
 @pytest.mark.parametrize("state", ["planned:3", "filtered:flat", "incomplete:alone", "dead:crc"])
 def test_a_seal_sent_again_after_its_group_was_decided_is_a_duplicate(
-    client: redis.Redis, drive: Drive, state: str
+    run: RunDriver, state: str
 ) -> None:
-    run = drive(client)
     run.do(run.open_group("g/0/0"))
     run.do(run.post_sealed("g/0/0", 1, b"seal"))
-    client.hset(run.keys.ledger, "g/0/0", state)
+    run.client.hset(run.keys.ledger, "g/0/0", state)
 
     assert run.do(run.post_sealed("g/0/0", 1, b"seal")) == [b"DUPLICATE"]
 
 
-def test_a_seal_counts_only_with_the_epoch_of_the_ledger(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_a_seal_counts_only_with_the_epoch_of_the_ledger(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", "g/1/0"))
     run.do(run.post_sealed("g/1/0", 1, b"seal 1"))
 
@@ -55,12 +47,9 @@ def test_a_seal_counts_only_with_the_epoch_of_the_ledger(client: redis.Redis, dr
     assert run.counts() == {"accepted": 2, "open": 1, "sealed": 1}
 
 
-def test_a_seal_that_comes_after_its_group_was_decided_is_surplus(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_a_seal_that_comes_after_its_group_was_decided_is_surplus(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", "g/1/0"))
-    client.hset(run.keys.groups, "g", "2:planned")
+    run.client.hset(run.keys.groups, "g", "2:planned")
 
     assert run.do(run.post_sealed("g/0/0", 1, b"late")) == [b"SURPLUS"]
 
@@ -69,10 +58,7 @@ def test_a_seal_that_comes_after_its_group_was_decided_is_surplus(
     assert run.ledger()[b"g/0/0"].startswith(b"surplus:")
 
 
-def test_an_abandoned_trajectory_is_counted_once_with_its_reason(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_an_abandoned_trajectory_is_counted_once_with_its_reason(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
 
     answers = [run.do(run.abandon("g/0/0")) for _ in range(2)]
@@ -83,10 +69,7 @@ def test_an_abandoned_trajectory_is_counted_once_with_its_reason(
     assert run.events() == [b"opened g", b"abandoned g/0/0"]
 
 
-def test_an_abandoned_sample_can_be_tried_again_as_another_attempt(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_an_abandoned_sample_can_be_tried_again_as_another_attempt(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
     run.do(run.abandon("g/0/0"))
 
@@ -95,10 +78,7 @@ def test_an_abandoned_sample_can_be_tried_again_as_another_attempt(
     assert run.counts() == {"accepted": 2, "abandoned": 1, "sealed": 1}
 
 
-def test_only_the_holder_of_an_open_trajectory_can_abandon_it(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_only_the_holder_of_an_open_trajectory_can_abandon_it(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", "g/1/0"))
     run.do(run.post_sealed("g/1/0", 1, b"seal"))
 
@@ -110,8 +90,7 @@ def test_only_the_holder_of_an_open_trajectory_can_abandon_it(
     assert run.ledger()[b"g/0/0"] == b"open:1:w"
 
 
-def test_an_abandoned_trajectory_cannot_be_sealed(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_an_abandoned_trajectory_cannot_be_sealed(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
     run.do(run.abandon("g/0/0"))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis
 
+from testkit.run_driver import Drive, RunDriver
 from testkit.scripts import script
 from testkit.tasks import next_task
 from turnstream.batching.config import BatchingConfig
@@ -30,7 +30,6 @@ from turnstream_server.bus.queries.budget import read_budget
 
 pytestmark = pytest.mark.redis
 
-Drive = Callable[..., Any]
 FEWER = BatchingConfig(batch_groups=100, mini_batch_groups=100, max_samples=3)
 
 
@@ -44,34 +43,36 @@ def contents(run: Any) -> dict[bytes, bytes]:
     return {key: run.client.dump(key) for key in found}
 
 
-def test_largest_group_opens_whole_with_all_samples(client: redis.Redis, drive: Drive) -> None:
+def test_largest_group_opens_whole_with_all_samples(drive: Drive) -> None:
     # Above some 4,000 samples `unpack` failed after the group, its event and its reservation were
     # written: the caller got an error, and the group stayed open with its bytes reserved.
-    run = drive(client, max_samples=LARGEST_GROUP)
+    run = drive(max_samples=LARGEST_GROUP)
 
     epochs = run.do(run.open_group(*ids(LARGEST_GROUP), num_samples=LARGEST_GROUP))
 
     assert epochs == [1] * LARGEST_GROUP
     assert run.counts() == {"accepted": LARGEST_GROUP, "open": LARGEST_GROUP}
-    assert client.zcard(run.keys.leases) == client.hlen(run.keys.held) == LARGEST_GROUP
+    assert run.client.zcard(run.keys.leases) == run.client.hlen(run.keys.held) == LARGEST_GROUP
 
 
-def test_next_task_opens_largest_group_whole(client: redis.Redis, drive: Drive) -> None:
+def test_next_task_opens_largest_group_whole(drive: Drive) -> None:
     # The script failed after its first write, no generator got the task, and each further call
     # filled the run with one more group of 327 MB.
-    run = drive(client, max_samples=LARGEST_GROUP)
-    add_prompts(client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=LARGEST_GROUP)])
+    run = drive(max_samples=LARGEST_GROUP)
+    add_prompts(
+        run.client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=LARGEST_GROUP)]
+    )
 
-    task: Any = next_task(client, run.name, writer="w")
+    task: Any = next_task(run.client, run.name, writer="w")
 
     assert len(task.epochs) == LARGEST_GROUP
     assert run.counts() == {"accepted": LARGEST_GROUP, "open": LARGEST_GROUP}
 
 
-def test_many_seals_posted_at_once_count_whole(client: redis.Redis, drive: Drive) -> None:
+def test_many_seals_posted_at_once_count_whole(drive: Drive) -> None:
     # More than 4,000 seals in one call were taken off the leases, then `unpack` failed, and none of
     # them was sealed.
-    run = drive(client, max_samples=LARGEST_GROUP)
+    run = drive(max_samples=LARGEST_GROUP)
     run.do(run.open_group(*ids(LARGEST_GROUP), num_samples=LARGEST_GROUP))
     lease = settled_lease(1, "w", awaits_reward=False, num_bytes=100)
 
@@ -85,10 +86,9 @@ def test_many_seals_posted_at_once_count_whole(client: redis.Redis, drive: Drive
 
 @pytest.mark.parametrize("num_samples", [1025, 1_000_000, 2**31 - 1])
 def test_group_above_max_samples_is_refused_before_any_write(
-    client: redis.Redis, drive: Drive, num_samples: int
+    run: RunDriver, num_samples: int
 ) -> None:
     # A million samples stopped the store for 4 s: only 2^31 - 1 bounded their number.
-    run = drive(client)
     before = contents(run)
 
     with pytest.raises(GroupTooLargeError) as refused:
@@ -109,10 +109,9 @@ def test_group_above_max_samples_is_refused_before_any_write(
     ],
 )
 def test_open_group_refuses_bad_arguments_before_any_write(
-    client: redis.Redis, drive: Drive, size: str, trajectory: str
+    run: RunDriver, size: str, trajectory: str
 ) -> None:
     # An id without an attempt raised in the script after the group had been written.
-    run = drive(client)
     before = contents(run)
 
     with pytest.raises(RejectedError, match=r"INVALID (size|trajectory)"):
@@ -121,9 +120,8 @@ def test_open_group_refuses_bad_arguments_before_any_write(
     assert contents(run) == before
 
 
-def test_post_sealed_refuses_bad_lease_before_any_write(client: redis.Redis, drive: Drive) -> None:
+def test_post_sealed_refuses_bad_lease_before_any_write(run: RunDriver) -> None:
     # The first seal was taken in before the script failed at the epoch of the second.
-    run = drive(client)
     run.do(run.open_group("g/0/0", "g/1/0"))
     before = contents(run)
 
@@ -133,17 +131,14 @@ def test_post_sealed_refuses_bad_lease_before_any_write(client: redis.Redis, dri
     assert contents(run) == before
 
 
-def test_prompts_above_max_samples_are_refused_all_together(
-    client: redis.Redis, drive: Drive
-) -> None:
+def test_prompts_above_max_samples_are_refused_all_together(run: RunDriver) -> None:
     # A prompt of 5,000 samples was taken, and stopped every generator that asked for a task.
-    run = drive(client)
     prompts = [Prompt(prompt_uid=f"p{n}", payload=b"", num_samples=4) for n in range(300)]
     before = contents(run)
 
     with pytest.raises(InvalidTurnError, match=r"num_samples: .* 1025 samples, .* max_samples="):
         add_prompts(
-            client,
+            run.client,
             run.name,
             [*prompts, Prompt(prompt_uid="q", payload=b"", num_samples=1025)],
         )
@@ -151,43 +146,39 @@ def test_prompts_above_max_samples_are_refused_all_together(
     assert contents(run) == before
 
 
-def test_revision_below_samples_of_stored_prompts_is_refused(
-    client: redis.Redis, drive: Drive
-) -> None:
+def test_revision_below_samples_of_stored_prompts_is_refused(run: RunDriver) -> None:
     # It was accepted, and each further `next_task` of the run raised GroupTooLargeError.
-    run = drive(client)
-    add_prompts(client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=4)])
+    add_prompts(run.client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=4)])
     before = contents(run)
 
     with pytest.raises(InvalidConfigError, match=r"max_samples: 3 is below the 4 samples"):
-        revise_config(client, run.name, FEWER, from_step=1)
+        revise_config(run.client, run.name, FEWER, from_step=1)
 
     assert contents(run) == before
 
 
-def test_prompts_above_stored_revision_are_refused(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
-    revise_config(client, run.name, FEWER, from_step=5)
+def test_prompts_above_stored_revision_are_refused(run: RunDriver) -> None:
+    revise_config(run.client, run.name, FEWER, from_step=5)
 
     with pytest.raises(InvalidTurnError, match="4 samples, above max_samples=3"):
-        add_prompts(client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=4)])
+        add_prompts(run.client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=4)])
 
 
-def test_revised_max_samples_opens_larger_groups(client: redis.Redis, drive: Drive) -> None:
+def test_revised_max_samples_opens_larger_groups(drive: Drive) -> None:
     # The limit is a setting of the run, so that a run with larger groups can open them.
-    run = drive(client, batch_groups=2)
+    run = drive(batch_groups=2)
     config = BatchingConfig(batch_groups=2, mini_batch_groups=2, max_samples=2000)
-    revise_config(client, run.name, config, from_step=1)
-    client.hset(run.keys.config, "newest", 2)
+    revise_config(run.client, run.name, config, from_step=1)
+    run.client.hset(run.keys.config, "newest", 2)
 
     assert run.do(run.open_group("g/1999/0", num_samples=2000)) == [1]
 
 
-def test_known_group_stays_open_below_a_lowered_limit(client: redis.Redis, drive: Drive) -> None:
+def test_known_group_stays_open_below_a_lowered_limit(drive: Drive) -> None:
     # A group that is open is not judged again: its generators open further samples of it.
-    run = drive(client, max_samples=8)
+    run = drive(max_samples=8)
     run.do(run.open_group("g/0/0", num_samples=8))
-    client.hset(run.keys.config, "1", encode_config(_config(max_samples=4)))
+    run.client.hset(run.keys.config, "1", encode_config(_config(max_samples=4)))
 
     assert run.do(run.open_group("g/7/0", num_samples=8)) == [1]
 
@@ -198,10 +189,9 @@ def test_config_refuses_max_samples_out_of_bounds(value: Any) -> None:
         _config(max_samples=value)
 
 
-def test_publisher_refuses_groups_above_max_samples(client: redis.Redis, drive: Drive) -> None:
+def test_publisher_refuses_groups_above_max_samples(run: RunDriver) -> None:
     # The publisher built a million keys, and the store stopped for everybody.
-    run = drive(client)
-    url = f"redis://{client.connection_pool.connection_kwargs['host']}:{_port(client)}"
+    url = f"redis://{run.client.connection_pool.connection_kwargs['host']}:{_port(run.client)}"
 
     with Publisher(url, run.name) as publisher:
         with pytest.raises(InvalidTurnError, match=r"num_samples: 1000000 is above 8192"):
@@ -213,14 +203,13 @@ def test_publisher_refuses_groups_above_max_samples(client: redis.Redis, drive: 
             pass
 
     assert run.ledger() == {}
-    assert read_budget(client, run.name).held.reserved == 0
+    assert read_budget(run.client, run.name).held.reserved == 0
 
 
-def test_refill_of_no_sample_is_refused_before_any_write(client: redis.Redis, drive: Drive) -> None:
+def test_refill_of_no_sample_is_refused_before_any_write(run: RunDriver) -> None:
     # A refill was granted for any trajectory id, also for a sample that the group does not have.
-    run = drive(client)
     run.do(run.open_group("g/0/0"))
-    client.hset(run.keys.leader, "epoch", 1)
+    run.client.hset(run.keys.leader, "epoch", 1)
     names = run.keys
     where = (names.leader, names.groups, names.ledger, names.members, names.refills)
     where += (names.deadlines, names.config, names.events, names.wake, names.frontier, names.clock)
@@ -228,7 +217,7 @@ def test_refill_of_no_sample_is_refused_before_any_write(client: redis.Redis, dr
 
     with pytest.raises(RejectedError, match="INVALID trajectory g/2/1 is none of the 2 samples"):
         run_command(
-            client,
+            run.client,
             script("grant_refill")(where, 1, "g", 1, "g/2/1", "uid", b"record"),
         )
 

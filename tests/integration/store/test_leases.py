@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import redis
 
+from testkit.run_driver import Drive, RunDriver
 from turnstream.errors import ConflictError, FencedError, RunNotFoundError
 from turnstream.store.run.leases import (
     LapsedTrajectory,
@@ -16,8 +17,6 @@ from turnstream.store.run.leases import (
 from turnstream.types import TrajectoryKey
 
 pytestmark = pytest.mark.redis
-
-Drive = Callable[..., Any]
 
 
 def now_ms(client: redis.Redis) -> int:
@@ -52,8 +51,8 @@ def take_over(run: Any, writer: str = "second", trajectory_id: str = "g/0/0") ->
     return run.do(take_over_command(run.name, trajectory_id, writer=writer))
 
 
-def test_open_trajectory_has_a_lease_until_it_ends(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client, lease_s=30)
+def test_open_trajectory_has_a_lease_until_it_ends(drive: Drive) -> None:
+    run = drive(lease_s=30)
 
     ids = [f"g/{sample}/0" for sample in range(3)]
     are_as_long = lasts(run, lambda: run.do(run.open_group(*ids, num_samples=3)), *ids)
@@ -61,23 +60,20 @@ def test_open_trajectory_has_a_lease_until_it_ends(client: redis.Redis, drive: D
     run.do(run.abandon("g/1/0"))
 
     assert are_as_long
-    assert client.zrange(run.keys.leases, 0, -1) == [b"g/2/0"]
+    assert run.client.zrange(run.keys.leases, 0, -1) == [b"g/2/0"]
 
 
-def test_a_surplus_seal_ends_the_lease(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_a_surplus_seal_ends_the_lease(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
-    client.hset(run.keys.groups, "g", "2:planned")
+    run.client.hset(run.keys.groups, "g", "2:planned")
 
     assert run.do(run.post_sealed("g/0/0", 1, b"late")) == [b"SURPLUS"]
 
-    assert client.zcard(run.keys.leases) == 0
+    assert run.client.zcard(run.keys.leases) == 0
 
 
-def test_opening_again_renews_the_lease_for_the_same_writer_alone(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, lease_s=30)
+def test_opening_again_renews_the_lease_for_the_same_writer_alone(drive: Drive) -> None:
+    run = drive(lease_s=30)
     run.do(run.open_group("g/0/0"))
     lapse(run)
 
@@ -89,8 +85,8 @@ def test_opening_again_renews_the_lease_for_the_same_writer_alone(
     assert lasts(run, lambda: run.do(run.open_group("g/0/0")))
 
 
-def test_a_heartbeat_renews_the_leases_of_its_writer(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client, lease_s=30)
+def test_a_heartbeat_renews_the_leases_of_its_writer(drive: Drive) -> None:
+    run = drive(lease_s=30)
     run.do(run.open_group("g/0/0", "g/1/0"))
     lapse(run, since_ms=60_000)
 
@@ -101,15 +97,12 @@ def test_a_heartbeat_renews_the_leases_of_its_writer(client: redis.Redis, drive:
     assert is_renewed
 
 
-def test_a_heartbeat_says_what_became_of_each_trajectory_that_is_lost(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_a_heartbeat_says_what_became_of_each_trajectory_that_is_lost(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", "g/1/0", "g/2/0", num_samples=3))
     lapse(run)
     take_over(run, "second:w")
     run.do(run.abandon("g/1/0"))
-    before = client.zscore(run.keys.leases, "g/0/0")
+    before = run.client.zscore(run.keys.leases, "g/0/0")
 
     _, *states = heartbeat(run, ("g/0/0", 1), ("g/1/0", 1), ("g/9/0", 1), ("g/2/0", 1))
 
@@ -119,26 +112,22 @@ def test_a_heartbeat_says_what_became_of_each_trajectory_that_is_lost(
         b"FENCED [unknown] g/9/0 was never opened, or is released",
         b"OK",
     ]
-    assert client.zscore(run.keys.leases, "g/0/0") == before
-    assert client.zcard(run.keys.leases) == 2
+    assert run.client.zscore(run.keys.leases, "g/0/0") == before
+    assert run.client.zcard(run.keys.leases) == 2
 
 
-def test_scripts_of_leases_need_a_run(client: redis.Redis, drive_nothing: Drive) -> None:
-    run = drive_nothing(client)
-
+def test_scripts_of_leases_need_a_run(missing_run: RunDriver) -> None:
     for act in (
-        lambda: heartbeat(run, ("g/0/0", 1)),
-        lambda: take_over(run),
-        lambda: list_lapsed(client, run.name),
+        lambda: heartbeat(missing_run, ("g/0/0", 1)),
+        lambda: take_over(missing_run),
+        lambda: list_lapsed(missing_run.client, missing_run.name),
     ):
         with pytest.raises(RunNotFoundError):
             act()
 
 
-def test_a_lapsed_trajectory_goes_to_another_writer_with_the_next_epoch(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, lease_s=30)
+def test_a_lapsed_trajectory_goes_to_another_writer_with_the_next_epoch(drive: Drive) -> None:
+    run = drive(lease_s=30)
     run.do(run.open_group("g/0/0", num_samples=2))
     lapse(run)
 
@@ -151,14 +140,14 @@ def test_a_lapsed_trajectory_goes_to_another_writer_with_the_next_epoch(
     assert is_leased
 
 
-def test_a_lease_that_runs_is_not_taken_over(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client, lease_s=30)
+def test_a_lease_that_runs_is_not_taken_over(drive: Drive) -> None:
+    run = drive(lease_s=30)
     run.do(run.open_group("g/0/0"))
 
-    asked_ms = now_ms(client)
+    asked_ms = now_ms(run.client)
     with pytest.raises(ConflictError, match="g/0/0 is being written by w") as refusal:
         take_over(run)
-    told_ms = now_ms(client)
+    told_ms = now_ms(run.client)
 
     assert refusal.value.retry_after_s is not None
     left_ms = round(refusal.value.retry_after_s * 1000)
@@ -166,10 +155,7 @@ def test_a_lease_that_runs_is_not_taken_over(client: redis.Redis, drive: Drive) 
     assert run.ledger() == {b"g/0/0": b"open:1:w"}
 
 
-def test_a_generator_that_began_again_need_not_wait_for_its_own_lease(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_a_generator_that_began_again_need_not_wait_for_its_own_lease(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
 
     assert take_over(run, "w") == [1, 2]
@@ -187,15 +173,14 @@ def test_a_generator_that_began_again_need_not_wait_for_its_own_lease(
     ],
 )
 def test_only_what_can_still_be_trained_is_taken_over(
-    client: redis.Redis, drive: Drive, trajectory_id: str, why: str
+    run: RunDriver, trajectory_id: str, why: str
 ) -> None:
-    run = drive(client)
     run.do(run.open_group("g/0/0", "g/1/0"))
     run.do(run.open_group("h/0/0", group="h"))
     run.do(run.post_sealed("g/0/0", 1, b"seal"))
     run.do(run.abandon("g/1/0"))
     lapse(run, "h/0/0")
-    client.hset(run.keys.groups, "h", "2:filtered")
+    run.client.hset(run.keys.groups, "h", "2:filtered")
     before = run.ledger()
 
     with pytest.raises(ConflictError, match=why):
@@ -205,10 +190,9 @@ def test_only_what_can_still_be_trained_is_taken_over(
 
 
 def test_a_taken_trajectory_is_neither_sealed_nor_abandoned_by_the_old_writer(
-    client: redis.Redis, drive: Drive
+    run: RunDriver,
 ) -> None:
     # The new writer has not appended anything: the ledger alone refuses.
-    run = drive(client)
     run.do(run.open_group("g/0/0"))
     run.do(run.append(b"turn 0000"))
     lapse(run)
@@ -224,10 +208,7 @@ def test_a_taken_trajectory_is_neither_sealed_nor_abandoned_by_the_old_writer(
     assert run.events() == [b"opened g"]
 
 
-def test_an_empty_first_append_of_the_new_writer_refuses_every_late_turn(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_an_empty_first_append_of_the_new_writer_refuses_every_late_turn(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
     run.do(run.append(b"turn 0000"))
     lapse(run)
@@ -249,8 +230,7 @@ def test_an_empty_first_append_of_the_new_writer_refuses_every_late_turn(
     assert [record for _, record in run.turns()] == [b"turn 0000", b"turn 1111", b"turn 3333"]
 
 
-def test_a_fence_holds_where_nothing_was_ever_stored(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_a_fence_holds_where_nothing_was_ever_stored(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
     lapse(run)
     take_over(run)
@@ -262,8 +242,7 @@ def test_a_fence_holds_where_nothing_was_ever_stored(client: redis.Redis, drive:
     assert run.turns() == []
 
 
-def test_slower_of_two_adopters_is_fenced_in_the_payload(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_slower_of_two_adopters_is_fenced_in_the_payload(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
     run.do(run.append(b"turn 0000"))
     for writer in ("second", "third"):
@@ -275,17 +254,14 @@ def test_slower_of_two_adopters_is_fenced_in_the_payload(client: redis.Redis, dr
         run.do(run.append(lease="2:second"))
 
 
-def test_lapsed_trajectories_are_listed_the_longest_lapsed_first(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_lapsed_trajectories_are_listed_the_longest_lapsed_first(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", "g/1/0", "g/2/0", num_samples=3, writer="host:1"))
     lapse(run, "g/0/0", since_ms=10)
     lapse(run, "g/2/0", since_ms=5000)
-    ends = {name: int(client.zscore(run.keys.leases, name) or 0) for name in ("g/0/0", "g/2/0")}
+    ends = {name: int(run.client.zscore(run.keys.leases, name) or 0) for name in ("g/0/0", "g/2/0")}
 
-    found = list_lapsed(client, run.name)
-    first_of_them = list_lapsed(client, run.name, max_count=1)
+    found = list_lapsed(run.client, run.name)
+    first_of_them = list_lapsed(run.client, run.name, max_count=1)
 
     assert found == [
         LapsedTrajectory(
@@ -296,11 +272,9 @@ def test_lapsed_trajectories_are_listed_the_longest_lapsed_first(
     assert [lapsed.trajectory_id for lapsed in first_of_them] == ["g/2/0"]
 
 
-def test_a_lease_from_before_the_clock_was_set_back_is_cut(
-    client: redis.Redis, drive: Drive
-) -> None:
+def test_a_lease_from_before_the_clock_was_set_back_is_cut(drive: Drive) -> None:
     # The server's clock went back by an hour: to it, the leases end in an hour and a half minute.
-    run = drive(client, lease_s=30)
+    run = drive(lease_s=30)
     run.do(run.open_group("g/0/0", "g/1/0"))
     for name in ("g/0/0", "g/1/0"):
         lapse(run, name, since_ms=-3_630_000)
@@ -312,18 +286,15 @@ def test_a_lease_from_before_the_clock_was_set_back_is_cut(
     listed: list[Any] = []
     is_cut = [
         lasts(run, ask),
-        lasts(run, lambda: listed.extend(list_lapsed(client, run.name)), "g/1/0"),
+        lasts(run, lambda: listed.extend(list_lapsed(run.client, run.name)), "g/1/0"),
     ]
 
     assert is_cut == [True, True]
     assert listed == []
 
 
-def test_only_the_writer_in_the_ledger_counts_with_equal_epochs(
-    client: redis.Redis, drive: Drive
-) -> None:
+def test_only_the_writer_in_the_ledger_counts_with_equal_epochs(run: RunDriver) -> None:
     # The store lost the take-over of "lost" in a power cut, and gave its epoch to "second" since.
-    run = drive(client)
     run.do(run.open_group("g/0/0"))
     run.do(run.append(b"turn 0"))
     lapse(run)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +8,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from testkit.run_driver import Drive, RunDriver
 from turnstream.batching.fold.capacity import capacity
 from turnstream.errors import (
     ConflictError,
@@ -21,13 +21,8 @@ from turnstream.store.run.credits import credit
 
 pytestmark = pytest.mark.redis
 
-Drive = Callable[..., Any]
 
-
-def test_a_group_is_registered_once_and_each_sample_is_taken(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_a_group_is_registered_once_and_each_sample_is_taken(run: RunDriver) -> None:
 
     first = run.do(run.open_group("g/0/0", "g/1/0"))
     again = run.do(run.open_group("g/0/0", "g/1/0"))
@@ -36,12 +31,11 @@ def test_a_group_is_registered_once_and_each_sample_is_taken(
     assert run.events() == [b"opened g"]
     assert run.ledger() == {b"g/0/0": b"open:1:w", b"g/1/0": b"open:1:w"}
     assert run.counts() == {"accepted": 2, "open": 2}
-    assert client.hget(run.keys.groups, "g") == b"2:open"
-    assert client.hmget(run.keys.frontier, "live_groups", "opened_groups") == [b"1", b"1"]
+    assert run.client.hget(run.keys.groups, "g") == b"2:open"
+    assert run.client.hmget(run.keys.frontier, "live_groups", "opened_groups") == [b"1", b"1"]
 
 
-def test_a_sample_belongs_to_the_writer_who_came_first(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_a_sample_belongs_to_the_writer_who_came_first(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", writer="first:w"))
 
     mine = run.do(run.open_group("g/0/0", "g/1/0", writer="second"))
@@ -49,8 +43,7 @@ def test_a_sample_belongs_to_the_writer_who_came_first(client: redis.Redis, driv
     assert mine == [b"CONFLICT g/0/0 is being written by first:w", 1]
 
 
-def test_a_group_cannot_change_its_number_of_samples(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_a_group_cannot_change_its_number_of_samples(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", num_samples=2))
 
     with pytest.raises(ConflictError, match="opened with 2 samples, not 3"):
@@ -58,17 +51,15 @@ def test_a_group_cannot_change_its_number_of_samples(client: redis.Redis, drive:
 
 
 def test_a_run_that_was_never_created_can_neither_be_opened_nor_closed(
-    client: redis.Redis, drive_nothing: Drive
+    missing_run: RunDriver,
 ) -> None:
-    run = drive_nothing(client)
-
-    for command in (run.open_group("g/0/0"), run.close()):
+    for command in (missing_run.open_group("g/0/0"), missing_run.close()):
         with pytest.raises(RunNotFoundError):
-            run.do(command)
+            missing_run.do(command)
 
 
-def test_a_new_group_waits_while_there_is_no_capacity(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client, batch_groups=1, max_staleness=1, max_planned_ahead=0)
+def test_a_new_group_waits_while_there_is_no_capacity(drive: Drive) -> None:
+    run = drive(batch_groups=1, max_staleness=1, max_planned_ahead=0)
     for group in ("a", "b"):
         run.do(run.open_group(group=group))
 
@@ -76,29 +67,27 @@ def test_a_new_group_waits_while_there_is_no_capacity(client: redis.Redis, drive
         RejectedError, match="2 groups are live, 2 are allowed after step 0"
     ) as told:
         run.do(run.open_group(group="c"))
-    client.hset(run.keys.frontier, "stepped", 1)
+    run.client.hset(run.keys.frontier, "stepped", 1)
     run.do(run.open_group(group="c"))
 
     assert told.value.retry_after_s is not None
     assert run.events() == [b"opened a", b"opened b", b"opened c"]
 
 
-def test_further_samples_of_a_known_group_never_wait(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
+def test_further_samples_of_a_known_group_never_wait(drive: Drive) -> None:
+    run = drive(batch_groups=1, max_staleness=0, max_planned_ahead=0)
     run.do(run.open_group("g/0/0"))
 
     assert run.do(run.open_group("g/1/0", writer="other")) == [1]
 
 
-def test_a_refusal_for_capacity_carries_the_newest_wake_id(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
+def test_a_refusal_for_capacity_carries_the_newest_wake_id(drive: Drive) -> None:
+    run = drive(batch_groups=1, max_staleness=0, max_planned_ahead=0)
     run.do(run.open_group())
-    before = raw_refusal(client, run.open_group(group="b"))
-    wake_id: Any = client.xadd(run.keys.wake, {"w": ""})
+    before = raw_refusal(run.client, run.open_group(group="b"))
+    wake_id: Any = run.client.xadd(run.keys.wake, {"w": ""})
 
-    after = raw_refusal(client, run.open_group(group="b"))
+    after = raw_refusal(run.client, run.open_group(group="b"))
 
     assert before.split()[:2] == ["WAIT", "[0-0]"]
     assert after.split()[:2] == ["WAIT", f"[{wake_id.decode()}]"]
@@ -110,26 +99,22 @@ def raw_refusal(client: redis.Redis, command: Command) -> str:
     return str(refusal.value)
 
 
-def test_a_closed_run_takes_no_new_group_but_lets_old_ones_finish(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
+def test_a_closed_run_takes_no_new_group_but_lets_old_ones_finish(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
 
     closed = [run.do(run.close()), run.do(run.close())]
 
     assert closed == [1, 0]
     assert run.events() == [b"opened g", b"closed"]
-    assert client.xlen(run.keys.wake) == 1
+    assert run.client.xlen(run.keys.wake) == 1
     assert run.do(run.open_group("g/1/0")) == [1]
     with pytest.raises(EndOfRunError):
         run.do(run.open_group("h/0/0", group="h"))
 
 
-def test_a_decided_group_takes_no_further_sample(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_a_decided_group_takes_no_further_sample(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
-    client.hset(run.keys.groups, "g", "2:filtered")
+    run.client.hset(run.keys.groups, "g", "2:filtered")
 
     assert run.do(run.open_group("g/0/0", "g/1/0")) == [
         1,
@@ -164,18 +149,16 @@ cases = st.builds(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases)
-def test_groups_are_admitted_by_the_rule_of_the_pure_function(
-    client: redis.Redis, drive: Drive, case: Case
-) -> None:
+def test_groups_are_admitted_by_the_rule_of_the_pure_function(drive: Drive, case: Case) -> None:
     policy = {name: getattr(case, name) for name in ("max_staleness", "max_open_groups")}
-    run = drive(client, batch_groups=case.batch_groups, max_planned_ahead=0, **policy)
+    run = drive(batch_groups=case.batch_groups, max_planned_ahead=0, **policy)
     numbers: Any = {
         "stepped": case.stepped,
         "live_groups": case.num_open + case.num_decided,
         "open_groups": case.num_open,
         "revised_groups": case.num_revised,
     }
-    client.hset(run.keys.frontier, mapping=numbers)
+    run.client.hset(run.keys.frontier, mapping=numbers)
     expected = capacity(
         version_step=case.stepped,
         batch_groups=case.batch_groups,
@@ -186,7 +169,7 @@ def test_groups_are_admitted_by_the_rule_of_the_pure_function(
         num_revised=case.num_revised,
     )
 
-    said = credit(client, run.name)
+    said = credit(run.client, run.name)
     replies = run.do_all([run.open_group(group=f"g{i}") for i in range(expected + 1)])
 
     assert said.num_groups == expected

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis
 
+from testkit.run_driver import Drive
 from turnstream.errors import (
     ConflictError,
     RejectedError,
@@ -18,7 +18,6 @@ from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
-Drive = Callable[..., Any]
 
 TURN_0, TURN_1, OTHER_TURN, SEAL = b"first.0000", b"second1111", b"first.9999", b"seal..2222"
 
@@ -26,7 +25,7 @@ TURN_0, TURN_1, OTHER_TURN, SEAL = b"first.0000", b"second1111", b"first.9999", 
 def test_a_full_server_takes_no_payload_but_still_takes_seals_and_abandons(
     own_client: redis.Redis, drive: Drive
 ) -> None:
-    run = drive(own_client)
+    run = drive(on=own_client)
     run.do(run.open_group("g/0/0", "g/1/0"))
     run.do_all([run.append(), run.post_sealed("g/9/0", 1, b""), run.abandon("x")])
     memory: Any = own_client.info("memory")
@@ -54,7 +53,7 @@ def test_a_full_server_takes_no_payload_but_still_takes_seals_and_abandons(
 def test_scripts_are_loaded_again_after_a_server_lost_them(
     own_client: redis.Redis, drive: Drive
 ) -> None:
-    run = drive(own_client)
+    run = drive(on=own_client)
     run.do(run.open_group("g/0/0"))
     own_client.script_flush()
 
@@ -71,7 +70,7 @@ def test_scripts_are_loaded_again_after_a_server_lost_them(
 async def test_asyncio_programs_run_scripts_alike(
     own_server: EmbeddedServer, own_client: redis.Redis, drive: Drive
 ) -> None:
-    run = drive(own_client)
+    run = drive(on=own_client)
     async with connect_async(own_server.url) as client:
         await client.script_flush()
 
@@ -88,7 +87,7 @@ async def test_asyncio_programs_run_scripts_alike(
 def test_a_server_that_is_away_is_an_error_of_ours(
     own_server: EmbeddedServer, own_client: redis.Redis, drive: Drive
 ) -> None:
-    run = drive(own_client)
+    run = drive(on=own_client)
     own_server.kill()
 
     with pytest.raises(StoreUnavailableError):

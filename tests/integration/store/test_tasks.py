@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from testkit.run_driver import Drive, RunDriver
 from testkit.tasks import next_task
 from turnstream.errors import (
     ConflictError,
@@ -34,8 +33,6 @@ from turnstream.store.run.tasks import (
 from turnstream.types import GroupOpened, TrajectoryKey
 
 pytestmark = pytest.mark.redis
-
-Drive = Callable[..., Any]
 
 
 def prompt(uid: str, payload: bytes = b"", *, num_samples: int = 2, num_needed: int = 0) -> Prompt:
@@ -64,9 +61,8 @@ def wait(run: Any) -> NoTask:
     return found
 
 
-def test_prompts_are_granted_in_order_as_open_groups(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
-    add_prompts(client, run.name, [prompt("a", b"first"), prompt("b/1", b"\x00second")])
+def test_prompts_are_granted_in_order_as_open_groups(run: RunDriver) -> None:
+    add_prompts(run.client, run.name, [prompt("a", b"first"), prompt("b/1", b"\x00second")])
 
     first, second = take(run), take(run, "v")
 
@@ -79,7 +75,7 @@ def test_prompts_are_granted_in_order_as_open_groups(client: redis.Redis, drive:
         b"b%2F1%231/0/0": b"open:1:v",
         b"b%2F1%231/1/0": b"open:1:v",
     }
-    assert client.zcard(run.keys.leases) == 4
+    assert run.client.zcard(run.keys.leases) == 4
     assert run.counts() == {"accepted": 4, "open": 4}
 
 
@@ -89,11 +85,9 @@ uids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(uid=uids)
 @example(uid="~ä/\n#1:%23")
-def test_prompt_of_any_name_becomes_group_with_its_event(
-    client: redis.Redis, drive: Drive, uid: str
-) -> None:
-    run = drive(client)
-    add_prompts(client, run.name, [prompt(uid, b"1:2", num_samples=9, num_needed=7)])
+def test_prompt_of_any_name_becomes_group_with_its_event(drive: Drive, uid: str) -> None:
+    run = drive()
+    add_prompts(run.client, run.name, [prompt(uid, b"1:2", num_samples=9, num_needed=7)])
 
     taken = take(run)
 
@@ -102,14 +96,13 @@ def test_prompt_of_any_name_becomes_group_with_its_event(
     assert run.events() == [encode_event(opened)]
 
 
-def test_offered_task_is_opened_for_one_of_two_writers(client: redis.Redis, drive: Drive) -> None:
+def test_offered_task_is_opened_for_one_of_two_writers(run: RunDriver) -> None:
     # A writer that dies with an offer leaves no trace.
-    run = drive(client)
-    add_prompts(client, run.name, [prompt("a"), prompt("b")])
-    before = read_prompt_counts(client, run.name)
+    add_prompts(run.client, run.name, [prompt("a"), prompt("b")])
+    before = read_prompt_counts(run.client, run.name)
 
     offers: list[Any] = [parse_offer(run.do(next_task_command(run.name))) for _ in range(2)]
-    between = read_prompt_counts(client, run.name)
+    between = read_prompt_counts(run.client, run.name)
     first, second, repeated = (open_offer(run, offers[0], writer) for writer in ("a", "b", "a"))
 
     assert offers[0] == offers[1]
@@ -117,18 +110,15 @@ def test_offered_task_is_opened_for_one_of_two_writers(client: redis.Redis, driv
     assert (len(first.epochs), second.epochs) == (2, {})
     assert repeated == first
     assert take(run, "b").task.group.group_id == "b#1"
-    assert read_prompt_counts(client, run.name).num_given == 2
+    assert read_prompt_counts(run.client, run.name).num_given == 2
 
 
-def test_offered_task_whose_group_failed_since_is_not_opened(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
-    add_prompts(client, run.name, [prompt("a")])
+def test_offered_task_whose_group_failed_since_is_not_opened(run: RunDriver) -> None:
+    add_prompts(run.client, run.name, [prompt("a")])
     offer = take(run).task
-    client.hset(run.keys.groups, "a%231", "2:incomplete")
-    client.hdel(run.keys.tasks, "a%231")
-    client.zadd(run.keys.again, {"1": 1})
+    run.client.hset(run.keys.groups, "a%231", "2:incomplete")
+    run.client.hdel(run.keys.tasks, "a%231")
+    run.client.zadd(run.keys.again, {"1": 1})
 
     late = open_offer(run, offer, "v")
 
@@ -136,61 +126,53 @@ def test_offered_task_whose_group_failed_since_is_not_opened(
     assert take(run).task.group.group_id == "a#2"
 
 
-def test_prompts_that_are_sent_twice_are_there_once(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_prompts_that_are_sent_twice_are_there_once(run: RunDriver) -> None:
     prompts = [prompt(f"p{number}") for number in range(600)]
 
-    added = [add_prompts(client, run.name, prompts[:300], first=1) for _ in range(2)]
-    added.append(add_prompts(client, run.name, prompts, first=1))
-    added.append(add_prompts(client, run.name, []))
+    added = [add_prompts(run.client, run.name, prompts[:300], first=1) for _ in range(2)]
+    added.append(add_prompts(run.client, run.name, prompts, first=1))
+    added.append(add_prompts(run.client, run.name, []))
 
     assert added == [300, 300, 600, 600]
     assert [take(run).task.group.prompt_uid for _ in range(3)] == ["p0", "p1", "p2"]
 
 
-def test_other_prompts_of_the_same_numbers_are_refused_whole(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
-    add_prompts(client, run.name, [prompt("a"), prompt("b")])
+def test_other_prompts_of_the_same_numbers_are_refused_whole(run: RunDriver) -> None:
+    add_prompts(run.client, run.name, [prompt("a"), prompt("b")])
 
     with pytest.raises(ConflictError, match="prompt 2 is there with another content"):
-        add_prompts(client, run.name, [prompt("a"), prompt("c"), prompt("d")], first=1)
+        add_prompts(run.client, run.name, [prompt("a"), prompt("c"), prompt("d")], first=1)
     with pytest.raises(ConflictError, match="prompt 4 does not follow prompt 2"):
-        add_prompts(client, run.name, [prompt("e")], first=4)
+        add_prompts(run.client, run.name, [prompt("e")], first=4)
 
-    assert read_prompt_counts(client, run.name).num_added == 2
+    assert read_prompt_counts(run.client, run.name).num_added == 2
 
 
-def test_group_without_admission_uses_no_prompt(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
-    add_prompts(client, run.name, [prompt("a"), prompt("b")])
+def test_group_without_admission_uses_no_prompt(drive: Drive) -> None:
+    run = drive(batch_groups=1, max_staleness=0, max_planned_ahead=0)
+    add_prompts(run.client, run.name, [prompt("a"), prompt("b")])
     take(run)
 
     refused = wait(run)
-    client.hset(run.keys.frontier, "stepped", 1)
+    run.client.hset(run.keys.frontier, "stepped", 1)
     taken = take(run)
 
     assert refused.why == "1 groups are live, 1 are allowed after step 0"
     assert taken.task.group.prompt_uid == "b"
 
 
-def test_a_name_that_was_used_is_not_used_again(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_a_name_that_was_used_is_not_used_again(run: RunDriver) -> None:
     run.do(run.open_group(group="a%231"))
-    add_prompts(client, run.name, [prompt("a"), prompt("a")])
+    add_prompts(run.client, run.name, [prompt("a"), prompt("a")])
 
     assert [take(run).task.group.group_id for _ in range(2)] == ["a#2", "a#3"]
 
 
-def test_refill_precedes_the_next_prompt_with_its_own_payload(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client)
-    add_prompts(client, run.name, [prompt("a", b"x", num_samples=3, num_needed=2), prompt("b")])
+def test_refill_precedes_the_next_prompt_with_its_own_payload(run: RunDriver) -> None:
+    add_prompts(run.client, run.name, [prompt("a", b"x", num_samples=3, num_needed=2), prompt("b")])
     take(run)
-    client.hset(run.keys.members, "a%231", "2:0:1:a")
-    client.zadd(run.keys.refills, {"a%231/1/1": 1})
+    run.client.hset(run.keys.members, "a%231", "2:0:1:a")
+    run.client.zadd(run.keys.refills, {"a%231/1/1": 1})
 
     refill = take(run, "v")
     after = take(run, "v")
@@ -200,15 +182,14 @@ def test_refill_precedes_the_next_prompt_with_its_own_payload(
     assert after.task.group.prompt_uid == "b"
 
 
-def test_says_why_there_is_no_task(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_says_why_there_is_no_task(run: RunDriver) -> None:
     before = wait(run)
-    add_prompts(client, run.name, [prompt("a"), prompt("b")])
+    add_prompts(run.client, run.name, [prompt("a"), prompt("b")])
     take(run)
     take(run)
 
     given = wait(run)
-    client.hset(run.keys.prompts, "done", 2)
+    run.client.hset(run.keys.prompts, "done", 2)
     done = wait(run)
 
     assert before.why == "the run was given no prompt"
@@ -218,45 +199,40 @@ def test_says_why_there_is_no_task(client: redis.Redis, drive: Drive) -> None:
     assert before.wake_id == "0-0" != done.wake_id
 
 
-def test_new_prompts_wake_those_who_wait(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
+def test_new_prompts_wake_those_who_wait(run: RunDriver) -> None:
 
-    add_prompts(client, run.name, [prompt("a")])
+    add_prompts(run.client, run.name, [prompt("a")])
 
-    assert client.xlen(run.keys.wake) == 1
+    assert run.client.xlen(run.keys.wake) == 1
 
 
-def test_a_closed_run_gives_out_no_prompt_and_takes_none(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
-    add_prompts(client, run.name, [prompt("a")])
+def test_a_closed_run_gives_out_no_prompt_and_takes_none(run: RunDriver) -> None:
+    add_prompts(run.client, run.name, [prompt("a")])
     run.do(run.close())
 
     with pytest.raises(EndOfRunError, match="no new group"):
         ask(run)
     with pytest.raises(EndOfRunError, match="no new prompt"):
-        add_prompts(client, run.name, [prompt("b")])
-    assert add_prompts(client, run.name, [prompt("a")], first=1) == 1
+        add_prompts(run.client, run.name, [prompt("b")])
+    assert add_prompts(run.client, run.name, [prompt("a")], first=1) == 1
 
 
-def test_a_closed_run_whose_groups_may_be_refilled_lets_its_generators_wait(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, deadline_policy="refill", max_refills=1)
-    add_prompts(client, run.name, [prompt("a")])
+def test_a_closed_run_whose_groups_may_be_refilled_lets_its_generators_wait(drive: Drive) -> None:
+    run = drive(deadline_policy="refill", max_refills=1)
+    add_prompts(run.client, run.name, [prompt("a")])
     take(run)
     run.do(run.close())
 
     assert wait(run).why == "the run is closed; 1 groups are open, and may be refilled"
 
 
-def test_a_run_that_is_not_there_is_refused(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
-    client.delete(run.keys.frontier)
+def test_a_run_that_is_not_there_is_refused(run: RunDriver) -> None:
+    run.client.delete(run.keys.frontier)
 
     with pytest.raises(RunNotFoundError):
         ask(run)
     with pytest.raises(RunNotFoundError):
-        add_prompts(client, run.name, [prompt("a")])
+        add_prompts(run.client, run.name, [prompt("a")])
 
 
 @pytest.mark.parametrize(
@@ -276,26 +252,23 @@ def test_a_prompt_that_cannot_be_is_refused_by_field(fields: dict[str, Any], mes
         Prompt(**{"prompt_uid": "a", "payload": b"", "num_samples": 2, **fields})
 
 
-def test_a_paused_run_gives_out_no_prompt_and_says_why(client: redis.Redis, drive: Drive) -> None:
-    run = drive(client)
-    add_prompts(client, run.name, [prompt("a")])
-    pause_run(client, run.name, "the judge is down")
+def test_a_paused_run_gives_out_no_prompt_and_says_why(run: RunDriver) -> None:
+    add_prompts(run.client, run.name, [prompt("a")])
+    pause_run(run.client, run.name, "the judge is down")
 
     told = wait(run)
-    resume_run(client, run.name)
+    resume_run(run.client, run.name)
 
     assert (told.why, told.is_exhausted) == ("the run is paused: the judge is down", False)
     assert take(run).task.group.group_id == "a#1"
 
 
-def test_refill_of_an_open_group_is_granted_during_a_pause(
-    client: redis.Redis, drive: Drive
-) -> None:
-    run = drive(client, deadline_policy="refill", max_refills=1)
-    add_prompts(client, run.name, [prompt("a"), prompt("b")])
+def test_refill_of_an_open_group_is_granted_during_a_pause(drive: Drive) -> None:
+    run = drive(deadline_policy="refill", max_refills=1)
+    add_prompts(run.client, run.name, [prompt("a"), prompt("b")])
     take(run)
-    client.zadd(run.keys.refills, {"a%231/0/1": 1})
-    pause_run(client, run.name)
+    run.client.zadd(run.keys.refills, {"a%231/0/1": 1})
+    pause_run(run.client, run.name)
 
     refill = take(run)
 
