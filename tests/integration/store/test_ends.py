@@ -56,6 +56,7 @@ def test_a_seal_that_comes_after_its_group_was_decided_is_surplus(run: RunDriver
     assert run.events() == [b"opened g"]
     assert run.counts() == {"accepted": 2, "open": 1, "surplus": 1}
     assert run.ledger()[b"g/0/0"].startswith(b"surplus:")
+    assert run.client.zrange(run.keys.leases, 0, -1) == [b"g/1/0"]
 
 
 def test_an_abandoned_trajectory_is_counted_once_with_its_reason(run: RunDriver) -> None:

@@ -18,7 +18,6 @@ from turnstream.errors import (
     InvalidConfigError,
     InvalidTurnError,
     RejectedError,
-    RunNotFoundError,
 )
 from turnstream.generator import Publisher
 from turnstream.records.configs import encode_config
@@ -222,11 +221,6 @@ def test_refill_of_no_sample_is_refused_before_any_write(run: RunDriver) -> None
         )
 
     assert contents(run) == before
-
-
-def test_add_prompts_names_a_missing_run(client: redis.Redis) -> None:
-    with pytest.raises(RunNotFoundError, match="nobody"):
-        add_prompts(client, "nobody", [])
 
 
 def _config(**fields: Any) -> BatchingConfig:

@@ -63,15 +63,6 @@ def test_open_trajectory_has_a_lease_until_it_ends(drive: Drive) -> None:
     assert run.client.zrange(run.keys.leases, 0, -1) == [b"g/2/0"]
 
 
-def test_a_surplus_seal_ends_the_lease(run: RunDriver) -> None:
-    run.do(run.open_group("g/0/0"))
-    run.client.hset(run.keys.groups, "g", "2:planned")
-
-    assert run.do(run.post_sealed("g/0/0", 1, b"late")) == [b"SURPLUS"]
-
-    assert run.client.zcard(run.keys.leases) == 0
-
-
 def test_opening_again_renews_the_lease_for_the_same_writer_alone(drive: Drive) -> None:
     run = drive(lease_s=30)
     run.do(run.open_group("g/0/0"))

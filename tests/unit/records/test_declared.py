@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from testkit import (
     operation_rows,
     rows,
 )
+from testkit.arrow import Edit, edited, read_arrow, with_column, with_metadata, without_column
 from testkit.strategies import operation_mini_batches
 from turnstream.errors import CorruptRecordError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
@@ -61,35 +60,6 @@ def with_extras() -> MiniBatch:
     return mini_of(replace(built, extras=extras))
 
 
-def read_arrow(data: memoryview | bytes) -> pa.RecordBatch:
-    with pa.ipc.open_stream(data) as reader:
-        return reader.read_next_batch()
-
-
-def edited(mini: MiniBatch, edit: Callable[[pa.RecordBatch], pa.RecordBatch]) -> bytes:
-    batch = edit(read_arrow(encode_mini_batch(mini).data))
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as out:
-        out.write_batch(batch)
-    return sink.getvalue().to_pybytes()
-
-
-def with_column(name: str, values: pa.Array) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
-    return lambda batch: batch.set_column(batch.schema.get_field_index(name), name, values)
-
-
-def with_declarations(declared: object) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
-    text = json.dumps(declared).encode()
-    return lambda batch: batch.replace_schema_metadata({**batch.schema.metadata, b"extras": text})
-
-
-def types_of(mini: MiniBatch, *, behind: str) -> dict[str, str]:
-    """Names and types of the columns behind this one, in order."""
-    schema = read_arrow(encode_mini_batch(mini).data).schema
-    names = schema.names[schema.names.index(behind) + 1 :]
-    return {name: str(schema.field(name).type).replace(" not null", "") for name in names}
-
-
 @given(mini=operation_mini_batches())
 def test_decoded_operation_is_the_encoded_one(mini: MiniBatch):
     encoded = encode_mini_batch(mini)
@@ -100,38 +70,12 @@ def test_decoded_operation_is_the_encoded_one(mini: MiniBatch):
     assert encode_mini_batch(decoded).data == encoded.data
 
 
-def test_optional_columns_follow_the_order_of_the_design():
-    tokens, operations = with_tokens(), with_operations()
-    several = with_operations(num_targets=4)
-
-    assert types_of(tokens, behind="advantage") == {
-        "advantages": "list<item: float>",
-        "token_weights": "list<item: float>",
-    }
-    assert list(types_of(operations, behind="advantage").items()) == [
-        ("request_id", "string"),
-        ("datum_index", "int32"),
-        ("target_ids", "list<item: int64>"),
-        ("target_weights", "list<item: float>"),
-    ]
-    assert list(types_of(several, behind="datum_index").values()) == [
-        "list<item: fixed_size_list<item: int64>[4]>",
-        "list<item: fixed_size_list<item: float>[4]>",
-    ]
-
-
 def test_extra_columns_are_sorted_and_declared_in_the_metadata():
     mini = with_extras()
     shuffled = replace(mini.rows, extras=dict(reversed(list(mini.rows.extras.items()))))
 
     metadata = read_arrow(encode_mini_batch(mini).data).schema.metadata
 
-    assert list(types_of(mini, behind="advantage").items()) == [
-        ("extra.patches", "list<item: fixed_size_list<item: halffloat>[4]>"),
-        ("extra.routes", "list<item: fixed_size_list<item: fixed_size_list<item: uint8>[2]>[2]>"),
-        ("extra.score", "list<item: double>"),
-        ("extra.teacher_logprobs", "list<item: float>"),
-    ]
     assert list(metadata) == sorted(metadata)
     assert metadata[b"extras"] == (
         b'{"patches":"items","routes":"first_tokens","score":"row",'
@@ -184,10 +128,6 @@ def test_column_inside_a_longer_buffer_is_encoded_alone():
     assert encoded.data == encode_mini_batch(mini).data
 
 
-# --------------------------------------------------------------------------------------
-# the content hash
-
-
 GOLDEN_BATCHES = {
     "tokens": with_tokens(),
     "operations": with_operations(),
@@ -207,43 +147,6 @@ def test_stored_mini_batch_with_such_columns_is_read(name: str):
     assert_same(decoded, GOLDEN_BATCHES[name])
 
 
-def test_content_hash_depends_on_values_and_extents():
-    operations, extras = with_operations().rows, with_extras().rows
-    assert operations.operations
-    of, routes = operations.operations, extras.extras["routes"]
-    more, bent = routes.values.values + 1, routes.values.values.reshape(5, 4)
-    offsets = routes.values.offsets
-
-    changed = [
-        replace(operations, operations=replace(of, request_id=["model:1", "model:2", ""])),
-        replace(operations, operations=replace(of, datum_index=of.datum_index + np.int32(1))),
-        replace(
-            operations,
-            operations=replace(of, target_ids=Ragged(-of.target_ids.values, of.target_ids.offsets)),
-        ),
-        replace(
-            operations,
-            operations=replace(
-                of, target_weights=Ragged(-of.target_weights.values, of.target_ids.offsets)
-            ),
-        ),
-        operations,
-        replace(extras, extras={**extras.extras, "routes": replace(routes, per="items")}),
-        replace(
-            extras,
-            extras={**extras.extras, "routes": replace(routes, values=Ragged(more, offsets))},
-        ),
-        replace(
-            extras,
-            extras={**extras.extras, "routes": replace(routes, values=Ragged(bent, offsets))},
-        ),
-        extras,
-    ]
-    hashes = [encode_mini_batch(mini_of(variant)).content_hash for variant in changed]
-
-    assert len({*hashes}) == len(changed)
-
-
 # --------------------------------------------------------------------------------------
 # what contradicts itself
 
@@ -254,8 +157,8 @@ INT32 = pa.int32()
 @pytest.mark.parametrize(
     ("reason", "mini", "edit"),
     [
-        ("'target_ids'", with_operations(), lambda batch: batch.drop_columns(["target_ids"])),
-        ("'request_id'", with_operations(), lambda batch: batch.drop_columns(["request_id"])),
+        ("'target_ids'", with_operations(), without_column("target_ids")),
+        ("'request_id'", with_operations(), without_column("request_id")),
         (
             "target_ids is int32",
             with_operations(),
@@ -295,19 +198,19 @@ INT32 = pa.int32()
             with_extras(),
             with_column("extra.patches", pa.array([["a"], [], []], pa.list_(pa.string()))),
         ),
-        ("for the extra columns", with_extras(), lambda batch: batch.drop_columns(["extra.score"])),
-        ("for the extra columns", with_extras(), with_declarations({"routes": "items"})),
-        ("declared as 3", with_extras(), with_declarations(3)),
+        ("for the extra columns", with_extras(), without_column("extra.score")),
+        ("for the extra columns", with_extras(), with_metadata(extras={"routes": "items"})),
+        ("declared as 3", with_extras(), with_metadata(extras=3)),
         (
             "one value per 7",
             with_extras(),
-            with_declarations({"patches": 7, "routes": [], "score": {}, "teacher_logprobs": None}),
+            with_metadata(
+                extras={"patches": 7, "routes": [], "score": {}, "teacher_logprobs": None}
+            ),
         ),
     ],
 )
-def test_mini_batch_whose_columns_do_not_fit_is_refused(
-    reason: str, mini: MiniBatch, edit: Callable[[pa.RecordBatch], pa.RecordBatch]
-):
+def test_mini_batch_whose_columns_do_not_fit_is_refused(reason: str, mini: MiniBatch, edit: Edit):
     data = edited(mini, edit)
 
     with pytest.raises(CorruptRecordError, match=reason):

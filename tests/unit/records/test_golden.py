@@ -187,23 +187,37 @@ def read_golden(name: str) -> bytes:
     return bytes.fromhex((GOLDEN / name).read_text())
 
 
-def test_turn_has_the_bytes_of_format_0():
-    turn = golden_turn()
-
+@pytest.mark.parametrize(
+    ("name", "turn"),
+    [("turn", golden_turn()), ("turn_with_an_anchor", golden_turn_with_an_anchor())],
+)
+def test_turn_has_the_bytes_of_format_0(name: str, turn: StoredTurn):
     record = encode_turn(turn)
 
-    assert_golden("turn.hex", record)
-    assert_same(decode_turn(record), replace(turn, payload_crc=0x68283278))
+    assert_golden(f"{name}.hex", record)
+    payload_crc = int.from_bytes(record[-4:], "little")
+    assert_same(decode_turn(record), replace(turn, payload_crc=payload_crc))
 
 
-def test_turn_with_an_anchor_has_the_bytes_of_format_0():
-    turn = golden_turn_with_an_anchor()
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("manifest", golden_manifest()),
+        ("manifest_masked", golden_masked_manifest()),
+        ("manifest_figures", golden_manifest_with_figures()),
+        ("manifest_by_turns", golden_manifest_by_turns()),
+    ],
+)
+def test_manifest_has_the_bytes_of_format_0(name: str, plan: Manifest):
+    record = encode_manifest(plan)
 
-    record = encode_turn(turn)
+    assert_golden(f"{name}.hex", record)
+    assert decode_manifest(record) == plan
 
-    assert_golden("turn_with_an_anchor.hex", record)
-    assert_same(
-        decode_turn(record), replace(turn, payload_crc=int.from_bytes(record[-4:], "little"))
+
+def test_manifest_has_the_hash_of_format_0():
+    assert manifest_hash(encode_manifest(golden_manifest())) == (
+        "2d741b723a239925c5e5bf0f43e58dc2866898f09c7b0288d14cbe3903b0bb97"
     )
 
 
@@ -213,37 +227,6 @@ def test_event_has_the_bytes_of_format_0(name: str):
 
     assert_golden(f"{name}.hex", record)
     assert decode_event(record) == EVENTS[name]
-
-
-def test_manifest_has_the_bytes_and_the_hash_of_format_0():
-    record = encode_manifest(golden_manifest())
-
-    assert_golden("manifest.hex", record)
-    assert manifest_hash(record) == (
-        "2d741b723a239925c5e5bf0f43e58dc2866898f09c7b0288d14cbe3903b0bb97"
-    )
-    assert decode_manifest(record) == golden_manifest()
-
-
-def test_manifest_with_weights_and_masks_has_the_bytes_of_format_0():
-    record = encode_manifest(golden_masked_manifest())
-
-    assert_golden("manifest_masked.hex", record)
-    assert decode_manifest(record) == golden_masked_manifest()
-
-
-def test_manifest_with_tags_and_metrics_has_the_bytes_of_format_0():
-    record = encode_manifest(golden_manifest_with_figures())
-
-    assert_golden("manifest_figures.hex", record)
-    assert decode_manifest(record) == golden_manifest_with_figures()
-
-
-def test_manifest_with_advantages_of_turns_has_the_bytes_of_format_0():
-    record = encode_manifest(golden_manifest_by_turns())
-
-    assert_golden("manifest_by_turns.hex", record)
-    assert decode_manifest(record) == golden_manifest_by_turns()
 
 
 def test_stored_config_of_format_1_is_refused():

@@ -1,0 +1,52 @@
+"""Mini-batches as Arrow, edited as no release writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+from turnstream.records.batches import encode_mini_batch
+from turnstream.types import MiniBatch
+
+Edit = Callable[[pa.RecordBatch], pa.RecordBatch]
+
+
+def read_arrow(data: memoryview | bytes) -> pa.RecordBatch:
+    """Return the record batch of an IPC stream."""
+    with pa.ipc.open_stream(data) as reader:
+        return reader.read_next_batch()
+
+
+def edited(mini: MiniBatch, edit: Edit) -> bytes:
+    """Return the encoded mini-batch after an edit."""
+    batch = edit(read_arrow(encode_mini_batch(mini).data))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as out:
+        out.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def with_metadata(**values: Any) -> Edit:
+    """Return an edit that sets metadata."""
+    texts = {name.encode(): json.dumps(value).encode() for name, value in values.items()}
+    return lambda batch: batch.replace_schema_metadata({**batch.schema.metadata, **texts})
+
+
+def with_column(name: str, values: pa.Array) -> Edit:
+    """Return an edit that sets or adds a column."""
+
+    def edit(batch: pa.RecordBatch) -> pa.RecordBatch:
+        position = batch.schema.get_field_index(name)
+        if position < 0:
+            return batch.append_column(name, values)
+        return batch.set_column(position, name, values)
+
+    return edit
+
+
+def without_column(name: str) -> Edit:
+    """Return an edit that removes a column."""
+    return lambda batch: batch.drop_columns([name])
