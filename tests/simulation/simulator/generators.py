@@ -56,8 +56,7 @@ def have_found_out(shared: SharedState) -> bool:
 
 def _has_found_out(process: Process, outbox: Outbox, acknowledged: set[str]) -> bool:
     queues, sent = outbox._queues, outbox._round
-    told = [each for each in (*queues._queues, queues._payload) if each is not queues.waiting]
-    if any(told) or not (sent is None or sent.is_heartbeat):
+    if queues.has_calls or not (sent is None or sent.is_heartbeat):
         return False
     waiting = [keys.trajectory_id(lane.key) for each in queues.waiting for lane in each.lanes]
     if not acknowledged.isdisjoint(waiting):

@@ -16,7 +16,7 @@ from simulator.store import SCRIPTS
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.planning.selection import Selector
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.resend_buffer import ResendBuffer
+from turnstream.generator.outbox.resend import ResendBuffer
 from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.bus.core.server_instance import PinnedClient

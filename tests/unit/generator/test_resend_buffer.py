@@ -3,7 +3,7 @@ from __future__ import annotations
 from turnstream.errors import FencedError
 from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.resend_buffer import Ended, KeptTurn, ResendBuffer
+from turnstream.generator.outbox.resend import Ended, KeptTurn, ResendBuffer
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.types import GroupOpened, TrajectoryKey, TurnShape
 

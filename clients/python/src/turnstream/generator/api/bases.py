@@ -23,7 +23,7 @@ from turnstream.generator.encode.encoder import (
 )
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.resend_buffer import KEEP_S, MAX_KEPT_BYTES
+from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES
 from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
 from turnstream.generator.transport.steps import Steps
 from turnstream.store.client.run_ids import parse_incarnation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.records.events import encode_event
 from turnstream.store.client.replies import Refusal, parse_refusal, wake_id
 from turnstream.store.waits.awaited import admission_awaited
+from turnstream.store.waits.read_waits import parse_waits
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 from turnstream.types import GroupOpened, TrajectoryKey
@@ -52,12 +54,12 @@ class Admissions:
         self._timeout_s = timeout_s
         self._waits: WaitSnapshot | None = None
         self._asked_s: float | None = None
-        self._told_to_wait: dict[Admission, None] = {}  # in the order in which they were
+        self._refused: dict[Admission, None] = {}  # oldest first
 
-    def ask(
+    def request(
         self, group: GroupOpened, members: Iterable[TrajectoryKey], opened: Delivery
     ) -> list[Lane]:
-        """Ask leave for a group and open these members of it."""
+        """Request the admission of a group, and return lanes for these members."""
         lanes = [self._tracker.begin(key) for key in members]
         self._queues.admissions.append(Admission(group, encode_event(group), lanes, opened))
         return lanes
@@ -84,11 +86,11 @@ class Admissions:
         return lanes
 
     def granted(self, admission: Admission, answers: Sequence[Any], now_s: float) -> None:
-        """The group is open; each member is, or why not."""
-        if admission.is_over:
-            self._give_back(admission, answers)
+        """Open the members of an admitted group; a refused member fails."""
+        if admission.has_timed_out:
+            self._abandon_late(admission, answers)
             return
-        self._told_to_wait.pop(admission, None)
+        self._refused.pop(admission, None)
         if admission.since_s is not None:
             self._tracker.inflight.add_wait(now_s - admission.since_s)
         first_error = None
@@ -103,14 +105,14 @@ class Admissions:
         admission.opened.settle(None, first_error)
 
     def refused(self, admission: Admission, refused: Refusal, now_s: float) -> None:
-        """The group must wait, or will never start."""
-        if admission.is_over:
+        """Let a refused group wait for capacity, or fail it."""
+        if admission.has_timed_out:
             return
         newest_wake_id = wake_id(refused)
         if newest_wake_id is not None:
-            self._stand_aside(admission, str(refused.error), newest_wake_id, now_s)
+            self._wait_for_capacity(admission, str(refused.error), newest_wake_id, now_s)
             return
-        self._told_to_wait.pop(admission, None)
+        self._refused.pop(admission, None)
         for lane in admission.lanes:
             self._tracker.refuse(lane, refused, now_s)
         if any(lane.error is None for lane in admission.lanes):
@@ -118,53 +120,56 @@ class Admissions:
         admission.opened.settle(None, refused.error)
 
     def woken(self) -> None:
-        """The run's wake stream has moved: let those ask again who were told to wait."""
+        """Request the refused admissions again: the run's wake stream has moved."""
         self.wake_id = None
         self._queues.retry_waiting()
 
     def expire(self, now_s: float, *, store: Sequence[WaitReason] = ()) -> None:
-        """Turn away the groups that have waited for leave long enough.
+        """Fail the groups whose wait has timed out.
 
         Args:
             now_s: the time.
-            store: why the store says nothing, where it does not.
+            store: reasons why the store does not answer.
         """
-        while (admission := self._first_to_end) is not None and self._left_s(admission, now_s) == 0:
+        while (admission := self._oldest) is not None and self._left_s(admission, now_s) == 0:
             head = f"group {admission.group.group_id}: no leave to start"
             message = f"{head} within {self._timeout_s:g} s: {admission.reason}"
             why = [self._awaited(admission, now_s), *store, *self._reasons(admission, now_s)]
             self._reject(admission, NotReadyError(message, why))
 
     def pause_s(self, now_s: float) -> float | None:
-        """Seconds until one has waited long enough; None if none waits."""
-        admission = self._first_to_end
+        """Seconds until a wait times out; None if no group waits."""
+        admission = self._oldest
         return None if admission is None else self._left_s(admission, now_s)
 
     def asks_in_s(self, now_s: float) -> float | None:
-        """Seconds until the store is asked; None while what it said last will do."""
+        """Seconds until the reasons are read; None while the last answer is recent enough."""
         return None if (at_s := self._asks_at_s) is None else max(0.0, at_s - now_s)
 
     @property
     def waits(self) -> WaitSnapshot | None:
-        """The answer of the store that came last; None where there is none."""
+        """The last known state of the run; None if there is none."""
         return self._waits
 
     def due(self, now_s: float, *, is_full: bool) -> list[WaitsCall]:
-        """The call to send after those of groups: the reasons of a wait that may end soon.
+        """Return the call that reads the reasons of a wait that may end soon.
 
-        A store that is full is asked every few seconds, until it takes writes.
+        A full store is asked every few seconds, until it takes writes.
         """
         is_old = self._asked_s is None or now_s - self._asked_s >= ASKS_EVERY_S
         may_end_soon = self._timeout_s < ASKS_BEFORE_S and len(self._queues.admissions) > 0
         is_due = (is_full and is_old) or may_end_soon or self.asks_in_s(now_s) == 0
         return [WaitsCall()] if is_due else []
 
-    def told(self, waits: WaitSnapshot | None, now_s: float) -> None:
-        """Record the state of the run; None if the store did not return it."""
-        self._waits, self._asked_s = waits, now_s
+    def answered(self, answer: Any, now_s: float) -> None:
+        """Record the state of the run; None if the store refused to return it."""
+        self._waits, self._asked_s = None, now_s
+        if answer is not None:
+            with contextlib.suppress(TurnstreamError):  # it must not hide that a wait ends
+                self._waits = parse_waits(self._tracker.run, answer)
 
     def why_waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
-        """Why groups wait for leave: those that were told to, with members of this delivery."""
+        """Return why groups wait for admission; only those of `delivery` if it is set."""
         waiting = [
             admission
             for admission in (*self._queues.waiting, *self._queues.admissions)
@@ -174,8 +179,8 @@ class Admissions:
         return [*found, *self._reasons(waiting[0], now_s)] if found else []
 
     def waited_s(self, now_s: float) -> float | None:
-        """Seconds for which the longest wait for leave lasts; None if no group waits."""
-        admission = self._first_to_end
+        """Return the length of the longest wait; None if no group waits."""
+        admission = self._oldest
         return None if admission is None else now_s - (admission.since_s or now_s)
 
     def withdraw_abandoned(self) -> None:
@@ -186,17 +191,16 @@ class Admissions:
             admission.opened.settle(None)
 
     @property
-    def _first_to_end(self) -> Admission | None:
+    def _oldest(self) -> Admission | None:
         """Return the group that has waited longest."""
-        while self._told_to_wait:
-            admission = next(iter(self._told_to_wait))
+        while self._refused:
+            admission = next(iter(self._refused))
             if not admission.opened.is_done:
                 return admission
-            del self._told_to_wait[admission]
+            del self._refused[admission]
         return None
 
     def _left_s(self, admission: Admission, now_s: float) -> float:
-        """Seconds for which it may still wait."""
         return max(0.0, (admission.since_s or 0.0) + self._timeout_s - now_s)
 
     @property
@@ -222,13 +226,13 @@ class Admissions:
         waited_s = now_s - (admission.since_s or now_s)
         return admission_awaited(admission.group, admission.reason, waited_s=waited_s)
 
-    def _stand_aside(
+    def _wait_for_capacity(
         self, admission: Admission, reason: str, newest_wake_id: str, now_s: float
     ) -> None:
         if admission.since_s is None:
             admission.since_s = now_s
             if not admission.is_again:
-                self._told_to_wait[admission] = None
+                self._refused[admission] = None
             self._tracker.inflight.add("num_waits")
         admission.reason = reason
         self._queues.waiting.append(admission)
@@ -236,18 +240,18 @@ class Admissions:
         self.withdraw_abandoned()
 
     def _reject(self, admission: Admission, error: TurnstreamError) -> None:
-        admission.is_over = True
-        self._told_to_wait.pop(admission, None)
+        admission.has_timed_out = True
+        self._refused.pop(admission, None)
         self._queues.withdraw_admission(admission)
         for lane in admission.lanes:
             self._tracker.fail(lane, error)
         admission.opened.settle(None, error)
 
-    def _give_back(self, admission: Admission, answers: Sequence[Any]) -> None:
+    def _abandon_late(self, admission: Admission, answers: Sequence[Any]) -> None:
         """Abandon members that the store opened after their wait had ended."""
         for lane, answer in zip(admission.lanes, answers, strict=True):
             if isinstance(answer, int):
-                self._tracker.give_back(lane.key, answer, reason=_TOO_LATE)
+                self._tracker.abandon_unwritten(lane.key, answer, reason=_TOO_LATE)
 
 
 def _concerns(admission: Admission, delivery: Delivery | None) -> bool:

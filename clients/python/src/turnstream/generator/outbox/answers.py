@@ -10,7 +10,6 @@ from turnstream.errors import RejectedError, RunNotFoundError, TurnstreamError
 from turnstream.generator.outbox.admissions import Admissions
 from turnstream.generator.outbox.calls import (
     AbandonCall,
-    AdmissionCall,
     Call,
     CloseCall,
     ConfigCall,
@@ -18,24 +17,20 @@ from turnstream.generator.outbox.calls import (
     NoteCall,
     PayloadCall,
     ReserveCall,
-    RewardCall,
     SealsCall,
     TakeOverCall,
     WaitsCall,
 )
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.resend import Reposts
-from turnstream.generator.outbox.resend_buffer import TakenOver
+from turnstream.generator.outbox.resend import Adopted, Reposts
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
-from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RewardPost
 from turnstream.store.client.replies import Refusal
 from turnstream.store.run.configs import parse_config
 from turnstream.store.run.rewards import RewardOutcome
-from turnstream.store.waits.read_waits import parse_waits
 from turnstream.types import DeclaredColumn
 
 _logger = logging.getLogger(__name__)
-_NO_ROOM = "no room can be reserved"
 
 
 class Answers:
@@ -55,27 +50,24 @@ class Answers:
         self._reposts = reposts
 
     def accept(self, call: Call, answer: Any, now_s: float) -> None:
-        """The store has carried a call out."""
+        """Record that the store has carried a call out."""
         tracker = self._tracker
         match call:
             case PayloadCall():
                 tracker.stored(call, num_new=answer, now_s=now_s)
             case SealsCall(lanes):
                 tracker.posted(lanes, answer, now_s)
-            case AdmissionCall(admission):
-                self._admissions.granted(admission, answer, now_s)
+            case Admission():
+                self._admissions.granted(call, answer, now_s)
             case AbandonCall(lane):
                 tracker.inflight.add("num_abandoned", not lane.has_ended)
                 tracker.end_well(lane, now_s)
-            case TakeOverCall(lane):
-                self._resend_buffer.keep(TakenOver(lane), now_s=now_s)
-                tracker.opened(lane, answer[0], now_s)
             case ReserveCall(lanes):
                 tracker.reservations.answered(lanes, answer)
             case HeartbeatCall(lanes):
                 tracker.renewed(lanes, answer)
             case WaitsCall():
-                self._told(answer, now_s)
+                self._admissions.answered(answer, now_s)
             case _:
                 self._accept_of_run(call, answer, now_s)
 
@@ -87,34 +79,37 @@ class Answers:
                 self._tracker.refuse(lane, refused, now_s)
             case TakeOverCall(lane):
                 self._tracker.refuse(lane, refused, now_s)
-                self._resend_buffer.keep(TakenOver(lane), now_s=now_s)
-            case RewardCall(post):
-                self._refuse_reward(post, error, now_s)
+                self._resend_buffer.keep(Adopted(lane), now_s=now_s)
+            case RewardPost():
+                self._refuse_reward(call, error, now_s)
             case SealsCall(lanes):
                 for lane in lanes:
                     self._tracker.fail(lane, error)
-            case AdmissionCall(admission):
-                self._admissions.refused(admission, refused, now_s)
+            case Admission():
+                self._admissions.refused(call, refused, now_s)
             case HeartbeatCall(lanes):
                 self._refuse_heartbeat(lanes, error)
             case WaitsCall():
-                self._admissions.told(None, now_s)
+                self._admissions.answered(None, now_s)
             case CloseCall(_, receipt) | ConfigCall(receipt):
                 receipt.settle(None, error)
             case _:
-                what = "a conflict is not counted" if isinstance(call, NoteCall) else _NO_ROOM
+                is_note = isinstance(call, NoteCall)
+                what = "a conflict is not counted" if is_note else "no bytes can be reserved"
                 _logger.warning("run %s: %s: %s", self._tracker.run, what, error)
 
     def _accept_of_run(self, call: Call, answer: Any, now_s: float) -> None:
-        """The same of what belongs to no trajectory of this writer."""
         match call:
+            case TakeOverCall(lane):
+                self._resend_buffer.keep(Adopted(lane), now_s=now_s)
+                self._tracker.opened(lane, answer[0], now_s)
             case CloseCall(reason, receipt):
                 receipt.settle(None)
                 self._resend_buffer.keep(CloseCall(reason, Delivery()), now_s=now_s)
-            case RewardCall(post):
-                self._rewarded(post, answer.decode(), now_s)
+            case RewardPost():
+                self._accept_reward(call, answer.decode(), now_s)
             case ConfigCall(receipt):
-                self._learn(answer, receipt)
+                self._accept_config(answer, receipt)
             case _:
                 pass  # notes have no receipt
 
@@ -124,15 +119,7 @@ class Answers:
             for lane in [lane for lane in lanes if not lane.is_ending]:
                 self._tracker.fail(lane, error)
 
-    def _told(self, answer: Any, now_s: float) -> None:
-        """Record the state of the run; an unreadable one must not hide that a wait ends."""
-        try:
-            waits = parse_waits(self._tracker.run, answer)
-        except TurnstreamError:
-            waits = None
-        self._admissions.told(waits, now_s)
-
-    def _learn(self, answer: Sequence[bytes], receipt: Delivery) -> None:
+    def _accept_config(self, answer: Sequence[bytes], receipt: Delivery) -> None:
         try:
             self.extra_columns = parse_config(answer, run=self._tracker.run)[1].extra_columns
         except TurnstreamError as error:
@@ -140,9 +127,9 @@ class Answers:
         else:
             receipt.settle(None)
 
-    def _rewarded(self, post: RewardPost, outcome: str, now_s: float) -> None:
+    def _accept_reward(self, post: RewardPost, outcome: str, now_s: float) -> None:
         before, post.outcome = post.outcome, outcome
-        self._resend_buffer.keep(RewardCall(post), now_s=now_s)
+        self._resend_buffer.keep(post, now_s=now_s)
         if not before:
             post.receipt.settle(None)
         elif outcome == RewardOutcome.LATE != before:
@@ -152,5 +139,5 @@ class Answers:
     def _refuse_reward(self, post: RewardPost, error: TurnstreamError, now_s: float) -> None:
         if not post.outcome:
             post.receipt.settle(None, error)
-        elif not self._reposts.add(RewardCall(post), now_s=now_s):
+        elif not self._reposts.add(post, now_s=now_s):
             self._tracker.lose("a reward", error)

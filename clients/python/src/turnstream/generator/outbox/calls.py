@@ -56,14 +56,8 @@ _FIRST_WORDS: Final[Sequence[Sequence[Argument]]] = (
 _RUN_ID = re.compile(rb"\brun_id:(\w+)")
 
 
-class AdmissionCall(NamedTuple):
-    """Ask leave for a group, or for samples of it."""
-
-    admission: Admission
-
-
 class PayloadCall(NamedTuple):
-    """Store the first `num_turns` waiting turns of a lane, and its seal where `seals`."""
+    """Store the first `num_turns` waiting turns of a lane, and its seal if `seals`."""
 
     lane: Lane
     num_turns: int
@@ -71,7 +65,7 @@ class PayloadCall(NamedTuple):
 
 
 class SealsCall(NamedTuple):
-    """Tell the run that these trajectories are sealed."""
+    """Post the seals of these trajectories to the run."""
 
     lanes: Sequence[Lane]
 
@@ -90,17 +84,17 @@ class CloseCall(NamedTuple):
 
 
 class ConfigCall(NamedTuple):
-    """Ask what the run declares."""
+    """Read the configuration of the run."""
 
     receipt: Delivery
 
 
 class WaitsCall(NamedTuple):
-    """Ask what the groups that wait for leave may hang on."""
+    """Read the state of the run, for groups that wait for admission."""
 
 
 class NoteCall(NamedTuple):
-    """Tell the run of a write that was refused for its content."""
+    """Count a write that was refused for its content."""
 
     trajectory_id: str
     reason: str
@@ -108,7 +102,7 @@ class NoteCall(NamedTuple):
 
 
 class ReserveCall(NamedTuple):
-    """Top up what is reserved for open trajectories to so many bytes of each."""
+    """Reserve this number of bytes for each of these open trajectories."""
 
     lanes: Sequence[Lane]
     sizes: Sequence[int]
@@ -121,41 +115,27 @@ class HeartbeatCall(NamedTuple):
 
 
 class TakeOverCall(NamedTuple):
-    """Take a trajectory over that was this writer's before."""
+    """Adopt a trajectory again that was this writer's before."""
 
     lane: Lane
 
 
-class RewardCall(NamedTuple):
-    """Post a reward."""
+RunCall = RewardPost | CloseCall | ConfigCall | TakeOverCall | NoteCall
+"""Calls whose order in a round has no meaning, each repeated until it is answered."""
 
-    post: RewardPost
+DueCall = ReserveCall | HeartbeatCall | WaitsCall
+"""Calls that are not repeated: whoever made them makes new ones."""
 
-
-Call = (
-    AdmissionCall
-    | PayloadCall
-    | SealsCall
-    | AbandonCall
-    | CloseCall
-    | ConfigCall
-    | ReserveCall
-    | HeartbeatCall
-    | TakeOverCall
-    | RewardCall
-    | NoteCall
-    | WaitsCall
-)
+Call = Admission | PayloadCall | SealsCall | AbandonCall | RunCall | DueCall
 
 
 class Round(NamedTuple):
     """Calls that travel together; none only to see which store answers.
 
     Attributes:
-        loads_scripts: the connection may not know the scripts, nor we which store it is and how
-            that syncs.
-        is_grouped: all calls are carried out as one write, between whose parts the store neither
-            answers nor syncs: one sync to disk for all of them, where it syncs before it answers.
+        loads_scripts: load the scripts, and read the server's run id and settings.
+        is_grouped: all calls are one transaction, which a store that syncs before it answers syncs
+            once.
         pointer: a key that is read too, in a round without calls; "" for none.
     """
 
@@ -207,136 +187,107 @@ class Round(NamedTuple):
         found = _RUN_ID.search(answer) if isinstance(answer, bytes) else None
         return found[1] if found else None
 
-    def may_lose_writes(self, replies: Sequence[Any]) -> bool:
-        """Whether the store may answer before it syncs to disk; known where `loads_scripts`."""
-        return self._settings(replies).get("appendfsync") != "always"
-
-    def syncs_each_write(self, replies: Sequence[Any]) -> bool:
-        """Whether the store syncs to disk before it answers; known where `loads_scripts`.
-
-        A store that does not let us ask is taken for one that does.
-        """
-        is_silent = isinstance(replies[self._num_first - 1], Exception)
-        return is_silent or self._settings(replies).get("appendfsync") == "always"
+    def settings(self, replies: Sequence[Any]) -> dict[str, str] | None:
+        """Return the durability settings of the store; None if it refuses to report them."""
+        answer = replies[self._num_first - 1]
+        if isinstance(answer, Exception):
+            return None
+        words = [word.decode() for word in answer] if isinstance(answer, list) else []
+        return dict(zip(words[::2], words[1::2], strict=True))
 
     def refusal_of_store(self, replies: Sequence[Any]) -> InvalidConfigError | None:
-        """Why this store may have nothing: it says that it loses more than its mode allows."""
-        unsafe = unsafe_setting(self._settings(replies)) if self.loads_scripts else None
+        """Return why this store gets no writes: a setting loses more than its mode allows."""
+        unsafe = unsafe_setting(self.settings(replies) or {}) if self.loads_scripts else None
         if unsafe is None:
             return None
         return InvalidConfigError(unsafe.setting, f"the store {unsafe.message}")
 
-    def _settings(self, replies: Sequence[Any]) -> dict[str, str]:
-        """Return the durability settings of the store; empty if it refuses to report them."""
-        answer = replies[self._num_first - 1]
-        words = [word.decode() for word in answer] if isinstance(answer, list) else []
-        return dict(zip(words[::2], words[1::2], strict=True))
-
     @property
     def is_heartbeat(self) -> bool:
-        """Whether it does nothing but keep leases and room, and ask."""
-        return all(isinstance(each, HeartbeatCall | ReserveCall | WaitsCall) for each in self.calls)
+        """Whether it has no write that a receipt waits for."""
+        return all(isinstance(call, DueCall) for call in self.calls)
 
     @property
     def _num_first(self) -> int:
         return len(_FIRST_WORDS) if self.loads_scripts else 0
 
 
-class CommandMaker:
-    """Says calls in commands, for one writer of one run.
+def command_of(call: Call, *, run: str, writer: str) -> Command:
+    """Return the command of a call, for this run and writer."""
+    match call:
+        case PayloadCall():
+            return _payload(call, run, writer)
+        case SealsCall(lanes):
+            return _seals(lanes, run, writer)
+        case Admission():
+            return _admission(call, run, writer)
+        case AbandonCall(lane):
+            return _abandon(lane, run, writer)
+        case ReserveCall(lanes, sizes):
+            sized = zip(lanes, sizes, strict=True)
+            wanted = [(lane.trajectory_id, lane.epoch, size) for lane, size in sized]
+            return reserve_command(run, wanted, writer=writer)
+        case HeartbeatCall(lanes):
+            leases = [(lane.trajectory_id, lane.epoch) for lane in lanes]
+            return heartbeat_command(run, leases, writer=writer)
+        case WaitsCall():
+            return waits_command(run)
+        case _:
+            return _of_run(call, run, writer)
 
-    Attributes:
-        run: id of the run.
-    """
 
-    def __init__(self, run: str, writer: str) -> None:
-        self.run = run
-        self._writer = writer
-        names = keys.run_keys(run)
-        self._seals_keys = names.of_post_sealed
-        self._abandon_keys = (names.ledger, names.counts, names.events, names.leases)
+def _of_run(call: RunCall, run: str, writer: str) -> Command:
+    match call:
+        case RewardPost(command=command):
+            return addressed(command, run)
+        case CloseCall(reason, _):
+            return close_command(run, reason)
+        case ConfigCall():
+            return read_config_command(run)
+        case NoteCall():
+            return _NOTE_CONFLICT((keys.run_keys(run).conflicts,), *call)
+        case TakeOverCall(lane):
+            return take_over_command(run, lane.trajectory_id, writer=writer)
 
-    def command(self, call: Call) -> Command:
-        """Return the command of a call."""
-        match call:
-            case PayloadCall():
-                return self._payload(call)
-            case SealsCall(lanes):
-                return self._seals(lanes)
-            case AdmissionCall(admission):
-                return self._admission(admission)
-            case AbandonCall(lane):
-                return self._abandon(lane)
-            case RewardCall(post):
-                return addressed(post.command, self.run)
-            case _:
-                return self._rare(call)
 
-    def _rare(
-        self,
-        call: CloseCall
-        | ConfigCall
-        | NoteCall
-        | ReserveCall
-        | HeartbeatCall
-        | TakeOverCall
-        | WaitsCall,
-    ) -> Command:
-        match call:
-            case CloseCall(reason, _):
-                return close_command(self.run, reason)
-            case ConfigCall():
-                return read_config_command(self.run)
-            case NoteCall():
-                return _NOTE_CONFLICT((keys.run_keys(self.run).conflicts,), *call)
-            case ReserveCall(lanes, sizes):
-                wanted = [
-                    (lane.trajectory_id, lane.epoch, size)
-                    for lane, size in zip(lanes, sizes, strict=True)
-                ]
-                return reserve_command(self.run, wanted, writer=self._writer)
-            case HeartbeatCall(lanes):
-                held = [(lane.trajectory_id, lane.epoch) for lane in lanes]
-                return heartbeat_command(self.run, held, writer=self._writer)
-            case TakeOverCall(lane):
-                return take_over_command(self.run, lane.trajectory_id, writer=self._writer)
-            case WaitsCall():
-                return waits_command(self.run)
+def _admission(admission: Admission, run: str, writer: str) -> Command:
+    group = admission.group
+    arguments = (
+        keys.encode_name(group.group_id),
+        group_size(group, is_again=admission.is_again),
+        writer,
+        admission.record,
+        *[lane.trajectory_id for lane in admission.lanes],
+    )
+    return open_numbered_command(run, admission.prompt_number, *arguments)
 
-    def _admission(self, admission: Admission) -> Command:
-        group = admission.group
-        arguments = (
-            keys.encode_name(group.group_id),
-            group_size(group, is_again=admission.is_again),
-            self._writer,
-            admission.record,
-            *[lane.trajectory_id for lane in admission.lanes],
+
+def _payload(call: PayloadCall, run: str, writer: str) -> Command:
+    lane = call.lane
+    records = [sent.turn.record for sent in itertools.islice(lane.pending, call.num_turns)]
+    if call.seals:
+        records.append(lane.seal_record)
+    lease = f"{lane.epoch}{'/' if lane.is_placed else ':'}{writer}"
+    payload = keys.trajectory_keys(run, lane.trajectory_id)
+    return _APPEND(payload, lease, lane.num_acknowledged, int(call.seals), *records)
+
+
+def _seals(lanes: Sequence[Lane], run: str, writer: str) -> Command:
+    arguments: list[Argument] = []
+    for lane in lanes:
+        lease = settled_lease(
+            lane.epoch,
+            writer,
+            awaits_reward=lane.awaits_reward,
+            num_bytes=lane.num_bytes + len(lane.seal_record),
         )
-        return open_numbered_command(self.run, admission.prompt_number, *arguments)
+        arguments += (lane.trajectory_id, lease, lane.seal_record)
+    return _POST_SEALED(keys.run_keys(run).of_post_sealed, *arguments)
 
-    def _payload(self, call: PayloadCall) -> Command:
-        lane = call.lane
-        records = [sent.turn.record for sent in itertools.islice(lane.pending, call.num_turns)]
-        if call.seals:
-            records.append(lane.seal_record)
-        lease = f"{lane.epoch}{'/' if lane.is_placed else ':'}{self._writer}"
-        payload = keys.trajectory_keys(self.run, lane.trajectory_id)
-        return _APPEND(payload, lease, lane.num_acknowledged, int(call.seals), *records)
 
-    def _seals(self, lanes: Sequence[Lane]) -> Command:
-        arguments: list[Argument] = []
-        for lane in lanes:
-            lease = settled_lease(
-                lane.epoch,
-                self._writer,
-                awaits_reward=lane.awaits_reward,
-                num_bytes=lane.num_bytes + len(lane.seal_record),
-            )
-            arguments += (lane.trajectory_id, lease, lane.seal_record)
-        return _POST_SEALED(self._seals_keys, *arguments)
-
-    def _abandon(self, lane: Lane) -> Command:
-        reason = lane.abandon_reason or ""
-        record = encode_event(TrajectoryAbandoned(key=lane.key, reason=reason))
-        lease = f"{lane.epoch}:{self._writer}"
-        return _ABANDON(self._abandon_keys, lane.trajectory_id, lease, reason, record)
+def _abandon(lane: Lane, run: str, writer: str) -> Command:
+    names = keys.run_keys(run)
+    reason = lane.abandon_reason or ""
+    record = encode_event(TrajectoryAbandoned(key=lane.key, reason=reason))
+    run_keys = (names.ledger, names.counts, names.events, names.leases)
+    return _ABANDON(run_keys, lane.trajectory_id, f"{lane.epoch}:{writer}", reason, record)

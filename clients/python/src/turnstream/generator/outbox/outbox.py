@@ -4,19 +4,18 @@ Its owner adds writes and repeats three calls: take a round, send it, pass the r
 round is in flight at a time. Unacknowledged calls return to their queues in order. A round takes,
 first to last::
 
-    questions    the configuration of the run, once
     abandons     of lanes whose turns are all acknowledged
     seals        of lanes whose payload is all acknowledged: one call for many
     admissions   of groups; a refused one waits until the run's wake stream moves
     payload      per lane one call with the waiting turns, and the seal if it ends there
-    rewards      for trajectories of any generator
+    of the run   rewards, its configuration, conflicts, its closing, lanes to adopt again
     reservations of lanes that have outgrown their reserved bytes
     heartbeats   of all open lanes when they are due; alone after a long silence
     waits        the state of the run, for groups whose wait is about to time out
 
 Replies go to the groups that request admission (`admissions.py`) or to the trajectories
 (`trajectories.py`), by type of call (`answers.py`). Acknowledged writes are kept until they are on
-disk (`resend_buffer.py`). A new connection first reads the server's run id. If the server was
+disk (`resend.py`). A new connection first reads the server's run id. If the server was
 restarted, the kept writes return to the queues before all others (`resend.py`).
 
 If the store syncs before it answers, a round is one transaction and costs one sync. Not
@@ -38,17 +37,15 @@ from turnstream.generator.outbox.answers import Answers
 from turnstream.generator.outbox.calls import (
     Call,
     CloseCall,
-    CommandMaker,
     ConfigCall,
     HeartbeatCall,
-    RewardCall,
     Round,
+    command_of,
 )
 from turnstream.generator.outbox.inflight import InflightCounts, PublisherStatistics
 from turnstream.generator.outbox.outage import Outage, first_of
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.resend import Reposts
-from turnstream.generator.outbox.resend_buffer import KEEP_S, MAX_KEPT_BYTES, ResendBuffer
+from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES, Reposts, ResendBuffer
 from turnstream.generator.outbox.target import TargetRun
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane, PendingTurn, RewardPost
@@ -96,7 +93,6 @@ class Outbox:
         self.target = TargetRun(RunId(run)) if isinstance(run, str) else run
         self.writer = writer
         self.inflight = InflightCounts(max_inflight_bytes)
-        self._make = CommandMaker(self.run, writer)
         self._resend_buffer = ResendBuffer(keep_s=keep_s, max_bytes=max_kept_bytes)
         # The same writer may have more than one outbox: their notes differ by a nonce.
         self._tracker = TrajectoryTracker(
@@ -138,8 +134,8 @@ class Outbox:
         *,
         opened: Delivery | None = None,
     ) -> list[Lane]:
-        """Ask leave for a group and open these members of it."""
-        return self._admissions.ask(group, members, opened or Delivery())
+        """Request the admission of a group, and return lanes for these members."""
+        return self._admissions.request(group, members, opened or Delivery())
 
     def adopt(
         self, key: TrajectoryKey, *, epoch: int, num_turns: int, num_bytes: int, now_s: float
@@ -212,15 +208,15 @@ class Outbox:
 
     def post_reward(self, post: RewardPost) -> None:
         """Post a reward; the answer settles its receipt."""
-        self._queues.rewards.append(RewardCall(post))
+        self._queues.of_run.append(post)
 
     def close_run(self, reason: str, receipt: Delivery) -> None:
         """Close the run to new groups."""
-        self._queues.closings.append(CloseCall(reason, receipt))
+        self._queues.of_run.append(CloseCall(reason, receipt))
 
     def learn_columns(self, receipt: Delivery) -> None:
         """Ask what the run declares."""
-        self._queues.questions.append(ConfigCall(receipt))
+        self._queues.of_run.append(ConfigCall(receipt))
 
     @property
     def is_idle(self) -> bool:
@@ -256,18 +252,16 @@ class Outbox:
         self.outage.sent_s = now_s
         is_known = self._scripts_known or self._resend_buffer.is_settled
         if not is_known or not (self.target.is_found or self._queues.is_empty):
-            return self._look()  # acknowledged writes must be restored first
+            return self._empty_round()  # acknowledged writes must be restored first
         heartbeats = self._tracker.heartbeats.due(now_s)
-        self._queues.rewards.extend(self._reposts.due(now_s))
+        self._queues.of_run.extend(self._reposts.due(now_s))
         asks = self._admissions.due(now_s, is_full=self.outage.is_full)
         calls = [*self._tracker.take(heartbeats, now_s), *asks]
         if not calls:
-            return self._look() if self._resend_buffer.pause_s(now_s) == 0 else None
+            return self._empty_round() if self._resend_buffer.pause_s(now_s) == 0 else None
         if heartbeats:
             self._tracker.heartbeats.sent(now_s)
-        if self._make.run != self.run:  # it was found since
-            self._make = CommandMaker(self.run, self.writer)
-        commands = [self._make.command(call) for call in calls]
+        commands = [command_of(call, run=self.run, writer=self.writer) for call in calls]
         self._round = Round(
             calls,
             commands,
@@ -293,8 +287,8 @@ class Outbox:
         """Seconds after which `expire` may end something; None while nothing has a deadline."""
         return first_of(self._admissions.pause_s(now_s), self.outage.left_s(now_s))
 
-    def _look(self) -> Round:
-        """A round without calls, to see which store answers, and which run has the name."""
+    def _empty_round(self) -> Round:
+        """Return a round without calls, which finds the server instance and the id of the run."""
         self._round = Round((), (), loads_scripts=True, pointer=self.target.pointer)
         self.outage.sent(0)
         return self._round
@@ -324,7 +318,7 @@ class Outbox:
         trouble = "" if sent.calls else sent.trouble(replies)
         is_new, self._scripts_known = not self._scripts_known, not is_passing(trouble)
         if sent.loads_scripts and self._scripts_known:
-            self._meet(sent, replies, is_new=is_new)
+            self._compare_server(sent, replies, is_new=is_new)
         for call, answer in sent.answers(replies):
             if not isinstance(answer, ResponseError):
                 self._answers.accept(call, answer, now_s)
@@ -364,13 +358,15 @@ class Outbox:
         else:
             self.fail_all(reason)
 
-    def _meet(self, sent: Round, replies: Sequence[Any], *, is_new: bool) -> None:
+    def _compare_server(self, sent: Round, replies: Sequence[Any], *, is_new: bool) -> None:
         """Compare the server instance with the last one; another may have lost acknowledged writes.
 
         A server without a readable run id counts as another one after every new connection.
         """
-        self._syncs_each_write = sent.syncs_each_write(replies)
-        self._resend_buffer.is_needed = sent.may_lose_writes(replies)
+        settings = sent.settings(replies)
+        is_synced = settings is not None and settings.get("appendfsync") == "always"
+        self._syncs_each_write = is_synced or settings is None
+        self._resend_buffer.is_needed = not is_synced
         known, self._incarnation = self._incarnation, sent.incarnation(replies)
         is_same = known == self._incarnation and (known is not None or not is_new)
         if not is_same and not self._resend_buffer.is_settled:

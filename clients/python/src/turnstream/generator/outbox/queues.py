@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Container, Sequence
 from typing import Any
 
 from turnstream.generator.outbox.calls import (
     AbandonCall,
-    AdmissionCall,
     Call,
-    CloseCall,
-    ConfigCall,
     HeartbeatCall,
-    NoteCall,
     PayloadCall,
     ReserveCall,
-    RewardCall,
+    RunCall,
     SealsCall,
-    TakeOverCall,
     WaitsCall,
 )
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
@@ -36,11 +30,7 @@ class Queues:
         seals: lanes whose payload is acknowledged and whose seal is not posted.
         admissions: groups that request admission.
         waiting: groups whose request was refused for lack of capacity, oldest first.
-        closings: requests to close the run.
-        questions: requests for the run's configuration.
-        takeovers: trajectories to adopt again.
-        rewards: rewards to post.
-        notes: records of refused writes.
+        of_run: calls that no other call waits for.
     """
 
     def __init__(self) -> None:
@@ -48,78 +38,73 @@ class Queues:
         self.seals: deque[Lane] = deque()
         self.admissions: deque[Admission] = deque()
         self.waiting: deque[Admission] = deque()
-        self.closings: deque[CloseCall] = deque()
-        self.questions: deque[ConfigCall] = deque()
-        self.takeovers: deque[TakeOverCall] = deque()
-        self.rewards: deque[RewardCall] = deque()
-        self.notes: deque[NoteCall] = deque()
+        self.of_run: deque[RunCall] = deque()
         self._payload: deque[Lane] = deque()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing waits."""
-        return not any((*self._queues, self._payload))
+        return not (self.waiting or self.has_calls)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the next round has calls."""
+        return any((self.abandons, self.seals, self.admissions, self.of_run, self._payload))
 
     def add_payload(self, lane: Lane) -> None:
-        """Queue a lane that is admitted and has something to send; it stands here once."""
+        """Queue a lane that is admitted and has something to send, once."""
         if lane.epoch and not lane.is_queued:
             lane.is_queued = True
             self._payload.append(lane)
 
     def take(self) -> list[Call]:
         """Return the calls of the next round."""
-        calls: list[Call] = _drained(self.questions)
-        calls += [AbandonCall(lane) for lane in _drained(self.abandons)]
+        calls: list[Call] = [AbandonCall(lane) for lane in _drained(self.abandons)]
         if self.seals:
             num_seals = min(len(self.seals), _MAX_SEALS)
             calls.append(SealsCall([self.seals.popleft() for _ in range(num_seals)]))
-        calls += [AdmissionCall(admission) for admission in _drained(self.admissions)]
-        calls += _drained(self.takeovers)
+        calls += _drained(self.admissions)
         num_bytes = 0
         while self._payload and num_bytes < _MAX_ROUND_BYTES:
             lane = self._payload.popleft()
-            if lane.error is not None:  # a call would create its payload stream again
-                lane.is_queued = False
-                continue
-            call, num_call_bytes = _payload_call(lane)
-            calls.append(call)
-            num_bytes += num_call_bytes
-        rest = (self.rewards, self.closings, self.notes)
-        return [*calls, *itertools.chain.from_iterable(_drained(queue) for queue in rest)]
+            lane.is_queued = False
+            if lane.error is None:  # else a call would create its payload stream again
+                call, num_call_bytes = _payload_call(lane)
+                calls.append(call)
+                num_bytes += num_call_bytes
+        return [*calls, *_drained(self.of_run)]
 
     def put_back(self, calls: Sequence[Call]) -> None:
         """Queue unanswered calls again, before all others and in the same order."""
         for call in reversed(calls):
             match call:
                 case PayloadCall(lane):
-                    if not lane.is_queued:  # it may stand there for what came after
+                    if not lane.is_queued:  # it may be queued for later turns
                         lane.is_queued = True
                         self._payload.appendleft(lane)
                 case SealsCall(lanes):
                     self.seals.extendleft(reversed(lanes))
-                case AdmissionCall(admission):
-                    if not admission.is_over:
-                        self.admissions.appendleft(admission)
+                case Admission():
+                    if not call.has_timed_out:
+                        self.admissions.appendleft(call)
                 case AbandonCall(lane):
                     self.abandons.appendleft(lane)
                 case HeartbeatCall() | ReserveCall() | WaitsCall():
                     pass  # they are due again, see Heartbeats, Reservations and Admissions
                 case _:
-                    self._queue_of(call).appendleft(call)
+                    self.of_run.appendleft(call)
 
     def withdraw(self, lanes: Container[Lane]) -> None:
         """Remove these lanes from all queues."""
         for lane in self._payload:
             lane.is_queued = lane not in lanes
         for queue in (self._payload, self.seals, self.abandons):
-            staying = [lane for lane in queue if lane not in lanes]
-            queue.clear()
+            staying = [lane for lane in _drained(queue) if lane not in lanes]
             queue.extend(staying)
 
     def retry_waiting(self) -> None:
         """Queue the refused requests again, before newer ones."""
-        self.admissions.extendleft(reversed(self.waiting))
-        self.waiting.clear()
+        self.admissions.extendleft(reversed(_drained(self.waiting)))
 
     @property
     def waiting_since_s(self) -> float | None:
@@ -134,47 +119,26 @@ class Queues:
 
     def take_abandoned(self) -> list[Admission]:
         """Remove and return the groups whose members are all abandoned before admission."""
-        abandoned: list[Admission] = []
-        for queue in (self.admissions, self.waiting):
-            for admission in list(queue):
-                if all(lane.abandon_reason is not None for lane in admission.lanes):
-                    queue.remove(admission)
-                    abandoned.append(admission)
+        abandoned = [
+            admission
+            for admission in (*self.admissions, *self.waiting)
+            if all(lane.abandon_reason is not None for lane in admission.lanes)
+        ]
+        for admission in abandoned:
+            self.withdraw_admission(admission)
         return abandoned
 
     def clear(self) -> None:
         """Remove all calls."""
-        for lane in _drained(self._payload):
+        for lane in self._payload:
             lane.is_queued = False
-        for queue in self._queues:
+        for queue in (self.abandons, self.seals, self.admissions, self.waiting, self.of_run):
             queue.clear()
-
-    def _queue_of(
-        self, call: CloseCall | ConfigCall | TakeOverCall | RewardCall | NoteCall
-    ) -> deque[Any]:
-        match call:
-            case CloseCall():
-                return self.closings
-            case ConfigCall():
-                return self.questions
-            case TakeOverCall():
-                return self.takeovers
-            case RewardCall():
-                return self.rewards
-            case NoteCall():
-                return self.notes
-
-    @property
-    def _queues(self) -> tuple[deque[Any], ...]:
-        return (
-            *(self.abandons, self.seals, self.admissions, self.waiting),
-            *(self.closings, self.questions, self.takeovers, self.rewards, self.notes),
-        )
+        self._payload.clear()
 
 
 def _payload_call(lane: Lane) -> tuple[PayloadCall, int]:
     """Return the records that a lane can send in this round, and their bytes."""
-    lane.is_queued = False
     num_turns = 0
     num_bytes = 0
     for turn, _, _ in lane.pending:

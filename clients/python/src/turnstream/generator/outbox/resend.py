@@ -1,28 +1,151 @@
-"""Back to what the store may have lost: lanes as they were when it had not yet acknowledged it."""
+"""Acknowledged writes that the store may still lose, and how they are sent again. No I/O, no clock.
+
+A store that does not sync before it answers loses its last writes in a power cut. After a restart
+everything that is kept is sent again; the store answers surviving writes as duplicates.
+
+A write is *proven* when the same server instance still answers `keep_s` seconds after it: by then
+the write is synced.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from turnstream.errors import StoreBehindError, TurnstreamError
 from turnstream.generator.encode.encoder import TurnRecord
-from turnstream.generator.outbox.calls import RewardCall, TakeOverCall
+from turnstream.generator.outbox.calls import CloseCall, TakeOverCall
 from turnstream.generator.outbox.inflight import InflightCounts
 from turnstream.generator.outbox.queues import Queues
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.resend_buffer import Acknowledged, Ended, KeptTurn, TakenOver
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RewardPost
 from turnstream.store.client.replies import Refusal
+from turnstream.types import TrajectoryKey
 
+KEEP_S: Final = 5.0
+"""The store syncs every second, and postpones a write for up to two more while its disk is slow."""
+
+MAX_KEPT_BYTES: Final = 64 * 1024 * 1024
 REPOST_EVERY_S: Final = 0.5
+
+
+class KeptTurn(NamedTuple):
+    """A turn that the store has acknowledged."""
+
+    lane: Lane
+    turn: TurnRecord
+
+
+class Adopted(NamedTuple):
+    """A trajectory was adopted."""
+
+    lane: Lane
+
+
+class Ended(NamedTuple):
+    """The seal of a trajectory was stored or posted, or it was abandoned."""
+
+    lane: Lane
+
+
+Acknowledged = Admission | Adopted | KeptTurn | Ended | CloseCall | RewardPost
+
+
+class _Kept(NamedTuple):
+    acknowledged_s: float
+    num_bytes: int
+    what: Acknowledged
+
+
+class ResendBuffer:
+    """The newest acknowledged writes of one publisher, in the order of their answers.
+
+    Args:
+        keep_s: time in which the store syncs acknowledged writes; 0 keeps nothing.
+        max_bytes: limit of the kept turns; the oldest are dropped first.
+
+    Attributes:
+        is_needed: whether the store answers before it syncs.
+        num_bytes: bytes of the kept turns.
+        num_forgotten: turns dropped before they were proven, for lack of space.
+    """
+
+    def __init__(self, *, keep_s: float, max_bytes: int) -> None:
+        self.is_needed = True
+        self.keep_s = keep_s
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_forgotten = 0
+        self._kept: deque[_Kept] = deque()
+        self._opened: dict[TrajectoryKey, Lane] = {}  # members of the kept admissions
+        self._newest_s: float | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that was acknowledged is proven."""
+        return self._newest_s is None
+
+    def keep(self, what: Acknowledged, *, now_s: float) -> None:
+        """Keep something that the store has acknowledged."""
+        if not self.is_needed or self.keep_s <= 0:
+            return
+        num_bytes = len(what.turn.record) if isinstance(what, KeptTurn) else 0
+        self._kept.append(_Kept(now_s, num_bytes, what))
+        if isinstance(what, Admission):
+            self._opened.update((lane.key, lane) for lane in what.lanes)
+        self._newest_s = now_s
+        self.num_bytes += num_bytes
+        while self.num_bytes > self.max_bytes:
+            self.num_forgotten += isinstance(self._drop().what, KeptTurn)
+
+    def prove(self, alive_s: float) -> None:
+        """The server instance that acknowledged all this was alive at this time, or later."""
+        while self._kept and self._kept[0].acknowledged_s + self.keep_s <= alive_s:
+            self._drop()
+        if self._newest_s is not None and self._newest_s + self.keep_s <= alive_s:
+            self._newest_s = None
+
+    def pause_s(self, now_s: float) -> float | None:
+        """Seconds until an answer of the store proves everything; None if everything is proven."""
+        return None if self._newest_s is None else max(0.0, self._newest_s + self.keep_s - now_s)
+
+    def has_opened(self, key: TrajectoryKey) -> bool:
+        """Whether the admission of a trajectory is kept that has not failed."""
+        lane = self._opened.get(key)
+        return lane is not None and lane.error is None
+
+    def take(self) -> list[Acknowledged]:
+        """Remove and return all that is kept."""
+        taken = [each.what for each in self._kept]
+        self._kept.clear()
+        self._opened.clear()
+        self.num_bytes, self._newest_s = 0, None
+        return taken
+
+    def statistics(self) -> dict[str, int]:
+        """Return the counts by their names in PublisherStatistics."""
+        return {
+            "num_forgotten": self.num_forgotten,
+            "kept_bytes": self.num_bytes,
+            "max_kept_bytes": self.max_bytes,
+        }
+
+    def _drop(self) -> _Kept:
+        dropped = self._kept.popleft()
+        self.num_bytes -= dropped.num_bytes
+        if isinstance(dropped.what, Admission):
+            for lane in dropped.what.lanes:
+                if self._opened.get(lane.key) is lane:
+                    del self._opened[lane.key]
+        return dropped
 
 
 class Rewound(NamedTuple):
     """Trajectories that are sent again.
 
     Attributes:
-        closed: those that must be opened, or taken over, before their turns may follow.
+        closed: those that must be opened, or adopted, before their turns may follow.
         open: those that the store knows from before.
     """
 
@@ -33,53 +156,50 @@ class Rewound(NamedTuple):
 def rewind(kept: Iterable[Acknowledged], *, queues: Queues, inflight: InflightCounts) -> Rewound:
     """Return everything that was kept to the queues, before everything that waits there.
 
-    Openings are requested again, then follow the turns, then the seals. The caller queues the turns
-    of the open lanes.
+    Admissions are requested again, then follow the turns, then the seals. The caller queues the
+    turns of the open lanes.
     """
     turns: dict[Lane, list[TurnRecord]] = {}
-    openings: list[Admission] = []
-    taken: list[Lane] = []
+    admissions: list[Admission] = []
+    adopted: list[Lane] = []
     for each in kept:
         match each:
             case Admission():
-                openings.append(each)
-            case TakenOver(lane):
-                taken.append(lane)
+                admissions.append(each)
+            case Adopted(lane):
+                adopted.append(lane)
             case KeptTurn(lane, turn):
                 turns.setdefault(lane, []).append(turn)
             case Ended(lane):
                 turns.setdefault(lane, [])
-            case RewardCall():
-                queues.rewards.append(each)
             case _:
-                queues.closings.append(each)
-    members = [lane for opening in openings for lane in opening.lanes if lane.epoch]
-    closed = _living([*members, *taken])
-    opened = [lane for lane in _living(turns) if lane not in closed]
+                queues.of_run.append(each)
+    members = [lane for admission in admissions for lane in admission.lanes if lane.epoch]
+    closed = _unfailed([*members, *adopted])
+    opened = [lane for lane in _unfailed(turns) if lane not in closed]
     queues.withdraw({**closed, **dict.fromkeys(opened)})
     for lane in (*closed, *opened):
         lane.rewind(turns.get(lane, []))
     for lane in closed:
         num_bytes = lane.num_pending_bytes
         inflight.accepted(lane, -num_bytes)
-        lane.held_epoch, lane.epoch, lane.is_placed = lane.epoch, 0, False
+        lane.earlier_epoch, lane.epoch, lane.is_placed = lane.epoch, 0, False
         inflight.accepted(lane, num_bytes)
-    for opening in reversed(openings):
-        lanes = [lane for lane in opening.lanes if lane in closed]
+    for admission in reversed(admissions):
         again = Admission(
-            opening.group,
-            opening.record,
-            lanes,
+            admission.group,
+            admission.record,
+            [lane for lane in admission.lanes if lane in closed],
             Delivery(),
-            prompt_number=opening.prompt_number,
+            prompt_number=admission.prompt_number,
             is_again=True,
         )
         queues.admissions.appendleft(again)
-    queues.takeovers.extend(TakeOverCall(lane) for lane in taken if lane in closed)
+    queues.of_run.extend(TakeOverCall(lane) for lane in adopted if lane in closed)
     return Rewound(list(closed), opened)
 
 
-def _living(lanes: Iterable[Lane]) -> dict[Lane, None]:
+def _unfailed(lanes: Iterable[Lane]) -> dict[Lane, None]:
     return {lane: None for lane in lanes if lane.error is None}
 
 
@@ -110,16 +230,16 @@ def has_survived(lane: Lane, refused: Refusal) -> bool:
     return _is_finished(refused) or _is_without(refused)
 
 
-def is_left_to_payload(lane: Lane, refused: Refusal) -> bool:
+def is_decided_by_payload(lane: Lane, refused: Refusal) -> bool:
     """Whether only the payload can say if the store has lost a lane that was sealed.
 
     The ledger does not have the trajectory, and its group went on. The payload is gone too. Its
     tombstone stands for longer than anything is kept here, and records whether the trajectory was
     abandoned. If there is no tombstone, the store has lost the trajectory.
     """
-    is_asked_first = lane.epoch == 0 and lane.held_epoch > 0
+    is_first_reply = lane.epoch == 0 and lane.earlier_epoch > 0
     is_sealed = lane.has_ended and lane.seal is not None
-    return is_asked_first and is_sealed and (_is_without(refused) or is_unknown(refused))
+    return is_first_reply and is_sealed and (_is_without(refused) or is_unknown(refused))
 
 
 def is_unknown(refused: Refusal) -> bool:
@@ -147,13 +267,8 @@ def _is_without(refused: Refusal) -> bool:
     return refused.code == "CONFLICT" and refused.fact in ("group", "name")
 
 
-def leave_to_payload(lane: Lane) -> None:
-    """Continue with its earlier epoch: the payload, or its tombstone, answers."""
-    lane.epoch, lane.is_placed = lane.held_epoch, True
-
-
 class Reposts:
-    """Rewards that are posted again before the trajectory is there again: they ask until it is.
+    """Rewards that are posted again, repeatedly, until their trajectory is there again.
 
     Args:
         timeout_s: how long.
@@ -161,7 +276,7 @@ class Reposts:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._waiting: list[RewardCall] = []
+        self._waiting: list[RewardPost] = []
         self._due_s = 0.0
 
     @property
@@ -169,24 +284,23 @@ class Reposts:
         """Whether none waits."""
         return not self._waiting
 
-    def add(self, call: RewardCall, *, now_s: float) -> bool:
-        """Ask again later; False where it has asked for long enough."""
-        post = call.post
+    def add(self, post: RewardPost, *, now_s: float) -> bool:
+        """Post it again later; False if its time is over."""
         if post.until_s is None:
             post.until_s = now_s + self._timeout_s
         if now_s >= post.until_s:
             return False
-        self._waiting.append(call)
+        self._waiting.append(post)
         self._due_s = now_s + REPOST_EVERY_S
         return True
 
-    def due(self, now_s: float) -> list[RewardCall]:
-        """Those that ask now."""
+    def due(self, now_s: float) -> list[RewardPost]:
+        """Remove and return those to post now."""
         if now_s < self._due_s:
             return []
         due, self._waiting = self._waiting, []
         return due
 
     def pause_s(self, now_s: float) -> float | None:
-        """Seconds until one asks."""
+        """Seconds until one is posted; None if none waits."""
         return max(0.0, self._due_s - now_s) if self._waiting else None

@@ -1,6 +1,6 @@
-"""How trajectories fare on their way: opened, stored, ended, failed or lost. No I/O, no clock.
+"""Trajectories on their way: opened, stored, ended, failed or lost. No I/O, no clock.
 
-Owns what all trajectories of a publisher share: the queues, leases, room, and what is kept.
+Owns what all trajectories of a publisher share: queues, leases, reservations and kept writes.
 """
 
 from __future__ import annotations
@@ -10,23 +10,31 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
-from turnstream.generator.outbox.calls import Call, HeartbeatCall, NoteCall, PayloadCall
+from turnstream.generator.outbox.calls import (
+    Call,
+    CloseCall,
+    ConfigCall,
+    HeartbeatCall,
+    NoteCall,
+    PayloadCall,
+)
 from turnstream.generator.outbox.heartbeats import Heartbeats, Reservations
 from turnstream.generator.outbox.inflight import InflightCounts
 from turnstream.generator.outbox.queues import Queues
-from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.resend import (
+    Adopted,
+    Ended,
+    KeptTurn,
+    ResendBuffer,
     has_survived,
+    is_decided_by_payload,
     is_ended,
-    is_left_to_payload,
     is_payload_released,
     is_unknown,
-    leave_to_payload,
     rewind,
     why_refused,
 )
-from turnstream.generator.outbox.resend_buffer import Ended, KeptTurn, ResendBuffer, TakenOver
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RewardPost
 from turnstream.store.client import keys
 from turnstream.store.client.replies import Refusal, parse_refusal
 from turnstream.types import TrajectoryKey
@@ -63,9 +71,8 @@ class TrajectoryTracker:
         self._num_conflicts = 0
 
     def begin(self, key: TrajectoryKey) -> Lane:
-        """A lane that is not open."""
-        name = keys.trajectory_id(key)
-        lane = Lane(key, name)
+        """Return a new lane that is not open."""
+        lane = Lane(key, keys.trajectory_id(key))
         self.unended[lane] = None
         return lane
 
@@ -76,16 +83,16 @@ class TrajectoryTracker:
         lane = self.begin(key)
         lane.epoch, lane.is_placed, lane.num_acknowledged = epoch, True, num_turns
         lane.num_bytes = num_bytes
-        self._hold(lane, now_s)
-        self.resend_buffer.keep(TakenOver(lane), now_s=now_s)
+        self._add_lease(lane, now_s)
+        self.resend_buffer.keep(Adopted(lane), now_s=now_s)
         return lane
 
     def begin_opened(self, epochs: Mapping[TrajectoryKey, int], *, now_s: float) -> list[Lane]:
-        """Lanes that the store has opened with these epochs."""
+        """Return new lanes that the store has opened with these epochs."""
         lanes = [self.begin(key) for key in epochs]
         for lane in lanes:
             lane.epoch = epochs[lane.key]
-            self._hold(lane, now_s)
+            self._add_lease(lane, now_s)
         return lanes
 
     def has_any(self, keys: Set[TrajectoryKey]) -> bool:
@@ -94,11 +101,11 @@ class TrajectoryTracker:
         return is_written or any(map(self.resend_buffer.has_opened, keys))
 
     def opened(self, lane: Lane, epoch: int, now_s: float) -> None:
-        """The store has opened it, with this epoch: its turns may go."""
+        """Send the turns of a lane that the store has opened with this epoch."""
         num_bytes = lane.num_pending_bytes
         self.inflight.accepted(lane, -num_bytes)
         lane.epoch = epoch
-        self._hold(lane, now_s)
+        self._add_lease(lane, now_s)
         self.inflight.accepted(lane, num_bytes)
         self.advance(lane)
 
@@ -107,7 +114,7 @@ class TrajectoryTracker:
         if self._is_beyond(lane, refused, now_s):
             return None
         if lane.seal_record and is_ended(refused):
-            lane.epoch = lane.held_epoch  # its seal had been posted, and the answer was lost
+            lane.epoch = lane.earlier_epoch  # its seal had been posted, and the answer was lost
             self.queues.seals.append(lane)
         else:
             error = refused.error
@@ -116,7 +123,7 @@ class TrajectoryTracker:
         return None
 
     def stored(self, call: PayloadCall, *, num_new: int, now_s: float) -> None:
-        """The store has the payload of a call."""
+        """Record that the store has the payload of a call."""
         lane = call.lane
         lane.is_placed = True
         for _ in range(call.num_turns):
@@ -137,28 +144,28 @@ class TrajectoryTracker:
             self.advance(lane)
 
     def advance(self, lane: Lane) -> None:
-        """Queue a lane for what it waits with, now that something before is done."""
+        """Queue the next call of a lane, now that the one before is answered."""
         if lane.pending or lane.seal is not None:
             self.queues.add_payload(lane)
         elif lane.abandon_reason is not None:
             self.queues.abandons.append(lane)
 
     def posted(self, lanes: Sequence[Lane], answers: Sequence[bytes], now_s: float) -> None:
-        """The run was told of the seals of these."""
+        """Handle the answer to each posted seal."""
         for lane, answer in zip(lanes, answers, strict=True):
             text = answer.decode()
             if text in ("OK", "DUPLICATE", "SURPLUS"):
-                self._is_known(lane, now_s)
+                self._end_sealed(lane, now_s)
                 continue
             refused = parse_refusal(text)
             if is_unknown(refused) and not lane.is_doubted:
-                lane.is_doubted = True  # an answer may be lost: its payload is asked
+                lane.is_doubted = True  # an answer may be lost: the payload decides
                 self.advance(lane)
             else:
                 self.fail(lane, refused.error)
 
-    def _is_known(self, lane: Lane, now_s: float) -> None:
-        """The run knows its seal."""
+    def _end_sealed(self, lane: Lane, now_s: float) -> None:
+        """End a lane whose seal the run has."""
         if not lane.has_ended:
             self.inflight.add("num_trajectories")
             self.inflight.add("merged_tokens", lane.merged_tokens)
@@ -183,20 +190,22 @@ class TrajectoryTracker:
         """Fail a lane of which the store refused something, unless the store has it all."""
         if not self._is_beyond(lane, refused, now_s):
             error = why_refused(lane, refused)
-            self._note(lane, error)
+            self._count_conflict(lane, error)
             self.fail(lane, error)
 
     def _is_beyond(self, lane: Lane, refused: Refusal, now_s: float) -> bool:
         """Whether a refusal is no failure: the store has it all, or the payload has to show it."""
-        if is_left_to_payload(lane, refused):
-            leave_to_payload(lane)
+        if is_decided_by_payload(lane, refused):
+            lane.epoch, lane.is_placed = lane.earlier_epoch, True
             self.advance(lane)
             return True
         if has_survived(lane, refused):
-            self.survived(lane, now_s)
+            # The store has all of it; after its next restart it may not.
+            lane.epoch = lane.epoch or lane.earlier_epoch
+            self.end_well(lane, now_s)
             return True
         if lane.is_doubted and is_payload_released(refused):
-            self._is_known(lane, now_s)
+            self._end_sealed(lane, now_s)
             return True
         return False
 
@@ -235,7 +244,7 @@ class TrajectoryTracker:
         self.heartbeats.failed()
 
     def fail(self, lane: Lane, error: TurnstreamError) -> None:
-        """It goes no further."""
+        """End a lane with this error."""
         _logger.warning("run %s: trajectory %s failed: %s", self.run, lane.key.readable_name, error)
         self.end(lane, error)
 
@@ -253,11 +262,6 @@ class TrajectoryTracker:
         self.resend_buffer.keep(Ended(lane), now_s=now_s)
         self.end(lane)
         lane.has_ended = True
-
-    def survived(self, lane: Lane, now_s: float) -> None:
-        """The store has all of a lane that had ended; the next start of it may not."""
-        lane.epoch = lane.epoch or lane.held_epoch
-        self.end_well(lane, now_s)
 
     def end(self, lane: Lane, error: TurnstreamError | None = None) -> None:
         """End a lane, and settle all its receipts."""
@@ -278,7 +282,7 @@ class TrajectoryTracker:
             self.lose(lane.key.readable_name, error)
 
     def lose(self, what: str, reason: TurnstreamError) -> None:
-        """Something that was acknowledged is gone for good."""
+        """Record that something acknowledged is lost for good."""
         error = reason
         if not isinstance(reason, StoreBehindError):
             error = StoreBehindError(f"{what} was acknowledged, and the store lost it: {reason}")
@@ -295,10 +299,10 @@ class TrajectoryTracker:
         """
         queues = self.queues
         opened = [(each.opened, error_of(each)) for each in queues.admissions]
-        calls: list[tuple[Delivery, str]] = [
-            *[(call.receipt, "the closing of the run") for call in queues.closings],
-            *[(call.receipt, "the question what the run declares") for call in queues.questions],
-            *[(call.post.receipt, f"the reward of {call.post.name}") for call in queues.rewards],
+        calls = [
+            (call.receipt, _call_in_words(call))
+            for call in queues.of_run
+            if isinstance(call, RewardPost | CloseCall | ConfigCall)
         ]
         queues.clear()
         for lane in list(self.unended):
@@ -309,23 +313,31 @@ class TrajectoryTracker:
         for receipt, what in calls:
             receipt.settle(None, error_of(what))
 
-    def give_back(self, key: TrajectoryKey, epoch: int, *, reason: str) -> None:
+    def abandon_unwritten(self, key: TrajectoryKey, epoch: int, *, reason: str) -> None:
         """Abandon a trajectory that the store has opened and that has no writer here."""
         stray = self.begin(key)
         stray.epoch, stray.abandon_reason = epoch, reason
         self.queues.abandons.append(stray)
 
-    def _hold(self, lane: Lane, now_s: float) -> None:
-        """A lane has a lease from now on."""
+    def _add_lease(self, lane: Lane, now_s: float) -> None:
         self.reservations.grew(lane)
         self.heartbeats.opened(lane, now_s=now_s)
 
-    def _note(self, lane: Lane, error: TurnstreamError) -> None:
-        """Let the run count what was refused because its key has another content."""
+    def _count_conflict(self, lane: Lane, error: TurnstreamError) -> None:
         if isinstance(error, ConflictError):
             self._num_conflicts += 1
             token = f"{self._nonce}:{self._num_conflicts}"
-            self.queues.notes.append(NoteCall(lane.trajectory_id, str(error), token))
+            self.queues.of_run.append(NoteCall(lane.trajectory_id, str(error), token))
+
+
+def _call_in_words(call: RewardPost | CloseCall | ConfigCall) -> str:
+    match call:
+        case RewardPost():
+            return f"the reward of {call.name}"
+        case CloseCall():
+            return "the closing of the run"
+        case ConfigCall():
+            return "the question what the run declares"
 
 
 def _is_gone_unwritten(lane: Lane, refused: Refusal) -> bool:

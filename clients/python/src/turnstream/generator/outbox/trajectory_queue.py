@@ -16,7 +16,7 @@ from turnstream.types import GroupOpened, TrajectoryKey
 
 
 class PendingTurn(NamedTuple):
-    """A turn that the store has not acknowledged, or may have forgotten since: `is_again`."""
+    """A turn to be acknowledged; `is_again` if it was, before a restart of the store."""
 
     turn: TurnRecord
     receipt: Delivery | None
@@ -44,9 +44,9 @@ class Lane:
         reserved_bytes: bytes that the store has reserved for them.
         end: receipt of the end.
         has_ended: it has ended once; a restart of the store may repeat all states.
-        held_epoch: its epoch before the restart.
-        is_doubted: the run does not know its posted seal, perhaps after a lost answer, so its
-            payload is asked.
+        earlier_epoch: its epoch before the restart.
+        is_doubted: the run does not know its posted seal, perhaps after a lost answer, so the
+            payload decides.
     """
 
     key: TrajectoryKey
@@ -66,7 +66,7 @@ class Lane:
     reserved_bytes: int = FIRST_BYTES
     error: TurnstreamError | None = None
     has_ended: bool = False
-    held_epoch: int = 0
+    earlier_epoch: int = 0
     is_doubted: bool = False
 
     @property
@@ -85,7 +85,7 @@ class Lane:
         return sum([len(turn.record) for turn, _, is_again in self.pending if not is_again])
 
     def rewind(self, turns: Sequence[TurnRecord]) -> None:
-        """Its last acknowledged turns are sent again, before those that wait."""
+        """Queue these, its last acknowledged turns, before those that wait."""
         self.reserved_bytes = FIRST_BYTES
         self.pending.extendleft([PendingTurn(turn, None, True) for turn in reversed(turns)])
         self.num_acknowledged -= len(turns)
@@ -100,7 +100,7 @@ class Admission:
         opened: receipt of the answer.
         since_s: time of the first refusal for lack of capacity; None before.
         reason: message of the last refusal.
-        is_over: its wait has timed out.
+        has_timed_out: its wait is over.
         prompt_number: number of the prompt of a task; 0 for another group.
         is_again: it was open before a restart of the store.
     """
@@ -111,7 +111,7 @@ class Admission:
     opened: Delivery
     since_s: float | None = None
     reason: str = ""
-    is_over: bool = False
+    has_timed_out: bool = False
     prompt_number: int = 0
     is_again: bool = False
 
@@ -121,9 +121,9 @@ class RewardPost:
     """A reward that is posted for a trajectory of any generator.
 
     Attributes:
-        receipt: told when the store has answered, once.
-        outcome: the answer.
-        until_s: until when it asks again, where the store may have forgotten the trajectory.
+        receipt: of the first answer.
+        outcome: the last answer.
+        until_s: until when it is posted again, if a restarted store lacks the trajectory.
     """
 
     command: Command

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
-from turnstream.errors import NotReadyError, StoreUnavailableError
+from turnstream.errors import NotReadyError, WaitReason
 from turnstream.generator.outbox.calls import Round
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery
-from turnstream.generator.transport.sender import ASK_AGAIN_S
+from turnstream.generator.transport.base import ASK_AGAIN_S, LISTEN_AGAIN_S, SenderBase
 from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all, to_the_end
 from turnstream.store.client.connection import AsyncLink, connect_async
@@ -27,24 +26,19 @@ from turnstream.store.client.deadlines import ANSWER_S
 from turnstream.types import DeclaredColumn
 
 _Result = TypeVar("_Result")
-_LISTEN_AGAIN_S = 0.5
-
-_logger = logging.getLogger(__name__)
 
 
-class AsyncSender:
+class AsyncSender(SenderBase[Coroutine[Any, Any, None]]):
     """Owns the tasks and the connections of one asyncio publisher; lives in one event loop."""
 
     def __init__(self, url: str, outbox: Outbox) -> None:
-        self._outbox = outbox
-        self._url = url
+        super().__init__(url, outbox)
         self._work = asyncio.Event()
         self._progress = asyncio.Event()
         self._refused = asyncio.Event()
         self._sender: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_closed = False
         self._why = lambda delivery: outbox.why.waiting(time.monotonic(), delivery)
 
     def put(self, write: Callable[[], _Result]) -> _Result:
@@ -64,8 +58,7 @@ class AsyncSender:
 
     def require_open(self) -> None:
         """Refuse writes after `close`."""
-        if self._is_closed:
-            raise StoreUnavailableError("the publisher was closed")
+        self._require_open()
 
     async def learn_columns(self) -> tuple[DeclaredColumn, ...]:
         """The extra columns of the run, which is asked for them once."""
@@ -75,54 +68,25 @@ class AsyncSender:
             await receipt
         return columns
 
-    async def wait_until(self, has_capacity: Callable[[], bool], *, timeout_s: float) -> None:
-        """Wait until more may be accepted.
-
-        Raises:
-            NotReadyError: there was no room within `timeout_s`, and why.
-        """
+    async def _wait(
+        self,
+        is_done: Callable[[], bool],
+        timeout_s: float | None,
+        message: str,
+        reasons: Callable[[float], Sequence[WaitReason]],
+    ) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                while not has_capacity():
-                    self.require_open()
+                while not is_done():
+                    self._require_open()
                     await self._progress.wait()
         except TimeoutError as error:
-            message = f"no room for more writes within {timeout_s:g} s"
-            raise NotReadyError(message, self._outbox.why.no_room(time.monotonic())) from error
-
-    async def flush(self, timeout_s: float | None) -> None:
-        """Wait until everything accepted is acknowledged or has failed.
-
-        Raises:
-            NotReadyError: writes are unacknowledged after `timeout_s`, with the reason.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._outbox.is_idle:
-                    await self._progress.wait()
-        except TimeoutError as error:
-            message = f"writes are still on their way after {timeout_s:g} s"
-            raise NotReadyError(message, self._outbox.why.waiting(time.monotonic())) from error
-
-    async def flush_to_disk(self, timeout_s: float | None) -> None:
-        """Wait for `flush`, and until the store has had the time to sync.
-
-        Raises:
-            NotReadyError: writes may not be on disk after `timeout_s`, with the reason.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._outbox.is_on_disk:
-                    self.require_open()
-                    await self._progress.wait()
-        except TimeoutError as error:
-            message = f"writes may not be on disk after {timeout_s:g} s"
-            raise NotReadyError(message, self._outbox.why.not_on_disk(time.monotonic())) from error
+            message = f"{message} {timeout_s:g} s"
+            raise NotReadyError(message, reasons(time.monotonic())) from error
 
     async def close(self) -> None:
         """Fail unacknowledged writes, stop the tasks, disconnect. Safe to repeat."""
-        self._is_closed = True
-        self._outbox.fail_all(StoreUnavailableError("the publisher was closed"))
+        self._end("the publisher was closed")
         self._tell_progress()
         await cancel_all([task for task in (self._sender, self._listener) if task is not None])
 
@@ -131,10 +95,8 @@ class AsyncSender:
         try:
             while not self._is_closed:
                 await self._exchange(link, await self._next_round())
-        except Exception as error:
-            _logger.exception("the sender of a publisher failed")
-            self._is_closed = True
-            self._outbox.fail_all(StoreUnavailableError(f"the sender failed: {error!r}"))
+        except Exception as error:  # noqa: BLE001 - it is logged, and ends every write
+            self._end_failed(error)
             self._tell_progress()
         finally:
             await link.close()
@@ -163,7 +125,7 @@ class AsyncSender:
         finally:
             self._leave_time()
         self._tell_progress()
-        if self._outbox.wake_id is not None and not self._is_closed:
+        if self._must_listen:
             self._refused.set()
             if self._listener is None:
                 self._listener = asyncio.create_task(self._listen(), name="turnstream-listener")
@@ -199,7 +161,7 @@ class AsyncSender:
                         wake = keys.run_keys(self._outbox.run).wake
                         await client.xread({wake: wake_id}, block=block_ms)
                 except (RedisError, OSError):
-                    await asyncio.sleep(_LISTEN_AGAIN_S)
+                    await asyncio.sleep(LISTEN_AGAIN_S)
                 self._outbox.woken()  # whether it has moved or not
                 self._work.set()
         finally:

@@ -6,42 +6,36 @@ deadlines of their own, which the listener keeps.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from redis.exceptions import RedisError
 
-from turnstream.errors import NotReadyError, StoreUnavailableError
+from turnstream.errors import NotReadyError, WaitReason
 from turnstream.generator.outbox.calls import Round
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import Delivery, Receipt
+from turnstream.generator.transport.base import ASK_AGAIN_S, LISTEN_AGAIN_S, SenderBase
 from turnstream.store.client import keys
 from turnstream.store.client.connection import Link, connect
 from turnstream.store.client.deadlines import ANSWER_S, SOCKET_TIMEOUT_S, ending_within
 from turnstream.types import DeclaredColumn
 
 _Result = TypeVar("_Result")
-_LISTEN_AGAIN_S = 0.5
-ASK_AGAIN_S = 5.0
-"""A group that waits asks again after so long, even if its run's wake stream says nothing: it may
-wait for memory of the server, of which another run has given some back."""
 _JOIN_TIMEOUT_S = 5.0
 
-_logger = logging.getLogger(__name__)
 
-
-class Sender:
+class Sender(SenderBase[None]):
     """Owns the lock, the threads and the connections of one publisher.
 
     The threads start with the first write and end with `close`.
     """
 
     def __init__(self, url: str, outbox: Outbox) -> None:
+        super().__init__(url, outbox)
         self.lock = threading.Lock()
-        self._outbox = outbox
         self._work = threading.Condition(self.lock)
         self._progress = threading.Condition(self.lock)
         self._refused = threading.Condition(self.lock)
@@ -49,7 +43,6 @@ class Sender:
         self._wake_client = connect(url, num_retries=0)
         self._sender: threading.Thread | None = None
         self._listener: threading.Thread | None = None
-        self._is_closed = False
         self._why = lambda delivery: outbox.why.waiting(time.monotonic(), delivery)
 
     def put(self, write: Callable[[], _Result]) -> _Result:
@@ -80,50 +73,23 @@ class Sender:
         with self.lock:
             self._require_open()
 
-    def wait_until(self, has_capacity: Callable[[], bool], *, timeout_s: float) -> None:
-        """Wait until more may be accepted.
-
-        Raises:
-            NotReadyError: there was no room within `timeout_s`, and why.
-        """
+    def _wait(
+        self,
+        is_done: Callable[[], bool],
+        timeout_s: float | None,
+        message: str,
+        reasons: Callable[[float], Sequence[WaitReason]],
+    ) -> None:
         with self.lock:
-            self._progress.wait_for(lambda: self._is_closed or has_capacity(), timeout_s)
-            if not has_capacity():
+            self._progress.wait_for(lambda: self._is_closed or is_done(), timeout_s)
+            if not is_done():
                 self._require_open()
-                message = f"no room for more writes within {timeout_s:g} s"
-                raise NotReadyError(message, self._outbox.why.no_room(time.monotonic()))
-
-    def flush(self, timeout_s: float | None) -> None:
-        """Wait until everything accepted is acknowledged or has failed.
-
-        Raises:
-            NotReadyError: writes are unacknowledged after `timeout_s`, with the reason.
-        """
-        with self.lock:
-            if not self._progress.wait_for(lambda: self._outbox.is_idle, timeout_s):
-                message = f"writes are still on their way after {timeout_s:g} s"
-                raise NotReadyError(message, self._outbox.why.waiting(time.monotonic()))
-
-    def flush_to_disk(self, timeout_s: float | None) -> None:
-        """Wait for `flush`, and until the store has had the time to sync.
-
-        Raises:
-            NotReadyError: writes may not be on disk after `timeout_s`, with the reason.
-        """
-        with self.lock:
-            has_ended = self._progress.wait_for(
-                lambda: self._outbox.is_on_disk or self._is_closed, timeout_s
-            )
-            self._require_open()
-            if not has_ended:
-                message = f"writes may not be on disk after {timeout_s:g} s"
-                raise NotReadyError(message, self._outbox.why.not_on_disk(time.monotonic()))
+                raise NotReadyError(f"{message} {timeout_s:g} s", reasons(time.monotonic()))
 
     def close(self) -> None:
         """Fail unacknowledged writes, stop the threads, disconnect. Safe to repeat."""
         with self.lock:
-            self._is_closed = True
-            self._outbox.fail_all(StoreUnavailableError("the publisher was closed"))
+            self._end("the publisher was closed")
             for condition in (self._work, self._progress, self._refused):
                 condition.notify_all()
         self._link.close()
@@ -134,19 +100,13 @@ class Sender:
         self._link.close()  # it may have been connecting when it was closed first
         self._wake_client.close()
 
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise StoreUnavailableError("the publisher was closed")
-
     def _send_rounds(self) -> None:
         try:
             while (sent := self._next_round()) is not None:
                 self._exchange(sent)
-        except Exception as error:
-            _logger.exception("the sender of a publisher failed")
+        except Exception as error:  # noqa: BLE001 - it is logged, and ends every write
             with self.lock:
-                self._is_closed = True
-                self._outbox.fail_all(StoreUnavailableError(f"the sender failed: {error!r}"))
+                self._end_failed(error)
                 self._progress.notify_all()
 
     def _next_round(self) -> Round | None:
@@ -174,7 +134,7 @@ class Sender:
                 self._outbox.answered(sent, replies=replies, now_s=time.monotonic())
         with self.lock:
             self._progress.notify_all()
-            if self._outbox.wake_id is not None and not self._is_closed:
+            if self._must_listen:
                 self._listener = self._listener or _started(self._listen, "turnstream-listener")
                 self._refused.notify()
 
@@ -188,7 +148,7 @@ class Sender:
             with self.lock:
                 self._expire()
                 if has_moved is None:
-                    self._refused.wait_for(lambda: self._is_closed, _LISTEN_AGAIN_S)
+                    self._refused.wait_for(lambda: self._is_closed, LISTEN_AGAIN_S)
                 if has_moved is not False or block_s == ASK_AGAIN_S:
                     self._outbox.woken()
                     self._work.notify()
