@@ -170,14 +170,16 @@ GUARDS = (
     Guard(
         "planner: what belongs to one start of the store",
         500,
-        method(PinnedClient, "_meet", _meet_any),
+        method(PinnedClient, "_compare_server", _meet_any),
         needs="may_lose",
     ),
     Guard(
         "window: what may be lost is kept", 160, method(ResendBuffer, "keep", lambda *_, **__: None)
     ),
     Guard(
-        "outbox: what was lost is sent again", 200, method(Outbox, "_meet", lambda *_, **__: None)
+        "outbox: what was lost is sent again",
+        200,
+        method(Outbox, "_compare_server", lambda *_, **__: None),
     ),
     Guard(
         "every script: the epoch of the leader",

@@ -89,7 +89,7 @@ def test_stored_turns_of_an_adopted_trajectory_are_reserved_too() -> None:
     driver = OutboxDriver()
     key, num_bytes = TrajectoryKey("g", sample=0), 10 * FIRST_BYTES
 
-    driver.outbox.adopt(key, epoch=4, num_turns=2, num_bytes=num_bytes, now_s=driver.now_s)
+    driver.outbox.tracker.adopt(key, epoch=4, num_turns=2, num_bytes=num_bytes, now_s=driver.now_s)
 
     ((name, asked),) = driver.reservations(driver.answer())
     assert (name, asked) == ("g/0/0", with_block(num_bytes))

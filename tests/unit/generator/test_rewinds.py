@@ -180,7 +180,7 @@ def test_adopted_trajectory_is_adopted_again() -> None:
     driver = OutboxDriver(keep_s=5.0)
     driver.open_lanes()
     key = TrajectoryKey("g", sample=1)
-    driver.outbox.adopt(key, epoch=4, num_turns=2, num_bytes=0, now_s=driver.now_s)
+    driver.outbox.tracker.adopt(key, epoch=4, num_turns=2, num_bytes=0, now_s=driver.now_s)
 
     restart(driver)
 
@@ -356,12 +356,12 @@ def test_task_written_here_is_not_granted_again_until_it_failed() -> None:
     driver = OutboxDriver(keep_s=0)
     group = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
     epochs = {TrajectoryKey("g", 0): 3}
-    (lane,) = driver.outbox.adopt_opened(group, epochs, now_s=driver.now_s)
+    (lane,) = driver.outbox.admissions.adopt(group, epochs, now_s=driver.now_s)
 
-    again = driver.outbox.adopt_opened(group, epochs, now_s=driver.now_s)
+    again = driver.outbox.admissions.adopt(group, epochs, now_s=driver.now_s)
     driver.append(lane)
     driver.outbox.fail_all(StoreUnavailableError("away"))
-    since = driver.outbox.adopt_opened(group, epochs, now_s=driver.now_s)
+    since = driver.outbox.admissions.adopt(group, epochs, now_s=driver.now_s)
 
     assert (again, len(since)) == ([], 1)
 
@@ -373,7 +373,7 @@ def test_restart_is_counted_only_if_another_server_answers(
     # A task is taken over another connection: its leases are held before the store has said which.
     driver = OutboxDriver(keep_s=5.0)
     group = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
-    driver.outbox.adopt_opened(group, {TrajectoryKey("g", 0): 3}, now_s=driver.now_s)
+    driver.outbox.admissions.adopt(group, {TrajectoryKey("g", 0): 3}, now_s=driver.now_s)
 
     connect(driver, b"first")
     driver.answer([3])

@@ -130,7 +130,9 @@ def test_an_abandon_follows_the_turns_that_were_accepted() -> None:
 
 def test_adopted_trajectory_continues_after_its_stored_turns() -> None:
     driver = OutboxDriver()
-    lane = driver.outbox.adopt(KEYS[0], epoch=4, num_turns=2, num_bytes=0, now_s=driver.now_s)
+    lane = driver.outbox.tracker.adopt(
+        KEYS[0], epoch=4, num_turns=2, num_bytes=0, now_s=driver.now_s
+    )
     driver.append(lane)
 
     sent = driver.answer(1)
@@ -145,7 +147,7 @@ def test_trajectory_opened_by_a_task_has_its_lease_renewed() -> None:
     driver = OutboxDriver()
     group = GroupOpened(group_id="g", prompt_uid="", num_samples=2)
 
-    driver.outbox.adopt_opened(group, {KEYS[0]: 3, KEYS[1]: 5}, now_s=driver.now_s)
+    driver.outbox.admissions.adopt(group, {KEYS[0]: 3, KEYS[1]: 5}, now_s=driver.now_s)
 
     assert driver.outbox.num_open == 2
 

@@ -356,7 +356,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
 
     def _is_written_here(self, key: TrajectoryKey) -> bool:
         """Return whether this publisher has the trajectory open."""
-        return self._sender.put(lambda: self._outbox.is_writing(key))
+        return self._sender.put(lambda: self._outbox.tracker.has_any({key}))
 
     def _reward(
         self,
@@ -375,7 +375,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         """Return the writer of an adopted trajectory."""
         num_bytes = sum(len(each.record) for each in taken.turns)
         lane = self._sender.put(
-            lambda: self._outbox.adopt(
+            lambda: self._outbox.tracker.adopt(
                 key,
                 epoch=taken.epoch,
                 num_turns=len(taken.turns),
@@ -392,7 +392,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         """Return the writers of a task; none if this publisher writes it already."""
         now_s = time.monotonic()
         lanes = self._sender.put(
-            lambda: self._outbox.adopt_opened(
+            lambda: self._outbox.admissions.adopt(
                 taken.task.group,
                 taken.epochs,
                 now_s=now_s,

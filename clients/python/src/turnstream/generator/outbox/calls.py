@@ -124,7 +124,7 @@ RunCall = RewardPost | CloseCall | ConfigCall | TakeOverCall | NoteCall
 """Calls whose order in a round has no meaning, each repeated until it is answered."""
 
 DueCall = ReserveCall | HeartbeatCall | WaitsCall
-"""Calls that are not repeated: whoever made them makes new ones."""
+"""Calls that are not repeated: their makers make new ones when they are due."""
 
 Call = Admission | PayloadCall | SealsCall | AbandonCall | RunCall | DueCall
 

@@ -25,7 +25,7 @@ thread-safe: the owner holds a lock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from redis.exceptions import NoScriptError, ResponseError
@@ -75,6 +75,8 @@ class Outbox:
         target: the run, whose id is read before anything else is sent.
         outage: how long the store may be away or silent.
         why: reasons of unfinished waits.
+        tracker: its trajectories.
+        admissions: its groups that are not open.
     """
 
     def __init__(
@@ -95,17 +97,17 @@ class Outbox:
         self.inflight = InflightCounts(max_inflight_bytes)
         self._resend_buffer = ResendBuffer(keep_s=keep_s, max_bytes=max_kept_bytes)
         # The same writer may have more than one outbox: their notes differ by a nonce.
-        self._tracker = TrajectoryTracker(
+        self.tracker = TrajectoryTracker(
             self.run, inflight=self.inflight, resend_buffer=self._resend_buffer, nonce=jitter()
         )
-        self._queues = self._tracker.queues
-        self._admissions = Admissions(self._tracker, timeout_s=admission_timeout_s)
+        self._queues = self.tracker.queues
+        self.admissions = Admissions(self.tracker, timeout_s=admission_timeout_s)
         self._reposts = Reposts(timeout_s)
-        self._answers = Answers(self._tracker, self._admissions, self._reposts)
+        self._answers = Answers(self.tracker, self.admissions, self._reposts)
         self.timeout_s = timeout_s
         self.admission_timeout_s = admission_timeout_s
         self.outage = Outage(timeout_s, jitter=jitter, address=address)
-        self.why = WaitMessages(self._tracker, self._admissions, self.outage)
+        self.why = WaitMessages(self.tracker, self.admissions, self.outage)
         self._incarnation: bytes | None = None
         self._round: Round | None = None
         self._scripts_known = False
@@ -120,7 +122,7 @@ class Outbox:
     @property
     def wake_id(self) -> str | None:
         """Not None: groups wait until the run's wake stream is beyond this id. See `woken`."""
-        return self._admissions.wake_id
+        return self.admissions.wake_id
 
     @property
     def extra_columns(self) -> tuple[DeclaredColumn, ...] | None:
@@ -135,30 +137,7 @@ class Outbox:
         opened: Delivery | None = None,
     ) -> list[Lane]:
         """Request the admission of a group, and return lanes for these members."""
-        return self._admissions.request(group, members, opened or Delivery())
-
-    def adopt(
-        self, key: TrajectoryKey, *, epoch: int, num_turns: int, num_bytes: int, now_s: float
-    ) -> Lane:
-        """Continue an adopted trajectory after its stored turns."""
-        return self._tracker.adopt(
-            key, epoch=epoch, num_turns=num_turns, num_bytes=num_bytes, now_s=now_s
-        )
-
-    def is_writing(self, key: TrajectoryKey) -> bool:
-        """Return whether this trajectory is open here, or was and may have to be sent again."""
-        return self._tracker.has_any({key})
-
-    def adopt_opened(
-        self,
-        group: GroupOpened,
-        epochs: Mapping[TrajectoryKey, int],
-        *,
-        now_s: float,
-        prompt_number: int = 0,
-    ) -> list[Lane]:
-        """Write the trajectories of a task, unless they are written: see `Admissions.adopt`."""
-        return self._admissions.adopt(group, epochs, now_s=now_s, prompt_number=prompt_number)
+        return self.admissions.request(group, members, opened or Delivery())
 
     def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None = None) -> None:
         """Send a turn after the others of its trajectory.
@@ -170,7 +149,7 @@ class Outbox:
         lane.pending.append(PendingTurn(turn, receipt))
         self.inflight.accepted(lane, len(turn.record))
         lane.num_bytes += len(turn.record)
-        self._tracker.reservations.grew(lane)
+        self.tracker.reservations.grew(lane)
         self._queues.add_payload(lane)
 
     def seal(
@@ -202,7 +181,7 @@ class Outbox:
             return
         lane.abandon_reason, lane.end = reason, end
         if lane.epoch == 0:
-            self._admissions.withdraw_abandoned()
+            self.admissions.withdraw_abandoned()
         elif not lane.pending:
             self._queues.abandons.append(lane)
 
@@ -230,7 +209,7 @@ class Outbox:
 
     def take_losses(self) -> list[TurnstreamError]:
         """Return, once, the errors of acknowledged trajectories that the store lost for good."""
-        losses, self._tracker.losses = self._tracker.losses, []
+        losses, self.tracker.losses = self.tracker.losses, []
         return losses
 
     def statistics(self) -> PublisherStatistics:
@@ -240,7 +219,7 @@ class Outbox:
     @property
     def num_open(self) -> int:
         """Return the number of trajectories that hold a lease."""
-        return self._tracker.heartbeats.num_open
+        return self.tracker.heartbeats.num_open
 
     def next_round(self, now_s: float) -> Round | None:
         """Return the calls to send now; None if there is nothing to send, or a pause lasts."""
@@ -253,14 +232,14 @@ class Outbox:
         is_known = self._scripts_known or self._resend_buffer.is_settled
         if not is_known or not (self.target.is_found or self._queues.is_empty):
             return self._empty_round()  # acknowledged writes must be restored first
-        heartbeats = self._tracker.heartbeats.due(now_s)
+        heartbeats = self.tracker.heartbeats.due(now_s)
         self._queues.of_run.extend(self._reposts.due(now_s))
-        asks = self._admissions.due(now_s, is_full=self.outage.is_full)
-        calls = [*self._tracker.take(heartbeats, now_s), *asks]
+        asks = self.admissions.due(now_s, is_full=self.outage.is_full)
+        calls = [*self.tracker.take(heartbeats, now_s), *asks]
         if not calls:
             return self._empty_round() if self._resend_buffer.pause_s(now_s) == 0 else None
         if heartbeats:
-            self._tracker.heartbeats.sent(now_s)
+            self.tracker.heartbeats.sent(now_s)
         commands = [command_of(call, run=self.run, writer=self.writer) for call in calls]
         self._round = Round(
             calls,
@@ -277,15 +256,15 @@ class Outbox:
         A silent store may block the sender, so another thread calls this during a round.
         """
         outage = self.outage
-        if self._admissions.pause_s(now_s) == 0:
+        if self.admissions.pause_s(now_s) == 0:
             store = self.why.store(now_s) if outage.is_strained(now_s) else ()
-            self._admissions.expire(now_s, store=store)
+            self.admissions.expire(now_s, store=store)
         if outage.left_s(now_s) == 0:
             self._fail_overdue(outage.trouble, now_s)
 
     def ends_in_s(self, now_s: float) -> float | None:
         """Seconds after which `expire` may end something; None while nothing has a deadline."""
-        return first_of(self._admissions.pause_s(now_s), self.outage.left_s(now_s))
+        return first_of(self.admissions.pause_s(now_s), self.outage.left_s(now_s))
 
     def _empty_round(self) -> Round:
         """Return a round without calls, which finds the server instance and the id of the run."""
@@ -295,12 +274,12 @@ class Outbox:
 
     def pause_s(self, now_s: float) -> float | None:
         """Seconds after which `next_round` may give something that it does not give now."""
-        expires_s, away_s = self._admissions.pause_s(now_s), self.outage.pause_s(now_s)
+        expires_s, away_s = self.admissions.pause_s(now_s), self.outage.pause_s(now_s)
         if away_s > 0:
             return first_of(expires_s, away_s)
-        parts = (self._tracker.heartbeats, self._resend_buffer, self._reposts)
+        parts = (self.tracker.heartbeats, self._resend_buffer, self._reposts)
         due_s = [part.pause_s(now_s) for part in parts]
-        return first_of(expires_s, *due_s, self._admissions.asks_in_s(now_s))
+        return first_of(expires_s, *due_s, self.admissions.asks_in_s(now_s))
 
     def wakes_in_s(self, now_s: float) -> float | None:
         """Return the seconds until `next_round` is to be called again: for a round, or to warn."""
@@ -370,13 +349,13 @@ class Outbox:
         known, self._incarnation = self._incarnation, sent.incarnation(replies)
         is_same = known == self._incarnation and (known is not None or not is_new)
         if not is_same and not self._resend_buffer.is_settled:
-            self._tracker.rewind(is_other=known is not None or self._incarnation is None)
+            self.tracker.rewind(is_other=known is not None or self._incarnation is None)
         if sent.pointer and (error := self.target.answered(replies[-1])):
             self.fail_all(error)
 
     def woken(self) -> None:
         """The run's wake stream has moved: let those ask again who were told to wait."""
-        self._admissions.woken()
+        self.admissions.woken()
 
     def fail_all(self, error: TurnstreamError) -> None:
         """Fail everything that is not acknowledged."""
@@ -387,7 +366,7 @@ class Outbox:
             self._queues.put_back(self._round.calls)
             self._scripts_known = not self._ends(self._round)
         self.woken()
-        self._tracker.fail_all(error_of)
+        self.tracker.fail_all(error_of)
 
     def _ends(self, sent: Round) -> bool:
         """Return whether this round is in flight; it is not if everything failed in between."""
@@ -401,9 +380,9 @@ class Outbox:
         """Calls that must be repeated."""
         self.inflight.add("num_retries", len(calls))
         self._queues.put_back(calls)
-        self._tracker.reservations.failed(calls)
+        self.tracker.reservations.failed(calls)
         if any(isinstance(call, HeartbeatCall) for call in calls):
-            self._tracker.heartbeats.failed()
+            self.tracker.heartbeats.failed()
 
     def _back_off(self, trouble: str, now_s: float, failed: Callable[[str, float], bool]) -> None:
         """Pause before the next round; fail everything if the outage lasted too long."""

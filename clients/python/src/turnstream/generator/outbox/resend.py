@@ -285,7 +285,7 @@ class Reposts:
         return not self._waiting
 
     def add(self, post: RewardPost, *, now_s: float) -> bool:
-        """Post it again later; False if its time is over."""
+        """Post it again later; False after its deadline."""
         if post.until_s is None:
             post.until_s = now_s + self._timeout_s
         if now_s >= post.until_s:
