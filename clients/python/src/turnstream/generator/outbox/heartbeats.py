@@ -42,18 +42,18 @@ class Heartbeats:
         return len(self._open)
 
     def opened(self, lane: Lane, *, now_s: float) -> None:
-        """A trajectory has a lease from now on."""
+        """Renew the lease of a trajectory from now on."""
         if not self._open:
             self._due_s = now_s + _FIRST_INTERVAL_S
             self._known_s = now_s
         self._open[lane] = None
 
     def ended(self, lane: Lane) -> None:
-        """A trajectory needs no lease any more, or has lost it."""
+        """Stop renewing the lease of a trajectory."""
         self._open.pop(lane, None)
 
     def due(self, now_s: float) -> list[HeartbeatCall]:
-        """The calls to send now: none, or the leases of all open trajectories."""
+        """Return the calls to send now: none, or the leases of all open trajectories."""
         if not self._open or now_s < self._due_s:
             return []
         lanes = iter(self._open)
@@ -61,12 +61,12 @@ class Heartbeats:
         return [HeartbeatCall(list(islice(lanes, MAX_HEARTBEATS))) for _ in range(num_calls)]
 
     def sent(self, now_s: float) -> None:
-        """They are on their way: the next ones follow after the usual interval."""
+        """Record that heartbeats were sent; the next follow after the interval."""
         self._sent_s = now_s
         self._due_s = now_s + self._interval_s
 
     def failed(self) -> None:
-        """They were not answered: the next ones are due as soon as the store may be asked."""
+        """Make the next heartbeats due at once, since these were not answered."""
         self._due_s = 0.0
 
     def has_slept(self, now_s: float) -> bool:
@@ -74,7 +74,7 @@ class Heartbeats:
         return bool(self._open) and now_s - self._known_s > self._lease_s
 
     def answered(self, *, lease_s: float) -> None:
-        """The store has said how long a lease is, some time since it was asked."""
+        """Record the length of a lease, which was valid when the heartbeats were sent."""
         self._known_s, self._lease_s = self._sent_s, lease_s
         interval_s = lease_s / BEATS_PER_LEASE
         self._due_s += interval_s - self._interval_s
@@ -95,16 +95,16 @@ class Reservations:
         self._grown: dict[Lane, None] = {}
 
     def grew(self, lane: Lane) -> None:
-        """A trajectory has more records than before, or is open from now on."""
+        """Reserve more for an open trajectory, if its records outgrew the reservation."""
         if lane.epoch and lane.num_bytes > lane.reserved_bytes:
             self._grown[lane] = None
 
     def ended(self, lane: Lane) -> None:
-        """A trajectory needs no room any more."""
+        """Reserve no more bytes for a trajectory."""
         self._grown.pop(lane, None)
 
     def due(self) -> list[ReserveCall]:
-        """The calls to send now."""
+        """Return the calls to send now."""
         lanes = iter(self._grown)
         calls: list[ReserveCall] = []
         while some := list(islice(lanes, _MAX_LANES)):
@@ -116,12 +116,12 @@ class Reservations:
         return calls
 
     def answered(self, lanes: Sequence[Lane], answers: Sequence[Any]) -> None:
-        """For so many bytes there is room now."""
+        """Record the bytes that the store has reserved."""
         for lane, num_bytes in zip(lanes, answers, strict=True):
             lane.reserved_bytes = max(lane.reserved_bytes, num_bytes)
 
     def failed(self, calls: Sequence[Call]) -> None:
-        """Calls that were not answered: to be sent again, with what else there is by then."""
+        """Send unanswered reservations again, with the size of that time."""
         for call in calls:
             if isinstance(call, ReserveCall):
                 for lane in call.lanes:
