@@ -28,36 +28,30 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from turnstream.records.tag_statistics import shown_figures
-from turnstream.types import MiniBatch, MiniBatchInfo, Rows
+from turnstream.types import MiniBatchInfo, Rows
+from turnstream.worker.mini_batch import PulledMiniBatch, step_totals
 from turnstream_server.trainer.engine import UpdateReport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateFigures:
+class UpdateFigures(NamedTuple):
     """The numbers of one mini-batch and its update, for the metrics."""
 
     info: MiniBatchInfo
     report: UpdateReport
     num_tokens: int
-    rewards: Sequence[float]
+    rewards: list[float]
 
     @classmethod
-    def of(cls, mini_batch: MiniBatch, report: UpdateReport) -> UpdateFigures:
+    def of(cls, mini_batch: PulledMiniBatch, report: UpdateReport) -> UpdateFigures:
         """Return the numbers of a mini-batch and of the report of its update."""
-        rows = mini_batch.rows
-        return cls(
-            info=mini_batch.info,
-            report=report,
-            num_tokens=int(rows.input_ids.lengths[~rows.is_padding].sum()),
-            rewards=_trajectory_rewards(rows),
-        )
+        rewards = _trajectory_rewards(mini_batch.rows)
+        return cls(mini_batch.info, report, mini_batch.num_tokens, rewards)
 
 
 def step_figures(updates: Sequence[UpdateFigures]) -> dict[str, Any]:
@@ -66,23 +60,18 @@ def step_figures(updates: Sequence[UpdateFigures]) -> dict[str, Any]:
     infos = [update.info for update in updates]
     rewards = [reward for update in updates for reward in update.rewards]
     trained = [report.num_trained_tokens for report in reports]
-    tokens = [update.num_tokens for update in updates]
-    positions = sum(info.width * info.num_real_rows for info in infos)
     versions = [info.newest_version for info in infos if info.newest_version is not None]
     oldest = [info.oldest_version for info in infos if info.oldest_version is not None]
+    totals = step_totals(infos, [update.num_tokens for update in updates])
     return {
         "step": infos[-1].step,
         "loss": _mean([report.loss for report in reports]),
         "reward_mean": _mean([reward for reward in rewards if not math.isnan(reward)]),
         "num_trajectories": len(rewards),
-        "num_groups": sum(info.denominators.num_groups for info in infos),
-        "num_tokens": sum(tokens),
-        "num_trained_tokens": sum(trained),
-        "num_real_rows": sum(info.num_real_rows for info in infos),
+        "num_real_rows": totals.pop("num_rows"),
+        **totals,
         "num_inert_rows": sum(info.num_inert_rows for info in infos),
         "num_recomputed_rows": sum(report.num_recomputed_rows for report in reports),
-        "padding_share": 1.0 - sum(tokens) / positions if positions else 0.0,
-        "merge_ratio": _weighted([info.merge_ratio for info in infos], tokens),
         "oldest_version": min(oldest, default=None),
         "newest_version": max(versions, default=None),
         **{

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -15,8 +14,8 @@ import grpc
 import pytest
 
 import testkit
+from testkit.batchers import BatcherThread
 from turnstream.errors import (
-    BatcherUnavailableError,
     EndOfRunError,
     FencedError,
     NotReadyError,
@@ -29,8 +28,6 @@ from turnstream.records.configs import encode_config
 from turnstream.records.statuses import error_to_status
 from turnstream.types import MiniBatch, RecoveryToken
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.serving.options import BatcherOptions
-from turnstream_server.batcher.serving.service import serving
 from turnstream_server.embedded import EmbeddedServer, free_port
 
 Fault = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
@@ -252,10 +249,18 @@ def batcher() -> Iterator[FakeBatcher]:
     fake.stop()
 
 
-@pytest.fixture
-def abort_with() -> Callable[[Any, TurnstreamError], None]:
-    """`abort_with(context, error)` ends a call as a batcher does."""
-    return abort
+@pytest.fixture(scope="session")
+def failing() -> Callable[[TurnstreamError], Fault]:
+    """`failing(error)` is the fault of a Get that ends with this error at once."""
+
+    def make(error: TurnstreamError) -> Fault:
+        def fail(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            abort(context, error)
+            yield from messages
+
+        return fail
+
+    return make
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -266,77 +271,24 @@ def libraries_are_loaded() -> None:
 
 
 @pytest.fixture
-def opened() -> Callable[[Callable[[], Any]], Any]:
-    """`opened(begin)` returns the stream of `begin`, after any number of timeouts.
+def retried() -> Callable[[Callable[[], Any]], Any]:
+    """`retried(call)` returns the result of the call, after any number of timeouts.
 
-    The timeout of a stream also limits its beginning; a short one must not fail the test.
+    A short timeout of a stream also limits its beginning and every wait: it must not fail a test.
     """
 
-    def open_in_the_end(begin: Callable[[], Any]) -> Any:
-        streams: list[Any] = []
+    def call_until_answered(call: Callable[[], Any]) -> Any:
+        results: list[Any] = []
 
-        def is_open() -> bool:
+        def has_answer() -> bool:
             with contextlib.suppress(UnavailableError):
-                streams.append(begin())
-            return bool(streams)
+                results.append(call())
+            return bool(results)
 
-        testkit.wait_until(is_open, describe="the beginning of a stream")
-        return streams[0]
+        testkit.wait_until(has_answer, describe="an answer of the batcher")
+        return results[0]
 
-    return open_in_the_end
-
-
-@pytest.fixture
-def pulled_in_the_end() -> Callable[[Iterator[Any]], Any]:
-    """`pulled_in_the_end(stream)` returns the next mini-batch, after any number of timeouts."""
-
-    def pull(stream: Iterator[Any]) -> Any:
-        pulled: list[Any] = []
-
-        def is_there() -> bool:
-            with contextlib.suppress(NotReadyError, BatcherUnavailableError):
-                pulled.append(next(stream))
-            return bool(pulled)
-
-        testkit.wait_until(is_there, describe="the next mini-batch")
-        return pulled[0]
-
-    return pull
-
-
-class RealBatcher:
-    """A batcher replica in its own thread, because the stream blocks that of the test."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.target = "127.0.0.1:0"
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._may_end: asyncio.Event | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Serve, at the same address as before, if any."""
-        is_ready = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(is_ready)), daemon=True
-        )
-        self._thread.start()
-        assert is_ready.wait(60)
-
-    def stop(self) -> None:
-        """Stop, as SIGTERM does."""
-        if self._thread is None or self._loop is None or self._may_end is None:
-            return
-        self._loop.call_soon_threadsafe(self._may_end.set)
-        self._thread.join(60)
-        self._thread = None
-
-    async def _serve(self, is_ready: threading.Event) -> None:
-        self._loop, self._may_end = asyncio.get_running_loop(), asyncio.Event()
-        options = BatcherOptions(redis_url=self._url, listen=self.target, shutdown_grace_s=0.1)
-        async with serving(options) as self.target:
-            is_ready.set()
-            await self._may_end.wait()
+    return call_until_answered
 
 
 @pytest.fixture
@@ -347,16 +299,7 @@ def server() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def start_batcher(server: EmbeddedServer) -> Iterator[Callable[[], RealBatcher]]:
+def start_batcher(server: EmbeddedServer) -> Iterator[Callable[[], BatcherThread]]:
     """`start_batcher()` starts a replica that ends with the test."""
-    started: list[RealBatcher] = []
-
-    def start() -> RealBatcher:
-        batcher = RealBatcher(server.url)
-        batcher.start()
-        started.append(batcher)
-        return batcher
-
-    yield start
-    for batcher in started:
-        batcher.stop()
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(BatcherThread(server.url))

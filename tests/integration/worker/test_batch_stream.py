@@ -4,7 +4,6 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,12 +51,6 @@ def test_stream_yields_every_mini_batch_in_order(batcher: Any) -> None:
     assert seen == [(1, 0, ["abCD", "xYZ"]), (1, 1, ["abCD", "xYZ"]), (2, 0, ["pqR"])]
 
 
-def test_stream_exposes_config_lineage_and_version(batcher: Any) -> None:
-    with open_stream(batcher) as stream:
-        assert stream.config == testkit.config(4)
-        assert (stream.lineage, stream.newest_version) == ("main", 3)
-
-
 def test_stream_begins_after_the_recovery_token(batcher: Any) -> None:
     batcher.needs_stepped = False
     batcher.add_step(6, "abC")
@@ -65,6 +58,8 @@ def test_stream_begins_after_the_recovery_token(batcher: Any) -> None:
 
     with open_stream(batcher, recovery_token=token) as stream:
         assert next(stream).info.step == 6
+        assert stream.config == testkit.config(4)
+        assert (stream.lineage, stream.newest_version) == ("main", 3)
 
 
 def test_stream_refuses_impossible_ranks_and_sessions(batcher: Any) -> None:
@@ -172,8 +167,8 @@ def test_failed_stepped_can_be_retried(batcher: Any) -> None:
 # --------------------------------------------------------------------- waiting
 
 
-def test_wait_ends_at_its_deadline_with_the_batchers_reason(batcher: Any, opened: Any) -> None:
-    with opened(lambda: open_stream(batcher, timeout_s=0.4)) as stream:
+def test_wait_ends_at_its_deadline_with_the_batchers_reason(batcher: Any, retried: Any) -> None:
+    with retried(lambda: open_stream(batcher, timeout_s=0.4)) as stream:
         testkit.wait_until(lambda: batcher.calls.count(("Get", 1)) > 1)  # the first was answered
         found = testkit.wait_until(lambda: not_ready(stream), describe="its reason")
 
@@ -196,29 +191,23 @@ def not_ready(stream: BatchStream) -> tuple[NotReadyError, float] | None:
     raise AssertionError("there is no batch")
 
 
-def test_stream_can_be_iterated_again_after_a_timeout(
-    batcher: Any, opened: Any, pulled_in_the_end: Any
-) -> None:
-    with opened(lambda: open_stream(batcher, timeout_s=0.4)) as stream:
+def test_stream_can_be_iterated_again_after_a_timeout(batcher: Any, retried: Any) -> None:
+    with retried(lambda: open_stream(batcher, timeout_s=0.4)) as stream:
         with pytest.raises((NotReadyError, BatcherUnavailableError)):
             next(stream)
         batcher.add_step(1, "abC")
 
-        assert texts(pulled_in_the_end(stream)) == ["abC"]
+        assert texts(retried(lambda: next(stream))) == ["abC"]
 
 
 def test_long_poll_that_ends_at_once_causes_no_busy_loop(
-    batcher: Any, opened: Any, abort_with: Any
+    batcher: Any, retried: Any, failing: Any
 ) -> None:
-    def not_there(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        abort_with(context, NotReadyError("no"))
-        yield b""
-
-    batcher.faults = [not_there] * 1000
+    batcher.faults = [failing(NotReadyError("no"))] * 1000
 
     started_s = time.monotonic()
     with (
-        opened(lambda: open_stream(batcher, timeout_s=1.0)) as stream,
+        retried(lambda: open_stream(batcher, timeout_s=1.0)) as stream,
         pytest.raises((NotReadyError, BatcherUnavailableError)),
     ):
         next(stream)

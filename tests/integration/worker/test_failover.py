@@ -23,7 +23,7 @@ from turnstream.generator import Publisher
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run, newest_version
 from turnstream.types import Group, Trajectory, Turn
-from turnstream.worker import BatchStream, ObserverStream, _prefetch
+from turnstream.worker import BatchStream, ObserverStream
 from turnstream.worker._replicas import KEEPALIVE_EVERY_S, KEEPALIVE_WITHIN_S
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.embedded import EmbeddedServer
@@ -132,12 +132,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             for name in ("a", "b")
         ]
         yield Pair(server, *replicas)
-
-
-@pytest.fixture(autouse=True)
-def pings_alone_notice_a_frozen_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Get that is silent is also ended after its wait and 10 s; here that takes too long."""
-    monkeypatch.setattr(_prefetch, "STALL_GRACE_S", 10 * TIMEOUT_S)
 
 
 @pytest.mark.parametrize("scheme", ["", "ipv4:"])

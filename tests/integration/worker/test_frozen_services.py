@@ -23,6 +23,7 @@ from testkit import config, group, wait_until
 from testkit.processes import batcher_process, frozen
 from turnstream.errors import StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import Publisher
+from turnstream.records.statuses import error_to_status
 from turnstream.store.client.connection import address_of
 from turnstream.store.run.runs import create_run
 from turnstream.store.waits.awaited import store_silent
@@ -47,28 +48,28 @@ def ended(call: Callable[[], object]) -> UnavailableError:
     return caught.value
 
 
-def told(call: Callable[[], object], expected: Sequence[WaitKind]) -> UnavailableError:
+def awaited(call: Callable[[], object], expected: Sequence[WaitKind]) -> UnavailableError:
     """Return the error of the first wait with these reasons; each wait ends soon.
 
     A wait just after an answer has the reason of that answer, and the last attempt of a call may be
     too short for one.
     """
 
-    def is_told() -> UnavailableError | None:
+    def has_reasons() -> UnavailableError | None:
         error = ended(call)
         return error if kinds(error)[: len(expected)] == [*expected] else None
 
-    error = wait_until(is_told, describe=f"a wait that says {expected}")
+    error = wait_until(has_reasons, describe=f"a wait that says {expected}")
     assert error is not None
     return error
 
 
-def all_told(
+def all_awaited(
     waits: Sequence[tuple[Callable[[], object], Sequence[WaitKind]]],
 ) -> list[UnavailableError]:
     """Return the errors of concurrent waits."""
     with ThreadPoolExecutor(len(waits)) as pool:
-        return [each.result() for each in [pool.submit(told, *wait) for wait in waits]]
+        return [each.result() for each in [pool.submit(awaited, *wait) for wait in waits]]
 
 
 def kinds(error: UnavailableError) -> list[str]:
@@ -95,18 +96,17 @@ def test_waits_of_a_trainer_name_a_silent_store(
     server: EmbeddedServer,
     url: str,
     start_batcher: Callable[[], Any],
-    opened: Callable[..., Any],
-    pulled_in_the_end: Callable[..., Any],
+    retried: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The batcher answers long before the trainer reports it as silent.
     monkeypatch.setattr(servicer, "_ANSWER_SHARE", 0.6)
     target = start_batcher().target
-    with opened(lambda: BatchStream(target, RUN, timeout_s=TIMEOUT_S)) as stream:
-        pulled_in_the_end(stream)
+    with retried(lambda: BatchStream(target, RUN, timeout_s=TIMEOUT_S)) as stream:
+        retried(lambda: next(stream))
 
         with frozen(server.pid):
-            stepped, batch = all_told(
+            stepped, batch = all_awaited(
                 [
                     (stream.stepped, (WaitKind.NOT_ACKNOWLEDGED, WaitKind.STORE_SILENT)),
                     (lambda: next(stream), (WaitKind.NO_BATCH, WaitKind.STORE_SILENT)),
@@ -122,18 +122,17 @@ def test_waits_of_a_trainer_name_a_silent_store(
 def test_waits_of_a_worker_name_a_silent_batcher(
     url: str,
     process: tuple[int, str],
-    opened: Callable[..., Any],
-    pulled_in_the_end: Callable[..., Any],
+    retried: Callable[..., Any],
 ) -> None:
     pid, target = process
     with BatchStream(target, RUN) as first:
         next(first)  # later streams get the planned batch at once
     with (
-        opened(lambda: BatchStream(target, RUN, timeout_s=TIMEOUT_S / 2)) as stream,
-        opened(lambda: ObserverStream(target, RUN, "logger", timeout_s=TIMEOUT_S / 2)) as observer,
+        retried(lambda: BatchStream(target, RUN, timeout_s=TIMEOUT_S / 2)) as stream,
+        retried(lambda: ObserverStream(target, RUN, "logger", timeout_s=TIMEOUT_S / 2)) as observer,
     ):
-        pulled_in_the_end(stream)
-        pulled_in_the_end(observer)
+        retried(lambda: next(stream))
+        retried(lambda: next(observer))
         calls: dict[str, Callable[[], object]] = {
             "step 1 as stepped": stream.stepped,
             "the checkpoint v1:main:0:": lambda: stream.committed("v1:main:0:"),
@@ -146,7 +145,7 @@ def test_waits_of_a_worker_name_a_silent_batcher(
 
         silent = (WaitKind.NOT_ACKNOWLEDGED, WaitKind.BATCHER_SILENT)
         with frozen(pid):
-            _, *found = all_told(
+            _, *found = all_awaited(
                 [
                     (lambda: next(stream), (WaitKind.NO_BATCH, WaitKind.BATCHER_SILENT)),
                     *((call, silent) for call in calls.values()),
@@ -167,16 +166,15 @@ def test_waits_of_a_worker_name_a_silent_batcher(
 def test_killed_batcher_is_reported_as_away_and_not_silent(
     url: str,
     process: tuple[int, str],
-    opened: Callable[..., Any],
-    pulled_in_the_end: Callable[..., Any],
+    retried: Callable[..., Any],
 ) -> None:
     pid, target = process
-    with opened(lambda: BatchStream(target, RUN, timeout_s=TIMEOUT_S / 2)) as stream:
-        pulled_in_the_end(stream)
+    with retried(lambda: BatchStream(target, RUN, timeout_s=TIMEOUT_S / 2)) as stream:
+        retried(lambda: next(stream))
         os.kill(pid, signal.SIGKILL)
 
-        stepped = told(stream.stepped, (WaitKind.NOT_ACKNOWLEDGED, WaitKind.BATCHER_AWAY))
-        told(lambda: next(stream), (WaitKind.NO_BATCH, WaitKind.BATCHER_AWAY))
+        stepped = awaited(stream.stepped, (WaitKind.NOT_ACKNOWLEDGED, WaitKind.BATCHER_AWAY))
+        awaited(lambda: next(stream), (WaitKind.NO_BATCH, WaitKind.BATCHER_AWAY))
 
     assert len(stepped.reasons) == 2
 
@@ -191,9 +189,7 @@ def test_killed_batcher_is_reported_as_away_and_not_silent(
 )
 def test_short_last_attempt_does_not_replace_an_earlier_reason(
     batcher: Any,
-    opened: Callable[..., Any],
-    pulled_in_the_end: Callable[..., Any],
-    abort_with: Callable[..., Any],
+    retried: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     least_s: float,
     is_gone: bool,
@@ -207,14 +203,15 @@ def test_short_last_attempt_does_not_replace_an_earlier_reason(
     def refuse(context: Any) -> None:
         if next(num_calls) == 1:
             may_end.wait(0.2)
-            abort_with(context, store_is_silent)
+            code, details = error_to_status(store_is_silent)
+            context.abort(grpc.StatusCode[code], details)
         if is_gone:
             context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
         may_end.wait(60)
 
     batcher.add_step(1, "abC")
-    with opened(lambda: BatchStream(batcher.target, "run", timeout_s=2.0)) as stream:
-        pulled_in_the_end(stream)
+    with retried(lambda: BatchStream(batcher.target, "run", timeout_s=2.0)) as stream:
+        retried(lambda: next(stream))
         monkeypatch.setattr(batcher, "_refuse", refuse)
         stepped = ended(stream.stepped)
         may_end.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -86,46 +86,41 @@ def test_conflict_with_another_reason_is_raised(batcher: Any) -> None:
 
 
 def test_wait_without_a_batch_repeats_the_newest_acknowledgement(
-    batcher: Any, pulled_in_the_end: Callable[..., Any]
+    batcher: Any, retried: Callable[..., Any]
 ) -> None:
     batcher.add_step(1, "abC")
     batcher.add_step(2, "abD")
 
     with BatchStream(batcher.target, RUN, timeout_s=2.0) as stream:
-        pulled_in_the_end(stream)
+        retried(lambda: next(stream))
         stream.stepped()
-        pulled_in_the_end(stream)
+        retried(lambda: next(stream))
         stream.stepped()
         with batcher.changed:
             batcher.stepped = 0  # forgotten
         batcher.add_step(3, "abE")
 
-        assert pulled_in_the_end(stream).info.step == 3
+        assert retried(lambda: next(stream)).info.step == 3
 
 
 def test_waiting_trainer_gets_an_error_for_a_lost_step(
-    batcher: Any, pulled_in_the_end: Callable[..., Any]
+    batcher: Any, retried: Callable[..., Any]
 ) -> None:
     batcher.add_step(1, "abC")
 
     with BatchStream(batcher.target, RUN, timeout_s=2.0) as stream:
-        pulled_in_the_end(stream)
+        retried(lambda: next(stream))
         stream.stepped()
         batcher.refusals = [StoreBehindError("the newest batch of this store is 0")]
 
         with pytest.raises(StoreBehindError):
-            pulled_in_the_end(stream)
+            retried(lambda: next(stream))
 
 
 @pytest.fixture
-def gone(abort_with: Any) -> Any:
+def gone(failing: Any) -> Any:
     """Fault of a Get that finds no such run."""
-
-    def find_nothing(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        abort_with(context, RunNotFoundError("no run named 'run'"))
-        yield b""
-
-    return find_nothing
+    return failing(RunNotFoundError("no run named 'run'"))
 
 
 @pytest.mark.parametrize("call", ["stepped", "committed", "announce_version", "__next__"])
@@ -173,13 +168,9 @@ def test_missing_run_without_progress_is_a_run_not_found_error(batcher: Any, gon
         next(stream)
 
 
-def test_first_wait_after_a_failure_is_short(batcher: Any, abort_with: Any) -> None:
+def test_first_wait_after_a_failure_is_short(batcher: Any, failing: Any) -> None:
     # A restarted store may have lost a step and wait for it.
-    def failing(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        abort_with(context, StoreUnavailableError("loading"))
-        yield b""
-
-    batcher.faults = [failing]
+    batcher.faults = [failing(StoreUnavailableError("loading"))]
 
     with BatchStream(batcher.target, RUN, timeout_s=60.0):
         wait_until(lambda: len(batcher.waits_s) == 3, describe="three calls")

@@ -133,8 +133,7 @@ def test_observer_ends_with_the_run_for_every_leftover(
 
 def test_waiting_observer_does_not_expire(
     start_batcher: Any,
-    opened: Any,
-    pulled_in_the_end: Any,
+    retried: Any,
     client: redis.Redis,
     run: str,
     publish: Any,
@@ -145,14 +144,14 @@ def test_waiting_observer_does_not_expire(
         entry: Any = client.hget(name, "o")
         return int(entry.split(b":")[1])
 
-    with opened(lambda: ObserverStream(target, run, "o", timeout_s=2.0)) as observer:
+    with retried(lambda: ObserverStream(target, run, "o", timeout_s=2.0)) as observer:
         declared_ms = expires_ms()
         with pytest.raises((NotReadyError, BatcherUnavailableError), match="step 1"):
             next(observer)
         testkit.wait_until(lambda: expires_ms() > declared_ms + 100)
         publish(1)
 
-        assert pulled_in_the_end(observer).info.step == 1
+        assert retried(lambda: next(observer)).info.step == 1
 
 
 def test_expired_observer_gets_an_error(

@@ -37,7 +37,7 @@ def run(client: redis.Redis, request: pytest.FixtureRequest) -> str:
 async def publish(url: str, run: str) -> None:
     """Two trajectories: one by each publisher, two turns each, in one state at first."""
     with Publisher(url, run) as publisher, publisher.trajectory("g", 0, num_samples=2) as episode:
-        episode.append(testkit.ids("ab"), testkit.ids("cd"), anchor="start")
+        episode.append(testkit.ids("ab"), testkit.ids("cd"), anchor="start", logprobs=[-0.5, -0.25])
         episode.append(testkit.ids("abcdx"), testkit.ids("e"), anchor="door")
         episode.seal(reward=1.0)
     async with AsyncPublisher(url, run) as other:
@@ -64,6 +64,8 @@ async def test_every_turn_has_its_own_advantage_in_every_layout(
         [0.0, 0.0, 0.0, -1.0],
         [0.0, 0.0, -0.5, -0.5],
     ]
+    assert padded.logprobs_BR is not None
+    assert padded.logprobs_BR[0, :2].tolist() == [-0.5, -0.25]
     expected = [1.0, 1.0, 0.5, -1.0, -0.5, -0.5]
     right = mini_batch.to_torch_right_padded()
     (packed,) = mini_batch.to_torch_packed()

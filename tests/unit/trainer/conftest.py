@@ -1,73 +1,7 @@
-"""A small model, mini-batches as a trainer pulls them, and an engine for both."""
-
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
-
-import testkit
-from turnstream.types import Rows
-from turnstream.worker.mini_batch import PulledMiniBatch
-from turnstream_server.models.policy import load_policy
-from turnstream_server.models.spec import SmallModelSpec
-from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig
-from turnstream_server.trainer.engine import Engine
-
-TEXTS = ("abCDefG", "xY", "hijKLM", "pqRsT")
-ADVANTAGES = (1.0, -0.5, 0.25, -1.5)
-
-
-def make_model(*, seed: int = 0) -> PreTrainedModel:
-    """One layer over the letters."""
-    spec = SmallModelSpec(
-        vocab_size=128, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, seed=seed
-    )
-    return load_policy(spec)
-
-
-def make_engine(*, seed: int = 0, **optimizer: Any) -> Engine:
-    """An engine for a new model."""
-    config = OptimizerConfig(**{"learning_rate": 1e-2, **optimizer})
-    return Engine(make_model(seed=seed), optimizer=config, objective=ObjectiveConfig())
-
-
-def pulled(built: Rows, **info: Any) -> PulledMiniBatch:
-    """These rows as they come out of a BatchStream; `info` replaces fields."""
-    return PulledMiniBatch(
-        rows=built,
-        info=testkit.mini_batch_info(built, **info),
-        content_hash="0" * 64,
-        num_bytes=0,
-    )
-
-
-def make_mini_batch(
-    texts: Sequence[str] = TEXTS,
-    *,
-    advantages: Sequence[float] = ADVANTAGES,
-    logprobs: float | None = -4.5,
-    **info: Any,
-) -> PulledMiniBatch:
-    """Rows in two groups, with advantages."""
-    groups = [f"g{2 * row // len(texts)}" for row in range(len(texts))]
-    built = testkit.rows(*texts, group_ids=groups, advantages=advantages, logprobs=logprobs)
-    return pulled(built, **info)
-
-
-@pytest.fixture(scope="session")
-def build_engine() -> Callable[..., Engine]:
-    """The builder `make_engine`."""
-    return make_engine
-
-
-@pytest.fixture(scope="session")
-def build_mini_batch() -> Callable[..., PulledMiniBatch]:
-    """The builder `make_mini_batch`."""
-    return make_mini_batch
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,33 +1,27 @@
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from testkit.training import make_engine, make_mini_batch
 from turnstream.types import RecoveryToken
-from turnstream.worker.mini_batch import PulledMiniBatch
 from turnstream_server.models.policy import load_policy
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig
 from turnstream_server.trainer.engine import Engine
-
-BuildEngine = Callable[..., Engine]
-BuildMiniBatch = Callable[..., PulledMiniBatch]
 
 
 def _token(step: int) -> RecoveryToken:
     return RecoveryToken(lineage="main", step=step, chain_hash=f"{step:064x}")
 
 
-def test_resumed_training_equals_undisturbed_training(
-    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
+def test_resumed_training_equals_undisturbed_training(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, num_retained=2)
-    uninterrupted = build_engine(num_warmup_updates=5)
+    uninterrupted = make_engine(num_warmup_updates=5)
     for _ in range(3):
-        uninterrupted.update(build_mini_batch(), aggregation="token_mean")
+        uninterrupted.update(make_mini_batch(), aggregation="token_mean")
     checkpoints.save(uninterrupted, _token(3))
-    expected = [torch.rand(2), uninterrupted.update(build_mini_batch(), aggregation="token_mean")]
+    expected = [torch.rand(2), uninterrupted.update(make_mini_batch(), aggregation="token_mean")]
 
     newest = Checkpoints(tmp_path, num_retained=2).newest()
     assert newest is not None
@@ -37,7 +31,7 @@ def test_resumed_training_equals_undisturbed_training(
         objective=ObjectiveConfig(),
     )
     checkpoints.restore(newest, resumed)
-    actual = [torch.rand(2), resumed.update(build_mini_batch(), aggregation="token_mean")]
+    actual = [torch.rand(2), resumed.update(make_mini_batch(), aggregation="token_mean")]
 
     assert newest.token == _token(3)
     assert torch.equal(actual[0], expected[0])
@@ -53,10 +47,10 @@ def test_there_is_no_checkpoint_before_the_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last_call", ["torch.save", "os.fsync", "pathlib.Path.rename"])
 def test_half_written_checkpoint_is_ignored_and_removed_by_the_next_start(
-    tmp_path: Path, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, last_call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_call: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path, num_retained=2)
-    engine = build_engine()
+    engine = make_engine()
     checkpoints.save(engine, _token(1))
     with monkeypatch.context() as patched:
         patched.setattr(last_call, _die)
@@ -74,11 +68,9 @@ def test_half_written_checkpoint_is_ignored_and_removed_by_the_next_start(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_newest_checkpoint_has_the_highest_step_and_old_ones_are_removable(
-    tmp_path: Path, build_engine: BuildEngine
-) -> None:
+def test_newest_checkpoint_has_the_highest_step_and_old_ones_are_removable(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, num_retained=2)
-    engine = build_engine()
+    engine = make_engine()
     for step in (9, 10, 100):
         checkpoints.save(engine, _token(step))
 

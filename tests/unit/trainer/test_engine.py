@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 import testkit
+from testkit.training import ADVANTAGES, TEXTS, make_engine, make_mini_batch, pulled
 from turnstream.batching.config.values import Aggregation
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators, Ragged
@@ -17,26 +17,19 @@ from turnstream.worker.tensors import to_torch
 from turnstream_server.models.logprobs import response_logprobs
 from turnstream_server.trainer.engine import Engine
 
-BuildEngine = Callable[..., Engine]
-BuildMiniBatch = Callable[..., PulledMiniBatch]
-ADVANTAGES = (1.0, -0.5, 0.25, -1.5)
-TEXTS = ("abCDefG", "xY", "hijKLM", "pqRsT")
-
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
 @pytest.mark.parametrize("cut", [((0, 1), (2, 3)), ((3,), (1, 0), (2,)), ((2, 0, 3, 1),)])
 def test_loss_and_gradient_do_not_depend_on_micro_batches(
-    build_engine: BuildEngine,
-    build_mini_batch: BuildMiniBatch,
     aggregation: Aggregation,
     cut: tuple[tuple[int, ...], ...],
 ) -> None:
     constant = 8 if aggregation == "constant" else 0
-    whole = build_mini_batch()
+    whole = make_mini_batch()
     denominators = whole.info.denominators._replace(length_constant=constant)
-    whole = build_mini_batch(denominators=denominators)
-    parts = build_mini_batch(denominators=denominators, micro_batches=cut)
-    one, other = build_engine(max_grad_norm=1e9), build_engine(max_grad_norm=1e9)
+    whole = make_mini_batch(denominators=denominators)
+    parts = make_mini_batch(denominators=denominators, micro_batches=cut)
+    one, other = make_engine(max_grad_norm=1e9), make_engine(max_grad_norm=1e9)
 
     expected = one.update(whole, aggregation=aggregation)
     report = other.update(parts, aggregation=aggregation)
@@ -48,15 +41,13 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches(
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1, 1), (0.5, 0.5, 1, 1), (4 / 7, 3 / 7, 1, 1)], ids=str)
-def test_the_loss_weighs_rows_as_shipped(
-    build_engine: BuildEngine, weights: tuple[float, ...]
-) -> None:
+def test_the_loss_weighs_rows_as_shipped(weights: tuple[float, ...]) -> None:
     # The first two rows are one trajectory, of 4 and 3 trained tokens.
     texts = ("abCDEF", "xYZW", "hijKLM", "pqRsT")
     share = np.array(weights, np.float32)
     rows = testkit.rows(*texts, group_ids=["g"] * 4, advantages=ADVANTAGES, logprobs=-4.5)
     alone = [
-        _loss_alone(build_engine(), text, advantage)
+        _loss_alone(make_engine(), text, advantage)
         for text, advantage in zip(texts, ADVANTAGES, strict=True)
     ]
     rows = replace(
@@ -65,10 +56,9 @@ def test_the_loss_weighs_rows_as_shipped(
         trajectory_id=["g/0/0", "g/0/0", "g/1/0", "g/2/0"],
         trajectory_num_tokens=np.array([7, 7, 3, 2], np.int64),
     )
-    info = testkit.mini_batch_info(rows, micro_batches=((3, 0), (1, 2)))
-    mini_batch = PulledMiniBatch(rows=rows, info=info, content_hash="", num_bytes=0)
+    mini_batch = pulled(rows, micro_batches=((3, 0), (1, 2)))
 
-    report = build_engine().update(mini_batch, aggregation="seq_mean_token_mean")
+    report = make_engine().update(mini_batch, aggregation="seq_mean_token_mean")
 
     expected = sum(w * own for w, own in zip(weights, alone, strict=True)) / sum(weights)
     assert report.loss == pytest.approx(expected, rel=1e-5)
@@ -76,15 +66,11 @@ def test_the_loss_weighs_rows_as_shipped(
 
 def _loss_alone(engine: Engine, text: str, advantage: float) -> float:
     own = testkit.rows(text, advantages=[advantage], logprobs=-4.5)
-    info = testkit.mini_batch_info(own)
-    mini_batch = PulledMiniBatch(rows=own, info=info, content_hash="", num_bytes=0)
-    return engine.update(mini_batch, aggregation="seq_mean_token_mean").loss
+    return engine.update(pulled(own), aggregation="seq_mean_token_mean").loss
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
-def test_inert_rows_contribute_exactly_nothing(
-    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch, aggregation: Aggregation
-) -> None:
+def test_inert_rows_contribute_exactly_nothing(aggregation: Aggregation) -> None:
     with_pads = testkit.rows(
         *TEXTS,
         "a|b",
@@ -94,37 +80,30 @@ def test_inert_rows_contribute_exactly_nothing(
         logprobs=-4.5,
         is_padding=[False] * 4 + [True] * 2,
     )
-    info = testkit.mini_batch_info(with_pads, micro_batches=((0, 1, 2, 3), (4, 5)))
-    padded = PulledMiniBatch(rows=with_pads, info=info, content_hash="", num_bytes=0)
-    one, other = build_engine(), build_engine()
+    padded = pulled(with_pads, micro_batches=((0, 1, 2, 3), (4, 5)))
+    one, other = make_engine(), make_engine()
 
-    expected = one.update(build_mini_batch(), aggregation=aggregation)
+    expected = one.update(make_mini_batch(), aggregation=aggregation)
     report = other.update(padded, aggregation=aggregation)
 
     assert report.loss == expected.loss
     assert torch.equal(_gradients(other), _gradients(one))
 
 
-def test_a_mini_batch_of_inert_rows_alone_changes_nothing(build_engine: BuildEngine) -> None:
-    engine = build_engine()
+def test_a_mini_batch_of_inert_rows_alone_changes_nothing() -> None:
+    engine = make_engine()
     before = _weights(engine)
     rows = testkit.rows("a|b", is_padding=[True])
-    info = testkit.mini_batch_info(rows)
 
-    report = engine.update(
-        PulledMiniBatch(rows=rows, info=info, content_hash="", num_bytes=0),
-        aggregation="token_mean",
-    )
+    report = engine.update(pulled(rows), aggregation="token_mean")
 
     assert (report.loss, report.gradient_norm, report.num_trained_tokens) == (0.0, 0.0, 0)
     assert torch.equal(_weights(engine), before)
 
 
-def test_the_loss_is_the_clipped_one_over_the_shipped_number_of_tokens(
-    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    engine = build_engine()
-    mini_batch = build_mini_batch(logprobs=-4.5)
+def test_the_loss_is_the_clipped_one_over_the_shipped_number_of_tokens() -> None:
+    engine = make_engine()
+    mini_batch = make_mini_batch(logprobs=-4.5)
     tensors = to_torch(mini_batch)
     mask_BR = tensors.loss_mask_BR
     current = response_logprobs(engine.model, tensors, mask_BR=mask_BR)[mask_BR].detach().numpy()
@@ -143,11 +122,9 @@ def test_the_loss_is_the_clipped_one_over_the_shipped_number_of_tokens(
     assert 0 < report.clipped_share < 1
 
 
-def test_rows_without_logprobs_take_those_before_the_update_and_are_counted(
-    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    absent = build_engine().update(build_mini_batch(logprobs=None), aggregation="token_mean")
-    mixed = build_mini_batch()
+def test_rows_without_logprobs_take_those_before_the_update_and_are_counted() -> None:
+    absent = make_engine().update(make_mini_batch(logprobs=None), aggregation="token_mean")
+    mixed = make_mini_batch()
     assert mixed.rows.logprobs is not None
     values = mixed.rows.logprobs.values.copy()
     first = mixed.rows.loss_mask[0]
@@ -155,7 +132,7 @@ def test_rows_without_logprobs_take_those_before_the_update_and_are_counted(
     logprobs = Ragged(values, mixed.rows.logprobs.offsets)
     mixed = replace(mixed, rows=replace(mixed.rows, logprobs=logprobs))
 
-    report = build_engine().update(mixed, aggregation="token_mean")
+    report = make_engine().update(mixed, aggregation="token_mean")
 
     weights = [1.0] * 3 + [-0.5] + [0.25] * 3 + [-1.5] * 2
     assert absent.num_recomputed_rows == 4
@@ -166,11 +143,9 @@ def test_rows_without_logprobs_take_those_before_the_update_and_are_counted(
     assert report.is_applied
 
 
-def test_an_update_makes_tokens_of_positive_advantage_likelier(
-    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    engine = build_engine()
-    mini_batch = build_mini_batch(["abC", "abD"], advantages=[1.0, -1.0], logprobs=None)
+def test_an_update_makes_tokens_of_positive_advantage_likelier() -> None:
+    engine = make_engine()
+    mini_batch = make_mini_batch(["abC", "abD"], advantages=[1.0, -1.0], logprobs=None)
     before = _logprobs(engine, mini_batch)
 
     engine.update(mini_batch, aggregation="token_mean")
@@ -180,51 +155,43 @@ def test_an_update_makes_tokens_of_positive_advantage_likelier(
     assert after[1] < before[1]
 
 
-def test_denominators_that_contradict_the_rows_are_refused(
-    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    engine = build_engine()
+def test_denominators_that_contradict_the_rows_are_refused() -> None:
+    engine = make_engine()
     before = _weights(engine)
-    wrong: Denominators = build_mini_batch().info.denominators._replace(num_tokens=10)
+    wrong: Denominators = make_mini_batch().info.denominators._replace(num_tokens=10)
 
     with pytest.raises(BatchingError, match="num_tokens"):
-        engine.update(build_mini_batch(denominators=wrong), aggregation="token_mean")
+        engine.update(make_mini_batch(denominators=wrong), aggregation="token_mean")
 
     assert torch.equal(_weights(engine), before)
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(
-    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    engine = build_engine()
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
+    engine = make_engine()
     before = _weights(engine)
 
     report = engine.update(
-        build_mini_batch(advantages=[math.inf, 1.0, 1.0, 1.0]), aggregation="token_mean"
+        make_mini_batch(advantages=[math.inf, 1.0, 1.0, 1.0]), aggregation="token_mean"
     )
 
     assert not report.is_applied
     assert torch.equal(_weights(engine), before)
 
 
-def test_the_learning_rate_grows_over_the_warmup_updates(
-    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    engine = build_engine(learning_rate=0.4, num_warmup_updates=4)
+def test_the_learning_rate_grows_over_the_warmup_updates() -> None:
+    engine = make_engine(learning_rate=0.4, num_warmup_updates=4)
 
     rates = [
-        engine.update(build_mini_batch(), aggregation="token_mean").learning_rate for _ in range(5)
+        engine.update(make_mini_batch(), aggregation="token_mean").learning_rate for _ in range(5)
     ]
 
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
 
 
-def test_a_large_gradient_is_scaled_down(
-    build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    engine = build_engine(max_grad_norm=1e-3)
+def test_a_large_gradient_is_scaled_down() -> None:
+    engine = make_engine(max_grad_norm=1e-3)
 
-    report = engine.update(build_mini_batch(), aggregation="token_mean")
+    report = engine.update(make_mini_batch(), aggregation="token_mean")
 
     assert report.gradient_norm > 1e-2
     assert _gradients(engine).norm() == pytest.approx(1e-3, rel=1e-3)

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 import testkit
+from testkit.training import make_engine, make_mini_batch
 from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.types import RecoveryToken
 from turnstream.worker.mini_batch import PulledMiniBatch
@@ -16,21 +17,24 @@ from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
 
-BuildEngine = Callable[..., Engine]
-BuildMiniBatch = Callable[..., PulledMiniBatch]
-
 
 class StreamInMemory:
     """Steps of two mini-batches each, and a record of what the trainer said, in order."""
 
     def __init__(
-        self, build: BuildMiniBatch, *, first_step: int = 1, last_step: int, newest_version: int
+        self,
+        *,
+        build: Callable[..., PulledMiniBatch] = make_mini_batch,
+        first_step: int = 1,
+        last_step: int,
+        newest_version: int = -1,
     ) -> None:
         self.config = testkit.config(2)
         self.newest_version = newest_version
         self.said: list[Any] = []
         self.on_committed: Callable[[RecoveryToken], None] = lambda _: None
         self._build = build
+        self.first_step = first_step
         self._steps = range(first_step, last_step + 1)
         self._step = 0
 
@@ -65,20 +69,21 @@ def _config(folder: Path, **changes: Any) -> TrainerConfig:
 
 
 def _train(
-    engine: Engine, stream: StreamInMemory, config: TrainerConfig, *, from_step: int = 0
+    stream: StreamInMemory, folder: Path, *, engine: Engine | None = None, **changes: Any
 ) -> list[str]:
+    """Train to the end of the stream and return what the trainer said."""
+    config = _config(folder, **changes)
     checkpoints = Checkpoints(config.folder / "checkpoints", num_retained=2)
     batches = cast("Any", stream)
-    Trainer(engine, batches, config=config, checkpoints=checkpoints).train(from_step=from_step)
+    trainer = Trainer(engine or make_engine(), batches, config=config, checkpoints=checkpoints)
+    trainer.train(from_step=stream.first_step - 1)
     return stream.said
 
 
-def test_a_step_is_acknowledged_then_published_and_every_second_one_saved(
-    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    stream = StreamInMemory(build_mini_batch, last_step=3, newest_version=-1)
+def test_a_step_is_acknowledged_then_published_and_every_second_one_saved(tmp_path: Path) -> None:
+    stream = StreamInMemory(last_step=3)
 
-    said = _train(build_engine(), stream, _config(tmp_path))
+    said = _train(stream, tmp_path)
 
     assert said == [
         "version 0 after 0",
@@ -89,10 +94,8 @@ def test_a_step_is_acknowledged_then_published_and_every_second_one_saved(
     ]
 
 
-def test_a_checkpoint_is_on_disk_before_it_is_committed(
-    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    stream = StreamInMemory(build_mini_batch, last_step=4, newest_version=-1)
+def test_a_checkpoint_is_on_disk_before_it_is_committed(tmp_path: Path) -> None:
+    stream = StreamInMemory(last_step=4)
     found: list[int] = []
 
     def look(token: RecoveryToken) -> None:
@@ -102,30 +105,26 @@ def test_a_checkpoint_is_on_disk_before_it_is_committed(
         found.append(token.step)
 
     stream.on_committed = look
-    _train(build_engine(), stream, _config(tmp_path))
+    _train(stream, tmp_path)
 
     assert found == [2, 4]
 
 
-def test_versions_continue_above_the_highest_announced_after_a_restart(
-    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
+def test_versions_continue_above_the_highest_announced_after_a_restart(tmp_path: Path) -> None:
     # Versions 3 to 5 were made after step 2 by a trainer that died: their names stay taken.
-    stream = StreamInMemory(build_mini_batch, first_step=3, last_step=3, newest_version=5)
+    stream = StreamInMemory(first_step=3, last_step=3, newest_version=5)
 
-    said = _train(build_engine(), stream, _config(tmp_path), from_step=2)
+    said = _train(stream, tmp_path)
 
     assert said[0] == "version 6 after 2"
     assert "version 7 after 3" in said
 
 
-def test_the_last_three_versions_stay_and_hold_the_weights_of_their_step(
-    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    engine = build_engine()
-    stream = StreamInMemory(build_mini_batch, last_step=11, newest_version=-1)
+def test_the_last_three_versions_stay_and_hold_the_weights_of_their_step(tmp_path: Path) -> None:
+    engine = make_engine()
+    stream = StreamInMemory(last_step=11)
 
-    _train(engine, stream, _config(tmp_path))
+    _train(stream, tmp_path, engine=engine)
 
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["v10", "v11", "v9"]
     published = load_policy(tmp_path / "weights" / "v11")
@@ -133,22 +132,18 @@ def test_the_last_three_versions_stay_and_hold_the_weights_of_their_step(
         assert mine.equal(theirs)
 
 
-def test_training_stops_after_the_step_it_was_told(
-    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    stream = StreamInMemory(build_mini_batch, last_step=9, newest_version=-1)
+def test_training_stops_after_the_step_it_was_told(tmp_path: Path) -> None:
+    stream = StreamInMemory(last_step=9)
 
-    said = _train(build_engine(), stream, _config(tmp_path, max_steps=3))
+    said = _train(stream, tmp_path, max_steps=3)
 
     assert said[-1] == "committed 3"
 
 
-def test_every_step_is_a_line_of_metrics_with_its_mini_batches(
-    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
-    stream = StreamInMemory(build_mini_batch, last_step=2, newest_version=-1)
+def test_every_step_is_a_line_of_metrics_with_its_mini_batches(tmp_path: Path) -> None:
+    stream = StreamInMemory(last_step=2)
 
-    _train(build_engine(), stream, _config(tmp_path))
+    _train(stream, tmp_path)
 
     text = (tmp_path / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
@@ -162,16 +157,14 @@ def test_every_step_is_a_line_of_metrics_with_its_mini_batches(
     assert {"loss", "kl", "wait_s", "update_s", "publish_s", "elapsed_s"} <= set(first)
 
 
-def test_a_line_of_metrics_has_the_figures_that_its_batch_came_with(
-    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
+def test_a_line_of_metrics_has_the_figures_that_its_batch_came_with(tmp_path: Path) -> None:
     figures = sum_up([(testkit.sealed(tags={"env": "maze"}, metrics={"turns": 3.0}), 1.0)])
 
     def build(*, mini_batch: int, **info: Any) -> PulledMiniBatch:
-        said = {"figures": figures} if mini_batch == 0 else {}
-        return build_mini_batch(mini_batch=mini_batch, **info, **said)
+        said: dict[str, Any] = {"figures": figures} if mini_batch == 0 else {}
+        return make_mini_batch(mini_batch=mini_batch, **info, **said)
 
-    _train(build_engine(), StreamInMemory(build, last_step=1, newest_version=-1), _config(tmp_path))
+    _train(StreamInMemory(build=build, last_step=1), tmp_path)
 
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["figures"] == {
@@ -183,28 +176,24 @@ def test_a_line_of_metrics_has_the_figures_that_its_batch_came_with(
     }
 
 
-def test_cut_metrics_line_is_closed_before_the_next_one(
-    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
+def test_cut_metrics_line_is_closed_before_the_next_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"ste')
-    stream = StreamInMemory(build_mini_batch, last_step=1, newest_version=-1)
+    stream = StreamInMemory(last_step=1)
 
-    _train(build_engine(), stream, _config(tmp_path))
+    _train(stream, tmp_path)
 
     lines = path.read_text().splitlines()
     assert lines[:2] == ['{"step": 1}', '{"ste']
     assert json.loads(lines[2])["step"] == 1
 
 
-def test_half_written_files_of_a_killed_trainer_are_removed(
-    tmp_path: Path, build_engine: BuildEngine, build_mini_batch: BuildMiniBatch
-) -> None:
+def test_half_written_files_of_a_killed_trainer_are_removed(tmp_path: Path) -> None:
     leftover = tmp_path / "weights" / ".unfinished-x"
     leftover.mkdir(parents=True)
-    stream = StreamInMemory(build_mini_batch, last_step=1, newest_version=-1)
+    stream = StreamInMemory(last_step=1)
 
-    _train(build_engine(), stream, _config(tmp_path))
+    _train(stream, tmp_path)
 
     assert not leftover.exists()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ import testkit
 from turnstream.batching.merge.plan import MiniBatchPlan, SequenceShape
 from turnstream.records.batches import decode_mini_batch
 from turnstream.types import MiniBatch
+from turnstream.worker.mini_batch import PulledMiniBatch
 from turnstream.worker.tensors import to_torch
 from turnstream_server.batcher.assembly.shares import PlannedBatch, cut_mini_batch, encode_share
 from turnstream_server.trainer.engine import UpdateReport
@@ -59,7 +60,7 @@ def test_step_metrics_weigh_a_small_mini_batch_by_its_size() -> None:
     assert figures["padding_share"] == pytest.approx(50 / 1002)
 
 
-def _pulled(shapes: Sequence[Sequence[Row]], *, rows_multiple_of: int) -> list[MiniBatch]:
+def _pulled(shapes: Sequence[Sequence[Row]], *, rows_multiple_of: int) -> list[PulledMiniBatch]:
     """Return the mini-batches of a batch, as one rank gets them; a group each."""
     config = replace(testkit.config(len(shapes), 1), rows_multiple_of=rows_multiple_of)
     plan = testkit.manifest(*(f"g{index}" for index in range(len(shapes))))
@@ -101,22 +102,16 @@ def _pulled(shapes: Sequence[Sequence[Row]], *, rows_multiple_of: int) -> list[M
         )
         for index, each in enumerate(rows)
     ]
-    return [decode_mini_batch(each.data) for each in encoded]
+    decoded = [decode_mini_batch(each.data) for each in encoded]
+    return [
+        PulledMiniBatch(rows=each.rows, info=each.info, content_hash="", num_bytes=0)
+        for each in decoded
+    ]
 
 
-def _update(mini_batch: MiniBatch) -> UpdateFigures:
-    report = UpdateReport(
-        loss=0.0,
-        gradient_norm=0.0,
-        learning_rate=0.0,
-        is_applied=True,
-        num_trained_tokens=mini_batch.info.denominators.num_tokens,
-        num_recomputed_rows=0,
-        ratio=1.0,
-        kl=0.0,
-        clipped_share=0.0,
-        logprob=0.0,
-    )
+def _update(mini_batch: PulledMiniBatch) -> UpdateFigures:
+    numbers: Any = dict.fromkeys((field.name for field in fields(UpdateReport)), 1)
+    report = UpdateReport(**numbers)
     return UpdateFigures.of(mini_batch, report)
 
 

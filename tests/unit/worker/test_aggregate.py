@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,19 +14,14 @@ from torch import Tensor
 
 import testkit
 from testkit.denominators import count_denominators, row_scales
+from testkit.tensors import tensors_of
+from turnstream.batching.config.values import Aggregation
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Denominators, MiniBatch
 from turnstream.worker.losses import aggregate
 from turnstream.worker.tensors import LeftPaddedTensors, to_torch
 
-MODES: list[Any] = [
-    "token_mean",
-    "seq_mean_token_sum",
-    "seq_mean_token_mean",
-    "constant",
-    "rollout_mean",
-    "prompt_mean",
-]
+MODES = get_args(Aggregation)
 
 # The vector of the definitions: rows A, B and C.
 MASKS = ["1111", "1", "11"]
@@ -49,22 +44,20 @@ def losses(*rows: int) -> Tensor:
         ("prompt_mean", {"groups": ["g", "h", "g"]}, (14 / 6 + 10) / 2),
     ],
 )
-def test_aggregate_matches_the_golden_vector(
-    build_tensors: Any, mode: Any, options: Any, expected: float
-) -> None:
-    part = build_tensors(MASKS, **options)
+def test_aggregate_matches_the_golden_vector(mode: Any, options: Any, expected: float) -> None:
+    part = tensors_of(MASKS, **options)
 
     mean = aggregate(losses(0, 1, 2), part, mode=mode, denominators=part.denominators)
 
     assert mean.item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_averaged_over_undoes_the_average_of_two_ranks(build_tensors: Any) -> None:
-    denominators = build_tensors(MASKS).denominators
+def test_averaged_over_undoes_the_average_of_two_ranks() -> None:
+    denominators = tensors_of(MASKS).denominators
     options: Any = {"mode": "token_mean", "denominators": denominators, "averaged_over": 2}
 
-    on_rank_0 = aggregate(losses(0), build_tensors(MASKS[:1]), **options)
-    on_rank_1 = aggregate(losses(1, 2), build_tensors(["0001", "11"]), **options)
+    on_rank_0 = aggregate(losses(0), tensors_of(MASKS[:1]), **options)
+    on_rank_1 = aggregate(losses(1, 2), tensors_of(["0001", "11"]), **options)
 
     assert ((on_rank_0 + on_rank_1) / 2).item() == pytest.approx(3.428571, abs=1e-6)
 
@@ -80,11 +73,9 @@ def test_averaged_over_undoes_the_average_of_two_ranks(build_tensors: Any) -> No
         ("prompt_mean", [0.125, 0.125, 0.25]),
     ],
 )
-def test_aggregate_matches_edge_case_38(
-    build_tensors: Any, mode: Any, coefficients: list[float]
-) -> None:
+def test_aggregate_matches_edge_case_38(mode: Any, coefficients: list[float]) -> None:
     masks = ["111", "001", "011", "000"]
-    part = build_tensors(masks, groups=["p", "p", "q", "q"], length_constant=10)
+    part = tensors_of(masks, groups=["p", "p", "q", "q"], length_constant=10)
     loss_BR = torch.zeros(4, 3, requires_grad=True)
 
     aggregate(loss_BR, part, mode=mode, denominators=part.denominators).backward()
@@ -97,11 +88,9 @@ def test_aggregate_matches_edge_case_38(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_micro_batch_of_inert_rows_has_a_differentiable_loss_of_0(
-    build_tensors: Any, mode: Any
-) -> None:
-    denominators = build_tensors(MASKS, length_constant=8).denominators
-    part = build_tensors(["0", "0"])
+def test_micro_batch_of_inert_rows_has_a_differentiable_loss_of_0(mode: Any) -> None:
+    denominators = tensors_of(MASKS, length_constant=8).denominators
+    part = tensors_of(["0", "0"])
     part = replace(part, is_padding_B=~part.is_padding_B, weight_B=torch.zeros(2))
     loss_BR = torch.full((2, 1), 5.0, requires_grad=True)
 
@@ -113,8 +102,8 @@ def test_micro_batch_of_inert_rows_has_a_differentiable_loss_of_0(
     assert loss_BR.grad.tolist() == [[0.0], [0.0]]
 
 
-def test_inert_row_contributes_exactly_0(build_tensors: Any) -> None:
-    part = build_tensors(["11", "11"])
+def test_inert_row_contributes_exactly_0() -> None:
+    part = tensors_of(["11", "11"])
     part = replace(part, is_padding_B=torch.tensor([False, True]))
 
     total = aggregate(
@@ -124,8 +113,8 @@ def test_inert_row_contributes_exactly_0(build_tensors: Any) -> None:
     assert total.item() == 1.0
 
 
-def test_aggregate_refuses_losses_of_another_shape(build_tensors: Any) -> None:
-    part = build_tensors(["11", "11"])
+def test_aggregate_refuses_losses_of_another_shape() -> None:
+    part = tensors_of(["11", "11"])
 
     with pytest.raises(BatchingError, match=r"\(2, 1\).*\(2, 2\)"):
         aggregate(torch.ones(2, 1), part, mode="token_mean", denominators=part.denominators)
@@ -140,11 +129,11 @@ def test_aggregate_refuses_losses_of_another_shape(build_tensors: Any) -> None:
     ],
 )
 def test_aggregate_refuses_a_mode_without_a_denominator(
-    build_tensors: Any, mode: Any, missing: str, message: str
+    mode: Any, missing: str, message: str
 ) -> None:
     # In a run with another aggregation, the length constant is 0. The loss of mode "constant" was
     # then divided by 1, in silence: 24.0 here, and 1.0 in a run with a length constant of 8.
-    part = build_tensors(MASKS, length_constant=8)
+    part = tensors_of(MASKS, length_constant=8)
     denominators = part.denominators._replace(**{missing: 0})
 
     with pytest.raises(InvalidConfigError, match=message) as caught:
@@ -154,16 +143,16 @@ def test_aggregate_refuses_a_mode_without_a_denominator(
     assert f"aggregation={mode!r}" in caught.value.message
 
 
-def test_aggregate_refuses_constant_without_trained_tokens_too(build_tensors: Any) -> None:
-    part = build_tensors(["00", "0"])
+def test_aggregate_refuses_constant_without_trained_tokens_too() -> None:
+    part = tensors_of(["00", "0"])
 
     with pytest.raises(InvalidConfigError, match="length_constant"):
         aggregate(torch.ones(2, 2), part, mode="constant", denominators=part.denominators)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_mini_batch_without_trained_tokens_has_a_loss_of_0(build_tensors: Any, mode: Any) -> None:
-    part = build_tensors(["00", "0"], length_constant=8)
+def test_mini_batch_without_trained_tokens_has_a_loss_of_0(mode: Any) -> None:
+    part = tensors_of(["00", "0"], length_constant=8)
 
     assert aggregate(torch.ones(2, 2), part, mode=mode, denominators=part.denominators).item() == 0
 
@@ -234,15 +223,13 @@ def loop_mean(
 
 
 @given(data=st.data(), mode=st.sampled_from(MODES))
-def test_loss_is_independent_of_cuts_order_and_padding(
-    build_tensors: Any, data: st.DataObject, mode: Any
-) -> None:
+def test_loss_is_independent_of_cuts_order_and_padding(data: st.DataObject, mode: Any) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     num_rows = data.draw(st.integers(1, 9))
     masks = ["".join(rng.choice(["0", "1"], rng.integers(1, 7))) for _ in range(num_rows)]
     keys = rng.integers(0, 4, num_rows).tolist()
     groups = [key // 2 for key in keys]
-    part = build_tensors(masks, trajectories=keys, groups=groups, length_constant=7)
+    part = tensors_of(masks, trajectories=keys, groups=groups, length_constant=7)
     loss_BR = torch.from_numpy(rng.normal(0, 10, part.loss_mask_BR.shape)).requires_grad_()
     denominators: Denominators = part.denominators
 
@@ -270,31 +257,8 @@ def test_loss_is_independent_of_cuts_order_and_padding(
     np.testing.assert_allclose(loss_BR.grad.numpy(), once.grad.numpy(), rtol=1e-15)
 
 
-@given(data=st.data(), mode=st.sampled_from(MODES))
-def test_exact_float32_losses_have_an_exact_sum(
-    build_tensors: Any, data: st.DataObject, mode: Any
-) -> None:
-    # Whole losses, and divisors that are powers of two: no cut may change a single bit.
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    masks = ["1" * int(rng.choice([1, 2, 4])) for _ in range(8)]
-    part = build_tensors(masks, length_constant=8)
-    loss_BR = torch.from_numpy(rng.integers(-99, 99, part.loss_mask_BR.shape)).float()
-    denominators = part.denominators._replace(num_tokens=32)
-    part = replace(part, group_num_tokens_B=torch.full((8,), 32))
-
-    whole = aggregate(loss_BR, part, mode=mode, denominators=denominators)
-    pieces = torch.zeros(())
-    for piece in np.array_split(rng.permutation(8), data.draw(st.integers(1, 8))):
-        cut, values = take(part, loss_BR, piece.tolist(), num_inert=1)
-        pieces = pieces + aggregate(values, cut, mode=mode, denominators=denominators)
-
-    assert pieces.item() == whole.item()
-
-
-def test_weight_of_a_masked_token_is_not_read(build_tensors: Any) -> None:
-    part = replace(
-        build_tensors(["101"]), token_weights_BR=torch.tensor([[0.5, float("nan"), 2.0]])
-    )
+def test_weight_of_a_masked_token_is_not_read() -> None:
+    part = replace(tensors_of(["101"]), token_weights_BR=torch.tensor([[0.5, float("nan"), 2.0]]))
     loss_BR = torch.ones(1, 3, requires_grad=True)
 
     total = aggregate(loss_BR, part, mode="token_mean", denominators=part.denominators)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 import testkit
 from turnstream.errors import CorruptRecordError, RecordError
-from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
+from turnstream.records.batches import encode_mini_batch
 from turnstream.types import MiniBatch
 from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
-from turnstream.worker._frames import Arrival, Skipped, parse_chunk, read_step
+from turnstream.worker._frames import Arrival, parse_chunk, read_step
 
 # --------------------------------------------------------------------- one message
 
@@ -27,21 +27,22 @@ def test_parse_chunk_returns_a_view_of_the_data(num_bytes: int) -> None:
     assert bytes(parsed) == message.data
 
 
-def test_parse_chunk_returns_a_header() -> None:
-    header = MiniBatchHeader(step=3, mini_batch=1, num_mini_batches=2, num_bytes=10)
-
-    assert parse_chunk(GetChunk(header=header).SerializeToString()) == header
+UNKNOWN_FIELD = b"\x98\x06\x01"  # field 99: 1
+HEADER = MiniBatchHeader(step=3, mini_batch=1, num_mini_batches=2, num_bytes=10)
 
 
-def test_parse_chunk_reads_data_before_an_unknown_field() -> None:
-    message = GetChunk(data=b"abc").SerializeToString() + b"\x98\x06\x01"  # field 99: 1
-
-    assert parse_chunk(message) == memoryview(b"abc")
-
-
-@pytest.mark.parametrize("message", [b"", b"\x98\x06\x01"])
-def test_parse_chunk_ignores_a_kind_of_a_newer_release(message: bytes) -> None:
-    assert parse_chunk(message) is None
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (GetChunk(header=HEADER).SerializeToString(), HEADER),
+        (GetChunk(data=b"abc").SerializeToString() + UNKNOWN_FIELD, memoryview(b"abc")),
+        (b"", None),
+        (UNKNOWN_FIELD, None),
+    ],
+    ids=["header", "data before an unknown field", "empty", "kind of a newer release"],
+)
+def test_parse_chunk_reads_every_form_of_a_message(message: bytes, expected: object) -> None:
+    assert parse_chunk(message) == expected
 
 
 @pytest.mark.parametrize(
@@ -75,26 +76,22 @@ def messages(
 ) -> Iterator[bytes]:
     for index, mini_batch in enumerate(mini_batches):
         encoded = encode_mini_batch(mini_batch)
-        yield header_of(encoded, step=step, index=index, num_mini_batches=len(mini_batches))
+        header = MiniBatchHeader(
+            step=step,
+            mini_batch=index,
+            num_mini_batches=len(mini_batches),
+            num_bytes=encoded.num_bytes,
+            content_hash=encoded.content_hash,
+        )
+        yield GetChunk(header=header).SerializeToString()
         for start in range(0, encoded.num_bytes, chunk_bytes):
             data = bytes(encoded.data[start : start + chunk_bytes])
             yield GetChunk(data=data).SerializeToString()
 
 
-def header_of(encoded: EncodedMiniBatch, *, step: int, index: int, num_mini_batches: int) -> bytes:
-    header = MiniBatchHeader(
-        step=step,
-        mini_batch=index,
-        num_mini_batches=num_mini_batches,
-        num_bytes=encoded.num_bytes,
-        content_hash=encoded.content_hash,
-    )
-    return GetChunk(header=header).SerializeToString()
-
-
 def read(sent: list[bytes], *, step: int = 1) -> list[MiniBatch]:
     arrivals = read_step(sent, step=step, admit=Arrival)
-    return [arrival.decode() for arrival in arrivals if isinstance(arrival, Arrival)]
+    return [arrival.decode() for arrival in arrivals]
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 1 << 20])
@@ -104,13 +101,8 @@ def test_step_round_trips_for_any_chunk_size(chunk_bytes: int) -> None:
     received = read(list(messages(sent, chunk_bytes=chunk_bytes)))
 
     testkit.assert_same(received, sent)
-
-
-def test_columns_are_aligned_to_8_bytes() -> None:
-    [received] = read(list(messages([testkit.mini_batch("abCD")], chunk_bytes=7)))
-
-    assert received.rows.input_ids.values.ctypes.data % 8 == 0
-    assert received.rows.row_id.ctypes.data % 8 == 0
+    for column in (received[0].rows.input_ids.values, received[0].rows.row_id):
+        assert column.ctypes.data % 8 == 0
 
 
 @given(position=st.integers(0, 99), fault=st.sampled_from(["cut", "lost", "twice"]))
@@ -151,12 +143,12 @@ def test_read_step_refuses_another_step() -> None:
         read(sent, step=1)
 
 
-def test_skipped_mini_batch_is_counted_and_dropped() -> None:
-    sent = list(messages([testkit.mini_batch("abC")] * 2))
+def test_arrival_without_a_buffer_counts_its_bytes() -> None:
+    sent = list(messages([testkit.mini_batch("abC")] * 2, chunk_bytes=100))
 
-    def admit(header: MiniBatchHeader) -> Skipped:
-        return Arrival(header) if header.mini_batch == 1 else Skipped(header)
+    def admit(header: MiniBatchHeader) -> Arrival:
+        return Arrival(header, keeps=header.mini_batch == 1)
 
-    kinds = [type(arrival) for arrival in read_step(sent, step=1, admit=admit)]
+    arrivals = list(read_step(sent, step=1, admit=admit))
 
-    assert kinds == [Skipped, Arrival]
+    assert [(each.keeps, each.is_complete) for each in arrivals] == [(False, True), (True, True)]

@@ -19,42 +19,40 @@ ONE_NODE = {
 TWO_NODES = {**ONE_NODE, "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "job-7"}
 
 
-def test_process_without_torchrun_is_a_single_rank() -> None:
-    assert find_launch(environment={}) == (0, 1, "")
+def session_of(environment: dict[str, str], **changes: str) -> str:
+    return find_launch(environment={**environment, **changes}).session
 
 
-def test_rank_and_world_size_come_from_torchrun() -> None:
-    launch = find_launch(environment=ONE_NODE)
+@pytest.mark.parametrize(
+    ("arguments", "environment", "expected"),
+    [
+        ((), {}, (0, 1, "")),
+        ((0, 1), TWO_NODES, (0, 1, "")),
+        ((3, 8, "start-2"), ONE_NODE, (3, 8, "start-2")),
+        ((None, None, "own"), ONE_NODE, (1, 2, "own")),
+    ],
+)
+def test_arguments_replace_the_environment_of_torchrun(
+    arguments: Any, environment: Any, expected: Any
+) -> None:
+    assert find_launch(*arguments, environment=environment) == expected
 
-    assert (launch.dp_rank, launch.dp_world_size) == (1, 2)
-    assert launch.session.startswith("torchrun-")
 
+def test_ranks_of_one_start_on_one_node_share_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = session_of(ONE_NODE)
 
-def test_ranks_of_one_start_share_a_session() -> None:
-    first = find_launch(environment={**ONE_NODE, "RANK": "0"}).session
-    restart = find_launch(environment={**ONE_NODE, "TORCHELASTIC_RESTART_COUNT": "1"}).session
-
-    assert find_launch(environment=ONE_NODE).session == first
-    assert restart != first
-
-
-def test_another_launcher_process_has_another_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = find_launch(environment=ONE_NODE).session
-    monkeypatch.setattr("os.getppid", lambda: 1)
-
-    assert find_launch(environment=ONE_NODE).session != first
+    assert first.startswith("torchrun-")
+    assert session_of(ONE_NODE, RANK="0") == first
+    assert session_of(ONE_NODE, TORCHELASTIC_RESTART_COUNT="1") != first
+    monkeypatch.setattr("os.getppid", lambda: 1)  # another launcher
+    assert session_of(ONE_NODE) != first
 
 
 def test_session_of_several_nodes_comes_from_the_run_id() -> None:
-    first = find_launch(environment=TWO_NODES).session
+    first = session_of(TWO_NODES)
 
-    assert find_launch(environment={**TWO_NODES, "RANK": "3"}).session == first
-    assert find_launch(environment={**TWO_NODES, "TORCHELASTIC_RUN_ID": "job-8"}).session != first
-
-
-def test_arguments_replace_the_environment() -> None:
-    assert find_launch(0, 1, environment=TWO_NODES) == (0, 1, "")
-    assert find_launch(3, 8, "start-2", environment=ONE_NODE) == (3, 8, "start-2")
+    assert session_of(TWO_NODES, RANK="3") == first
+    assert session_of(TWO_NODES, TORCHELASTIC_RUN_ID="job-8") != first
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import testkit
 from testkit.shares import budgeted_passes, rank_share
+from turnstream.batching.config.values import Aggregation
 from turnstream.batching.layouts.outputs import ResponseValues, join_by_row_id
 from turnstream.batching.layouts.sft import (
     bin_sequences,
@@ -35,14 +36,10 @@ from turnstream.worker.losses import (
 from turnstream.worker.tensors import RowTensors, to_torch
 
 VOCAB_SIZE = 128
-MODES = [
-    "token_mean",
-    "seq_mean_token_sum",
-    "seq_mean_token_mean",
-    "constant",
-    "rollout_mean",
-    "prompt_mean",
-]
+MODES = get_args(Aggregation)
+
+Result = tuple[Tensor, list[ResponseValues]]
+"""The loss of a share, and the log-probabilities of its responses."""
 
 Score = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(ids, positions, may_attend) -> logits; the mask is (..., T, T), set where a token is seen."""
@@ -105,7 +102,7 @@ def loss_of(current: Tensor, part: RowTensors, advantages: Tensor, *, mode: Any)
     return aggregate(loss, part, mode=mode, denominators=denominators.denominators)
 
 
-def left_loss(share: MiniBatch, score: Score, *, mode: Any) -> tuple[Tensor, list[ResponseValues]]:
+def left_loss(share: MiniBatch, score: Score, *, mode: Any) -> Result:
     # One column more than the longest row, so that something stands before a whole response.
     wide = replace(share, info=replace(share.info, width=share.info.width + 1))
     total, values = torch.zeros(()), list[ResponseValues]()
@@ -123,7 +120,7 @@ def left_loss(share: MiniBatch, score: Score, *, mode: Any) -> tuple[Tensor, lis
     return total, values
 
 
-def right_loss(share: MiniBatch, score: Score, *, mode: Any) -> tuple[Tensor, list[ResponseValues]]:
+def right_loss(share: MiniBatch, score: Score, *, mode: Any) -> Result:
     total, values = torch.zeros(()), list[ResponseValues]()
     for part in right_padded_to_torch(share).micro_batches():
         positions_BT = torch.arange(part.input_ids_BT.shape[1]).expand_as(part.input_ids_BT)
@@ -134,9 +131,7 @@ def right_loss(share: MiniBatch, score: Score, *, mode: Any) -> tuple[Tensor, li
     return total, values
 
 
-def packed_loss(
-    share: MiniBatch, score: Score, *, mode: Any, alignment: int = 1
-) -> tuple[Tensor, list[ResponseValues]]:
+def packed_loss(share: MiniBatch, score: Score, *, mode: Any, alignment: int = 1) -> Result:
     total, values = torch.zeros(()), list[ResponseValues]()
     for part in packed_to_torch(share, alignment=alignment):
         rows_N = part.row_of
@@ -148,9 +143,7 @@ def packed_loss(
     return total, values
 
 
-def jagged_loss(
-    share: MiniBatch, score: Score, *, mode: Any
-) -> tuple[Tensor, list[ResponseValues]]:
+def jagged_loss(share: MiniBatch, score: Score, *, mode: Any) -> Result:
     part = jagged_to_torch(share)
     rows_N = torch.arange(len(part.row_id_B)).repeat_interleave(part.offsets.diff())
     seen_NN = (rows_N[:, None] == rows_N) & torch.ones(len(rows_N), len(rows_N)).tril().bool()
@@ -160,9 +153,7 @@ def jagged_loss(
     return total, [part.response_values(current_M)]
 
 
-def packed_by_8(
-    share: MiniBatch, score: Score, *, mode: Any
-) -> tuple[Tensor, list[ResponseValues]]:
+def packed_by_8(share: MiniBatch, score: Score, *, mode: Any) -> Result:
     return packed_loss(share, score, mode=mode, alignment=8)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -14,6 +15,7 @@ from google.protobuf.message import Message
 
 from turnstream.errors import (
     BatcherUnavailableError,
+    ConflictError,
     InvalidConfigError,
     NotReadyError,
     RejectedError,
@@ -32,7 +34,7 @@ from turnstream.worker._reasons import (
     not_acknowledged,
     of_failure,
 )
-from turnstream.worker._replicas import NO_ANSWER, Replicas, check_alive, open_channel
+from turnstream.worker._replicas import NO_ANSWER, Replicas
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +47,11 @@ LEAST_ATTEMPT_S = 1.0
 RANK_DELAY_S = 0.25
 """Longest pause of a rank that waits for the other ranks of its step."""
 
+MAX_STEPS = 1000
+"""Acknowledged steps in memory. A store loses some seconds, and a step takes milliseconds."""
+
 Reply = TypeVar("Reply", bound=Message)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +89,7 @@ def error_of(error: grpc.RpcError) -> TurnstreamError:
 
 
 class BatcherCalls:
-    """The calls of one share to the batcher; every call is safe to repeat.
-
-    A call without an answer is repeated to the next replica.
+    """The calls of one share to the batcher. One without an answer goes to the next replica.
 
     Args:
         target: gRPC address of a batcher, "host:port"; several replicas with commas.
@@ -104,11 +108,10 @@ class BatcherCalls:
         self._session_epoch = 0
         self._session = ""
         self._closed = threading.Event()
+        # (step, manifest hash) of each acknowledged step; replaced and never changed: another
+        # thread reads it.
+        self._steps: tuple[tuple[int, str], ...] = ()
         self._replicas = Replicas(target)
-        self._get_lock = threading.Lock()
-        self._get_address = self._asked_address = self._replicas.current
-        self._get_channel = open_channel(self._get_address)
-        self._is_alive = False
 
     def start(self, *, recovery_token: str, session: str) -> wire.StartReply:
         """Begin a session, or resume it; later calls carry its epoch and its run id."""
@@ -119,7 +122,8 @@ class BatcherCalls:
             session=checked_setting(session, field="session"),
         )
         what = "the beginning of a trainer session"
-        reply = self._repeat("Start", request, wire.StartReply, what=what)
+        with self._closed_after_an_error():
+            reply = self._repeat("Start", request, wire.StartReply, what=what)
         self._session_epoch, self._session = reply.session_epoch, session
         self._keep_to(reply.run)
         return reply
@@ -127,15 +131,10 @@ class BatcherCalls:
     def get(
         self, step: int, *, wait_s: float, previous_hash: str = "", manifest_hash: str = ""
     ) -> Iterator[bytes]:
-        """Return the raw messages of a step; read them to their end.
+        """Return the raw messages of a step; read them to their end. A full queue may pause them.
 
         `previous_hash` is the manifest of the step before, and `manifest_hash` that of the
-        mini-batches of this step so far; the batcher refuses others. The call has no deadline: a
-        full queue may pause it.
-
-        Raises:
-            RejectedError: this was closed.
-            grpc.RpcError: a new replica does not answer.
+        mini-batches of this step so far; the batcher refuses others.
         """
         request = wire.GetRequest(
             **self._identity(),
@@ -147,51 +146,16 @@ class BatcherCalls:
             previous_hash=previous_hash,
             manifest_hash=manifest_hash,
         )
-        channel = self._connected_get_channel()
-        with self._get_lock:
-            self._raise_if_closed()
-            # Raw bytes out: turnstream.worker._frames strips the framing without a copy.
-            call = channel.unary_stream(
-                _path("Get"), request_serializer=wire.GetRequest.SerializeToString
-            )
-            return cast("Iterator[bytes]", call(request))
+        return self._replicas.get(_path("Get"), request)
 
-    def hang_up(self) -> None:
-        """End the present Get from another thread. The next one opens a new channel.
+    def end_get(self) -> None:
+        """End the present Get from another thread."""
+        self._replicas.end_get()
 
-        Only a closed channel ends a call for certain and closes its connection.
-        """
-        with self._get_lock:
-            self._open_get_channel()
-
-    def leave_if_silent(self, error: TurnstreamError) -> None:
+    def end_failed_get(self, error: TurnstreamError) -> None:
         """Send the next Get to another replica, unless the last one ended with an answer."""
         if not is_answer(error):
-            self._is_alive = False
-            self._replicas.leave(self._asked_address)
-
-    def _connected_get_channel(self) -> grpc.Channel:
-        """Return the channel for the next Get, to a replica that has answered."""
-        with self._get_lock:
-            self._raise_if_closed()
-            if self._get_address != self._replicas.current:
-                self._open_get_channel()
-            self._asked_address, channel = self._get_address, self._get_channel
-        if not self._is_alive:
-            check_alive(channel)
-            self._is_alive = True
-        return channel
-
-    def _open_get_channel(self) -> None:
-        self._get_channel.close()
-        if not self._closed.is_set():
-            self._get_address = self._replicas.current
-            self._get_channel = open_channel(self._get_address)
-            self._is_alive = False
-
-    def _raise_if_closed(self) -> None:
-        if self._closed.is_set():
-            raise RejectedError("the stream was closed")
+            self._replicas.end_get(skips=True)
 
     def observe(self, *, first_step: int, expiry_s: float) -> wire.ObserveReply:
         """Register the observer of this share, or resume it."""
@@ -202,9 +166,18 @@ class BatcherCalls:
             expiry_s=expiry_s,
         )
         what = f"the beginning of observer {self.share.observer}"
-        reply = self._repeat("Observe", request, wire.ObserveReply, what=what)
+        with self._closed_after_an_error():
+            reply = self._repeat("Observe", request, wire.ObserveReply, what=what)
         self._keep_to(reply.run)
         return reply
+
+    @contextlib.contextmanager
+    def _closed_after_an_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _keep_to(self, run: str) -> None:
         """Use this run id in all later calls, also if the name belongs to another run by then."""
@@ -224,11 +197,13 @@ class BatcherCalls:
         request = wire.ObservedRequest(run=self.share.run, observer=self.share.observer, step=step)
         self._repeat("Observed", request, wire.ObservedReply, what=f"step {step} as seen")
 
-    def stepped(self, step: int, *, manifest_hash: str, timeout_s: float | None = None) -> str:
-        """Acknowledge a step and return the recovery token as text.
+    def stepped(self, step: int, *, manifest_hash: str) -> str:
+        """Acknowledge the next step and return its recovery token as text."""
+        token = self._after_lost_steps(lambda: self._stepped(step, manifest_hash))
+        self._steps = (*self._steps, (step, manifest_hash))[-MAX_STEPS:]
+        return token
 
-        The longest wait is `timeout_s`, or the timeout of the connection.
-        """
+    def _stepped(self, step: int, manifest_hash: str, *, timeout_s: float | None = None) -> str:
         request = wire.SteppedRequest(
             **self._identity(),
             step=step,
@@ -252,7 +227,37 @@ class BatcherCalls:
             dp_rank=self.share.dp_rank if self.for_one_rank else None,
         )
         what = f"the checkpoint {recovery_token}"
-        self._repeat("Committed", request, wire.CommittedReply, what=what)
+        self._after_lost_steps(
+            lambda: self._repeat("Committed", request, wire.CommittedReply, what=what)
+        )
+
+    def _after_lost_steps(self, call: Callable[[], Result]) -> Result:
+        """Return the result of a call; after a ConflictError, acknowledge again and call again.
+
+        A restarted store may have lost the steps of its last second.
+        """
+        try:
+            return call()
+        except ConflictError:
+            if not self._steps:
+                raise
+            self.repeat_stepped()
+        return call()
+
+    def repeat_stepped(self, *, timeout_s: float | None = None) -> None:
+        """Acknowledge the newest step again, and first the steps before it that the store lost.
+
+        An acknowledgement that the store still has changes nothing. `timeout_s` limits each call.
+        """
+        lost: list[tuple[int, str]] = []
+        for step, manifest_hash in reversed(self._steps):
+            try:
+                self._stepped(step, manifest_hash, timeout_s=timeout_s)
+                break
+            except ConflictError:
+                lost.append((step, manifest_hash))
+        for step, manifest_hash in reversed(lost):
+            self._stepped(step, manifest_hash, timeout_s=timeout_s)
 
     def announce_version(self, version: int, *, step: int, weights_uri: str) -> None:
         """Announce new weights."""
@@ -267,9 +272,8 @@ class BatcherCalls:
 
     def close(self) -> None:
         """Close all connections; calls in flight end as cancelled."""
-        self._closed.set()
-        self.hang_up()
         self._replicas.close()
+        self._closed.set()
 
     def _repeat(
         self,
@@ -307,7 +311,7 @@ class BatcherCalls:
             if is_answer(error):
                 answered_s = now_s
             else:
-                self._replicas.leave(address)
+                self._replicas.skip(address)
             if found is None or attempt_s >= LEAST_ATTEMPT_S or not is_silence(error):
                 found = error
             num_failures += 1
@@ -321,7 +325,6 @@ class BatcherCalls:
             if warnings.is_due(now_s - began_s):
                 _logger.warning("%s is not acknowledged by %s: %s", what, self.target, found)
             self._closed.wait(delay_s)
-            self._raise_if_closed()
 
 
 def retry_delay_s(error: TurnstreamError, *, num_failures: int) -> float | None:

@@ -51,62 +51,49 @@ def _read_varint(message: bytes, start: int) -> tuple[int, int]:
     return len(message) + 1, 0
 
 
-class Skipped:
-    """A mini-batch that was received before: its bytes are counted and dropped."""
+class Arrival:
+    """A mini-batch in transfer; its bytes are copied into a buffer.
 
-    def __init__(self, header: MiniBatchHeader) -> None:
+    Those of a mini-batch that was received before are only counted (`keeps` is False).
+    """
+
+    def __init__(self, header: MiniBatchHeader, *, keeps: bool = True) -> None:
         self.header = header
+        self.keeps = keeps
         self._num_filled = 0
+        # Arrow's allocator aligns to 64 bytes, as columns need it, and reuses its pages.
+        self._view = memoryview(pa.allocate_buffer(header.num_bytes if keeps else 0)).cast("B")
 
     @property
     def is_complete(self) -> bool:
         """Whether every promised byte has arrived."""
         return self._num_filled == self.header.num_bytes
 
-    def add(self, chunk: memoryview) -> int:
-        """Count the next bytes and return their position; refuse more bytes than promised."""
+    def add(self, chunk: memoryview) -> None:
+        """Take the next bytes; refuse more bytes than promised."""
         start, self._num_filled = self._num_filled, self._num_filled + len(chunk)
         if self._num_filled > self.header.num_bytes:
             raise CorruptRecordError(
                 f"mini-batch {self.header.mini_batch} of step {self.header.step} has more than "
                 f"the {self.header.num_bytes} bytes of its header"
             )
-        return start
-
-
-class Arrival(Skipped):
-    """A mini-batch in transfer: a buffer of the promised size, filled chunk by chunk."""
-
-    def __init__(self, header: MiniBatchHeader) -> None:
-        super().__init__(header)
-        # Arrow's allocator aligns to 64 bytes, as columns need it, and reuses its pages.
-        self._view = memoryview(pa.allocate_buffer(header.num_bytes)).cast("B")
-
-    def add(self, chunk: memoryview) -> int:
-        """Copy the next bytes into the buffer and return their position."""
-        start = super().add(chunk)
-        self._view[start : start + len(chunk)] = chunk
-        return start
+        if self.keeps:
+            self._view[start : self._num_filled] = chunk
 
     def decode(self) -> MiniBatch:
-        """Return the mini-batch; its arrays are views of the buffer.
-
-        Raises:
-            CorruptRecordError: the content has another hash than the header.
-            UnknownFormatError: another release wrote it.
-        """
+        """Return the mini-batch, as views of the buffer; another hash is a CorruptRecordError."""
         return decode_mini_batch(self._view.toreadonly(), expected_hash=self.header.content_hash)
 
 
 def read_step(
-    messages: Iterable[bytes], *, step: int, admit: Callable[[MiniBatchHeader], Skipped]
-) -> Iterator[Skipped]:
+    messages: Iterable[bytes], *, step: int, admit: Callable[[MiniBatchHeader], Arrival]
+) -> Iterator[Arrival]:
     """Yield the mini-batches of one Get, in order, each after its last byte has arrived.
 
     `admit` is called with every header, and returns the receiver of its bytes. Messages that
     contradict each other, or end before the last byte, are a CorruptRecordError.
     """
-    arrival: Skipped | None = None
+    arrival: Arrival | None = None
     num_complete, num_expected = 0, None
     for message in messages:
         chunk = parse_chunk(message)

@@ -32,10 +32,9 @@ from turnstream.store.client.backoff import pause_after
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types import MiniBatchInfo
 from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
-from turnstream.worker._acknowledged import AcknowledgedSteps
 from turnstream.worker._calls import BatcherCalls, error_of, retry_delay_s
-from turnstream.worker._frames import Arrival, Skipped, read_step
-from turnstream.worker._queue import ByteQueue, ClosedError, QueueSize
+from turnstream.worker._frames import Arrival, read_step
+from turnstream.worker._queue import ByteQueue, ClosedError
 from turnstream.worker._reasons import batcher_silent, no_batch, of_failure
 from turnstream.worker.mini_batch import PulledMiniBatch
 
@@ -47,9 +46,6 @@ FIRST_WAIT_S = 1.0
 
 REPEAT_STEPS_S = 5.0
 """Longest wait for each repeated acknowledgement."""
-
-STALL_GRACE_S = 10.0
-"""A batcher that is silent for longer than the requested wait plus this is unavailable."""
 
 SILENT_S = 1.0
 """After the requested wait plus this, the last reason of the batcher is outdated."""
@@ -68,14 +64,11 @@ class _Progress:
     """Progress of the prefetching thread, which alone writes it.
 
     Attributes:
-        step: present step.
         hashes: content hashes of the queued mini-batches of `step`.
-        manifest_hash: manifest of the newest of them.
-        previous_hash: manifest of the step before.
+        manifest_hash, previous_hash: manifest of the newest of them, and of the step before.
         num_failures: calls in a row without data, for the back-off.
         num_bad_in_a_row: transfers in a row that failed, by damage or an internal error.
-        waiting_for: the batcher's reason for having no data yet; "" if it has sent data.
-        reasons: the same, for programs.
+        waiting_for, reasons: why the batcher has no data yet; empty if it has sent data.
         failure: failure of the last call, while it is retried.
         answered_s: time of the batcher's last message, or of the start.
     """
@@ -111,28 +104,20 @@ class Prefetcher:
         max_bytes: int,
         timeout_s: float,
         row_weights: RowWeights,
-        steps: AcknowledgedSteps,
     ) -> None:
         """Start the thread; `timeout_s` is the longest wait of `take`.
 
-        Rows with other weights than `row_weights` are refused. The `steps` are acknowledged again
-        while no batch comes, in case the store has lost them.
+        Rows with other weights than `row_weights` are refused.
         """
         self.progress = _Progress(first_step)
-        self.max_bytes = max_bytes
+        self.queue: ByteQueue[PulledMiniBatch] = ByteQueue(max_bytes=max_bytes)
         self._calls = calls
         self._timeout_s = timeout_s
         self._row_weights: RowWeights = row_weights
-        self._steps = steps
         # The deadline of `take` is after several answers, so that its error has the reason.
         self._wait_s = min(LONG_POLL_S, timeout_s / 4)
-        self._queue: ByteQueue[PulledMiniBatch] = ByteQueue(max_bytes=max_bytes)
-        self._num_reserved = 0
         self._closed = threading.Event()
-        self._has_stalled = False
-        self._takes_since_s = 0.0
         self._warnings = WaitWarnings()
-        self._reading_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="turnstream-prefetch", daemon=True)
         self._thread.start()
 
@@ -144,20 +129,23 @@ class Prefetcher:
             BatcherUnavailableError: no batcher answered for `timeout_s`.
             TurnstreamError: the final error of the thread: EndOfRunError, FencedError, ...
         """
-        self._takes_since_s = time.monotonic()
-        try:
-            return self._queue.take(timeout_s=self._timeout_s, watch=self._watch)
-        except TimeoutError:
-            raise self._missing(self._timeout_s) from self.progress.failure
-
-    def queue_size(self) -> QueueSize:
-        """Return the size of the queue."""
-        return self._queue.size()
+        began_s = time.monotonic()
+        while True:
+            waited_s = time.monotonic() - began_s
+            if self._warnings.is_due(waited_s):
+                logger.warning("%s", self._missing(waited_s))
+            pause_s = self._warnings.pause_s(waited_s) or 0.0
+            remaining_s = max(0.0, self._timeout_s - waited_s)
+            try:
+                return self.queue.take(timeout_s=min(pause_s, remaining_s))
+            except TimeoutError:
+                if remaining_s <= pause_s:
+                    raise self._timed_out() from self.progress.failure
 
     def close(self) -> None:
         """End the pending call, the connection and the thread."""
         self._closed.set()
-        self._queue.close()
+        self.queue.close()
         self._calls.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -178,22 +166,12 @@ class Prefetcher:
             return BatcherUnavailableError(message, [wanted, why, *progress.reasons])
         return NotReadyError(f"{waited}: {progress.waiting_for}", [wanted, *progress.reasons])
 
-    def _watch(self) -> float:
-        """Warn of a long wait, end a silent call; return the seconds until the next check."""
-        waited_s = time.monotonic() - self._takes_since_s
-        if self._warnings.is_due(waited_s):
-            logger.warning("%s", self._missing(waited_s))
-        return min(self._end_if_silent(), self._warnings.pause_s(waited_s) or 0.0)
-
-    def _end_if_silent(self) -> float:
-        limit_s = self._wait_s + STALL_GRACE_S
-        since_s = self._reading_since_s
-        silent_s = 0.0 if since_s is None else time.monotonic() - since_s
-        if silent_s < limit_s:
-            return limit_s - silent_s
-        self._has_stalled = True
-        self._calls.hang_up()
-        return limit_s
+    def _timed_out(self) -> TurnstreamError:
+        """Return the error of a wait that ended; end a silent Get, which is then repeated."""
+        error = self._missing(self._timeout_s)
+        if time.monotonic() - self.progress.answered_s > self._wait_s + SILENT_S:
+            self._calls.end_get()
+        return error
 
     # ----------------------------------------------------------------------------------
     # the prefetching thread
@@ -205,7 +183,7 @@ class Prefetcher:
         except ClosedError:
             pass
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            self._queue.fail(error, drops=isinstance(error, _ENDS_OF_SESSION))
+            self.queue.fail(error, drops=isinstance(error, _ENDS_OF_SESSION))
 
     def _pull(self) -> None:
         """Run one Get, then advance or recover."""
@@ -213,7 +191,9 @@ class Prefetcher:
         try:
             self._read_step()
         except grpc.RpcError as rpc_error:
-            self._recover(self._error_of(rpc_error), started_s=started_s)
+            if self._closed.is_set():
+                raise ClosedError from rpc_error
+            self._recover(error_of(rpc_error), started_s=started_s)
         except TurnstreamError as error:
             self._recover(error, started_s=started_s)
         else:
@@ -222,57 +202,46 @@ class Prefetcher:
             self.progress.previous_hash = self.progress.manifest_hash
 
     def _read_step(self) -> None:
-        self._has_stalled = False
         progress = self.progress
         # After a failure the wait is short: a restarted store may have lost acknowledgements.
         longest_s = self._wait_s if progress.failure is None else FIRST_WAIT_S
-        messages = self._timed(
-            self._calls.get(
-                progress.step,
-                wait_s=min(longest_s, self._wait_s),
-                previous_hash=progress.previous_hash,
-                manifest_hash=progress.manifest_hash if progress.hashes else "",
-            )
+        messages = self._calls.get(
+            progress.step,
+            wait_s=min(longest_s, self._wait_s),
+            previous_hash=progress.previous_hash,
+            manifest_hash=progress.manifest_hash if progress.hashes else "",
         )
         try:
-            for arrival in read_step(messages, step=self.progress.step, admit=self._admit):
-                if isinstance(arrival, Arrival):
+            received = self._timed(messages)
+            for arrival in read_step(received, step=progress.step, admit=self._admit):
+                if arrival.keeps:
                     self._enqueue(arrival)
         finally:
             with contextlib.suppress(grpc.RpcError):
                 for _ in messages:  # an unread call would hold its connection open
                     pass
-            self._queue.release(self._num_reserved)
-            self._num_reserved = 0
+            self.queue.release()
 
     def _timed(self, messages: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield the same messages, and record for `_watch` when each wait began."""
-        while True:
-            self._reading_since_s = time.monotonic()
-            try:
-                message = next(messages, None)
-            finally:
-                self._reading_since_s = None
+        """Yield the same messages, and record when each came."""
+        for message in messages:
             self.progress.answered_s = time.monotonic()
-            if message is None:
-                return
             yield message
 
-    def _admit(self, header: MiniBatchHeader) -> Skipped:
-        """Return a buffer once the queue has capacity; a counter for one that was queued before.
+    def _admit(self, header: MiniBatchHeader) -> Arrival:
+        """Return a buffer once the queue has capacity; none for one that was queued before.
 
         A queued mini-batch whose content has changed is a ConflictError.
         """
         hashes = self.progress.hashes
         if header.mini_batch >= len(hashes):
-            self._queue.reserve(header.num_bytes)
-            self._num_reserved = header.num_bytes
+            self.queue.reserve(header.num_bytes)
             return Arrival(header)
         if header.content_hash != hashes[header.mini_batch]:
             raise ConflictError(
                 f"mini-batch {header.mini_batch} of step {header.step} changed after it was used"
             )
-        return Skipped(header)
+        return Arrival(header, keeps=False)
 
     def _enqueue(self, arrival: Arrival) -> None:
         """Check a complete mini-batch and queue it."""
@@ -291,7 +260,6 @@ class Prefetcher:
             content_hash=header.content_hash,
             num_bytes=header.num_bytes,
         )
-        self._num_reserved = 0
         progress = self.progress
         progress.hashes.append(header.content_hash)
         progress.manifest_hash = info.manifest_hash
@@ -299,7 +267,7 @@ class Prefetcher:
         progress.num_bytes += header.num_bytes
         progress.num_failures = progress.num_bad_in_a_row = 0
         progress.waiting_for, progress.reasons, progress.failure = "", (), None
-        self._queue.put(pulled, num_bytes=header.num_bytes)
+        self.queue.put(pulled)
 
     def _check_identity(self, info: MiniBatchInfo) -> None:
         share = self._calls.share
@@ -311,19 +279,10 @@ class Prefetcher:
                 f"(run, step, mini-batch, dp_rank, dp_world_size) {came} came instead of {asked}"
             )
 
-    def _error_of(self, rpc_error: grpc.RpcError) -> TurnstreamError:
-        if self._closed.is_set():
-            raise ClosedError from rpc_error
-        if self._has_stalled:
-            stalled = BatcherUnavailableError(f"{self._calls.target} was silent for too long")
-            stalled.__cause__ = rpc_error
-            return stalled
-        return error_of(rpc_error)
-
     def _recover(self, error: TurnstreamError, *, started_s: float) -> None:
         """Wait until the same Get may succeed; raise `error` if it never can."""
         progress = self.progress
-        self._calls.leave_if_silent(error)
+        self._calls.end_failed_get(error)
         if isinstance(error, NotReadyError):
             progress.answered_s = time.monotonic()
             has_waited = time.monotonic() - started_s >= self._wait_s / 2
@@ -350,7 +309,7 @@ class Prefetcher:
     def _repeat_steps(self) -> None:
         """Acknowledge steps again: the store may wait for one that it has lost."""
         try:
-            self._steps.repeat(timeout_s=REPEAT_STEPS_S)
+            self._calls.repeat_stepped(timeout_s=REPEAT_STEPS_S)
         except UnavailableError:  # the next Get gets the same error
             pass
         except RejectedError as refusal:

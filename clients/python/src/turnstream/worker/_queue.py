@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
@@ -15,83 +13,76 @@ class ClosedError(Exception):
     """The queue was closed before or during a wait."""
 
 
-class QueueSize(NamedTuple):
-    """Number of complete items, and bytes with those reserved for the next one."""
-
-    num_items: int
-    num_bytes: int
-
-
 class ByteQueue(Generic[Item]):
-    """First in, first out. One side reserves bytes and then puts; the other side takes.
+    """First in, first out. One thread reserves bytes and then puts; another thread takes.
 
     An item larger than the bound enters an empty queue; otherwise it could never enter.
+
+    Attributes:
+        num_bytes: of the items and of the reservation.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
         self._items: deque[tuple[Item, int]] = deque()
-        self._num_bytes = 0
+        self._num_reserved = 0
         self._failure: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
 
-    def reserve(self, num_bytes: int) -> None:
-        """Wait until the queue has capacity for `num_bytes` more; ClosedError once it is closed."""
-        with self._changed:
-            while not self._closed and self._num_bytes + num_bytes > self._max_bytes:
-                if self._num_bytes == 0:
-                    break
-                self._changed.wait()
-            self._raise_if_closed()
-            self._num_bytes += num_bytes
+    def __len__(self) -> int:
+        return len(self._items)
 
-    def release(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
+        """Wait for the capacity of the next item; ClosedError once the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_capacity(num_bytes))
+            self._raise_if_closed()
+            self._num_reserved = num_bytes
+            self.num_bytes += num_bytes
+
+    def release(self) -> None:
         """Return an unused reservation."""
         with self._changed:
-            self._num_bytes -= num_bytes
-            self._changed.notify_all()
+            self.num_bytes -= self._num_reserved
+            self._num_reserved = 0
 
-    def put(self, item: Item, *, num_bytes: int) -> None:
-        """Add an item whose bytes were reserved."""
+    def put(self, item: Item) -> None:
+        """Add the item whose bytes were reserved."""
         with self._changed:
-            self._items.append((item, num_bytes))
+            self._items.append((item, self._num_reserved))
+            self._num_reserved = 0
             self._changed.notify_all()
 
     def fail(self, error: BaseException, *, drops: bool) -> None:
-        """Raise the error from `take` after the remaining items; `drops` drops these items."""
+        """Raise this in every `take`, after the present items or in place of them (`drops`)."""
         with self._changed:
             self._failure = error
             if drops:
-                self._num_bytes -= sum(num_bytes for _, num_bytes in self._items)
+                self.num_bytes -= sum(num_bytes for _, num_bytes in self._items)
                 self._items.clear()
             self._changed.notify_all()
 
-    def take(self, *, timeout_s: float, watch: Callable[[], float]) -> Item:
+    def take(self, *, timeout_s: float) -> Item:
         """Return the oldest item; wait for it at most `timeout_s`.
-
-        `watch` is called before every wait, and returns the seconds until it must run again.
 
         Raises:
             TimeoutError: no item came.
             ClosedError: the queue was closed.
             BaseException: the error given to `fail`.
         """
-        deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            while not self._items:
-                self._raise_if_closed()
-                if self._failure is not None:
-                    raise self._failure
-                remaining_s = deadline_s - time.monotonic()
-                if remaining_s <= 0:
-                    raise TimeoutError
-                self._changed.wait(max(0.0, min(remaining_s, watch())))
+            self._changed.wait_for(
+                lambda: self._items or self._closed or self._failure, timeout=timeout_s
+            )
             self._raise_if_closed()
-            item, num_bytes = self._items.popleft()
-            self._num_bytes -= num_bytes
-            self._changed.notify_all()
-            return item
+            if self._items:
+                item, num_bytes = self._items.popleft()
+                self.num_bytes -= num_bytes
+                self._changed.notify_all()
+                return item
+            raise self._failure or TimeoutError
 
     def close(self) -> None:
         """Drop all items and wake every waiting thread."""
@@ -100,10 +91,8 @@ class ByteQueue(Generic[Item]):
             self._items.clear()
             self._changed.notify_all()
 
-    def size(self) -> QueueSize:
-        """Return the present size."""
-        with self._changed:
-            return QueueSize(len(self._items), self._num_bytes)
+    def _has_capacity(self, num_bytes: int) -> bool:
+        return self.num_bytes == 0 or self.num_bytes + num_bytes <= self.max_bytes
 
     def _raise_if_closed(self) -> None:
         if self._closed:

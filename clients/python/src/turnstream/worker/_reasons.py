@@ -1,4 +1,4 @@
-"""Why a wait on a batcher brought nothing, in the same words as a generator's. No I/O, no clock."""
+"""Reasons of a wait for a batcher, in the words of a generator's. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 def no_batch(run: str, step: int, *, waited_s: float) -> WaitReason:
-    """A mini-batch of a step was waited for."""
+    """Return the reason of a wait for a mini-batch."""
     return WaitReason(
         WaitKind.NO_BATCH,
         f"step {step} of run {run} was waited for {waited_s:.0f} s",
@@ -29,7 +29,7 @@ def no_batch(run: str, step: int, *, waited_s: float) -> WaitReason:
 
 
 def not_acknowledged(what: str, *, waited_s: float) -> WaitReason:
-    """A call of the trainer was not answered."""
+    """Return the reason of a call without an answer."""
     return WaitReason(
         WaitKind.NOT_ACKNOWLEDGED,
         f"{what} is not acknowledged after {waited_s:.1f} s",
@@ -38,7 +38,7 @@ def not_acknowledged(what: str, *, waited_s: float) -> WaitReason:
 
 
 def batcher_silent(target: str, *, since_s: float) -> WaitReason:
-    """A batcher was asked, and says nothing."""
+    """Return the reason of a batcher that sends nothing."""
     return WaitReason(
         WaitKind.BATCHER_SILENT,
         f"the batcher at {target} was asked {since_s:.1f} s ago, and has not answered",
@@ -52,18 +52,15 @@ def is_answer(error: TurnstreamError) -> bool:
 
 
 def is_silence(error: TurnstreamError) -> bool:
-    """Whether a failed call has ended on this side."""
+    """Return whether a failed call has ended on this side."""
     cause = error.__cause__
     return isinstance(cause, grpc.RpcError) and cast("grpc.Call", cause).code() in _SILENT
 
 
 def of_failure(error: TurnstreamError, *, target: str, since_s: float) -> list[WaitReason]:
-    """Why a call failed that may be made again: as the batcher said, or why it said nothing.
+    """Return why a call failed: the reasons of the batcher, or why it sent none.
 
-    Args:
-        error: with which the call ended.
-        target: address of the batcher.
-        since_s: seconds since the last answer, or the first call.
+    `since_s` are the seconds since the last answer of `target`, or the first call.
     """
     if isinstance(error, UnavailableError) and error.reasons:
         return list(error.reasons)
@@ -79,7 +76,7 @@ def of_failure(error: TurnstreamError, *, target: str, since_s: float) -> list[W
 
 
 def ended(error: TurnstreamError, reasons: Iterable[WaitReason]) -> TurnstreamError:
-    """The same error, with the reasons of the wait that it ended."""
+    """Return the same error, with the reasons of the wait that it ended."""
     if not isinstance(error, UnavailableError):
         return error
     return type(error)(error.message, reasons)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterator
 from typing import Final, cast
 
 import grpc
 from grpc.experimental import ChannelOptions
 
 from turnstream.errors import InvalidConfigError, RejectedError
+from turnstream.wire.v1.batches_pb2 import GetRequest
 
 KEEPALIVE_EVERY_S = 2.0
 """Interval of pings during a call. The answer to a ping needs no store and no Python, so a replica
@@ -32,7 +34,7 @@ NO_ANSWER = (
 _CHANNEL_OPTIONS = (
     # Without it, a stream that begins while its server stops can hang without end, beyond its
     # deadline and `cancel`. With it, a cancelled stream keeps its connection open: see
-    # `BatcherCalls.hang_up`.
+    # `Replicas.end_get`.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
     # A new channel must not reuse the connection of a silent one.
     ("grpc.use_local_subchannel_pool", 1),
@@ -84,26 +86,28 @@ def open_channel(address: str) -> grpc.Channel:
     return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
-def check_alive(channel: grpc.Channel) -> None:
-    """Connect, and return once the replica has answered; raise grpc.RpcError after ALIVE_WITHIN_S.
-
-    A stream must not be the first call of a channel: if its attempt to connect fails, the socket
-    stays open, also after the channel is closed.
-    """
+def _wait_for_answer(call: grpc.Future) -> None:
+    """Return once the replica has answered, with an error or not; else raise grpc.RpcError."""
     try:
-        channel.unary_unary(_HEALTH_CHECK)(b"", timeout=ALIVE_WITHIN_S)
+        call.result()
     except grpc.RpcError as error:
         if cast("grpc.Call", error).code() in NO_ANSWER:
             raise
 
 
 class Replicas:
-    """The replica to call, and the next one if it does not answer. Thread-safe."""
+    """The replica to call, and the next one if it does not answer. Thread-safe.
+
+    Short calls share one channel for each address. Gets have a channel of their own.
+    """
 
     def __init__(self, target: str) -> None:
         self._addresses = addresses_of(target)
         self._index = 0
         self._channels: dict[str, grpc.Channel] = {}
+        self._get_channel: grpc.Channel | None = None
+        self._get_address = ""
+        self._is_alive = False  # whether the replica has answered on the channel for Gets
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -112,8 +116,8 @@ class Replicas:
         """Address of the replica to call."""
         return self._addresses[self._index]
 
-    def leave(self, address: str) -> None:
-        """Change to the next replica, unless another thread has left this one already."""
+    def skip(self, address: str) -> None:
+        """Change to the next replica, unless another thread has skipped this one already."""
         with self._lock:
             if self.current == address:
                 self._index = (self._index + 1) % len(self._addresses)
@@ -121,15 +125,64 @@ class Replicas:
     def channel(self, address: str) -> grpc.Channel:
         """Return the channel of an address for short calls, shared by all threads."""
         with self._lock:
-            if self._is_closed:
-                raise RejectedError("the stream was closed")
+            self._raise_if_closed()
             if address not in self._channels:
                 self._channels[address] = open_channel(address)
             return self._channels[address]
+
+    def get(self, path: str, request: GetRequest) -> Iterator[bytes]:
+        """Return the raw messages of a Get at a replica that has answered; one thread calls it.
+
+        Raises:
+            RejectedError: this was closed.
+            grpc.RpcError: a new replica does not answer.
+        """
+        while True:
+            with self._lock:
+                self._raise_if_closed()
+                channel = self._current_get_channel()
+                if self._is_alive:
+                    call = channel.unary_stream(
+                        path, request_serializer=GetRequest.SerializeToString
+                    )
+                    return cast("Iterator[bytes]", call(request))
+                # A stream must not be the first call of a channel: if its attempt to connect
+                # fails, the socket stays open, also after the channel is closed.
+                check = channel.unary_unary(_HEALTH_CHECK).future(b"", timeout=ALIVE_WITHIN_S)
+            _wait_for_answer(check)
+            with self._lock:
+                self._is_alive = channel is self._get_channel
+
+    def end_get(self, *, skips: bool = False) -> None:
+        """End the present Get, also from another thread; `skips` the replica in the next one.
+
+        Only a closed channel ends a call for certain and closes its connection.
+        """
+        with self._lock:
+            self._close_get()
+        if skips:
+            self.skip(self._get_address)
 
     def close(self) -> None:
         """Close all channels. Their calls end as cancelled."""
         with self._lock:
             self._is_closed = True
+            self._close_get()
             for channel in self._channels.values():
                 channel.close()
+
+    def _current_get_channel(self) -> grpc.Channel:
+        if self._get_channel is None or self._get_address != self.current:
+            self._close_get()
+            self._get_address = self.current
+            self._get_channel = open_channel(self._get_address)
+        return self._get_channel
+
+    def _close_get(self) -> None:
+        if self._get_channel is not None:
+            self._get_channel.close()
+        self._get_channel, self._is_alive = None, False
+
+    def _raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise RejectedError("the stream was closed")

@@ -35,8 +35,7 @@ def find_launch(
 ) -> Launch:
     """Return the arguments, with torchrun's environment (RANK, WORLD_SIZE) in place of None.
 
-    A session name must be the same on all ranks and new at each start. On one node it is made of
-    the launcher's process and TORCHELASTIC_RESTART_COUNT. On several nodes it is made of
+    On one node the session name is made of the launcher's process. On several nodes it is made of
     TORCHELASTIC_RUN_ID, which must then be new at each start: `torchrun --rdzv-id`.
 
     Raises:

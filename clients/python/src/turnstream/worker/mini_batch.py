@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from turnstream.optional import from_extra
-from turnstream.types import MiniBatch
+from turnstream.types import MiniBatch, MiniBatchInfo
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,11 @@ class PulledMiniBatch(MiniBatch):
 
     content_hash: str
     num_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the real rows."""
+        return int(self.rows.input_ids.lengths[~self.rows.is_padding].sum())
 
     @property
     def is_last(self) -> bool:
@@ -68,3 +74,23 @@ class PulledMiniBatch(MiniBatch):
             from turnstream.worker.layouts import jagged_to_torch
 
         return jagged_to_torch(self, device=device)
+
+
+def step_totals(infos: Sequence[MiniBatchInfo], num_tokens: Sequence[int]) -> dict[str, float]:
+    """Return the totals of the mini-batches of a step, by the names of `Step.metrics`.
+
+    Args:
+        infos: of the mini-batches.
+        num_tokens: tokens of the real rows of each, on this rank.
+    """
+    total = sum(num_tokens)
+    positions = sum(info.width * info.num_real_rows for info in infos)
+    turn_tokens = sum(i.merge_ratio * n for i, n in zip(infos, num_tokens, strict=True))
+    return {
+        "padding_share": 1 - total / positions if positions else 0.0,
+        "merge_ratio": turn_tokens / total if total else 1.0,
+        "num_rows": sum(info.num_real_rows for info in infos),
+        "num_groups": sum(info.denominators.num_groups for info in infos),
+        "num_trained_tokens": sum(info.denominators.num_tokens for info in infos),
+        "num_tokens": total,
+    }

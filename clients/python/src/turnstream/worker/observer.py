@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 
 from turnstream.errors import InvalidConfigError
-from turnstream.records.configs import decode_config
 from turnstream.worker._calls import BatcherCalls, Share
 from turnstream.worker.stream import GIB, MiniBatches
 
@@ -31,19 +30,15 @@ class ObserverStream(MiniBatches):
 
     An observer changes neither planning nor versions nor the ledger. Payload that it has not seen
     is kept until it calls `seen`. It expires after `expiry_s` without a call, or with one batch;
-    waiting for a batch is no silence. The time is the run's: it advances while a batcher leads the
-    run, independent of clock settings.
+    waiting for a batch is no silence. The time advances while a batcher leads the run.
 
     A new observer with the name of an expired one starts after the last stepped step. The steps it
-    missed are logged as a warning, and are in `missed` until it has seen a batch. `first_step` asks
-    for those that are still retained. The run remembers 256 expired names.
+    missed are logged as a warning. `first_step` asks for those that are still retained.
 
     Iteration raises the errors of `BatchStream`, and:
         ObserverExpiredError: it was silent for longer than `expiry_s`.
 
     Attributes:
-        config: settings of the run.
-        lineage: the history of the run at the start of the stream.
         missed: steps that it does not get, because it expired before it had seen them.
     """
 
@@ -64,8 +59,7 @@ class ObserverStream(MiniBatches):
 
         Args:
             target: gRPC address of a batcher, "host:port"; several replicas with commas.
-            run: name of the run. The observer stays with the run that has the name now, also if
-                another run has the name later.
+            run: name of the run that has this name now.
             observer: its name, the same after a restart.
             dp_rank: position of this process among those that share the observer's batches.
             dp_world_size: number of such positions; independent of the trainer's.
@@ -86,20 +80,8 @@ class ObserverStream(MiniBatches):
         if not expiry_s >= LEAST_EXPIRY_S:
             raise InvalidConfigError("expiry_s", f"{expiry_s} is not at least {LEAST_EXPIRY_S} s")
         calls = BatcherCalls(target, share=share, timeout_s=timeout_s)
-        try:
-            reply = calls.observe(first_step=first_step or 0, expiry_s=expiry_s)
-            config = decode_config(reply.config_json)
-        except BaseException:
-            calls.close()
-            raise
-        super().__init__(
-            calls,
-            first_step=reply.next_step,
-            config=config,
-            lineage=reply.lineage,
-            max_prefetch_bytes=max_prefetch_bytes,
-            timeout_s=timeout_s,
-        )
+        reply = calls.observe(first_step=first_step or 0, expiry_s=expiry_s)
+        super().__init__(calls, reply, max_prefetch_bytes=max_prefetch_bytes, timeout_s=timeout_s)
         self.missed = range(reply.first_missed or reply.next_step, reply.next_step)
         if self.missed:
             logger.warning(

@@ -16,21 +16,21 @@ from typing import Self
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RejectedError
-from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.types import MiniBatchInfo
+from turnstream.worker.mini_batch import PulledMiniBatch, step_totals
 from turnstream.worker.stream import BatchStream, StreamStatistics
 
 
 class Batches:
-    """The steps of a run, in order; an iterator and a context manager.
-
-    Made by `Run.batches`. Iteration ends when the run is closed and its last step is done. It
-    raises the errors of `BatchStream`.
+    """The steps of a run, in order, as made by `Run.batches`; it raises what `BatchStream` does.
 
     Every rank iterates, and calls `done()` and `commit()` of every step; no barrier is needed.
+
+    Args:
+        stream: with `every_rank`; closed with this.
     """
 
     def __init__(self, stream: BatchStream) -> None:
-        """Take over a stream with `every_rank`."""
         self._stream = stream
         self._step: Step | None = None
 
@@ -92,10 +92,8 @@ class Step:
         self.num_mini_batches = first.info.num_mini_batches
         self._stream = stream
         self._waited_s = waited_s
-        self._num_positions = self._num_tokens = self._num_rows = 0
-        self._num_groups = self._num_trained = 0
-        self._merge = 0.0
-        self._versions: list[int] = []
+        self._infos: list[MiniBatchInfo] = []
+        self._num_tokens: list[int] = []
         self._mini_batches = self._pull(first)
         self._is_pulled = False
         self._state = ""
@@ -106,25 +104,13 @@ class Step:
     def _pull(self, first: PulledMiniBatch) -> Iterator[PulledMiniBatch]:
         mini_batch = first
         while True:
-            self._count(mini_batch)
+            self._infos.append(mini_batch.info)
+            self._num_tokens.append(mini_batch.num_tokens)
             self._is_pulled = mini_batch.is_last
             yield mini_batch
             if self._is_pulled:
                 return
             mini_batch = next(self._stream)
-
-    def _count(self, mini_batch: PulledMiniBatch) -> None:
-        """Add a mini-batch to the metrics."""
-        info, rows = mini_batch.info, mini_batch.rows
-        num_tokens = int(rows.input_ids.lengths[~rows.is_padding].sum())
-        self._num_positions += info.width * info.num_real_rows
-        self._num_tokens += num_tokens
-        self._merge += info.merge_ratio * num_tokens
-        self._num_rows += info.num_real_rows
-        self._num_groups += info.denominators.num_groups
-        self._num_trained += info.denominators.num_tokens
-        if info.oldest_version is not None:
-            self._versions.append(info.oldest_version)
 
     @property
     def is_done(self) -> bool:
@@ -145,28 +131,18 @@ class Step:
             padding_share: 0 to 1.
             wait_s: seconds without data.
         """
-        num_tokens, num_positions = self._num_tokens, self._num_positions
-        found: dict[str, float] = {
-            "padding_share": 1 - num_tokens / num_positions if num_positions else 0.0,
-            "merge_ratio": self._merge / num_tokens if num_tokens else 1.0,
-            "num_rows": self._num_rows,
-            "num_groups": self._num_groups,
-            "num_trained_tokens": self._num_trained,
-            "num_tokens": num_tokens,
-            "wait_s": self._stream.statistics().wait_s - self._waited_s,
-        }
-        if self._versions and self._stream.newest_version >= 0:
-            found["staleness"] = self._stream.newest_version - min(self._versions)
+        found = step_totals(self._infos, self._num_tokens)
+        found["wait_s"] = self._stream.statistics().wait_s - self._waited_s
+        oldest = [i.oldest_version for i in self._infos if i.oldest_version is not None]
+        if oldest and self._stream.newest_version >= 0:
+            found["staleness"] = self._stream.newest_version - min(oldest)
         return found
 
     def done(self) -> str:
-        """Acknowledge that this rank's optimizer has taken the last update of the step.
+        """Acknowledge the step and return the state for the checkpoint of these weights.
 
-        Returns once all ranks have called it; the batcher then counts the step as trained. The
-        same call again returns the same.
-
-        Returns:
-            The state for the checkpoint that holds these weights, the same on all ranks.
+        Returns once all ranks have called it; all get the same. The same call again returns the
+        same.
 
         Raises:
             RejectedError: the step has mini-batches that were not iterated over.
@@ -183,8 +159,7 @@ class Step:
     def commit(self) -> None:
         """Acknowledge that this rank's part of the checkpoint is on disk, with its `done` state.
 
-        It counts once all ranks have called it; each call returns at once. The batcher then
-        deletes payload that no retained checkpoint needs.
+        It counts once all ranks have called it; each call returns at once.
 
         Raises:
             RejectedError: the step is not done.

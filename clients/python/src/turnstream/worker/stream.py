@@ -1,18 +1,16 @@
 """An iterator of the mini-batches of a run, and the acknowledgements of a trainer.
 
-In a training loop::
-
-    with BatchStream("localhost:7600", "my-run", recovery_token=checkpoint.get("token")) as stream:
-        for mini_batch in stream:
-            tensors = mini_batch.to_torch(device)
-            for part in tensors.micro_batches():
-                loss = my_loss(model, part, tensors.denominators)
-                loss.backward()
-            optimizer.step()
-            if mini_batch.is_last:
-                token = stream.stepped()
-                if save(model, token=str(token)):
-                    stream.committed(token)
+with BatchStream("localhost:7600", "my-run", recovery_token=checkpoint.get("token")) as stream:
+for mini_batch in stream:
+tensors = mini_batch.to_torch(device)
+for part in tensors.micro_batches():
+loss = my_loss(model, part, tensors.denominators)
+loss.backward()
+optimizer.step()
+if mini_batch.is_last:
+token = stream.stepped()
+if save(model, token=str(token)):
+stream.committed(token)
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from turnstream.batching.config import BatchingConfig
 from turnstream.errors import (
     EndOfRunError,
     InvalidConfigError,
@@ -35,7 +32,7 @@ from turnstream.errors import (
 )
 from turnstream.records.configs import decode_config
 from turnstream.types import MiniBatchInfo, RecoveryToken
-from turnstream.worker._acknowledged import AcknowledgedSteps
+from turnstream.wire.v1.batches_pb2 import ObserveReply, StartReply
 from turnstream.worker._calls import BatcherCalls, Share
 from turnstream.worker._prefetch import Prefetcher
 from turnstream.worker._queue import ClosedError
@@ -71,41 +68,38 @@ class StreamStatistics:
 
 
 class MiniBatches:
-    """Mini-batches of a run in order; an iterator and a context manager.
+    """Mini-batches of a run, in order; an iterator and a context manager.
 
-    Args:
-        calls: the connection; closed with this.
-        first_step: the first step to yield.
+    Attributes:
         config: settings of the run.
         lineage: the history of the run at the start of the stream.
-        max_prefetch_bytes: bound of the prefetched bytes.
-        timeout_s: longest wait for a mini-batch.
     """
 
     def __init__(
         self,
         calls: BatcherCalls,
+        first: StartReply | ObserveReply,
         *,
-        first_step: int,
-        config: BatchingConfig,
-        lineage: str,
         max_prefetch_bytes: int,
         timeout_s: float,
     ) -> None:
-        self.config = config
-        self.lineage = lineage
+        """Start to pull after the first reply; `calls` are closed with this."""
+        try:
+            self.config = decode_config(first.config_json)
+        except BaseException:
+            calls.close()
+            raise
+        self.lineage = first.lineage
         self._calls = calls
-        self._steps = AcknowledgedSteps(calls)
-        self._last_acknowledged = first_step - 1
+        self._last_acknowledged = first.next_step - 1
         self._finished: MiniBatchInfo | None = None
         self._wait_s = 0.0
         self._prefetcher = Prefetcher(
             calls,
-            first_step=first_step,
+            first_step=first.next_step,
             max_bytes=max_prefetch_bytes,
             timeout_s=timeout_s,
-            row_weights=config.row_weights,
-            steps=self._steps,
+            row_weights=self.config.row_weights,
         )
         # A stream that is collected without `close` must end its thread.
         self._close = weakref.finalize(self, self._prefetcher.close)
@@ -133,14 +127,14 @@ class MiniBatches:
         self.close()
 
     def statistics(self) -> StreamStatistics:
-        """Return numbers of the received and the queued mini-batches."""
-        progress, size = self._prefetcher.progress, self._prefetcher.queue_size()
+        """Return the present numbers."""
+        progress, queue = self._prefetcher.progress, self._prefetcher.queue
         return StreamStatistics(
             num_mini_batches=progress.num_mini_batches,
             num_bytes=progress.num_bytes,
-            queued_mini_batches=size.num_items,
-            queued_bytes=size.num_bytes,
-            max_prefetch_bytes=self._prefetcher.max_bytes,
+            queued_mini_batches=len(queue),
+            queued_bytes=queue.num_bytes,
+            max_prefetch_bytes=queue.max_bytes,
             num_retries=progress.num_retries,
             num_damaged=progress.num_damaged,
             wait_s=self._wait_s,
@@ -178,9 +172,8 @@ class MiniBatches:
 class BatchStream(MiniBatches):
     """Mini-batches of a run in order, from the step after `recovery_token`.
 
-    One thread prefetches at most `max_prefetch_bytes`. Calls to an unavailable batcher are retried
-    with back-off. An interrupted or damaged transfer is fetched again, and no mini-batch is yielded
-    twice. Iteration ends when the run is closed and its last batch is stepped.
+    An interrupted or damaged transfer is fetched again, and no mini-batch is yielded twice.
+    Iteration ends when the run is closed and its last batch is stepped.
 
     Iteration raises:
         NotReadyError: no data for `timeout_s`; has the batcher's reason. Iterating again waits
@@ -194,8 +187,6 @@ class BatchStream(MiniBatches):
 
     Attributes:
         newest_version: the highest version announced so far; -1: none. Never use one twice.
-        config: settings of the run.
-        lineage: the history that this session continues.
     """
 
     def __init__(
@@ -215,13 +206,11 @@ class BatchStream(MiniBatches):
 
         Args:
             target: gRPC address of a batcher, "host:port"; several replicas with commas.
-            run: name of the run. The session stays with the run that has the name now, also if
-                another run has the name later.
+            run: name of the run that has this name now.
             dp_rank: data-parallel position of this process.
             dp_world_size: number of such positions.
             recovery_token: the token in the checkpoint; None starts from the beginning.
-            session: a new name that all ranks of this trainer share. Needed with several ranks;
-                a new session fences the one before.
+            session: a new name that all ranks of this trainer share; it fences the one before.
             timeout_s: longest wait for a mini-batch, or for an acknowledgement.
             max_prefetch_bytes: bound of the prefetched bytes.
             every_rank: whether every rank calls `stepped` and `committed`, without a barrier:
@@ -240,25 +229,13 @@ class BatchStream(MiniBatches):
                 "session", f"{dp_world_size} ranks need a name in common to be one trainer"
             )
         calls = BatcherCalls(target, share=share, timeout_s=timeout_s, for_one_rank=every_rank)
-        try:
-            reply = calls.start(
-                recovery_token="" if recovery_token is None else str(recovery_token),
-                session=session or uuid.uuid4().hex,
-            )
-            config = decode_config(reply.config_json)
-        except BaseException:
-            calls.close()
-            raise
+        reply = calls.start(
+            recovery_token="" if recovery_token is None else str(recovery_token),
+            session=session or uuid.uuid4().hex,
+        )
         self.newest_version: int = reply.newest_version
         self._newest_had = self._newest_committed = reply.next_step - 1
-        super().__init__(
-            calls,
-            first_step=reply.next_step,
-            config=config,
-            lineage=reply.lineage,
-            max_prefetch_bytes=max_prefetch_bytes,
-            timeout_s=timeout_s,
-        )
+        super().__init__(calls, reply, max_prefetch_bytes=max_prefetch_bytes, timeout_s=timeout_s)
 
     def __next__(self) -> PulledMiniBatch:
         with self._loss_of_run():
@@ -269,9 +246,9 @@ class BatchStream(MiniBatches):
     def stepped(self) -> RecoveryToken:
         """Acknowledge the batch whose last mini-batch was just yielded; return its recovery token.
 
-        Call it after the optimizer's last update of the batch, on dp_rank 0 after a barrier of all
-        ranks. With `every_rank`, call it on every rank; it returns once all ranks have called.
-        Keep the token in the checkpoint that holds these weights.
+        Call it on dp_rank 0 after a barrier of all ranks. With `every_rank`, call it on every rank;
+        it returns once all ranks have called. The token belongs into the checkpoint of these
+        weights.
 
         Raises:
             NotReadyError: the named rank has not called it within `timeout_s`.
@@ -282,7 +259,7 @@ class BatchStream(MiniBatches):
         """
         info = self._finished_batch("stepped")
         with self._loss_of_run():
-            token = self._steps.acknowledge(info.step, manifest_hash=info.manifest_hash)
+            token = self._calls.stepped(info.step, manifest_hash=info.manifest_hash)
         self._acknowledged(info)
         return RecoveryToken.parse(token)
 
@@ -296,17 +273,17 @@ class BatchStream(MiniBatches):
         """
         self._check_rank("committed")
         with self._loss_of_run():
-            self._steps.after_all_steps(lambda: self._calls.committed(str(token)))
+            self._calls.committed(str(token))
         step = RecoveryToken.parse(str(token)).step
         self._newest_committed = max(self._newest_committed, step)
 
     def announce_version(
         self, version: int, *, step: int | None = None, weights_uri: str = ""
     ) -> None:
-        """Announce weights named `version` that generators may load.
+        """Announce weights that generators may load.
 
         Args:
-            version: above `newest_version`.
+            version: name of the weights, above `newest_version`.
             step: the last step in these weights; None: the last stepped one.
             weights_uri: address of the weights; "" if they travel another way.
 

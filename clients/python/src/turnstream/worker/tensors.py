@@ -172,10 +172,7 @@ class LeftPaddedTensors(RowTensors):
         return self.loss_mask_BR.shape[1]
 
     def response_values(self, values_BR: Tensor) -> ResponseValues:
-        """Return the values of the response tokens of every real row, by row id, on the CPU.
-
-        `turnstream.batching.layouts.outputs.join_by_row_id` joins the parts of all passes.
-        """
+        """Return the values of the response tokens of every real row, by row id, on the CPU."""
         return response_values_left_padded(
             on_cpu(values_BR),
             row_ids=self.row_id_B.tolist(),

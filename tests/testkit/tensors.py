@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 
 from turnstream.types import Denominators
 from turnstream.worker.tensors import LeftPaddedTensors
-
-
-@pytest.fixture(scope="session")
-def build_tensors() -> Callable[..., LeftPaddedTensors]:
-    """The builder `tensors_of`."""
-    return tensors_of
 
 
 def tensors_of(
