@@ -30,7 +30,7 @@ class ObjectiveConfig:
     """The clipped policy gradient. The run's `aggregation` decides the average of token losses.
 
     Attributes:
-        clip_low, clip_high: the ratio current / behaviour is held in [1 - low, 1 + high].
+        clip_low, clip_high: the ratio current / behaviour is clipped to [1 - low, 1 + high].
         dual_clip: bound of the loss where the advantage is negative; 0 turns it off.
         temperature: sampling temperature of the generators, for log-probabilities.
     """

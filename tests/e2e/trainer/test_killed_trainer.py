@@ -53,7 +53,7 @@ def _trajectory(rng: np.random.Generator, *, sample: int) -> Trajectory:
 
 
 def dumped(folder: Path) -> dict[str, dict[str, np.ndarray]]:
-    """What a trainer saw, by the name of the mini-batch."""
+    """Return the rows that a trainer saw, by the name of the mini-batch."""
     files = {}
     for path in sorted(folder.glob("step-*.npz")):
         with np.load(path) as columns:

@@ -111,7 +111,7 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
     assert read_ledger(client, broken).by_state[TrajectoryState.COMMITTED] == 16
     lines = _metrics(tmp_path / "broken")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 3, 4]
-    # Version 5 names the weights of step 2 anew: 3 and 4 stay taken.
+    # Version 5 names the weights of step 2 again: 3 and 4 stay taken.
     assert [line["version"] for line in lines] == [1, 2, 3, 4, 6, 7]
     assert [line["loss"] for line in lines[2:4]] == [line["loss"] for line in lines[4:]]
     for expected, actual in zip(

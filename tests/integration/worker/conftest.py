@@ -146,8 +146,8 @@ class FakeBatcher:
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0 or not context.is_active():
                     reason = WaitReason("member_open", "sample 3", {"sample": 3})
-                    said = f"group g7 of step {request.step} is open"
-                    abort(context, NotReadyError(said, [reason]))
+                    message = f"group g7 of step {request.step} is open"
+                    abort(context, NotReadyError(message, [reason]))
                 self.changed.wait(remaining_s)
         for mini_batch in self.steps[request.step]:
             yield from self.encode(mini_batch, request)

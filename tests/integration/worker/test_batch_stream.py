@@ -224,7 +224,7 @@ def test_prefetch_is_bounded_in_bytes(batcher: Any) -> None:
 
     with open_stream(batcher, max_prefetch_bytes=2 * num_bytes + 10) as stream:
         testkit.wait_until(lambda: stream.statistics().queued_mini_batches == 2)
-        with pytest.raises(TimeoutError):  # the third one comes as fast, and has no room
+        with pytest.raises(TimeoutError):  # the third one comes as fast, and does not fit
             testkit.wait_until(lambda: stream.statistics().queued_bytes > 2 * num_bytes, 0.2)
         most = 0
         for step in range(1, 7):
@@ -252,15 +252,15 @@ def test_close_cancels_a_waiting_get(batcher: Any) -> None:
         next(stream)
 
 
-@pytest.mark.parametrize("leave", [BatchStream.close, lambda stream: None], ids=["close", "drop"])
-def test_closed_or_dropped_stream_leaves_no_thread_or_socket(batcher: Any, leave: Any) -> None:
+@pytest.mark.parametrize("end", [BatchStream.close, lambda stream: None], ids=["close", "drop"])
+def test_closed_or_dropped_stream_leaves_no_thread_or_socket(batcher: Any, end: Any) -> None:
     batcher.add_step(1, "abC")
     threads, sockets = client_threads(), open_sockets()
 
     for _ in range(3):
         stream = open_stream(batcher)
         next(stream)
-        leave(stream)
+        end(stream)
         del stream
         gc.collect()
 

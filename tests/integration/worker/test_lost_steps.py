@@ -135,10 +135,10 @@ def test_lost_run_error_names_the_progress_of_the_trainer(
             batcher.refusals = [RunNotFoundError("no run named 'run'")]
         arguments = {"committed": ("v1:main:3:cccccccc",), "announce_version": (9,)}
 
-        with pytest.raises(StoreBehindError, match=LOST_AT_3) as told:
+        with pytest.raises(StoreBehindError, match=LOST_AT_3) as caught:
             getattr(stream, call)(*arguments.get(call, ()))
 
-    assert isinstance(told.value.__cause__, RunNotFoundError)
+    assert isinstance(caught.value.__cause__, RunNotFoundError)
 
 
 def test_lost_run_error_names_the_checkpoint_of_a_resumed_trainer(batcher: Any, gone: Any) -> None:

@@ -124,11 +124,11 @@ def test_observer_ends_with_the_run_for_every_leftover(
         for _ in trainer:
             trainer.stepped()
         seen = [mini_batch.info.step for mini_batch in observer]
-        with pytest.raises(StopIteration) as told:
+        with pytest.raises(StopIteration) as caught:
             next(observer)
 
     assert seen == list(range(1, steps + 1))
-    assert isinstance(told.value.__context__, EndOfRunError)
+    assert isinstance(caught.value.__context__, EndOfRunError)
 
 
 def test_waiting_observer_does_not_expire(
@@ -190,8 +190,8 @@ def test_resumed_expired_observer_gets_the_missed_steps(
     with ObserverStream(target, run, "o") as again, ObserverStream(target, run, "new") as new:
         step = next(again).info.step
         again.seen()
-    with ObserverStream(target, run, "o") as told:
-        assert not told.missed
+    with ObserverStream(target, run, "o") as resumed:
+        assert not resumed.missed
 
     assert (again.missed, step, len(new.missed)) == (range(2, 4), 4, 0)
     warnings = [each.message for each in caplog.records if "misses" in each.message]

@@ -85,7 +85,7 @@ def test_a_wanted_token_without_a_prompt_is_refused(model_of: ModelOf) -> None:
 
 
 def _logprobs_by_all_logits(model: PreTrainedModel, text: str, *, temperature: float) -> Tensor:
-    """Of the capital letters, from the whole row's logits and without any padding."""
+    """Return those of the capital letters, from the whole row's logits and without any padding."""
     ids = torch.from_numpy(testkit.ids(text)).long()
     scores_TV = torch.log_softmax(model(input_ids=ids[None]).logits[0] / temperature, dim=-1)
     wanted = [position for position, letter in enumerate(text) if letter.isupper()]

@@ -19,7 +19,7 @@ from turnstream_server.trainer.loop import Trainer
 
 
 class StreamInMemory:
-    """Steps of two mini-batches each, and a record of what the trainer said, in order."""
+    """Steps of two mini-batches each, and a record of the calls of the trainer, in order."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class StreamInMemory:
     ) -> None:
         self.config = testkit.config(2)
         self.newest_version = newest_version
-        self.said: list[Any] = []
+        self.calls: list[Any] = []
         self.on_committed: Callable[[RecoveryToken], None] = lambda _: None
         self._build = build
         self.first_step = first_step
@@ -42,24 +42,24 @@ class StreamInMemory:
         for step in self._steps:
             self._step = step
             for index in range(2):
-                self.said.append(f"yield {step}.{index}")
+                self.calls.append(f"yield {step}.{index}")
                 yield self._build(step=step, mini_batch=index, num_mini_batches=2)
 
     def stepped(self) -> RecoveryToken:
         """Names the step that was yielded last."""
-        self.said.append(f"stepped {self._step}")
+        self.calls.append(f"stepped {self._step}")
         return RecoveryToken(lineage="main", step=self._step, chain_hash="ab")
 
     def committed(self, token: RecoveryToken) -> None:
         """Asks the test first."""
         self.on_committed(token)
-        self.said.append(f"committed {token.step}")
+        self.calls.append(f"committed {token.step}")
 
     def announce_version(self, version: int, *, step: int, weights_uri: str) -> None:
         """The weights must be there already."""
         assert Path(weights_uri.removeprefix("file://"), "model.safetensors").is_file()
         self.newest_version = version
-        self.said.append(f"version {version} after {step}")
+        self.calls.append(f"version {version} after {step}")
 
 
 def _config(folder: Path, **changes: Any) -> TrainerConfig:
@@ -71,21 +71,21 @@ def _config(folder: Path, **changes: Any) -> TrainerConfig:
 def _train(
     stream: StreamInMemory, folder: Path, *, engine: Engine | None = None, **changes: Any
 ) -> list[str]:
-    """Train to the end of the stream and return what the trainer said."""
+    """Train to the end of the stream and return the calls of the trainer."""
     config = _config(folder, **changes)
     checkpoints = Checkpoints(config.folder / "checkpoints", num_retained=2)
     batches = cast("Any", stream)
     trainer = Trainer(engine or make_engine(), batches, config=config, checkpoints=checkpoints)
     trainer.train(from_step=stream.first_step - 1)
-    return stream.said
+    return stream.calls
 
 
 def test_a_step_is_acknowledged_then_published_and_every_second_one_saved(tmp_path: Path) -> None:
     stream = StreamInMemory(last_step=3)
 
-    said = _train(stream, tmp_path)
+    calls = _train(stream, tmp_path)
 
-    assert said == [
+    assert calls == [
         "version 0 after 0",
         *("yield 1.0", "yield 1.1", "stepped 1", "version 1 after 1"),
         *("yield 2.0", "yield 2.1", "stepped 2", "version 2 after 2", "committed 2"),
@@ -98,13 +98,13 @@ def test_a_checkpoint_is_on_disk_before_it_is_committed(tmp_path: Path) -> None:
     stream = StreamInMemory(last_step=4)
     found: list[int] = []
 
-    def look(token: RecoveryToken) -> None:
+    def check(token: RecoveryToken) -> None:
         newest = Checkpoints(tmp_path / "checkpoints", num_retained=2).newest()
         assert newest is not None
         assert newest.token == token
         found.append(token.step)
 
-    stream.on_committed = look
+    stream.on_committed = check
     _train(stream, tmp_path)
 
     assert found == [2, 4]
@@ -114,10 +114,10 @@ def test_versions_continue_above_the_highest_announced_after_a_restart(tmp_path:
     # Versions 3 to 5 were made after step 2 by a trainer that died: their names stay taken.
     stream = StreamInMemory(first_step=3, last_step=3, newest_version=5)
 
-    said = _train(stream, tmp_path)
+    calls = _train(stream, tmp_path)
 
-    assert said[0] == "version 6 after 2"
-    assert "version 7 after 3" in said
+    assert calls[0] == "version 6 after 2"
+    assert "version 7 after 3" in calls
 
 
 def test_the_last_three_versions_stay_and_hold_the_weights_of_their_step(tmp_path: Path) -> None:
@@ -135,9 +135,9 @@ def test_the_last_three_versions_stay_and_hold_the_weights_of_their_step(tmp_pat
 def test_training_stops_after_the_step_it_was_told(tmp_path: Path) -> None:
     stream = StreamInMemory(last_step=9)
 
-    said = _train(stream, tmp_path, max_steps=3)
+    calls = _train(stream, tmp_path, max_steps=3)
 
-    assert said[-1] == "committed 3"
+    assert calls[-1] == "committed 3"
 
 
 def test_every_step_is_a_line_of_metrics_with_its_mini_batches(tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def test_a_line_of_metrics_has_the_figures_that_its_batch_came_with(tmp_path: Pa
     figures = sum_up([(testkit.sealed(tags={"env": "maze"}, metrics={"turns": 3.0}), 1.0)])
 
     def build(*, mini_batch: int, **info: Any) -> PulledMiniBatch:
-        said: dict[str, Any] = {"figures": figures} if mini_batch == 0 else {}
-        return make_mini_batch(mini_batch=mini_batch, **info, **said)
+        shipped: dict[str, Any] = {"figures": figures} if mini_batch == 0 else {}
+        return make_mini_batch(mini_batch=mini_batch, **info, **shipped)
 
     _train(StreamInMemory(build=build, last_step=1), tmp_path)
 

@@ -271,12 +271,12 @@ class Prefetcher:
 
     def _check_identity(self, info: MiniBatchInfo) -> None:
         share = self._calls.share
-        came = (info.run, info.step, info.mini_batch, info.dp_rank, info.dp_world_size)
+        found = (info.run, info.step, info.mini_batch, info.dp_rank, info.dp_world_size)
         index = len(self.progress.hashes)
-        asked = (share.run, self.progress.step, index, share.dp_rank, share.dp_world_size)
-        if came != asked:
+        wanted = (share.run, self.progress.step, index, share.dp_rank, share.dp_world_size)
+        if found != wanted:
             raise CorruptRecordError(
-                f"(run, step, mini-batch, dp_rank, dp_world_size) {came} came instead of {asked}"
+                f"(run, step, mini-batch, dp_rank, dp_world_size) {found} came instead of {wanted}"
             )
 
     def _recover(self, error: TurnstreamError, *, started_s: float) -> None:

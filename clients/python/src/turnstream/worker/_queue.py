@@ -19,7 +19,7 @@ class ByteQueue(Generic[Item]):
     An item larger than the bound enters an empty queue; otherwise it could never enter.
 
     Attributes:
-        num_bytes: of the items and of the reservation.
+        num_bytes: bytes of the items and of the reservation.
     """
 
     def __init__(self, *, max_bytes: int) -> None:

@@ -138,7 +138,7 @@ def ppo_clip(
 
     PPO (arXiv:1707.06347, eq. 7). `clip_high` above `clip_low` is "clip higher" (DAPO).
 
-    The ratio is held between 1 - `clip_low` and 1 + `clip_high`. `dual_clip` bounds the loss by
+    The ratio is clipped to [1 - clip_low, 1 + clip_high]. `dual_clip` bounds the loss by
     -dual_clip * A where A < 0 (arXiv:1912.09729; 3 is usual): a token of bad outcome with an
     extreme ratio has no gradient.
     """
@@ -239,8 +239,8 @@ def _clipped_loss(
 ) -> Tensor:
     """Return -min(ratio * A, clip(ratio) * A), bounded where A < 0 if `dual_clip` is given."""
     advantages_BR = _masked(advantages_BR, mask_BR=mask_BR)
-    held_BR = ratio_BR.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss_BR = torch.maximum(-ratio_BR * advantages_BR, -held_BR * advantages_BR)
+    clipped_BR = ratio_BR.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss_BR = torch.maximum(-ratio_BR * advantages_BR, -clipped_BR * advantages_BR)
     if dual_clip is not None:
         bounded_BR = torch.minimum(loss_BR, -dual_clip * advantages_BR)
         loss_BR = torch.where(advantages_BR < 0, bounded_BR, loss_BR)

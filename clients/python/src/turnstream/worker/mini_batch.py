@@ -77,11 +77,9 @@ class PulledMiniBatch(MiniBatch):
 
 
 def step_totals(infos: Sequence[MiniBatchInfo], num_tokens: Sequence[int]) -> dict[str, float]:
-    """Return the totals of the mini-batches of a step, by the names of `Step.metrics`.
+    """Return the totals of a step by the names of `Step.metrics`.
 
-    Args:
-        infos: of the mini-batches.
-        num_tokens: tokens of the real rows of each, on this rank.
+    `num_tokens` are the tokens of the real rows of each mini-batch, on this rank.
     """
     total = sum(num_tokens)
     positions = sum(info.width * info.num_real_rows for info in infos)
