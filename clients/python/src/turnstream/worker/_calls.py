@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -51,6 +50,7 @@ MAX_STEPS = 1000
 """Acknowledged steps in memory. A store loses some seconds, and a step takes milliseconds."""
 
 Reply = TypeVar("Reply", bound=Message)
+First = TypeVar("First", wire.StartReply, wire.ObserveReply)
 Result = TypeVar("Result")
 
 
@@ -73,11 +73,7 @@ class Share:
 
 
 def error_of(error: grpc.RpcError) -> TurnstreamError:
-    """Return the Turnstream error of a failed call.
-
-    A deadline that passed on this side means a silent batcher, and not missing data: only the
-    batcher itself reports a NotReadyError.
-    """
+    """Return the Turnstream error of a failed call; only a batcher reports a NotReadyError."""
     call = cast("grpc.Call", error)
     code, details = call.code(), call.details() or ""
     if code in NO_ANSWER and not details.startswith("{"):
@@ -91,11 +87,7 @@ def error_of(error: grpc.RpcError) -> TurnstreamError:
 class BatcherCalls:
     """The calls of one share to the batcher. One without an answer goes to the next replica.
 
-    Args:
-        target: gRPC address of a batcher, "host:port"; several replicas with commas.
-        share: share of the calling rank.
-        timeout_s: longest wait for an answer.
-        for_one_rank: whether acknowledgements count for this rank alone, not for all ranks.
+    Acknowledgements count for this rank alone (`for_one_rank`), or for all ranks.
     """
 
     def __init__(
@@ -122,10 +114,8 @@ class BatcherCalls:
             session=checked_setting(session, field="session"),
         )
         what = "the beginning of a trainer session"
-        with self._closed_after_an_error():
-            reply = self._repeat("Start", request, wire.StartReply, what=what)
+        reply = self._begin("Start", request, wire.StartReply, what=what)
         self._session_epoch, self._session = reply.session_epoch, session
-        self._keep_to(reply.run)
         return reply
 
     def get(
@@ -166,23 +156,21 @@ class BatcherCalls:
             expiry_s=expiry_s,
         )
         what = f"the beginning of observer {self.share.observer}"
-        with self._closed_after_an_error():
-            reply = self._repeat("Observe", request, wire.ObserveReply, what=what)
-        self._keep_to(reply.run)
-        return reply
+        return self._begin("Observe", request, wire.ObserveReply, what=what)
 
-    @contextlib.contextmanager
-    def _closed_after_an_error(self) -> Iterator[None]:
+    def _begin(self, method: str, request: Message, first: type[First], *, what: str) -> First:
+        """Return the first reply; later calls name its run id, whose name may go to another run.
+
+        After an error this is closed.
+        """
         try:
-            yield
+            reply = self._repeat(method, request, first, what=what)
         except BaseException:
             self.close()
             raise
-
-    def _keep_to(self, run: str) -> None:
-        """Use this run id in all later calls, also if the name belongs to another run by then."""
-        if run:  # a batcher of an older release does not send it
-            self.share = replace(self.share, run=run)
+        if reply.run:  # a batcher of an older release does not send it
+            self.share = replace(self.share, run=reply.run)
+        return reply
 
     def _identity(self) -> dict[str, Any]:
         """Return the fields that the requests of a session have in common."""
@@ -285,10 +273,9 @@ class BatcherCalls:
         timeout_s: float | None = None,
         max_delay_s: float = LONGEST_PAUSE_S,
     ) -> Reply:
-        """Call until an answer or a refusal; raise the last error after `timeout_s`.
+        """Return the reply of the first call with one; raise the last error after `timeout_s`.
 
-        The error names the call and the reason. If the deadline ends the last attempt too soon,
-        the error is that of the attempt before it.
+        If the deadline ends the last attempt too soon, the error is that of the attempt before it.
         """
         began_s = answered_s = time.monotonic()
         deadline_s = began_s + (self._timeout_s if timeout_s is None else timeout_s)

@@ -122,13 +122,7 @@ class Prefetcher:
         self._thread.start()
 
     def take(self) -> PulledMiniBatch:
-        """Return the next mini-batch.
-
-        Raises:
-            NotReadyError: no data for `timeout_s`; it has the batcher's reason.
-            BatcherUnavailableError: no batcher answered for `timeout_s`.
-            TurnstreamError: the final error of the thread: EndOfRunError, FencedError, ...
-        """
+        """Return the next mini-batch; raise the reason of a missing one, or of the thread's end."""
         began_s = time.monotonic()
         while True:
             waited_s = time.monotonic() - began_s

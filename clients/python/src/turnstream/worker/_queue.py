@@ -65,13 +65,7 @@ class ByteQueue(Generic[Item]):
             self._changed.notify_all()
 
     def take(self, *, timeout_s: float) -> Item:
-        """Return the oldest item; wait for it at most `timeout_s`.
-
-        Raises:
-            TimeoutError: no item came.
-            ClosedError: the queue was closed.
-            BaseException: the error given to `fail`.
-        """
+        """Return the oldest item; raise the error of `fail`, or TimeoutError after `timeout_s`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._items or self._closed or self._failure, timeout=timeout_s

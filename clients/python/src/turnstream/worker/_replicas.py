@@ -131,12 +131,7 @@ class Replicas:
             return self._channels[address]
 
     def get(self, path: str, request: GetRequest) -> Iterator[bytes]:
-        """Return the raw messages of a Get at a replica that has answered; one thread calls it.
-
-        Raises:
-            RejectedError: this was closed.
-            grpc.RpcError: a new replica does not answer.
-        """
+        """Return the raw messages of a Get at a replica that has answered; for one thread."""
         while True:
             with self._lock:
                 self._raise_if_closed()
