@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.config.values import Aggregation
+from turnstream.batching.config.values import Aggregation, RowWeights
 from turnstream.batching.scoring.denominators import ShareCounts, num_trained, require_denominator
+from turnstream.batching.scoring.filters import row_weights
 from turnstream.types import Denominators, Rows
 
 
@@ -55,3 +57,28 @@ def row_scales(
     # Where all rows weigh nothing, so does their sum: nothing is divided, and nothing by 0.
     scales_B[live_B] = rows.weight[live_B] / (per_row_B[live_B] * (total or 1))
     return scales_B
+
+
+def loss(
+    share: Rows,
+    token_losses: Sequence[Sequence[float]],
+    aggregation: Aggregation,
+    of: Rows,
+    constant: int = 0,
+) -> float:
+    """Return this share's part of the loss of the mini-batch `of`."""
+    denominators = count_denominators([of], length_constant=constant)
+    scales = row_scales(share, denominators=denominators, aggregation=aggregation)
+    sums = [np.dot(m, own) for m, own in zip(share.loss_mask, token_losses, strict=True)]
+    return float(np.dot(scales, sums))
+
+
+def weighted(rows: Rows, kind: RowWeights) -> Rows:
+    """Return the rows as a run with this setting weighs them; inert ones weigh nothing."""
+    numbers = {name: index for index, name in enumerate(dict.fromkeys(rows.trajectory_id))}
+    weights = row_weights(
+        kind,
+        trajectory_B=np.array([numbers[name] for name in rows.trajectory_id], np.int64),
+        num_trained_B=np.array([int(own.sum()) for own in rows.loss_mask], np.int64),
+    )
+    return replace(rows, weight=weights)

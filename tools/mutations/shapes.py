@@ -26,7 +26,7 @@ SHAPES = (
         "layouts/slots.py",
         "np.multiply(mask.view(np.uint8), scalars.view(np.uint32), out=into.view(np.uint32))",
         "np.multiply(mask, scalars, out=into)",
-        ("test_left_padded", "test_layout_token_advantages"),
+        ("test_left_padded",),
     ),
     # ----------------------------------------------------------------------------------
     # right-padded
@@ -49,7 +49,7 @@ SHAPES = (
         "layouts/slots.py",
         "            masked_scalars(advantages, mask, advantages)\n",
         "",
-        ("test_layout_token_advantages",),
+        ("test_right_padded",),
     ),
     # ----------------------------------------------------------------------------------
     # left-padded
@@ -72,7 +72,7 @@ SHAPES = (
         "layouts/padded.py",
         "        masked_scalars(advantages_BR, mask_BR, advantages_BR)\n",
         "",
-        ("test_layout_token_advantages",),
+        ("test_left_padded",),
     ),
     # ----------------------------------------------------------------------------------
     # packed
@@ -139,7 +139,7 @@ SHAPES = (
         "layouts/jagged.py",
         "masked_scalars(flat(rows.advantages).values, mask_M, advantages_M)",
         "advantages_M[:] = flat(rows.advantages).values",
-        ("test_layout_token_advantages",),
+        ("test_jagged",),
     ),
     # ----------------------------------------------------------------------------------
     # outputs

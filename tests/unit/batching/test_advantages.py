@@ -187,32 +187,6 @@ def test_gigpo_compares_turns_that_began_in_the_same_state() -> None:
     assert found[1].tolist() == pytest.approx([-a - a, -a], abs=2e-6)
 
 
-def test_gigpo_discounts_the_return_of_a_turn() -> None:
-    found = gigpo(
-        np.array([1.0, 1.0]),
-        turn_rewards=[np.array([0.0, 0.0, 1.0]), np.array([1.0])],
-        anchors=[["s", "x", "y"], ["s"]],
-        gamma=0.5,
-        turn_weight=2.0,
-        divide_by_std=False,
-    )
-
-    # 0.25 against 1.0 from the same state: -/+ 0.375, twice; the episodes are equal.
-    assert [part.tolist() for part in found] == [[-0.75, 0.0, 0.0], [0.75]]
-
-
-def test_gigpo_of_one_trajectory_compares_its_own_turns_only() -> None:
-    found = gigpo(
-        np.array([1.0]),
-        turn_rewards=[np.array([0.0, 1.0])],
-        anchors=[["s", "s"]],
-        gamma=0.5,
-        divide_by_std=False,
-    )
-
-    assert found[0].tolist() == [-0.25, 0.25]
-
-
 def test_gigpo_refuses_anchors_that_do_not_match_the_turns() -> None:
     with pytest.raises(BatchingError, match="trajectory 0 has 1 anchors for 2 turns"):
         gigpo(np.array([1.0]), turn_rewards=[np.zeros(2)], anchors=[["s"]])

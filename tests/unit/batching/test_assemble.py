@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import assert_same, rows, spell, trajectory_plan, turn
+from testkit import assert_same, rows, spell, turn
+from testkit.planning import planned_rows
 from testkit.strategies import chains, trees
-from turnstream.batching.merge.merging import merge_turns, plan_sequences, store_turns
+from turnstream.batching.merge.merging import merge_turns, store_turns
 from turnstream.batching.merge.plan import GroupPlan, TrajectoryPlan
 from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows
 from turnstream.errors import CorruptRecordError
@@ -26,16 +27,7 @@ def planned(
 ) -> tuple[TrajectoryPlan, list[StoredTurn]]:
     """A trajectory of a plan, and the payload it names."""
     stored = [replace(own, payload_crc=10 + own.index) for own in store_turns(turns)]
-    sequences = plan_sequences([own.shape for own in stored], merge=True)
-    fields = {
-        "key": key,
-        "weights": (1.0,) * len(sequences),
-        "sequences": sequences,
-        "payload_crcs": tuple(own.payload_crc for own in stored),
-        **changes,
-    }
-    plan = replace(trajectory_plan(), **fields)
-    return plan, stored
+    return planned_rows(key, stored, **changes), stored
 
 
 def build(*episodes: Sequence[Turn], group_id: str = "g0") -> tuple[GroupPlan, Payload]:
@@ -181,33 +173,6 @@ def test_every_column_has_its_promised_type() -> None:
             assert (ours.values.dtype, ours.offsets.dtype) == (theirs.values.dtype, np.int32), name
         elif isinstance(ours, np.ndarray):
             assert ours.dtype == theirs.dtype, name
-
-
-def test_rows_without_logprobs_beside_others_have_nan_where_they_are_trained() -> None:
-    group, payload = build([turn("ab", "CdE", logprobs=-0.5)], [turn("ab", "CdE")])
-
-    logprobs = assemble_rows([group], payload, first_row_id=0).logprobs
-
-    assert logprobs is not None
-    np.testing.assert_array_equal(logprobs[0], np.array([-0.5, 0, -0.5], np.float32))
-    np.testing.assert_array_equal(logprobs[1], np.array([np.nan, 0, np.nan], np.float32))
-
-
-def test_version_runs_cover_the_response_with_minus_one_for_observed() -> None:
-    group, payload = build([turn("ab", "CD", version=3), turn("abcdef", "G", version=4)])
-
-    assembled = assemble_rows([group], payload, first_row_id=0)
-
-    assert assembled.run_versions[0].tolist() == [3, -1, 4]
-    assert assembled.run_counts[0].tolist() == [2, 2, 1]
-
-
-def test_case_16_token_rewards_of_all_merged_turns_are_kept() -> None:
-    group, payload = build([turn("ab", "CD", rewards=0.25), turn("abcdef", "G", rewards=1.0)])
-
-    assembled = assemble_rows([group], payload, first_row_id=0)
-
-    assert assembled.rewards[0].tolist() == [0, 0.25, 0, 0, 1]
 
 
 # --------------------------------------------------------------------------------------

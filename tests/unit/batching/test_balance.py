@@ -38,21 +38,6 @@ def test_balances_the_golden_vector_with_equal_counts(
     assert as_weights(parts, weights) == expected
 
 
-def test_auto_takes_karmarkar_karp_where_it_is_better() -> None:
-    weights = [8, 7, 6, 5, 4]
-
-    assert largest_part(balance(weights, num_parts=2), weights) == 16
-
-
-def test_auto_takes_the_greedy_method_where_it_is_better() -> None:
-    weights = [10, 7, 2, 19, 3, 7]
-
-    differenced = balance(weights, num_parts=2, method="karmarkar_karp", equal_count=True)
-    best = balance(weights, num_parts=2, equal_count=True)
-
-    assert (largest_part(differenced, weights), largest_part(best, weights)) == (28, 24)
-
-
 def test_refuses_equal_counts_that_do_not_divide() -> None:
     with pytest.raises(BatchingError, match="5 items do not divide into 2"):
         balance([1] * 5, num_parts=2, equal_count=True)
@@ -92,19 +77,6 @@ def test_auto_is_never_worse_than_either_method(drawn: tuple[list[int], int]) ->
 
     for method in ("longest_first", "karmarkar_karp"):
         assert best <= largest_part(balance(weights, num_parts=num_parts, method=method), weights)
-
-
-@given(weights_and_parts)
-def test_the_greedy_method_is_within_one_item_of_an_even_split(
-    drawn: tuple[list[int], int],
-) -> None:
-    # Graham (1966): whoever gives each item to the lightest part is at most this far from even.
-    weights, num_parts = drawn
-    bound = sum(weights) / num_parts + (1 - 1 / num_parts) * max(weights, default=0)
-
-    parts = balance(weights, num_parts=num_parts, method="longest_first")
-
-    assert largest_part(parts, weights) <= bound + 1e-9
 
 
 def slow_longest_first(weights: list[int], num_parts: int, room: int) -> Parts:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -8,31 +7,21 @@ import numpy as np
 import pytest
 
 from testkit import config, rows
-from testkit.denominators import count_denominators, row_scales
+from testkit.denominators import (
+    count_denominators,
+    loss,
+    row_scales,
+    weighted,
+)
 from testkit.shares import rank_share
 from turnstream.batching.config.values import Aggregation, RowWeights
 from turnstream.batching.rows.assemble import take_rows
 from turnstream.batching.scoring.denominators import ShareCounts, check_share, num_trained
-from turnstream.batching.scoring.filters import row_weights
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import Denominators, Ragged, Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
-
-
-def loss(
-    share: Rows,
-    token_losses: Sequence[Sequence[float]],
-    mode: Aggregation,
-    of: Rows,
-    constant: int = 0,
-) -> float:
-    """This share's part of the loss of the mini-batch `of`."""
-    denominators = count_denominators([of], length_constant=constant)
-    scales = row_scales(share, denominators=denominators, aggregation=mode)
-    sums = [np.dot(m, own) for m, own in zip(share.loss_mask, token_losses, strict=True)]
-    return float(np.dot(scales, sums))
 
 
 # --------------------------------------------------------------------------------------
@@ -185,17 +174,6 @@ def test_a_row_of_more_tokens_than_its_trajectory_or_group_is_refused(column: st
         check_share(share, denominators_of(ABC), dp_world_size=2)
 
 
-def weighted(batch: Rows, kind: RowWeights) -> Rows:
-    """The same rows as a run with this setting weighs them; inert ones nothing."""
-    numbers = {name: index for index, name in enumerate(dict.fromkeys(batch.trajectory_id))}
-    weights = row_weights(
-        kind,
-        trajectory_B=np.array([numbers[name] for name in batch.trajectory_id], np.int64),
-        num_trained_B=np.array([int(own.sum()) for own in batch.loss_mask], np.int64),
-    )
-    return replace(batch, weight=weights)
-
-
 def test_splitting_a_trajectory_changes_no_mean_where_rows_weigh_their_share() -> None:
     split = weighted(fan_out(), "rollout_mean")
 
@@ -231,9 +209,6 @@ def test_rows_that_weigh_something_else_are_refused(kind: RowWeights, weights: l
 
     with pytest.raises(BatchingError, match=f"row . of . of the . .* which is not {kind}"):
         check_share(share, denominators_of(share), dp_world_size=1, row_weights=kind)
-
-
-"""Every setting that a configuration takes."""
 
 
 # --------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -10,43 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import rows
-from testkit.denominators import count_denominators, row_scales
+from testkit.denominators import (
+    count_denominators,
+    loss,
+    weighted,
+)
 from testkit.shares import budgeted_passes, rank_share
 from turnstream.batching.config.values import Aggregation, RowWeights
 from turnstream.batching.packing.microbatch import Budget, CostModel
 from turnstream.batching.rows.assemble import take_rows
 from turnstream.batching.rows.minibatch import rows_multiple
 from turnstream.batching.scoring.denominators import check_share
-from turnstream.batching.scoring.filters import row_weights
 from turnstream.types import Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
-
-
-def loss(
-    share: Rows,
-    token_losses: Sequence[Sequence[float]],
-    mode: Aggregation,
-    of: Rows,
-    constant: int = 0,
-) -> float:
-    """This share's part of the loss of the mini-batch `of`."""
-    denominators = count_denominators([of], length_constant=constant)
-    scales = row_scales(share, denominators=denominators, aggregation=mode)
-    sums = [np.dot(m, own) for m, own in zip(share.loss_mask, token_losses, strict=True)]
-    return float(np.dot(scales, sums))
-
-
-def weighted(batch: Rows, kind: RowWeights) -> Rows:
-    """The same rows as a run with this setting weighs them; inert ones nothing."""
-    numbers = {name: index for index, name in enumerate(dict.fromkeys(batch.trajectory_id))}
-    weights = row_weights(
-        kind,
-        trajectory_B=np.array([numbers[name] for name in batch.trajectory_id], np.int64),
-        num_trained_B=np.array([int(own.sum()) for own in batch.loss_mask], np.int64),
-    )
-    return replace(batch, weight=weights)
 
 
 SPLIT_MODES: list[tuple[RowWeights, Aggregation]] = [

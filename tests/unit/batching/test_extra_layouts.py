@@ -34,7 +34,6 @@ BATCH = rows(
         "teacher": extra_column("response_token", np.array([-0.5], np.float32), [0, 1, 1]),
     },
 )
-PAIR = [[0, 1]]
 
 
 def lists(column: PlacedColumn) -> Any:
@@ -54,15 +53,6 @@ def test_case_11_routes_are_at_the_first_tokens_with_dummies_elsewhere() -> None
     ]
     assert routes.is_missing is not None
     assert routes.is_missing.tolist() == [[1, 0, 0, 1], [0, 0, 0, 0]]
-    assert routes.values.dtype == np.uint8
-
-
-def test_case_11_uncaptured_tokens_have_the_dummy_choice_and_are_marked() -> None:
-    routes = left_padded_extras(BATCH, width=4, response_width=2)["routes"]
-
-    assert lists(routes) == [[PAIR, [[1, 2]], [[3, 4]], PAIR], [PAIR] * 4]
-    assert routes.is_missing is not None
-    assert routes.is_missing.tolist() == [[True, False, False, True], [True] * 4]
     assert routes.values.dtype == np.uint8
 
 

@@ -142,18 +142,6 @@ def test_case_11_negative_choice_is_refused() -> None:
             refuse([one], extra_columns=[ROUTES])
 
 
-def test_choices_after_the_shared_tokens_belong_to_the_turn() -> None:
-    # The parent has the choices of three tokens; two of them are shared.
-    parent = with_columns(turn("ab", "C"), routes=routes(1, 2, 3))
-    child = with_columns(turn("abx", "Y"), routes=routes(4, 5, 6))
-
-    stored = store_turns([parent, child], extra_columns=[ROUTES])
-    rows = merge_turns([parent, child], extra_columns=[ROUTES])
-
-    assert stored[1].extras["routes"].num_shared == 2
-    assert column_of(rows, "routes")[1] == routes(1, 2, 6).tolist()
-
-
 def test_cut_values_are_restored_in_the_declared_type() -> None:
     positions = np.arange(15, dtype=np.int32).reshape(5, 3)
     declared = [IMAGES, POSITIONS, ROUTES]

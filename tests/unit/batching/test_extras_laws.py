@@ -10,25 +10,21 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import assert_same, mini_batch_info, trajectory_plan
+from testkit import assert_same, mini_batch_info
+from testkit.planning import assembled_rows
 from testkit.shares import join_shares, rank_share
 from testkit.strategies import chains, declared_columns, trees, with_extras
 from turnstream.batching.merge.merging import (
     merge_turns,
-    plan_sequences,
     split_sequences,
     store_turns,
 )
-from turnstream.batching.merge.plan import GroupPlan
-from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import (
     NO_PARENT,
     DeclaredColumn,
     MiniBatch,
     Rows,
-    StoredTurn,
-    TrajectoryKey,
     Turn,
 )
 
@@ -141,22 +137,8 @@ def items_given(turns: Sequence[Turn], declared: Sequence[DeclaredColumn]) -> tu
     return tuple(replace(one, extras={**none, **one.extras}) for one in turns)
 
 
-def assembled_of(stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]) -> Rows:
-    planned = plan_sequences([one.shape for one in stored], merge=True)
-    key = TrajectoryKey("g0", 0)
-    plan = replace(
-        trajectory_plan(),
-        key=key,
-        sequences=planned,
-        weights=(1.0,) * len(planned),
-        payload_crcs=tuple(one.payload_crc for one in stored),
-    )
-    group = GroupPlan(group_id="g0", prompt_uid="", trajectories=(plan,))
-    return assemble_rows([group], {key: stored}, first_row_id=0, extra_columns=declared)
-
-
 def assembled(turns: Sequence[Turn], declared: Sequence[DeclaredColumn]) -> Rows:
-    return assembled_of(store_turns(turns, extra_columns=declared), declared)
+    return assembled_rows(store_turns(turns, extra_columns=declared), declared)
 
 
 @given(episode=episodes())

@@ -12,18 +12,6 @@ from turnstream.batching.merge.buffers import flat
 from turnstream.types import Ragged, Rows
 
 
-def test_every_response_token_is_scored_by_the_token_before_it() -> None:
-    made = jagged(rows("abC", "a|bCD"))
-
-    assert made.scoring_tokens_M.tolist() == [1, 3, 4, 5]
-
-
-def test_the_first_token_of_a_row_is_scored_by_none() -> None:
-    made = jagged(rows("aB", "|cD"))
-
-    assert made.scoring_tokens_M.tolist() == [0, -1, 2]
-
-
 def test_array_of_the_right_type_is_not_copied() -> None:
     batch = rows("abC", "aB")
     assert batch.logprobs is not None
@@ -84,4 +72,15 @@ def slow_jagged(batch: Rows) -> Jagged:
 
 @given(scored_rows())
 def test_agrees_with_placing_token_by_token(batch: Rows) -> None:
-    assert_same(jagged(batch), slow_jagged(batch))
+    found = jagged(batch)
+
+    assert_same(found, slow_jagged(batch))
+    starts = zip(
+        batch.input_ids.offsets, batch.prompt_length, batch.loss_mask.lengths, strict=False
+    )
+    scoring = [
+        start + prompt + j - 1 if prompt + j else -1
+        for start, prompt, num_response in starts
+        for j in range(num_response)
+    ]
+    assert found.scoring_tokens_M.tolist() == scoring

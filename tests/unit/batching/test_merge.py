@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from testkit import assert_same, shape, spell, turn
+from testkit import assert_same, spell, turn
 from turnstream.batching.merge.merging import (
     merge_turns,
-    plan_sequences,
     split_sequences,
 )
-from turnstream.batching.merge.plan import SequenceShape
 from turnstream.errors import InvalidTurnError
 from turnstream.types import DeclaredColumn, Sequence, Turn, VersionRun
 
@@ -109,25 +107,6 @@ def test_case_21_trained_turn_without_logprobs_has_nan() -> None:
     np.testing.assert_array_equal(row.logprobs, np.array([np.nan, 0, np.nan, 0, -0.3], np.float32))
 
 
-def test_case_22_no_turn_is_dropped() -> None:
-    # The reference drops rows after the last `is_last_step` silently: 2 rows in, 1 out.
-    turns = [turn("ab", "CD"), turn("x", "Y")]
-
-    rows = merge_turns(turns)
-
-    assert sorted(index for row in rows for index in row.turns) == [0, 1]
-
-
-def test_case_23_what_belongs_to_a_turn_comes_back_with_it() -> None:
-    # The reference fails with KeyError: 0 on fields that are a dict of lists.
-    turns = [turn("ab", "CD", version=3), turn("abcdef", "G", version=4), turn("x", "Y", version=5)]
-
-    rows = merge_turns(turns)
-
-    assert rows[0].version_runs == (VersionRun(3, 2), VersionRun(None, 2), VersionRun(4, 1))
-    assert [t.version_runs for t in split_sequences(rows)] == [t.version_runs for t in turns]
-
-
 def test_case_23_seconds_of_a_turn_are_on_its_last_token() -> None:
     # {"llm": [.5, .75, 1.], "env": [.25, .5, 2.]}: the reference fails with KeyError: 0.
     seconds = {"llm_s": (0.5, 0.75, 1.0), "env_s": (0.25, 0.5, 2.0)}
@@ -157,14 +136,6 @@ def _last(response: str, value: float) -> NDArray[np.float32]:
 
 # --------------------------------------------------------------------------------------
 # the tree
-
-
-def test_without_merging_every_turn_is_a_row() -> None:
-    shapes = [shape(2, 3), shape(1, 2, parent=0, shared=5, trained=1)]
-
-    rows = plan_sequences(shapes, merge=False)
-
-    assert rows == (SequenceShape((0,), 2, 5, 3), SequenceShape((1,), 6, 8, 1))
 
 
 @pytest.mark.parametrize("field", ["logprobs", "loss_mask", "rewards"])

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from testkit import mini_batch_info, trajectory_plan, turn
-from turnstream.batching.merge.merging import plan_sequences, store_turns
-from turnstream.batching.merge.plan import GroupPlan
-from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
-from turnstream.batching.rows.plain_rows import inert_rows
+from testkit import mini_batch_info, turn
+from testkit.planning import assembled_rows
+from turnstream.batching.merge.merging import store_turns
+from turnstream.batching.rows.assemble import concatenate_rows, take_rows
 from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.records.batches import encode_mini_batch
 from turnstream.types import (
@@ -21,8 +20,6 @@ from turnstream.types import (
     ExtraPiece,
     MiniBatch,
     Rows,
-    StoredTurn,
-    TrajectoryKey,
     Turn,
 )
 
@@ -70,7 +67,7 @@ def test_a_stored_column_that_cannot_be_is_refused(
     wrong = replace(stored, extras={} if piece is None else {column.name: piece})
 
     with pytest.raises(InvalidTurnError, match=message):
-        assembled_of([wrong], [column])
+        assembled_rows([wrong], [column])
 
 
 def test_more_values_than_int32_offsets_can_count_are_refused() -> None:
@@ -80,7 +77,7 @@ def test_more_values_than_int32_offsets_can_count_are_refused() -> None:
     wrong = [replace(one, extras={"images": many}) for one in stored]
 
     with pytest.raises(BatchingError, match="3221225472 values in one mini-batch: offsets are"):
-        assembled_of(wrong, [IMAGES])
+        assembled_rows(wrong, [IMAGES])
 
 
 def test_a_turn_without_a_token_needs_no_value_per_token() -> None:
@@ -98,7 +95,7 @@ def test_values_that_the_parent_does_not_hold_are_refused() -> None:
     wrong = replace(second, extras={"images": ExtraPiece(2, images())})
 
     with pytest.raises(InvalidTurnError, match="2 values of turn 0, which has 1"):
-        assembled_of([first, wrong], [IMAGES])
+        assembled_rows([first, wrong], [IMAGES])
 
 
 def test_a_stored_column_that_the_run_does_not_declare_is_passed_over() -> None:
@@ -106,53 +103,15 @@ def test_a_stored_column_that_the_run_does_not_declare_is_passed_over() -> None:
         [with_columns(turn("ab", "C"), images=images(1))], extra_columns=[IMAGES]
     )
 
-    assert assembled_of([stored], []).extras == {}
-
-
-def assembled_of(stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]) -> Rows:
-    planned = plan_sequences([one.shape for one in stored], merge=True)
-    key = TrajectoryKey("g0", 0)
-    plan = replace(
-        trajectory_plan(),
-        key=key,
-        sequences=planned,
-        weights=(1.0,) * len(planned),
-        payload_crcs=tuple(one.payload_crc for one in stored),
-    )
-    group = GroupPlan(group_id="g0", prompt_uid="", trajectories=(plan,))
-    return assemble_rows([group], {key: stored}, first_row_id=0, extra_columns=declared)
+    assert assembled_rows([stored], []).extras == {}
 
 
 def assembled(turns: Sequence[Turn], declared: Sequence[DeclaredColumn]) -> Rows:
-    return assembled_of(store_turns(turns, extra_columns=declared), declared)
+    return assembled_rows(store_turns(turns, extra_columns=declared), declared)
 
 
 # --------------------------------------------------------------------------------------
 # inert rows, and rows put together
-
-
-def test_inert_rows_have_a_legal_value_of_every_declared_column() -> None:
-    turns = [
-        with_columns(
-            turn("ab", "C"),
-            images=images(1),
-            positions=np.ones((3, 3), np.int32),
-            routes=routes(7, 8),
-            style=np.array([5], np.int8),
-            teacher=np.array([-1], np.float32),
-        )
-    ]
-    real = assembled(turns, [IMAGES, POSITIONS, ROUTES, STYLE, TEACHER])
-
-    inert = inert_rows([-1, -2], pad_token_id=0, has_logprobs=False, extras=real.extras)
-
-    counts = {"images": 0, "positions": 2, "routes": 0, "style": 1, "teacher": 1}
-    assert {n: c.values.lengths.tolist() for n, c in inert.extras.items()} == {
-        name: [count] * 2 for name, count in counts.items()
-    }
-    for name, column in inert.extras.items():
-        assert (column.dtype, column.shape) == (real.extras[name].dtype, real.extras[name].shape)
-        assert not column.values.values.any()
 
 
 def test_case_11_choices_are_stored_and_merged_in_the_narrowest_type() -> None:
@@ -182,17 +141,6 @@ def test_choices_of_different_types_are_joined_in_the_wider() -> None:
         routes(300).tolist(),
     ]
     assert take_rows(concatenate_rows([small, large]), [1]).extras["routes"].dtype == np.int16
-
-
-def test_columns_of_another_type_are_not_joined() -> None:
-    one = assembled([with_columns(turn("ab", "C"), images=images(1))], [IMAGES])
-    double = replace(IMAGES, dtype="float64")
-    other = assembled(
-        [with_columns(turn("ab", "C"), images=images(1).astype(np.float64))], [double]
-    )
-
-    with pytest.raises(BatchingError, match="extra column 'images' is"):
-        concatenate_rows([one, other])
 
 
 def test_the_content_hash_covers_extra_columns() -> None:

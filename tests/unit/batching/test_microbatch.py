@@ -51,25 +51,9 @@ def test_balance_never_comes_before_the_budget() -> None:
     assert sorted(passes) == [[0, 1], [2, 3, 4]]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_number_of_passes_is_a_multiple_of_the_pipeline(model: CostModel) -> None:
-    by_rank = plan_passes(
-        [[4, 4, 2, 2], [2, 2, 2, 2]], budget=Budget(limit=4, model=model), multiple_of=4
-    )
-
-    assert [len(passes) for passes in by_rank] == [4, 4]
-
-
 def test_more_passes_than_rows_are_refused_with_both_numbers() -> None:
     with pytest.raises(BatchingError, match="rank 1 has 1 rows for 2 micro-batches: add inert"):
         plan_passes([[8, 8], [1]], budget=Budget(limit=8, model="packed"))
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_row_above_the_limit_is_alone_and_never_cut(model: CostModel) -> None:
-    [passes] = plan_passes([[2, 9, 3]], budget=Budget(limit=8, model=model))
-
-    assert passes == [[1], [0, 2]]
 
 
 def test_attention_makes_a_long_row_worth_more_than_its_tokens() -> None:

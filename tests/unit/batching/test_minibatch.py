@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import assert_same, extra_column, rows, spell
-from testkit.shares import budgeted_passes, rank_share
+from testkit.shares import rank_share
 from turnstream.batching.layouts.extra_layouts import left_padded_extras
 from turnstream.batching.layouts.outputs import join_by_row_id, response_values_left_padded
 from turnstream.batching.packing.balance import largest_part
@@ -26,10 +26,6 @@ FIVE = rows("abC", "abCDEF", "xY", "uvW", "kL")
 
 def shares(batch: Rows, world: int) -> list[Rows]:
     return [rank_share(batch, dp_rank=r, dp_world_size=world, **CUT) for r in range(world)]
-
-
-def lengths_of(share: Rows) -> list[int]:
-    return share.input_ids.lengths.tolist()
 
 
 # --------------------------------------------------------------------------------------
@@ -213,13 +209,6 @@ def test_numbers_that_leave_no_id_are_refused(name: tuple[int, int, int]) -> Non
 # micro-batches
 
 
-def test_a_pass_costs_its_rows_times_the_longest() -> None:
-    # Lengths 3, 6, 2, 3, 2 and 6 positions: two rows of 3, two of 2, one of 6; the longest first.
-    passes = budgeted_passes(FIVE, dp_rank=0, dp_world_size=1, budget=Budget(limit=6))
-
-    assert passes == ((1,), (0, 3), (2, 4))
-
-
 # --------------------------------------------------------------------------------------
 # laws
 
@@ -296,16 +285,3 @@ def test_ranks_are_cut_by_cost_and_not_by_tokens_alone() -> None:
 
     assert largest_part(by_tokens, squares) == 11_881
     assert largest_part(by_cost, squares) == 10_300
-
-
-def test_share_of_a_rank_is_cut_by_its_pass_budget() -> None:
-    batch = rows(*("x" * length for length in (100, 60, 59, 41, 10, 10, 10, 10)))
-    budget = Budget(limit=0, model="quadratic", a=0.0, b=1.0)
-
-    for dp_rank in (0, 1):
-        own = {"dp_rank": dp_rank, "dp_world_size": 2}
-        share = rank_share(batch, **own, **CUT, budget=budget)
-        (only_pass,) = budgeted_passes(batch, **own, budget=budget)
-
-        assert sorted(only_pass) == list(range(len(share)))
-        assert lengths_of(share) == ([100, 10, 10, 10], [60, 59, 41, 10])[dp_rank]

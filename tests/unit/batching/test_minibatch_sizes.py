@@ -42,13 +42,6 @@ def test_sizes_below_one_are_refused() -> None:
         rows_multiple(dp_world_size=8, passes_multiple_of=0)
 
 
-def test_a_multiple_that_divides_already_adds_nothing() -> None:
-    batch = rows("aB", "aB")
-
-    assert shares(batch, 1, multiple_of=2) == [batch]
-    assert cut_ranks(np.array([2, 2]), dp_world_size=2, multiple_of=1) == [[0], [1]]
-
-
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=9),
     st.integers(1, 4),
@@ -84,22 +77,6 @@ def test_no_rank_is_short_of_rows_for_its_passes(
     assert num_rows * world < len(batch) + multiple
 
 
-def test_inert_rows_make_room_for_a_multiple_of_passes() -> None:
-    batch = rows("aB", "abcC", "abC")
-    budget = Budget(limit=4, model="packed")
-    options: Any = {"dp_world_size": 2, "budget": budget, "passes_multiple_of": 4}
-
-    with pytest.raises(BatchingError, match="add inert rows"):
-        budgeted_passes(batch, dp_rank=0, **options)
-    multiple_of = rows_multiple(dp_world_size=2, passes_multiple_of=4)
-    by_rank = [
-        budgeted_passes(batch, dp_rank=rank, multiple_of=multiple_of, **options)
-        for rank in range(2)
-    ]
-
-    assert [sorted(own) for own in by_rank] == [[(0,), (1,), (2,), (3,)]] * 2
-
-
 # --------------------------------------------------------------------------------------
 # another world
 
@@ -115,32 +92,6 @@ def test_a_mini_batch_cut_for_one_world_can_be_cut_for_another(
     assert_same(whole, batch)
     for ours, again in zip(shares(batch, other_world), shares(whole, other_world), strict=True):
         assert_same(ours, again)
-
-
-@given(
-    st.lists(st.integers(1, 12), min_size=1, max_size=12),
-    st.integers(1, 5),
-    st.sampled_from(["packed", "padded"]),
-    st.integers(0, 30),
-)
-def test_every_rank_knows_the_passes_of_all(
-    lengths: list[int], world: int, model: Any, limit: int
-) -> None:
-    batch = rows(*["x|" + "B" * length for length in lengths])
-    budget = Budget(limit=limit, model=model)
-
-    passes = [
-        budgeted_passes(batch, dp_rank=rank, dp_world_size=world, budget=budget)
-        for rank in range(world)
-    ]
-
-    assert len({len(of_rank) for of_rank in passes}) == 1
-    for share, of_rank in zip(shares(batch, world), passes, strict=True):
-        own = share.input_ids.lengths.tolist()
-        assert sorted(row for rows_of in of_rank for row in rows_of) == list(range(len(share)))
-        for rows_of in of_rank:
-            cost = budget.cost([own[row] for row in rows_of])
-            assert limit == 0 or cost <= limit or len(rows_of) == 1
 
 
 @pytest.mark.parametrize("sizes", [{"dp_world_size": 0}, {"dp_world_size": 1, "multiple_of": 0}])

@@ -70,20 +70,6 @@ def test_case_46_a_response_of_no_token_has_no_value() -> None:
     assert values_of(found) == {3: []}
 
 
-def test_a_first_token_that_nothing_scores_is_not_a_number() -> None:
-    batch = rows("|aB")
-    [one] = packed(batch, bins=[[0]], pad_token_id=0)
-    values = np.array([8, 9], np.float32)
-
-    from_packed = response_values_packed(values, one)
-    from_padded = response_values_right_padded(
-        values[None], row_ids=[0], prompt_lengths=[0], response_lengths=[2]
-    )
-
-    for found in (from_packed, from_padded):
-        np.testing.assert_array_equal(found[0], np.array([np.nan, 8], np.float32))
-
-
 @pytest.mark.parametrize(
     ("parts", "message"),
     [

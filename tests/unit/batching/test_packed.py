@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +9,7 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, rows
 from testkit.strategies import scored_rows
-from turnstream.batching.layouts.jagged import jagged
 from turnstream.batching.layouts.packed import Packed, line_up, packed, sequence_alignment
-from turnstream.batching.layouts.padded import left_padded, right_padded
-from turnstream.batching.packing.bins import pack
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 
@@ -30,12 +26,6 @@ def test_bins_of_nothing_are_empty() -> None:
     assert packed(rows("aB"), bins=[], pad_token_id=0) == []
     [empty] = packed(rows("aB"), bins=[[]], pad_token_id=0)
     assert (empty.cu_seqlens.tolist(), empty.max_length) == ([0], 0)
-
-
-def test_row_that_trains_its_first_token_is_refused() -> None:
-    # It would be scored by the last token of another row.
-    with pytest.raises(BatchingError, match="row 1 trains its first token"):
-        pack_all(rows("aB", "AB"))
 
 
 def test_an_alignment_below_one_is_refused() -> None:
@@ -119,25 +109,6 @@ def test_agrees_with_placing_token_by_token(
     assert_same(found, expected)
 
 
-@given(
-    st.lists(st.integers(2, 40), min_size=1, max_size=20),
-    st.integers(40, 90),
-    st.sampled_from([1, 2, 8]),
-)
-def test_no_bin_has_more_slots_than_the_capacity_it_was_packed_for(
-    lengths: list[int], capacity: int, alignment: int
-) -> None:
-    batch = rows(*["a" * (length - 1) + "B" for length in lengths])
-
-    bins = pack(lengths, capacity=capacity, alignment=alignment, over_long="alone")
-    made = packed(batch, bins=bins, pad_token_id=0, alignment=alignment)
-
-    assert all(len(one.input_ids_N) <= capacity for one in made)
-    assert sorted(row for one in made for row in one.row_id_B.tolist()) == list(range(len(lengths)))
-    assert sum(int(one.length_B.sum()) for one in made) == sum(lengths)
-    assert sum(int(one.loss_mask_N.sum()) for one in made) == len(lengths)
-
-
 def test_more_slots_than_int32_counts_are_refused() -> None:
     batch = rows("aB", "aB")
     offsets = np.array([0, 2**30, 2**31 - 1], np.int32)  # their tokens are not read
@@ -148,31 +119,3 @@ def test_more_slots_than_int32_counts_are_refused() -> None:
     order, _, starts = line_up(wide, bins=[[0], [1]], alignment=1)
 
     assert (order.tolist(), starts.tolist()) == ([0, 1], [0, 2**30, 2**31 - 1])
-
-
-@given(scored_rows())
-def test_trained_slots_are_inside_their_row_in_every_layout(batch: Rows) -> None:
-    width = int(batch.input_ids.lengths.max(initial=0))
-    response_width = int(batch.loss_mask.lengths.max(initial=0))
-    num_trained = int(batch.loss_mask.values.sum())
-
-    left = left_padded(batch, width=width, response_width=response_width, pad_token_id=PAD)
-    right = right_padded(batch, width=width, pad_token_id=PAD)
-    line = pack_all(batch, alignment=4)
-    flat = jagged(batch)
-
-    assert not (left.loss_mask_BR & ~left.response_mask_BR).any()
-    assert not (left.response_mask_BR & ~left.attention_mask_BT[:, width - response_width :]).any()
-    # What a slot scores is the next one: it must be a real token of the same row.
-    scored_BT = right.loss_mask_BT[:, :-1]
-    assert not (scored_BT & ~right.attention_mask_BT[:, 1:]).any()
-    assert not right.loss_mask_BT[:, -1:].any()
-    for row, (start, stop) in enumerate(itertools.pairwise(line.cu_seqlens.tolist())):
-        assert not line.loss_mask_N[max(start + line.length_B[row] - 1, start) : stop].any()
-    rows_M = np.repeat(np.arange(len(batch)), batch.loss_mask.lengths)
-    trained = flat.scoring_tokens_M[flat.loss_mask_M]
-    row_of_token = np.searchsorted(flat.offsets, trained, side="right") - 1
-    assert (trained >= 0).all()
-    assert row_of_token.tolist() == rows_M[flat.loss_mask_M].tolist()
-    for mask in (left.loss_mask_BR, right.loss_mask_BT, line.loss_mask_N, flat.loss_mask_M):
-        assert int(mask.sum()) == num_trained

@@ -56,14 +56,6 @@ def test_packs_the_golden_vector(method: Method, expected: Bins) -> None:
     assert pack(LENGTHS, capacity=10, method=method) == expected
 
 
-def test_first_fit_decreasing_needs_five_bins_where_worst_fit_needs_six() -> None:
-    lengths = [10, 19, 5, 9, 8, 16, 15, 11, 2, 3]
-
-    # NeMo's last phase is commented as first fit, and tests the emptiest bin alone.
-    assert len(pack(lengths, capacity=20, method="first_fit_decreasing")) == 5
-    assert len(pack(lengths, capacity=20, method="worst_fit_decreasing")) == 6
-
-
 def test_modified_first_fit_decreasing_pairs_large_rows_with_the_largest_medium_one() -> None:
     # Capacity 12: 7 is large, 5 medium (above 4), 3 small (above 2), 1 the rest.
     lengths = [7, 7, 5, 3, 3, 3, 1]
@@ -160,23 +152,6 @@ def test_best_fit_decreasing_finds_the_bins_of_a_plain_scan(lengths: list[int]) 
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
 
     assert pack(lengths, capacity=60) == scan_best_fit(order, lengths, 60)
-
-
-@given(lengths=st.lists(st.integers(1, 60), min_size=8, max_size=40), ranks=st.integers(1, 8))
-def test_growing_keeps_the_rows_and_never_makes_a_bin_larger(
-    lengths: list[int], ranks: int
-) -> None:
-    bins = pack(lengths, capacity=60)
-
-    if -(-len(bins) // ranks) * ranks > len(lengths):
-        with pytest.raises(BatchingError, match="cannot fill"):
-            grow_bins(bins, lengths, multiple_of=ranks)
-        return
-    grown = grow_bins(bins, lengths, multiple_of=ranks)
-
-    assert len(grown) % ranks == 0
-    assert sorted(row for rows in grown for row in rows) == list(range(len(lengths)))
-    assert max(tokens(grown, lengths)) <= max(tokens(bins, lengths))
 
 
 def scan_worst_fit(order: list[int], lengths: list[int], capacity: int) -> Bins:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,38 +8,15 @@ import numpy as np
 import pytest
 
 from testkit import assert_same, config, rows, sealed, shape, turn
+from testkit.planning import plan, ready
 from testkit.shares import join_shares, rank_share
-from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.layouts.padded import left_padded
 from turnstream.batching.merge.merging import store_turns
-from turnstream.batching.merge.plan import ASSEMBLY_VERSION, Manifest, SequenceShape
-from turnstream.batching.planning.plan_batch import num_groups_to_plan, plan_batch
+from turnstream.batching.merge.plan import ASSEMBLY_VERSION, SequenceShape
+from turnstream.batching.planning.plan_batch import num_groups_to_plan
 from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.errors import BatchingError, InvalidConfigError
-from turnstream.types import Denominators, SealedTrajectory, TrajectoryKey
-
-
-def ready(
-    group_id: str, *members: SealedTrajectory, rewards: Sequence[float] = (), event: str = "1-0"
-) -> ReadyGroup:
-    own = members or tuple(
-        sealed(group_id, sample=sample, reward=reward) for sample, reward in enumerate(rewards)
-    )
-    return ReadyGroup(group_id=group_id, prompt_uid="uid", members=own, completed_by=event)
-
-
-def plan(*groups: ReadyGroup, of: BatchingConfig | None = None, **changes: Any) -> Manifest:
-    fields: dict[str, Any] = {
-        "run": "run",
-        "step": 3,
-        "lineage": "main",
-        "previous_hash": "ab",
-        "first_row_id": 100,
-        "config_revision": 2,
-        **changes,
-    }
-    return plan_batch(groups, config=of or config(len(groups)), **fields)
+from turnstream.types import Denominators, TrajectoryKey
 
 
 def test_a_manifest_says_which_batch_it_is() -> None:
@@ -93,18 +69,6 @@ def test_without_merging_every_turn_is_a_row() -> None:
     manifest = plan(ready("a", *members), of=replace(config(), merge=False))
 
     assert [row.turns for row in manifest.groups[0].trajectories[0].sequences] == [(0,), (1,)]
-
-
-def test_merging_changes_no_advantage() -> None:
-    turns = [shape(2, 3), shape(1, 2, parent=0, shared=5)]
-    members = [sealed("a", sample=s, reward=float(s), turns=turns[: s + 1]) for s in (0, 1)]
-
-    plans = [
-        plan(ready("a", *members), of=replace(config(), merge=merge)) for merge in (True, False)
-    ]
-
-    advantages = [[t.advantage for t in m.groups[0].trajectories] for m in plans]
-    assert advantages[0] == advantages[1]
 
 
 def test_case_30_mini_batches_are_cut_by_group_with_any_rows() -> None:

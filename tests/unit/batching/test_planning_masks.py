@@ -1,40 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from testkit import config, sealed, shape
-from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.decisions import ReadyGroup
-from turnstream.batching.merge.plan import Manifest
-from turnstream.batching.planning.plan_batch import plan_batch
-from turnstream.types import Denominators, SealedTrajectory, Status
-
-
-def ready(
-    group_id: str, *members: SealedTrajectory, rewards: Sequence[float] = (), event: str = "1-0"
-) -> ReadyGroup:
-    own = members or tuple(
-        sealed(group_id, sample=sample, reward=reward) for sample, reward in enumerate(rewards)
-    )
-    return ReadyGroup(group_id=group_id, prompt_uid="uid", members=own, completed_by=event)
-
-
-def plan(*groups: ReadyGroup, of: BatchingConfig | None = None, **changes: Any) -> Manifest:
-    fields: dict[str, Any] = {
-        "run": "run",
-        "step": 3,
-        "lineage": "main",
-        "previous_hash": "ab",
-        "first_row_id": 100,
-        "config_revision": 2,
-        **changes,
-    }
-    return plan_batch(groups, config=of or config(len(groups)), **fields)
-
+from testkit.planning import plan, ready
+from turnstream.types import Denominators, Status
 
 MASKING = replace(config(), mask_truncated=True)
 CUT_OFF = [

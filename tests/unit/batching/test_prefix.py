@@ -63,35 +63,6 @@ def links(turns: tuple[Turn, ...] | list[Turn]) -> tuple[list[PrefixMatch], list
     return found, expected
 
 
-@pytest.mark.parametrize(
-    ("turns", "prompt", "expected"),
-    [
-        ([], "ab", NOTHING),
-        ([("ab", "c")], "", NOTHING),
-        ([("ab", "c")], "xyz", NOTHING),
-        ([("ab", "c")], "abcd", PrefixMatch(0, 3)),
-        ([("ab", "c")], "abc", PrefixMatch(0, 3)),
-        ([("ab", "c")], "abx", PrefixMatch(0, 2)),
-        ([("ab", "c")], "a", PrefixMatch(0, 1)),
-        ([("ab", "c"), ("abcd", "e")], "abcdef", PrefixMatch(1, 5)),
-        ([("ab", "c"), ("abcd", "e")], "abcx", PrefixMatch(0, 3)),
-        ([("ab", "c"), ("abcd", "e")], "abcdx", PrefixMatch(1, 4)),
-        ([("ab", "c"), ("xy", "z"), ("abcd", "e")], "xyzu", PrefixMatch(1, 3)),
-        ([("ab", "c"), ("xy", "z"), ("abcd", "e")], "abcdef", PrefixMatch(2, 5)),
-        ([("ab", "c"), ("abx", "y")], "abxyz", PrefixMatch(1, 4)),
-        ([("ab", "c"), ("abx", "y")], "abz", PrefixMatch(0, 2)),
-    ],
-)
-def test_finds_the_longest_known_beginning_and_who_holds_it(
-    turns: list[tuple[str, str]], prompt: str, expected: PrefixMatch
-) -> None:
-    index = index_of(*turns)
-
-    match = index.link(ids(prompt))
-
-    assert match == expected
-
-
 def test_names_the_newest_of_equal_rows_and_then_the_one_before() -> None:
     index = index_of(("ab", "c"), ("ab", "c"))
 
@@ -106,15 +77,6 @@ def test_names_a_row_that_the_prompt_holds_whole_before_a_longer_beginning() -> 
     matches = [*index.matches(ids("abcdx"))]
 
     assert matches == [PrefixMatch(1, 3), PrefixMatch(2, 2), PrefixMatch(0, 4)]
-
-
-def test_tokens_after_a_continued_row_are_stored_once() -> None:
-    # The row that goes on ends before the beginning that is known: the rest of that is walked.
-    index = index_of(("abcdef", "g"), ("ab", "c"), ("abcdx", "y"), ("abcdq", "r"))
-
-    matches = [index.link(ids(prompt)) for prompt in ("abcdefx", "abcdxz", "abcdqrs", "abcdefgh")]
-
-    assert matches == [PrefixMatch(0, 6), PrefixMatch(2, 5), PrefixMatch(3, 6), PrefixMatch(0, 7)]
 
 
 def test_a_turn_that_is_stored_without_a_parent_leaves_every_row_open() -> None:

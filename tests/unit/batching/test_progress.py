@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -302,24 +301,3 @@ def test_no_group_begins_beyond_what_the_steps_within_max_staleness_take(
         run.go_on()
 
     assert run.most_begun <= (policy.max_staleness + 1) * policy.batch_groups
-
-
-@pytest.mark.parametrize("fate", FATES)
-def test_a_run_of_which_hardly_any_group_passes_gets_on(
-    fate: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = replace(
-        config(2),
-        max_staleness=0,
-        max_planned_ahead=0,
-        max_open_groups=1,
-        drop_zero_variance=True,
-        group_deadline_s=1.0,
-    )
-    run = _Run(policy, random.Random(0), pass_every=20)
-    monkeypatch.setattr(run, "fate", lambda: fate)
-
-    while run.stepped < NUM_STEPS and len(run.groups) < MAX_GROUPS:
-        run.go_on()
-
-    assert run.stepped == NUM_STEPS

@@ -20,7 +20,6 @@ from turnstream.types import (
     TrajectoryDied,
     TrajectoryKey,
     TrajectoryState,
-    VersionAnnounced,
 )
 
 CONFIG = config()
@@ -272,11 +271,3 @@ def test_knows_whether_the_run_is_closed_and_what_is_still_open() -> None:
     state.apply("9-0", RunClosed())
 
     assert (before, state.closed, state.num_open_groups) == (False, True, 1)
-
-
-def test_other_events_change_nothing() -> None:
-    announced = VersionAnnounced(version=1, step=1, lineage="main")
-
-    state, drops = fold([opened(), announced])
-
-    assert (state.num_open_groups, drops) == (1, [])

@@ -14,7 +14,6 @@ from turnstream.batching.fold.readiness import RunFold
 from turnstream.types import (
     Event,
     GroupOpened,
-    SealedTrajectory,
     TrajectoryAbandoned,
     TrajectoryDied,
     TrajectoryKey,
@@ -88,20 +87,3 @@ def test_events_heard_again_change_nothing(seed: int, filters: bool) -> None:
 
     assert picture(again) == picture(once)
     assert drops_again == drops
-
-
-@given(seeds, st.booleans())
-def test_every_sealed_trajectory_is_in_exactly_one_place(seed: int, filters: bool) -> None:
-    events = stream(np.random.default_rng(seed))
-
-    state, drops = fold(events, replace(CONFIG, drop_zero_variance=filters))
-
-    sealed_keys = {event.key for event in events if isinstance(event, SealedTrajectory)}
-    dead = {event.key for event in events if isinstance(event, TrajectoryDied)}
-    ready = [member.key for group in state.ready for member in group.members]
-    settled = [*ready, *(key for drop in drops for key in drop.keys)]
-    assert len(settled) == len(set(settled))
-    assert set(settled) <= sealed_keys
-    # Every group of these streams is decided in the end, so only the dead are in neither place.
-    assert state.num_open_groups == 0
-    assert sealed_keys - set(settled) <= dead

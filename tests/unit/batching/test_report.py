@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from testkit import config, sealed, shape, turn
+from testkit.planning import plan, ready
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.merge.merging import store_turns
 from turnstream.batching.merge.plan import Manifest
-from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.batching.planning.report import MergeBreak, PlanReport, merge_report, plan_report
 from turnstream.types import NO_PARENT, TrajectoryKey, Turn, TurnShape
 
@@ -33,30 +32,26 @@ def test_counts_turns_rows_and_tokens() -> None:
     assert [found.key.sample for found in report.breaks] == [1]
 
 
-def test_names_the_first_token_that_differs() -> None:
-    found = first_break(turn("ab", "CD"), turn("abcde", "F"), turn("abcxef", "G"))
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        # the first token that differs
+        ([("ab", "CD"), ("abcde", "F"), ("abcxef", "G")], (2, 0, 3, "d", "x")),
+        # one that an ancestor holds
+        ([("ab", "CD"), ("abcde", "F"), ("abcdefgh", "I"), ("ax", "Y")], (3, 0, 1, "b", "x")),
+        # a branch after the whole context
+        ([("ab", "CD"), ("abcde", "F"), ("abcdx", "Y")], (2, 0, 4, None, "x")),
+        # a shortened context
+        ([("ab", "CD"), ("abc", "E")], (1, 0, 3, "d", None)),
+    ],
+)
+def test_break_names_both_tokens_at_the_first_difference(
+    turns: list[tuple[str, str]], expected: Any
+) -> None:
+    *place, kept, found = expected
+    tokens = [None if letter is None else ord(letter) for letter in (kept, found)]
 
-    assert found == MergeBreak(KEY, 2, 0, 3, ord("d"), ord("x"))
-
-
-def test_names_a_token_that_an_ancestor_holds() -> None:
-    found = first_break(
-        turn("ab", "CD"), turn("abcde", "F"), turn("abcdefgh", "I"), turn("ax", "Y")
-    )
-
-    assert found == MergeBreak(KEY, 3, 0, 1, ord("b"), ord("x"))
-
-
-def test_a_branch_kept_the_whole_context() -> None:
-    found = first_break(turn("ab", "CD"), turn("abcde", "F"), turn("abcdx", "Y"))
-
-    assert found == MergeBreak(KEY, 2, 0, 4, None, ord("x"))
-
-
-def test_a_shortened_context_has_no_token_there() -> None:
-    found = first_break(turn("ab", "CD"), turn("abc", "E"))
-
-    assert found == MergeBreak(KEY, 1, 0, 3, ord("d"), None)
+    assert first_break(*[turn(*each) for each in turns]) == MergeBreak(KEY, *place, *tokens)
 
 
 def test_a_new_context_is_compared_with_the_turn_before() -> None:
@@ -74,26 +69,23 @@ def test_nothing_has_a_merge_ratio_of_one() -> None:
 # what is odd about a batch
 
 
-def plan(*groups: list[list[TurnShape]], of: BatchingConfig | None = None) -> Manifest:
+def plan_turns(*groups: list[list[TurnShape]], of: BatchingConfig | None = None) -> Manifest:
     """A batch of these groups; for each its members, for each of them its turns."""
-    ready = [
-        ReadyGroup(
-            group_id=str(number),
-            prompt_uid="",
-            members=tuple(
+    groups_of_members = [
+        ready(
+            str(number),
+            *[
                 sealed(str(number), sample=sample, reward=float(sample), turns=turns)
                 for sample, turns in enumerate(members)
-            ),
-            completed_by=f"{number}-0",
+            ],
         )
         for number, members in enumerate(groups)
     ]
-    names: Any = {"run": "run", "step": 1, "lineage": "a", "previous_hash": "", "first_row_id": 0}
-    return plan_batch(ready, config=of or config(len(groups)), config_revision=1, **names)
+    return plan(*groups_of_members, of=of)
 
 
 def test_a_batch_without_oddities_has_no_warning() -> None:
-    found = plan_report(plan([[shape()], [shape()]]), config())
+    found = plan_report(plan_turns([[shape()], [shape()]]), config())
 
     assert found == PlanReport(
         num_lone_groups=0,
@@ -111,7 +103,7 @@ def test_case_9_rows_above_the_limit_are_counted_once_and_not_cut(
 ) -> None:
     # The reference warns once where the longest row exceeds `max_seq_len`, and cuts nothing.
     of = replace(config(), max_tokens_per_micro_batch=limit)
-    manifest = plan([[shape(2, 4)], [shape(2, 2)]], of=of)
+    manifest = plan_turns([[shape(2, 4)], [shape(2, 2)]], of=of)
 
     found = plan_report(manifest, of)
 
@@ -124,7 +116,7 @@ def test_case_28_rows_and_updates_without_a_trained_token_are_counted() -> None:
     masked = shape(2, 3, trained=0)
     of = config(2, 1)
 
-    found = plan_report(plan([[shape(), masked], [shape()]], [[masked], [masked]], of=of), of)
+    found = plan_report(plan_turns([[shape(), masked], [shape()]], [[masked], [masked]], of=of), of)
 
     assert (found.num_untrained_rows, found.num_empty_updates) == (3, 1)
     assert found.warnings == {
@@ -135,7 +127,7 @@ def test_case_28_rows_and_updates_without_a_trained_token_are_counted() -> None:
 
 def test_rows_that_the_run_masks_are_no_oddity() -> None:
     of = replace(config(), mask_truncated=True, overlong_length=3)
-    manifest = plan([[shape(2, 4)], [shape(2, 2)], [shape(2, 2, trained=0)]], of=of)
+    manifest = plan_turns([[shape(2, 4)], [shape(2, 2)], [shape(2, 2, trained=0)]], of=of)
 
     found = plan_report(manifest, of)
 
@@ -148,7 +140,7 @@ def test_a_row_is_above_the_limit_by_what_it_costs(limit: int, num_over: int) ->
     # Half its length and half of that squared: a row of 6 tokens costs 21, one of 5 costs 15.
     costs: Any = {"cost_per_token": 0.5, "cost_per_squared_token": 0.5}
     of = replace(config(), max_tokens_per_micro_batch=limit, micro_batch_cost="quadratic", **costs)
-    manifest = plan([[shape(2, 4)], [shape(2, 3)]], of=of)
+    manifest = plan_turns([[shape(2, 4)], [shape(2, 3)]], of=of)
 
     assert plan_report(manifest, of).num_rows_over_limit == num_over
 
@@ -168,7 +160,7 @@ def test_case_37_groups_of_one_are_counted_where_their_advantage_is_0(
 ) -> None:
     of = replace(config(2), **changes)
 
-    found = plan_report(plan([[shape()]], [[shape()], [shape()]], of=of), of)
+    found = plan_report(plan_turns([[shape()]], [[shape()], [shape()]], of=of), of)
 
     assert found.num_lone_groups == num_lone
     assert list(found.warnings) == ["num_lone_groups"] * num_lone

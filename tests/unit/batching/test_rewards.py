@@ -124,15 +124,3 @@ def test_case_27_turn_rewards_without_an_outcome_are_refused_for_outcomes() -> N
     turns = sealed(reward=None, turns=[shape()], turn_rewards=[1.0])
 
     assert reward_problem(turns, config()) == "has no reward, which reward_source='outcome' needs"
-
-
-@pytest.mark.parametrize("is_merged", [True, False])
-def test_case_16_scalar_rewards_of_turns_are_one_reward_of_their_trajectory(
-    is_merged: bool,
-) -> None:
-    # The reference keeps the last of merged turns and both of split ones: [1.0], [.25, 1.0].
-    second = shape(2, 1, parent=0, shared=5) if is_merged else shape(2, 1)
-    trajectory = sealed(turns=[shape(2, 3), second], turn_rewards=[0.25, 1.0])
-
-    assert trajectory_reward(trajectory, source="sum_of_turns") == 1.25
-    assert trajectory_reward(trajectory, source="last_turn") == 1.0

@@ -95,16 +95,6 @@ def test_sequences_that_cannot_be_learned_are_refused(
 # loss scale
 
 
-@pytest.mark.parametrize(
-    ("loss_scale", "expected"),
-    [("all_targets", [1 / 3, 1 / 3]), ("own_targets", [1 / 2, 1]), ("none", [1, 1])],
-)
-def test_weights_are_divided_by_the_sum_that_is_asked_for(
-    loss_scale: LossScale, expected: list[float]
-) -> None:
-    assert loss_scales(learn("aBC", "aB"), loss_scale=loss_scale).tolist() == expected
-
-
 def test_fractions_are_summed_and_small_sums_are_not_scaled_up() -> None:
     # The reference truncates the sum of 2.5 to 2.
     batch = learn("aaaa", "aa", "aa", weights=[[0, 1, 1, 0.5], [0, 0.25], [0, 0]])
@@ -166,12 +156,6 @@ def test_case_43_sequences_aligned_for_two_tensor_parallel_ranks() -> None:
     np.testing.assert_allclose(made.target_weights_KW, [[1 / 3, 1 / 3, 0, 0, 1 / 3, 0]])
     assert [one.tolist() for one in made.cu_seqlens] == [[0, 4, 6]]
     assert made.sequence_lengths == ((3, 2),)
-
-
-def test_bins_are_scaled_by_targets_of_each_sequence_on_request() -> None:
-    made = lay_out(learn("aBC", "dE"), [[1, 0]], loss_scale="own_targets")
-
-    np.testing.assert_array_equal(made.target_weights_KW, [[1, 0, 0.5, 0.5, 0]])
 
 
 def test_case_43_an_aligned_bin_is_never_above_its_capacity() -> None:

@@ -6,10 +6,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import config, sealed
+from testkit import sealed
+from testkit.planning import plan, ready
 from testkit.strategies.figures import labelled
-from turnstream.batching.fold.decisions import ReadyGroup
-from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.batching.scoring.tag_statistics import MAX_METRICS, MAX_TAGS, MAX_VALUES, sum_up
 from turnstream.records.manifests import encode_manifest, manifest_hash
 from turnstream.types import Figures, MetricStatistics, TagStatistics, ValueStatistics
@@ -89,29 +88,14 @@ def test_figures_of_parts_one_onto_the_other_are_those_of_the_whole(given, cut) 
     assert sum_up(given[cut:], onto=first) == sum_up(given)
 
 
-def ready(group_id: str, *, tags: dict[str, str], metrics: dict[str, float]) -> ReadyGroup:
-    member = sealed(group_id, reward=0.5, tags=tags, metrics=metrics)
-    return ReadyGroup(group_id=group_id, prompt_uid="", members=(member,), completed_by="1-0")
-
-
-def plan(*groups: ReadyGroup):
-    return plan_batch(
-        groups,
-        config=config(len(groups)),
-        run="run",
-        step=1,
-        lineage="main",
-        previous_hash="",
-        first_row_id=0,
-        config_revision=1,
-    )
-
-
 def test_plan_sums_the_labels_and_its_hash_covers_them() -> None:
-    manifest = plan(
-        ready("a", tags={"env": "maze"}, metrics={"turns": 2.0}),
-        ready("b", tags={"env": "maze"}, metrics={"turns": 4.0}),
-    )
+    tags = {"env": "maze"}
+    members = [
+        sealed(group_id, reward=0.5, tags=tags, metrics={"turns": number})
+        for group_id, number in (("a", 2.0), ("b", 4.0))
+    ]
+
+    manifest = plan(*[ready(own.key.group_id, own) for own in members])
 
     assert manifest.figures.metrics["turns"].mean == 3.0
     assert manifest.figures.tags["env"].values["maze"].reward_mean == 0.5

@@ -2,63 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from testkit import config, sealed, shape, turn
-from turnstream.batching.config import BatchingConfig
+from testkit.planning import Payload, plan, stored_group
 from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.fold.open_groups import problem_of, teaches_nothing
-from turnstream.batching.merge.merging import store_turns
-from turnstream.batching.merge.plan import Manifest
-from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.types import (
-    SealedTrajectory,
     Status,
-    StoredTurn,
-    TrajectoryKey,
-    Turn,
 )
 
 GIGPO = replace(config(), estimator="gigpo", turn_discount=0.5, divide_by_std=False)
-Payload = dict[TrajectoryKey, list[StoredTurn]]
-
-
-def group_of(
-    *episodes: Sequence[Turn],
-    rewards: Sequence[float],
-    statuses: Sequence[Status] = (),
-    group_id: str = "a",
-) -> tuple[ReadyGroup, Payload]:
-    """A complete group of these turns, and what is stored of it."""
-    members: list[SealedTrajectory] = []
-    payload: Payload = {}
-    for sample, (turns, reward) in enumerate(zip(episodes, rewards, strict=True)):
-        stored = [replace(own, payload_crc=own.index) for own in store_turns(turns)]
-        member = sealed(
-            group_id,
-            sample=sample,
-            reward=reward,
-            turns=[own.shape for own in stored],
-            turn_rewards=[0.0 if t.rewards is None else float(t.rewards.sum()) for t in turns],
-            payload_crcs=[own.payload_crc for own in stored],
-            anchors=[own.anchor for own in stored],
-            status=statuses[sample] if statuses else Status.COMPLETED,
-        )
-        members.append(member)
-        payload[member.key] = stored
-    ready = ReadyGroup(group_id=group_id, prompt_uid="", members=tuple(members), completed_by="1-0")
-    return ready, payload
-
-
-def plan(*groups: ReadyGroup, of: BatchingConfig, **changes: Any) -> Manifest:
-    fields: dict[str, Any] = {"run": "run", "step": 1, "lineage": "main", "previous_hash": ""}
-    return plan_batch(groups, config=of, **fields, first_row_id=0, config_revision=1, **changes)
 
 
 def branching_group(**fields: Any) -> tuple[ReadyGroup, Payload]:
@@ -67,7 +25,7 @@ def branching_group(**fields: Any) -> tuple[ReadyGroup, Payload]:
     Rows: ab CD x E | abcdy F, then ab G | zz HI.
     """
     first = turn("ab", "CD", anchor="s")
-    return group_of(
+    return stored_group(
         [first, turn("abcdx", "E", anchor="t"), turn("abcdy", "F", anchor="u")],
         [turn("ab", "G", anchor="s"), turn("zz", "HI", anchor="t")],
         rewards=[1.0, 0.0],
@@ -95,22 +53,9 @@ def test_every_turn_gets_its_own_in_whatever_row_it_is_trained() -> None:
     ]
 
 
-def test_both_parts_are_divided_by_their_deviations_if_configured() -> None:
-    ready, _ = branching_group()
-
-    manifest = plan(ready, of=replace(GIGPO, divide_by_std=True))
-
-    a = 0.707106
-    first, second = manifest.groups[0].trajectories
-    assert first.advantage == pytest.approx(a, abs=2e-6)
-    assert first.turn_advantages == pytest.approx((a + a, a + a, a), abs=2e-5)
-    assert second.turn_advantages == pytest.approx((-a - a, -a - a), abs=2e-5)
-    assert {float(np.float32(v)) for v in first.turn_advantages} == {*first.turn_advantages}
-
-
 def test_only_trajectory_of_a_group_compares_its_own_turns() -> None:
     turns = [turn("ab", "C", anchor="s"), turn("abc", "D", anchor="s")]
-    ready, _ = group_of(turns, rewards=[4.0])
+    ready, _ = stored_group(turns, rewards=[4.0])
 
     zero = plan(ready, of=GIGPO).groups[0].trajectories[0]
     raw = plan(ready, of=replace(GIGPO, singleton_advantage="raw")).groups[0].trajectories[0]
@@ -124,7 +69,7 @@ def test_a_member_whose_reward_is_left_out_is_in_no_comparison() -> None:
     one = turn("ab", "C", anchor="s")
     episodes = [[one], [one, turn("xy", "D", anchor="s")], [one]]
     cut = [Status.COMPLETED, Status.TRUNCATED, Status.COMPLETED]
-    ready, payload = group_of(*episodes, rewards=[1.0, 50.0, 0.0], statuses=cut)
+    ready, payload = stored_group(*episodes, rewards=[1.0, 50.0, 0.0], statuses=cut)
 
     manifest = plan(ready, of=leaving_out)
     rows = assemble_rows(manifest.groups, payload, first_row_id=0)
@@ -138,7 +83,7 @@ def test_a_member_whose_reward_is_left_out_is_in_no_comparison() -> None:
 def test_tokens_that_the_plan_masks_have_none() -> None:
     old = turn("ab", "C", anchor="s", version=3)
     new = turn("abc", "D", anchor="t", version=4)
-    ready, payload = group_of([old, new], [new], rewards=[1.0, 0.0])
+    ready, payload = stored_group([old, new], [new], rewards=[1.0, 0.0])
     versions = (((3, 1),), ((4, 1),))
     member = sealed(
         "a",

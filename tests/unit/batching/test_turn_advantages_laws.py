@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from testkit import sealed
 from testkit.denominators import row_scales
+from testkit.planning import Payload, plan, stored_group
 from testkit.shares import budgeted_passes, rank_share
 from testkit.strategies import chains, trees
 from turnstream.batching.config import BatchingConfig
@@ -21,44 +21,10 @@ from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.layouts.jagged import jagged
 from turnstream.batching.layouts.packed import packed
 from turnstream.batching.layouts.padded import left_padded, right_padded
-from turnstream.batching.merge.merging import store_turns
 from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
 from turnstream.batching.packing.microbatch import Budget
-from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
-from turnstream.types import Rows, SealedTrajectory, StoredTurn, TrajectoryKey, Turn
-
-Payload = dict[TrajectoryKey, list[StoredTurn]]
-
-
-def group_of(
-    *episodes: Sequence[Turn],
-    rewards: Sequence[float],
-) -> tuple[ReadyGroup, Payload]:
-    """A complete group of these turns, and what is stored of it."""
-    members: list[SealedTrajectory] = []
-    payload: Payload = {}
-    for sample, (turns, reward) in enumerate(zip(episodes, rewards, strict=True)):
-        stored = [replace(own, payload_crc=own.index) for own in store_turns(turns)]
-        member = sealed(
-            "a",
-            sample=sample,
-            reward=reward,
-            turns=[own.shape for own in stored],
-            turn_rewards=[0.0 if t.rewards is None else float(t.rewards.sum()) for t in turns],
-            payload_crcs=[own.payload_crc for own in stored],
-            anchors=[own.anchor for own in stored],
-        )
-        members.append(member)
-        payload[member.key] = stored
-    ready = ReadyGroup(group_id="a", prompt_uid="", members=tuple(members), completed_by="1-0")
-    return ready, payload
-
-
-def plan(ready: ReadyGroup, of: BatchingConfig) -> Manifest:
-    fields: dict[str, Any] = {"run": "run", "step": 1, "lineage": "main", "previous_hash": ""}
-    return plan_batch([ready], config=of, **fields, first_row_id=0, config_revision=1)
-
+from turnstream.types import Rows, SealedTrajectory, Turn
 
 SMALL = st.integers(-4, 4).map(float)
 SETTINGS: list[tuple[RowWeights, Aggregation]] = [
@@ -213,7 +179,7 @@ def assembled_in_halves(manifest: Manifest, payload: Payload) -> Rows:
 def test_every_layout_rank_and_pass_has_what_loops_over_turns_give(
     episodes: list[list[Turn]], of: BatchingConfig, dp_world_size: int, data: st.DataObject
 ) -> None:
-    ready, payload = group_of(*episodes, rewards=[data.draw(SMALL) for _ in episodes])
+    ready, payload = stored_group(*episodes, rewards=[data.draw(SMALL) for _ in episodes])
     cut: dict[str, Any] = {"dp_world_size": dp_world_size}
 
     manifest = plan(ready, of=of)
