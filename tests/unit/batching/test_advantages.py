@@ -146,14 +146,6 @@ def test_gdpo_of_one_trajectory_in_all_gives_zero() -> None:
     assert found.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("weights", [[], [1.0], [1.0, 1.0, 1.0]])
-def test_gdpo_refuses_components_that_do_not_match_its_weights(weights: list[float]) -> None:
-    with pytest.raises(UnsupportedEstimatorError, match="gdpo with"):
-        trajectory_advantages(
-            [outcomes([[1, 0], [0, 1]])], estimator="gdpo", component_weights=weights
-        )
-
-
 @given(
     st.lists(st.lists(st.integers(-50, 50), min_size=2, max_size=6), min_size=1, max_size=4),
     st.integers(-100, 100),
@@ -192,13 +184,23 @@ def test_gigpo_refuses_anchors_that_do_not_match_the_turns() -> None:
         gigpo(np.array([1.0]), turn_rewards=[np.zeros(2)], anchors=[["s"]])
 
 
-@pytest.mark.parametrize("rewards", [[1.0, 0.0], [[[1.0, 0.0]], [[0.0, 1.0]]]])
-def test_gdpo_refuses_rewards_that_are_no_components(rewards: Any) -> None:
-    # Two rewards of two trajectories passed for two components of one.
-    group = GroupOutcomes(np.array(rewards), np.array([1, 1]))
-
-    with pytest.raises(UnsupportedEstimatorError, match=r"gdpo with rewards of shape \(2,"):
-        trajectory_advantages([group], estimator="gdpo", component_weights=[1.0, 1.0])
+@pytest.mark.parametrize(
+    ("rewards", "weights", "says"),
+    [
+        ([[1, 0], [0, 1]], [], "gdpo with"),
+        ([[1, 0], [0, 1]], [1.0], "gdpo with"),
+        ([[1, 0], [0, 1]], [1.0] * 3, "gdpo with"),
+        ([[1], [0]], [1.0], "gdpo with 1 reward components: 2 or more"),
+        # Two rewards of two trajectories passed for two components of one.
+        ([1.0, 0.0], [1.0, 1.0], r"gdpo with rewards of shape \(2,"),
+        ([[[1.0, 0.0]], [[0.0, 1.0]]], [1.0, 1.0], r"gdpo with rewards of shape \(2,"),
+    ],
+)
+def test_gdpo_refuses_rewards_that_are_not_its_components(
+    rewards: list[Any], weights: list[float], says: str
+) -> None:
+    with pytest.raises(UnsupportedEstimatorError, match=says):
+        trajectory_advantages([outcomes(rewards)], estimator="gdpo", component_weights=weights)
 
 
 def test_gdpo_returns_nothing_for_an_empty_group() -> None:
@@ -207,11 +209,6 @@ def test_gdpo_returns_nothing_for_an_empty_group() -> None:
     nothing, some = trajectory_advantages(groups, estimator="gdpo", component_weights=[1.0, 2.0])
 
     assert (len(nothing), len(some)) == (0, 2)
-
-
-def test_gdpo_of_one_component_is_refused() -> None:
-    with pytest.raises(UnsupportedEstimatorError, match="gdpo with 1 reward components: 2 or more"):
-        trajectory_advantages([outcomes([[1], [0]])], estimator="gdpo", component_weights=[1.0])
 
 
 def test_gigpo_of_no_trajectory_gives_nothing() -> None:

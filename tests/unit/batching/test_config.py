@@ -147,16 +147,6 @@ def test_refuses_a_wrong_value_by_the_name_of_its_field(field: str, value: objec
         make(**{field: value})
 
 
-def test_refuses_planning_ahead_of_weights_that_must_be_fresh() -> None:
-    with pytest.raises(InvalidConfigError, match="max_planned_ahead"):
-        make(max_staleness=0, max_planned_ahead=1)
-
-
-def test_refuses_a_constant_length_without_its_constant() -> None:
-    with pytest.raises(InvalidConfigError, match="length_constant"):
-        make(aggregation="constant")
-
-
 @pytest.mark.parametrize(
     ("aggregation", "reason"),
     [
@@ -200,14 +190,12 @@ def test_refuses_a_cost_that_is_no_number_of_a_cost(field: str, value: Any) -> N
         make(micro_batch_cost="quadratic", **{field: value})
 
 
-def test_refuses_to_refuse_long_rows_without_a_limit() -> None:
-    with pytest.raises(InvalidConfigError, match=r"^over_long: 'refuse' without max_tokens"):
-        make(over_long="refuse")
-
-
 @pytest.mark.parametrize(
     ("field", "fields", "reason"),
     [
+        ("max_planned_ahead", {"max_staleness": 0, "max_planned_ahead": 1}, ""),
+        ("length_constant", {"aggregation": "constant"}, ""),
+        ("over_long", {"over_long": "refuse"}, "'refuse' without max_tokens"),
         ("overlong_buffer", {"overlong_buffer": 5, "overlong_length": 4}, "more than"),
         ("overlong_length", {"overlong_length": 4}, "does nothing"),
         ("masked_reward", {"masked_reward": "leave_out"}, "without mask_truncated does nothing"),
@@ -228,7 +216,7 @@ def test_refuses_to_refuse_long_rows_without_a_limit() -> None:
         ),
     ],
 )
-def test_useless_or_contradicting_settings_of_long_responses_are_refused(
+def test_useless_or_contradicting_settings_are_refused(
     field: str, fields: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(InvalidConfigError, match=f"^{field}: .*{reason}"):

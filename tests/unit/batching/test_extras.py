@@ -9,33 +9,25 @@ import numpy as np
 import pytest
 
 from testkit import assert_same, spell, turn
+from testkit.columns import (
+    IMAGES,
+    POSITIONS,
+    ROUTES,
+    STYLE,
+    TEACHER,
+    images,
+    routes,
+    with_columns,
+)
 from turnstream.batching.config.declarations import no_values
 from turnstream.batching.merge.extras import ExtraIndex
 from turnstream.batching.merge.merged_extras import whole_extras
 from turnstream.batching.merge.merging import merge_turns, store_turns
 from turnstream.batching.merge.prefix import PrefixMatch
 from turnstream.errors import InvalidTurnError, UnmergeableColumnError
-from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Turn
+from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece
 
-ROUTES = DeclaredColumn(name="routes", per="first_tokens", dtype="int16", shape=(1, 2))
-IMAGES = DeclaredColumn(name="images", per="items", dtype="float32", shape=(2,))
-POSITIONS = DeclaredColumn(name="positions", per="token", dtype="int32", shape=(3,))
-TEACHER = DeclaredColumn(name="teacher", per="response_token", dtype="float32", fill=-9)
-STYLE = DeclaredColumn(name="style", per="row", dtype="int8", is_constant=True)
 DIFFERING = replace(STYLE, is_constant=False)
-
-
-def routes(*experts: int) -> np.ndarray[Any, Any]:
-    choices = [[[expert, expert + 1]] for expert in experts]
-    return np.array(choices, np.int16).reshape(-1, 1, 2)
-
-
-def images(*numbers: int) -> np.ndarray[Any, Any]:
-    return np.array([[number, number] for number in numbers], np.float32).reshape(-1, 2)
-
-
-def with_columns(one: Turn, **extras: np.ndarray[Any, Any]) -> Turn:
-    return replace(one, extras=extras)
 
 
 def column_of(rows: Any, name: str) -> list[Any]:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from testkit import mini_batch_info, turn
+from testkit.columns import (
+    IMAGES,
+    POSITIONS,
+    ROUTES,
+    STYLE,
+    TEACHER,
+    images,
+    routes,
+    with_columns,
+)
 from testkit.planning import assembled_rows
 from turnstream.batching.merge.merging import store_turns
 from turnstream.batching.rows.assemble import concatenate_rows, take_rows
@@ -22,26 +31,6 @@ from turnstream.types import (
     Rows,
     Turn,
 )
-
-ROUTES = DeclaredColumn(name="routes", per="first_tokens", dtype="int16", shape=(1, 2))
-IMAGES = DeclaredColumn(name="images", per="items", dtype="float32", shape=(2,))
-POSITIONS = DeclaredColumn(name="positions", per="token", dtype="int32", shape=(3,))
-TEACHER = DeclaredColumn(name="teacher", per="response_token", dtype="float32", fill=-9)
-STYLE = DeclaredColumn(name="style", per="row", dtype="int8", is_constant=True)
-
-
-def routes(*experts: int) -> np.ndarray[Any, Any]:
-    choices = [[[expert, expert + 1]] for expert in experts]
-    return np.array(choices, np.int16).reshape(-1, 1, 2)
-
-
-def images(*numbers: int) -> np.ndarray[Any, Any]:
-    return np.array([[number, number] for number in numbers], np.float32).reshape(-1, 2)
-
-
-def with_columns(one: Turn, **extras: np.ndarray[Any, Any]) -> Turn:
-    return replace(one, extras=extras)
-
 
 # --------------------------------------------------------------------------------------
 # what is stored by others may be anything
