@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.archives import archive_is_what_was_trained
 from harness.episodes import episode
 from harness.forging import WRITER, right_history
 from harness.history import History
+from harness.stored import archive_is_what_was_trained
 from turnstream_server.batcher.assembly.archive import archive_path
 
 RUN = "r"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +13,17 @@ from harness.episodes import episode, prompt_payload, sampled
 from harness.forging import (
     WRITER,
     Lines,
-    Writing,
     change,
     edit_row,
     every_share,
+    lose_group,
     renamed,
     right_history,
     share,
     without,
-    write_group,
 )
 from harness.history import History, Line
-from harness.losses import lost_trajectories
-from harness.refusals import refusals_have_a_cause
+from harness.losses import refusals_have_a_cause
 
 Corrupt = Callable[[Lines], Lines]
 
@@ -72,13 +69,6 @@ def wait_for_ever(lines: Lines) -> Lines:
     kept = [line for line in lines if line.process != "first-0" or line.at <= waiting.at]
     alive = {"max_rss_bytes": 1, "held_bytes": 0, "max_held_bytes": 0}
     return [*kept, Line("first-0", "alive", waiting.at + 60, alive)]
-
-
-def lose_group(lines: Lines) -> Lines:
-    writing = Writing()
-    write_group(writing, "g99")
-    later = [replace(line, at=line.at + 10.0) for line in writing.lines]
-    return [*lines, *later]
 
 
 def lose_rewarded_group(lines: Lines) -> Lines:
@@ -362,74 +352,3 @@ def test_refusal_without_a_cause_is_found(process: str, facts: dict[str, str]) -
     (found,) = refusals_have_a_cause(history)
 
     assert found.startswith(f"{process} was refused g0")
-
-
-def plan_later_steps_again(lines: Lines) -> Lines:
-    """Return a history whose second session has other contents of step 3."""
-
-    def again(facts: dict[str, Any]) -> dict[str, Any]:
-        is_again = (facts["session"], facts["step"]) == ("second", 3)
-        return {"content": f"new {facts['content']}"} if is_again else {}
-
-    return every_share(lines, again)
-
-
-@pytest.mark.parametrize(
-    ("corrupt", "lost", "found"),
-    [
-        (plan_later_steps_again, (), "differs in sessions first and second"),
-        (lose_group, ("g99/0/0",), "were acknowledged and never trained"),
-    ],
-)
-def test_cut_excuses_its_losses_alone(corrupt: Corrupt, lost: tuple[str, ...], found: str) -> None:
-    lines = corrupt(right_history())
-
-    check(History(lines, cuts=[1.0], lost=lost), is_drained=True)
-    with pytest.raises(HistoryError, match=found):
-        check(History(lines), is_drained=True)
-    with pytest.raises(HistoryError, match="were acknowledged and never trained"):
-        check(History(lose_group(lines), cuts=[1.0], lost=["g0/0/0"]), is_drained=True)
-
-
-def test_refusal_soon_after_a_cut_has_a_cause() -> None:
-    refused = Line("generator-w", "refused", 9.0, REFUSED)
-
-    assert not [*refusals_have_a_cause(History([refused], cuts=[8.0]))]
-    assert [*refusals_have_a_cause(History([refused], cuts=[10.0]))]
-
-
-@pytest.mark.parametrize(
-    ("sealed_s", "last_s", "cuts", "is_lost"),
-    [
-        (9.0, 12.0, [10.0], True),
-        (9.0, 26.0, [10.0], False),  # its generator lived on
-        (4.0, 12.0, [10.0], False),  # it was on the disk
-        (4.0, 12.0, [8.0, 10.0], True),  # it was on the disk neither before nor after the resend
-        (9.0, 30.0, [10.0, 28.0], False),  # it was sent again before the second cut
-        (11.0, 12.0, [10.0], False),
-    ],
-)
-def test_cut_may_take_newest_writes_of_dead_generators(
-    tmp_path: Path, sealed_s: float, last_s: float, cuts: list[float], is_lost: bool
-) -> None:
-    sealed = Line("generator-w", "sealed", sealed_s, {"trajectory": "g0/0/0"})
-    alive = Line("generator-w", "alive", last_s, {})
-
-    lost = lost_trajectories([sealed, alive], cuts, logs=tmp_path)
-
-    assert lost == ({"g0/0/0"} if is_lost else set())
-
-
-def test_cut_may_take_the_reward_of_a_dead_poster(tmp_path: Path) -> None:
-    sealed = Line("generator-w", "sealed", 9.0, {"trajectory": "g0/0/0"})
-    alive = Line("generator-w", "alive", 26.0, {})
-    posted = Line("poster-1", "posted", 9.5, {"trajectory": "g0/0/0"})
-
-    assert lost_trajectories([sealed, alive, posted], [10.0], logs=tmp_path) == {"g0/0/0"}
-
-
-def test_loss_that_a_publisher_named_is_excused(tmp_path: Path) -> None:
-    text = "run chaos: p7#1/0/0 was acknowledged, and the store lost it: it is fenced\n"
-    (tmp_path / "generator-w.log").write_text(text)
-
-    assert lost_trajectories([], [10.0], logs=tmp_path) == {"p7%231/0/0"}

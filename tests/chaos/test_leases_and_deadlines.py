@@ -11,9 +11,9 @@ import pytest
 
 from harness.episodes import episode
 from harness.history import Line
+from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import GENERATOR_LEASE_S, PATIENCE_S, Rig, config
-from harness.sleepers import asleep
 from turnstream.store.client import keys
 from turnstream_server.jobs.stack import Service
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.history import History
+from harness.machine import asleep, is_asleep
 from harness.rig import CONFIG, PATIENCE_S, Rig, config, damage_turn
-from harness.sleepers import asleep, is_asleep
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.merge.plan import Manifest
 from turnstream.records.events import decode_event

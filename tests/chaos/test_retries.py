@@ -15,8 +15,7 @@ import grpc
 import hiredis
 import pytest
 
-from harness.proxy import Proxy
-from harness.repeater import Outcome, Repeated, Repeater
+from harness.proxy import Outcome, Proxy, Repeated, Repeater
 from harness.rig import PATIENCE_S, Rig, config
 from testkit.scripts import script
 from turnstream.store.client import keys

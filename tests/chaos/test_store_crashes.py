@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from harness.machine import Machine
+from harness.machine import Machine, asleep
 from harness.rig import ENDLESS, PATIENCE_S, Rig, config
-from harness.sleepers import asleep
 from harness.stored import lost_with
 from testkit import ids
 from turnstream.errors import StoreBehindError

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from harness.episodes import episode
+from harness.machine import asleep
 from harness.rig import CONFIG, PATIENCE_S, Rig
-from harness.sleepers import asleep
 from testkit import ids
 from turnstream.generator import Publisher
 from turnstream.store.client import keys

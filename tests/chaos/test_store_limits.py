@@ -11,19 +11,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from harness.archives import archive_is_what_was_trained
-from harness.health import ask_health
 from harness.history import Line
+from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import CONFIG, ENDLESS, Rig, config
-from harness.sleepers import asleep
-from harness.stored import lost_with
+from harness.stored import archive_is_what_was_trained, lost_with
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import WaitKind
 from turnstream.store.waits.wait_reasons import reasons
+from turnstream_server.batcher.serving.health import TROUBLE
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.settings import Settings
@@ -218,12 +219,16 @@ def _told_of_release(rig: Rig) -> str:
 
 def _wait_for_health(rig: Rig, state: int, trouble: str = "") -> None:
     """Wait until the batcher reports this state and reason."""
-    rig.wait(
-        lambda: (
-            (told := ask_health(rig.address())).state == state and told.trouble.startswith(trouble)
-        ),
-        f"a batcher whose health is {HealthCheckResponse.ServingStatus.Name(state)}",
-    )
+
+    def is_reported() -> bool:
+        with grpc.insecure_channel(rig.address()) as channel:
+            stub: Any = HealthStub(channel)
+            reply, call = stub.Check.with_call(HealthCheckRequest(), timeout=10.0)
+            trailing: dict[str, Any] = dict(call.trailing_metadata() or ())
+            return reply.status == state and trailing.get(TROUBLE, "").startswith(trouble)
+
+    name = HealthCheckResponse.ServingStatus.Name(state)
+    rig.wait(is_reported, f"a batcher whose health is {name}")
 
 
 def _fill(disk: Path) -> None:

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from harness.machine import is_asleep
 from harness.proxy import Proxy
 from harness.rig import PATIENCE_S, Rig
-from harness.sleepers import is_asleep
 from turnstream.worker import BatchStream, ObserverStream
 from turnstream_server.bus.core.frontier import read_frontier
 

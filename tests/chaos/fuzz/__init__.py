@@ -4,10 +4,8 @@ python -m fuzz --cases 2000 --seed 7      all kinds of damage, in turn; a summar
 
 Each case depends only on the seed and its number.
 
-- `damage` changes bytes.
-- `runs` makes small runs whose rows are known.
-- `stored` damages one place of a stored run.
+- `damage` changes bytes, and one place of a stored run.
+- `runs` makes small runs whose rows are known, and trains an undamaged one all the time.
 - `calls` sends damaged requests.
-- `pace` trains an undamaged run in the same store all the time.
 - `campaign` combines these and judges the result.
 """

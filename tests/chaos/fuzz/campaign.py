@@ -17,10 +17,11 @@ import grpc
 import redis
 
 from fuzz.calls import call_damaged
-from fuzz.pace import HealthyRun
+from fuzz.damage import EVENTS, KINDS, LEDGER, PLAN, TURNS, Spot, damage_run
 from fuzz.runs import (
     AFTER,
     NUM_GROUPS,
+    HealthyRun,
     KnownRun,
     Trained,
     copy_run,
@@ -31,7 +32,6 @@ from fuzz.runs import (
     train,
     wrong_rows,
 )
-from fuzz.stored import EVENTS, KINDS, LEDGER, PLAN, TURNS, Spot, damage_run
 from testkit import wait_until
 from turnstream.errors import (
     BatcherUnavailableError,

@@ -2,7 +2,7 @@
 
 - `rig` starts a store, batchers, generators and ranks; `generator`, `rank`, `poster` and `observer`
 are the processes.
-- `proxy`, `machine`, `sleepers` and `newer` make faults.
+- `proxy`, `machine` and `newer` make faults.
 - `checker` proves the invariants from a `history` of the logs, `refusals` the causes of errors, and
 `losses` names what a power cut may take.
 - `soak` draws random `faults` over a running stack.

@@ -18,24 +18,26 @@ from typing import Any
 
 from harness.history import History, Line
 from harness.leaders import (
+    everything_was_observed,
+    observers_go_on_where_they_were,
+    observers_see_what_is_trained,
     stale_sessions_are_refused,
     steps_have_one_leader,
     versions_are_never_reused,
 )
 from harness.members import (
     acknowledged_turns_are_kept,
+    awaited_rewards_are_those_posted,
+    evaluations_add_up,
     groups_have_their_members,
+    nothing_awaits,
+    nothing_else_is_trained,
+    prompts_are_trained_once,
+    rewards_taken,
     rows_are_what_was_said,
     steps_are_stepped_by_all_ranks,
     takers_find_what_was_said,
 )
-from harness.observers import (
-    everything_was_observed,
-    observers_go_on_where_they_were,
-    observers_see_what_is_trained,
-)
-from harness.prompts import evaluations_add_up, nothing_else_is_trained, prompts_are_trained_once
-from harness.rewards import awaited_rewards_are_those_posted, nothing_awaits, rewards_taken
 
 SLACK_S = 3.0
 """Allowed delay after a deadline, for a busy machine."""
@@ -135,12 +137,8 @@ def _frontier_adds_up(history: History, states: Mapping[str, int]) -> Violations
 def _newest(history: History, kind: str) -> int:
     """The newest surviving step of a kind of line, a session's own start included."""
     steps = [session.after_step for session in history.sessions[-1:]]
-    steps += [line["step"] for line in history.of(kind) if _survives(history, line)]
+    steps += [line["step"] for line in history.of(kind) if history.survives(line)]
     return max(steps, default=0)
-
-
-def _survives(history: History, line: Line) -> bool:
-    return history.surviving.get(line["step"]) == line["session"]
 
 
 def _num_trained_through(history: History, last_step: int) -> int:

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import LEASE_S
 from harness.running import InVainError, Stack
-from harness.sleepers import asleep
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError
 from turnstream.store.run.revisions import read_revisions, revise_config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from harness.episodes import episode
@@ -67,6 +68,14 @@ def write_group(writing: Writing, group: str) -> None:
         )
         writing.add("generator", "sealed", trajectory=name)
     writing.add("generator", "alive", max_rss_bytes=1000, held_bytes=5, max_held_bytes=10)
+
+
+def lose_group(lines: Lines) -> Lines:
+    """The lines with a group that is sealed and never trained."""
+    writing = Writing()
+    write_group(writing, "g99")
+    later = [replace(line, at=line.at + 10.0) for line in writing.lines]
+    return [*lines, *later]
 
 
 def write_session(

@@ -11,14 +11,13 @@ By its options it may do the following:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness.episodes import Episode, EpisodeTurn, awaits_reward, episode, left_alone
-from harness.log import ProcessLog
+from harness.log import ProcessLog, parse_options
 from turnstream.errors import (
     ConflictError,
     EndOfRunError,
@@ -29,13 +28,17 @@ from turnstream.errors import (
     TurnstreamError,
 )
 from turnstream.generator import Publisher
-from turnstream.generator.api.publisher import GroupWriter, TrajectoryWriter
+from turnstream.generator.api.publisher import TrajectoryWriter
 from turnstream.generator.outbox.receipts import Receipt
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 from turnstream_server.jobs.stack import end_when_stdin_closes
 
 _POLL_S = 0.05
+_NEVER = Path("/nowhere")
+"""A file that does not appear."""
+
+_ADMISSION_S = 300.0
 _LONG_S = 1.0
 """A write that takes longer asks why."""
 
@@ -43,7 +46,26 @@ _LONG_S = 1.0
 def main() -> None:
     """Publish until the groups are done, the run is closed or the process is killed."""
     end_when_stdin_closes()
-    options = _parse()
+    options = parse_options(
+        *("url", "run", "writer"),
+        first=0,
+        groups=0,
+        samples=2,
+        more_tokens=0,
+        version=int,
+        to_disk=0,
+        keep_s=5.0,
+        pause_s=0.0,
+        timeout_s=300.0,
+        hang_in="",
+        hang_until=_NEVER,
+        helps_until=Path,
+        takes_tasks=0,
+        evaluates_every=0,
+        takes_over_every=0,
+        leaves_one_in=0,
+        awaits_one_in=0,
+    )
     with (
         ProcessLog(options.log) as log,
         Publisher(
@@ -51,7 +73,7 @@ def main() -> None:
             options.run,
             writer=options.writer,
             timeout_s=options.timeout_s,
-            admission_timeout_s=options.admission_s,
+            admission_timeout_s=_ADMISSION_S,
             keep_s=options.keep_s,
         ) as publisher,
     ):
@@ -67,32 +89,6 @@ def main() -> None:
         if options.to_disk:
             publisher.flush_to_disk()
         log.write("done", **_usage(publisher))
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    for name in ("url", "run", "writer"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--groups", type=int, required=True)
-    parser.add_argument("--samples", type=int, default=2)
-    parser.add_argument("--more-tokens", type=int, default=0)
-    parser.add_argument("--to-disk", type=int, default=0)
-    parser.add_argument("--keep-s", type=float, default=5.0)
-    parser.add_argument("--pause-s", type=float, default=0.0)
-    parser.add_argument("--version", type=int, default=None)
-    parser.add_argument("--hang-in", default="")
-    parser.add_argument("--hang-until", type=Path, default=Path("/nowhere"))
-    parser.add_argument("--helps-until", type=Path, default=None)
-    parser.add_argument("--timeout-s", type=float, default=300.0)
-    parser.add_argument("--admission-s", type=float, default=300.0)
-    parser.add_argument("--takes-tasks", type=int, default=0)
-    parser.add_argument("--evaluates-every", type=int, default=0)
-    parser.add_argument("--takes-over-every", type=int, default=0)
-    parser.add_argument("--leaves-one-in", type=int, default=0)
-    parser.add_argument("--awaits-one-in", type=int, default=0)
-    return parser.parse_args()
 
 
 def _usage(publisher: Publisher) -> dict[str, int]:
@@ -134,8 +130,8 @@ class _Generator:
         """One task; False once the run takes no more."""
         self._log.write("asking_task", num_samples=self._options.samples)
         try:
-            with self._log.waiting("task", deadline_s=self._options.admission_s + 5.0):
-                task = self._publisher.next_task(self._options.admission_s)
+            with self._log.waiting("task", deadline_s=_ADMISSION_S + 5.0):
+                task = self._publisher.next_task(_ADMISSION_S)
         except (EndOfRunError, NotReadyError, PromptsExhaustedError) as error:
             self._log.write("asked_task_in_vain", num_samples=self._options.samples)
             return not isinstance(error, EndOfRunError)
@@ -161,7 +157,7 @@ class _Generator:
         self._log.write("opening", group=group_id, num_samples=samples, purpose=purpose)
         group = self._publisher.group(group_id, samples, purpose=purpose)
         try:
-            with self._log.waiting("admission", deadline_s=self._options.admission_s + 5.0):
+            with self._log.waiting("admission", deadline_s=_ADMISSION_S + 5.0):
                 group.__enter__()
         except EndOfRunError:
             self._log.write("refused", group=group_id, error="EndOfRunError")
@@ -169,10 +165,12 @@ class _Generator:
         except TurnstreamError as error:
             self._log.write("refused", group=group_id, error=repr(error))
             return True
-        with contextlib.closing(_Leaving(group)):
+        try:
             self._log.write("opened", group=group_id, num_samples=samples)
             for sample in range(samples):
                 self._play_sample(group.trajectory(sample))
+        finally:
+            group.__exit__(None, None, None)
         return True
 
     def help(self, end: Path) -> None:
@@ -289,16 +287,6 @@ class _Generator:
                         reasons=[[reason.kind, reason.sentence] for reason in slow.reasons],
                     )
         receipt.result(0)  # where it was done just when a wait had ended, that it was counts
-
-
-class _Leaving:
-    """Leaves the group, which abandons what was not sealed."""
-
-    def __init__(self, group: GroupWriter) -> None:
-        self._group = group
-
-    def close(self) -> None:
-        self._group.__exit__(None, None, None)
 
 
 if __name__ == "__main__":

@@ -120,10 +120,13 @@ class History:
         self.cuts = tuple(cuts)
         self.lost = frozenset(lost)
         if cuts:  # only the branch in the final weights has one plan for every step
-            self.lines = tuple(line for line in self.lines if self._is_of_final_branch(line))
+            self.lines = tuple(
+                line for line in self.lines if line.kind != "received" or self.survives(line)
+            )
 
-    def _is_of_final_branch(self, line: Line) -> bool:
-        return line.kind != "received" or self.surviving.get(line["step"]) == line["session"]
+    def survives(self, line: Line) -> bool:
+        """Whether the final weights have the step of this line from its session."""
+        return self.surviving.get(line["step"]) == line["session"]
 
     def of(self, *kinds: str) -> Iterator[Line]:
         """The lines of these kinds, in order of time."""

@@ -7,6 +7,7 @@ processes share; the time of day is logged too.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -22,6 +23,21 @@ _PAUSE_S = 0.7
 """A thread that sleeps a tenth of a second and wakes so late was not allowed to run."""
 
 _ALIVE_S = 1.0
+
+
+def parse_options(*required: str, **defaults: Any) -> argparse.Namespace:
+    """Return the options of this process, `log` included; a type as default means none is given."""
+    parser = argparse.ArgumentParser()
+    for name in required:
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(default, type):
+            parser.add_argument(option, type=default)
+        else:
+            parser.add_argument(option, type=type(default), default=default)
+    return parser.parse_args()
 
 
 class ProcessLog:

@@ -1,22 +1,26 @@
-"""Programs with a shim before them: clocks that jump, disks that are slow or lose their power."""
+"""Processes that sleep, clocks that jump, and disks that are slow or lose their power."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from testkit import wait_until
 from turnstream_server.embedded import find_binary
 
 _EARLY_S = 0.5
 """Time after the start of a sync in which no other sync starts."""
 
+_SLEEP_S = 180.0
 _SOURCE = Path(__file__).with_name("shim.c")
 
 
@@ -133,3 +137,20 @@ def server_with(
     path.write_text(f'#!/bin/sh\n{environment} exec "{binary}" "$@" {words}\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
+
+
+@contextlib.contextmanager
+def asleep(pid: int) -> Iterator[None]:
+    """The process sleeps for as long as the block lasts."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: is_asleep(pid), timeout_s=_SLEEP_S, describe=f"the sleep of {pid}")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def is_asleep(pid: int) -> bool:
+    """Whether the process was stopped by a signal."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text.rpartition(")")[2].split()[0] == "T"

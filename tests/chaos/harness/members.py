@@ -1,12 +1,13 @@
-"""Invariants of the trained members of groups and of their turns."""
+"""Invariants of what is trained: members of groups, turns, later rewards, and prompts."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.episodes import sampled
+from harness.episodes import prompt_payload, sampled
 from harness.history import History, Line, MiniBatchName
 
 Violations = Iterator[str]
@@ -38,7 +39,7 @@ def rows_are_what_was_said(history: History) -> Violations:
     """P1: each trained trajectory is one sealed episode of one writer, token by token.
 
     If several writers sealed it, the acknowledged seal counts. A reward that was posted later is
-    not part of the seal; see harness.rewards.
+    not part of the seal; see harness.members.
     """
     told: dict[str, set[str]] = {}
     for line in history.of("sealed"):
@@ -121,3 +122,109 @@ def _trained(history: History) -> Iterator[tuple[MiniBatchName, dict[str, list[d
         for row in itertools.chain.from_iterable(line["rows"] for line in lines):
             rows.setdefault(row["trajectory"], []).append(row)
         yield name, rows
+
+
+TAKEN = ("POSTED", "DUPLICATE")
+"""Outcomes of a reward that counts."""
+
+
+def awaited_rewards_are_those_posted(history: History) -> Violations:
+    """A reward that was acknowledged in time is the one that was trained; one told late is not."""
+    taken = rewards_taken(history)
+    trained = _trained_rewards(history)
+    for name, rewards in taken.items():
+        if name in history.lost:
+            continue
+        if len(rewards) > 1:
+            yield f"{name} was given the rewards {sorted(rewards)}, and each was told to count"
+        if not trained.get(name, set()) <= rewards:
+            yield f"{name} is trained with {trained[name]}, and {sorted(rewards)} was told to count"
+    for name, reward in _refused(history):
+        if reward in trained.get(name, ()) and reward not in taken.get(name, ()):
+            yield f"{name} is trained with {reward}, which was told not to count"
+    for name in trained.keys() - taken.keys():
+        tried = {line["reward"] for line in history.of("posting") if line["trajectory"] == name}
+        if not trained[name] <= tried:
+            yield f"{name} is trained with {trained[name]}, and {sorted(tried)} were posted"
+
+
+def rewards_taken(history: History) -> dict[str, set[float]]:
+    """Trajectory -> the rewards of which a process was told that they count."""
+    found: dict[str, set[float]] = {}
+    for line in history.of("posted"):
+        if line["outcome"] in TAKEN:
+            found.setdefault(line["trajectory"], set()).add(line["reward"])
+    return found
+
+
+def _refused(history: History) -> Iterator[tuple[str, float]]:
+    """Rewards of which a process was told that they do not count."""
+    for line in history.of("posted", "refused"):
+        is_late = line.facts.get("outcome") == "LATE"
+        is_refused = "reward" in line.facts and line.facts.get("error", "").startswith("Conflict")
+        if (is_late or is_refused) and line["trajectory"] not in history.lost:
+            yield line["trajectory"], line["reward"]
+
+
+def _trained_rewards(history: History) -> dict[str, set[float]]:
+    """Trajectory that awaited its reward -> those with which it came to the ranks."""
+    found: dict[str, set[float]] = {}
+    for _, lines in history.complete_mini_batches():
+        for row in itertools.chain.from_iterable(line["rows"] for line in lines):
+            if row["trajectory"] in history.awaiting:
+                found.setdefault(row["trajectory"], set()).add(row["reward"])
+    return found
+
+
+def nothing_awaits(counts: Mapping[str, int]) -> Violations:
+    """No trajectory waits for its reward at the end of the run."""
+    if num := counts.get("awaiting_reward", 0):
+        yield f"{num} still await their reward"
+
+
+_VISIT = re.compile(r"(?P<prompt>.+)%23\d+")
+"""The name of a group that a run has opened for one of its prompts."""
+
+
+def nothing_else_is_trained(history: History) -> Violations:
+    """No batch has a group that was opened to evaluate, and tasks are what the run was given."""
+    for line in history.of("received"):
+        for row in line["rows"]:
+            if row["trajectory"].split("/")[0] in history.evaluations:
+                yield f"{row['trajectory']} of step {line['step']} was opened to evaluate"
+    for line in history.of("given"):
+        if line["payload"] != prompt_payload(line["prompt"]).decode():
+            yield f"{line.process} was given {line['payload']!r} for the prompt {line['prompt']}"
+
+
+def prompts_are_trained_once(history: History) -> Violations:
+    """A prompt that is given out again, because its group was lost, is trained in one visit."""
+    visits: dict[str, str] = {}
+    for group in sorted(trained_groups(history)):
+        visit = _VISIT.fullmatch(group)
+        if visit is not None and (other := visits.setdefault(visit["prompt"], group)) != group:
+            yield f"the prompt {visit['prompt']} is trained as {other} and {group}"
+
+
+def trained_prompts(history: History) -> set[str]:
+    """Names of the prompts of which a group survives in the weights."""
+    found = (_VISIT.fullmatch(group) for group in trained_groups(history))
+    return {visit["prompt"] for visit in found if visit is not None}
+
+
+def trained_groups(history: History) -> set[str]:
+    """The groups of all surviving steps."""
+    return {row["trajectory"].split("/")[0] for _, row in history.surviving_rows}
+
+
+def evaluations_add_up(history: History, counts: Mapping[str, int]) -> Violations:
+    """Every trajectory that was sealed to evaluate is part of an evaluation at the end."""
+    sure = {
+        name
+        for group in history.evaluations
+        for name in history.acknowledged_by_group.get(group, set()) - history.excused
+    }
+    tried = {name for name in history.seals if name.split("/")[0] in history.evaluations}
+    evaluated = counts.get("evaluated", 0)
+    if not len(sure) <= evaluated <= len(tried):
+        yield f"{evaluated} are evaluated, {len(sure)} were acknowledged and {len(tried)} tried"

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import argparse
 import threading
-from pathlib import Path
 
-from harness.log import ProcessLog
+from harness.log import ProcessLog, parse_options
 from turnstream.errors import TurnstreamError
 from turnstream.worker import ObserverStream
 from turnstream_server.jobs.stack import end_when_stdin_closes
 
 MAX_PREFETCH_BYTES = 4 << 20
 _PAUSE_S = 0.2
+_TIMEOUT_S = 60.0
 _SLACK_S = 3.0
 
 
 def main() -> None:
     """Observe until the run ends."""
     end_when_stdin_closes()
-    options = _parse()
+    options = parse_options("target", "run", "observer")
     with ProcessLog(options.log) as log:
         while True:
             try:
@@ -34,25 +34,14 @@ def main() -> None:
                 threading.Event().wait(_PAUSE_S)
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    for name in ("target", "run", "observer"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--first-step", type=int, default=1)
-    parser.add_argument("--timeout-s", type=float, default=60.0)
-    return parser.parse_args()
-
-
 def _observe(options: argparse.Namespace, log: ProcessLog) -> None:
-    wait_s: float = options.timeout_s + _SLACK_S
+    wait_s = _TIMEOUT_S + _SLACK_S
     with log.waiting("observe", deadline_s=wait_s):
         stream = ObserverStream(
             options.target,
             options.run,
             options.observer,
-            first_step=options.first_step,
-            timeout_s=options.timeout_s,
+            timeout_s=_TIMEOUT_S,
             max_prefetch_bytes=MAX_PREFETCH_BYTES,
         )
     with stream:

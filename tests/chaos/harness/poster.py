@@ -14,24 +14,25 @@ from pathlib import Path
 
 from harness.episodes import held_back, reward_by
 from harness.history import Line, Logs
-from harness.log import ProcessLog
+from harness.log import ProcessLog, parse_options
 from turnstream.errors import TurnstreamError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream_server.jobs.stack import end_when_stdin_closes
 
 _POLL_S = 0.05
+_TIMEOUT_S = 300.0
 _SLACK_S = 5.0
 
 
 def main() -> None:
     """Post until the process is killed."""
     end_when_stdin_closes()
-    options = _parse()
+    options = parse_options("url", "run", "writer", late_s=0.0, hurries_at=Path)
     with (
         ProcessLog(options.log) as log,
         Publisher(
-            options.url, options.run, writer=options.writer, timeout_s=options.timeout_s
+            options.url, options.run, writer=options.writer, timeout_s=_TIMEOUT_S
         ) as publisher,
     ):
         poster = _Poster(publisher, log, options)
@@ -39,17 +40,6 @@ def main() -> None:
             poster.look()
             poster.post_due()
             threading.Event().wait(_POLL_S)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    for name in ("url", "run", "writer"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--late-s", type=float, default=0.0)
-    parser.add_argument("--hurries-at", type=Path, default=Path("/nowhere"))
-    parser.add_argument("--timeout-s", type=float, default=300.0)
-    return parser.parse_args()
 
 
 class _Poster:
@@ -94,7 +84,7 @@ class _Poster:
         reward = reward_by(self._options.writer, name)
         self._log.write("posting", trajectory=name, reward=reward)
         try:
-            with self._log.waiting("post", deadline_s=self._options.timeout_s + _SLACK_S):
+            with self._log.waiting("post", deadline_s=_TIMEOUT_S + _SLACK_S):
                 outcome = self._publisher.post_reward(keys.parse_trajectory_id(name), reward)
         except TurnstreamError as error:
             self._log.write("refused", trajectory=name, reward=reward, error=repr(error))

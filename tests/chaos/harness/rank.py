@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.episodes import row_name
-from harness.log import ProcessLog
+from harness.log import ProcessLog, parse_options
 from turnstream.batching.scoring.denominators import num_trained
 from turnstream.errors import TurnstreamError
 from turnstream.types import RecoveryToken, Rows
@@ -36,7 +36,20 @@ class PeerLostError(Exception):
 def main() -> None:
     """Train until the run ends or a step is reached; exits with 3 after an error that is typed."""
     end_when_stdin_closes()
-    options = _parse()
+    options = parse_options(
+        *("target", "run", "session"),
+        folder=Path,
+        dp_rank=0,
+        dp_world_size=1,
+        failpoint="",
+        from_step=-1,
+        max_steps=0,
+        checkpoint_every=2,
+        version_jump=1,
+        update_s=0.0,
+        timeout_s=60.0,
+        barrier_s=float,
+    )
     arm(options.failpoint)
     status = 0
     with ProcessLog(options.log) as log:
@@ -46,25 +59,6 @@ def main() -> None:
             log.write("refused", error=repr(error))
             status = 3
     sys.exit(status)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    for name in ("target", "run", "session"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--dp-rank", type=int, default=0)
-    parser.add_argument("--dp-world-size", type=int, default=1)
-    parser.add_argument("--from-step", type=int, default=-1)
-    parser.add_argument("--checkpoint-every", type=int, default=2)
-    parser.add_argument("--max-steps", type=int, default=0)
-    parser.add_argument("--version-jump", type=int, default=1)
-    parser.add_argument("--update-s", type=float, default=0.0)
-    parser.add_argument("--timeout-s", type=float, default=60.0)
-    parser.add_argument("--barrier-s", type=float, default=None)
-    parser.add_argument("--failpoint", default="")
-    return parser.parse_args()
 
 
 def _train(options: argparse.Namespace, log: ProcessLog) -> None:

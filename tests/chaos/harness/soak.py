@@ -21,15 +21,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from harness.archives import archive_is_what_was_trained
 from harness.faults import FAULTS
+from harness.losses import refusals_have_a_cause
 from harness.machine import Machine
-from harness.prompts import trained_prompts
+from harness.members import trained_prompts
 from harness.proxy import Proxy
-from harness.refusals import refusals_have_a_cause
 from harness.report import MAX_STORE_BYTES, Report, Survival
 from harness.rig import Rig, config
 from harness.running import Draws, InVainError, Stack
+from harness.stored import archive_is_what_was_trained
 from turnstream.store.run.evals import eval_results
 from turnstream.store.run.runs import close_run
 from turnstream.store.run.tasks import read_prompt_counts
