@@ -43,8 +43,7 @@ class OutboxDriver:
     def open_lanes(self, num_lanes: int = 1, *, sync: Any = "everysec") -> list[Lane]:
         """Return the lanes of an admitted group; `sync` is the store's `appendfsync`."""
         lanes = self.request(num_lanes)
-        sent = self.take()
-        assert sent is not None
+        sent = self.take_round()
         setting = sync if isinstance(sync, Exception) else [b"appendfsync", sync.encode()]
         replies = [*[b"sha"] * (sent.num_replies - 2), setting, [1] * num_lanes]
         self.outbox.answered(sent, replies=replies, now_s=self.now_s)
@@ -52,8 +51,7 @@ class OutboxDriver:
 
     def answer_group(self, *queued: Any, executed: Any) -> Round:
         """Take a round that is one transaction, and answer it."""
-        sent = self.take()
-        assert sent is not None
+        sent = self.take_round()
         assert sent.is_grouped
         self.outbox.answered(sent, replies=[b"OK", *queued, executed], now_s=self.now_s)
         return sent
@@ -90,10 +88,21 @@ class OutboxDriver:
         """Return the next round."""
         return self.outbox.next_round(self.now_s)
 
-    def answer(self, *answers: Any) -> Round:
-        """Take a round and answer its calls; calls without an answer here succeed."""
+    def take_round(self) -> Round:
+        """Return the next round, which must exist."""
         sent = self.take()
         assert sent is not None
+        return sent
+
+    def reconnect(self) -> Round:
+        """Lose the next round with its connection; advance the clock to the next send."""
+        lost = self.lose_round()
+        self.skip_pause()
+        return lost
+
+    def answer(self, *answers: Any) -> Round:
+        """Take a round and answer its calls; calls without an answer here succeed."""
+        sent = self.take_round()
         loads = [b"sha"] * (sent.num_replies - len(sent.calls))
         beats = [
             _well(call)
@@ -105,14 +114,19 @@ class OutboxDriver:
 
     def lose_round(self, error: Exception | None = None) -> Round:
         """Take a round and lose the connection."""
-        sent = self.take()
-        assert sent is not None
+        sent = self.take_round()
         self.outbox.lost(sent, error=error or RedisConnectionError("gone"), now_s=self.now_s)
         return sent
 
     def skip_pause(self) -> None:
         """Advance the clock to the next send."""
         self.now_s += self.outbox.pause_s(self.now_s) or 0.0
+
+    def skip_to_deadline(self) -> None:
+        """Advance the clock to the next deadline of a wait."""
+        left_s = self.outbox.ends_in_s(self.now_s)
+        assert left_s is not None
+        self.now_s += left_s
 
     @staticmethod
     def script_names(sent: Round) -> list[str]:
@@ -138,3 +152,10 @@ def _well(call: Call) -> Any:
     if isinstance(call, WaitsCall):
         return ResponseError("NORUN no such run")
     return call.sizes if isinstance(call, ReserveCall) else 1
+
+
+def driver_with_lane(*, sync: str = "everysec", **limits: Any) -> tuple[OutboxDriver, Lane]:
+    """Return an outbox with one open trajectory."""
+    driver = OutboxDriver(**limits)
+    (lane,) = driver.open_lanes(sync=sync)
+    return driver, lane

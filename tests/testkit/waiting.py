@@ -68,3 +68,9 @@ async def poll_until(predicate: Callable[[], Value], describe: str) -> Value:
         return predicate()
 
     return await wait_until_async(ask, describe=describe)
+
+
+async def finish(call: Callable[[], Any]) -> Any:
+    """Return the result of a call of either publisher; a blocking call runs in a thread."""
+    answer = await asyncio.to_thread(call)
+    return await answer if inspect.iscoroutine(answer) else answer

@@ -11,7 +11,7 @@ import pytest
 from testkit.scripts import script
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import ConflictError, NotReadyError, WaitKind
-from turnstream.generator.api.refills import take_refill
+from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.transport.steps import take_steps_async
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.groups import Refill
@@ -279,7 +279,7 @@ async def test_one_of_many_takes_a_refill(timed: Any) -> None:
 
     async def take(writer: str) -> Refill:
         wait = StoreWait(timed.client, WaitKind.NO_REFILL, "no refill", wait_s=0)
-        steps = take_refill(timed.name, writer=writer, wait=wait, tried={})
+        steps = WorkQueue(writer).next_refill(timed.name, wait)
         return await take_steps_async(timed.client, steps, wait)
 
     refill = await take("w1")

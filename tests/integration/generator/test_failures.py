@@ -8,14 +8,12 @@ from testkit.stores import Store
 from turnstream.errors import (
     ConflictError,
     EndOfRunError,
-    FencedError,
     InvalidTurnError,
     RunNotFoundError,
     StoreUnavailableError,
 )
 from turnstream.generator import Publisher
 from turnstream.records.events import decode_event
-from turnstream.store.client import keys
 from turnstream.types import (
     GroupOpened,
     RunClosed,
@@ -73,25 +71,6 @@ def test_a_conflict_stops_one_trajectory_and_no_other(store: Store) -> None:
     assert list(receipt.errors) == [TrajectoryKey("g", 0)]
     assert store.read(run).states() == {"g/0/0": "open", "g/1/0": "sealed"}
     assert store.read(run).spelled(TrajectoryKey("g", 0)) == [("ab", "c")]
-
-
-def test_a_writer_whose_lease_was_taken_is_fenced(store: Store) -> None:
-    run = store.new_run()
-    key = TrajectoryKey("g", 0)
-
-    with Publisher(store.url, run) as publisher:
-        episode = publisher.trajectory("g", 0, num_samples=1)
-        episode.append(ids("ab"), ids("c")).result(10)
-        store.client.hset(keys.trajectory_keys(run, "g/0/0").meta, "epoch", 2)
-        receipt = episode.append(ids("abc"), ids("d"))
-        with pytest.raises(FencedError, match="epoch 2 writes, not 1"):
-            receipt.result(10)
-        for write in (lambda: episode.append(ids("a"), ids("e")), lambda: episode.seal(1.0)):
-            with pytest.raises(FencedError):
-                write()
-
-    assert store.read(run).spelled(key) == [("ab", "c")]
-    assert store.read(run).states() == {"g/0/0": "open"}
 
 
 def test_unread_failure_is_raised_by_flush(store: Store) -> None:

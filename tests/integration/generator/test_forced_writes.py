@@ -32,7 +32,7 @@ def num_groups_of_writes(client: redis.Redis) -> int:
 
 
 def append_side_by_side(client: redis.Redis, publisher: Publisher, *, num_turns: int) -> None:
-    """Eight open trajectories go on by turns while the store takes no write, then end."""
+    """Append to eight trajectories while the store is paused, then seal them."""
     episodes = [publisher.trajectory("g", sample, num_samples=8) for sample in range(8)]
     for episode in episodes:
         episode.append(ids("a"), ids("b")).result(10)

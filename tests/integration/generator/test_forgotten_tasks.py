@@ -1,4 +1,4 @@
-"""Tasks that a store has forgotten when it comes back: their prompts are given to nobody else."""
+"""Tasks that a restarted store has lost: their prompts are granted to no other generator."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_lost_task_is_opened_again_with_all_its_writes(own_store: Store, past_of
 def test_task_granted_again_to_its_owner_is_skipped(
     own_store: Store, past_of: PastOf, is_sealed: bool
 ) -> None:
-    # Both were written, under one name: what was acknowledged of the first was refused.
+    # Both were written under one name, and acknowledged turns of the first were refused.
     run = own_store.new_run()
     prompts = [Prompt(prompt_uid=uid, payload=b"", num_samples=1) for uid in "ab"]
     add_prompts(own_store.client, run, prompts)
@@ -74,8 +74,8 @@ def test_task_granted_again_to_its_owner_is_skipped(
 
 
 def test_prompt_of_a_lost_task_is_not_granted_again(own_store: Store, past_of: PastOf) -> None:
-    # The group came back as one that no prompt was given out as: its prompt was given to the next
-    # who asked, and trained twice.
+    # The group was opened again without its prompt. Then the prompt was granted to another
+    # generator, and trained twice.
     run = own_store.new_run()
     prompts = [Prompt(prompt_uid=uid, payload=b"", num_samples=1) for uid in "abcda"]
     add_prompts(own_store.client, run, prompts)

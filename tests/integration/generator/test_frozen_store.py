@@ -1,7 +1,7 @@
 """A store that is stopped keeps its connections and says nothing: every wait ends by its deadline.
 
-Every wait here is short, and the socket's own timeout is 30 s: what does not heed its deadline is
-seen by that.
+Every wait here is short, and the socket's own timeout is 30 s. So a wait that ignores its deadline
+fails its test.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from testkit import group, ids, wait_until, wait_until_async
+from testkit import group, ids, wait_until_async
 from testkit.scripts import script
 from testkit.stores import Store
+from testkit.waiting import finish, poll_until
 from turnstream.errors import NotReadyError, StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.generator.outbox.receipts import AsyncReceipt, Receipt
 from turnstream.store.client.connection import address_of
 from turnstream.store.client.deadlines import ANSWER_S
 from turnstream.store.run.tasks import Prompt, add_prompts
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.redis
 Frozen = Callable[[], contextlib.AbstractContextManager[None]]
 ONE_GROUP = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
 TIMEOUT_S = 0.3
+BOTH = pytest.mark.parametrize("kind", [Publisher, AsyncPublisher])
 LONGEST_S = 20.0
 """Far above any deadline here, on a machine that is busy, and far below the socket's timeout."""
 
@@ -57,7 +58,7 @@ EXPECTED = {
 
 @pytest.fixture
 def own_server() -> Iterator[EmbeddedServer]:
-    """A store that may be stopped; of one kind, since no kind says anything then."""
+    """A store that may be stopped. All kinds of servers are equal then, so one kind is enough."""
     with EmbeddedServer() as server:
         yield server
 
@@ -66,7 +67,7 @@ def own_server() -> Iterator[EmbeddedServer]:
 def frozen(
     own_store: Store, wait_for_answers: Callable[[float], None]
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Within `frozen()` the store stands still, and is waited for as long as everybody does."""
+    """Within `frozen()` the store is stopped, and waits use the deadlines of the product."""
 
     @contextlib.contextmanager
     def freeze() -> Iterator[None]:
@@ -85,7 +86,7 @@ def frozen(
 def silent_from(
     own_store: Store, proxy_to: Callable[[str], Any], wait_for_answers: Callable[[float], None]
 ) -> Callable[[str], Any]:
-    """`silent_from(words)` gives a way to the store that is silent from a request with them on."""
+    """`silent_from(words)` returns a proxy that is silent from a request with these words on."""
 
     def connect(words: str) -> Any:
         wait_for_answers(ANSWER_S)
@@ -97,37 +98,18 @@ def silent_from(
 
 
 def speak(proxy: Any) -> None:
-    """Let a store answer again that was silent."""
+    """Let a silent store answer again."""
     proxy.requests.unanswered, proxy.replies.is_silent = b"", False
     proxy.cut_all()
 
 
-def ended(call: Callable[[], object]) -> UnavailableError:
-    """The error of a wait that must end soon."""
+async def ended(call: Callable[[], Any]) -> UnavailableError:
+    """Return the error of a wait that must end soon."""
     began_s = time.monotonic()
     with pytest.raises(UnavailableError) as caught:
-        call()
+        await finish(call)
     assert time.monotonic() - began_s < LONGEST_S
     return caught.value
-
-
-async def ended_async(call: Awaitable[object]) -> UnavailableError:
-    """The same of one that is awaited."""
-    began_s = time.monotonic()
-    with pytest.raises(UnavailableError) as caught:
-        await call
-    assert time.monotonic() - began_s < LONGEST_S
-    return caught.value
-
-
-def is_asked_of_it(receipt: Receipt) -> bool:
-    """Whether the silent store has been sent what is waited for."""
-    return WaitKind.STORE_SILENT in kinds(ended(lambda: receipt.result(0)))
-
-
-async def is_asked_of_it_async(receipt: AsyncReceipt) -> bool:
-    """The same of one that is awaited."""
-    return WaitKind.STORE_SILENT in kinds(await ended_async(receipt.result(0)))
 
 
 def kinds(error: UnavailableError) -> list[str]:
@@ -138,44 +120,78 @@ def facts(error: UnavailableError, kind: WaitKind) -> dict[str, Any]:
     return dict(next(reason.facts for reason in error.reasons if reason.kind == kind))
 
 
-def test_every_wait_on_a_silent_store_ends_by_its_deadline(
-    own_store: Store, frozen: Frozen
+@contextlib.asynccontextmanager
+async def entered(publisher: Any) -> AsyncIterator[Any]:
+    """Enter a publisher of either kind."""
+    if isinstance(publisher, AsyncPublisher):
+        async with publisher:
+            yield publisher
+    else:
+        with publisher:
+            yield publisher
+
+
+def entry(context: Any) -> Callable[[], Any]:
+    """Return the method that enters a writer of either kind."""
+    return getattr(context, "__aenter__", None) or context.__enter__
+
+
+async def append(writer: Any, prompt: str, response: str) -> Any:
+    """Append a turn; return its receipt."""
+    return await finish(lambda: writer.append(ids(prompt), ids(response)))
+
+
+async def stored(writer: Any) -> Any:
+    """Return a writer with one acknowledged turn."""
+    await finish((await append(writer, "a", "b")).result)
+    return writer
+
+
+@BOTH
+async def test_every_wait_on_a_silent_store_ends_by_its_deadline(
+    kind: Any, own_store: Store, frozen: Frozen
 ) -> None:
     run = own_store.new_run()
-    with contextlib.ExitStack() as stack:
-        publishers = {
-            name: stack.enter_context(Publisher(own_store.url, run, timeout_s=TIMEOUT_S))
-            for name in EXPECTED
-        }
-        for name, publisher in publishers.items():
-            publisher.publish(group(f"before-{name}")).result(10)
-        open_turn = publishers["turn"].trajectory("turn", 0, num_samples=1).__enter__()
-        open_seal = publishers["seal"].trajectory("seal", 0, num_samples=1)
-        open_seal.append(ids("a"), ids("b")).result(10)
+    async with contextlib.AsyncExitStack() as stack:
+        publishers: dict[str, Any] = {}
+        for name in EXPECTED:
+            publisher = kind(own_store.url, run, timeout_s=TIMEOUT_S)
+            publishers[name] = await stack.enter_async_context(entered(publisher))
+            whole = group(f"before-{name}")
+            await finish((await finish(partial(publisher.publish, whole))).result)
+        open_turn = await finish(entry(publishers["turn"].trajectory("turn", 0, num_samples=1)))
+        open_seal = await stored(publishers["seal"].trajectory("seal", 0, num_samples=1))
         new = publishers["append"].trajectory("append", 0, num_samples=1)
-        calls: dict[str, Callable[[], object]] = {
-            "next_task": lambda: publishers["next_task"].next_task(TIMEOUT_S),
-            "next_refill": lambda: publishers["next_refill"].next_refill(TIMEOUT_S),
+
+        async def turn() -> None:
+            await finish((await append(open_turn, "a", "b")).result)
+
+        async def publish() -> None:
+            receipt = await finish(lambda: publishers["publish"].publish(group("publish")))
+            await finish(receipt.result)
+
+        calls: dict[str, Callable[[], Any]] = {
+            "next_task": partial(publishers["next_task"].next_task, TIMEOUT_S),
+            "next_refill": partial(publishers["next_refill"].next_refill, TIMEOUT_S),
             "lapsed": publishers["lapsed"].lapsed,
-            "take_over": lambda: publishers["take_over"].take_over("g", 0),
-            "group": publishers["group"].group("group", 2).__enter__,
-            "append": lambda: new.append(ids("a"), ids("b")),
-            "turn": lambda: open_turn.append(ids("a"), ids("b")).result(),
-            "seal": lambda: open_seal.seal(1.0),
-            "post_reward": lambda: publishers["post_reward"].post_reward(
-                TrajectoryKey("g", 0), 1.0
+            "take_over": partial(publishers["take_over"].take_over, "g", 0),
+            "group": entry(publishers["group"].group("group", 2)),
+            "append": partial(append, new, "a", "b"),
+            "turn": turn,
+            "seal": partial(open_seal.seal, 1.0),
+            "post_reward": partial(
+                publishers["post_reward"].post_reward, TrajectoryKey("g", 0), 1.0
             ),
-            "publish": lambda: publishers["publish"].publish(group("publish")).result(),
+            "publish": publish,
             "close_run": publishers["close_run"].close_run,
         }
-        pool = stack.enter_context(ThreadPoolExecutor(len(calls)))
 
         with frozen():
-            waits = {name: pool.submit(ended, call) for name, call in calls.items()}
-            errors = {name: wait.result() for name, wait in waits.items()}
+            found = await asyncio.gather(*[ended(call) for call in calls.values()])
 
+    errors = dict(zip(calls, found, strict=True))
     assert {name: kinds(error) for name, error in errors.items()} == EXPECTED
-    for error in errors.values():
+    for error in found:
         assert type(error) is StoreUnavailableError
         silent = facts(error, WaitKind.STORE_SILENT)
         assert silent["address"] == address_of(own_store.url)
@@ -185,69 +201,29 @@ def test_every_wait_on_a_silent_store_ends_by_its_deadline(
     assert facts(errors["group"], WaitKind.NOT_ACKNOWLEDGED) == {"group": "group", "samples": 2}
 
 
-async def test_every_wait_of_an_async_publisher_ends_by_its_deadline(
-    own_store: Store, frozen: Frozen
+@BOTH
+async def test_waits_with_their_own_deadline_end_before_the_store_counts_as_away(
+    kind: Any, own_store: Store, frozen: Frozen
 ) -> None:
     run = own_store.new_run()
-    async with contextlib.AsyncExitStack() as stack:
-        publishers = {
-            name: await stack.enter_async_context(
-                AsyncPublisher(own_store.url, run, timeout_s=TIMEOUT_S)
-            )
-            for name in EXPECTED
-        }
-        for name, publisher in publishers.items():
-            await (await publisher.publish(group(f"before-{name}")))
-        open_turn = await publishers["turn"].trajectory("turn", 0, num_samples=1).__aenter__()
-        open_seal = publishers["seal"].trajectory("seal", 0, num_samples=1)
-        await (await open_seal.append(ids("a"), ids("b")))
-        new = publishers["append"].trajectory("append", 0, num_samples=1)
-
-        async def turn() -> None:
-            await (await open_turn.append(ids("a"), ids("b")))
-
-        async def publish() -> None:
-            await (await publishers["publish"].publish(group("publish")))
-
-        calls: dict[str, Awaitable[object]] = {
-            "next_task": publishers["next_task"].next_task(TIMEOUT_S),
-            "next_refill": publishers["next_refill"].next_refill(TIMEOUT_S),
-            "lapsed": publishers["lapsed"].lapsed(),
-            "take_over": publishers["take_over"].take_over("g", 0),
-            "group": publishers["group"].group("group", 2).__aenter__(),
-            "append": new.append(ids("a"), ids("b")),
-            "turn": turn(),
-            "seal": open_seal.seal(1.0),
-            "post_reward": publishers["post_reward"].post_reward(TrajectoryKey("g", 0), 1.0),
-            "publish": publish(),
-            "close_run": publishers["close_run"].close_run(),
-        }
-
-        with frozen():
-            found = await asyncio.gather(*[ended_async(call) for call in calls.values()])
-
-    errors = dict(zip(calls, found, strict=True))
-    assert {name: kinds(error) for name, error in errors.items()} == EXPECTED
-    assert {type(error) for error in errors.values()} == {StoreUnavailableError}
-
-
-def test_waits_with_their_own_deadline_end_before_the_store_counts_as_away(
-    own_store: Store, frozen: Frozen
-) -> None:
-    run = own_store.new_run()
-    publisher = Publisher(own_store.url, run)
-    episode = publisher.trajectory("g", 0, num_samples=1)
-    episode.append(ids("a"), ids("b")).result(10)
+    publisher = kind(own_store.url, run)
+    episode = await stored(publisher.trajectory("g", 0, num_samples=1))
 
     with frozen():
-        receipt = episode.append(ids("abc"), ids("d"))
-        wait_until(lambda: is_asked_of_it(receipt), describe="a round on its way")
+        receipt = await append(episode, "abc", "d")
+
+        async def is_sent() -> bool:
+            return WaitKind.STORE_SILENT in kinds(await ended(partial(receipt.result, 0)))
+
+        await wait_until_async(is_sent, describe="a round in flight")
         errors = [
-            ended(lambda: receipt.result(TIMEOUT_S)),
-            ended(lambda: publisher.flush(TIMEOUT_S)),
-            ended(lambda: publisher.flush_to_disk(TIMEOUT_S)),
-            ended(lambda: wait_for_version(own_store.client, run, above=0, timeout_s=TIMEOUT_S)),
-            ended(lambda: publisher.close(TIMEOUT_S)),
+            await ended(partial(receipt.result, TIMEOUT_S)),
+            await ended(partial(publisher.flush, TIMEOUT_S)),
+            await ended(partial(publisher.flush_to_disk, TIMEOUT_S)),
+            await ended(
+                partial(wait_for_version, own_store.client, run, above=0, timeout_s=TIMEOUT_S)
+            ),
+            await ended(partial(publisher.close, TIMEOUT_S)),
         ]
 
     assert [type(error) for error in errors] == [
@@ -262,42 +238,22 @@ def test_waits_with_their_own_deadline_end_before_the_store_counts_as_away(
     assert all(WaitKind.STORE_SILENT in kinds(error) for error in errors)
 
 
-async def test_an_asynchronous_publisher_closes_by_the_deadline_too(
-    own_store: Store, frozen: Frozen
+@BOTH
+async def test_admission_wait_ends_by_its_deadline_on_a_silent_store(
+    kind: Any, own_store: Store, silent_from: Callable[[str], Any], clock: Any
 ) -> None:
-    run = own_store.new_run()
-    publisher = AsyncPublisher(own_store.url, run)
-    episode = publisher.trajectory("g", 0, num_samples=1)
-    await (await episode.append(ids("a"), ids("b")))
-
-    with frozen():
-        receipt = await episode.append(ids("abc"), ids("d"))
-        await wait_until_async(lambda: is_asked_of_it_async(receipt), describe="a round")
-        waited = await ended_async(receipt.result(TIMEOUT_S))
-        closed = await ended_async(publisher.close(TIMEOUT_S))
-
-    assert [type(error) for error in (waited, closed)] == [NotReadyError, NotReadyError]
-    assert kinds(waited) == kinds(closed) == UNACKNOWLEDGED
-
-
-def test_admission_wait_ends_by_its_deadline_on_a_silent_store(
-    own_store: Store, silent_from: Callable[[str], Any], clock: Any
-) -> None:
-    # What the wait for "b" hangs on is asked of the store, and not answered, when it must end.
+    # The reasons of the wait for "b" are requested, and not answered, when it must end.
     run = own_store.new_run(**ONE_GROUP)
     proxy = silent_from(script("read_waits").sha)
-    with (
-        Publisher(proxy.url, run, admission_timeout_s=1.0) as publisher,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        held = publisher.trajectory("a", 0, num_samples=1).__enter__()
-        entered = pool.submit(ended, publisher.group("b", 2).__enter__)
-        wait_until(lambda: proxy.replies.is_silent, describe="the silence of the store")
+    async with entered(kind(proxy.url, run, admission_timeout_s=1.0)) as publisher:
+        first = await finish(entry(publisher.trajectory("a", 0, num_samples=1)))
+        waiting = asyncio.ensure_future(ended(entry(publisher.group("b", 2))))
+        await poll_until(lambda: proxy.replies.is_silent, "the silence of the store")
 
         clock.resume(ahead_s=1.0)
-        error = entered.result()
+        error = await waiting
         speak(proxy)
-        held.abandon("over")
+        first.abandon("over")
 
     assert type(error) is NotReadyError
     assert kinds(error)[:2] == [WaitKind.NO_LEAVE, WaitKind.STORE_SILENT]
@@ -305,28 +261,7 @@ def test_admission_wait_ends_by_its_deadline_on_a_silent_store(
     assert 1.0 <= facts(error, WaitKind.NO_LEAVE)["waited_s"] < LONGEST_S
 
 
-async def test_the_asynchronous_publisher_keeps_that_deadline_too(
-    own_store: Store, silent_from: Callable[[str], Any], clock: Any
-) -> None:
-    run = own_store.new_run(**ONE_GROUP)
-    proxy = silent_from(script("read_waits").sha)
-    async with AsyncPublisher(proxy.url, run, admission_timeout_s=1.0) as publisher:
-        held = await publisher.trajectory("a", 0, num_samples=1).__aenter__()
-        entered = asyncio.ensure_future(ended_async(publisher.group("b", 2).__aenter__()))
-        await asyncio.to_thread(
-            wait_until, lambda: proxy.replies.is_silent, describe="the silence of the store"
-        )
-
-        clock.resume(ahead_s=1.0)
-        error = await entered
-        speak(proxy)
-        held.abandon("over")
-
-    assert type(error) is NotReadyError
-    assert kinds(error)[:2] == [WaitKind.NO_LEAVE, WaitKind.STORE_SILENT]
-
-
-def test_task_requested_from_a_silent_store_is_returned_next(
+async def test_task_requested_from_a_silent_store_is_returned_next(
     own_store: Store, frozen: Frozen
 ) -> None:
     run = own_store.new_run()
@@ -337,11 +272,11 @@ def test_task_requested_from_a_silent_store_is_returned_next(
         with publisher.next_task(10) as first:
             write(first)
         with frozen():
-            ended(lambda: publisher.next_task(TIMEOUT_S))
+            await ended(partial(publisher.next_task, TIMEOUT_S))
 
         with publisher.next_task(TIMEOUT_S) as second:
             write(second)
-        error = ended(lambda: publisher.next_task(0.01))
+        error = await ended(partial(publisher.next_task, 0.01))
 
     assert (first.prompt_uid, second.prompt_uid) == ("a", "b")
     assert kinds(error)[0] == WaitKind.NO_TASK
@@ -353,14 +288,14 @@ def write(task: Any) -> None:
         trajectory.seal(1.0)
 
 
-def test_last_answer_of_a_silent_store_is_reported(
+async def test_last_answer_of_a_silent_store_is_reported(
     own_store: Store, silent_from: Callable[[str], Any]
 ) -> None:
     run = own_store.new_run()
     proxy = silent_from("XREAD")
     with Publisher(proxy.url, run) as publisher:
         # The store must have said by then that there is none, over a connection that is new.
-        error = ended(lambda: publisher.next_task(2.0))
+        error = await ended(partial(publisher.next_task, 2.0))
 
     assert type(error) is StoreUnavailableError
     assert "the run was given no prompt" in error.reasons[0].sentence

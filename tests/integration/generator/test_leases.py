@@ -1,4 +1,4 @@
-"""Leases as generators see them: kept while they live, lost when they sleep or die."""
+"""Leases of generators: renewed while they run, lost after a sleep or a kill."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.redis
 LEASE_S = 0.5
 KEY = TrajectoryKey("g", 0)
 
-# A generator that writes two turns, says so, and then does what it is told, line by line.
+# A generator that writes two turns, reports them, and then runs one command per line.
 GENERATOR = """
 import sys
 from turnstream.errors import TurnstreamError
@@ -69,8 +69,8 @@ class Generator:
         )
         assert self.reply() == "wrote"
 
-    def tell(self, line: str) -> str:
-        """Its answer."""
+    def request(self, line: str) -> str:
+        """Run one command; return its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
@@ -82,13 +82,13 @@ class Generator:
         return self.process.stdout.readline().strip()
 
     def signal(self, number: signal.Signals) -> None:
-        """Hit it."""
+        """Send a signal to the process."""
         os.kill(self.process.pid, number)
         if number == signal.SIGKILL:
             self.process.wait(10)
 
     def close(self) -> None:
-        """Be sure that it has ended."""
+        """Kill the process, if it still runs."""
         self.process.kill()
         self.process.communicate()
 
@@ -187,7 +187,7 @@ def test_generator_that_slept_gets_the_new_owner_and_writes_nothing(
         wait_for_lapse(publisher, KEY)
         episode = publisher.take_over("g", 0)
         generator.signal(signal.SIGCONT)
-        late = [generator.tell(line) for line in ("append", "append", "seal", "other")]
+        late = [generator.request(line) for line in ("append", "append", "seal", "other")]
         episode.append(ids("abcdef"), ids("g"))
         episode.seal(1.0)
 
@@ -212,7 +212,7 @@ def test_generator_that_slept_without_a_takeover_continues(
 
         generator.signal(signal.SIGCONT)
         wait_until(lambda: publisher.lapsed() == [], describe="the renewal")
-        answers = [generator.tell("append"), generator.tell("seal")]
+        answers = [generator.request("append"), generator.request("seal")]
 
     assert answers == ["done", "done"]
     assert store.read(run).states()["g/0/0"] == "sealed"

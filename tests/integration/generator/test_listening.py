@@ -43,7 +43,7 @@ def num_reads(client: redis.Redis) -> int:
 async def test_refusal_while_the_listener_closes_is_noticed(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The listener closed its connection after each wait, and a refusal that arrived meanwhile
+    # The listener closed its connection after each wait, and a refusal during the close
     # started no new one. The group was admitted 18.6 s after capacity was free.
     run = store.new_run(**ONE_GROUP)
     may_close = asyncio.Event()

@@ -12,7 +12,6 @@ from turnstream.errors import (
     RejectedError,
 )
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.types import (
     GroupOpened,
@@ -45,20 +44,6 @@ def test_trajectory_is_stored_with_its_turns_and_seal(store: Store) -> None:
     assert (seal.oldest_version, seal.newest_version, seal.has_logprobs) == (7, 8, True)
     assert (seal.tags, seal.metrics, seal.sampling) == ({"env": "guess"}, {"n": 2.0}, {"t": 1.0})
     assert stored.counts() == {"accepted": 1, "sealed": 1}
-
-
-def test_the_seal_in_the_stream_is_the_event_of_the_run(store: Store) -> None:
-    run = store.new_run()
-
-    with Publisher(store.url, run) as publisher:
-        publisher.publish(group("g", trajectory(turn("a", "B"), turn("abc", "D"))))
-
-    *turns, last = store.read(run).records(TrajectoryKey("g", 0))
-    (_, seal) = store.read(run).events()
-    entries: Any = store.client.xrange(keys.run_keys(run).events)
-    assert entries[-1][1][b"r"] == last
-    assert seal.payload_crcs == tuple(int.from_bytes(record[-4:], "little") for record in turns)
-    assert seal.num_payload_bytes == sum(map(len, turns))
 
 
 def test_a_whole_group_is_published_with_one_call(store: Store) -> None:

@@ -12,7 +12,7 @@ import pytest
 import turnstream
 from testkit.stores import Store
 from turnstream.batching.merge.merging import turn_prompts
-from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator import Publisher
 from turnstream.types import TrajectoryKey
 
 pytestmark = pytest.mark.redis
@@ -53,20 +53,5 @@ def test_turns_of_responses_are_stored_with_their_tokens(store: Store) -> None:
         writer.append(**turnstream.from_openai(response), policy_version=7)
         writer.append(**turnstream.from_vllm(next_output()), policy_version=8)
         writer.seal(reward=1.0, status="truncated")
-
-    check(store.read(run))
-
-
-async def test_async_publishers_take_the_same_arguments(store: Store) -> None:
-    run = store.new_run()
-    response = json.loads((SHAPES / "sglang-0.5.23-chat.json").read_text())
-
-    async with (
-        AsyncPublisher(store.url, run) as publisher,
-        publisher.trajectory("g", 0, num_samples=1) as writer,
-    ):
-        await writer.append(**turnstream.from_openai(response), policy_version=7)
-        await writer.append(**turnstream.from_vllm(next_output()), policy_version=8)
-        await writer.seal(reward=1.0, status="truncated")
 
     check(store.read(run))

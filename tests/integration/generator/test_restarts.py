@@ -1,4 +1,4 @@
-"""A store that comes back with less than it had acknowledged: told what it lost, or told of it."""
+"""A store that restarts without acknowledged writes: they are sent again, or reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.redis
 PastOf = Callable[[EmbeddedServer], Any]
 KEY = TrajectoryKey("g", 0)
 KEEP_S = 0.2
-"""What is kept for so short a time is there when the store is killed only where no time passes."""
+"""Writes are kept for so short a time that a test stops the clock until the store is killed."""
 
 
 def test_lost_writes_are_sent_again_from_the_opening_to_the_seal(
@@ -91,8 +91,7 @@ def test_a_restart_that_lost_nothing_changes_nothing(own_store: Store) -> None:
 def test_writes_that_survived_one_restart_are_sent_again_after_the_next(
     own_store: Store, past_of: PastOf
 ) -> None:
-    # A store that was started anew and had everything was not sent it again when the start after
-    # that one had lost it.
+    # Writes that survived one restart were not sent again after the next restart had lost them.
     run = own_store.new_run()
 
     with Publisher(own_store.url, run, keep_s=60.0) as publisher:
@@ -126,8 +125,8 @@ async def test_trajectory_released_before_its_group_is_not_reported_lost(own_sto
 
 
 async def test_finished_adopted_trajectory_is_not_reported_lost(own_store: Store) -> None:
-    # After a restart a trajectory is taken over again. Where it had left the ledger meanwhile, its
-    # publisher said that the store had lost it.
+    # After a restart a trajectory is adopted again. If the ledger no longer had it, its publisher
+    # reported it as lost.
     run = own_store.new_run()
     names = keys.run_keys(run)
 
@@ -166,8 +165,8 @@ def test_adoption_of_a_lost_opening_is_reported_by_the_next_flush(
 def test_adoption_that_survived_one_restart_is_repeated_after_the_next(
     own_store: Store, past_of: PastOf
 ) -> None:
-    # A store that had the end of what was taken over was not asked for it again when the start
-    # after that one had lost the take-over: what was acknowledged was lost.
+    # An adoption that survived one restart was not repeated after the next restart had lost it, and
+    # acknowledged writes were lost.
     run = own_store.new_run()
     _leave_open(own_store.server, run)
     own_store.client.zadd(keys.run_keys(run).leases, {"g/0/0": 1})
@@ -182,7 +181,7 @@ def test_adoption_that_survived_one_restart_is_repeated_after_the_next(
 
 
 def _restart_then_lose(publisher: Publisher, server: EmbeddedServer, past: Any) -> Any:
-    """The server is started anew with all that it has, then with what it had before; statistics."""
+    """Restart the server with all its data, then with earlier data; return the statistics."""
     server.kill()
     server.restart()
     publisher.publish(group("h")).result(10)
@@ -194,7 +193,7 @@ def _restart_then_lose(publisher: Publisher, server: EmbeddedServer, past: Any) 
 
 
 def _leave_open(server: EmbeddedServer, run: str) -> None:
-    """One turn of g/0/0, which the same generator may go on with at once."""
+    """Store one turn of g/0/0, which the same generator may continue at once."""
     with Publisher(server.url, run, writer="w") as publisher:
         publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
 

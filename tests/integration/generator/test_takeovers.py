@@ -12,7 +12,7 @@ from testkit import ids, wait_until_async
 from testkit.stores import Store, wait_for_lapse
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.generator.api.takeovers import take_over
+from turnstream.generator.api.adoption import adopt_trajectory
 from turnstream.generator.transport.steps import take_steps
 from turnstream.store.client import keys
 from turnstream.store.waits.bounded_call import StoreWait
@@ -169,4 +169,4 @@ def test_sleeper_gets_an_error_after_another_adopted_and_sealed(
     sleepy.slept = command, another_seals
     wait = StoreWait(sleepy, None, "not taken over", wait_s=10)
     with sleepy, pytest.raises(FencedError, match="epoch 2, and is by now that of epoch 3"):
-        take_steps(sleepy, take_over(left_open, writer="second", key=KEY), wait)
+        take_steps(sleepy, adopt_trajectory(left_open, writer="second", key=KEY), wait)

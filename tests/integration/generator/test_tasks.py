@@ -1,4 +1,4 @@
-"""Tasks, as generators see them: taken, written, given up, and never lost with a reply."""
+"""Tasks of generators: taken, written, abandoned, and never lost with a reply."""
 
 from __future__ import annotations
 

@@ -111,38 +111,6 @@ async def test_async_publisher_gets_the_same_reasons(store: Store) -> None:
     assert (held["group"], held["writer"], held["lease_left_s"] > 0) == ("a", "slow", True)
 
 
-def test_admission_wait_reports_that_the_trainer_has_not_stepped(store: Store) -> None:
-    run = store.new_run(**ONE_GROUP)
-
-    with Publisher(store.url, run, admission_timeout_s=0.1) as publisher:
-        publisher.publish(group("a")).result(10)
-        plan(store.client, run, step=1, num_groups=1)
-        with pytest.raises(NotReadyError) as caught:
-            publisher.publish(group("b")).result(10)
-
-    trainer = facts(caught.value, WaitKind.TRAINER_NOT_STEPPED)
-    assert {"awaited": 1, "planned": 1, "session_epoch": 0}.items() <= trainer.items()
-    assert trainer["since_s"] >= 40
-    assert WaitKind.TOO_FEW_READY not in kinds(caught.value)
-
-
-def test_admission_wait_reports_the_bytes_in_use(store: Store) -> None:
-    run = store.new_run(batch_groups=1, max_staleness=3, max_bytes=200_000)
-
-    with Publisher(store.url, run, admission_timeout_s=0.05) as publisher:
-        publisher.publish(group("a")).result(10)
-        plan(store.client, run, step=1, num_groups=1)
-        where = keys.run_keys(run).budget
-        store.client.hset(where, mapping={"planned": 150_000, "stored": 0, "estimate": 20_000})
-        with pytest.raises(NotReadyError) as caught, publisher.group("b", 4):
-            pass
-
-    held = facts(caught.value, WaitKind.OUT_OF_BYTES)
-    assert held["planned"] == 150_000
-    assert held["needed"] == 80_000
-    assert held["max_bytes"] == 200_000
-
-
 def test_task_wait_names_the_generators_of_the_prompts(store: Store) -> None:
     run = store.new_run()
     add_prompts(store.client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=1)])

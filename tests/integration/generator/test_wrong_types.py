@@ -168,7 +168,6 @@ def nothing_is_sent(store: Store, run: str) -> Iterator[None]:
 def test_append_refuses_wrong_types_by_field_and_value(
     store: Store, run: str, field: str, given: dict[str, Any]
 ) -> None:
-    # `extras=5` raised AttributeError, `version_runs=[5]` and others TypeError, from inside.
     with Publisher(store.url, run) as publisher:
         episode = publisher.trajectory("g", 0, num_samples=1)
         with pytest.raises(InvalidTurnError) as error:
@@ -178,8 +177,6 @@ def test_append_refuses_wrong_types_by_field_and_value(
 
 
 def test_seal_refuses_wrong_types_by_field_and_value(store: Store, run: str) -> None:
-    # `reward=10**400` raised OverflowError, `reward="1"` counted as 1.0, `tags=5` raised
-    # AttributeError; `awaits_reward="yes"` failed inside the sender, after the call had returned.
     with Publisher(store.url, run) as publisher:
         for number, (field, given) in enumerate(SEAL):
             with publisher.trajectory(f"s{number}", 0, num_samples=1) as episode:
@@ -190,7 +187,6 @@ def test_seal_refuses_wrong_types_by_field_and_value(store: Store, run: str) -> 
 
 
 async def test_async_writers_refuse_wrong_types_by_field_and_value(store: Store, run: str) -> None:
-    # The same for asyncio: AttributeError, TypeError and OverflowError from inside.
     async with AsyncPublisher(store.url, run) as publisher:
         for field, given in APPEND:
             episode = publisher.trajectory("g", 0, num_samples=1)
@@ -209,8 +205,6 @@ async def test_async_writers_refuse_wrong_types_by_field_and_value(store: Store,
 async def test_publishers_refuse_wrong_types_by_field_and_value(
     store: Store, run: str, method: str, case: Case
 ) -> None:
-    # `publish(5)`, `post_reward("g/0/0", 1.0)` and `refill_trajectory(5)` raised AttributeError,
-    # `next_task("5")` TypeError, `flush(math.inf)` OverflowError, all from inside.
     field, given = case
     with Publisher(store.url, run) as publisher, pytest.raises(REFUSED) as error:
         getattr(publisher, method)(**given)
@@ -227,8 +221,6 @@ async def test_publishers_refuse_wrong_types_by_field_and_value(
 def test_publisher_constructors_refuse_wrong_types(
     store: Store, run: str, kind: type[Any], field: str, given: dict[str, Any]
 ) -> None:
-    # `Publisher(5, run)` raised AttributeError; `timeout_s="5"` was accepted, and the first write
-    # failed with TypeError inside the sender.
     with pytest.raises(REFUSED) as error:
         kind(**{"url": store.url, "run": run, **given})
 
@@ -249,7 +241,6 @@ def test_publisher_hides_the_password_of_a_wrong_url(run: str, url: Any) -> None
 
 @pytest.mark.parametrize("reason", NOT_A_TEXT[:5], ids=shown)
 def test_abandon_refuses_a_reason_that_is_no_text(store: Store, run: str, reason: Any) -> None:
-    # `abandon(None)` raised TypeError from inside, and the trajectory counted as ended after it.
     with (
         Publisher(store.url, run) as publisher,
         publisher.trajectory("r", 0, num_samples=1) as episode,
@@ -265,7 +256,6 @@ def test_abandon_refuses_a_reason_that_is_no_text(store: Store, run: str, reason
 def test_group_writer_refuses_a_sample_that_is_no_number(
     store: Store, run: str, sample: Any
 ) -> None:
-    # `group.trajectory([])` raised TypeError, and True was the sample 1.
     with Publisher(store.url, run) as publisher, publisher.group("w", 2) as visit:
         visit.trajectory(1)
         with pytest.raises(InvalidTurnError, match=r"^sample: "):
@@ -299,7 +289,6 @@ def test_group_writer_refuses_a_sample_that_is_no_number(
 def test_publish_refuses_wrong_types_inside_a_group(
     store: Store, run: str, field: str, wrong: Group
 ) -> None:
-    # Fields of whole groups that were of a wrong type raised TypeError or AttributeError.
     with Publisher(store.url, run) as publisher, pytest.raises(InvalidTurnError) as error:
         publisher.publish(wrong)
 
@@ -310,7 +299,6 @@ def test_publish_refuses_wrong_types_inside_a_group(
 async def test_receipts_refuse_a_timeout_that_is_no_number(
     store: Store, run: str, timeout_s: Any
 ) -> None:
-    # `receipt.result("5")` raised TypeError, `result(math.inf)` OverflowError.
     # The receipt is still good for another call.
     with (
         Publisher(store.url, run) as publisher,

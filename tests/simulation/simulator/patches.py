@@ -17,7 +17,7 @@ from unittest.mock import patch
 from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, SyncClient
 from simulator.loops import ProcessLoop
 from simulator.processes import Process
-from turnstream.generator.api import async_publisher, bases, writers
+from turnstream.generator.api import async_publisher, publisher_core
 from turnstream.generator.transport import async_sender
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream_server.batcher.assembly import payload
@@ -83,12 +83,11 @@ def patched() -> Iterator[None]:
     with (
         patch.multiple(async_sender, AsyncLink=link, connect_async=client, time=clock),
         patch.multiple(async_publisher, connect_async=client),
-        patch.multiple(bases, time=clock),
+        patch.multiple(publisher_core, time=clock, random=chance),
         patch.multiple(server_instance, connect_async=client),
         patch.multiple(parking, connect_async=client),
         patch.multiple(renewal, connect=thread_client, time=clock),
         patch.multiple(payload, Link=thread_link),
-        patch.multiple(writers, random=chance),
         patch.multiple(timekeeper, READS_PER_LEASE=_LOOKS, CHECKS_PER_DEADLINE=_LOOKS),
         patch.multiple(orphaned_groups, READS_PER_LEASE=_LOOKS),
         _listening_to_the_log(),

@@ -8,7 +8,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver
+from testkit.outboxes import OutboxDriver, driver_with_lane
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator.outbox.receipts import Delivery
@@ -48,8 +48,7 @@ def test_turns_wait_until_their_trajectory_is_open() -> None:
 
 
 def test_refused_group_waits_until_it_is_woken() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     opened = Delivery()
     driver.request(opened=opened)
 
@@ -196,8 +195,7 @@ def test_group_abandoned_while_it_waits_is_not_requested_again() -> None:
 def test_group_abandoned_during_admission_is_abandoned_once_open() -> None:
     driver = OutboxDriver()
     (lane,) = driver.request()
-    asking = driver.take()
-    assert asking is not None
+    asking = driver.take_round()
     driver.outbox.abandon(lane, "bored", end=Delivery())
 
     loads = [b"sha"] * (asking.num_replies - 1)
@@ -213,12 +211,11 @@ def test_admission_wait_ends_by_its_deadline_on_a_silent_store() -> None:
     driver.request(opened=opened)
     driver.answer(ResponseError("WAIT [7-0] the planner sleeps"))
     driver.outbox.woken()
-    asked = driver.take()
+    driver.take_round()
 
-    driver.now_s += driver.outbox.ends_in_s(driver.now_s)
+    driver.skip_to_deadline()
     driver.outbox.expire(driver.now_s)
 
-    assert asked is not None
     assert driver.now_s == pytest.approx(160.0)
     assert kinds(opened) == [WaitKind.NO_LEAVE, WaitKind.STORE_SILENT]
 
@@ -229,21 +226,18 @@ def test_group_opened_after_its_wait_ended_is_abandoned(answer: Any) -> None:
     (lane,) = driver.request()
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
     driver.outbox.woken()
-    asked = driver.take()
-    assert asked is not None
+    asked = driver.take_round()
     driver.now_s += 60.0
     driver.outbox.expire(driver.now_s)
 
     driver.outbox.answered(asked, replies=[answer], now_s=driver.now_s)
-    given_back = driver.take()
+    sent = driver.take()
 
     assert lane.error is not None
     assert driver.outbox.wake_id is None
-    if isinstance(answer, ResponseError):
-        assert given_back is None
-    else:
-        assert driver.script_names(given_back) == ["abandon"]
-        assert given_back.commands[0].args[:3] == ("g/0/0", "5:w", "its wait for leave had ended")
+    abandons = [] if sent is None else [(c.script.name, *c.args[:3]) for c in sent.commands]
+    expected = ("abandon", "g/0/0", "5:w", "its wait for leave had ended")
+    assert abandons == ([] if isinstance(answer, ResponseError) else [expected])
 
 
 def test_group_whose_wait_ended_is_not_requested_after_a_lost_round() -> None:
@@ -251,8 +245,7 @@ def test_group_whose_wait_ended_is_not_requested_after_a_lost_round() -> None:
     driver.request()
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
     driver.outbox.woken()
-    asked = driver.take()
-    assert asked is not None
+    asked = driver.take_round()
     driver.now_s += 60.0
     driver.outbox.expire(driver.now_s)
 

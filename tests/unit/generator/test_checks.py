@@ -209,7 +209,7 @@ def test_case_8_a_fractional_mask_is_refused_and_not_cut_to_0() -> None:
         ({"version_runs": [(-2, 2)]}, r"version_runs\[0\]\.version: -2 is not"),
     ],
 )
-def test_invalid_field_is_refused_by_name_value_and_position(
+def test_invalid_field_is_refused_with_value_and_position(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidTurnError, match=message):

@@ -12,9 +12,9 @@ from testkit import assert_same, group, trajectory, turn
 from testkit.strategies import declared_columns, trees, with_extras
 from turnstream.batching.merge.anchors import anchor_hash
 from turnstream.errors import InvalidTurnError
-from turnstream.generator.api.takeovers import taken_turns
+from turnstream.generator.api.adoption import adopted_turns
 from turnstream.generator.encode import checks, encoder
-from turnstream.generator.encode.encoder import TrajectoryDraft, TurnRecord, draft_group
+from turnstream.generator.encode.encoder import TrajectoryDraft, draft_group
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
 from turnstream.types import (
@@ -49,23 +49,24 @@ def resume(
 ) -> TrajectoryDraft:
     """Return a draft that continues after these stored turns."""
     resumed = made or TrajectoryDraft(KEY, extra_columns=declared)
-    for record, stored, shape in taken_turns(records, declared):
-        resumed.restore(stored, TurnRecord(record, shape))
+    for stored, whole in adopted_turns(records, declared):
+        resumed.restore(whole, stored)
     return resumed
 
 
 def test_only_new_tokens_are_encoded() -> None:
     made = TrajectoryDraft(KEY)
 
-    first, second, third = (
-        decode_turn(made.add(one).record)
-        for one in (turn("ab", "C"), turn("abcd", "E"), turn("abx", "F"))
-    )
+    turns = (turn("ab", "C"), turn("abcd", "E"), turn("abx", "F"))
+    records = [made.add(one).record for one in turns]
+    first, second, third = map(decode_turn, records)
 
     assert (first.index, first.parent_turn, first.token_ids.tolist()) == (0, -1, [97, 98, 99])
     assert (second.index, second.parent_turn, second.shared_tokens) == (1, 0, 3)
     assert (third.index, third.parent_turn, third.shared_tokens) == (2, 0, 2)
     assert third.token_ids.tolist() == [ord("x"), ord("f")]
+    assert seal(made).num_payload_bytes == sum(map(len, records))
+    assert seal(made).payload_crcs == (first.payload_crc, second.payload_crc, third.payload_crc)
 
 
 def test_turn_and_seal_contain_the_anchor() -> None:
@@ -203,7 +204,7 @@ def test_draft_continues_stored_turns_as_its_own(
     turns, declared = episode
     whole = TrajectoryDraft(KEY, extra_columns=declared)
     records = [whole.add(one).record for one in turns]
-    taken = taken_turns(records[:num_stored], declared)
+    taken = adopted_turns(records[:num_stored], declared)
 
     resumed = resume(records[:num_stored], declared)
     rest = [resumed.add(one).record for one in turns[num_stored:]]

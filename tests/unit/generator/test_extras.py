@@ -1,4 +1,4 @@
-"""The door of extra columns."""
+"""Validation of extra columns."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_invalid_value_is_refused_with_column_value_and_position(
 def test_case_11_invalid_routes_are_refused_with_column_value_and_position(
     column: DeclaredColumn, values: Any, message: str
 ) -> None:
-    # So does the reference, which also refuses every list: of ours a list of numbers is taken.
+    # So does the reference, which also refuses every list. Here a list of numbers is accepted.
     with pytest.raises(InvalidTurnError, match=rf"^extras\['x'\]: .*{message}"):
         checked(column, values)
 

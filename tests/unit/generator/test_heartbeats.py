@@ -9,7 +9,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from testkit.outboxes import OutboxDriver
+from testkit.outboxes import OutboxDriver, driver_with_lane
 from turnstream.errors import (
     FencedError,
     RunNotFoundError,
@@ -35,7 +35,7 @@ def test_leases_are_renewed_every_third_of_the_length_that_the_store_names() -> 
 
 
 def test_new_trajectory_reads_the_lease_length_soon() -> None:
-    # Leases had become shorter meanwhile: what was opened next was given up.
+    # The leases of the run had become shorter, and the next trajectory was abandoned.
     beats = Heartbeats()
     first, second = (
         Lane(TrajectoryKey("g", sample), f"g/{sample}/0", epoch=1) for sample in range(2)
@@ -55,8 +55,7 @@ def test_new_trajectory_reads_the_lease_length_soon() -> None:
 
 
 def test_a_publisher_with_nothing_open_sends_no_heartbeat() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.append(lane)
     driver.seal(lane)
     driver.answer(2)
@@ -73,9 +72,8 @@ def test_heartbeat_in_flight_does_not_delay_a_flush() -> None:
     driver.open_lanes()
     driver.skip_pause()
 
-    beat = driver.take()
+    driver.take_round()
 
-    assert beat is not None
     assert driver.outbox.is_idle
 
 
@@ -127,8 +125,7 @@ def test_refused_heartbeat_of_a_deleted_run_fails_its_trajectories() -> None:
 
 
 def test_trajectory_found_lost_by_a_turn_is_not_lost_twice() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.skip_pause()
     waiting = driver.append(lane)
 
@@ -146,8 +143,7 @@ def test_trajectory_found_lost_by_a_turn_is_not_lost_twice() -> None:
 def test_ending_trajectory_ignores_a_fenced_heartbeat() -> None:
     # The planner found the seal and posted it, before this publisher could: to the heartbeat, the
     # trajectory is not open any more.
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.append(lane)
     end = driver.seal(lane)
     driver.now_s += 1.0
@@ -189,10 +185,9 @@ def slept(driver: OutboxDriver, *, lease_s: float) -> None:
     ],
 )
 def test_publisher_renews_its_leases_first_after_a_sleep(state: str, why: str, ends: bool) -> None:
-    # Its name was released so long ago that nobody refused it: the place of its payload was made
-    # anew by the first turn, and stayed for ever.
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    # The trajectory was released so long ago that no script refused its turn. The turn created its
+    # payload again, which was never released.
+    driver, lane = driver_with_lane()
     slept(driver, lease_s=30.0)
 
     waiting = driver.append(lane)
@@ -207,8 +202,7 @@ def test_publisher_renews_its_leases_first_after_a_sleep(state: str, why: str, e
 
 
 def test_sleeper_that_lost_nothing_continues() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     slept(driver, lease_s=30.0)
     waiting = driver.append(lane)
 
@@ -220,10 +214,9 @@ def test_sleeper_that_lost_nothing_continues() -> None:
 
 def test_late_answer_proves_nothing() -> None:
     # It slept while the answer was on its way.
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.skip_pause()
-    sent = driver.take()
+    sent = driver.take_round()
     driver.now_s += 100.0
     driver.outbox.answered(sent, replies=[[30_000, b"OK"]], now_s=driver.now_s)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver
+from testkit.outboxes import OutboxDriver, driver_with_lane
 
 
 def test_capacity_is_counted_in_bytes_and_one_write_always_fits() -> None:
-    driver = OutboxDriver(max_inflight_bytes=100)
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane(max_inflight_bytes=100)
 
     before = (
         driver.outbox.inflight.has_capacity_for_turn(10**9),

@@ -14,7 +14,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from testkit.outboxes import OutboxDriver
+from testkit.outboxes import OutboxDriver, driver_with_lane
 from turnstream.errors import (
     ConflictError,
     StoreFullError,
@@ -36,14 +36,12 @@ def payload_of(lane: Lane) -> tuple[str, ...]:
 
 
 def test_one_round_is_on_its_way_at_a_time() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.append(lane)
 
-    taken = driver.take()
+    driver.take_round()
     driver.append(lane)
 
-    assert taken is not None
     assert driver.take() is None
     assert not driver.outbox.is_idle
 
@@ -58,24 +56,20 @@ def test_lost_calls_are_sent_again_first_and_in_order() -> None:
     driver.append(third)
     driver.append(one)
     driver.skip_pause()
-    again = driver.take()
+    again = driver.take_round()
 
-    assert again is not None
     assert lost.commands[0].keys == again.commands[0].keys
     assert [c.keys for c in again.commands] == [payload_of(lane) for lane in (one, other, third)]
     assert driver.record_counts(again) == [2, 1, 1]
 
 
 def test_scripts_are_loaded_again_after_a_lost_connection() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.append(lane)
 
-    lost = driver.lose_round()
-    driver.skip_pause()
-    again = driver.take()
+    lost = driver.reconnect()
+    again = driver.take_round()
 
-    assert again is not None
     assert (lost.loads_scripts, again.loads_scripts) == (False, True)
     assert again.num_replies == len(SCRIPTS) + 2 + 1
     assert again.pack().count(b"LOAD") == len(SCRIPTS)
@@ -83,8 +77,7 @@ def test_scripts_are_loaded_again_after_a_lost_connection() -> None:
 
 
 def test_unknown_script_is_loaded_at_once_but_only_once() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.append(lane)
 
     driver.answer(NoScriptError("no script"))
@@ -123,22 +116,19 @@ def test_round_is_one_write_if_the_store_may_sync_before_answers(
     for lane in driver.open_lanes(2, sync=sync):
         driver.append(lane)
 
-    sent = driver.take()
+    sent = driver.take_round()
 
-    assert sent is not None
     assert sent.is_grouped == is_grouped
     assert (sent.pack().count(b"MULTI"), sent.pack().count(b"EXEC")) == (is_grouped, is_grouped)
     assert sent.num_replies == (4 if is_grouped else 2)
 
 
 def test_a_round_of_one_call_needs_no_group() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes(sync="always")
+    driver, lane = driver_with_lane(sync="always")
     driver.append(lane)
 
-    sent = driver.take()
+    sent = driver.take_round()
 
-    assert sent is not None
     assert not sent.is_grouped
 
 
@@ -165,10 +155,9 @@ def test_full_server_that_refused_one_write_gets_single_calls() -> None:
 
     refused = driver.answer_group(b"QUEUED", OOM, OOM, executed=ExecAbortError("because of: OOM"))
     driver.skip_pause()
-    again = driver.take()
+    again = driver.take_round()
 
     assert driver.script_names(refused) == ["post_sealed", "append", "append"]
-    assert again is not None
     assert not again.is_grouped
     assert again.commands == refused.commands
     driver.outbox.answered(again, replies=[[b"OK"], OOM, OOM], now_s=driver.now_s)
@@ -201,8 +190,7 @@ def test_invalid_call_does_not_fail_the_others_of_its_write() -> None:
 
 
 def test_nothing_accepted_fails_before_the_timeout() -> None:
-    driver = OutboxDriver(timeout_s=10.0)
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane(timeout_s=10.0)
     receipt = driver.append(lane)
 
     while driver.now_s < 110.0:
@@ -241,12 +229,11 @@ def test_fail_all_settles_every_write_and_keeps_idle_trajectories() -> None:
     receipt = driver.append(sending)
     asking, opened, closing = Delivery(), Delivery(), Delivery()
     driver.request(opened=asking)
-    sent = driver.take()
+    sent = driver.take_round()
     driver.request(opened=opened)
     driver.outbox.close_run("", closing)
 
     driver.outbox.fail_all(StoreUnavailableError("enough"))
-    assert sent is not None
     driver.outbox.answered(sent, replies=[1], now_s=driver.now_s)
 
     assert all(delivery.errors for delivery in (receipt, asking, opened, closing))
@@ -257,13 +244,12 @@ def test_writes_fail_with_reasons_after_a_long_silence() -> None:
     driver = OutboxDriver(timeout_s=10.0)
     one, other = driver.open_lanes(2)
     receipts = [driver.append(one), driver.append(other)]
-    sent = driver.take()
-    assert sent is not None
+    sent = driver.take_round()
 
     driver.now_s += 10.4
     driver.outbox.expire(driver.now_s)
     were_done = [receipt.is_done for receipt in receipts]
-    driver.now_s += driver.outbox.ends_in_s(driver.now_s)
+    driver.skip_to_deadline()
     driver.outbox.expire(driver.now_s)
     driver.outbox.answered(sent, replies=[1, 1], now_s=driver.now_s)
 
@@ -279,27 +265,23 @@ def test_writes_fail_with_reasons_after_a_long_silence() -> None:
 
 
 def test_store_is_identified_again_after_an_abandoned_round() -> None:
-    driver = OutboxDriver(timeout_s=10.0)
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane(timeout_s=10.0)
     driver.append(lane)
     driver.take()
     driver.now_s += 11.0
     driver.outbox.expire(driver.now_s)
 
     driver.request()
-    sent = driver.take()
+    sent = driver.take_round()
 
-    assert sent is not None
     assert sent.loads_scripts
 
 
 def test_outage_counts_from_the_unanswered_round() -> None:
-    driver = OutboxDriver(timeout_s=40.0)
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane(timeout_s=40.0)
     receipt = driver.append(lane)
     for silent_s in (30.0, 10.0):
-        sent = driver.take()
-        assert sent is not None
+        sent = driver.take_round()
         driver.now_s += silent_s
         driver.outbox.lost(sent, error=RedisTimeoutError("30 s"), now_s=driver.now_s)
         driver.skip_pause()

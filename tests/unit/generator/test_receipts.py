@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from turnstream.errors import ConflictError, FencedError, NotReadyError, StoreBehindError
-from turnstream.generator.api.writers import raise_unread
+from turnstream.generator.api.publisher_core import raise_unread
 from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
 from turnstream.types import TrajectoryKey
 

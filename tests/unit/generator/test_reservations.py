@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from testkit.outboxes import OutboxDriver
+from testkit.outboxes import OutboxDriver, driver_with_lane
 from turnstream.store.run.budget import FIRST_BYTES, with_block
 from turnstream.types import TrajectoryKey
 
 
 def test_bytes_are_reserved_in_blocks_as_a_trajectory_grows() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     rounds = []
 
     for _ in range(12):
@@ -31,32 +30,26 @@ def test_bytes_are_reserved_in_blocks_as_a_trajectory_grows() -> None:
 
 
 def test_reservation_is_repeated_after_a_lost_connection() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.append(lane, response="B" * 5_000)
 
-    lost = driver.lose_round()
-    driver.skip_pause()
-    again = driver.take()
+    lost = driver.reconnect()
+    again = driver.take_round()
 
-    assert again is not None
     assert driver.reservations(again) == driver.reservations(lost) != []
 
 
 def test_reservation_is_repeated_after_a_restart_of_the_store() -> None:
-    driver = OutboxDriver(keep_s=5.0)
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane(keep_s=5.0)
     driver.append(lane, response="B" * 5_000)
     asked = driver.answer(1)
     driver.append(lane)
 
-    driver.lose_round()
-    driver.skip_pause()
+    driver.reconnect()
     driver.answer()
     driver.answer([1])
-    again = driver.take()
+    again = driver.take_round()
 
-    assert again is not None
     assert [name for name, _ in driver.reservations(again)] == ["g/0/0"]
     assert driver.reservations(again) >= driver.reservations(asked)
 
@@ -74,8 +67,7 @@ def test_whole_trajectory_reserves_its_exact_size() -> None:
 
 
 def test_the_seal_says_how_many_bytes_are_stored() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.append(lane)
     driver.seal(lane)
     driver.answer(2)

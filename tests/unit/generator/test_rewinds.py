@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver
+from testkit.outboxes import OutboxDriver, driver_with_lane
 from turnstream.errors import ConflictError, FencedError, StoreBehindError, StoreUnavailableError
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
@@ -17,14 +17,13 @@ def restart(driver: OutboxDriver) -> None:
     """Lose a round; the next answer comes from a restarted store."""
     if driver.outbox.is_idle:
         driver.outbox.close_run("", Delivery())
-    driver.lose_round()
-    driver.skip_pause()
+    driver.reconnect()
     driver.answer()
 
 
 def connect(driver: OutboxDriver, run_id: bytes) -> None:
     """Answer the first round of a new connection to the store with this id."""
-    sent = driver.take()
+    sent = driver.take_round()
     settings = [b"appendfsync", b"everysec"]
     replies = [*[b"sha"] * (sent.num_replies - 2), b"run_id:" + run_id, settings]
     driver.outbox.answered(sent, replies=replies, now_s=driver.now_s)
@@ -36,8 +35,7 @@ def errors(delivery: Delivery) -> list[type[Exception]]:
 
 def sealed() -> tuple[OutboxDriver, Lane, Delivery]:
     """Return a trajectory whose seal is stored, and posted next."""
-    driver = OutboxDriver(keep_s=5.0)
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane(keep_s=5.0)
     driver.append(lane)
     end = driver.seal(lane)
     driver.answer(2)
@@ -49,7 +47,7 @@ def test_trajectory_ended_by_another_before_it_opened_is_refused() -> None:
     (lane,) = driver.request()
     receipt, end = driver.append(lane), driver.seal(lane)
 
-    sent = driver.take()
+    sent = driver.take_round()
     replies = [*[b"sha"] * (sent.num_replies - 2), [b"appendfsync", b"everysec"]]
     answer = [b"CONFLICT [sealed] g/0/0 is already sealed"]
     driver.outbox.answered(sent, replies=[*replies, answer], now_s=driver.now_s)
@@ -135,8 +133,7 @@ def test_seal_refused_for_another_reason_does_not_ask_its_payload() -> None:
 
 
 def test_turns_of_a_finished_trajectory_are_refused() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     receipt = driver.append(lane)
 
     driver.answer(
@@ -184,7 +181,7 @@ def test_adopted_trajectory_is_adopted_again() -> None:
 
     restart(driver)
 
-    assert "take_over" in driver.script_names(driver.take())
+    assert "take_over" in driver.script_names(driver.take_round())
 
 
 def test_no_lease_is_renewed_before_the_group_is_open_again() -> None:
@@ -199,8 +196,7 @@ def test_no_lease_is_renewed_before_the_group_is_open_again() -> None:
 
 
 def test_leases_and_bytes_of_a_known_group_are_renewed_at_once() -> None:
-    driver = OutboxDriver(keep_s=5.0)
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane(keep_s=5.0)
     driver.append(lane, response="B" * 5_000)
     driver.answer(1)
     driver.now_s += 6.0
@@ -208,7 +204,7 @@ def test_leases_and_bytes_of_a_known_group_are_renewed_at_once() -> None:
     driver.answer(1)
 
     restart(driver)
-    again = driver.take()
+    again = driver.take_round()
 
     assert "heartbeat" in driver.script_names(again)
     assert [name for name, _ in driver.reservations(again)] == ["g/0/0"]
@@ -230,8 +226,7 @@ def test_twice_surviving_trajectory_is_resent_from_its_first_turn() -> None:
 
 
 def test_a_seal_that_goes_again_has_the_same_bytes() -> None:
-    driver = OutboxDriver(keep_s=5.0)
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane(keep_s=5.0)
     driver.append(lane)
     driver.seal(lane)
     first = driver.answer(2)
@@ -241,7 +236,7 @@ def test_a_seal_that_goes_again_has_the_same_bytes() -> None:
     driver.answer([2], b"OK")  # the epoch of another lease
     again = driver.answer(2)
 
-    assert again.commands[0].args[0].startswith("2:")
+    assert str(again.commands[0].args[0]).startswith("2:")
     assert again.commands[0].args[-1] == first.commands[0].args[-1]
 
 
@@ -296,8 +291,7 @@ def test_waiting_trajectory_without_writes_fails_with_the_others() -> None:
 
 
 def test_failed_trajectory_reserves_nothing() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.append(lane, response="B" * 10_000)
 
     driver.outbox.fail_all(StoreUnavailableError("away"))
@@ -378,8 +372,7 @@ def test_restart_is_counted_only_if_another_server_answers(
     connect(driver, b"first")
     driver.answer([3])
     driver.outbox.close_run("", Delivery())
-    driver.lose_round()
-    driver.skip_pause()
+    driver.reconnect()
     connect(driver, second)
 
     assert driver.outbox.inflight.statistics().num_restarts == num_restarts

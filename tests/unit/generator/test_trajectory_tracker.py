@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver
+from testkit.outboxes import OutboxDriver, driver_with_lane
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.types import GroupOpened, TrajectoryKey
@@ -16,8 +16,7 @@ KEYS = [TrajectoryKey("g", sample) for sample in range(3)]
 
 
 def test_turns_that_wait_travel_in_one_call_with_the_seal() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     receipts = [driver.append(lane), driver.append(lane)]
     end = driver.seal(lane)
 
@@ -33,8 +32,7 @@ def test_turns_that_wait_travel_in_one_call_with_the_seal() -> None:
 
 
 def test_only_the_first_call_of_a_trajectory_creates_its_payload() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
 
     leases = []
     for _ in range(3):
@@ -59,26 +57,22 @@ def test_seals_of_several_trajectories_travel_in_one_call() -> None:
 
 
 def test_a_seal_is_posted_only_after_its_payload_was_acknowledged() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.append(lane)
     driver.seal(lane)
 
-    driver.lose_round()
-    driver.skip_pause()
+    driver.reconnect()
 
     assert driver.script_names(driver.answer(2)) == ["append"]
     assert driver.script_names(driver.answer([b"OK"])) == ["post_sealed"]
 
 
 def test_conflict_with_a_lost_answer_is_recorded_once() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.append(lane)
 
     driver.answer(ResponseError("CONFLICT turn 0 has another content"))
-    told = driver.take()
-    assert told is not None
+    told = driver.take_round()
     driver.outbox.lost(told, error=ConnectionError("gone"), now_s=driver.now_s)
     driver.skip_pause()
     again = driver.answer(1)
@@ -115,8 +109,7 @@ def test_a_refusal_stops_one_trajectory_and_no_other() -> None:
 
 
 def test_an_abandon_follows_the_turns_that_were_accepted() -> None:
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     receipt = driver.append(lane)
     end = Delivery()
     driver.outbox.abandon(lane, "bored", end=end)
@@ -173,16 +166,14 @@ def test_payload_decides_whether_a_released_group_lost_the_trajectory(
 ) -> None:
     # A store lost a seal, and gave the trajectory up while its generator slept, or its group went
     # on. When that sent it again, this was taken for the end of all that had been sealed.
-    driver = OutboxDriver(keep_s=5.0)
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane(keep_s=5.0)
     driver.append(lane)
     driver.seal(lane)
     driver.answer(2)
     driver.answer([b"OK"])
     driver.outbox.close_run("", Delivery())
 
-    driver.lose_round()
-    driver.skip_pause()
+    driver.reconnect()
     driver.answer()
     asked = driver.answer(opening, b"OK")
     sent = driver.answer(ResponseError(f"FENCED {tombstone}"))
@@ -194,20 +185,17 @@ def test_payload_decides_whether_a_released_group_lost_the_trajectory(
 def test_turns_whose_seal_was_found_posted_are_kept_for_the_next_restart() -> None:
     # The answer to a posted seal was lost. When the store that came back said that the trajectory
     # was sealed, its turns were kept no longer, and the next restart cost them.
-    driver = OutboxDriver(keep_s=5.0)
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane(keep_s=5.0)
     driver.append(lane)
     driver.seal(lane)
     driver.answer(2)
-    driver.lose_round()
-    driver.skip_pause()
+    driver.reconnect()
     driver.answer()
     driver.answer([b"CONFLICT [sealed] g/0/0 is already sealed"])
     driver.answer([b"DUPLICATE"])
 
     driver.outbox.close_run("", Delivery())
-    driver.lose_round()
-    driver.skip_pause()
+    driver.reconnect()
     driver.answer()
     driver.answer([1], b"OK")
 
@@ -216,8 +204,7 @@ def test_turns_whose_seal_was_found_posted_are_kept_for_the_next_restart() -> No
 
 def test_finished_group_is_opened_first_after_every_restart() -> None:
     # After the second restart only the payload was asked.
-    driver = OutboxDriver(keep_s=5.0)
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane(keep_s=5.0)
     driver.append(lane)
     driver.seal(lane)
     driver.answer(2)
@@ -226,8 +213,7 @@ def test_finished_group_is_opened_first_after_every_restart() -> None:
 
     for num_closings in (1, 2):
         driver.outbox.close_run("", Delivery())
-        driver.lose_round()
-        driver.skip_pause()
+        driver.reconnect()
         driver.answer()
         over = ResponseError("CONFLICT [name] group g is finished: a name is used once")
         asked.append(driver.script_names(driver.answer(over, *[b"OK"] * num_closings)))
@@ -289,8 +275,7 @@ def test_existing_payload_is_checked_only_once() -> None:
 
 def _sealed() -> tuple[Any, Delivery]:
     """A trajectory whose payload is stored; its seal is posted next."""
-    driver = OutboxDriver()
-    (lane,) = driver.open_lanes()
+    driver, lane = driver_with_lane()
     driver.append(lane)
     end = driver.seal(lane)
     driver.answer(2)

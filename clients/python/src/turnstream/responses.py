@@ -1,7 +1,7 @@
-"""Turns out of the responses of inference engines: vLLM's outputs and OpenAI-compatible servers.
+"""Turns from responses of inference engines: vLLM's outputs and OpenAI-compatible servers.
 
-vLLM and the openai package are not imported. A response is any object, or its plain JSON, that has
-the fields which are read here. The shapes are those of vLLM 0.33 and SGLang 0.5.23.
+vLLM and the openai package are not imported. A response is any object, or its plain JSON, with
+these fields. The shapes are those of vLLM 0.33 and SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -123,10 +123,7 @@ def from_openai(
 
 
 class _Chosen(NamedTuple):
-    """One output or choice: where it stands, and how errors name it.
-
-    `path` ends in a dot; it is "" where the caller gave the output or choice itself.
-    """
+    """One output or choice, its position, and its path in errors, which ends in a dot or is ""."""
 
     source: Any
     path: str
@@ -134,10 +131,7 @@ class _Chosen(NamedTuple):
 
 
 class _LogprobColumns(NamedTuple):
-    """Texts and log-probabilities of the response tokens, as a server lists them.
-
-    `texts` and `values` are None where the server returned none.
-    """
+    """Texts and log-probabilities of the response tokens; None where the server returned none."""
 
     texts: list[Any] | None
     text_field: str
@@ -188,7 +182,7 @@ def _is_unfinished(choice: Any) -> bool:
 
 
 def _prompt(given: Iterable[int] | None, found: Mapping[str, Any], *, remedy: str) -> list[int]:
-    """Return the prompt that the response states, or else the one that the caller gave."""
+    """Return the prompt of the response, or else that of the caller."""
     stated = _first_stated(found)
     if stated is None:
         if given is None:
@@ -241,7 +235,7 @@ def _check_sum(logprobs: list[float], expected: Any, *, path: str) -> None:
 
 
 def _sampled_of_list(candidates: list[Any], position: int, token_id: int) -> Any:
-    """Return what a mapping of candidates has of the sampled token; None for nothing."""
+    """Return the log-probability of the sampled token in a mapping of candidates, or None."""
     mapping = candidates[position]
     entry = mapping.get(token_id) if isinstance(mapping, Mapping) else None
     return _field(entry, "logprob")

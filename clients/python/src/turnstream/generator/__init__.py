@@ -6,7 +6,7 @@ from turnstream.generator.api.async_publisher import (
     AsyncTrajectoryWriter,
 )
 from turnstream.generator.api.publisher import GroupWriter, Publisher, TrajectoryWriter
-from turnstream.generator.api.tasks import AsyncTask, Task
+from turnstream.generator.api.work import AsyncTask, Task
 from turnstream.generator.outbox.inflight import PublisherStatistics
 from turnstream.generator.outbox.receipts import AsyncReceipt, Receipt
 from turnstream.store.run.credits import Credit, CreditReason, credit

@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from typing import Self
 
 from turnstream.errors import ConflictError, FencedError, NotReadyError, TurnstreamError, WaitKind
-from turnstream.generator.api import writers
-from turnstream.generator.api.bases import PublisherBase
+from turnstream.generator.api.adoption import Reopening
 from turnstream.generator.api.group_writers import AsyncGroupWriter
-from turnstream.generator.api.reopening import Reopened, Reopening
-from turnstream.generator.api.tasks import AsyncTask
+from turnstream.generator.api.publisher_core import (
+    LAST_FLUSH_S,
+    PublisherCore,
+    checked_key,
+    raise_unread,
+    warn_open_trajectories,
+)
 from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter
+from turnstream.generator.api.work import AsyncTask
 from turnstream.generator.outbox.inflight import PublisherStatistics
 from turnstream.generator.outbox.receipts import AsyncReceipt
 from turnstream.generator.outbox.trajectory_queue import Lane
@@ -31,7 +36,7 @@ from turnstream.types.scalars import seconds, timeout
 
 
 class AsyncPublisher(
-    PublisherBase[AsyncSender, AsyncReceipt, AsyncGroupWriter, AsyncTrajectoryWriter]
+    PublisherCore[AsyncSender, AsyncReceipt, AsyncGroupWriter, AsyncTrajectoryWriter]
 ):
     """Sends the trajectories of one generator to a run; an asynchronous context manager.
 
@@ -54,7 +59,7 @@ class AsyncPublisher(
             return
         try:
             with contextlib.suppress(NotReadyError):
-                await self._sender.flush(writers.LAST_FLUSH_S)
+                await self._sender.flush(LAST_FLUSH_S)
         finally:
             await self._close()
 
@@ -69,7 +74,7 @@ class AsyncPublisher(
         self, group_id: str, sample: int, attempt: int = 0
     ) -> AsyncTrajectoryWriter:
         """Continue a trajectory whose writer is gone. See `Publisher.take_over`."""
-        key = writers.checked_key(group_id, sample, attempt)
+        key = checked_key(group_id, sample, attempt)
         self._sender.require_open()
         declared = await self._sender.learn_columns()
         wait = self._wait(f"run {self._outbox.run!r}: {key.readable_name} was not taken over")
@@ -127,7 +132,7 @@ class AsyncPublisher(
     async def flush(self, timeout_s: float | None = None) -> None:
         """Wait until everything accepted is acknowledged. See `Publisher.flush`."""
         await self._sender.flush(timeout(timeout_s, field="timeout_s"))
-        writers.raise_unread(self._unread_failures, self._outbox.take_losses())
+        raise_unread(self._unread_failures, self._outbox.take_losses())
 
     async def flush_to_disk(self, timeout_s: float | None = None) -> None:
         """Wait until everything accepted is on the store's disk. See `Publisher.flush_to_disk`."""
@@ -160,7 +165,7 @@ class AsyncPublisher(
         return StoreWait(self._client, kind, what, wait_s=wait_s, clock=clock)
 
     async def _close(self) -> None:
-        writers.warn_open_trajectories(self._outbox)
+        warn_open_trajectories(self._outbox)
         await to_the_end(self._disconnect())
 
     async def _disconnect(self) -> None:
@@ -173,7 +178,7 @@ class AsyncPublisher(
             self._sender, self._outbox, group, make_writer=self._writer, reopen=reopen
         )
 
-    async def _reopen(self, group: GroupOpened) -> Reopened[AsyncTrajectoryWriter]:
+    async def _reopen(self, group: GroupOpened) -> Reopening[AsyncTrajectoryWriter]:
         """Return the unfinished samples of a group that may exist, those without turns adopted."""
         wait = self._wait(f"run {self._outbox.run!r}: group {group.group_id} was not read")
         unfinished = await take_steps_async(self._client, self._unfinished(group), wait)
@@ -188,7 +193,7 @@ class AsyncPublisher(
                 except (ConflictError, FencedError) as error:
                     reopening.refused(sample, error)
             await asyncio.sleep(reopening.pause_s)
-        return reopening.result
+        return reopening
 
     def _writer(
         self, group: GroupOpened, key: TrajectoryKey, lane: Lane | None = None

@@ -6,9 +6,14 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from turnstream.errors import ConflictError, RejectedError
-from turnstream.generator.api import writers
-from turnstream.generator.api.bases import Carrier, TrajectoryWriterBase
-from turnstream.generator.api.reopening import Reopened
+from turnstream.generator.api.adoption import Reopening
+from turnstream.generator.api.trajectory_core import (
+    NOT_STARTED,
+    Carrier,
+    TrajectoryWriterBase,
+    reason_of,
+    warn_unsealed,
+)
 from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
 from turnstream.generator.encode.checks import check_key
 from turnstream.generator.outbox.outbox import Outbox
@@ -91,9 +96,9 @@ class GroupWriterBase(Generic[_Carrier, _Writer, _Reopen]):
         lanes = self._sender.put(lambda: self._outbox.admit(group, members, opened=opened))
         self._lanes = dict(zip(samples, lanes, strict=True))
 
-    def _resume(self, reopened: Reopened[_Writer]) -> Sequence[int]:
+    def _resume(self, reopened: Reopening[_Writer]) -> Sequence[int]:
         """Keep the samples that an earlier process opened; return those to be opened."""
-        self._writers = dict(reopened.adopted)
+        self._writers = dict(reopened.writers)
         return reopened.unopened
 
     def _abandon_unsealed(self, error: BaseException | None) -> None:
@@ -103,15 +108,15 @@ class GroupWriterBase(Generic[_Carrier, _Writer, _Reopen]):
             is_started = sample in self._writers
             writer = self.trajectory(sample)
             if not writer.has_ended:
-                reason = writers.NOT_STARTED if error is None and not is_started else ""
-                writer.abandon(reason or writers.reason_of(error))
+                reason = NOT_STARTED if error is None and not is_started else ""
+                writer.abandon(reason or reason_of(error))
                 unsealed.append(sample)
         if unsealed and error is None:
-            writers.warn_unsealed(self._group.group_id, unsealed)
+            warn_unsealed(self._group.group_id, unsealed)
 
 
 class GroupWriter(
-    GroupWriterBase[Sender, TrajectoryWriter, Callable[[GroupOpened], Reopened[TrajectoryWriter]]]
+    GroupWriterBase[Sender, TrajectoryWriter, Callable[[GroupOpened], Reopening[TrajectoryWriter]]]
 ):
     """A group being written; a context manager. Made by `Publisher.group`."""
 
@@ -144,7 +149,7 @@ class AsyncGroupWriter(
     GroupWriterBase[
         AsyncSender,
         AsyncTrajectoryWriter,
-        Callable[[GroupOpened], Awaitable[Reopened[AsyncTrajectoryWriter]]],
+        Callable[[GroupOpened], Awaitable[Reopening[AsyncTrajectoryWriter]]],
     ]
 ):
     """A group being written; made by `AsyncPublisher.group`. See `GroupWriter`."""

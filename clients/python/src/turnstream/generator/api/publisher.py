@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from typing import Self
 
 from turnstream.errors import ConflictError, FencedError, NotReadyError, TurnstreamError, WaitKind
-from turnstream.generator.api import writers
-from turnstream.generator.api.bases import PublisherBase
+from turnstream.generator.api.adoption import Reopening
 from turnstream.generator.api.group_writers import GroupWriter
-from turnstream.generator.api.reopening import Reopened, Reopening
-from turnstream.generator.api.tasks import Task
+from turnstream.generator.api.publisher_core import (
+    LAST_FLUSH_S,
+    PublisherCore,
+    checked_key,
+    raise_unread,
+    warn_open_trajectories,
+)
 from turnstream.generator.api.trajectory_writers import TrajectoryWriter
+from turnstream.generator.api.work import Task
 from turnstream.generator.outbox.inflight import PublisherStatistics
 from turnstream.generator.outbox.receipts import Receipt
 from turnstream.generator.outbox.trajectory_queue import Lane
@@ -29,7 +34,7 @@ from turnstream.types.names import checked_setting
 from turnstream.types.scalars import seconds, timeout
 
 
-class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
+class Publisher(PublisherCore[Sender, Receipt, GroupWriter, TrajectoryWriter]):
     """Sends the trajectories of one generator to a run; a context manager.
 
     Accepted writes are sent until the store acknowledges them, over restarts and while the store is
@@ -66,7 +71,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             return
         try:
             with contextlib.suppress(NotReadyError):
-                self._sender.flush(writers.LAST_FLUSH_S)
+                self._sender.flush(LAST_FLUSH_S)
         finally:
             self._close()
 
@@ -98,7 +103,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             RecordError: a stored turn is damaged; the trajectory lapses later.
             StoreUnavailableError: the store cannot be reached, or did not answer for `timeout_s`.
         """
-        key = writers.checked_key(group_id, sample, attempt)
+        key = checked_key(group_id, sample, attempt)
         declared = self._sender.learn_columns()
         wait = self._wait(f"run {self._outbox.run!r}: {key.readable_name} was not taken over")
         return take_steps(self._client, self._take_over(key, declared), wait)
@@ -181,7 +186,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
                 `others`.
         """
         self._sender.flush(timeout(timeout_s, field="timeout_s"))
-        writers.raise_unread(self._unread_failures, self._outbox.take_losses())
+        raise_unread(self._unread_failures, self._outbox.take_losses())
 
     def flush_to_disk(self, timeout_s: float | None = None) -> None:
         """Wait until everything accepted is on the store's disk.
@@ -231,7 +236,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
 
     def _close(self) -> None:
         with self._sender.lock:
-            writers.warn_open_trajectories(self._outbox)
+            warn_open_trajectories(self._outbox)
         self._sender.close()
         self._client.close()
 
@@ -241,7 +246,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             self._sender, self._outbox, group, make_writer=self._writer, reopen=reopen
         )
 
-    def _reopen(self, group: GroupOpened) -> Reopened[TrajectoryWriter]:
+    def _reopen(self, group: GroupOpened) -> Reopening[TrajectoryWriter]:
         """Return the unfinished samples of a group that may exist, those without turns adopted."""
         wait = self._wait(f"run {self._outbox.run!r}: group {group.group_id} was not read")
         unfinished = take_steps(self._client, self._unfinished(group), wait)
@@ -256,7 +261,7 @@ class Publisher(PublisherBase[Sender, Receipt, GroupWriter, TrajectoryWriter]):
                 except (ConflictError, FencedError) as error:
                     reopening.refused(sample, error)
             time.sleep(reopening.pause_s)
-        return reopening.result
+        return reopening
 
     def _writer(
         self, group: GroupOpened, key: TrajectoryKey, lane: Lane | None = None

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from turnstream.generator.api import writers
-from turnstream.generator.api.bases import TrajectoryWriterBase
+from turnstream.generator.api.trajectory_core import TrajectoryWriterBase, reason_of
 from turnstream.generator.encode.checks import checked_turn
 from turnstream.generator.encode.extras import with_checked_extras
 from turnstream.generator.outbox.outbox import Outbox
@@ -43,10 +42,7 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self.has_ended:
-            self.abandon(writers.reason_of(error))
-            if error is None:
-                writers.warn_unsealed(self.key.group_id, [self.key.sample])
+        self._abandon_unsealed(error)
 
     def append(
         self,
@@ -73,7 +69,7 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
             rewards: one per response token; None for none.
             policy_version: the version of the weights that sampled the response.
             version_runs: (version, num_tokens) of each part, if several versions sampled it.
-            extras: values of the declared extra columns by name, each for the whole turn as
+            extras: values of the declared extra columns by column, each for the whole turn as
                 `prompt_ids` is: see `turnstream.types.extras`.
             anchor: the state of the environment when the turn began, for `estimator="gigpo"`: a
                 text or bytes that are equal for equal states, or a hash of 64 bits.
@@ -119,7 +115,7 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         """End the trajectory and wait until the run has recorded it.
 
         Args:
-            reward: of the whole episode; None if the turns or the components carry it.
+            reward: outcome of the whole episode; None if the turns or the components carry it.
             reward_components: named rewards.
             status: how the episode ended.
             sampling: parameters such as temperature.
@@ -165,7 +161,7 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
         try:
             opened.result()
         except BaseException as error:
-            self._abandon(writers.reason_of(error))
+            self._abandon(reason_of(error))
             raise
         return lane
 
@@ -199,10 +195,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self.has_ended:
-            self.abandon(writers.reason_of(error))
-            if error is None:
-                writers.warn_unsealed(self.key.group_id, [self.key.sample])
+        self._abandon_unsealed(error)
 
     async def append(
         self,
@@ -290,7 +283,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
         try:
             await opened
         except BaseException as error:
-            self.abandon(writers.reason_of(error))
+            self.abandon(reason_of(error))
             raise
         self._require_open()  # `abandon` does not wait for its turn
         return lane

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from enum import StrEnum
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,8 @@ _TOKEN_ID_LIMIT = 2**31
 _NUMBER_LIMIT = 2**31  # of samples
 _VERSION_LIMIT = 2**63
 _UNSIGNED = {4: np.uint32, 8: np.uint64}  # by size in bytes
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
 
 # Half the price of array.max() and array.min() for arrays as short as a turn.
 _largest = np.maximum.reduce
@@ -156,11 +159,7 @@ def check_group(group_id: str, *, num_samples: int, num_needed: int | None = Non
 
 def checked_purpose(purpose: Purpose | str, *, num_samples: int, num_needed: int | None) -> Purpose:
     """Return the purpose of a group; an evaluation has no `num_needed`, which would bias it."""
-    try:
-        checked = Purpose(purpose)
-    except (ValueError, TypeError) as error:
-        choices = ", ".join(Purpose)
-        raise InvalidTurnError("purpose", f"{shown(purpose)} is not one of {choices}") from error
+    checked = _choice(Purpose, purpose, field="purpose")
     if checked is Purpose.EVAL and num_needed not in {None, num_samples}:
         raise InvalidTurnError(
             "num_needed", f"{num_needed} of {num_samples} samples: an evaluation counts them all"
@@ -169,7 +168,7 @@ def checked_purpose(purpose: Purpose | str, *, num_samples: int, num_needed: int
 
 
 def checked_group(group: Group) -> list[Trajectory]:
-    """The trajectories of a whole group, their turns checked, in order of their samples."""
+    """Return the trajectories of a whole group in order of their samples."""
     if not isinstance(group, Group):
         raise InvalidTurnError("group", f"{shown(group)} is not a Group")
     members = group.trajectories
@@ -192,7 +191,7 @@ def checked_name(name: str, *, field: str) -> str:
 
 
 def checked_reward(reward: Any, *, awaits_reward: bool = False) -> float | None:
-    """The outcome reward as a finite float, or None."""
+    """Return the outcome reward as a finite float, or None."""
     if reward is not None and awaits_reward:
         raise InvalidTurnError(
             "reward", f"{shown(reward)} is given, but awaits_reward says that it comes later"
@@ -236,12 +235,16 @@ def _check_size(text: str, *, field: str, most: int) -> None:
 
 
 def checked_status(status: Status | str) -> Status:
-    """One of the ways in which an episode can end."""
+    """Return one of the ways in which an episode can end."""
+    return _choice(Status, status, field="status")
+
+
+def _choice(kind: type[_Choice], value: object, *, field: str) -> _Choice:
     try:
-        return Status(status)
+        return kind(value)
     except (ValueError, TypeError) as error:
-        choices = ", ".join(Status)
-        raise InvalidTurnError("status", f"{shown(status)} is not one of {choices}") from error
+        choices = ", ".join(kind)
+        raise InvalidTurnError(field, f"{shown(value)} is not one of {choices}") from error
 
 
 def token_ids(values: Any, *, field: str) -> NDArray[np.int32]:
@@ -346,9 +349,7 @@ def check_list_of(values: object, kind: type[object], *, field: str) -> None:
 def _as_float32(array: NDArray[Any]) -> NDArray[np.float32]:
     if array.dtype == np.float32:
         return np.ascontiguousarray(array)
-    with np.errstate(
-        over="ignore"
-    ):  # values too large for float32 become infinite, and are refused
+    with np.errstate(over="ignore"):  # too large values become infinite, and are refused
         return np.ascontiguousarray(array, dtype=np.float32)
 
 
@@ -361,12 +362,17 @@ def _per_token(values: Any, *, field: str, kinds: str, num_tokens: int) -> NDArr
     return array
 
 
-def _row(values: Any, *, field: str) -> NDArray[Any]:
+def as_array(values: Any, *, field: str) -> NDArray[Any]:
+    """Return any array of numbers, from a list, a numpy array or a torch tensor."""
     try:
-        array = np.asarray(values)
+        return np.asarray(values)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         # RuntimeError: a torch tensor that is part of a graph.
         raise InvalidTurnError(field, f"is no array of numbers: {error}") from error
+
+
+def _row(values: Any, *, field: str) -> NDArray[Any]:
+    array = as_array(values, field=field)
     if array.ndim != 1:
         message = f"has the shape {array.shape}, not one dimension: {shown(values)}"
         raise InvalidTurnError(field, message)

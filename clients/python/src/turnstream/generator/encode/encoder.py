@@ -1,4 +1,4 @@
-"""A trajectory on the generator's side: numbers its turns, finds what they share, makes records."""
+"""Records of one trajectory: numbered turns without the tokens of earlier turns, and the seal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from turnstream.types import (
 from turnstream.types.scalars import flag, named_numbers
 
 SealMaker = Callable[[int], bytes]
-"""Gives the seal's record for a lease epoch: the epoch is known when the trajectory is open."""
+"""Returns the record of the seal for a lease epoch, which is known once the trajectory is open."""
 
 
 class TurnRecord(NamedTuple):
@@ -52,7 +52,7 @@ class TrajectoryDraft:
     A refused turn does not change the draft.
 
     Args:
-        key: of the trajectory.
+        key: name of the trajectory.
         extra_columns: the declared columns of the run.
     """
 
@@ -71,7 +71,7 @@ class TrajectoryDraft:
         self._versions: list[tuple[VersionRun, ...]] = []
 
     def add(self, turn: Turn) -> TurnRecord:
-        """Encode the next turn, and remember its tokens for the turns that follow.
+        """Encode the next turn, and keep its tokens for the turns that follow.
 
         Raises:
             InvalidTurnError: the record would be larger than MAX_RECORD_BYTES, the trajectory has
@@ -88,10 +88,7 @@ class TrajectoryDraft:
         return self._encode(turn, self._extras.link(turn, self._index.matches(turn.prompt_ids)))
 
     def restore(self, turn: Turn, stored: TurnRecord) -> None:
-        """Remember the next turn as one that is stored already, however that came about.
-
-        It is linked as it is stored, which is not for this version to say better.
-        """
+        """Continue after a stored turn, with its links as they are stored."""
         turn = self._extras.as_stored(turn)
         match = PrefixMatch(stored.shape.parent_turn, stored.shape.shared_tokens)
         linked = self._extras.link(turn, [match])
@@ -110,7 +107,7 @@ class TrajectoryDraft:
         metrics: Mapping[str, float] | None,
         awaits_reward: bool = False,
     ) -> SealMaker:
-        """Check what is said of the whole trajectory, and give what makes its seal.
+        """Check the fields of the whole trajectory, and return the maker of its seal.
 
         Raises:
             InvalidTurnError: a value is wrong, there is no turn, or the seal is too large.
@@ -217,7 +214,7 @@ def _check_seal(record: bytes) -> None:
 
 
 def _trained_versions(turn: Turn, *, num_trained: int) -> tuple[VersionRun, ...]:
-    """How many trained tokens each version sampled, ascending, the unknown one first."""
+    """Return the number of trained tokens by version, ascending, the unknown one first."""
     if num_trained == 0:
         return ()
     if len(turn.version_runs) <= 1:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from turnstream.batching.config.declarations import require_declared
 from turnstream.errors import InvalidTurnError
+from turnstream.generator.encode.checks import as_array
 from turnstream.types import DeclaredColumn, Turn
 from turnstream.types.names import shown
 from turnstream.types.scalars import named_values
@@ -51,11 +52,7 @@ def with_checked_extras(
 
 def _checked(column: DeclaredColumn, values: Any) -> NDArray[Any]:
     field = f"extras[{column.name!r}]"
-    try:
-        array = np.asarray(values)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        # RuntimeError: a torch tensor that is part of a graph.
-        raise InvalidTurnError(field, f"is no array of numbers: {error}") from error
+    array = as_array(values, field=field)
     if column.per == "row" and array.shape == column.shape:
         array = array[None]
     if array.shape == (0,):  # a list without elements says nothing of their type and shape
@@ -73,9 +70,7 @@ def _checked(column: DeclaredColumn, values: Any) -> NDArray[Any]:
 
 
 def _as_floats(array: NDArray[Any], column: DeclaredColumn, *, field: str) -> NDArray[Any]:
-    with np.errstate(
-        over="ignore"
-    ):  # values too large for the type become infinite, and are refused
+    with np.errstate(over="ignore"):  # too large values become infinite, and are refused
         floats = array.astype(column.dtype, copy=False)
     is_finite = np.isfinite(floats)
     if not is_finite.all():

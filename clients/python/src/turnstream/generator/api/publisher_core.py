@@ -1,31 +1,34 @@
-"""The common bases of both publishers and of their trajectory writers, without the waiting."""
+"""The rules of both publishers, without the waiting."""
 
 from __future__ import annotations
 
+import logging
+import os
+import random
+import secrets
+import socket
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
-from turnstream.errors import InvalidTurnError, RejectedError, WaitKind
-from turnstream.generator.api import writers
-from turnstream.generator.api.refills import take_refill
-from turnstream.generator.api.takeovers import Taken, take_over
-from turnstream.generator.api.tasks import take_task
-from turnstream.generator.encode.checks import check_key
-from turnstream.generator.encode.encoder import (
-    DraftedTrajectory,
-    SealMaker,
-    TrajectoryDraft,
-    TurnRecord,
-    draft_group,
+from turnstream.errors import InvalidConfigError, InvalidTurnError, TurnstreamError, WaitKind
+from turnstream.generator.api.adoption import adopt_trajectory
+from turnstream.generator.api.trajectory_core import (
+    Carrier,
+    TrajectoryWriterBase,
+    restore_turns,
 )
+from turnstream.generator.api.work import WorkQueue
+from turnstream.generator.encode import checks
+from turnstream.generator.encode.encoder import DraftedTrajectory, draft_group
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES
+from turnstream.generator.outbox.target import TargetRun
 from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
 from turnstream.generator.transport.steps import Steps
+from turnstream.store.client.connection import address_of, checked_url
 from turnstream.store.client.run_ids import parse_incarnation
 from turnstream.store.run.groups import (
     Refill,
@@ -36,157 +39,28 @@ from turnstream.store.run.groups import (
 from turnstream.store.run.rewards import reward_command
 from turnstream.store.run.tasks import OfferedTask, TakenTask
 from turnstream.store.waits.bounded_call import StoreWait
-from turnstream.types import (
-    DeclaredColumn,
-    Group,
-    GroupOpened,
-    Purpose,
-    TrajectoryKey,
-    Turn,
-)
+from turnstream.types import DeclaredColumn, Group, GroupOpened, Purpose, TrajectoryKey
 from turnstream.types.names import shown
-from turnstream.types.scalars import flag
+from turnstream.types.scalars import flag, seconds, whole_number
 
-_MAX_REASON_LENGTH = 200  # a ledger keeps it for every trajectory
+MAX_INFLIGHT_BYTES: Final = 64 * 1024 * 1024
+TIMEOUT_S: Final = 300.0
+ADMISSION_TIMEOUT_S: Final = 3600.0
 
-_Result = TypeVar("_Result")
+LAST_FLUSH_S: Final = 10.0
+"""How long a publisher that an exception has left still tries to send the accepted writes."""
+
+_MAX_NOTES: Final = 5  # notes on the first error about the others
+
+_logger = logging.getLogger(__name__)
+
 _Receipt = TypeVar("_Receipt", bound=Delivery)
-_Receipt_co = TypeVar("_Receipt_co", bound=Delivery, covariant=True)
-
-
-class Carrier(Protocol[_Receipt_co]):
-    """Sends an outbox to the store, with a thread or with a task."""
-
-    def put(self, write: Callable[[], _Result]) -> _Result:
-        """Do something to the outbox, and send what comes of it."""
-        ...
-
-    def receipt(
-        self, num_parts: int = 1, *, unread_failures: list[Delivery] | None = None
-    ) -> _Receipt_co:
-        """A receipt that can be waited for."""
-        ...
-
-    def require_open(self) -> None:
-        """Refuse writes after `close`."""
-        ...
-
-
 _Carrier = TypeVar("_Carrier", bound=Carrier[Any])
-
-
-class TrajectoryWriterBase(ABC, Generic[_Carrier]):
-    """A trajectory being written.
-
-    Args:
-        sender: sender of the publisher.
-        outbox: outbox of the publisher.
-        group: group of the trajectory, which the first use opens if no lane is given.
-        key: name of the trajectory.
-        lane: lane of a trajectory that is open; None asks for admission at the first use.
-    """
-
-    def __init__(
-        self,
-        sender: _Carrier,
-        outbox: Outbox,
-        group: GroupOpened,
-        key: TrajectoryKey,
-        lane: Lane | None,
-    ) -> None:
-        check_key(key, num_samples=group.num_samples)
-        self._sender = sender
-        self._outbox = outbox
-        self._group = group
-        self._key = TrajectoryKey(key.group_id, int(key.sample), int(key.attempt))
-        self._lane = lane
-        self._draft: TrajectoryDraft | None = None
-        self._turns: tuple[Turn, ...] = ()
-        self._has_ended = False
-
-    @property
-    def key(self) -> TrajectoryKey:
-        """The name of the trajectory in its run."""
-        return self._key
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """The turns that were stored when it was taken over, whole; empty if it was not."""
-        return self._turns
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it was sealed or abandoned."""
-        return self._has_ended
-
-    @abstractmethod
-    def abandon(self, reason: str) -> Delivery:
-        """End the trajectory untrained."""
-
-    def _restore(self, taken: Taken) -> None:
-        """Continue after the turns that an earlier writer stored."""
-        for record, turn, shape in taken.turns:
-            self._drafted.restore(turn, TurnRecord(record, shape))
-        self._turns = tuple(each.turn for each in taken.turns)
-
-    @property
-    def _drafted(self) -> TrajectoryDraft:
-        """The turns so far; made when the columns of the run are known."""
-        if self._draft is None:
-            columns = self._outbox.extra_columns or ()
-            self._draft = TrajectoryDraft(self._key, extra_columns=columns)
-        return self._draft
-
-    def _require_open(self) -> None:
-        """Refuse writes to a trajectory that was sealed or abandoned here."""
-        if self._has_ended:
-            raise RejectedError(f"trajectory {self._key} is sealed or abandoned")
-
-    def _request_admission(self, opened: Delivery) -> Lane:
-        """Ask for the admission of the trajectory; the store's answer settles `opened`."""
-        key, group = self._key, self._group
-        self._lane = self._sender.put(lambda: self._outbox.admit(group, [key], opened=opened)[0])
-        return self._lane
-
-    def _has_capacity(self, turn: Turn) -> Callable[[], bool]:
-        """Return a test for capacity for this turn; its encoded size may be smaller."""
-        num_tokens = len(turn.prompt_ids) + 2 * len(turn.response_ids)
-        num_bytes = 4 * num_tokens + sum([values.nbytes for values in turn.extras.values()])
-        return lambda: self._outbox.inflight.has_capacity_for_turn(num_bytes)
-
-    def _put_seal(self, lane: Lane, seal: SealMaker, end: Delivery, *, awaits_reward: bool) -> None:
-        """Put the seal after the last turn; the store's answer settles `end`."""
-        merged_tokens = self._drafted.merged_tokens
-        self._sender.put(
-            lambda: self._outbox.seal(
-                lane, seal, merged_tokens=merged_tokens, end=end, awaits_reward=awaits_reward
-            )
-        )
-        self._has_ended = True
-
-    def _put_abandon(self, reason: str, end: Delivery) -> None:
-        """Abandon the trajectory after its last turn, if it was opened."""
-        if not isinstance(reason, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidTurnError("reason", f"{shown(reason)} is not a text")
-        self._require_open()
-        lane = self._lane
-        if lane is None:
-            self._sender.require_open()
-            end.settle(self._key)
-        else:
-            # It may quote anything; invalid Unicode could not be sent.
-            text = reason[:_MAX_REASON_LENGTH].encode(errors="replace").decode()
-            self._sender.put(lambda: self._outbox.abandon(lane, text, end=end))
-        self._has_ended = True
-
-
 _Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any])
-
-
 _GroupWriter = TypeVar("_GroupWriter")
 
 
-class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
+class PublisherCore(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
     """Sends the trajectories of one generator to a run. Its arguments: see Publisher."""
 
     def __init__(
@@ -195,26 +69,30 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         run: str,
         *,
         writer: str | None = None,
-        max_inflight_bytes: int = writers.MAX_INFLIGHT_BYTES,
-        timeout_s: float = writers.TIMEOUT_S,
-        admission_timeout_s: float = writers.ADMISSION_TIMEOUT_S,
+        max_inflight_bytes: int = MAX_INFLIGHT_BYTES,
+        timeout_s: float = TIMEOUT_S,
+        admission_timeout_s: float = ADMISSION_TIMEOUT_S,
         keep_s: float = KEEP_S,
         max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
-        self._outbox = writers.new_outbox(
-            run,
-            url=url,
-            writer=writer,
-            max_inflight_bytes=max_inflight_bytes,
-            timeout_s=timeout_s,
-            admission_timeout_s=admission_timeout_s,
-            keep_s=keep_s,
-            max_kept_bytes=max_kept_bytes,
+        address = address_of(checked_url(url))
+        if writer is None:
+            writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        checks.checked_name(run, field="run")
+        self._outbox = Outbox(
+            TargetRun(run),
+            checks.checked_name(writer, field="writer"),
+            max_inflight_bytes=_num_bytes(max_inflight_bytes, field="max_inflight_bytes"),
+            timeout_s=seconds(timeout_s, field="timeout_s", least=0),
+            admission_timeout_s=seconds(admission_timeout_s, field="admission_timeout_s", least=0),
+            jitter=random.random,
+            address=address,
+            keep_s=seconds(keep_s, field="keep_s", least=0),
+            max_kept_bytes=_num_bytes(max_kept_bytes, field="max_kept_bytes"),
         )
         self._sender = self._connect(url)
         self._unread_failures: list[Delivery] = []
-        self._tried_refills: dict[TrajectoryKey, object] = {}
-        self._unanswered: deque[OfferedTask] = deque()
+        self._work = WorkQueue(self._outbox.writer)
 
     def group(
         self,
@@ -249,7 +127,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
             ConflictError: on entering, the group was opened before, and `exist_ok` is False or its
                 `num_samples` differs.
         """
-        group = writers.checked_opening(
+        group = _checked_opening(
             group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
         )
         return self._group_writer(group, exist_ok=flag(exist_ok, field="exist_ok"))
@@ -281,7 +159,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         Raises:
             InvalidTurnError: the key is invalid.
         """
-        group = writers.checked_opening(
+        group = _checked_opening(
             group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
         )
         key = TrajectoryKey(group_id, sample, attempt)
@@ -326,27 +204,32 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
     def _take_over(self, key: TrajectoryKey, declared: Sequence[DeclaredColumn]) -> Steps[_Writer]:
         """Return the writer of a trajectory that this publisher adopts."""
         outbox = self._outbox
-        taken = yield from take_over(outbox.run, writer=outbox.writer, key=key, declared=declared)
-        return self._taken_over(key, taken)
+        adopted = yield from adopt_trajectory(
+            outbox.run, writer=outbox.writer, key=key, declared=declared
+        )
+        lane = self._sender.put(
+            lambda: outbox.tracker.adopt(
+                key,
+                epoch=adopted.epoch,
+                num_turns=len(adopted.turns),
+                num_bytes=sum(len(each.stored.record) for each in adopted.turns),
+                now_s=time.monotonic(),
+            )
+        )
+        group = GroupOpened(group_id=key.group_id, prompt_uid="", num_samples=adopted.num_samples)
+        writer = self._writer(group, key, lane)
+        restore_turns(writer, adopted.turns)
+        return writer
 
     def _next_refill(self, wait: StoreWait) -> Steps[Refill]:
         """Return a refill that is open and this publisher's."""
         run = yield from self._found()
-        writer = self._outbox.writer
-        return (yield from take_refill(run, writer=writer, wait=wait, tried=self._tried_refills))
+        return (yield from self._work.next_refill(run, wait))
 
     def _next_task(self, wait: StoreWait) -> Steps[tuple[OfferedTask, list[_Writer]]]:
         """Return a task and the writers of its trajectories, which are open."""
         run = yield from self._found()
-        return (
-            yield from take_task(
-                run,
-                writer=self._outbox.writer,
-                adopt=self._writers_of,
-                wait=wait,
-                unanswered=self._unanswered,
-            )
-        )
+        return (yield from self._work.next_task(run, wait, adopt=self._writers_of))
 
     def _unfinished(self, group: GroupOpened) -> Steps[Unfinished]:
         """Return the samples without an end of a group that may exist."""
@@ -371,42 +254,22 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         self._sender.put(lambda: self._outbox.post_reward(post))
         return post, receipt
 
-    def _taken_over(self, key: TrajectoryKey, taken: Taken) -> _Writer:
-        """Return the writer of an adopted trajectory."""
-        num_bytes = sum(len(each.record) for each in taken.turns)
-        lane = self._sender.put(
-            lambda: self._outbox.tracker.adopt(
-                key,
-                epoch=taken.epoch,
-                num_turns=len(taken.turns),
-                num_bytes=num_bytes,
-                now_s=time.monotonic(),
-            )
-        )
-        group = GroupOpened(group_id=key.group_id, prompt_uid="", num_samples=taken.num_samples)
-        writer = self._writer(group, key, lane)
-        writer._restore(taken)
-        return writer
-
     def _writers_of(self, taken: TakenTask) -> list[_Writer]:
         """Return the writers of a task; none if this publisher writes it already."""
-        now_s = time.monotonic()
+        task, now_s = taken.task, time.monotonic()
         lanes = self._sender.put(
             lambda: self._outbox.admissions.adopt(
-                taken.task.group,
-                taken.epochs,
-                now_s=now_s,
-                prompt_number=taken.task.number,
+                task.group, taken.epochs, now_s=now_s, prompt_number=task.number
             )
         )
-        return [self._writer(taken.task.group, lane.key, lane) for lane in lanes]
+        return [self._writer(task.group, lane.key, lane) for lane in lanes]
 
     def _drafted(
         self, group: Group, declared: Sequence[DeclaredColumn]
     ) -> tuple[GroupOpened, list[DraftedTrajectory]]:
         """Return a finished group as it is sent, after validation."""
         drafted = draft_group(group, extra_columns=declared)
-        opening = writers.checked_opening(
+        opening = _checked_opening(
             group.group_id, len(drafted), group.prompt_uid, purpose=group.purpose
         )
         return opening, drafted
@@ -425,7 +288,7 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         """Send a finished group; return its receipt."""
         receipt = self._sender.receipt(len(drafted), unread_failures=self._unread_failures)
         self._sender.put(
-            lambda: writers.send_group(self._outbox, group=opening, drafted=drafted, end=receipt)
+            lambda: _send_group(self._outbox, group=opening, drafted=drafted, end=receipt)
         )
         return receipt
 
@@ -441,3 +304,80 @@ class PublisherBase(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         receipt = self._sender.receipt()
         self._sender.put(lambda: self._outbox.close_run(reason, receipt))
         return receipt
+
+
+def _num_bytes(value: int, *, field: str) -> int:
+    return whole_number(value, field=field, limit=2**63, refusal=InvalidConfigError)
+
+
+def _checked_opening(
+    group_id: str,
+    num_samples: int,
+    prompt_uid: str,
+    *,
+    num_needed: int | None = None,
+    purpose: Purpose | str = Purpose.TRAIN,
+) -> GroupOpened:
+    """Return the event of a group that begins, checked; `num_needed` None means all samples."""
+    checks.check_group(group_id, num_samples=num_samples, num_needed=num_needed)
+    purpose = checks.checked_purpose(purpose, num_samples=num_samples, num_needed=num_needed)
+    checks.checked_text(prompt_uid, field="prompt_uid")
+    return GroupOpened(
+        group_id=group_id,
+        prompt_uid=prompt_uid,
+        num_samples=int(num_samples),
+        num_needed=int(num_needed or num_samples),
+        purpose=purpose,
+    )
+
+
+def _send_group(
+    outbox: Outbox, *, group: GroupOpened, drafted: list[DraftedTrajectory], end: Delivery
+) -> None:
+    """Put a whole finished group into the outbox; `end` has one part per trajectory."""
+    lanes = outbox.admit(group, [made.key for made in drafted])
+    for lane, made in zip(lanes, drafted, strict=True):
+        for turn in made.turns:
+            outbox.append(lane, turn)
+        outbox.seal(
+            lane,
+            made.seal,
+            merged_tokens=made.merged_tokens,
+            end=end,
+            awaits_reward=made.awaits_reward,
+        )
+
+
+def checked_key(group_id: str, sample: int, attempt: int) -> TrajectoryKey:
+    """Return the name of a trajectory whose group another generator opened."""
+    key = TrajectoryKey(group_id, sample, attempt)
+    checks.check_key(key, num_samples=None)
+    return TrajectoryKey(group_id, int(sample), int(attempt))
+
+
+def warn_open_trajectories(outbox: Outbox) -> None:
+    """Log a warning if a publisher closes with open trajectories."""
+    if outbox.num_open:
+        _logger.warning(
+            "run %s: %s leaves %d trajectories open: when their leases end they may be adopted, "
+            "or are abandoned",
+            outbox.run,
+            outbox.writer,
+            outbox.num_open,
+        )
+
+
+def raise_unread(failures: list[Delivery], losses: list[TurnstreamError]) -> None:
+    """Raise the losses and the unread errors as one error, and clear the list."""
+    unread = [failed for failed in failures if not failed.was_read]
+    failures.clear()
+    errors = [*losses, *(error for failed in unread for error in failed.errors.values())]
+    if not errors:
+        return
+    first, *others = dict.fromkeys(errors)
+    first.others = tuple(others)
+    for other in others[:_MAX_NOTES]:
+        first.add_note(f"and {other}")
+    if len(others) > _MAX_NOTES:
+        first.add_note(f"and {len(others) - _MAX_NOTES} more")
+    raise first
