@@ -13,10 +13,9 @@ import pytest
 from harness.rig import Rig
 from turnstream.generator import Publisher
 from turnstream.types import Group, Trajectory, Turn, VersionRun
-from turnstream_server.jobs.services import start_trainer
+from turnstream_server.jobs.services import start_service, write_policy
 from turnstream_server.jobs.stack import Service
 from turnstream_server.models.spec import SmallModelSpec
-from turnstream_server.trainer.config import TrainerConfig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -76,16 +75,19 @@ def _trajectory(rng: np.random.Generator, *, sample: int) -> Trajectory:
 
 
 def _start_trainer(rig: Rig, dump: str, *, failpoint: str = "") -> Service:
-    config = TrainerConfig(
+    service = start_service(
+        rig.stack(failpoint),
+        "trainer",
+        f"trainer-{dump}",
         run=rig.run,
-        batcher_target=rig.address(),
-        policy=MODEL,
+        batcher=rig.address(),
+        policy=write_policy(rig.folder, MODEL),
         folder=rig.folder / "trainer",
         checkpoint_every=2,
-        num_threads=1,
-        dump_folder=rig.folder / dump,
+        threads=1,
+        dump=rig.folder / dump,
     )
-    return rig.keep(start_trainer(rig.stack(failpoint), config, name=f"trainer-{dump}"))
+    return rig.keep(service)
 
 
 def _dumped(folder: Path) -> dict[str, dict[str, Any]]:

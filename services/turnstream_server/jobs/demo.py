@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,23 +9,15 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from turnstream.store.client.connection import connect
-from turnstream.store.run.runs import close_run, create_run
-from turnstream_server.bus.core.stores import open_store
+from turnstream.store.run.runs import close_run
 from turnstream_server.generators.environments.guessing import GuessingGame
 from turnstream_server.generators.environments.preset import GuessingPreset
-from turnstream_server.jobs.history import RunHistory
-from turnstream_server.jobs.progress import ProgressDisplay, ProgressView
-from turnstream_server.jobs.services import (
-    start_batcher,
-    start_live_generator,
-    start_trainer,
-    store_environment,
-)
-from turnstream_server.jobs.stack import Service, Stack, job_folder
+from turnstream_server.jobs.job import Job, report, training_job
+from turnstream_server.jobs.progress import ProgressDisplay
+from turnstream_server.jobs.services import start_batcher, start_service
+from turnstream_server.jobs.stack import Service
 from turnstream_server.jobs.summary import Summary, summary_table
 from turnstream_server.settings import Settings, mask_password
-from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
 
 SHARE_OF_BEST = 0.6
 """The mean reward to reach, as a share of the best policy's."""
@@ -64,34 +55,30 @@ class Verdict(NamedTuple):
 
 
 def run_demo(settings: Settings, options: DemoOptions, console: Console) -> int:
-    """Train until the reward has risen; prints the summary and writes it.
+    """Train until the reward has risen; print the summary and write it.
 
     Returns:
         0 if the policy has learned, 1 if it has not.
     """
     preset = GuessingPreset()
-    run = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    with (
-        job_folder(options.folder, job="demo") as folder,
-        open_store(settings.model_copy(update={"data_dir": folder / "store"})) as url,
-        connect(url) as client,
-        Stack(folder, store_environment(url)) as stack,
-    ):
-        create_run(client, run, preset.batching())
-        console.print(introduction(preset.game, url=url, run=run), soft_wrap=True, highlight=False)
-        services = _start_services(stack, preset, options, run=run)
-        history = RunHistory(client, run)
+    with training_job(settings, options.folder, kind="demo", config=preset.batching()) as job:
+        start = introduction(preset.game, url=job.url, run=job.run)
+        console.print(start, soft_wrap=True, highlight=False)
+        services = _start_services(job, preset, options)
         try:
-            _watch(stack, history, preset.game, options, console)
+            _watch(job, preset.game, options, console)
         except KeyboardInterrupt:
-            console.print(summary_table(history.summary(), title="demo, interrupted"))
+            console.print(summary_table(job.history.summary(), title="demo, interrupted"))
             raise
-        close_run(client, run, "the demo is over")
-        stack.wait_for_all(services, timeout_s=_CLOSING_S)
-        summary = history.summary()
-    status = _report(summary, preset.game, options, console)
+        close_run(job.client, job.run, "the demo is over")
+        job.stack.wait_for_all(services, timeout_s=_CLOSING_S)
+        summary = job.history.summary()
+    report(summary, console, title="demo", json_path=options.json_path)
+    verdict = judge(summary, best_reward=preset.game.best_mean_reward)
+    outcome = "learned" if verdict.has_learned else "not learned"
+    console.print(f"{outcome}: {verdict.words}", soft_wrap=True)
     console.print(_NEXT, soft_wrap=True, highlight=False)
-    return status
+    return 0 if verdict.has_learned else 1
 
 
 def introduction(game: GuessingGame, *, url: str, run: str) -> str:
@@ -107,19 +94,17 @@ def introduction(game: GuessingGame, *, url: str, run: str) -> str:
     )
 
 
-def _watch(
-    stack: Stack,
-    history: RunHistory,
-    game: GuessingGame,
-    options: DemoOptions,
-    console: Console,
-) -> None:
+def _watch(job: Job, game: GuessingGame, options: DemoOptions, console: Console) -> None:
     """Show the progress until the policy has learned, or the time is up."""
     with ProgressDisplay(console) as display:
-        for elapsed_s in stack.watch(timeout_s=options.max_seconds, every_s=_REFRESH_S):
-            summary = history.summary()
-            display.show(_view(summary, game, elapsed_s=elapsed_s))
-            if _may_stop(summary, game):
+        for elapsed_s in job.stack.watch(timeout_s=options.max_seconds, every_s=_REFRESH_S):
+            summary = job.history.summary()
+            goal = judge(summary, best_reward=game.best_mean_reward).goal
+            reward = summary.reward_last_tenth or 0.0
+            share = reward / goal if goal else 0.0
+            display.show(summary, share=share, elapsed_s=elapsed_s, goal=goal)
+            is_enough = summary.trajectories >= _MIN_TRAJECTORIES
+            if goal is not None and is_enough and reward >= _MARGIN * goal:
                 break
 
 
@@ -134,57 +119,31 @@ def judge(summary: Summary, *, best_reward: float) -> Verdict:
     return Verdict(last >= goal, goal, f"{reached}; {wanted}")
 
 
-def _may_stop(summary: Summary, game: GuessingGame) -> bool:
-    verdict = judge(summary, best_reward=game.best_mean_reward)
-    if verdict.goal is None or summary.reward_last_tenth is None:
-        return False
-    is_enough = summary.trajectories >= _MIN_TRAJECTORIES
-    return is_enough and summary.reward_last_tenth >= _MARGIN * verdict.goal
-
-
-def _view(summary: Summary, game: GuessingGame, *, elapsed_s: float) -> ProgressView:
-    goal = judge(summary, best_reward=game.best_mean_reward).goal
-    share = 0.0 if not goal else (summary.reward_last_tenth or 0.0) / goal
-    return ProgressView(share=share, elapsed_s=elapsed_s, summary=summary, goal=goal)
-
-
-def _report(summary: Summary, game: GuessingGame, options: DemoOptions, console: Console) -> int:
-    verdict = judge(summary, best_reward=game.best_mean_reward)
-    console.print(summary_table(summary, title="demo"))
-    if options.json_path is not None:
-        options.json_path.write_text(summary.to_json(), encoding="utf-8")
-    outcome = "learned" if verdict.has_learned else "not learned"
-    console.print(f"{outcome}: {verdict.words}", soft_wrap=True)
-    return 0 if verdict.has_learned else 1
-
-
-def _start_services(
-    stack: Stack, preset: GuessingPreset, options: DemoOptions, *, run: str
-) -> Sequence[Service]:
-    batcher = start_batcher(stack, name="batcher")
-    trainer = start_trainer(
+def _start_services(job: Job, preset: GuessingPreset, options: DemoOptions) -> Sequence[Service]:
+    """Start batcher, trainer and generators; return the last two kinds."""
+    stack, run, num_generators = job.stack, job.run, options.num_generators
+    trainer = start_service(
         stack,
-        TrainerConfig(
-            run=run,
-            batcher_target=batcher.address,
-            policy=preset.policy(seed=options.seed),
-            folder=stack.folder / "trainer",
-            optimizer=OptimizerConfig(learning_rate=preset.learning_rate),
-            objective=ObjectiveConfig(temperature=preset.temperature),
-            num_threads=1,
-            seed=options.seed,
-        ),
+        "trainer",
+        "trainer",
+        preset="guessing",
+        run=run,
+        batcher=start_batcher(stack, name="batcher").address,
+        folder=stack.folder / "trainer",
+        threads=1,
+        seed=options.seed,
     )
     generators = [
-        start_live_generator(
+        start_service(
             stack,
-            preset,
+            "generator",
+            f"live-{number}",
             run=run,
             writer=f"live-{number}",
-            groups_per_round=max(1, preset.batch_groups // options.num_generators),
-            seed=options.seed * options.num_generators + number,
-            num_threads=1,
+            round=max(1, preset.batch_groups // num_generators),
+            seed=options.seed * num_generators + number,
+            threads=1,
         )
-        for number in range(options.num_generators)
+        for number in range(num_generators)
     ]
     return [trainer, *generators]

@@ -17,16 +17,21 @@ from turnstream.store.run.runs import create_run
 from turnstream.types import Group, Trajectory, Turn, VersionRun
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.services import start_batcher, start_trainer, store_environment
-from turnstream_server.jobs.stack import Stack
+from turnstream_server.jobs.services import (
+    start_batcher,
+    start_service,
+    store_environment,
+    write_policy,
+)
+from turnstream_server.jobs.stack import Service, Stack
 from turnstream_server.models.spec import SmallModelSpec
-from turnstream_server.trainer.config import TrainerConfig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 RUN = "killed"
 NUM_STEPS = 4
 GROUPS_PER_STEP = 2
+MODEL = SmallModelSpec(vocab_size=32, hidden_size=16, num_layers=1, num_heads=2)
 
 
 def publish(url: str, *, steps: range, close: bool = False) -> None:
@@ -83,22 +88,25 @@ def test_a_trainer_killed_after_stepped_and_before_committed_gets_the_batches_ag
         by_state = read_ledger(client, RUN).by_state
         return {str(state): count for state, count in by_state.items() if count}
 
-    def config(dump: str, *, batcher: str) -> TrainerConfig:
-        return TrainerConfig(
+    def start_trainer(stack: Stack, name: str, *, batcher: str) -> Service:
+        return start_service(
+            stack,
+            "trainer",
+            name,
             run=RUN,
-            batcher_target=batcher,
-            policy=SmallModelSpec(vocab_size=32, hidden_size=16, num_layers=1, num_heads=2),
+            batcher=batcher,
+            policy=write_policy(tmp_path, MODEL),
             folder=tmp_path / "trainer",
             checkpoint_every=NUM_STEPS,
-            num_threads=1,
-            dump_folder=tmp_path / dump,
+            threads=1,
+            dump=tmp_path / name,
         )
 
     # The groups of the last step are missing, so the first trainer cannot come to its checkpoint.
     publish(url, steps=range(1, NUM_STEPS))
     with Stack(tmp_path, store_environment(url)) as stack:
         batcher = start_batcher(stack, name="batcher").address
-        first = start_trainer(stack, config("first", batcher=batcher), name="first")
+        first = start_trainer(stack, "first", batcher=batcher)
         wait_until(
             lambda: states() == {"stepped": (NUM_STEPS - 1) * GROUPS_PER_STEP * 2},
             timeout_s=150,
@@ -106,7 +114,7 @@ def test_a_trainer_killed_after_stepped_and_before_committed_gets_the_batches_ag
         )
         first.kill()
         publish(url, steps=range(NUM_STEPS, NUM_STEPS + 1), close=True)
-        second = start_trainer(stack, config("second", batcher=batcher), name="second")
+        second = start_trainer(stack, "second", batcher=batcher)
         second.wait(150)
         second.check()
 
