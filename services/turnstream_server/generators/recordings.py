@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from turnstream.errors import RecordError
 from turnstream.types import Status
@@ -117,9 +118,9 @@ def _numbered_recordings(path: Path) -> Iterator[tuple[str, Recording]]:
     for number, line in enumerate(_lines(path), 1):
         if line.isspace():
             continue
-        fields = _parse_line(line, where=f"{path}, line {number}")
-        for recording in _recordings_of(fields):
-            yield fields.where, recording
+        where = f"{path}, line {number}"
+        for recording in _recordings_of(_parse_line(line, where=where), where=where):
+            yield where, recording
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -132,156 +133,145 @@ def _lines(path: Path) -> Iterator[bytes]:
             raise RecordError(f"{path}: damaged gzip file: {error}") from error
 
 
-def _parse_line(line: bytes, *, where: str) -> _Fields:
+def _parse_line(line: bytes, *, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line.decode("utf-8"))
     except ValueError as error:
         raise RecordError(f"{where}: not JSON in UTF-8: {error}") from error
-    return _Fields(value, where=where, name="")
+    if not isinstance(value, dict):
+        raise RecordError(f"{where}: {_shown(value)} is not an object")
+    return value
 
 
-def _recordings_of(line: _Fields) -> Iterable[Recording]:
-    if line.has("messages"):
-        return [_multi_turn(line)]
-    if line.has("samples"):
-        return _samples(line)
-    raise RecordError(f"{line.where}: has neither field messages nor field samples")
+def _recordings_of(line: dict[str, Any], *, where: str) -> list[Recording]:
+    try:
+        if line.get("messages") is not None:
+            return [_multi_turn(_Conversation.model_validate(line), where=where)]
+        if line.get("samples") is not None:
+            return _samples(_Samples.model_validate(line))
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{_shown(first['input'])} is refused: {first['msg']}"
+        if first["type"] == "missing":
+            problem = "is missing"
+        raise _field_error(where, _path(first["loc"]), problem) from error
+    raise RecordError(f"{where}: has neither field messages nor field samples")
 
 
-def _multi_turn(line: _Fields) -> Recording:
-    messages = tuple(_message(fields) for fields in line.objects("messages"))
-    turns = tuple(line.integers("turns"))
-    if list(turns) != sorted(set(turns)) or any(turn >= len(messages) for turn in turns):
-        line.fail("turns", f"{list(turns)} are not ascending indices of {len(messages)} messages")
+class _Model(BaseModel):
+    """Part of a line; other fields are ignored, and no value is converted."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+_Index = Annotated[int, Field(ge=0)]
+
+
+class _Function(_Model):
+    name: str
+    arguments: Any
+
+
+class _ToolCall(_Model):
+    function: _Function
+
+    def text(self) -> str:
+        """Return a call as a model writes it: string arguments unchanged, objects as JSON."""
+        name = json.dumps(self.function.name, ensure_ascii=False)
+        arguments = self.function.arguments
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+class _Message(_Model):
+    role: str
+    content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+    def message(self) -> Message:
+        parts = [self.content, *(call.text() for call in self.tool_calls or ())]
+        return Message(self.role, "\n".join(part for part in parts if part))
+
+
+class _Conversation(_Model):
+    prompt_uid: str
+    sample: _Index
+    reward: float
+    messages: list[_Message]
+    turns: list[_Index]
+    policy: str | None = None
+    source: str | None = None
+    finish: str | None = None
+    times: list[float] | None = None
+
+
+class _Sample(_Model):
+    sample: _Index
+    response: str
+    reward: float
+    policy: str | None = None
+
+
+class _Samples(_Model):
+    prompt_uid: str
+    question: str
+    samples: list[_Sample]
+    source: str | None = None
+
+
+def _multi_turn(line: _Conversation, *, where: str) -> Recording:
+    messages = tuple(each.message() for each in line.messages)
+    turns, times = line.turns, line.times or ()
+    if turns != sorted(set(turns)) or any(turn >= len(messages) for turn in turns):
+        problem = f"{turns} are not ascending indices of {len(messages)} messages"
+        raise _field_error(where, "turns", problem)
     for turn in turns:
-        if messages[turn].role != "assistant":
-            line.fail("turns", f"message {turn} is of role {messages[turn].role!r}, not assistant")
-    times = tuple(line.numbers("times")) if line.has("times") else ()
+        if (role := messages[turn].role) != "assistant":
+            problem = f"message {turn} is of role {role!r}, not assistant"
+            raise _field_error(where, "turns", problem)
     if times and len(times) != len(messages):
-        line.fail("times", f"{len(times)} values for {len(messages)} messages")
+        raise _field_error(where, "times", f"{len(times)} values for {len(messages)} messages")
     return Recording(
-        prompt_uid=line.text("prompt_uid"),
-        sample=line.integer("sample"),
-        reward=line.number("reward"),
+        prompt_uid=line.prompt_uid,
+        sample=line.sample,
+        reward=line.reward,
         messages=messages,
-        turns=turns,
-        policy=line.text_or_empty("policy"),
-        source=line.text_or_empty("source"),
-        finish=line.text_or_empty("finish"),
-        times=times,
+        turns=tuple(turns),
+        policy=line.policy or "",
+        source=line.source or "",
+        finish=line.finish or "",
+        times=tuple(times),
     )
 
 
-def _samples(line: _Fields) -> Iterator[Recording]:
-    question = Message("user", line.text("question"))
-    shared = Recording(
-        prompt_uid=line.text("prompt_uid"), sample=0, reward=0.0, messages=(), turns=(1,)
-    )
-    for fields in line.objects("samples"):
-        yield replace(
-            shared,
-            sample=fields.integer("sample"),
-            reward=fields.number("reward"),
-            messages=(question, Message("assistant", fields.text("response"))),
-            policy=fields.text_or_empty("policy"),
-            source=line.text_or_empty("source"),
+def _samples(line: _Samples) -> list[Recording]:
+    return [
+        Recording(
+            prompt_uid=line.prompt_uid,
+            sample=each.sample,
+            reward=each.reward,
+            messages=(Message("user", line.question), Message("assistant", each.response)),
+            turns=(1,),
+            policy=each.policy or "",
+            source=line.source or "",
         )
+        for each in line.samples
+    ]
 
 
-def _message(fields: _Fields) -> Message:
-    parts = [fields.text_or_empty("content")]
-    if fields.has("tool_calls"):
-        parts += [_tool_call(call.object("function")) for call in fields.objects("tool_calls")]
-    return Message(fields.text("role"), "\n".join(part for part in parts if part))
+def _field_error(where: str, field: str, problem: str) -> RecordError:
+    return RecordError(f"{where}, field {field}: {problem}")
 
 
-def _tool_call(function: _Fields) -> str:
-    """Return a call as a model writes it: string arguments unchanged, objects as JSON."""
-    name = json.dumps(function.text("name"), ensure_ascii=False)
-    arguments = function.value("arguments")
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+def _path(parts: Sequence[int | str]) -> str:
+    """Return the place of a field in its line.
 
-
-class _Fields:
-    """A JSON object of a line; errors of its fields name file, line and field."""
-
-    def __init__(self, value: object, *, where: str, name: str) -> None:
-        if not isinstance(value, dict):
-            field = f", field {name}" if name else ""
-            raise RecordError(f"{where}{field}: {_shown(value)} is not an object")
-        self.where = where
-        self._name = name
-        self._values: dict[str, object] = value
-
-    def has(self, name: str) -> bool:
-        """Whether the field is present and not null."""
-        return self._values.get(name) is not None
-
-    def fail(self, name: str, message: str) -> NoReturn:
-        """Raise the error that names this field."""
-        raise RecordError(f"{self.where}, field {self._path(name)}: {message}")
-
-    def value(self, name: str) -> object:
-        """Return the value of the field, null included."""
-        if name not in self._values:
-            self.fail(name, "is missing")
-        return self._values[name]
-
-    def text(self, name: str) -> str:
-        value = self.value(name)
-        if not isinstance(value, str):
-            self._wrong(name, value, "text")
-        return value
-
-    def text_or_empty(self, name: str) -> str:
-        return self.text(name) if self.has(name) else ""
-
-    def integer(self, name: str) -> int:
-        return self._integer(name, self.value(name))
-
-    def number(self, name: str) -> float:
-        return self._number(name, self.value(name))
-
-    def integers(self, name: str) -> list[int]:
-        return [self._integer(f"{name}[{i}]", value) for i, value in enumerate(self._list(name))]
-
-    def numbers(self, name: str) -> list[float]:
-        return [self._number(f"{name}[{i}]", value) for i, value in enumerate(self._list(name))]
-
-    def object(self, name: str) -> _Fields:
-        return _Fields(self.value(name), where=self.where, name=self._path(name))
-
-    def objects(self, name: str) -> list[_Fields]:
-        return [
-            _Fields(value, where=self.where, name=f"{self._path(name)}[{i}]")
-            for i, value in enumerate(self._list(name))
-        ]
-
-    def _list(self, name: str) -> list[object]:
-        value = self.value(name)
-        if not isinstance(value, list):
-            self._wrong(name, value, "a list")
-        return value
-
-    def _integer(self, name: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self._wrong(name, value, "a whole number from 0")
-        return value
-
-    def _number(self, name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self._wrong(name, value, "a finite number")
-        if not math.isfinite(value):
-            self._wrong(name, value, "a finite number")
-        return float(value)
-
-    def _wrong(self, name: str, value: object, wanted: str) -> NoReturn:
-        self.fail(name, f"{_shown(value)} is not {wanted}")
-
-    def _path(self, name: str) -> str:
-        return f"{self._name}.{name}" if self._name else name
+    >>> _path(("messages", 0, "role"))
+    'messages[0].role'
+    """
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return text.removeprefix(".")
 
 
 def _shown(value: object) -> str:
