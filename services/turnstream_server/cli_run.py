@@ -13,7 +13,6 @@ from turnstream_server.cli_options import (
     AsJson,
     Redis,
     RunArgument,
-    console,
     group,
     output,
     say,
@@ -70,10 +69,8 @@ def show(
     """Show the progress, the last batch and the settings of a run."""
     from turnstream_server.jobs import runs as jobs
 
-    if as_json:
-        typer.echo(jobs.run_json(store_url(redis), run))
-    else:
-        jobs.print_run(store_url(redis), run, console(), show_all=show_all)
+    print_run = functools.partial(jobs.print_run, show_all=show_all)
+    output(jobs.read_run(store_url(redis), run), print_run, as_json=as_json)
 
 
 @app.command()

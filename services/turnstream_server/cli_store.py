@@ -39,24 +39,22 @@ def status(
     from turnstream_server.jobs import status as jobs
 
     url = store_url(redis)
-    if as_json:
-        typer.echo(jobs.status_json(url, run))
-    elif watch:
+    if watch and not as_json:
         with interruptible():
             jobs.watch_status(url, run, console())
+    found = jobs.read_status(url, run)
+    if as_json and run is not None:
+        typer.echo(json.dumps(found[0], indent=2))
     else:
-        jobs.print_status(url, run, console())
+        output(found, functools.partial(jobs.print_status, url), as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)
 def why(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
     """Explain why a run waits, the most important reason first."""
-    from turnstream_server.jobs import why as jobs
+    from turnstream_server.jobs import status as jobs
 
-    if as_json:
-        typer.echo(jobs.reasons_json(store_url(redis), run))
-    else:
-        jobs.print_reasons(store_url(redis), run, console())
+    output(jobs.read_reasons(store_url(redis), run), jobs.print_reasons, as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)

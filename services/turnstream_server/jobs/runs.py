@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any, Final
 
@@ -16,13 +16,13 @@ from turnstream.errors import RunNotFoundError, UnknownFormatError
 from turnstream.records.configs import encode_config
 from turnstream.store.client.connection import address_of
 from turnstream.store.run.configs import open_run
-from turnstream.store.run.revisions import Revisions, read_revisions
+from turnstream.store.run.revisions import read_revisions
 from turnstream.store.run.runs import list_runs
 from turnstream_server.bus.admin.deletion import deleting_since_ms
-from turnstream_server.bus.core.frontier import Frontier, Origin, Rollback
+from turnstream_server.bus.core.frontier import Frontier
 from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.queries.ledger import RunSummary, run_summary
-from turnstream_server.bus.sessions.observers import Observer, read_observers
+from turnstream_server.bus.queries.ledger import run_summary
+from turnstream_server.bus.sessions.observers import read_observers
 from turnstream_server.jobs.batches import BatchNumbers, numbers_of
 from turnstream_server.jobs.ledger import duration
 from turnstream_server.jobs.run_commands import pending_revisions
@@ -81,20 +81,17 @@ def _run_facts(client: redis.Redis, run: str) -> dict[str, Any]:
     try:
         seen = run_summary(client, run)
     except RunNotFoundError:
-        is_going = deleting_since_ms(client, run) is not None
-        return {"run": run, "state": "being deleted" if is_going else "gone"}
+        is_deleted = deleting_since_ms(client, run) is not None
+        return {"run": run, "state": "being deleted" if is_deleted else "gone"}
     except UnknownFormatError:
         return {"run": run, "state": "of another release"}
-    frontier = seen.frontier
+    origin = seen.frontier.origin
     return {
         "run": run,
-        "state": state_of(frontier),
-        "planned": frontier.planned,
-        "stepped": frontier.stepped,
-        "committed": frontier.committed,
+        **progress_facts(seen.frontier),
         "accepted": seen.ledger.accepted,
         "trained": seen.ledger.num_trained,
-        "origin": origin_text(frontier.origin) or None,
+        "origin": None if origin is None else f"step {origin.step} of {origin.run}",
     }
 
 
@@ -104,56 +101,26 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def state_of(frontier: Frontier) -> str:
-    """Return "open", "paused", "closed" (steps may follow) or "finished"."""
-    if frontier.is_finished and frontier.stepped >= frontier.planned:
-        return "finished"
-    if frontier.is_closed:
-        return "closed"
-    return "open" if frontier.paused is None else "paused"
+def progress_facts(frontier: Frontier) -> dict[str, Any]:
+    """Return the state, and the planned, stepped and committed steps.
 
-
-def steps_text(frontier: Frontier) -> str:
-    """Return the progress of a run in a few words."""
-    numbers = (frontier.planned, frontier.stepped, frontier.committed)
-    return "{} planned, {} stepped, {} committed".format(*numbers)
-
-
-def origin_text(origin: Origin | None) -> str:
-    """Return the origin of a fork in few words; "" for another run.
-
-    >>> origin_text(Origin(run="maze", step=12, num_trajectories=96, manifest_hash="ab"))
-    'step 12 of maze'
+    The state is "open", "paused", "closed" (steps may follow) or "finished".
     """
-    return "" if origin is None else f"step {origin.step} of {origin.run}"
+    state = "open" if frontier.paused is None else "paused"
+    if frontier.is_closed:
+        state = "closed"
+    if frontier.is_finished and frontier.stepped >= frontier.planned:
+        state = "finished"
+    return {
+        "state": state,
+        "planned": frontier.planned,
+        "stepped": frontier.stepped,
+        "committed": frontier.committed,
+    }
 
 
-def print_run(url: str, run: str, console: Console, *, show_all: bool = False) -> None:
-    """Print progress, numbers of the newest batch, and settings of a run."""
-    with store_client(url) as client:
-        run = open_run(client, run)
-        seen = run_summary(client, run)
-        revisions = read_revisions(client, run)
-        observers = read_observers(client, run)
-        numbers = newest_batch(client, run, seen.frontier)
-    table = _lines()
-    for name, value in _run_rows(seen):
-        table.add_row(name, value)
-    if numbers is not None:
-        table.add_section()
-        for name, value in numbers.rows():
-            table.add_row(name, value)
-    console.print(table)
-    if observers:
-        console.print(_observer_table(observers))
-    console.print(f"settings, revision {revisions.in_force} (* differs from the default)")
-    console.print(_settings_table(revisions, show_all=show_all))
-    if not show_all:
-        console.print("--all prints the settings at their default")
-
-
-def run_json(url: str, run: str) -> str:
-    """Return the same as JSON, with every setting."""
+def read_run(url: str, run: str) -> dict[str, Any]:
+    """Return progress, numbers of the newest batch, observers and settings of a run."""
     with store_client(url) as client:
         run = open_run(client, run)
         seen = run_summary(client, run)
@@ -161,30 +128,53 @@ def run_json(url: str, run: str) -> str:
         observers = read_observers(client, run)
         numbers = newest_batch(client, run, seen.frontier)
     config = revisions.config(revisions.in_force)
-    content = {
+    frontier = seen.frontier
+    steps = progress_facts(frontier)
+    return {
         "run": run,
-        "state": state_of(seen.frontier),
-        "steps": {
-            "planned": seen.frontier.planned,
-            "stepped": seen.frontier.stepped,
-            "committed": seen.frontier.committed,
-        },
-        "groups_opened": seen.frontier.num_opened_groups,
+        "state": steps.pop("state"),
+        "steps": steps,
+        "groups_opened": frontier.num_opened_groups,
         "policy_version": None if seen.newest_version is None else seen.newest_version.version,
-        "session_epoch": seen.frontier.session_epoch,
-        "dp_world_size": seen.frontier.dp_world_size,
+        "session_epoch": frontier.session_epoch,
+        "dp_world_size": frontier.dp_world_size,
         "planner": seen.planner or None,
-        "lineage": seen.frontier.lineage,
-        "rollbacks": [each._asdict() for each in seen.frontier.rollbacks],
-        "origin": None if seen.frontier.origin is None else asdict(seen.frontier.origin),
-        "paused": seen.frontier.paused,
+        "lineage": frontier.lineage,
+        "rollbacks": [each._asdict() for each in frontier.rollbacks],
+        "origin": None if frontier.origin is None else asdict(frontier.origin),
+        "paused": frontier.paused,
         "newest_batch": None if numbers is None else asdict(numbers),
         "observers": [asdict(each) for each in observers],
         "revision": revisions.in_force,
+        "pending_revisions": dict(pending_revisions(revisions)),
         "settings": json.loads(encode_config(config)),
         "changed_settings": sorted(changed_names(config)),
     }
-    return json.dumps(content, indent=2)
+
+
+def print_run(content: Mapping[str, Any], console: Console, *, show_all: bool = False) -> None:
+    """Print a run from `read_run`; without `show_all` the settings at their default are omitted."""
+    table = facts_table()
+    for row in _run_rows(content):
+        table.add_row(*row)
+    if content["newest_batch"] is not None:
+        table.add_section()
+        for row in BatchNumbers(**content["newest_batch"]).rows():
+            table.add_row(*row)
+    console.print(table)
+    if content["observers"]:
+        console.print(_observer_table(content["observers"]))
+    console.print(f"settings, revision {content['revision']} (* differs from the default)")
+    table = facts_table()
+    for name, value in content["settings"].items():
+        is_changed = name in content["changed_settings"]
+        if is_changed or show_all:
+            table.add_row(f"{'*' if is_changed else ' '} {name}", str(value))
+    for revision in content["pending_revisions"].items():
+        table.add_row(*revision)
+    console.print(table)
+    if not show_all:
+        console.print("--all prints the settings at their default")
 
 
 def newest_batch(client: redis.Redis, run: str, frontier: Frontier) -> BatchNumbers | None:
@@ -206,31 +196,7 @@ def changed_names(config: BatchingConfig) -> set[str]:
     }
 
 
-def rollback_text(rollback: Rollback) -> str:
-    """Return a rollback in few words.
-
-    >>> rollback_text(Rollback("main-1", step=4, stepped=7))
-    'main-1 continues from step 4; the steps up to 7 are trained again'
-    """
-    return (
-        f"{rollback.lineage} continues from step {rollback.step}; the steps up to "
-        f"{rollback.stepped} are trained again"
-    )
-
-
-def _settings_table(revisions: Revisions, *, show_all: bool) -> Table:
-    config = revisions.config(revisions.in_force)
-    changed = changed_names(config)
-    table = _lines()
-    for name, value in asdict(config).items():
-        if name in changed or show_all:
-            table.add_row(f"{'*' if name in changed else ' '} {name}", str(value))
-    for which, changes in pending_revisions(revisions):
-        table.add_row(which, changes)
-    return table
-
-
-def _lines() -> Table:
+def facts_table() -> Table:
     """Return a table of names and values, without borders."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
@@ -238,29 +204,30 @@ def _lines() -> Table:
     return table
 
 
-def _observer_table(observers: Sequence[Observer]) -> Table:
+def _observer_table(observers: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("observer", "step seen", "silent for", "forgotten in", box=None, pad_edge=False)
     for each in observers:
-        left = duration(each.left_s) if each.left_s > 0 else "it is gone"
-        table.add_row(each.name, str(each.seen), duration(each.silent_s), left)
+        left = duration(each["left_s"]) if each["left_s"] > 0 else "it is gone"
+        table.add_row(each["name"], str(each["seen"]), duration(each["silent_s"]), left)
     return table
 
 
-def _run_rows(seen: RunSummary) -> list[tuple[str, str]]:
-    frontier = seen.frontier
-    version = seen.newest_version
+def _run_rows(seen: Mapping[str, Any]) -> list[tuple[str, str]]:
+    version, origin = seen["policy_version"], seen["origin"]
+    rollback = "{lineage} continues from step {step}; the steps up to {stepped} are trained again"
+    steps = "{planned} planned, {stepped} stepped, {committed} committed"
     rows = [
-        ("run", f"{seen.run}: {state_of(frontier)}"),
-        ("steps", steps_text(frontier)),
-        ("groups opened", f"{frontier.num_opened_groups:,}"),
-        ("policy version", "none yet" if version is None else str(version.version)),
-        ("trainer", f"session {frontier.session_epoch}, {frontier.dp_world_size} ranks"),
-        ("planner", seen.planner or "none"),
-        ("lineage", frontier.lineage),
-        *[("rollback", rollback_text(each)) for each in frontier.rollbacks],
+        ("run", f"{seen['run']}: {seen['state']}"),
+        ("steps", steps.format(**seen["steps"])),
+        ("groups opened", f"{seen['groups_opened']:,}"),
+        ("policy version", "none yet" if version is None else str(version)),
+        ("trainer", "session {session_epoch}, {dp_world_size} ranks".format(**seen)),
+        ("planner", seen["planner"] or "none"),
+        ("lineage", seen["lineage"]),
+        *[("rollback", rollback.format(**each)) for each in seen["rollbacks"]],
     ]
-    if frontier.origin is not None:
-        rows.append(("origin", origin_text(frontier.origin)))
-    if frontier.paused:
-        rows.append(("paused", frontier.paused))
+    if origin is not None:
+        rows.append(("origin", f"step {origin['step']} of {origin['run']}"))
+    if seen["paused"]:
+        rows.append(("paused", seen["paused"]))
     return rows

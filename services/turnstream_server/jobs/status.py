@@ -1,94 +1,47 @@
-"""One screen about a run: progress, ledger, newest batch, and the first reason for waiting."""
+"""The status of a run on one screen, and the reasons why it waits."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
 
 import redis
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from turnstream.errors import RunNotFoundError, UnknownFormatError, WaitReason
+from turnstream.errors import RunNotFoundError, StoreUnavailableError, UnknownFormatError
 from turnstream.store.run.configs import open_run
 from turnstream.store.run.runs import list_runs
 from turnstream.store.waits.wait_reasons import reasons
-from turnstream_server.bus.queries.ledger import RunSummary, run_summary
+from turnstream_server.bus.queries.ledger import run_summary
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.jobs.batches import BatchNumbers
-from turnstream_server.jobs.runs import newest_batch, no_runs, state_of, steps_text
+from turnstream_server.jobs.runs import facts_table, newest_batch, no_runs, progress_facts
 from turnstream_server.jobs.store_client import store_client
 
 logger = logging.getLogger(__name__)
 
-REFRESH_S = 2.0
+REFRESH_S: Final = 2.0
 """Seconds between two refreshes of `--watch`."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStatus:
-    """The state of one run; its parts are read one after the other.
-
-    Attributes:
-        summary: progress and counts.
-        newest_batch: numbers of the newest planned batch; None before the first.
-        reason: the first reason for waiting.
-    """
-
-    summary: RunSummary
-    newest_batch: BatchNumbers | None
-    reason: WaitReason
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return (name, value) for people."""
-        seen, frontier = self.summary, self.summary.frontier
-        version = "none" if seen.newest_version is None else str(seen.newest_version.version)
-        ledger = [f"{number:,} {state}" for state, number in seen.ledger.by_state.items() if number]
-        rows = [
-            ("run", f"{seen.run}: {state_of(frontier)}"),
-            ("steps", steps_text(frontier)),
-            ("groups", f"{frontier.num_opened_groups:,} opened, {frontier.num_open_groups:,} open"),
-            ("ledger", f"{seen.ledger.accepted:,} accepted: {', '.join(ledger) or 'none'}"),
-            ("policy version", version),
-        ]
-        if self.newest_batch is not None:
-            names = {"mean reward", "padding share", "merge ratio", "policy versions"}
-            told = [f"{name} {value}" for name, value in self.newest_batch.rows() if name in names]
-            rows.append(("newest batch", ", ".join(told)))
-        return [*rows, ("waits", f"{self.reason.kind}: {self.reason.sentence}")]
-
-    def content(self) -> dict[str, object]:
-        """Return the same for programs."""
-        seen, frontier = self.summary, self.summary.frontier
-        return {
-            "run": seen.run,
-            "state": state_of(frontier),
-            "planned": frontier.planned,
-            "stepped": frontier.stepped,
-            "committed": frontier.committed,
-            "groups_opened": frontier.num_opened_groups,
-            "groups_open": frontier.num_open_groups,
-            "accepted": seen.ledger.accepted,
-            "ledger": {state.value: number for state, number in seen.ledger.by_state.items()},
-            "policy_version": None if seen.newest_version is None else seen.newest_version.version,
-            "newest_batch": None if self.newest_batch is None else asdict(self.newest_batch),
-            "reason": self.reason._asdict(),
-        }
+_SHOWN_NUMBERS: Final = {"mean reward", "padding share", "merge ratio", "policy versions"}
 
 
-def print_status(url: str, run: str | None, console: Console) -> None:
-    """Print the status of one run, or of every run."""
-    console.print(_table(url, read_status(url, run)))
+def read_status(url: str, run: str | None) -> list[dict[str, Any]]:
+    """Return the status of one run, or of all runs of the store for None."""
+    with store_client(url) as client:
+        if run is not None:
+            return [_read(client, open_run(client, run))]
+        return [each for name in list_runs(client) if (each := _read_existing(client, name))]
 
 
-def status_json(url: str, run: str | None) -> str:
-    """Return the same as JSON: an object, or a list of them without a run."""
-    found = [each.content() for each in read_status(url, run)]
-    return json.dumps(found if run is None else found[0], indent=2)
+def print_status(url: str, found: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the status of these runs, from `read_status`."""
+    console.print(_table(url, found))
 
 
 def watch_status(
@@ -105,42 +58,74 @@ def watch_status(
             pause(REFRESH_S)
 
 
-def read_status(url: str, run: str | None) -> list[RunStatus]:
-    """Return the status of one run, or of all runs of the store for None."""
-    with store_client(url) as client:
-        if run is not None:
-            return [_read(client, open_run(client, run))]
-        return [each for name in list_runs(client) if (each := _read_if_there(client, name))]
+def read_reasons(url: str, run: str) -> dict[str, Any]:
+    """Return why a run waits, the most important reason first; a silent store is a reason."""
+    try:
+        with store_client(url) as client:
+            found = reasons(read_snapshot(client, open_run(client, run)))
+    except StoreUnavailableError as error:
+        found = error.reasons
+    return {"run": run, "reasons": [reason._asdict() for reason in found]}
 
 
-def _read_if_there(client: redis.Redis, run: str) -> RunStatus | None:
+def print_reasons(content: Mapping[str, Any], console: Console) -> None:
+    """Print one reason a line, from `read_reasons`."""
+    for reason in content["reasons"]:
+        console.print(f"{reason['kind']}: {reason['sentence']}", highlight=False, soft_wrap=True)
+
+
+def _read_existing(client: redis.Redis, run: str) -> dict[str, Any] | None:
     try:
         return _read(client, run)
-    except RunNotFoundError:  # a deletion is under way
+    except RunNotFoundError:  # a deletion is in progress
         return None
     except UnknownFormatError as error:
         logger.warning("%s", error)
         return None
 
 
-def _read(client: redis.Redis, run: str) -> RunStatus:
-    summary = run_summary(client, run)
-    return RunStatus(
-        summary=summary,
-        newest_batch=newest_batch(client, run, summary.frontier),
-        reason=reasons(read_snapshot(client, run))[0],
-    )
+def _read(client: redis.Redis, run: str) -> dict[str, Any]:
+    seen = run_summary(client, run)
+    frontier, version = seen.frontier, seen.newest_version
+    numbers = newest_batch(client, run, frontier)
+    return {
+        "run": run,
+        **progress_facts(frontier),
+        "groups_opened": frontier.num_opened_groups,
+        "groups_open": frontier.num_open_groups,
+        "accepted": seen.ledger.accepted,
+        "ledger": {state.value: number for state, number in seen.ledger.by_state.items()},
+        "policy_version": None if version is None else version.version,
+        "newest_batch": None if numbers is None else asdict(numbers),
+        "reason": reasons(read_snapshot(client, run))[0]._asdict(),
+    }
 
 
-def _table(url: str, found: Sequence[RunStatus]) -> Table | str:
+def _table(url: str, found: Sequence[Mapping[str, Any]]) -> Table | str:
     if not found:
         return no_runs(url)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = facts_table()
     for number, status in enumerate(found):
         if number:
             table.add_row()
-        for row in status.rows():
+        for row in _rows(status):
             table.add_row(*row)
     return table
+
+
+def _rows(seen: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, value) of one run."""
+    version, reason = seen["policy_version"], seen["reason"]
+    states = [f"{number:,} {state}" for state, number in seen["ledger"].items() if number]
+    rows = [
+        ("run", f"{seen['run']}: {seen['state']}"),
+        ("steps", "{planned} planned, {stepped} stepped, {committed} committed".format(**seen)),
+        ("groups", f"{seen['groups_opened']:,} opened, {seen['groups_open']:,} open"),
+        ("ledger", f"{seen['accepted']:,} accepted: {', '.join(states) or 'none'}"),
+        ("policy version", "none" if version is None else str(version)),
+    ]
+    if seen["newest_batch"] is not None:
+        numbers = BatchNumbers(**seen["newest_batch"]).rows()
+        shown = [f"{name} {value}" for name, value in numbers if name in _SHOWN_NUMBERS]
+        rows.append(("newest batch", ", ".join(shown)))
+    return [*rows, ("waits", f"{reason['kind']}: {reason['sentence']}")]
