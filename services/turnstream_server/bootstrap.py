@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeVar
 
+from turnstream.errors import RunNotFoundError, UnavailableError
 from turnstream.service import DEFAULT_URL, URL_VARIABLE
 from turnstream.store.client.connection import checked_url, connect
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import find_run
+from turnstream.store.run.batchers import wait_for_batchers
+from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import create_run
-from turnstream_server import dependencies, failpoints
+from turnstream.store.waits.wait_warnings import WaitWarnings
+from turnstream_server import failpoints
 from turnstream_server.logs import configure_logging
 from turnstream_server.settings import Settings
 
@@ -22,6 +31,13 @@ if TYPE_CHECKING:
     from turnstream_server.generators.live import LiveGeneratorConfig
     from turnstream_server.generators.replay import ReplayConfig
     from turnstream_server.trainer.config import TrainerConfig
+
+_logger = logging.getLogger(__name__)
+
+_RETRY_S: Final = 0.5
+"""Seconds between two attempts; connecting to a store that is away takes as long again."""
+
+_Result = TypeVar("_Result")
 
 
 def store_url(settings: Settings, given: str | None = None) -> str:
@@ -50,7 +66,7 @@ def start_batcher(
 
     configure_logging(settings.log_level, service="batcher")
     failpoints.arm(settings.failpoint)
-    dependencies.wait_for_store(redis_url, timeout_s=settings.start_wait_s)
+    wait_for_store(redis_url, timeout_s=settings.start_wait_s)
     folder = settings.archive_dir
     archive = functools.partial(archive_step, redis_url, folder=folder) if folder else None
     hot_batches = settings.ledger_hot_batches
@@ -100,11 +116,11 @@ def _with_run_and_batcher(
     """Return the config with the address of a batcher, once the run exists."""
     wait_s = settings.start_wait_s
     if new_run is not None:
-        dependencies.wait_for_store(redis_url, timeout_s=wait_s)
+        wait_for_store(redis_url, timeout_s=wait_s)
         with connect(redis_url) as client:
             create_run(client, config.run, new_run)
-    dependencies.wait_for_run(redis_url, config.run, timeout_s=wait_s)
-    target = config.batcher_target or dependencies.wait_for_batcher(redis_url, timeout_s=wait_s)
+    wait_for_run(redis_url, config.run, timeout_s=wait_s)
+    target = config.batcher_target or wait_for_batcher(redis_url, timeout_s=wait_s)
     return dataclasses.replace(config, batcher_target=target)
 
 
@@ -113,7 +129,7 @@ def start_live_generator(settings: Settings, config: LiveGeneratorConfig) -> int
     from turnstream_server.generators.live import run_live_generator
 
     configure_logging(settings.log_level, service=config.writer)
-    dependencies.wait_for_run(config.redis_url, config.run, timeout_s=settings.start_wait_s)
+    wait_for_run(config.redis_url, config.run, timeout_s=settings.start_wait_s)
     return run_live_generator(config)
 
 
@@ -124,3 +140,48 @@ def start_replay(settings: Settings, config: ReplayConfig) -> int:
     configure_logging(settings.log_level, service=config.writer)
     run_replay(config)
     return 0
+
+
+def wait_for_store(url: str, *, timeout_s: float) -> None:
+    """Return as soon as the store answers."""
+
+    def ping() -> None:
+        with connect(url, num_retries=0) as client, translating():
+            client.ping()
+
+    _retry(ping, timeout_s=timeout_s)
+
+
+def wait_for_run(url: str, run: str, *, timeout_s: float) -> None:
+    """Return as soon as the run exists."""
+
+    def find() -> None:
+        with connect(url, num_retries=0) as client:
+            read_config(client, find_run(client, run))
+
+    _retry(find, timeout_s=timeout_s)
+
+
+def wait_for_batcher(url: str, *, timeout_s: float) -> str:
+    """Return the addresses of the registered batchers, with commas between them."""
+
+    def find() -> str:
+        with connect(url, num_retries=0) as client:
+            return ",".join(wait_for_batchers(client, timeout_s=0))
+
+    return _retry(find, timeout_s=timeout_s)
+
+
+def _retry(attempt: Callable[[], _Result], *, timeout_s: float) -> _Result:
+    """Repeat an attempt while something is away; warn after 5 s, then every 30 s."""
+    began_s, warnings = time.monotonic(), WaitWarnings()
+    while True:
+        try:
+            return attempt()
+        except (UnavailableError, RunNotFoundError) as error:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= timeout_s:
+                raise
+            if warnings.is_due(waited_s):
+                _logger.warning("waiting for %.0f s: %s", waited_s, error)
+        time.sleep(_RETRY_S)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
-from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import NotReadyError, ReleasedError
 from turnstream.records.compact import CompactBatch
 from turnstream.records.tag_statistics import shown_figures
@@ -25,6 +24,7 @@ from turnstream_server.bus.queries.states import state_of_step
 from turnstream_server.bus.release.compact_records import read_past_batch
 from turnstream_server.jobs.screen import print_figures
 from turnstream_server.jobs.store_client import store_client
+from turnstream_server.jobs.summary import BatchNumbers, numbers_of
 
 MAX_SHOWN: Final = 12
 """Trajectories of a batch that are printed; more do not fit one screen."""
@@ -199,7 +199,7 @@ def _content(stored: StoredManifest) -> dict[str, Any]:
         "previous_hash": manifest.previous_hash,
         "lineage": manifest.lineage,
         "config_revision": manifest.config_revision,
-        "numbers": asdict(numbers_of([manifest])),
+        "numbers": asdict(numbers_of(manifest)),
         "figures": shown_figures(manifest.figures),
         "mini_batches": mini_batches,
     }
@@ -236,92 +236,3 @@ def archive_run(url: str, run: str, folder: Path) -> Iterator[Path]:
         frontier = read_frontier(client, run)
     for step in range(frontier.released + 1, frontier.committed + 1):
         yield archive_step(url, run, step, folder=folder)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchNumbers:
-    """Numbers of one or several batches.
-
-    Attributes:
-        num_groups: groups of all batches.
-        num_trajectories: trajectories of all groups.
-        num_rows: merged sequences.
-        num_tokens: tokens of all rows.
-        num_trained_tokens: response tokens with mask 1.
-        padding_share: padding positions / all positions, left-padded to the longest row of each
-            mini-batch; 0 to 1.
-        merge_ratio: tokens of the turns, sent one by one / tokens of the rows; at least 1.
-        mean_reward: mean over the trajectories; None without any.
-        oldest_version, newest_version: policy versions that sampled them; None if not known.
-    """
-
-    num_groups: int
-    num_trajectories: int
-    num_rows: int
-    num_tokens: int
-    num_trained_tokens: int
-    padding_share: float
-    merge_ratio: float
-    mean_reward: float | None
-    oldest_version: int | None
-    newest_version: int | None
-
-    @property
-    def versions(self) -> str:
-        """The range of policy versions.
-
-        >>> numbers_of([]).versions
-        'unknown'
-        """
-        if self.oldest_version is None:
-            return "unknown"
-        if self.oldest_version == self.newest_version:
-            return str(self.oldest_version)
-        return f"{self.oldest_version} to {self.newest_version}"
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return (name, value) for people."""
-        reward = "none" if self.mean_reward is None else f"{self.mean_reward:.3f}"
-        return [
-            ("groups", f"{self.num_groups:,} with {self.num_trajectories:,} trajectories"),
-            ("tokens", f"{self.num_tokens:,} in {self.num_rows:,} rows"),
-            ("trained tokens", f"{self.num_trained_tokens:,}"),
-            ("padding share", f"{self.padding_share:.1%}"),
-            ("merge ratio", f"{self.merge_ratio:.2f}"),
-            ("policy versions", self.versions),
-            ("mean reward", reward),
-        ]
-
-
-def numbers_of(manifests: Sequence[Manifest]) -> BatchNumbers:
-    """Return the numbers of these batches together.
-
-    >>> numbers_of([]).merge_ratio
-    1.0
-    """
-    trajectories = [
-        planned
-        for manifest in manifests
-        for group in manifest.groups
-        for planned in group.trajectories
-    ]
-    rows = [row for planned in trajectories for row in planned.sequences]
-    cuts = [cut for manifest in manifests for cut in manifest.mini_batches]
-    num_tokens = sum(row.num_tokens for row in rows)
-    num_positions = sum(cut.num_rows * cut.width for cut in cuts)
-    oldest = [each.oldest_version for each in trajectories if each.oldest_version is not None]
-    newest = [each.newest_version for each in trajectories if each.newest_version is not None]
-    num_turn_tokens = sum(planned.num_turn_tokens for planned in trajectories)
-    rewards = [planned.reward for planned in trajectories]
-    return BatchNumbers(
-        num_groups=sum(len(manifest.groups) for manifest in manifests),
-        num_trajectories=len(trajectories),
-        num_rows=len(rows),
-        num_tokens=num_tokens,
-        num_trained_tokens=sum(row.num_trained_tokens for row in rows),
-        padding_share=(num_positions - num_tokens) / num_positions if num_positions else 0.0,
-        merge_ratio=num_turn_tokens / num_tokens if num_tokens else 1.0,
-        mean_reward=sum(rewards) / len(rewards) if rewards else None,
-        oldest_version=min(oldest, default=None),
-        newest_version=max(newest, default=None),
-    )

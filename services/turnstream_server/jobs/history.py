@@ -13,13 +13,13 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey
 from turnstream_server.bus.core.frontier import NONE_WITHDRAWN, read_frontier
-from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
+from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.jobs.summary import (
-    BatchFigures,
+    BatchNumbers,
     SealedFigures,
     Summary,
-    figures_of_batch,
     figures_of_sealed,
+    numbers_of,
     summarise,
 )
 
@@ -37,7 +37,7 @@ class RunHistory:
         self.run = run
         self._groups: set[str] = set()
         self._sealed: dict[TrajectoryKey, SealedFigures] = {}
-        self._batches: dict[int, BatchFigures] = {}
+        self._batches: dict[int, BatchNumbers] = {}
         self._stepped = 0
         self._first_event_ms = 0
         self._last_step_ms = 0
@@ -46,16 +46,6 @@ class RunHistory:
         self._next_event = "-"
         self._next_plan = "-"
         self._withdrawn = NONE_WITHDRAWN
-
-    @property
-    def sealed(self) -> list[SealedFigures]:
-        """Every sealed trajectory, in the order of the seals."""
-        return list(self._sealed.values())
-
-    @property
-    def batches(self) -> list[BatchFigures]:
-        """Every planned batch, in order."""
-        return list(self._batches.values())
 
     def refresh(self) -> None:
         """Read what was added since the last time."""
@@ -70,39 +60,25 @@ class RunHistory:
             self._batches = {s: b for s, b in self._batches.items() if s <= frontier.stepped}
         while entries := self._read(self._names.plan, self._next_plan):
             for entry_id, record in entries:
-                batch = figures_of_batch(decode_manifest(record))
-                self._batches[batch.step] = batch
+                manifest = decode_manifest(record)
+                self._batches[manifest.step] = numbers_of(manifest)
                 self._next_plan = f"({entry_id}"
         stepped = read_frontier(self._client, self.run).stepped
         if stepped != self._stepped:
             self._stepped, self._last_step_ms = stepped, self._server_ms()
 
-    @property
-    def stepped(self) -> int:
-        """Number of the last batch that the trainer acknowledged."""
-        return self._stepped
-
-    @property
-    def seconds(self) -> float:
-        """From the first event to the last step, by the server's clock."""
-        return max(0, self._last_step_ms - self._first_event_ms) / 1_000
-
-    def ledger(self) -> LedgerCounts:
-        """Where its trajectories are now."""
-        return read_ledger(self._client, self.run)
-
     def summary(self) -> Summary:
         """All figures, as of now."""
         self.refresh()
-        ledger = self.ledger()
+        ledger = read_ledger(self._client, self.run)
         ledger.check()
         return summarise(
             num_groups=len(self._groups),
-            sealed=self.sealed,
-            batches=self.batches,
-            stepped=self.stepped,
+            sealed=list(self._sealed.values()),
+            batches=self._batches,
+            stepped=self._stepped,
             ledger={str(state): count for state, count in ledger.by_state.items()},
-            elapsed_s=self.seconds,
+            elapsed_s=max(0, self._last_step_ms - self._first_event_ms) / 1_000,
         )
 
     def _add_event(self, record: bytes) -> None:

@@ -23,10 +23,10 @@ from turnstream_server.bus.core.frontier import Frontier
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.ledger import run_summary
 from turnstream_server.bus.sessions.observers import read_observers
-from turnstream_server.jobs.batches import BatchNumbers, numbers_of
 from turnstream_server.jobs.ledger import duration
 from turnstream_server.jobs.run_commands import pending_revisions
 from turnstream_server.jobs.store_client import store_client
+from turnstream_server.jobs.summary import BatchNumbers, numbers_of
 
 _COLUMNS: Final = (
     "run",
@@ -180,7 +180,7 @@ def print_run(content: Mapping[str, Any], console: Console, *, show_all: bool = 
 def newest_batch(client: redis.Redis, run: str, frontier: Frontier) -> BatchNumbers | None:
     """Return the numbers of the newest planned batch; None before the first."""
     stored = read_plan(client, run, frontier.planned) if frontier.planned else None
-    return None if stored is None else numbers_of([stored.manifest])
+    return None if stored is None else numbers_of(stored.manifest)
 
 
 def changed_names(config: BatchingConfig) -> set[str]:

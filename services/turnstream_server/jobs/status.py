@@ -19,9 +19,9 @@ from turnstream.store.run.runs import list_runs
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.queries.ledger import run_summary
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
-from turnstream_server.jobs.batches import BatchNumbers
 from turnstream_server.jobs.runs import facts_table, newest_batch, no_runs, progress_facts
 from turnstream_server.jobs.store_client import store_client
+from turnstream_server.jobs.summary import BatchNumbers
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from turnstream.batching.merge.plan import GroupPlan, Manifest
+from turnstream.batching.merge.plan import Manifest
 from turnstream.types import SealedTrajectory
 
 
@@ -27,20 +27,84 @@ class SealedFigures(NamedTuple):
     resend_bytes: int
 
 
-class BatchFigures(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNumbers:
     """Numbers of one batch.
 
     Attributes:
-        num_tokens: tokens of its rows.
+        num_groups: groups of the batch.
+        num_trajectories: trajectories of all groups.
+        num_rows: merged sequences.
+        num_tokens: tokens of all rows.
         num_turn_tokens: tokens of its turns if each were sent with its whole context.
         num_positions: positions of its mini-batches in the left-padded layout.
+        num_trained_tokens: response tokens with mask 1.
+        padding_share: padding positions / all positions, 0 to 1.
+        merge_ratio: tokens of the turns / tokens of the rows; at least 1.
+        mean_reward: mean over the trajectories; None without any.
+        oldest_version, newest_version: policy versions that sampled them; None if not known.
     """
 
-    step: int
-    num_sequences: int
+    num_groups: int
+    num_trajectories: int
+    num_rows: int
     num_tokens: int
     num_turn_tokens: int
     num_positions: int
+    num_trained_tokens: int
+    padding_share: float
+    merge_ratio: float
+    mean_reward: float | None
+    oldest_version: int | None
+    newest_version: int | None
+
+    @property
+    def versions(self) -> str:
+        """Return the range of policy versions."""
+        if self.oldest_version is None:
+            return "unknown"
+        if self.oldest_version == self.newest_version:
+            return str(self.oldest_version)
+        return f"{self.oldest_version} to {self.newest_version}"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (name, value) for people."""
+        reward = "none" if self.mean_reward is None else f"{self.mean_reward:.3f}"
+        return [
+            ("groups", f"{self.num_groups:,} with {self.num_trajectories:,} trajectories"),
+            ("tokens", f"{self.num_tokens:,} in {self.num_rows:,} rows"),
+            ("trained tokens", f"{self.num_trained_tokens:,}"),
+            ("padding share", f"{self.padding_share:.1%}"),
+            ("merge ratio", f"{self.merge_ratio:.2f}"),
+            ("policy versions", self.versions),
+            ("mean reward", reward),
+        ]
+
+
+def numbers_of(manifest: Manifest) -> BatchNumbers:
+    """Return the numbers of a planned batch."""
+    trajectories = [planned for group in manifest.groups for planned in group.trajectories]
+    rows = [row for planned in trajectories for row in planned.sequences]
+    num_tokens = sum(row.num_tokens for row in rows)
+    num_turn_tokens = sum(planned.num_turn_tokens for planned in trajectories)
+    num_positions = sum(cut.num_rows * cut.width for cut in manifest.mini_batches)
+    oldest = [each.oldest_version for each in trajectories if each.oldest_version is not None]
+    newest = [each.newest_version for each in trajectories if each.newest_version is not None]
+    rewards = [planned.reward for planned in trajectories]
+    return BatchNumbers(
+        num_groups=len(manifest.groups),
+        num_trajectories=len(trajectories),
+        num_rows=len(rows),
+        num_tokens=num_tokens,
+        num_turn_tokens=num_turn_tokens,
+        num_positions=num_positions,
+        num_trained_tokens=sum(row.num_trained_tokens for row in rows),
+        padding_share=_ratio(num_positions - num_tokens, num_positions),
+        merge_ratio=num_turn_tokens / num_tokens if num_tokens else 1.0,
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        oldest_version=min(oldest, default=None),
+        newest_version=max(newest, default=None),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +143,12 @@ class Summary:
     ledger: Mapping[str, int]
 
     def to_json(self) -> str:
-        """One JSON object, a key per attribute."""
+        """Return one JSON object, a key per attribute."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def figures_of_sealed(sealed: SealedTrajectory) -> SealedFigures:
-    """The figures of a trajectory, from its seal."""
+    """Return the figures of a trajectory, from its seal."""
     shared_tokens = sum(turn.shared_tokens for turn in sealed.turns)
     return SealedFigures(
         reward=_reward(sealed),
@@ -94,31 +158,17 @@ def figures_of_sealed(sealed: SealedTrajectory) -> SealedFigures:
     )
 
 
-def figures_of_batch(manifest: Manifest) -> BatchFigures:
-    """The figures of a batch, from its manifest."""
-    num_positions = sum(cut.num_rows * cut.width for cut in manifest.mini_batches)
-    return BatchFigures(
-        step=manifest.step,
-        num_sequences=sum(cut.num_rows for cut in manifest.mini_batches),
-        num_tokens=sum(_num_tokens(group) for group in manifest.groups),
-        num_turn_tokens=sum(
-            planned.num_turn_tokens for group in manifest.groups for planned in group.trajectories
-        ),
-        num_positions=num_positions,
-    )
-
-
 def summarise(
     *,
     num_groups: int,
     sealed: Sequence[SealedFigures],
-    batches: Sequence[BatchFigures],
+    batches: Mapping[int, BatchNumbers],
     stepped: int,
     ledger: Mapping[str, int],
     elapsed_s: float,
 ) -> Summary:
-    """All figures of a job."""
-    trained = [batch for batch in batches if batch.step <= stepped]
+    """Return all figures of a job; `batches` are its planned ones by step."""
+    trained = [batch for step, batch in batches.items() if step <= stepped]
     num_tokens = sum(batch.num_tokens for batch in trained)
     num_positions = sum(batch.num_positions for batch in trained)
     first, last = reward_tenths([figures.reward for figures in sealed])
@@ -126,7 +176,7 @@ def summarise(
         groups=num_groups,
         trajectories=sum(ledger.values()),
         turns=sum(figures.num_turns for figures in sealed),
-        sequences=sum(batch.num_sequences for batch in trained),
+        sequences=sum(batch.num_rows for batch in trained),
         batches=len(batches),
         steps=stepped,
         merge_ratio=_ratio(sum(batch.num_turn_tokens for batch in trained), num_tokens),
@@ -141,7 +191,7 @@ def summarise(
 
 
 def reward_tenths(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """The mean of the first and of the last tenth, rounded up to at least one reward each.
+    """Return the mean of the first and of the last tenth, rounded up to at least one reward each.
 
     >>> reward_tenths([0.0, 1.0] + [0.5] * 17 + [1.0])
     (0.5, 0.75)
@@ -153,7 +203,7 @@ def reward_tenths(rewards: Sequence[float]) -> tuple[float | None, float | None]
 
 
 def summary_table(summary: Summary, *, title: str) -> Table:
-    """The summary for people."""
+    """Return the summary as a table."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -181,10 +231,6 @@ def _reward(sealed: SealedTrajectory) -> float:
     if sealed.reward_components:
         return sum(sealed.reward_components.values())
     return sum(sealed.turn_rewards)
-
-
-def _num_tokens(group: GroupPlan) -> int:
-    return sum(row.num_tokens for planned in group.trajectories for row in planned.sequences)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
-from turnstream.errors import InvalidConfigError, TurnstreamError
-from turnstream.store.client.connection import connect
-from turnstream.store.client.replies import translating
+from turnstream.errors import InvalidConfigError
 from turnstream_server.bus.core.stores import open_store
 from turnstream_server.jobs.services import start_batcher, store_environment
 from turnstream_server.jobs.stack import Stack
@@ -22,15 +18,8 @@ _CHECK_S = 0.5
 
 
 def run_up(settings: Settings, *, folder: Path, num_batchers: int, console: Console) -> None:
-    """Run until interrupted; print where to connect.
-
-    If another `up` runs on the same folder, print its addresses and return.
-    """
+    """Run until interrupted; print where to connect."""
     folder = folder.absolute()
-    addresses = folder / "addresses"
-    if lines := _lines_of_another(addresses):
-        console.print(f"already running on {folder}\n{lines}", soft_wrap=True, highlight=False)
-        return
     listen = [_listen(settings, number) for number in range(num_batchers)]
     if settings.redis_url is None:
         _require_free(settings.store_port, host="127.0.0.1", option="--store-port")
@@ -50,12 +39,11 @@ def run_up(settings: Settings, *, folder: Path, num_batchers: int, console: Cons
             f"logs     {folder / 'logs'}",
             f"export TURNSTREAM_REDIS_URL={mask_password(url)}",
         ]
-        with _kept(addresses, "\n".join(found)):
-            console.print("\n".join(found), soft_wrap=True, highlight=False)
-            console.print("Ctrl-C stops everything")
-            while True:
-                stack.check()
-                threading.Event().wait(_CHECK_S)
+        console.print("\n".join(found), soft_wrap=True, highlight=False)
+        console.print("Ctrl-C stops everything")
+        while True:
+            stack.check()
+            threading.Event().wait(_CHECK_S)
 
 
 def _listen(settings: Settings, number: int) -> str:
@@ -78,25 +66,3 @@ def _require_free(port: int, *, host: str, option: str) -> None:
                 f"port {port} of {host} is taken ({error.strerror}): stop the program that listens "
                 f"there, or choose another port; `{option} 0` takes a free one",
             ) from error
-
-
-@contextlib.contextmanager
-def _kept(path: Path, text: str) -> Iterator[None]:
-    """Keep this text in the file for another `up` on the same folder."""
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o600)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _lines_of_another(path: Path) -> str:
-    """Return the text of the `up` that runs on the same folder; "" if none runs."""
-    try:
-        lines = path.read_text(encoding="utf-8")
-        with connect(lines.split()[1], num_retries=0, silent_s=2.0) as client, translating():
-            client.ping()
-    except (OSError, IndexError, ValueError, TurnstreamError):
-        return ""
-    return lines

@@ -12,7 +12,7 @@ def summary(*, first: float, last: float) -> Summary:
         for reward in (first, *[0.5] * 8, last)
     ]
     return summarise(
-        num_groups=1, sealed=games, batches=[], stepped=1, ledger={"committed": 10}, elapsed_s=1
+        num_groups=1, sealed=games, batches={}, stepped=1, ledger={"committed": 10}, elapsed_s=1
     )
 
 
@@ -43,6 +43,6 @@ def test_the_verdict_names_the_rewards_and_the_goal() -> None:
 
 
 def test_a_run_without_games_has_not_learned() -> None:
-    empty = summarise(num_groups=0, sealed=[], batches=[], stepped=0, ledger={}, elapsed_s=0)
+    empty = summarise(num_groups=0, sealed=[], batches={}, stepped=0, ledger={}, elapsed_s=0)
 
     assert not judge(empty, best_reward=1.0).has_learned

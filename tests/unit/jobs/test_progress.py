@@ -11,7 +11,7 @@ from turnstream_server.jobs.summary import SealedFigures, summarise
 SUMMARY = summarise(
     num_groups=1,
     sealed=[SealedFigures(reward=0.5, num_turns=1, wire_bytes=1, resend_bytes=1)],
-    batches=[],
+    batches={},
     stepped=7,
     ledger={"open": 3, "committed": 1},
     elapsed_s=1.0,

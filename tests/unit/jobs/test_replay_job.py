@@ -7,7 +7,7 @@ from turnstream_server.jobs.summary import Summary, summarise
 
 
 def summary(**ledger: int) -> Summary:
-    return summarise(num_groups=1, sealed=[], batches=[], stepped=0, ledger=ledger, elapsed_s=0)
+    return summarise(num_groups=1, sealed=[], batches={}, stepped=0, ledger=ledger, elapsed_s=0)
 
 
 def test_a_replay_is_complete_when_every_trajectory_came_to_an_end() -> None:

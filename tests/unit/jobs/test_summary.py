@@ -10,11 +10,10 @@ from rich.console import Console
 from testkit import manifest, sealed, shape
 from turnstream.types import SealedTrajectory
 from turnstream_server.jobs.summary import (
-    BatchFigures,
     SealedFigures,
     Summary,
-    figures_of_batch,
     figures_of_sealed,
+    numbers_of,
     reward_tenths,
     summarise,
     summary_table,
@@ -25,17 +24,16 @@ def game(reward: float = 1.0) -> SealedFigures:
     return SealedFigures(reward=reward, num_turns=2, wire_bytes=100, resend_bytes=250)
 
 
-def batch(step: int = 1) -> BatchFigures:
-    return BatchFigures(
-        step=step, num_sequences=4, num_tokens=60, num_turn_tokens=90, num_positions=80
-    )
+BATCH = replace(
+    numbers_of(manifest("g0", "g1")), num_tokens=60, num_turn_tokens=90, num_positions=80
+)
 
 
 def summary(**changes: object) -> Summary:
     given = summarise(
         num_groups=2,
         sealed=[game(0.0), game(1.0)],
-        batches=[batch(1), batch(2)],
+        batches={1: BATCH, 2: BATCH},
         stepped=1,
         ledger={"open": 0, "planned": 4, "committed": 4},
         elapsed_s=3.0,
@@ -68,14 +66,14 @@ def test_a_reward_is_the_outcome_or_the_sum_of_its_parts(
     assert figures_of_sealed(trajectory).reward == reward
 
 
-def test_counts_tokens_and_padding_of_a_batch() -> None:
+def test_numbers_of_a_batch_count_tokens_and_padding() -> None:
     plan = manifest("g0", "g1", step=3)
 
-    figures = figures_of_batch(plan)
+    numbers = numbers_of(plan)
 
-    assert figures == BatchFigures(
-        step=3, num_sequences=4, num_tokens=20, num_turn_tokens=20, num_positions=20
-    )
+    assert (numbers.num_groups, numbers.num_rows) == (2, 4)
+    assert (numbers.num_tokens, numbers.num_turn_tokens, numbers.num_positions) == (20, 20, 20)
+    assert (numbers.padding_share, numbers.merge_ratio) == (0.0, 1.0)
 
 
 def test_only_what_was_stepped_counts_as_trained() -> None:
@@ -103,7 +101,7 @@ def test_trajectories_are_those_of_the_ledger_and_empty_states_are_left_out() ->
 
 def test_a_run_in_which_nothing_happened_has_a_summary() -> None:
     empty = summarise(
-        num_groups=0, sealed=[], batches=[], stepped=0, ledger={"open": 0}, elapsed_s=0.0
+        num_groups=0, sealed=[], batches={}, stepped=0, ledger={"open": 0}, elapsed_s=0.0
     )
 
     assert (empty.merge_ratio, empty.padding_share, empty.tokens_per_s) == (0.0, 0.0, 0.0)

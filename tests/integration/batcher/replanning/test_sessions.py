@@ -250,13 +250,11 @@ async def test_observer_keeps_released_steps_and_drops_withdrawn_ones(
         await trainer.committed(await trainer.stepped(first))
         await house.publish(run, of_3("g2"))
         await look.until(lambda: look.planned(run) == 3 and look.num_kept_plans(run) == 2)
-        history.refresh()
-        before = [batch.num_sequences for batch in history.batches]
+        before = history.summary()
         damage(run, TrajectoryKey("g1", sample=0))
 
         await replan(run)
         await look.until(lambda: look.planned(run) == 2)
-        history.refresh()
+        after = history.summary()
 
-        assert before == [3, 2, 3]
-        assert [batch.num_sequences for batch in history.batches] == [3, 3]
+        assert [(seen.batches, seen.sequences) for seen in (before, after)] == [(3, 3), (2, 3)]

@@ -18,7 +18,7 @@ from turnstream.errors import (
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.batchers import register_command
 from turnstream.store.run.runs import create_run
-from turnstream_server import dependencies
+from turnstream_server import bootstrap
 from turnstream_server.embedded import EmbeddedServer, free_port
 
 pytestmark = pytest.mark.redis
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.redis
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dependencies, "AGAIN_S", 0.05)
+    monkeypatch.setattr(bootstrap, "_RETRY_S", 0.05)
     monkeypatch.setattr("turnstream.store.waits.wait_warnings.FIRST_S", 0.1)
 
 
@@ -41,7 +41,7 @@ def test_wait_for_run_returns_when_the_run_is_created(
 ) -> None:
     timer = later(lambda: create_run(client, "late run", config()))
 
-    dependencies.wait_for_run(server.url, "late run", timeout_s=30)
+    bootstrap.wait_for_run(server.url, "late run", timeout_s=30)
 
     timer.join()
     assert "no run named 'late run'" in caplog.text
@@ -49,7 +49,7 @@ def test_wait_for_run_returns_when_the_run_is_created(
 
 def test_wait_for_run_ends_with_the_name_of_the_run(server: EmbeddedServer) -> None:
     with pytest.raises(RunNotFoundError, match="'never'"):
-        dependencies.wait_for_run(server.url, "never", timeout_s=0.2)
+        bootstrap.wait_for_run(server.url, "never", timeout_s=0.2)
 
 
 def test_wait_for_batcher_returns_all_registered_addresses(
@@ -57,20 +57,20 @@ def test_wait_for_batcher_returns_all_registered_addresses(
 ) -> None:
     timer = later(lambda: run_command(client, register_command("one:7600")))
 
-    found = dependencies.wait_for_batcher(server.url, timeout_s=30)
+    found = bootstrap.wait_for_batcher(server.url, timeout_s=30)
 
     timer.join()
     run_command(client, register_command("one:7600", lease_s=0))
     assert found == "one:7600"
     with pytest.raises(BatcherUnavailableError, match="no batcher is registered"):
-        dependencies.wait_for_batcher(server.url, timeout_s=0.2)
+        bootstrap.wait_for_batcher(server.url, timeout_s=0.2)
 
 
 def test_wait_for_store_names_the_store_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
     began_s = time.monotonic()
 
     with pytest.raises(StoreUnavailableError, match="cannot be reached"):
-        dependencies.wait_for_store("redis://127.0.0.1:1", timeout_s=0.5)
+        bootstrap.wait_for_store("redis://127.0.0.1:1", timeout_s=0.5)
 
     assert time.monotonic() - began_s >= 0.5
     assert "waiting for" in caplog.text
@@ -81,7 +81,7 @@ def test_wait_for_store_returns_when_the_store_starts() -> None:
     server = EmbeddedServer(choose_port=lambda: port)
     timer = later(server.start)
 
-    dependencies.wait_for_store(f"redis://127.0.0.1:{port}", timeout_s=30)
+    bootstrap.wait_for_store(f"redis://127.0.0.1:{port}", timeout_s=30)
 
     timer.join()
     server.stop()
