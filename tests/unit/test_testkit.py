@@ -35,32 +35,12 @@ def test_a_turn_is_written_in_letters_with_its_trained_tokens_as_capitals():
     assert built.version_runs == (VersionRun(7, 3),)
 
 
-def test_a_turn_of_capitals_has_no_mask():
-    assert turn("ab", "CD").loss_mask is None
-
-
-def test_a_stored_turn_holds_only_what_its_parent_lacks():
-    built = stored_turn("de", "FG", index=1, parent=0, shared=3)
-
-    assert built.shape == (0, 3, 2, 2, 2)
-    assert built.new_prompt_ids.tolist() == [100, 101]
-
-
 def test_rows_are_spelled_as_they_were_written():
     built = rows("abCdE", "a|bC", "xyz")
 
     assert spell(built) == ["abCdE", "abC", "xyz"]
     assert built.prompt_length.tolist() == [2, 1, 3]
     assert built.group_num_tokens.tolist() == [3, 3, 3]
-
-
-def test_inert_rows_belong_to_no_trajectory():
-    built = rows("abC", "x|y", is_padding=[False, True])
-
-    assert built.row_id.tolist() == [0, -2]
-    assert built.group_id == ["g0", ""]
-    assert built.weight.tolist() == [1.0, 0.0]
-    assert np.isnan(built.reward).tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -90,12 +70,6 @@ def test_nan_is_the_same_as_nan():
     assert is_same(np.array([np.nan], np.float32), np.array([np.nan], np.float32))
     assert is_same({"a": float("nan")}, {"a": float("nan")})
     assert not is_same(np.array([np.nan], np.float32), np.array([0.0], np.float32))
-
-
-def test_waiting_gives_the_first_answer_that_is_true():
-    answers = iter([0, None, 3])
-
-    assert wait_until(lambda: next(answers)) == 3
 
 
 def test_waiting_in_vain_names_what_was_waited_for():

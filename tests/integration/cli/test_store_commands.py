@@ -18,7 +18,7 @@ from turnstream.generator import Publisher
 from turnstream.records.evals import encode_eval_result
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.connection import address_of, connect, connect_async
+from turnstream.store.client.connection import connect, connect_async
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.groups import group_size
 from turnstream.store.run.leases import list_lapsed
@@ -90,12 +90,6 @@ def test_create_names_the_wrong_setting(url: str, words: list[str], message: str
     assert isinstance(done.exception, InvalidConfigError)
     assert message in str(done.exception)
     assert "no runs" in CliRunner().invoke(cli.app, ["run", "list"]).output
-
-
-def test_runs_says_that_there_is_none(url: str) -> None:
-    shown = CliRunner().invoke(cli.app, ["run", "list", "--redis", url])
-
-    assert shown.output.startswith(f"no runs in the store at {address_of(url)}; create one: ")
 
 
 def test_delete_asks_for_the_name_again_and_runs_shows_what_was_interrupted(url: str) -> None:

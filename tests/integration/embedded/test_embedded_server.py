@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -209,8 +209,9 @@ def test_refuses_a_folder_that_another_server_uses(
         assert second.is_running
 
 
-def test_a_killed_server_comes_back_with_its_data_at_the_same_address(
-    embedded: EmbeddedServer,
+@pytest.mark.parametrize("restart", [EmbeddedServer.restart, EmbeddedServer.start])
+def test_killed_server_restarts_with_its_data_at_the_same_address(
+    embedded: EmbeddedServer, restart: Callable[[EmbeddedServer], None]
 ) -> None:
     connect(embedded).set("key", "value")
     url = embedded.url
@@ -218,20 +219,10 @@ def test_a_killed_server_comes_back_with_its_data_at_the_same_address(
     embedded.kill()
     with pytest.raises(RedisConnectionError):
         connect(embedded).ping()
-    embedded.restart()
+    restart(embedded)
 
     assert embedded.url == url
     assert connect(embedded).get("key") == b"value"
-
-
-def test_a_killed_server_can_also_be_started(embedded: EmbeddedServer) -> None:
-    url = embedded.url
-
-    embedded.kill()
-    embedded.start()
-
-    assert embedded.is_running
-    assert embedded.url == url
 
 
 def test_stopping_again_does_nothing(embedded: EmbeddedServer) -> None:

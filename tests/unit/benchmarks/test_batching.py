@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,17 +11,16 @@ import numpy as np
 import pytest
 
 from testkit import turn
+from testkit.benchmarks import BENCHMARKS, run_benchmark
 from turnstream.batching.layouts.padded import left_padded
 from turnstream.batching.layouts.sft import packed_supervised, supervised_rows
 from turnstream.batching.merge.merging import merge_turns
 from turnstream.types import Ragged
 
-FOLDER = Path(__file__).parents[3] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
 def loops() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("loops", FOLDER / "loops.py")
+    spec = importlib.util.spec_from_file_location("loops", BENCHMARKS / "loops.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,48 +29,24 @@ def loops() -> ModuleType:
     return module
 
 
-def page_of(name: str, folder: Path, results: Path) -> str:
-    page = folder / "page.md"
-    page.write_text(f"<!-- figures: {name} -->\n<!-- end of figures -->\n")
-    results.rename(folder / f"{name}.json")
-    subprocess.run(
-        [sys.executable, FOLDER / "page.py", "--results", folder, "--page", page], check=True
-    )
-    return page.read_text()
+def test_tiny_run_measures_everything_and_shows_each_goal(tmp_path: Path) -> None:
+    found, output, page = run_benchmark("batching", tmp_path)
 
-
-def test_a_tiny_run_measures_everything_and_says_what_was_reached(tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
-
-    done = subprocess.run(
-        [sys.executable, FOLDER / "batching.py", "--tiny", "--json", results],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    assert "30 times the loop" in done.stdout
-    found = json.loads(results.read_text())
-    assert sum(line["goal"] is not None for line in found["lines"]) == 5
+    assert "30 times the loop" in output
+    with_goal = [line for line in found["lines"] if line["goal"] is not None]
+    assert len(with_goal) == 5
     assert all(line["ours_ms"] > 0 for line in found["lines"])
-    assert all(line["limit_ms"] > 0 for line in found["lines"] if line["goal"] is not None)
+    assert all(line["limit_ms"] > 0 for line in with_goal)
     assert {point["unit"]: list(point["ns_per_token"]) for point in found["growth"]} == {
         "turns": ["8", "16", "32", "64"],
         "rows": ["4", "8", "16", "32"],
     }
-    assert "| merge short, breaks: none |" in page_of("batching", tmp_path, results)
+    assert "| merge short, breaks: none |" in page
 
 
 def test_tiny_run_of_shares_measures_both_numbers_of_ranks(tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
+    found = run_benchmark("shares", tmp_path).results
 
-    subprocess.run(
-        [sys.executable, FOLDER / "shares.py", "--tiny", "--json", results],
-        capture_output=True,
-        check=True,
-    )
-
-    found = json.loads(results.read_text())
     assert [line["num_ranks"] for line in found] == [8, 64]
     assert all(line["cut_ms"] > 0 for line in found)
 

@@ -14,20 +14,8 @@ from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.stack import ServiceFailedError
 
 TOP = (
-    *(
-        "up",
-        "demo",
-        "replay",
-        "config",
-        "status",
-        "why",
-        "text",
-        "ledger",
-        "batch",
-        "evals",
-        "archive",
-    ),
-    *("run", "dead", "serve"),
+    *("up", "demo", "replay", "config", "status", "why", "text", "ledger", "batch", "evals"),
+    *("archive", "run", "dead", "serve"),
 )
 GROUPS = {
     "run": (
@@ -89,13 +77,26 @@ def test_config_prints_the_settings_with_the_password_masked(
     assert "TURNSTREAM_LEASE_S=7.5\n" in result.output
 
 
-def test_a_bad_setting_is_one_line_that_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TURNSTREAM_LEASE_S", "-1")
+@pytest.mark.parametrize(
+    ("variable", "value", "words", "message"),
+    [
+        ("LEASE_S", "-1", ["config"], "TURNSTREAM_LEASE_S: "),
+        (
+            *("REDIS_URL", "me:hush@store:6379", ["run", "list"]),
+            "TURNSTREAM_REDIS_URL: 'store:6379' is not the address of a store: write redis://store",
+        ),
+        ("REDIS_URL", "redis://127.0.0.1:1/0", ["run", "list"], "the store at 127.0.0.1:1 "),
+    ],
+)
+def test_wrong_variable_ends_in_one_line_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: list[str], message: str
+) -> None:
+    monkeypatch.setenv(f"TURNSTREAM_{variable}", value)
 
-    done = turnstream("config")
+    done = turnstream(*words)
 
     assert done.returncode == 1
-    assert done.stderr.startswith("error: TURNSTREAM_LEASE_S: ")
+    assert done.stderr.startswith(f"error: {message}")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -115,27 +116,6 @@ def test_wrong_store_address_is_one_line_with_the_expected_form(command: str, ad
     assert done.returncode == 1
     assert done.stderr.startswith("error: --redis: ")
     assert done.stderr.endswith(ADDRESSES[address] + "\n")
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_wrong_store_address_in_the_environment_names_the_variable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TURNSTREAM_REDIS_URL", "me:hush@store:6379")
-
-    done = turnstream("run", "list")
-
-    assert done.stderr == (
-        "error: TURNSTREAM_REDIS_URL: 'store:6379' is not the address of a store: "
-        "write redis://store:6379\n"
-    )
-
-
-def test_a_store_that_is_away_is_one_clear_line() -> None:
-    done = turnstream("run", "list", "--redis", "redis://127.0.0.1:1/0")
-
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: the store at 127.0.0.1:1 ")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -168,18 +148,9 @@ def test_an_error_of_ours_is_printed_and_exits_with_1(
 
 
 def test_a_service_ends_when_its_standard_input_does() -> None:
+    command = [sys.executable, "-m", "turnstream_server.cli", "serve", "batcher"]
     process = subprocess.Popen(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "turnstream_server.cli",
-                "serve",
-                "batcher",
-                "--end-with-stdin",
-            ),
-            *("--redis", "redis://127.0.0.1:1/0"),
-        ],
+        [*command, "--end-with-stdin", "--redis", "redis://127.0.0.1:1/0"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

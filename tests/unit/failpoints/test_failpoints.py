@@ -31,20 +31,19 @@ def run(text: str) -> tuple[int, int]:
     return done.returncode, done.stdout.count("passed")
 
 
-def test_a_process_that_is_not_armed_passes_every_place() -> None:
-    assert run("") == (0, 4)
-
-
-def test_a_process_dies_where_it_was_told_to() -> None:
-    assert run("plan.before_write") == (-signal.SIGKILL, 0)
-
-
-def test_a_process_dies_as_late_as_it_was_told_to() -> None:
-    assert run("plan.before_write@3=kill") == (-signal.SIGKILL, 2)
-
-
-def test_another_place_is_passed() -> None:
-    assert run("plan.after_write") == (0, 4)
+@pytest.mark.parametrize(
+    ("text", "status", "num_passed"),
+    [
+        ("", 0, 4),
+        ("plan.after_write", 0, 4),
+        ("plan.before_write", -signal.SIGKILL, 0),
+        ("plan.before_write@3=kill", -signal.SIGKILL, 2),
+    ],
+)
+def test_process_dies_at_the_named_pass_of_the_named_place(
+    text: str, status: int, num_passed: int
+) -> None:
+    assert run(text) == (status, num_passed)
 
 
 def test_a_process_sleeps_where_it_was_told_to() -> None:

@@ -76,25 +76,15 @@ def test_numbers_of_a_batch_count_tokens_and_padding() -> None:
     assert (numbers.padding_share, numbers.merge_ratio) == (0.0, 1.0)
 
 
-def test_only_what_was_stepped_counts_as_trained() -> None:
+def test_summary_counts_stepped_batches_sent_bytes_and_states() -> None:
     seen = summary()
 
     assert (seen.batches, seen.steps, seen.sequences) == (2, 1, 4)
     assert seen.merge_ratio == pytest.approx(90 / 60)
     assert seen.padding_share == pytest.approx(20 / 80)
     assert seen.tokens_per_s == pytest.approx(60 / 3)
-
-
-def test_sums_what_was_sent_and_what_a_resending_client_would_have_sent() -> None:
-    seen = summary()
-
     assert (seen.groups, seen.turns) == (2, 4)
     assert (seen.wire_bytes, seen.resend_bytes) == (200, 500)
-
-
-def test_trajectories_are_those_of_the_ledger_and_empty_states_are_left_out() -> None:
-    seen = summary()
-
     assert seen.trajectories == 8
     assert seen.ledger == {"planned": 4, "committed": 4}
 

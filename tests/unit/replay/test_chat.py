@@ -105,36 +105,6 @@ def test_says_what_a_tokenizer_folder_lacks(tmp_path: Path, tokenizer_folder: Pa
         ChatTokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tau_bench", "tau2", "mint"])
-def test_gives_the_same_tokens_as_the_recorded_sets_loader(
-    data_folder: Path, stats: ModuleType, name: str
-) -> None:
-    path = data_folder / f"{name}_trajectories.jsonl.gz"
-    tokenizer = Tokenizer.from_file(str(data_folder / "tokenizer/tokenizer.json"))
-    chat = ChatTokenizer.load(data_folder / "tokenizer")
-    every = slice(0, None, 25)
-
-    ours = [chat.encode_turns(recorded) for recorded in list(read_recordings(path))[every]]
-
-    theirs = [stats.turns(tokenizer, line) for line in list(stats.load(str(path)))[every]]
-    assert [
-        [(turn.prompt_ids.tolist(), turn.response_ids.tolist()) for turn in turns] for turns in ours
-    ] == theirs
-
-
-@pytest.mark.parametrize("name", ["tau_bench", "tau2", "mint"])
-def test_every_recorded_turn_continues_in_the_next_prompt(data_folder: Path, name: str) -> None:
-    path = data_folder / f"{name}_trajectories.jsonl.gz"
-    chat = ChatTokenizer.load(data_folder / "tokenizer")
-
-    chains = [chat.encode_turns(recorded) for recorded in list(read_recordings(path))[::10]]
-
-    for turns in chains:
-        for turn, following in itertools.pairwise(turns):
-            seen = np.concatenate([turn.prompt_ids, turn.response_ids])
-            assert np.array_equal(following.prompt_ids[: len(seen)], seen)
-
-
 @pytest.mark.slow
 def test_the_template_of_the_folder_writes_the_same_text(
     data_folder: Path, stats: ModuleType
