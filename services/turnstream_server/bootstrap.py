@@ -90,10 +90,8 @@ def start_trainer(
     *,
     redis_url: str,
     new_run: BatchingConfig | None = None,
-) -> int:
-    """Train until the run ends, or a signal stops it; return the exit status.
-
-    SIGTERM and SIGINT stop it.
+) -> None:
+    """Train until the run ends, or SIGTERM or SIGINT comes.
 
     Args:
         settings: those of the environment.
@@ -107,7 +105,7 @@ def start_trainer(
     failpoints.arm(settings.failpoint)
     if not config.batcher_target or new_run is not None:
         config = _with_run_and_batcher(settings, config, redis_url=redis_url, new_run=new_run)
-    return run_trainer(config)
+    run_trainer(config)
 
 
 def _with_run_and_batcher(
@@ -124,22 +122,21 @@ def _with_run_and_batcher(
     return dataclasses.replace(config, batcher_target=target)
 
 
-def start_live_generator(settings: Settings, config: LiveGeneratorConfig) -> int:
-    """Play until the run ends, or SIGTERM or SIGINT comes; return the exit status."""
+def start_live_generator(settings: Settings, config: LiveGeneratorConfig) -> None:
+    """Play until the run ends, or SIGTERM or SIGINT comes."""
     from turnstream_server.generators.live import run_live_generator
 
     configure_logging(settings.log_level, service=config.writer)
     wait_for_run(config.redis_url, config.run, timeout_s=settings.start_wait_s)
-    return run_live_generator(config)
+    run_live_generator(config)
 
 
-def start_replay(settings: Settings, config: ReplayConfig) -> int:
-    """Publish one share of a file; gives the exit status."""
+def start_replay(settings: Settings, config: ReplayConfig) -> None:
+    """Publish one share of a file."""
     from turnstream_server.generators.replay import run_replay
 
     configure_logging(settings.log_level, service=config.writer)
     run_replay(config)
-    return 0
 
 
 def wait_for_store(url: str, *, timeout_s: float) -> None:

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from turnstream.errors import TurnstreamError
 from turnstream_server import cli_dead, cli_run, cli_serve, cli_store
-from turnstream_server.cli_options import console, environment, interruptible
+from turnstream_server.cli_options import (
+    Dump,
+    Groups,
+    Recordings,
+    TokenizerFolder,
+    console,
+    environment,
+    interruptible,
+)
 
 app = typer.Typer(
     name="turnstream",
@@ -33,6 +41,11 @@ TRAINER_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the summary here.")
 ]
+
+
+def _port(owner: str) -> Any:
+    help_ = f"Port of {owner}; 0: a free one."
+    return typer.Option(min=0, max=65_535, help=help_, metavar="PORT")
 
 
 @app.command(rich_help_panel=JOBS)
@@ -68,13 +81,13 @@ def demo(
 
 @app.command(rich_help_panel=JOBS)
 def replay(
-    file: Annotated[Path, typer.Argument(help="Recorded trajectories, JSON lines or .gz.")],
-    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
+    file: Recordings,
+    tokenizer: TokenizerFolder,
     json_path: Json = None,
     data_dir: Annotated[
         Path, typer.Option(help="Folder of the job; an earlier replay in it is removed.")
     ] = Path(".turnstream/replay"),
-    groups: Annotated[int, typer.Option(min=0, help="Number of groups; 0: all.")] = 0,
+    groups: Groups = 0,
     processes: Annotated[int, typer.Option(min=1, help="Number of replay processes.")] = 2,
     batch_groups: Annotated[int, typer.Option(min=1, help="Groups of one training step.")] = 4,
     speed: Annotated[
@@ -83,9 +96,7 @@ def replay(
     with_logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Send log-probabilities, by the first weights.")
     ] = False,
-    dump: Annotated[
-        Path | None, typer.Option(help="Folder for the rows of every mini-batch trained on.")
-    ] = None,
+    dump: Dump = None,
     max_seconds: Annotated[
         float, typer.Option(min=1, help="Longest duration, in seconds.")
     ] = 3600.0,
@@ -112,7 +123,7 @@ def replay(
         seed=seed,
     )
     with interruptible():
-        raise typer.Exit(run_replay_job(environment(), options, console()))
+        run_replay_job(environment(), options, console())
 
 
 @app.command(rich_help_panel=JOBS)
@@ -121,24 +132,8 @@ def up(
         ".turnstream/up"
     ),
     batchers: Annotated[int, typer.Option(min=1, help="Number of batcher replicas.")] = 1,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65_535,
-            help="Port of the first batcher, by default 7600; 0: a free one.",
-            metavar="PORT",
-        ),
-    ] = None,
-    store_port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65_535,
-            help="Port of the store, by default 7379; 0: a free one.",
-            metavar="PORT",
-        ),
-    ] = None,
+    port: Annotated[int | None, _port("the first batcher, by default 7600")] = None,
+    store_port: Annotated[int | None, _port("the store, by default 7379")] = None,
 ) -> None:
     """Run the store and the batcher until Ctrl-C; generators and trainers connect to them."""
     from turnstream_server.jobs.up import run_up

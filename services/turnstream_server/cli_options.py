@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,12 @@ Redis = Annotated[
         metavar="URL",
         help="Address of the store. Default: TURNSTREAM_REDIS_URL, or redis://127.0.0.1:7379.",
     ),
+]
+Recordings = Annotated[Path, typer.Argument(help="Recorded trajectories, JSON lines or .gz.")]
+TokenizerFolder = Annotated[Path, typer.Option(help="Folder of the tokenizer.")]
+Groups = Annotated[int, typer.Option(min=0, help="Number of groups; 0: all.")]
+Dump = Annotated[
+    Path | None, typer.Option(help="Folder for the rows of every mini-batch trained on.")
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

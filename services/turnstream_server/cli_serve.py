@@ -11,7 +11,16 @@ from typing import Annotated
 import typer
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.cli_options import Redis, environment, group, interruptible
+from turnstream_server.cli_options import (
+    Dump,
+    Groups,
+    Recordings,
+    Redis,
+    TokenizerFolder,
+    environment,
+    group,
+    interruptible,
+)
 
 app = group("Services, one process each.")
 
@@ -88,9 +97,7 @@ def trainer(
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0, help="Longest wait for one batch, in seconds.")
     ] = 600.0,
-    dump: Annotated[
-        Path | None, typer.Option(help="Folder for the rows of every mini-batch trained on.")
-    ] = None,
+    dump: Dump = None,
     end_with_stdin: EndWithStdin = False,
 ) -> None:
     """Train a policy on the batches of a run."""
@@ -120,13 +127,12 @@ def trainer(
         timeout_s=timeout_s,
         dump_folder=dump,
     )
-    status = bootstrap.start_trainer(
+    bootstrap.start_trainer(
         environment(),
         config,
         redis_url=bootstrap.store_url(environment(), redis),
         new_run=values.batching() if values else None,
     )
-    raise typer.Exit(status)
 
 
 @app.command()
@@ -168,19 +174,19 @@ def generator(
         max_groups=max_groups,
         num_threads=threads,
     )
-    raise typer.Exit(bootstrap.start_live_generator(settings, config))
+    bootstrap.start_live_generator(settings, config)
 
 
 @app.command()
 def replayer(
-    file: Annotated[Path, typer.Argument(help="Recorded trajectories, JSON lines or .gz.")],
+    file: Recordings,
     run: Run,
-    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
+    tokenizer: TokenizerFolder,
     redis: Redis = None,
     writer: Annotated[str, typer.Option(help="Name of this process in the run.")] = "replay-0",
     shard: Annotated[int, typer.Option(min=0, help="Publish the groups shard, shard + N ...")] = 0,
     shards: Annotated[int, typer.Option(min=1, help="Number N of shares.")] = 1,
-    groups: Annotated[int, typer.Option(min=0, help="Number of groups; 0: all.")] = 0,
+    groups: Groups = 0,
     speed: Annotated[
         float, typer.Option(min=0, help="Recorded seconds per second; 0: as fast as admitted.")
     ] = 0.0,

@@ -323,7 +323,7 @@ class _Watcher:
             os.close(read_fd)
 
     def dismiss(self) -> None:
-        """Say that the server was stopped in good order, and wait for the watcher to leave."""
+        """Say that the server was stopped in good order, and wait for the end of the watcher."""
         with contextlib.suppress(BrokenPipeError):  # somebody killed the watcher
             self._line.write(b"stopped\n")
         self._line.close()

@@ -59,15 +59,14 @@ class LiveGeneratorConfig:
             raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
 
 
-def run_live_generator(config: LiveGeneratorConfig) -> int:
+def run_live_generator(config: LiveGeneratorConfig) -> None:
     """Play until the run is closed, `max_groups` are played or SIGTERM or SIGINT comes.
 
-    Games that a signal interrupts are abandoned. Return the exit status: 0.
+    Games that a signal interrupts are abandoned.
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     asyncio.run(_generate_until_signal(config))
-    return 0
 
 
 async def generate(config: LiveGeneratorConfig) -> None:

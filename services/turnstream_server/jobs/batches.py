@@ -22,7 +22,7 @@ from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import StoredManifest, read_plan
 from turnstream_server.bus.queries.states import state_of_step
 from turnstream_server.bus.release.compact_records import read_past_batch
-from turnstream_server.jobs.screen import print_figures
+from turnstream_server.jobs.screen import facts_table, print_figures
 from turnstream_server.jobs.store_client import store_client
 from turnstream_server.jobs.summary import BatchNumbers, numbers_of
 
@@ -43,17 +43,10 @@ def print_batch(run: str, content: dict[str, Any], console: Console, *, show_all
         names = ", ".join(keys.readable_name(each["id"]) for each in content["trajectories"])
         console.print(f"no longer retained; of its trajectories the names are kept: {names}")
     if "numbers" in content:
-        _print_numbers(BatchNumbers(**content["numbers"]), console)
+        console.print(facts_table(BatchNumbers(**content["numbers"]).rows()))
     _print_trajectories(content["mini_batches"], console, most=None if show_all else MAX_SHOWN)
     if show_all:
         print_figures(content.get("figures"), console)
-
-
-def _print_numbers(numbers: BatchNumbers, console: Console) -> None:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in numbers.rows():
-        table.add_row(name, value)
-    console.print(table)
 
 
 def _print_trajectories(
@@ -78,8 +71,8 @@ def _print_trajectories(
     if most is not None and len(members) > most:
         console.print(f"and {len(members) - most:,} others: --all prints them, tags and metrics")
     for index, cut in enumerate(mini_batches[: None if most is None else 4]):
-        told = ", ".join(f"{name} {value:g}" for name, value in cut["denominators"].items())
-        console.print(f"mini-batch {index}: {told}", soft_wrap=True)
+        values = ", ".join(f"{name} {value:g}" for name, value in cut["denominators"].items())
+        console.print(f"mini-batch {index}: {values}", soft_wrap=True)
 
 
 def print_difference(lines: Sequence[str], console: Console) -> None:

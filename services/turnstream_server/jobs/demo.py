@@ -37,10 +37,10 @@ class DemoOptions:
     """Options of `turnstream demo`; see its command line for the meaning."""
 
     folder: Path
-    json_path: Path | None = None
-    max_seconds: float = 300.0
-    seed: int = 0
-    num_generators: int = 2
+    json_path: Path | None
+    max_seconds: float
+    seed: int
+    num_generators: int
 
 
 class Verdict(NamedTuple):

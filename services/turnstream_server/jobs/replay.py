@@ -42,19 +42,19 @@ class ReplayOptions:
     recordings: Path
     tokenizer: Path
     folder: Path
-    json_path: Path | None = None
-    max_groups: int = 0
-    num_processes: int = 2
-    batch_groups: int = 4
-    speed: float = 0.0
-    with_logprobs: bool = False
-    dump_folder: Path | None = None
-    max_seconds: float = 3600.0
-    seed: int = 0
+    json_path: Path | None
+    max_groups: int
+    num_processes: int
+    batch_groups: int
+    speed: float
+    with_logprobs: bool
+    dump_folder: Path | None
+    max_seconds: float
+    seed: int
 
 
-def run_replay_job(settings: Settings, options: ReplayOptions, console: Console) -> int:
-    """Replay the file, print the summary and write it; return the exit status, 0."""
+def run_replay_job(settings: Settings, options: ReplayOptions, console: Console) -> None:
+    """Replay the file, print the summary and write it."""
     groups = read_groups(options.recordings)[: options.max_groups or None]
     if not groups:
         raise RecordError(f"{options.recordings}: has no trajectory")
@@ -79,7 +79,6 @@ def run_replay_job(settings: Settings, options: ReplayOptions, console: Console)
     title = f"replay of {options.recordings.name}"
     report(summary, console, title=title, json_path=options.json_path)
     check_complete(summary, num_trajectories=num_trajectories)
-    return 0
 
 
 def _start_services(

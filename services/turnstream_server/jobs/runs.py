@@ -25,6 +25,7 @@ from turnstream_server.bus.queries.ledger import run_summary
 from turnstream_server.bus.sessions.observers import read_observers
 from turnstream_server.jobs.ledger import duration
 from turnstream_server.jobs.run_commands import pending_revisions
+from turnstream_server.jobs.screen import facts_table
 from turnstream_server.jobs.store_client import store_client
 from turnstream_server.jobs.summary import BatchNumbers, numbers_of
 
@@ -154,9 +155,7 @@ def read_run(url: str, run: str) -> dict[str, Any]:
 
 def print_run(content: Mapping[str, Any], console: Console, *, show_all: bool = False) -> None:
     """Print a run from `read_run`; without `show_all` the settings at their default are omitted."""
-    table = facts_table()
-    for row in _run_rows(content):
-        table.add_row(*row)
+    table = facts_table(_run_rows(content))
     if content["newest_batch"] is not None:
         table.add_section()
         for row in BatchNumbers(**content["newest_batch"]).rows():
@@ -194,14 +193,6 @@ def changed_names(config: BatchingConfig) -> set[str]:
         for field in fields(BatchingConfig)
         if field.default is MISSING or getattr(config, field.name) != field.default
     }
-
-
-def facts_table() -> Table:
-    """Return a table of names and values, without borders."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
 
 
 def _observer_table(observers: Sequence[Mapping[str, Any]]) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import IO, Any, Final
 
 from rich.console import Console
@@ -43,6 +43,16 @@ def visible(text: str) -> str:
     'tool [bash]\tfailed: ␛[2J'
     """
     return text.translate(_SEEN)
+
+
+def facts_table(rows: Iterable[tuple[str, str]] = ()) -> Table:
+    """Return a table of names and values, without borders."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def print_figures(figures: Mapping[str, Any] | None, console: Console) -> None:

@@ -19,7 +19,8 @@ from turnstream.store.run.runs import list_runs
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.queries.ledger import run_summary
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
-from turnstream_server.jobs.runs import facts_table, newest_batch, no_runs, progress_facts
+from turnstream_server.jobs.runs import newest_batch, no_runs, progress_facts
+from turnstream_server.jobs.screen import facts_table
 from turnstream_server.jobs.store_client import store_client
 from turnstream_server.jobs.summary import BatchNumbers
 

@@ -19,11 +19,10 @@ from turnstream_server.trainer.loop import Trainer
 logger = logging.getLogger(__name__)
 
 
-def run_trainer(config: TrainerConfig) -> int:
+def run_trainer(config: TrainerConfig) -> None:
     """Train until the run ends, `max_steps` is reached or SIGTERM or SIGINT comes.
 
-    The next trainer in the same folder begins at the newest complete checkpoint. Return the exit
-    status: 0.
+    The next trainer in the same folder begins at the newest complete checkpoint.
     """
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, _stop)
@@ -31,7 +30,6 @@ def run_trainer(config: TrainerConfig) -> int:
         train(config)
     except _Stopped:
         logger.info("trainer stopped by a signal")
-    return 0
 
 
 def train(config: TrainerConfig) -> None:
