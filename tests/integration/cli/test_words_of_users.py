@@ -68,7 +68,7 @@ SHOWN = {
     ("ledger", RUN, "x[/x]/1/0"): [REASONS[1]],
     ("ledger", RUN, "x[/x]/2/0"): [REASONS[2]],
     ("why", RUN): [f"the run is paused: {PAUSE}", "group p[/p]#1", "generator gen [/w]"],
-    ("ledger", RUN, "p[/p]#1/0/0"): ["gen [/w], lease epoch 1", "0, 0 bytes", "open"],
+    ("ledger", RUN, "p[/p]#1/0/0"): [f"{RUN}: p[/p]#1/0/0", "open"],
     ("batch", RUN, "1", "--all"): [f"step 1 of {RUN}", "g[/g]/1/0", "e[nv]", "[/b]", "acc[val]"],
     ("batch", RUN, "1", "--diff", "2"): ["- g[/g]/0/0 reward 0", "+ d[/d]/0/0 reward 0"],
     ("dead", "list", RUN): [f"dead letters of {RUN}", "d[/d]/1/0"],
