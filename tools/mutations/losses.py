@@ -122,8 +122,8 @@ LOSSES = (
     Mutation(
         "the smaller of both losses is taken",
         "losses.py",
-        "torch.maximum(-ratio_BR * advantages_BR, -held_BR * advantages_BR)",
-        "torch.minimum(-ratio_BR * advantages_BR, -held_BR * advantages_BR)",
+        "torch.maximum(-ratio_BR * advantages_BR, -clipped_BR * advantages_BR)",
+        "torch.minimum(-ratio_BR * advantages_BR, -clipped_BR * advantages_BR)",
         ("test_losses",),
         package="worker",
     ),

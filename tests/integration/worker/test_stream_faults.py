@@ -23,7 +23,7 @@ from turnstream.errors import (
     StoreBehindError,
 )
 from turnstream.types import Denominators
-from turnstream.worker import BatchStream, StreamStatistics
+from turnstream.worker import BatchStream, StreamStatistics, _prefetch
 
 pytestmark = pytest.mark.grpc
 
@@ -207,6 +207,24 @@ def test_internal_error_of_the_batcher_is_raised_after_3_attempts(batcher: Any) 
         next(stream)
 
     assert batcher.calls.count(("Get", 1)) == 3
+
+
+def test_silent_get_is_ended_and_retried(batcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_prefetch, "STALL_GRACE_S", 0.1)
+    released = threading.Event()
+
+    def silent(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        yield next(messages)
+        released.wait(20)
+
+    batcher.add_step(1, "abC")
+    batcher.faults = [silent]
+
+    # A later answer may take a second and a half.
+    with open_stream(batcher, timeout_s=6.0) as stream:
+        assert texts(next(stream)) == ["abC"]
+        assert stream.statistics().num_retries == 1
+    released.set()
 
 
 @pytest.mark.parametrize("num_messages", [0, 1])

@@ -170,7 +170,7 @@ GUARDS = (
     Guard(
         "planner: what belongs to one start of the store",
         500,
-        method(PinnedClient, "_compare_server", _meet_any),
+        method(PinnedClient, "_meet", _meet_any),
         needs="may_lose",
     ),
     Guard(

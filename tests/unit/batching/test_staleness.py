@@ -26,6 +26,18 @@ def announced(*steps: int, lineage: str = "main", into: VersionSteps | None = No
     return versions
 
 
+def test_unannounced_version_is_as_old_as_the_oldest_above() -> None:
+    versions = VersionSteps({10: 1, 20: 2, 30: 3})
+
+    def old(max_age: int) -> frozenset[int]:
+        return versions.older_than(max_age, train_step=4, among=[0, 10, 15, 25, 30, 35])
+
+    assert old(2) == set()
+    assert old(1) == {0, 10}
+    assert old(0) == {0, 10, 15}
+    assert versions.older_than(0, train_step=99, among=[31, 35]) == set()
+
+
 @given(
     st.dictionaries(st.integers(0, 30), st.integers(0, 9), max_size=6),
     st.integers(0, 3),

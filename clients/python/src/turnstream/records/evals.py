@@ -38,8 +38,11 @@ def _encode(value: EvalGroup | EvalResult) -> bytes:
     return write_frame(EVALUATION, json.dumps(to_plain(value), separators=(",", ":")).encode())
 
 
+_UNREADABLE = (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError)
+
+
 def _decode(kind: type[_Record], record: bytes) -> _Record:
     try:
         return read_value(kind, json.loads(read_header(record, kind=EVALUATION)))
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except _UNREADABLE as error:
         raise CorruptRecordError(f"no {kind.__name__} of an evaluation: {error!r}") from error

@@ -47,6 +47,9 @@ FIRST_WAIT_S = 1.0
 REPEAT_STEPS_S = 5.0
 """Longest wait for each repeated acknowledgement."""
 
+STALL_GRACE_S = 10.0
+"""After the requested wait plus this, a Get without an answer is ended and repeated."""
+
 SILENT_S = 1.0
 """After the requested wait plus this, the last reason of the batcher is outdated."""
 
@@ -71,6 +74,7 @@ class _Progress:
         waiting_for, reasons: why the batcher has no data yet; empty if it has sent data.
         failure: failure of the last call, while it is retried.
         answered_s: time of the batcher's last message, or of the start.
+        asked_s: time at which the present Get began.
     """
 
     step: int
@@ -87,6 +91,7 @@ class _Progress:
     reasons: tuple[WaitReason, ...] = ()
     failure: TurnstreamError | None = None
     answered_s: float = field(default_factory=time.monotonic)
+    asked_s: float = field(default_factory=time.monotonic)
 
 
 class Prefetcher:
@@ -130,10 +135,11 @@ class Prefetcher:
                 logger.warning("%s", self._missing(waited_s))
             pause_s = self._warnings.pause_s(waited_s) or 0.0
             remaining_s = max(0.0, self._timeout_s - waited_s)
+            stall_s = self._end_stalled_get(since_s=began_s)
             try:
-                return self.queue.take(timeout_s=min(pause_s, remaining_s))
+                return self.queue.take(timeout_s=min(pause_s, remaining_s, stall_s))
             except TimeoutError:
-                if remaining_s <= pause_s:
+                if remaining_s <= min(pause_s, stall_s):
                     raise self._timed_out() from self.progress.failure
 
     def close(self) -> None:
@@ -167,6 +173,20 @@ class Prefetcher:
             self._calls.end_get()
         return error
 
+    def _end_stalled_get(self, *, since_s: float) -> float:
+        """End a Get without an answer for its wait and 10 s; return the seconds until then.
+
+        A batcher may answer the pings of the connection and hang all the same.
+        """
+        limit_s = self._wait_s + STALL_GRACE_S
+        progress = self.progress
+        latest_s = max(progress.answered_s, progress.asked_s, since_s)
+        left_s = latest_s + limit_s - time.monotonic()
+        if left_s > 0:
+            return left_s
+        self._calls.end_get()
+        return limit_s
+
     # ----------------------------------------------------------------------------------
     # the prefetching thread
 
@@ -181,7 +201,7 @@ class Prefetcher:
 
     def _pull(self) -> None:
         """Run one Get, then advance or recover."""
-        started_s = time.monotonic()
+        started_s = self.progress.asked_s = time.monotonic()
         try:
             self._read_step()
         except grpc.RpcError as rpc_error:

@@ -1,16 +1,18 @@
 """An iterator of the mini-batches of a run, and the acknowledgements of a trainer.
 
-with BatchStream("localhost:7600", "my-run", recovery_token=checkpoint.get("token")) as stream:
-for mini_batch in stream:
-tensors = mini_batch.to_torch(device)
-for part in tensors.micro_batches():
-loss = my_loss(model, part, tensors.denominators)
-loss.backward()
-optimizer.step()
-if mini_batch.is_last:
-token = stream.stepped()
-if save(model, token=str(token)):
-stream.committed(token)
+In a training loop::
+
+    with BatchStream("localhost:7600", "my-run", recovery_token=checkpoint.get("token")) as stream:
+        for mini_batch in stream:
+            tensors = mini_batch.to_torch(device)
+            for part in tensors.micro_batches():
+                loss = my_loss(model, part, tensors.denominators)
+                loss.backward()
+            optimizer.step()
+            if mini_batch.is_last:
+                token = stream.stepped()
+                if save(model, token=str(token)):
+                    stream.committed(token)
 """
 
 from __future__ import annotations

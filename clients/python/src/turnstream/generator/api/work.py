@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Self, TypeVar
 
 from turnstream.errors import (
+    ConflictError,
+    EndOfRunError,
     NotReadyError,
     PromptsExhaustedError,
     UnavailableError,
@@ -179,15 +181,23 @@ class WorkQueue:
 
     def _open_next_task(self, run: str) -> Steps[TakenTask | NoTask]:
         """Open the next task; first one whose opening had no answer, since it may be open."""
+        is_fresh = False
         try:
             task = self._unanswered.pop()  # atomic: threads share it
         except IndexError:
+            is_fresh = True
             found = parse_offer((yield next_task_command(run)))
             if isinstance(found, NoTask):
                 return found
             task = found
         try:
             reply = yield open_task_command(run, task, writer=self._writer)
+        except (ConflictError, EndOfRunError) as error:
+            if is_fresh and isinstance(error, ConflictError):
+                raise
+            # The offer is out of date: its group has finished, or the run was closed since. The
+            # next offer raises the end of a run that has no refill left.
+            return TakenTask(task=task, epochs={})
         except BaseException as error:
             if isinstance(error, UnavailableError) or not isinstance(error, Exception):
                 self._unanswered.append(task)

@@ -9,7 +9,8 @@
 -- refused where the store knows the prompt as another group: else it would be trained twice.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] prompts  hash  read: added; changed: next, the newest number that was opened as a group
+--   KEYS[1] prompts  hash  read: added, number -> record; changed: next, the newest number that was
+--                          opened as a group
 --   KEYS[2] tasks    hash  group name -> number of its prompt, added
 --   KEYS[3] again    zset  numbers of prompts to be given out again; removed, added
 --   KEYS[4...] those of open_group.lua, in its order
@@ -33,8 +34,11 @@ end
 
 local found = redis.call('HMGET', PROMPTS, 'added', 'next')
 local added, last = tonumber(found[1] or 0), tonumber(found[2] or 0)
-local is_new = redis.call('HEXISTS', GROUPS, NAME) == 0 and not is_finished_name(NAME)
-  and NUMBER <= added  -- a store that lost the prompt opens its group as one without a prompt
+-- A store that lost the prompt opens its group as one without a prompt. Another prompt may have got
+-- the number since. The record of a finished prompt is deleted.
+local uid = string.match(redis.call('HGET', PROMPTS, ARGV[1]) or '', '^%d+/%d+:([^:]*):')
+local is_known = NUMBER <= added and (not uid or uid == string.match(NAME, '^(.*)%%23%d+$'))
+local is_new = is_known and redis.call('HEXISTS', GROUPS, NAME) == 0 and not is_finished_name(NAME)
 local is_repeated = redis.call('ZSCORE', AGAIN, ARGV[1])
 if is_new and not is_repeated and NUMBER <= last then
   return redis.error_reply('CONFLICT group ' .. NAME .. ' is of a prompt that the store continues '
