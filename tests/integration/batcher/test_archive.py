@@ -198,3 +198,22 @@ async def test_defect_of_the_release_is_logged_and_ends_no_term(house, caplog):
     with connect(house.url) as client:
         assert client.hget(keys.run_keys(run).leader, "epoch") == b"1"
     assert f"release in run {run} failed" in caplog.text
+
+
+async def test_a_file_of_another_run_of_the_same_name_is_replaced(house, tmp_path):
+    run, other = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
+    for each in (run, other):
+        await house.publish(each, group(f"group of {each}"))
+        await train(house, each, steps=1)
+    path = archive_path(tmp_path, run, 1)
+    found = await asyncio.to_thread(archive_step, house.url, other, 1, folder=tmp_path)
+    path.parent.mkdir(exist_ok=True)
+    found.rename(path)
+
+    await asyncio.to_thread(archive_step, house.url, run, 1, folder=tmp_path)
+    written = path.stat().st_mtime_ns
+    await asyncio.to_thread(archive_step, house.url, run, 1, folder=tmp_path)
+
+    assert pq.read_table(path)["group_id"].to_pylist() == [f"group of {run}"] * 2
+    assert path.stat().st_mtime_ns == written
+    assert [each.name for each in path.parent.iterdir()] == [path.name]

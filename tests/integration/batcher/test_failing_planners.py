@@ -132,3 +132,27 @@ async def test_a_leader_whose_store_is_away_stops_without_a_complaint(house_at, 
         await batcher.stop()
 
     assert "Traceback" not in caplog.text
+
+
+async def test_defect_is_raised_although_the_store_cannot_record_it(house, pauses, caplog):
+    pauses(first_s=0.02, longest_s=60)
+
+    async def fail_and_break_the_leader(_: object) -> None:
+        with connect(house.url) as client:
+            client.set(keys.run_keys(run).leader, "no hash")
+        raise RuntimeError("a defect")
+
+    run = house.create_run(batch_groups=1)
+    await house.start_batcher(before_write=fail_and_break_the_leader)
+    await house.publish(run, group("g0"))
+
+    def failures() -> list[Any]:
+        return [each.exc_info for each in caplog.records if "planning of" in each.getMessage()]
+
+    async def has_failed() -> bool:
+        return bool(failures())
+
+    await wait_until_async(has_failed)
+    with connect(house.url) as client:
+        client.delete(keys.run_keys(run).leader)
+    assert failures()[0][0] is RuntimeError

@@ -23,7 +23,9 @@ from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.store.waits.read_waits import read_waits
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import DeadlineFired, Event, GroupOpened, Purpose
+from turnstream_server.batcher.planner import parking
 from turnstream_server.batcher.serving.run_discovery import RunDiscovery
+from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.replans import request_replan
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.sessions.observers import declare_observer
@@ -334,3 +336,38 @@ async def test_run_with_something_that_can_expire_is_not_parked(house: Any) -> N
         await resume(house, empty, None, {})
 
     assert [b"parked" in leader(house, run) for run in (observed, held)] == [False, False]
+
+
+async def test_damaged_stream_of_a_parked_run_does_not_stop_the_others(house: Any) -> None:
+    # One read watches all runs: an error of one stream would leave all of them unwatched.
+    damaged, run = house.create_run(), house.create_run(batch_groups=1)
+    await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
+    for each in (damaged, run):
+        await until_parked(house, each)
+
+    with connect(house.url) as client:
+        client.delete(keys.run_keys(damaged).wake)
+        client.set(keys.run_keys(damaged).wake, "no stream")
+        await until_parked(house, house.create_run())
+        await house.publish(run, group("g0"))
+
+        await until("a batch", lambda: read_frontier(client, run).planned == 1)
+        client.delete(keys.run_keys(damaged).wake)
+
+
+async def test_run_that_is_parked_after_another_is_watched_at_once(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The read that was under way did not know the run that was parked last.
+    monkeypatch.setattr(parking, "MAX_BLOCK_S", 25.0)
+    await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
+    await until_parked(house, house.create_run())
+    run = house.create_run()
+    epoch = await until_parked(house, run)
+
+    await pause(house, run, None, {})
+
+    async def is_led() -> bool:
+        return int(leader(house, run)[b"epoch"]) > epoch
+
+    await wait_until_async(is_led, timeout_s=12, describe="a leader")

@@ -239,3 +239,18 @@ def _hash(house, run: str, step: int) -> str:
 
 def _previous_hash(house, run: str, step: int) -> str:
     return read_batch(house.url, run, step)["previous_hash"]
+
+
+async def test_a_released_step_whose_plan_is_still_there_is_refused_too(house):
+    run = house.create_run(batch_groups=1, retain_checkpoints=1)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g1"))
+    await trainer.start()
+    await train(trainer, steps=range(1, 2), commits=range(1, 2))
+
+    async def is_gone() -> bool:
+        return not payload_ids(house.url, run)
+
+    await wait_until_async(is_gone, describe="the release of the payload")
+    with pytest.raises(ReleasedError, match="step 1 is no longer retained"):
+        await trainer.get(1)

@@ -14,6 +14,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream_server.batcher.planner.chain import PAGE_MANIFESTS
+from turnstream_server.bus.core.events import PAGE_EVENTS
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -212,3 +213,16 @@ async def _wait_for_plans(house, run: str, num_plans: int) -> None:
         await wait_until_async(
             lambda: client.xlen(keys.run_keys(run).plan) >= num_plans, describe=f"{num_plans} plans"
         )
+
+
+async def test_a_history_of_several_pages_is_folded_in_whole(house):
+    num_groups = PAGE_EVENTS // 3 * 2  # three events each
+    run = house.create_run(batch_groups=num_groups)
+    await house.publish(run, *(group(f"g{i}") for i in range(num_groups)))
+
+    trainer = house.trainer(await house.start_batcher(), run)
+    await trainer.start()
+    (pulled,) = await trainer.get(1)
+
+    expected = [f"g{i}" for i in range(num_groups) for _ in range(2)]
+    assert pulled.mini_batch.rows.group_id == expected

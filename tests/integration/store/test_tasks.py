@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,6 +125,23 @@ def test_offered_task_whose_group_failed_since_is_not_opened(run: RunDriver) -> 
 
     assert late.epochs == {}
     assert take(run).task.group.group_id == "a#2"
+
+
+def test_task_of_a_lost_prompt_is_opened_without_the_new_one(run: RunDriver) -> None:
+    # After a power cut the number of the lost prompt belonged to another, which was never sampled.
+    add_prompts(run.client, run.name, [prompt("b", num_samples=1)])
+    offer = parse_offer(run.do(next_task_command(run.name)))
+    assert isinstance(offer, OfferedTask)
+    lost = replace(
+        offer,
+        group=replace(offer.group, group_id="a#1", prompt_uid="a"),
+        trajectory_ids=("a%231/0/0",),
+    )
+
+    opened = open_offer(run, lost, "w")
+
+    assert len(opened.epochs) == 1
+    assert take(run).task.group.group_id == "b#1"
 
 
 def test_prompts_that_are_sent_twice_are_there_once(run: RunDriver) -> None:
