@@ -201,7 +201,7 @@ class _Generator:
     def _take_over(self, key: TrajectoryKey) -> None:
         try:
             with self._log.waiting("take-over", deadline_s=self._write_s):
-                writer = self._publisher.take_over(*key)
+                writer = self._publisher.adopt(*key)
         except (ConflictError, FencedError, StoreUnavailableError) as error:
             self._log.write("not_taken", trajectory=key.trajectory_id, error=repr(error))
         else:

@@ -31,10 +31,10 @@ def test_these_names_are_public() -> None:
 def test_both_publishers_are_called_alike() -> None:
     assert public_methods(Publisher) == public_methods(AsyncPublisher)
     assert sorted(public_methods(Publisher)) == [
-        *("__init__", "close", "close_run", "flush", "flush_to_disk"),
+        *("__init__", "adopt", "close", "close_run", "flush", "flush_to_disk"),
         *("group", "lapsed", "next_refill", "next_task", "post_reward", "publish"),
         "refill_trajectory",
-        *("statistics", "take_over", "trajectory"),
+        *("statistics", "trajectory"),
     ]
 
 

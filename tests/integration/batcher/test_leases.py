@@ -189,7 +189,7 @@ async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(house, g
     def go_on() -> None:
         with Publisher(house.url, run, writer="second") as publisher:
             for lapsed in publisher.lapsed():
-                episode = publisher.take_over(*lapsed.key)
+                episode = publisher.adopt(*lapsed.key)
                 last = episode.turns[-1]
                 context = [*last.prompt_ids, *last.response_ids, ord("f")]
                 episode.append(context, ids("g"))

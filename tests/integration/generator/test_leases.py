@@ -156,9 +156,9 @@ def test_turns_of_a_killed_generator_can_be_continued_by_another(
 
     with Publisher(store.url, run, writer="second") as publisher:
         with pytest.raises(ConflictError, match="g/0/0 is being written by first"):
-            publisher.take_over("g", 0)
+            publisher.adopt("g", 0)
         store.client.zadd(keys.run_keys(run).leases, {"g/0/0": 1})  # a minute later
-        episode = publisher.take_over("g", 0)
+        episode = publisher.adopt("g", 0)
         context = [*episode.turns[-1].prompt_ids, *episode.turns[-1].response_ids]
         episode.append([*context, ord("f")], ids("g"))
         episode.seal(1.0)
@@ -185,7 +185,7 @@ def test_generator_that_slept_gets_the_new_owner_and_writes_nothing(
 
     with Publisher(store.url, run, writer="second") as publisher:
         wait_for_lapse(publisher, KEY)
-        episode = publisher.take_over("g", 0)
+        episode = publisher.adopt("g", 0)
         generator.signal(signal.SIGCONT)
         late = [generator.request(line) for line in ("append", "append", "seal", "other")]
         episode.append(ids("abcdef"), ids("g"))

@@ -26,7 +26,7 @@ def test_second_writer_gets_the_name_of_the_first(store: Store) -> None:
         with pytest.raises(ConflictError, match=rf"^{GROUP}/0/0 is being written by {WRITER}$"):
             second.trajectory(GROUP, 0, num_samples=2).__enter__()
         with pytest.raises(ConflictError, match=rf"^{GROUP}/0/0 is being written by {WRITER}$"):
-            second.take_over(GROUP, 0)
+            second.adopt(GROUP, 0)
         with pytest.raises(ConflictError, match=rf"^group {GROUP} was opened with 2 samples"):
             second.trajectory(GROUP, 1, num_samples=3).__enter__()
 

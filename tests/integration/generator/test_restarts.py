@@ -132,7 +132,7 @@ async def test_finished_adopted_trajectory_is_not_reported_lost(own_store: Store
 
     with Publisher(own_store.url, run, writer="w", keep_s=60.0) as publisher:
         _leave_open(own_store.server, run)
-        publisher.take_over("g", 0).seal(1.0)
+        publisher.adopt("g", 0).seal(1.0)
         async with connect_async(own_store.url) as client:
             await release_payload(client, run, ["g/0/0"])
         own_store.client.hdel(names.ledger, "g/0/0")
@@ -154,7 +154,7 @@ def test_adoption_of_a_lost_opening_is_reported_by_the_next_flush(
     with Publisher(own_store.url, run, writer="w", keep_s=60.0) as publisher:
         past = past_of(own_store.server)
         _leave_open(own_store.server, run)
-        publisher.take_over("g", 0).seal(1.0)
+        publisher.adopt("g", 0).seal(1.0)
         past.come_back()
         publisher.publish(group("h")).result(10)
 
@@ -173,7 +173,7 @@ def test_adoption_that_survived_one_restart_is_repeated_after_the_next(
     past = past_of(own_store.server)
 
     with Publisher(own_store.url, run, writer="x", keep_s=60.0) as publisher:
-        publisher.take_over("g", 0).seal(1.0)
+        publisher.adopt("g", 0).seal(1.0)
         statistics = _restart_then_lose(publisher, own_store.server, past)
 
     assert own_store.read(run).counts() == {"accepted": 5, "sealed": 5}

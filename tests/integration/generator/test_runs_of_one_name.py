@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[Publisher, Any], object]] = {
     "open": lambda publisher, _: begin(publisher.trajectory("h", 0, num_samples=1)),
     "reward": lambda publisher, _: publisher.post_reward(KEY, 1.0),
     "lapsed": lambda publisher, _: publisher.lapsed(),
-    "take_over": lambda publisher, _: publisher.take_over("g", 0),
+    "adopt": lambda publisher, _: publisher.adopt("g", 0),
     "next_task": lambda publisher, _: publisher.next_task(5),
     "next_refill": lambda publisher, _: publisher.next_refill(5),
     "close_run": lambda publisher, _: publisher.close_run(),

@@ -30,7 +30,7 @@ def test_restarted_generator_continues_at_once(store: Store) -> None:
         publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
 
     with Publisher(store.url, run, writer="w") as publisher:
-        episode = publisher.take_over("g", 0)
+        episode = publisher.adopt("g", 0)
         episode.append(ids("abcd"), ids("e"))
         episode.seal(1.0)
 
@@ -44,7 +44,7 @@ def test_trajectory_without_a_turn_is_adopted(store: Store) -> None:
 
     with Publisher(store.url, run) as publisher:
         wait_for_lapse(publisher, KEY)
-        episode = publisher.take_over("g", 0)
+        episode = publisher.adopt("g", 0)
         episode.append(ids("ab"), ids("c"))
         episode.seal(1.0)
 
@@ -65,7 +65,7 @@ def test_stored_seal_without_an_event_counts(store: Store) -> None:
         Publisher(store.url, run, writer="second") as publisher,
         pytest.raises(ConflictError, match="g/0/0 is sealed: its writer stored the seal"),
     ):
-        publisher.take_over("g", 0)
+        publisher.adopt("g", 0)
 
     stored = store.read(run)
     assert stored.ledger()["g/0/0"] == "sealed:2"
@@ -85,7 +85,7 @@ def test_stored_seal_without_an_event_still_awaits_its_reward(store: Store) -> N
         Publisher(store.url, run, writer="second") as publisher,
         pytest.raises(ConflictError, match="g/0/0 is sealed: its writer stored the seal"),
     ):
-        publisher.take_over("g", 0)
+        publisher.adopt("g", 0)
 
     assert store.read(run).ledger()["g/0/0"] == "awaiting_reward:2"
 
@@ -113,7 +113,7 @@ async def test_async_publisher_adopts_lapsed_trajectories(store: Store) -> None:
             return [found.key for found in await publisher.lapsed()] == [KEY]
 
         await wait_until_async(lapsed, describe="the end of a lease")
-        taken = await publisher.take_over("g", 0)
+        taken = await publisher.adopt("g", 0)
         await taken.append(ids("abcd"), ids("e"))
         await taken.seal(1.0)
 
@@ -122,7 +122,7 @@ async def test_async_publisher_adopts_lapsed_trajectories(store: Store) -> None:
     forget_the_seal(store.client, run, epoch=2)
     async with AsyncPublisher(store.url, run) as publisher:
         with pytest.raises(ConflictError, match="g/0/0 is sealed"):
-            await publisher.take_over("g", 0)
+            await publisher.adopt("g", 0)
 
 
 class Sleepy(redis.Redis):
@@ -154,7 +154,7 @@ def another_seals(store: Store, left_open: str) -> Callable[[], None]:
     def seal() -> None:
         store.client.zadd(keys.run_keys(left_open).leases, {"g/0/0": 1})
         with Publisher(store.url, left_open, writer="third") as third:
-            third.take_over("g", 0).seal(1.0)
+            third.adopt("g", 0).seal(1.0)
 
     return seal
 

@@ -92,7 +92,7 @@ CALLS: list[tuple[str, Case]] = [
     *[("group", case) for case in OPEN],
     *[("trajectory", (field, {"sample": 0, **given})) for field, given in OPEN],
     *[("trajectory", (field, {"num_samples": 1, **given})) for field, given in SAMPLE],
-    *[("take_over", case) for case in [*SAMPLE, *each("group_id", NOT_A_TEXT, sample=0)]],
+    *[("adopt", case) for case in [*SAMPLE, *each("group_id", NOT_A_TEXT, sample=0)]],
     *[("post_reward", case) for case in each("key", NOT_A_KEY, reward=1.0)],
     *[
         (

@@ -227,7 +227,7 @@ async def _take_over(process: Process, shared: SharedState, publisher: AsyncPubl
     before = _holder(process, shared, key)
     shared.history.wrote(key, process.name)  # it may be given to it, and the answer be lost
     try:
-        writer = await publisher.take_over(key.group_id, key.sample, key.attempt)
+        writer = await publisher.adopt(key.group_id, key.sample, key.attempt)
     except TurnstreamError:
         process.begun.discard(key)
         raise

@@ -69,7 +69,7 @@ def adopt_trajectory(
     if holder != b"%d" % epoch:
         whose = f"epoch {holder.decode()}" if holder else "nobody"
         raise FencedError(
-            f"{keys.readable_name(name)} was taken over with epoch {epoch}, and is by now that of "
+            f"{keys.readable_name(name)} was adopted with epoch {epoch}, and is by now that of "
             f"{whose}: only that writer may continue it"
         )
     records = [fields[b"r"] for _, fields in entries]

@@ -64,21 +64,19 @@ class AsyncPublisher(
             await self._close()
 
     async def lapsed(self) -> list[LapsedTrajectory]:
-        """Trajectories of the run that may be taken over now. See `Publisher.lapsed`."""
+        """Trajectories of the run that may be adopted now. See `Publisher.lapsed`."""
         wait = self._wait(f"run {self._outbox.run!r}: what has lapsed was not listed")
         run = await take_steps_async(self._client, self._found(), wait)
         async with wait.asking_async():
             return await list_lapsed_async(self._client, run)
 
-    async def take_over(
-        self, group_id: str, sample: int, attempt: int = 0
-    ) -> AsyncTrajectoryWriter:
-        """Continue a trajectory whose writer is gone. See `Publisher.take_over`."""
+    async def adopt(self, group_id: str, sample: int, attempt: int = 0) -> AsyncTrajectoryWriter:
+        """Continue a trajectory whose writer is gone. See `Publisher.adopt`."""
         key = checked_key(group_id, sample, attempt)
         self._sender.require_open()
         declared = await self._sender.learn_columns()
-        wait = self._wait(f"run {self._outbox.run!r}: {key.readable_name} was not taken over")
-        return await take_steps_async(self._client, self._take_over(key, declared), wait)
+        wait = self._wait(f"run {self._outbox.run!r}: {key.readable_name} was not adopted")
+        return await take_steps_async(self._client, self._adopt(key, declared), wait)
 
     async def post_reward(
         self,
@@ -189,7 +187,7 @@ class AsyncPublisher(
                     reopening.skip(sample)
                     continue
                 try:
-                    reopening.adopted(sample, await self.take_over(group.group_id, sample))
+                    reopening.adopted(sample, await self.adopt(group.group_id, sample))
                 except (ConflictError, FencedError) as error:
                     reopening.refused(sample, error)
             await asyncio.sleep(reopening.pause_s)

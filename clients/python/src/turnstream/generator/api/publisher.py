@@ -76,7 +76,7 @@ class Publisher(PublisherCore[Sender, Receipt, GroupWriter, TrajectoryWriter]):
             self._close()
 
     def lapsed(self) -> list[LapsedTrajectory]:
-        """Trajectories of the run that may be taken over now, the longest lapsed first.
+        """Trajectories of the run that may be adopted now, the longest lapsed first.
 
         At most MAX_LAPSED of them. Another generator may be faster.
 
@@ -89,7 +89,7 @@ class Publisher(PublisherCore[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         with wait.asking():
             return list_lapsed(self._client, run)
 
-    def take_over(self, group_id: str, sample: int, attempt: int = 0) -> TrajectoryWriter:
+    def adopt(self, group_id: str, sample: int, attempt: int = 0) -> TrajectoryWriter:
         """Continue a trajectory whose writer is gone, from the next turn.
 
         The returned writer has its stored turns in `turns`. Later writes of the earlier writer are
@@ -105,8 +105,8 @@ class Publisher(PublisherCore[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         """
         key = checked_key(group_id, sample, attempt)
         declared = self._sender.learn_columns()
-        wait = self._wait(f"run {self._outbox.run!r}: {key.readable_name} was not taken over")
-        return take_steps(self._client, self._take_over(key, declared), wait)
+        wait = self._wait(f"run {self._outbox.run!r}: {key.readable_name} was not adopted")
+        return take_steps(self._client, self._adopt(key, declared), wait)
 
     def post_reward(
         self,
@@ -257,7 +257,7 @@ class Publisher(PublisherCore[Sender, Receipt, GroupWriter, TrajectoryWriter]):
                     reopening.skip(sample)
                     continue
                 try:
-                    reopening.adopted(sample, self.take_over(group.group_id, sample))
+                    reopening.adopted(sample, self.adopt(group.group_id, sample))
                 except (ConflictError, FencedError) as error:
                     reopening.refused(sample, error)
             time.sleep(reopening.pause_s)

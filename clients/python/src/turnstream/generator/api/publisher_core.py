@@ -201,7 +201,7 @@ class PublisherCore(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
             target.found(parse_incarnation(target.run, answer))
         return self._outbox.run
 
-    def _take_over(self, key: TrajectoryKey, declared: Sequence[DeclaredColumn]) -> Steps[_Writer]:
+    def _adopt(self, key: TrajectoryKey, declared: Sequence[DeclaredColumn]) -> Steps[_Writer]:
         """Return the writer of a trajectory that this publisher adopts."""
         outbox = self._outbox
         adopted = yield from adopt_trajectory(

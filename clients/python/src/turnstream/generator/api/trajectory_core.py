@@ -87,7 +87,7 @@ class TrajectoryWriterBase(ABC, Generic[_Carrier]):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns that were stored when it was taken over, whole; empty if it was not."""
+        """The turns that were stored when it was adopted, whole; empty if it was not."""
         return self._turns
 
     @property
