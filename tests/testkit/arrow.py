@@ -22,9 +22,13 @@ def read_arrow(data: memoryview | bytes) -> pa.RecordBatch:
 
 def edited(mini: MiniBatch, edit: Edit) -> bytes:
     """Return the encoded mini-batch after an edit."""
-    batch = edit(read_arrow(encode_mini_batch(mini).data))
+    return write_arrow(edit(read_arrow(encode_mini_batch(mini).data)))
+
+
+def write_arrow(batch: pa.RecordBatch, **options: Any) -> bytes:
+    """Return the IPC stream of a record batch, with options of `pa.ipc.IpcWriteOptions`."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as out:
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(**options)) as out:
         out.write_batch(batch)
     return sink.getvalue().to_pybytes()
 

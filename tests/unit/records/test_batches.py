@@ -150,13 +150,15 @@ def test_newer_major_version_is_refused_with_both_versions():
 
 
 @given(data=st.data())
-def test_flipped_byte_is_refused(data: st.DataObject):
-    encoded = encode_mini_batch(mini_batch("abCdE", "a|bC"))
+def test_flipped_byte_is_refused_or_harmless(data: st.DataObject):
+    """Harmless: the padding of the IPC stream, which holds no content."""
+    mini = mini_batch("abCdE", "a|bC")
+    encoded = encode_mini_batch(mini)
     damaged = bytearray(encoded.data)
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
 
-    with pytest.raises(CorruptRecordError, match="content of a mini-batch"):
-        decode_mini_batch(damaged, expected_hash=encoded.content_hash)
+    with contextlib.suppress(CorruptRecordError):
+        assert_same(decode_mini_batch(damaged, expected_hash=encoded.content_hash), mini)
     with contextlib.suppress(RecordError):  # some values are as good as the true ones
         decode_mini_batch(damaged)
 

@@ -128,6 +128,12 @@ def test_column_inside_a_longer_buffer_is_encoded_alone():
     assert encoded.data == encode_mini_batch(mini).data
 
 
+HASHES = {
+    "tokens": "c3fabd11d84be516c8287891d2236f47b2f35c4629226066641f1af997f6bb6a",
+    "operations": "ba2bc90edc8324fa29763cab48d9b43c13a64992b8433ab6eefbba74bfbff95f",
+    "operations_of_several": "b6e2923fbdfc5ffe777f1469534f4528220143e774bb5ceb4982b5b695d0658d",
+    "extras": "374dc5e742513eea0f06463728a52c6948f542cf56c8acf6797fe29a26057262",
+}
 GOLDEN_BATCHES = {
     "tokens": with_tokens(),
     "operations": with_operations(),
@@ -139,10 +145,12 @@ GOLDEN_BATCHES = {
 @pytest.mark.parametrize("name", GOLDEN_BATCHES)
 def test_stored_mini_batch_with_such_columns_is_read(name: str):
     path = GOLDEN / f"mini_batch_{name}.hex"
-    now = "\n".join(textwrap.wrap(encode_mini_batch(GOLDEN_BATCHES[name]).data.hex(), 96))
+    encoded = encode_mini_batch(GOLDEN_BATCHES[name])
+    now = "\n".join(textwrap.wrap(encoded.data.hex(), 96))
     assert path.exists(), f"{path.name} would now be:\n{now}"
+    assert encoded.content_hash == HASHES[name]
 
-    decoded = decode_mini_batch(bytes.fromhex(path.read_text()))
+    decoded = decode_mini_batch(bytes.fromhex(path.read_text()), expected_hash=HASHES[name])
 
     assert_same(decoded, GOLDEN_BATCHES[name])
 

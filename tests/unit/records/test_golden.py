@@ -25,7 +25,7 @@ from testkit import (
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.errors import UnknownFormatError
-from turnstream.records.batches import decode_mini_batch
+from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.records.configs import decode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
@@ -54,6 +54,7 @@ from turnstream.types import (
 )
 
 GOLDEN = Path(__file__).parent / "golden"
+MINI_BATCH_HASH = "027b0f3ca45384ba9570cbc21b8ba60d4a038c76e37b3aa215d901a8f87dee0a"
 
 EVENTS: dict[str, Event] = {
     "group_opened": GroupOpened(group_id="g0", prompt_uid="gsm8k-17", num_samples=8),
@@ -247,6 +248,7 @@ def test_stored_config_of_format_2_is_read():
 def test_stored_mini_batch_of_format_0_is_read():
     stored = read_golden("mini_batch.hex")
 
-    decoded = decode_mini_batch(stored)
+    decoded = decode_mini_batch(stored, expected_hash=MINI_BATCH_HASH)
 
     assert_same(decoded, golden_mini_batch())
+    assert encode_mini_batch(golden_mini_batch()).content_hash == MINI_BATCH_HASH

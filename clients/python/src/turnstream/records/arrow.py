@@ -1,4 +1,4 @@
-"""Conversion between numpy and Arrow, without a copy of numbers.
+"""Conversion between numpy and Arrow, without a copy of numbers, and the hash of a record batch.
 
 Values of more than one dimension are nested fixed-size lists: their type has the shape.
 """
@@ -10,6 +10,8 @@ Values of more than one dimension are nested fixed-size lists: their type has th
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -109,3 +111,64 @@ def ragged_from_arrow(column: pa.Array) -> Ragged[Any]:
         shape.append(size)
         values = values.values.slice(values.offset * size, len(values) * size)
     return Ragged(numbers(values).reshape(shape), offsets)
+
+
+def content_hash(batch: pa.RecordBatch) -> str:
+    """Return the hex SHA-256 over names, types and values of all columns, and the metadata.
+
+    It does not depend on the IPC framing, on slices and on the order of columns. Columns of
+    another type than numbers, text, lists and structs are a CorruptRecordError.
+    """
+    digest = hashlib.sha256()
+    for piece in _content(batch):
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _content(batch: pa.RecordBatch) -> Iterator[bytes | memoryview]:
+    for key, value in sorted((batch.schema.metadata or {}).items()):
+        yield b"metadata"
+        yield key
+        yield value
+    for name in sorted(batch.schema.names):
+        yield b"column"
+        yield name.encode()
+        yield from _array_content(column_of(batch, name))
+
+
+def _array_content(array: pa.Array) -> Iterator[bytes | memoryview]:
+    kind = array.type
+    yield _bytes_of(array.is_valid().to_numpy(zero_copy_only=False)) if array.null_count else b""
+    if pa.types.is_list(kind):
+        values, offsets = list_from_arrow(array)
+        yield b"list"
+        yield _bytes_of(offsets)
+        yield from _array_content(values)
+    elif pa.types.is_fixed_size_list(kind):
+        size = kind.list_size
+        yield b"lists of %d" % size
+        yield from _array_content(array.values.slice(array.offset * size, len(array) * size))
+    elif pa.types.is_struct(kind):
+        yield b"struct of %d" % kind.num_fields
+        for position, field in enumerate(kind):
+            yield field.name.encode()
+            yield from _array_content(array.field(position))
+    elif pa.types.is_string(kind):
+        _, bounds, text = array.buffers()
+        offsets = np.frombuffer(bounds or bytes(4), np.int32)[array.offset :][: len(array) + 1]
+        yield b"text"
+        yield _bytes_of(offsets - offsets[0])
+        yield memoryview(text or b"")[offsets[0] : offsets[-1]]
+    elif pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        zero = False if pa.types.is_boolean(kind) else 0
+        filled = array.fill_null(zero) if array.null_count else array
+        values = filled.to_numpy(zero_copy_only=False)
+        yield values.dtype.name.encode()
+        yield _bytes_of(values)
+    else:
+        raise CorruptRecordError(f"no content hash of a column of type {kind}")
+
+
+def _bytes_of(values: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(values).data.cast("B")

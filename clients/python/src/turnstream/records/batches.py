@@ -2,7 +2,7 @@
 
 Columns are ragged, without padding; the schema's metadata describes the mini-batch. The encoding is
 canonical: metadata sorted, zeros under nulls, no dictionaries, no compression. Columns and metadata
-of a newer release are ignored.
+of a newer release are ignored, and are part of the hash.
 """
 
 # pyarrow has neither stubs nor annotations, so all its values are unknown to the checker.
@@ -12,7 +12,6 @@ of a newer release are ignored.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from turnstream.errors import BatchingError, CorruptRecordError, RecordError
 from turnstream.records.arrow import (
     column_of,
     compact,
+    content_hash,
     list_from_arrow,
     list_of,
     list_to_arrow,
@@ -84,7 +84,7 @@ class EncodedMiniBatch(NamedTuple):
 
     Attributes:
         data: an Arrow IPC stream: schema, one record batch, end.
-        content_hash: hex SHA-256 of `data`.
+        content_hash: hex SHA-256 over columns and metadata; independent of the IPC framing.
         num_bytes: length of `data`.
     """
 
@@ -103,8 +103,7 @@ def encode_mini_batch(mini_batch: MiniBatch) -> EncodedMiniBatch:
     _write_stream(measured, batch)
     data = pa.allocate_buffer(measured.size())
     _write_stream(pa.FixedSizeBufferWriter(data), batch)
-    view = memoryview(data).toreadonly()
-    return EncodedMiniBatch(view, hashlib.sha256(view).hexdigest(), data.size)
+    return EncodedMiniBatch(memoryview(data).toreadonly(), content_hash(batch), data.size)
 
 
 def decode_mini_batch(
@@ -116,10 +115,10 @@ def decode_mini_batch(
         data: the stream of `encode_mini_batch`.
         expected_hash: the content hash; None skips this check.
     """
-    if expected_hash is not None and hashlib.sha256(data).hexdigest() != expected_hash:
-        raise CorruptRecordError(f"the content of a mini-batch of {len(data)} bytes differs")
     try:
         batch = _read_stream(data)
+        if expected_hash is not None and content_hash(batch) != expected_hash:
+            raise CorruptRecordError(f"the content of a mini-batch of {len(data)} bytes differs")
         info = decode_info(batch.schema.metadata or {})
         mini_batch = MiniBatch(rows=_to_rows(batch), info=info)
     except RecordError:

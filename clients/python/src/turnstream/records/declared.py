@@ -2,7 +2,7 @@
 
 The operation columns are present together or not at all. An extra column `name` travels as
 `extra.name`, so that it has another name than every built-in column. The unit that has one value is
-in the schema's metadata.
+in the schema's metadata, and so part of the content hash.
 """
 
 # pyarrow has neither stubs nor annotations, so all its values are unknown to the checker.

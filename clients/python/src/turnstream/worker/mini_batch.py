@@ -21,7 +21,7 @@ class PulledMiniBatch(MiniBatch):
     """One rank's rows of one optimizer update, checked on arrival.
 
     Attributes:
-        content_hash: hex SHA-256 of its bytes; equal for every replica and retry.
+        content_hash: hex SHA-256 over columns and metadata; equal for every replica and retry.
         num_bytes: size of the Arrow encoding on the wire.
     """
 
