@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.store.waits.pass_rate import RecentGroups, recent_groups
 from turnstream.store.waits.read_waits import read_waits
+from turnstream.store.waits.wait_reasons import RecentGroups, recent_groups
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.admin.forks import fork_run
 from turnstream_server.bus.queries.run_snapshot import read_snapshot

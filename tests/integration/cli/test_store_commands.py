@@ -222,7 +222,7 @@ def test_why_names_whom_everybody_waits_for(url: str) -> None:
     facts = [(each["kind"], each["facts"]) for each in found]
     assert [kind for kind, _ in facts] == [
         *("too_few_ready", "generator_gone", "member_lapsed", "member_lapsed"),
-        *("reward_awaited", "refill_open", "member_not_begun"),
+        *("reward_awaited", "refill_open", "member_not_started"),
     ]
     short, gone, lapsed, _, reward, refill, not_begun = [named for _, named in facts]
     assert {"step": 1, "ready": 1, "needed": 2, "open": 2}.items() <= short.items()
@@ -271,7 +271,7 @@ def test_why_reports_a_finished_run(url: str) -> None:
         create_run(client, "maze", config())
         close_run(client, "maze")
 
-    assert [each["kind"] for each in reasons_of("maze")] == ["run_over"]
+    assert [each["kind"] for each in reasons_of("maze")] == ["run_finished"]
 
 
 def test_why_without_planner_and_groups(url: str) -> None:

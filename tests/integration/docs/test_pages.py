@@ -134,7 +134,7 @@ def test_waits_runs_as_printed(runner: Runner, capsys: pytest.CaptureFixture[str
         runner.run_all()
 
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("no_leave group g7 has waited 1 s for leave to start: 2 groups are")
+    assert first.startswith("no_admission group g7 has waited 1 s for admission: 2 groups are")
 
 
 def test_late_rewards_runs_as_printed(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:

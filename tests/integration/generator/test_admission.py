@@ -90,7 +90,7 @@ def test_admission_wait_ends_by_its_deadline_with_the_reason(store: Store) -> No
         with pytest.raises(NotReadyError, match=r"within 0\.1 s: 1 groups are live, 1 are allowed"):
             publisher.publish(group("b")).result(10)
         with (
-            pytest.raises(NotReadyError, match="group c: no leave"),
+            pytest.raises(NotReadyError, match="group c: no admission"),
             publisher.group("c", 2),
         ):
             pass

@@ -256,9 +256,9 @@ async def test_admission_wait_ends_by_its_deadline_on_a_silent_store(
         first.abandon("over")
 
     assert type(error) is NotReadyError
-    assert kinds(error)[:2] == [WaitKind.NO_LEAVE, WaitKind.STORE_SILENT]
+    assert kinds(error)[:2] == [WaitKind.NO_ADMISSION, WaitKind.STORE_SILENT]
     assert "1 groups are live, 1 are allowed" in error.reasons[0].sentence
-    assert 1.0 <= facts(error, WaitKind.NO_LEAVE)["waited_s"] < LONGEST_S
+    assert 1.0 <= facts(error, WaitKind.NO_ADMISSION)["waited_s"] < LONGEST_S
 
 
 async def test_task_requested_from_a_silent_store_is_returned_next(

@@ -71,10 +71,15 @@ def test_admission_wait_names_the_lost_generator_and_its_silence(store: Store) -
         pass
 
     assert kinds(caught.value) == [
-        *(WaitKind.NO_LEAVE, WaitKind.NO_PLANNER, WaitKind.TOO_FEW_READY, WaitKind.GENERATOR_GONE),
+        *(
+            WaitKind.NO_ADMISSION,
+            WaitKind.NO_PLANNER,
+            WaitKind.TOO_FEW_READY,
+            WaitKind.GENERATOR_GONE,
+        ),
         *(WaitKind.MEMBER_LAPSED, WaitKind.MEMBER_LAPSED, WaitKind.OUT_OF_CAPACITY),
     ]
-    waited = facts(caught.value, WaitKind.NO_LEAVE)
+    waited = facts(caught.value, WaitKind.NO_ADMISSION)
     assert (waited["group"], waited["samples"], 0.1 <= waited["waited_s"] < 10) == ("b", 2, True)
     gone = facts(caught.value, WaitKind.GENERATOR_GONE)
     assert (gone["writer"], gone["open"], 39 < gone["silent_s"] < 59) == ("dead", 2, True)
@@ -103,7 +108,7 @@ async def test_async_publisher_gets_the_same_reasons(store: Store) -> None:
         writer.abandon("over")
 
     expected = [
-        *(WaitKind.NO_LEAVE, WaitKind.NO_PLANNER, WaitKind.TOO_FEW_READY, WaitKind.MEMBER_OPEN),
+        *(WaitKind.NO_ADMISSION, WaitKind.NO_PLANNER, WaitKind.TOO_FEW_READY, WaitKind.MEMBER_OPEN),
         WaitKind.OUT_OF_CAPACITY,
     ]
     assert kinds(entered.value) == kinds(published.value) == expected
@@ -207,7 +212,7 @@ async def test_awaited_receipt_reports_that_its_group_waits_for_admission(store:
 
     for error in (waited.value, flushed.value):
         assert facts(error, WaitKind.NOT_ACKNOWLEDGED)["group"] == "b"
-        assert facts(error, WaitKind.NO_LEAVE)["group"] == "b"
+        assert facts(error, WaitKind.NO_ADMISSION)["group"] == "b"
 
 
 def test_disk_wait_ends_with_the_time_left(store: Store) -> None:
@@ -239,7 +244,7 @@ def test_wait_for_space_times_out_with_the_holders(own_store: Store) -> None:
         writer.append(ids("abcde"), ids("f")).result(10)
         writer.abandon("over")
 
-    room = facts(caught.value, WaitKind.NO_ROOM)
+    room = facts(caught.value, WaitKind.NO_SPACE)
     assert (room["inflight_bytes"] > 1, room["max_inflight_bytes"]) == (True, 1)
     assert facts(caught.value, WaitKind.NOT_ACKNOWLEDGED)["turn"] == 1
     assert facts(caught.value, WaitKind.STORE_SILENT)["since_s"] > 0
@@ -261,5 +266,5 @@ async def test_finished_group_waits_for_capacity_until_both_timeouts(
         own_store.client.client_unpause()
         await stuck
 
-    assert facts(caught.value, WaitKind.NO_ROOM)["held_bytes"] > 0
+    assert facts(caught.value, WaitKind.NO_SPACE)["held_bytes"] > 0
     assert facts(caught.value, WaitKind.NOT_ACKNOWLEDGED)["group"] == "b"

@@ -51,7 +51,7 @@ def test_publisher_warns_once_of_a_group_without_admission(
     with pytest.raises(NotReadyError):
         publisher.close(1.0)
 
-    [warning] = [each for each in warnings(caplog) if "leave to start" in each]
+    [warning] = [each for each in warnings(caplog) if "for admission" in each]
     assert warning.startswith("run waits: group g1 has waited")
     assert "1 groups are live, 1 are allowed after step 0" in warning
 

@@ -11,7 +11,7 @@ from turnstream.store.client import keys
 
 _UNFINISHED = ("open", "sealed", "awaiting_reward")
 _GIVEN_UP = re.compile(r"abandoned:the lease of (.*) ended")
-_NO_LEAVE = "the run takes no new group"
+_NO_ADMISSION = "the run takes no new group"
 _HALF_GONE = "the store came back without turn"
 _NO_TOMBSTONE = "the trajectory was never opened, or is released"
 _PROMPT_GOES_ON = "or has trained as one"
@@ -82,7 +82,7 @@ def _is_named_well(writes: RunWrites, name: str, state: str) -> bool:
     is_half_gone = had_another and _HALF_GONE in writes.shared.history.lost[name]
     has_another = state != "nowhere" and had_another
     may_be_given_again = state == "nowhere" or _is_task(name)
-    has_no_leave = may_be_given_again and writes.shared.history.lost[name].endswith(_NO_LEAVE)
+    has_no_leave = may_be_given_again and writes.shared.history.lost[name].endswith(_NO_ADMISSION)
     is_left_out = state == "nowhere" and _is_decided(
         writes, keys.parse_trajectory_id(name).group_id
     )

@@ -13,7 +13,7 @@ from testkit import turn
 from testkit.snapshots import scanned
 from turnstream.errors import BatcherUnavailableError, WaitKind, WaitReason
 from turnstream.generator.encode.encoder import TrajectoryDraft
-from turnstream.generator.outbox.outbox_waits import no_room, not_on_disk, of_writes
+from turnstream.generator.outbox.outbox_waits import no_space, not_on_disk, of_writes
 from turnstream.generator.outbox.trajectory_queue import Lane, PendingTurn
 from turnstream.store.waits.awaited import (
     admission_awaited,
@@ -23,10 +23,10 @@ from turnstream.store.waits.awaited import (
     store_away,
     store_silent,
 )
-from turnstream.store.waits.wait_durations import Durations
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.store.waits.wait_snapshot import (
     AwaitedReward,
+    Durations,
     KeptDeadLetters,
     LapsedWriter,
     OpenMember,
@@ -64,7 +64,7 @@ def of(**changes: Any) -> WaitSnapshot:
 
 SMALL = {"batch_groups": 8, "mini_batch_groups": 8, "max_bytes": 200_000}
 MOMENTS = [
-    of(groups=(replace(GROUP, open_members=(MEMBER,), not_begun=(2,)),), num_live=48),
+    of(groups=(replace(GROUP, open_members=(MEMBER,), not_started=(2,)),), num_live=48),
     of(
         reserved=39_321_600,
         stored=1_048_576,
@@ -130,7 +130,7 @@ def of_waits() -> list[WaitReason]:
         no_refill(of(), waited_s=60)[0],
         no_version(4, of(newest_version=4), waited_s=60)[0],
         no_batch("maze", 5, waited_s=600),
-        no_room(inflight_bytes=67_107_000, held_bytes=1_000, max_inflight_bytes=67_108_864),
+        no_space(inflight_bytes=67_107_000, held_bytes=1_000, max_inflight_bytes=67_108_864),
         *of_writes([lane], None, silent_s=12.0),
         not_acknowledged("step 5 as stepped", waited_s=600),
         not_on_disk(left_s=3.0, keep_s=5.0),

@@ -1,4 +1,4 @@
-"""Groups that ask for leave, without a store: rounds are taken, and answered by hand."""
+"""Groups that ask for admission, without a store: rounds are taken, and answered by hand."""
 
 from __future__ import annotations
 
@@ -20,15 +20,24 @@ def waits_reply() -> list[Any]:
     config = encode_config(BatchingConfig(batch_groups=4, mini_batch_groups=4))
     frontier = [b"stepped", b"0", b"live_groups", b"4", b"opened_groups", b"4", b"paused", b"why"]
     leader = [b"owner", b"batcher", b"expires_ms", b"105000"]
-    refills, version, memory, times = [], None, [0, 0, None], [None, None]
-    return [
-        *(b"100000", frontier, config, leader, [], [], [], 0, 0),
-        *(refills, version, memory, 0, [], times, []),
-    ]
+    parts: dict[str, Any] = {
+        **{key: [] for key in ("budget", "counts", "ranks", "oldest_refills", "leases")},
+        **dict.fromkeys(("num_again", "num_refills", "num_leases"), 0),
+        "now_ms": b"100000",
+        "version_id": b"",
+        "config": config,
+        "frontier": frontier,
+        "leader": leader,
+        "last_ids": [b"0-0", b"0-0"],
+        "prompts": [None] * 4,
+        "server": [0, 0, None],
+        "step_times": [None, None],
+    }
+    return [word for name, part in parts.items() for word in (name.encode(), part)]
 
 
 def kinds(opened: Delivery) -> list[str]:
-    """The reasons with which a wait for leave ended, for programs."""
+    """The reasons with which a wait for admission ended, for programs."""
     (error,) = opened.errors.values()
     assert isinstance(error, NotReadyError)
     return [reason.kind for reason in error.reasons]
@@ -91,7 +100,7 @@ def test_admission_wait_ends_by_its_deadline() -> None:
 
     assert (asked_s, driver.script_names(asked)) == (pytest.approx(159.0), ["read_waits"])
     assert driver.now_s == pytest.approx(160.0)
-    with pytest.raises(NotReadyError, match="group g: no leave to start within 60 s: the planner"):
+    with pytest.raises(NotReadyError, match="group g: no admission within 60 s: the planner"):
         opened.raise_error()
 
 
@@ -109,7 +118,7 @@ def test_admission_wait_ends_by_its_deadline_while_the_store_is_away() -> None:
     assert driver.now_s == pytest.approx(160.0)
     (error,) = opened.errors.values()
     assert isinstance(error, NotReadyError)
-    assert [reason.kind for reason in error.reasons] == [WaitKind.NO_LEAVE, WaitKind.STORE_AWAY]
+    assert [reason.kind for reason in error.reasons] == [WaitKind.NO_ADMISSION, WaitKind.STORE_AWAY]
     assert error.reasons[0].facts == {"group": "g", "samples": 3, "waited_s": pytest.approx(60.0)}
 
 
@@ -142,7 +151,7 @@ def test_short_admission_wait_reads_its_reasons_at_once() -> None:
     driver.take()
 
     assert driver.script_names(sent) == ["open_group", "read_waits"]
-    assert kinds(opened) == [WaitKind.NO_LEAVE, WaitKind.RUN_PAUSED]
+    assert kinds(opened) == [WaitKind.NO_ADMISSION, WaitKind.RUN_PAUSED]
 
 
 def test_answer_from_before_a_wait_is_not_its_reason() -> None:
@@ -161,7 +170,7 @@ def test_answer_from_before_a_wait_is_not_its_reason() -> None:
         for delivery in (opened, later)
     ]
 
-    assert said == [[WaitKind.NO_LEAVE, WaitKind.RUN_PAUSED], [WaitKind.NO_LEAVE]]
+    assert said == [[WaitKind.NO_ADMISSION, WaitKind.RUN_PAUSED], [WaitKind.NO_ADMISSION]]
 
 
 def test_admitted_group_reads_no_wait_reasons() -> None:
@@ -217,7 +226,7 @@ def test_admission_wait_ends_by_its_deadline_on_a_silent_store() -> None:
     driver.outbox.expire(driver.now_s)
 
     assert driver.now_s == pytest.approx(160.0)
-    assert kinds(opened) == [WaitKind.NO_LEAVE, WaitKind.STORE_SILENT]
+    assert kinds(opened) == [WaitKind.NO_ADMISSION, WaitKind.STORE_SILENT]
 
 
 @pytest.mark.parametrize("answer", [[5], ResponseError("WAIT [8-0] no capacity")])
@@ -236,7 +245,7 @@ def test_group_opened_after_its_wait_ended_is_abandoned(answer: Any) -> None:
     assert lane.error is not None
     assert driver.outbox.wake_id is None
     abandons = [] if sent is None else [(c.script.name, *c.args[:3]) for c in sent.commands]
-    expected = ("abandon", "g/0/0", "5:w", "its wait for leave had ended")
+    expected = ("abandon", "g/0/0", "5:w", "its wait for admission had ended")
     assert abandons == ([] if isinstance(answer, ResponseError) else [expected])
 
 

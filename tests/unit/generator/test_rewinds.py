@@ -300,7 +300,7 @@ def test_failed_trajectory_reserves_nothing() -> None:
 
 
 def test_lost_group_waits_for_admission_without_a_deadline() -> None:
-    # It was lost when the wait for leave of a new group would have ended.
+    # It was lost when the wait for admission of a new group would have ended.
     driver, _, end = sealed()
     restart(driver)
     driver.answer(ResponseError("WAIT [7-0] no capacity"))

@@ -10,11 +10,11 @@ import pytest
 from testkit.snapshots import scanned, snapshot
 from turnstream.errors import WaitKind, WaitReason
 from turnstream.store.waits.awaited import no_refill
-from turnstream.store.waits.wait_durations import Durations
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.store.waits.wait_snapshot import (
     MAX_NAMED,
     AwaitedReward,
+    Durations,
     LapsedWriter,
     OpenMember,
     WaitingGroup,
@@ -201,7 +201,7 @@ def test_generator_is_gone_when_all_its_leases_have_lapsed() -> None:
 
     assert gone == (LapsedWriter(writer="dead", num_open=2, silent_s=30.0),)
     assert the(WaitKind.GENERATOR_GONE, snapshot(lapsed_writers=gone)).sentence == (
-        "generator dead is gone: all 2 trajectories that it holds have lapsed, the last 30 s ago"
+        "generator dead is gone: all 2 trajectories that it writes have lapsed, the last 30 s ago"
     )
 
 
@@ -253,11 +253,11 @@ def test_open_members_are_a_reason_only_if_something_waits_for_them() -> None:
 
 
 def test_missing_samples_rewards_and_refills_are_named() -> None:
-    group = replace(GROUP, age_s=None, awaited=(REWARD,), not_begun=(3,))
+    group = replace(GROUP, age_s=None, awaited=(REWARD,), not_started=(3,))
     seen = scanned(groups=(group,), refills=REFILLS)
 
-    assert the(WaitKind.MEMBER_NOT_BEGUN, seen).sentence == (
-        "group g (1 of 2 members) waits for sample 3: no generator has begun it"
+    assert the(WaitKind.MEMBER_NOT_STARTED, seen).sentence == (
+        "group g (1 of 2 members) waits for sample 3: no generator has started it"
     )
     assert the(WaitKind.REWARD_AWAITED, seen).sentence == (
         "group g (1 of 2 members) waits for the reward of sample 0, which is sealed for 12 s; "
@@ -307,8 +307,8 @@ def test_finished_run_needs_no_planner() -> None:
     (found,) = reasons(scanned(is_closed=True, num_ready=0, num_waiting=0, planner=""))
 
     assert (found.kind, found.sentence) == (
-        WaitKind.RUN_OVER,
-        "run maze is closed and over: all 2 steps are stepped",
+        WaitKind.RUN_FINISHED,
+        "run maze is closed and finished: all 2 steps are stepped",
     )
 
 
@@ -320,13 +320,13 @@ def test_closed_run_waits_for_open_groups_and_for_its_last_short_batch() -> None
 
 
 def test_while_a_batch_is_offered_only_what_has_failed_is_a_reason() -> None:
-    group = replace(GROUP, open_members=(ALIVE, LAPSED), awaited=(REWARD,), not_begun=(3,))
+    group = replace(GROUP, open_members=(ALIVE, LAPSED), awaited=(REWARD,), not_started=(3,))
 
     assert kinds(scanned(planned=3, groups=(group,), refills=REFILLS)) == [WaitKind.MEMBER_LAPSED]
 
 
 def test_the_most_important_reason_comes_first() -> None:
-    group = replace(GROUP, open_members=(ALIVE, LAPSED), awaited=(REWARD,), not_begun=(3,))
+    group = replace(GROUP, open_members=(ALIVE, LAPSED), awaited=(REWARD,), not_started=(3,))
     seen = scanned(
         num_opened=100,
         num_live=16,
@@ -344,7 +344,7 @@ def test_the_most_important_reason_comes_first() -> None:
         WaitKind.PASS_RATE_LOW,
         WaitKind.REWARD_AWAITED,
         WaitKind.REFILL_OPEN,
-        WaitKind.MEMBER_NOT_BEGUN,
+        WaitKind.MEMBER_NOT_STARTED,
         WaitKind.MEMBER_OPEN,
         WaitKind.OUT_OF_CAPACITY,
     ]

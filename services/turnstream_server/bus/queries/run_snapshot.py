@@ -219,7 +219,7 @@ class _Times:
                 )
                 for key in sorted(group.awaited)[:MAX_NAMED]
             ),
-            not_begun=tuple(group.not_begun[:MAX_NAMED]),
+            not_started=tuple(group.not_begun[:MAX_NAMED]),
         )
 
     def open_members(self, group: _Group) -> list[OpenMember]:

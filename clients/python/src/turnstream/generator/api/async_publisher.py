@@ -67,7 +67,7 @@ class AsyncPublisher(
         """Trajectories of the run that may be adopted now. See `Publisher.lapsed`."""
         wait = self._wait(f"run {self._outbox.run!r}: what has lapsed was not listed")
         run = await take_steps_async(self._client, self._found(), wait)
-        async with wait.asking_async():
+        async with wait.bounded_async():
             return await list_lapsed_async(self._client, run)
 
     async def adopt(self, group_id: str, sample: int, attempt: int = 0) -> AsyncTrajectoryWriter:

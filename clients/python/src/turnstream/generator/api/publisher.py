@@ -86,7 +86,7 @@ class Publisher(PublisherCore[Sender, Receipt, GroupWriter, TrajectoryWriter]):
         """
         wait = self._wait(f"run {self._outbox.run!r}: what has lapsed was not listed")
         run = take_steps(self._client, self._found(), wait)
-        with wait.asking():
+        with wait.bounded():
             return list_lapsed(self._client, run)
 
     def adopt(self, group_id: str, sample: int, attempt: int = 0) -> TrajectoryWriter:

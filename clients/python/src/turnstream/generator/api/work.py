@@ -125,8 +125,8 @@ class WorkQueue:
                     answers = yield open_refill_command(run, self._writer, refill)
                     if isinstance(answers[0], int):  # the epoch; a text names another writer
                         return refill
-            wait.told(_none_left(refills))
-            if wait.is_over:
+            wait.note_answer(_none_left(refills))
+            if wait.has_timed_out:
                 facts = yield ReadWaits(run)
                 raise NotReadyError(wait.message, no_refill(facts, waited_s=wait.wait_s))
             if not untried:
@@ -170,8 +170,8 @@ class WorkQueue:
                 if found.epochs and (trajectories := adopt(found)):
                     return found.task, trajectories
                 continue  # another writer opened it first, or it is written here already
-            wait.told(found.why)
-            if wait.is_over:
+            wait.note_answer(found.why)
+            if wait.has_timed_out:
                 if found.is_exhausted:
                     raise PromptsExhaustedError(f"run {run!r}: {found.why}")
                 facts = yield ReadWaits(run)

@@ -26,7 +26,7 @@ ASKS_BEFORE_S: Final = 1.0
 ASKS_EVERY_S: Final = 5.0
 """Many groups may wait for the same: one answer will do for so long."""
 
-_TOO_LATE: Final = "its wait for leave had ended"
+_TOO_LATE: Final = "its wait for admission had ended"
 
 
 class Admissions:
@@ -132,7 +132,7 @@ class Admissions:
             store: reasons why the store does not answer.
         """
         while (admission := self._oldest) is not None and self._left_s(admission, now_s) == 0:
-            head = f"group {admission.group.group_id}: no leave to start"
+            head = f"group {admission.group.group_id}: no admission"
             message = f"{head} within {self._timeout_s:g} s: {admission.reason}"
             why = [self._awaited(admission, now_s), *store, *self._reasons(admission, now_s)]
             self._reject(admission, NotReadyError(message, why))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from turnstream.errors import WaitReason
 from turnstream.generator.encode.encoder import TurnRecord
-from turnstream.generator.outbox.outbox_waits import no_room
+from turnstream.generator.outbox.outbox_waits import no_space
 from turnstream.generator.outbox.trajectory_queue import Lane
 
 
@@ -87,7 +87,7 @@ class InflightCounts:
 
     def capacity_reason(self) -> WaitReason:
         """Return the reason for a lack of space."""
-        return no_room(
+        return no_space(
             inflight_bytes=self._inflight_bytes,
             held_bytes=self._held_bytes,
             max_inflight_bytes=self._max_inflight_bytes,

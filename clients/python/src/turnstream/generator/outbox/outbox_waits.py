@@ -76,7 +76,7 @@ def of_what_ends(
         case Lane():
             return of_writes([what], None, silent_s=silent_s)
         case Admission(group=group, since_s=None):
-            sentence = f"group {group.group_id} has asked for leave to start, and was not answered"
+            sentence = f"group {group.group_id} has asked for admission, and was not answered"
             facts = {"group": group.group_id, "samples": group.num_samples}
             return [WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, facts)]
         case Admission(group=group, reason=reason, since_s=since_s):
@@ -86,12 +86,12 @@ def of_what_ends(
             return [WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, {"call": what})]
 
 
-def no_room(*, inflight_bytes: int, held_bytes: int, max_inflight_bytes: int) -> WaitReason:
+def no_space(*, inflight_bytes: int, held_bytes: int, max_inflight_bytes: int) -> WaitReason:
     """Return the reason for a lack of space."""
     return WaitReason(
-        WaitKind.NO_ROOM,
+        WaitKind.NO_SPACE,
         f"{inflight_bytes + held_bytes:,} bytes are not acknowledged, {held_bytes:,} of them of "
-        f"groups that wait for leave; max_inflight_bytes is {max_inflight_bytes:,}",
+        f"groups that wait for admission; max_inflight_bytes is {max_inflight_bytes:,}",
         {
             "inflight_bytes": inflight_bytes,
             "held_bytes": held_bytes,

@@ -57,7 +57,7 @@ class WaitMessages:
         """Return whether the store is full, away or silent."""
         return self._outage.why(now_s, self._admissions.waits)
 
-    def no_room(self, now_s: float) -> list[WaitReason]:
+    def no_space(self, now_s: float) -> list[WaitReason]:
         """Why nothing more may be accepted."""
         return [self._tracker.inflight.capacity_reason(), *self.waiting(now_s)]
 

@@ -36,7 +36,7 @@ class SenderBase(ABC, Generic[_Waited]):
             NotReadyError: there was no capacity within `timeout_s`, with the reason.
         """
         message = "no room for more writes within"
-        return self._wait(has_capacity, timeout_s, message, self._outbox.why.no_room)
+        return self._wait(has_capacity, timeout_s, message, self._outbox.why.no_space)
 
     def flush(self, timeout_s: float | None) -> _Waited:
         """Wait until everything accepted is acknowledged or has failed.

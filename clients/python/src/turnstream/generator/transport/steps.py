@@ -68,8 +68,8 @@ async def take_steps_async(
 
 def _reply(client: redis.Redis, step: Step, wait: StoreWait) -> Any:
     if isinstance(step, ReadWaits):
-        return wait.look(client, step.run)
-    with wait.asking():
+        return wait.read_waits(client, step.run)
+    with wait.bounded():
         if isinstance(step, Command):
             return run_command(client, step)
         return client.execute_command(*step)
@@ -77,8 +77,8 @@ def _reply(client: redis.Redis, step: Step, wait: StoreWait) -> Any:
 
 async def _reply_async(client: redis.asyncio.Redis, step: Step, wait: StoreWait) -> Any:
     if isinstance(step, ReadWaits):
-        return await wait.look_async(client, step.run)
-    async with wait.asking_async():
+        return await wait.read_waits_async(client, step.run)
+    async with wait.bounded_async():
         if isinstance(step, Command):
             return await run_command_async(client, step)
         return await client.execute_command(*step)

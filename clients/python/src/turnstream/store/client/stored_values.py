@@ -85,6 +85,14 @@ class StoredHash(NamedTuple):
         with reading(self.key, name):
             return parse(value)
 
+    def number(self, name: str) -> int:
+        """Return a whole number; 0 where the field is missing."""
+        return self.parsed(name, parsed_number, 0)
+
+    def text(self, name: str) -> str:
+        """Return a text; empty where the field is missing."""
+        return self.parsed(name, bytes.decode, "")
+
     def needed(self, name: str, parse: Callable[[bytes], _T]) -> _T:
         """Return a field that is always there."""
         value = self.fields.get(name.encode())

@@ -1,4 +1,4 @@
-"""A wait that asks a store, call by call: by when each must be answered, and why one was not."""
+"""A wait for the store in several calls: the deadline of each, and why one had no answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import NamedTuple
 
 import redis
 import redis.asyncio
@@ -26,20 +25,15 @@ from turnstream.store.waits.read_waits import read_waits, read_waits_async
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 
 
-class _Told(NamedTuple):
-    why: str
-    at_s: float
-
-
 class StoreWait:
-    """A wait that asks a store in several calls, with one deadline.
+    """A wait for the store in several calls, with one deadline.
 
     Args:
         client: client of the store.
         kind: the awaited thing, for programs; None for a call without a wait.
         what: the same for people, as in "run 'maze': no task".
-        wait_s: how long, from now on. A call that was sent before the deadline has ANSWER_S more
-            for its answer.
+        wait_s: length of the wait. A call that was sent before the deadline has ANSWER_S more for
+            its answer.
         clock: returns seconds; in asyncio that of the event loop.
     """
 
@@ -58,7 +52,7 @@ class StoreWait:
         self.wait_s = wait_s
         self._clock = clock
         self._since_s = clock()
-        self._told: _Told | None = None
+        self._last_answer: tuple[str, float] | None = None
 
     @property
     def message(self) -> str:
@@ -66,7 +60,7 @@ class StoreWait:
         return f"{self._what} within {self.wait_s:g} s"
 
     @property
-    def is_over(self) -> bool:
+    def has_timed_out(self) -> bool:
         """Whether the deadline has passed."""
         return self._left_s <= 0
 
@@ -75,38 +69,38 @@ class StoreWait:
         """Milliseconds for which the next blocking read may wait; at least one."""
         return max(1, int(min(MAX_BLOCK_S, self._left_s) * 1000))
 
-    def told(self, why: str) -> None:
-        """The store has answered, and said this of what is waited for."""
-        self._told = _Told(why, self._clock())
+    def note_answer(self, why: str) -> None:
+        """Record why the store has not granted the awaited thing."""
+        self._last_answer = why, self._clock()
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
+    def bounded(self) -> Iterator[None]:
         """End blocking calls inside by the deadline, with the reasons in the error."""
-        asked_s = self._clock()
+        sent_s = self._clock()
         try:
             with ending_by(self._last_s), translating():
                 yield
         except (StoreFullError, StoreUnavailableError) as error:
-            raise self._unanswered(error, asked_s) from error
+            raise self._unanswered(error, sent_s) from error
 
     @contextlib.asynccontextmanager
-    async def asking_async(self) -> AsyncIterator[None]:
-        """The same as `asking`, for asyncio."""
-        asked_s = self._clock()
+    async def bounded_async(self) -> AsyncIterator[None]:
+        """The same as `bounded`, for asyncio."""
+        sent_s = self._clock()
         try:
             with translating():
-                async with asyncio.timeout(self._last_s - asked_s):
+                async with asyncio.timeout(self._last_s - sent_s):
                     yield
         except (StoreFullError, StoreUnavailableError) as error:
-            raise self._unanswered(error, asked_s) from error
+            raise self._unanswered(error, sent_s) from error
 
-    def look(self, client: redis.Redis, run: str) -> WaitSnapshot | None:
+    def read_waits(self, client: redis.Redis, run: str) -> WaitSnapshot | None:
         """Return the state of the run; None if the store does not return it in time."""
         with ending_by(self._last_s):
             return read_waits(client, run)
 
-    async def look_async(self, client: redis.asyncio.Redis, run: str) -> WaitSnapshot | None:
-        """The same as `look`, for asyncio."""
+    async def read_waits_async(self, client: redis.asyncio.Redis, run: str) -> WaitSnapshot | None:
+        """The same as `read_waits`, for asyncio."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._last_s - self._clock()):
                 return await read_waits_async(client, run)
@@ -122,34 +116,26 @@ class StoreWait:
         return self._since_s + self.wait_s + ANSWER_S
 
     def _unanswered(
-        self, error: StoreFullError | StoreUnavailableError, asked_s: float
+        self, error: StoreFullError | StoreUnavailableError, sent_s: float
     ) -> UnavailableError:
-        """The error of a call that brought no answer, with what is known."""
+        """Return the error of a call without an answer, with the last answer before it."""
         now_s = self._clock()
-        reason = unanswered(error, address=self._address, since_s=now_s - asked_s)
-        message = f"{self._what}: {reason.sentence}"
-        retry_after_s = error.retry_after_s if self._left_s > 0 else None
-        if self._kind is None:
-            return type(error)(message, [reason], retry_after_s)
-        why, told_s = "the store has said nothing of it", None
-        if self._told is not None:
-            told_s = now_s - self._told.at_s
-            why = f"the store said {told_s:.1f} s ago: {self._told.why}"
-        facts = {"waited_s": now_s - self._since_s, "told_s": told_s}
-        waited = WaitReason(self._kind, why, facts)
-        return type(error)(message, [waited, reason], retry_after_s)
+        reasons = [unanswered(error, address=self._address, since_s=now_s - sent_s)]
+        message = f"{self._what}: {reasons[0].sentence}"
+        if self._kind is not None:
+            why, told_s = "the store has said nothing of it", None
+            if self._last_answer is not None:
+                told_s = now_s - self._last_answer[1]
+                why = f"the store said {told_s:.1f} s ago: {self._last_answer[0]}"
+            facts = {"waited_s": now_s - self._since_s, "told_s": told_s}
+            reasons.insert(0, WaitReason(self._kind, why, facts))
+        return type(error)(message, reasons, error.retry_after_s if self._left_s > 0 else None)
 
 
 def unanswered(
     error: StoreFullError | StoreUnavailableError, *, address: str, since_s: float
 ) -> WaitReason:
-    """Return why a call was not answered.
-
-    Args:
-        error: the end of the call.
-        address: address of the store.
-        since_s: seconds since the call.
-    """
+    """Return why a call that was sent `since_s` ago had no answer."""
     if isinstance(error, StoreFullError):
         return store_full(None, address=address, since_s=since_s)
     if error.__cause__ is not None and is_silence(error.__cause__):

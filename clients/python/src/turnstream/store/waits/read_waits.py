@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import redis
@@ -14,9 +14,9 @@ from turnstream.store.client import keys
 from turnstream.store.client.fullness import FIRST_ESTIMATE, store_trouble
 from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
 from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
-from turnstream.store.waits.wait_durations import durations, ranks_behind
 from turnstream.store.waits.wait_snapshot import (
     MAX_NAMED,
+    Durations,
     OpenMember,
     WaitingGroup,
     WaitSnapshot,
@@ -69,117 +69,95 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitSnapshot:
         CorruptRecordError: a field is damaged; names its key.
         RecordError: the config is of a newer release.
     """
-    names = keys.run_keys(run)
-    now, fields, config, leader, budget, counts, *reply = reply
-    prompts, num_again, num_refills, refills, version_id, memory, *reply = reply
-    num_leases, members, step_ms, ranks = reply
-    now_ms = int(now)
-    frontier, ended = _Fields(names.frontier, fields), _Fields(names.counts, counts)
-    progress = _progress(frontier)
+    names, parts = keys.run_keys(run), _pairs(reply)
+    now_ms = int(parts[b"now_ms"])
+    frontier = StoredHash(names.frontier, _pairs(parts[b"frontier"]))
+    ended = StoredHash(names.counts, _pairs(parts[b"counts"]))
+    version_id, refills = parts[b"version_id"], parts[b"oldest_refills"]
     with reading(names.leases):
-        open_members, groups = _groups(members, now_ms)
+        open_members, groups = _groups(parts[b"leases"], now_ms)
     with reading(names.times):
-        lasting = durations(now_ms, frontier.of("session_ms"), frontier.of("opened_ms"), *step_ms)
+        durations = _durations(now_ms, frontier.fields, *parts[b"step_times"])
     with reading(names.config):
-        found_config = decode_config(config, run=run)
-    has_offer = progress["session_epoch"] > 0 and progress["planned"] > progress["stepped"]
+        config = decode_config(parts[b"config"], run=run)
     return WaitSnapshot(
         run=run,
-        config=found_config,
-        **progress,
-        **_planner(_Fields(names.leader, leader), now_ms),
-        **_bytes(_Fields(names.budget, budget), memory),
-        **_prompts(_Fields(names.prompts, prompts), num_again),
-        num_refills=num_refills,
+        config=config,
+        **_progress(frontier),
+        **_planner(StoredHash(names.leader, _pairs(parts[b"leader"])), parts[b"last_ids"], now_ms),
+        **_bytes(StoredHash(names.budget, _pairs(parts[b"budget"])), parts[b"server"]),
+        **_prompts(names.prompts, parts[b"prompts"], parts[b"num_again"]),
+        num_refills=parts[b"num_refills"],
         refills=tuple(
             (keys.parse_trajectory_id(name.decode()), max(0, now_ms - int(ms)) / 1_000)
             for name, ms in zip(refills[::2], refills[1::2], strict=True)
         ),
-        newest_version=None if version_id is None else int(version_id.partition(b"-")[0]) - 1,
+        newest_version=int(version_id.partition(b"-")[0]) - 1 if version_id else None,
         untrained=tuple((state, n) for state in _UNTRAINED if (n := ended.number(state))),
         groups=groups,
-        lapsed_writers=lapsed_writers(open_members) if num_leases <= MAX_LEASES else (),
-        durations=lasting,
-        behind=ranks_behind(
-            dict(zip(ranks[::2], ranks[1::2], strict=True)),
-            dp_world_size=frontier.number("dp_world_size") if has_offer else 0,
-            step=progress["stepped"] + 1,
-        ),
+        lapsed_writers=lapsed_writers(open_members) if parts[b"num_leases"] <= MAX_LEASES else (),
+        durations=durations,
+        behind=_ranks_behind(_pairs(parts[b"ranks"]), frontier),
     )
 
 
-class _Fields:
-    """The fields of a hash, from the flat reply of HGETALL."""
-
-    def __init__(self, key: str, reply: Sequence[bytes]) -> None:
-        self.hash = StoredHash(key, dict(zip(reply[::2], reply[1::2], strict=True)))
-
-    def number(self, name: str) -> int:
-        """Return a whole number; 0 where the field is missing."""
-        return self.hash.parsed(name, parsed_number, 0)
-
-    def text(self, name: str) -> str:
-        """Return a text; empty where the field is missing."""
-        return self.hash.parsed(name, bytes.decode, "")
-
-    def of(self, name: str) -> bytes | None:
-        """Return the stored bytes of a field."""
-        return self.hash.fields.get(name.encode())
+def _pairs(flat: Sequence[Any]) -> dict[bytes, Any]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _progress(frontier: _Fields) -> dict[str, Any]:
-    planned_groups = frontier.number("planned_groups")
-    num_live, num_open = frontier.number("live_groups"), frontier.number("open_groups")
+def _progress(frontier: StoredHash) -> dict[str, Any]:
+    number, text = frontier.number, frontier.text
+    num_live, num_open = number("live_groups"), number("open_groups")
+    plain = ("stepped", "planned", "planned_groups", "released")
     return {
-        "stepped": frontier.number("stepped"),
-        "planned": frontier.number("planned"),
-        "planned_groups": planned_groups,
-        "released": frontier.number("released"),
+        **{name: number(name) for name in plain},
         "num_live": num_live,
         "num_open": num_open,
-        "num_opened": frontier.number("opened_groups"),
-        "num_revised": frontier.number("revised_groups"),
-        "num_ready": max(0, num_live - num_open - planned_groups),
+        "num_opened": number("opened_groups"),
+        "num_revised": number("revised_groups"),
+        "num_ready": max(0, num_live - num_open - number("planned_groups")),
         "num_waiting": num_open,
-        "at_plans": frontier.text("at_plans"),
-        "session_epoch": frontier.number("session_epoch") if frontier.text("session") else 0,
-        "is_closed": frontier.text("closed") == "1",
-        "is_finished": frontier.text("finished") == "1",
-        "leftover": frontier.text("leftover") or "short",
-        "paused": frontier.hash.parsed("paused", bytes.decode, None),
-        "damage": frontier.hash.parsed("damaged", _damage, None),
+        "at_plans": text("at_plans"),
+        "session_epoch": number("session_epoch") if text("session") else 0,
+        "is_closed": text("closed") == "1",
+        "is_finished": text("finished") == "1",
+        "leftover": text("leftover") or "short",
+        "paused": frontier.parsed("paused", bytes.decode, None),
+        "damage": frontier.parsed("damaged", _damage, None),
     }
 
 
-def _bytes(budget: _Fields, memory: Sequence[Any]) -> dict[str, Any]:
-    used, most, aof_status = memory
-    status = (aof_status or b"ok").decode()
+def _bytes(budget: StoredHash, server: Sequence[Any]) -> dict[str, Any]:
+    used, most, aof_status = server
     return {
         "reserved": budget.number("reserved"),
         "stored": budget.number("stored"),
         "planned_bytes": budget.number("planned"),
-        "estimate": budget.hash.parsed("estimate", parsed_number, FIRST_ESTIMATE),
+        "estimate": budget.parsed("estimate", parsed_number, FIRST_ESTIMATE),
         "server_used": int(used),
         "server_max": int(most),
-        "store_trouble": store_trouble({"aof_last_write_status": status}),
+        "store_trouble": store_trouble({"aof_last_write_status": (aof_status or b"ok").decode()}),
     }
 
 
-def _prompts(prompts: _Fields, num_again: int) -> dict[str, Any]:
-    added, last, done = (prompts.number(name) for name in ("added", "next", "done"))
+def _prompts(key: str, stored: Sequence[bytes | None], num_again: int) -> dict[str, Any]:
+    with reading(key):
+        added, last, done, filtered = (parsed_number(value or b"0") for value in stored)
     return {
         "prompts_added": added,
         "prompts_left": added - last + num_again,
         "prompts_given": last - num_again - done,
-        "prompts_filtered": prompts.number("filtered"),
+        "prompts_filtered": filtered,
     }
 
 
-def _planner(leader: _Fields, now_ms: int) -> dict[str, Any]:
-    expires_ms = leader.hash.parsed("expires_ms", parsed_number, now_ms)
+def _planner(leader: StoredHash, last_ids: Sequence[bytes], now_ms: int) -> dict[str, Any]:
+    left_ms = leader.parsed("expires_ms", parsed_number, now_ms) - now_ms
+    if leader.text("parked") == b" ".join(last_ids).decode():
+        left_ms = leader.number("lease_ms")  # an idle run needs no planner
     return {
         "planner": leader.text("owner"),
-        "planner_left_s": (expires_ms - now_ms) / 1_000,
+        "planner_left_s": left_ms / 1_000,
         "planning_trouble": leader.text("planning_trouble"),
         "release_trouble": leader.text("release_trouble"),
     }
@@ -191,12 +169,12 @@ def _damage(value: bytes) -> tuple[int, str]:
 
 
 def _groups(
-    members: Sequence[Any], now_ms: int
+    leases: Sequence[Any], now_ms: int
 ) -> tuple[list[OpenMember], tuple[WaitingGroup, ...]]:
     """Return all open trajectories, and the first of them with their groups."""
     found: list[OpenMember] = []
     groups: list[WaitingGroup] = []
-    for name, end_ms, entry, left_ms in zip(*(members[i::4] for i in range(4)), strict=True):
+    for name, end_ms, entry, left_ms in zip(*(leases[i::4] for i in range(4)), strict=True):
         if entry is None or not entry.startswith(b"open:"):
             continue
         key = keys.parse_trajectory_id(name.decode())
@@ -209,3 +187,51 @@ def _groups(
                 WaitingGroup(group_id=key.group_id, deadline_left_s=due_s, open_members=(member,))
             )
     return found, tuple(groups)
+
+
+def _durations(
+    now_ms: int, frontier: Mapping[bytes, bytes], stepped_ms: bytes | None, planned_ms: bytes | None
+) -> Durations:
+    """Return the durations from the times of the session, the newest group, and the step.
+
+    A later session has a planned step since its start. A session that ended restarts the wait.
+
+    >>> frontier = {b"session_ms": b"2000", b"opened_ms": b"1000"}
+    >>> _durations(9_000, frontier, b"4000", b"5000")
+    Durations(trainer_s=4.0, step_s=5.0, opened_s=8.0)
+    >>> _durations(9_000, {b"session_ms": b"6000"}, b"4000", None)
+    Durations(trainer_s=None, step_s=3.0, opened_s=None)
+    """
+    session_ms = frontier.get(b"session_ms")
+    started = (session_ms, stepped_ms, planned_ms)
+    return Durations(
+        trainer_s=_since_s(now_ms, started) if planned_ms else None,
+        step_s=_since_s(now_ms, (session_ms, stepped_ms)),
+        opened_s=_since_s(now_ms, (frontier.get(b"opened_ms"),)),
+    )
+
+
+def _since_s(now_ms: int, times: Iterable[bytes | None]) -> float | None:
+    """Return the seconds since the last of these times; 0 after the clock was set back."""
+    last_ms = max((int(each) for each in times if each), default=None)
+    return None if last_ms is None else max(0, now_ms - last_ms) / 1_000
+
+
+def _ranks_behind(ranks: Mapping[bytes, bytes], frontier: StoredHash) -> tuple[int, ...]:
+    """Return the ranks that have not asked for the planned step that a session awaits.
+
+    Empty for a session of one rank: its rank is the trainer.
+
+    >>> fields = {b"session": b"s", b"planned": b"5", b"stepped": b"4", b"dp_world_size": b"3"}
+    >>> ranks = {b"0": b"5:ab", b"stepped:0": b"4:cd", b"2": b"4:cd"}
+    >>> _ranks_behind(ranks, StoredHash("frontier", fields))
+    (1, 2)
+    """
+    step, dp_world_size = frontier.number("stepped") + 1, frontier.number("dp_world_size")
+    is_offered = frontier.text("session") and frontier.number("planned") >= step
+    if not is_offered or dp_world_size < 2:
+        return ()
+    newest = {
+        int(rank): int(has.partition(b":")[0]) for rank, has in ranks.items() if rank.isdigit()
+    }
+    return tuple(rank for rank in range(dp_world_size) if newest.get(rank, 0) < step)

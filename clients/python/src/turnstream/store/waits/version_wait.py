@@ -26,17 +26,17 @@ def wait_for_version(
     """
     what = f"run {run!r}: no version above {above}"
     wait = StoreWait(client, WaitKind.NO_VERSION, what, wait_s=timeout_s)
-    with wait.asking():
+    with wait.bounded():
         run = find_run(client, run)
     # The entry of version v has the id <v + 1>-0: newer versions have later ids.
     position: Any = {keys.run_keys(run).versions: f"{above + 1}-0"}
     while True:
-        with wait.asking():
+        with wait.bounded():
             found = client.xread(position, count=1, block=wait.block_ms)
             newest = newest_version(client, run) if found else None
         if newest is not None:
             return newest
-        wait.told(f"no version above {above} was announced")
-        if wait.is_over:
-            reasons = no_version(above, wait.look(client, run), waited_s=timeout_s)
+        wait.note_answer(f"no version above {above} was announced")
+        if wait.has_timed_out:
+            reasons = no_version(above, wait.read_waits(client, run), waited_s=timeout_s)
             raise NotReadyError(wait.message, reasons)

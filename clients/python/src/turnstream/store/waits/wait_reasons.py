@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from turnstream.errors import WaitKind, WaitReason
 from turnstream.store.run.credits import CreditReason, credit_of
-from turnstream.store.waits.pass_rate import recent_groups
-from turnstream.store.waits.wait_durations import for_so_long, last_opened, named_ranks, not_asked
-from turnstream.store.waits.wait_snapshot import (
-    AwaitedReward,
-    KeptDeadLetters,
-    OpenMember,
-    WaitingGroup,
-    WaitSnapshot,
-)
+from turnstream.store.waits.sentences import Fact, wait_reason
+from turnstream.store.waits.wait_snapshot import WaitingGroup, WaitSnapshot
 from turnstream.types import GroupOpened, Purpose
 
 UNSEALED: Final = "left without a seal"
 """The ledger's reason for a trajectory whose block ended without `seal`."""
 
-Fact = str | int | float | None
+LOW_PASS_RATE: Final = 0.5
+"""Share of the decided groups below which most sampling is wasted."""
+
+_MAX_RANKS: Final = 8
+"""Most ranks in a sentence."""
 
 _ORDER: Final = list(WaitKind)
 
@@ -39,8 +36,9 @@ def reasons(snapshot: WaitSnapshot | None, *, group: GroupOpened | None = None) 
     """
     if snapshot is None:
         return []
-    if snapshot.is_over:
-        return [_over(snapshot)]
+    if snapshot.has_ended:
+        facts: dict[str, Fact] = {"stepped": snapshot.stepped}
+        return [wait_reason(WaitKind.RUN_FINISHED, facts, run=snapshot.run)]
     is_training = group is None or group.purpose is Purpose.TRAIN
     found = [*_of_services(snapshot), *_of_generators(snapshot)]
     found += _of_bytes(snapshot, 1 if group is None else group.num_samples, is_training)
@@ -50,10 +48,7 @@ def reasons(snapshot: WaitSnapshot | None, *, group: GroupOpened | None = None) 
         found += _of_group(each, has_failed_only=not snapshot.waits_for_members)
     if snapshot.is_scanned and not found:
         found.append(_nothing_wrong(snapshot))
-    if snapshot.dead is not None:
-        found.append(_of_dead_letters(snapshot.run, snapshot.dead))
-    if snapshot.is_closed:
-        found.append(_closed(snapshot))
+    found += _of_control(snapshot)
     return sorted(found, key=lambda reason: _ORDER.index(WaitKind(reason.kind)))
 
 
@@ -88,75 +83,68 @@ def byte_facts(snapshot: WaitSnapshot) -> dict[str, Fact]:
     }
 
 
-def _over(snapshot: WaitSnapshot) -> WaitReason:
-    return WaitReason(
-        WaitKind.RUN_OVER,
-        f"run {snapshot.run} is closed and over: all {snapshot.stepped} steps are stepped",
-        {"stepped": snapshot.stepped},
-    )
+class RecentGroups(NamedTuple):
+    """The groups that were decided since a step was planned; since the start of the run for 0."""
+
+    since_step: int
+    num_dropped: int
+    num_decided: int
 
 
-def _closed(snapshot: WaitSnapshot) -> WaitReason:
-    return WaitReason(
-        WaitKind.RUN_CLOSED,
-        f"run {snapshot.run} is closed: it takes no new group",
-        {"ready": snapshot.num_ready, "open": snapshot.num_waiting},
-    )
+def recent_groups(snapshot: WaitSnapshot) -> RecentGroups:
+    """Return the groups that were decided since the batch before the newest was planned.
+
+    Two batches, so that there are enough groups right after a plan. `at_plans` is empty before
+    the first plan.
+    """
+    at_plans = snapshot.at_plans or "0:0:0"
+    step, dropped, in_batches = map(int, at_plans.partition(",")[0].split(":"))
+    num_dropped = max(0, snapshot.num_opened - snapshot.num_live - dropped)
+    num_passed = max(0, snapshot.planned_groups - in_batches) + snapshot.num_ready
+    return RecentGroups(step, num_dropped, num_decided=num_dropped + num_passed)
 
 
-def _of_dead_letters(run: str, dead: KeptDeadLetters) -> WaitReason:
-    return WaitReason(
-        WaitKind.DEAD_LETTERS,
-        f"dead letters that are kept: {dead.num_trajectories} of trajectories, "
-        f"{dead.num_events} of events; the newest is {dead.newest}: {dead.reason}; "
-        f"`turnstream dead list {run}` lists them",
-        {
+def _of_control(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
+    """Yield facts that accompany the reasons: kept dead letters, and a closed run."""
+    if (dead := snapshot.dead) is not None:
+        facts: dict[str, Fact] = {
             "trajectories": dead.num_trajectories,
             "events": dead.num_events,
             "newest": dead.newest,
             "reason": dead.reason,
-        },
-    )
+        }
+        yield wait_reason(WaitKind.DEAD_LETTERS, facts, run=snapshot.run)
+    if snapshot.is_closed:
+        facts = {"ready": snapshot.num_ready, "open": snapshot.num_waiting}
+        yield wait_reason(WaitKind.RUN_CLOSED, facts, run=snapshot.run)
 
 
 def _nothing_wrong(snapshot: WaitSnapshot) -> WaitReason:
-    planned, stepped = snapshot.planned, snapshot.stepped
+    planned, stepped, ready = snapshot.planned, snapshot.stepped, snapshot.num_ready
     state = f"step {stepped + 1} is offered"
     if planned <= stepped:
-        state = f"the {snapshot.num_ready} groups of step {planned + 1} are about to be planned"
-    return WaitReason(
-        WaitKind.NOTHING_WRONG,
-        f"nothing is wrong: {state}",
-        {"planned": planned, "stepped": stepped, "ready": snapshot.num_ready},
-    )
+        state = f"the {ready} groups of step {planned + 1} are about to be planned"
+    facts: dict[str, Fact] = {"planned": planned, "stepped": stepped, "ready": ready}
+    return wait_reason(WaitKind.NOTHING_WRONG, facts, state=state)
 
 
 def _of_services(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
     """Yield the faults of store, planner and payload, and the trainer's step."""
-    planner = snapshot.planner
-    if why := snapshot.store_trouble:
-        yield WaitReason(
-            WaitKind.STORE_REFUSES_WRITES, f"{why}; nothing new is acknowledged", {"reason": why}
-        )
+    planner, left_s = snapshot.planner, snapshot.planner_left_s
+    if snapshot.store_trouble:
+        yield wait_reason(WaitKind.STORE_REFUSES_WRITES, {"reason": snapshot.store_trouble})
     if snapshot.damage is not None and snapshot.stepped < snapshot.damage[0] <= snapshot.planned:
-        step, damage = snapshot.damage
-        sentence = f"{damage}; {replan_hint(snapshot.run)}"
-        yield WaitReason(WaitKind.PAYLOAD_DAMAGED, sentence, {"step": step, "damage": damage})
-    if not planner or snapshot.planner_left_s <= 0:
-        left_s = snapshot.planner_left_s
-        since = f": the lease of {planner} ended {-left_s:.0f} s ago" if planner else ""
-        yield WaitReason(
-            WaitKind.NO_PLANNER,
-            f"no batcher plans the run{since}",
-            {"planner": planner, "lease_left_s": left_s},
-        )
-    for kind, what, trouble in (
-        (WaitKind.PLANNING_FAILS, "plan the run", snapshot.planning_trouble),
-        (WaitKind.RELEASE_FAILS, "release finished steps", snapshot.release_trouble),
+        facts: dict[str, Fact] = {"step": snapshot.damage[0], "damage": snapshot.damage[1]}
+        yield wait_reason(WaitKind.PAYLOAD_DAMAGED, facts, hint=replan_hint(snapshot.run))
+    if not planner or left_s <= 0:
+        facts = {"planner": planner, "lease_left_s": left_s}
+        yield wait_reason(WaitKind.NO_PLANNER, facts, ended_s=-left_s)
+    for kind, trouble in (
+        (WaitKind.PLANNING_FAILS, snapshot.planning_trouble),
+        (WaitKind.RELEASE_FAILS, snapshot.release_trouble),
     ):
         if trouble:
-            sentence = f"batcher {planner} cannot {what}: {trouble}"
-            yield WaitReason(kind, sentence, {"planner": planner, "trouble": trouble})
+            yield wait_reason(kind, {"planner": planner, "trouble": trouble})
     # A generator waits for each planned step; a run waits once no other batch can be planned.
     num_ahead = snapshot.config.max_planned_ahead if snapshot.is_scanned else 0
     if snapshot.planned > snapshot.stepped + num_ahead:
@@ -165,22 +153,27 @@ def _of_services(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
 
 def _of_trainer(snapshot: WaitSnapshot) -> WaitReason:
     """Return which session has the awaited step, and which ranks have not asked for it."""
-    step, since_s = snapshot.stepped + 1, snapshot.durations.trainer_s
     trainer = f"trainer session {snapshot.session_epoch} has it"
+    facts: dict[str, Fact] = {
+        "awaited": snapshot.stepped + 1,
+        "planned": snapshot.planned,
+        "session_epoch": snapshot.session_epoch,
+        "since_s": snapshot.durations.trainer_s,
+        "behind": named_ranks(snapshot.behind) or None,
+    }
     if not snapshot.session_epoch:
         trainer = "no trainer session has begun"
-    return WaitReason(
-        WaitKind.TRAINER_NOT_STEPPED,
-        f"step {step} is planned and not stepped; {trainer}{for_so_long(since_s)}"
-        f"{not_asked(snapshot.behind)}",
-        {
-            "awaited": step,
-            "planned": snapshot.planned,
-            "session_epoch": snapshot.session_epoch,
-            "since_s": since_s,
-            "behind": named_ranks(snapshot.behind) or None,
-        },
-    )
+    return wait_reason(WaitKind.TRAINER_NOT_STEPPED, facts, trainer=trainer)
+
+
+def named_ranks(ranks: tuple[int, ...]) -> str:
+    """Return ranks by number, a limited number of them.
+
+    >>> named_ranks((1, 3)), named_ranks(tuple(range(10)))
+    ('1, 3', '0, 1, 2, 3, 4, 5, 6, 7 and 2 others')
+    """
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
+    return shown if len(ranks) <= _MAX_RANKS else f"{shown} and {len(ranks) - _MAX_RANKS} others"
 
 
 def _of_capacity(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
@@ -195,184 +188,110 @@ def _of_capacity(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
         paused=snapshot.paused,
     )
     if found.reason is CreditReason.PAUSED:
-        sentence = f"{found.sentence}; no group starts, no batch is planned"
-        yield WaitReason(WaitKind.RUN_PAUSED, sentence, {"reason": snapshot.paused})
+        yield wait_reason(WaitKind.RUN_PAUSED, {"reason": snapshot.paused}, why=found.sentence)
     elif found.reason is not None and not snapshot.is_closed:
-        since_s = snapshot.durations.opened_s
         facts: dict[str, Fact] = {"open": snapshot.num_open, "max_open_groups": found.most}
         if found.reason is CreditReason.STALENESS:
             facts = {"live": snapshot.num_live, "most": found.most, "stepped": snapshot.stepped}
-        sentence = found.sentence + last_opened(since_s)
-        yield WaitReason(WaitKind.OUT_OF_CAPACITY, sentence, {**facts, "since_s": since_s})
+        facts["since_s"] = snapshot.durations.opened_s
+        yield wait_reason(WaitKind.OUT_OF_CAPACITY, facts, why=found.sentence)
 
 
 def _of_bytes(snapshot: WaitSnapshot, num_samples: int, is_training: bool) -> Iterator[WaitReason]:
     """Yield the lack of bytes for a group, by the rule of open_group.lua."""
     bytes_ = snapshot.bytes_for(num_samples)
     is_urgent = snapshot.is_starved and is_training
-    facts = {
-        **byte_facts(snapshot),
-        "held": bytes_.held,
-        "needed": bytes_.needed,
-        "max_bytes": bytes_.max_bytes,
-    }
+    facts = byte_facts(snapshot)
+    facts |= {"held": bytes_.held, "needed": bytes_.needed, "max_bytes": bytes_.max_bytes}
     if snapshot.is_closed and not bytes_.refuses_writes:
         return
     if why := bytes_.why_full(is_urgent=is_urgent):
-        yield WaitReason(WaitKind.STORE_FULL, why, facts)
+        yield wait_reason(WaitKind.STORE_FULL, facts, why=why)
         return
     if why := bytes_.why_group_waits(is_urgent=is_urgent):
-        yield WaitReason(WaitKind.OUT_OF_BYTES, why, facts)
+        yield wait_reason(WaitKind.OUT_OF_BYTES, facts, why=why)
     if 0 < bytes_.max_bytes < bytes_.planned:
-        unseen = f": {snapshot.unseen_by}" if snapshot.unseen_by else ""
-        num_steps = snapshot.planned - snapshot.released
-        sentence = (
-            f"max_bytes={bytes_.max_bytes:,} is less than the {num_steps} retained steps take, "
-            f"{bytes_.planned:,}: the run continues above it, step by step. "
-            "Raise it; a step is released when it is committed and no longer retained, is archived "
-            f"if the run asks for that, and was seen by every observer{unseen}"
-        )
-        yield WaitReason(WaitKind.BUDGET_TOO_SMALL, sentence, facts)
+        steps = snapshot.planned - snapshot.released
+        unseen_by = snapshot.unseen_by
+        yield wait_reason(WaitKind.BUDGET_TOO_SMALL, facts, steps=steps, unseen_by=unseen_by)
 
 
 def _of_generators(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
     for each in snapshot.lapsed_writers:
-        yield WaitReason(
-            WaitKind.GENERATOR_GONE,
-            f"generator {each.writer} is gone: all {each.num_open} trajectories that it holds "
-            f"have lapsed, the last {each.silent_s:.0f} s ago",
-            {"writer": each.writer, "open": each.num_open, "silent_s": each.silent_s},
-        )
+        facts: dict[str, Fact] = {"writer": each.writer, "open": each.num_open}
+        yield wait_reason(WaitKind.GENERATOR_GONE, {**facts, "silent_s": each.silent_s})
 
 
 def _of_pass_rate(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
     """Yield that most of the groups that were decided lately were dropped."""
-    recent = recent_groups(snapshot)
-    if why := recent.why_low(least=snapshot.config.batch_groups):
+    step, dropped, decided = recent_groups(snapshot)
+    is_low = decided - dropped < LOW_PASS_RATE * decided
+    if is_low and decided >= snapshot.config.batch_groups:
+        facts: dict[str, Fact] = {"dropped": dropped, "decided": decided, "since_step": step}
         ended = ", ".join(f"{number} x {end}" for end, number in snapshot.untrained)
-        shown = f"; trajectories that ended untrained, of the whole run: {ended}" if ended else ""
-        facts = {
-            "dropped": recent.num_dropped,
-            "decided": recent.num_decided,
-            "since_step": recent.since_step,
-            **dict(snapshot.untrained),
-        }
-        yield WaitReason(WaitKind.PASS_RATE_LOW, why + shown, facts)
+        facts |= dict(snapshot.untrained)
+        yield wait_reason(WaitKind.PASS_RATE_LOW, facts, since=step or None, ended=ended)
 
 
 def _of_shortage(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
     """Yield the missing groups of the next step and their causes, if the trainer waits for them."""
     if not snapshot.is_starved:
         return
-    step, needed = snapshot.stepped + 1, snapshot.config.batch_groups
-    since_s, opened_s = snapshot.durations.step_s, snapshot.durations.opened_s
-    waits = for_so_long(since_s, verb=" waits")
-    has = f"step {step}{waits}: {snapshot.num_ready} of {needed} groups ready"
-    facts: dict[str, Fact] = {"step": step, "ready": snapshot.num_ready, "needed": needed}
-    facts["since_s"] = since_s
+    facts: dict[str, Fact] = {
+        "step": snapshot.stepped + 1,
+        "ready": snapshot.num_ready,
+        "needed": snapshot.config.batch_groups,
+        "since_s": snapshot.durations.step_s,
+    }
     if snapshot.num_waiting:
-        facts["open"] = snapshot.num_waiting
-        sentence = f"{has}, {snapshot.num_waiting} open"
-        yield WaitReason(WaitKind.TOO_FEW_READY, sentence, facts)
+        yield wait_reason(WaitKind.TOO_FEW_READY, {**facts, "open": snapshot.num_waiting})
     else:
-        facts |= {"opened_s": opened_s, "newest_version": snapshot.newest_version}
-        sentence = f"{has}, and no generator has a group open{last_opened(opened_s)}; "
-        sentence += newest_policy(snapshot.newest_version)
-        yield WaitReason(WaitKind.OUT_OF_DATA, sentence, facts)
-    added, filtered = snapshot.prompts_added, snapshot.prompts_filtered
-    is_exhausted = added > 0 and not (snapshot.prompts_left or snapshot.prompts_given)
-    if is_exhausted and not snapshot.is_closed:
-        yield WaitReason(
-            WaitKind.PROMPTS_EXHAUSTED,
-            f"all {added} prompts of the run are done, {filtered} of them filtered: add others, "
-            "or close the run",
-            {"prompts": added, "filtered": filtered},
-        )
-    for key, granted_s in snapshot.refills:
-        yield WaitReason(
-            WaitKind.REFILL_OPEN,
-            f"attempt {key.attempt} of sample {key.sample} of group {key.group_id} was granted "
-            f"{granted_s:.0f} s ago, and no generator takes it",
-            {
-                "group": key.group_id,
-                "sample": key.sample,
-                "attempt": key.attempt,
-                "since_s": granted_s,
-            },
-        )
-    if number := snapshot.num_unsealed:
-        yield WaitReason(
-            WaitKind.MEMBER_UNSEALED,
-            f"{number} trajectories were left without a seal and are not trained: the "
-            "generator has to call seal(reward=...) before the block of a trajectory ends",
-            {"trajectories": number},
-        )
+        newest = snapshot.newest_version
+        facts |= {"opened_s": snapshot.durations.opened_s, "newest_version": newest}
+        yield wait_reason(WaitKind.OUT_OF_DATA, facts, newest=newest_policy(newest))
+    has_prompts = snapshot.prompts_left or snapshot.prompts_given
+    if snapshot.prompts_added and not has_prompts and not snapshot.is_closed:
+        facts = {"prompts": snapshot.prompts_added, "filtered": snapshot.prompts_filtered}
+        yield wait_reason(WaitKind.PROMPTS_EXHAUSTED, facts)
+    for (group_id, sample, attempt), since_s in snapshot.refills:
+        facts = {"group": group_id, "sample": sample, "attempt": attempt, "since_s": since_s}
+        yield wait_reason(WaitKind.REFILL_OPEN, facts)
+    if snapshot.num_unsealed:
+        yield wait_reason(WaitKind.MEMBER_UNSEALED, {"trajectories": snapshot.num_unsealed})
 
 
 def _of_group(group: WaitingGroup, *, has_failed_only: bool) -> Iterator[WaitReason]:
     """Yield the missing members of one group, or only those whose lease has lapsed."""
-    head = f"group {group.group_id}"
-    if group.num_needed is not None:
-        head += f" ({group.num_sealed} of {group.num_needed} members)"
-    for member in group.open_members:
-        if member.lease_left_s <= 0 or not has_failed_only:
-            yield _of_member(group, head, member)
+    shared: dict[str, Fact] = {"group": group.group_id, "age_s": group.age_s}
+    words: dict[str, Fact] = {"sealed": group.num_sealed, "needed": group.num_needed}
+    words["deadline"] = _in_words(group.deadline_left_s)
+    for each in group.open_members:
+        left_s = each.lease_left_s
+        if left_s > 0 and has_failed_only:
+            continue
+        facts = {**shared, "sample": each.key.sample, "attempt": each.key.attempt}
+        facts |= {"writer": each.writer, "lease_left_s": left_s}
+        facts["deadline_left_s"] = group.deadline_left_s
+        kind = WaitKind.MEMBER_OPEN if left_s > 0 else WaitKind.MEMBER_LAPSED
+        yield wait_reason(kind, facts, **words, lapsed_s=-left_s)
     if has_failed_only:
         return
     for each in group.awaited:
-        yield _of_reward(group, head, each)
-    for sample in group.not_begun:
-        yield WaitReason(
-            WaitKind.MEMBER_NOT_BEGUN,
-            f"{head} waits for sample {sample}{for_so_long(group.age_s)}: no generator has begun "
-            f"it{_until(group.deadline_left_s)}",
-            {"group": group.group_id, "age_s": group.age_s, "sample": sample},
-        )
+        facts = {**shared, "sample": each.key.sample, "attempt": each.key.attempt}
+        facts["since_s"] = each.since_s
+        words["deadline"] = _in_words(each.deadline_left_s)
+        yield wait_reason(WaitKind.REWARD_AWAITED, facts, **words)
+    words["deadline"] = _in_words(group.deadline_left_s)
+    for sample in group.not_started:
+        yield wait_reason(WaitKind.MEMBER_NOT_STARTED, {**shared, "sample": sample}, **words)
 
 
-def _of_member(group: WaitingGroup, head: str, member: OpenMember) -> WaitReason:
-    key, left_s = member.key, member.lease_left_s
-    lease = f"lease renewed, {left_s:.0f} s left"
-    if left_s <= 0:
-        lease = f"lease lapsed {-left_s:.0f} s ago"
-    return WaitReason(
-        WaitKind.MEMBER_OPEN if left_s > 0 else WaitKind.MEMBER_LAPSED,
-        f"{head} waits for sample {key.sample} of generator {member.writer}"
-        f"{for_so_long(group.age_s)}: {lease}{_until(group.deadline_left_s)}",
-        {
-            "group": key.group_id,
-            "age_s": group.age_s,
-            "sample": key.sample,
-            "attempt": key.attempt,
-            "writer": member.writer,
-            "lease_left_s": left_s,
-            "deadline_left_s": group.deadline_left_s,
-        },
-    )
-
-
-def _of_reward(group: WaitingGroup, head: str, each: AwaitedReward) -> WaitReason:
-    return WaitReason(
-        WaitKind.REWARD_AWAITED,
-        f"{head} waits for the reward of sample {each.key.sample}, which is sealed"
-        f"{for_so_long(each.since_s)}{_until(each.deadline_left_s)}",
-        {
-            "group": group.group_id,
-            "age_s": group.age_s,
-            "sample": each.key.sample,
-            "attempt": each.key.attempt,
-            "since_s": each.since_s,
-        },
-    )
-
-
-def _until(seconds: float | None) -> str:
+def _in_words(left_s: float | None) -> str:
     """Return when a deadline comes.
 
-    >>> _until(4.2), _until(-3), _until(None)
-    ('; its deadline is in 4 s', '; its deadline was 3 s ago', '')
+    >>> _in_words(4.2), _in_words(-3), _in_words(None)
+    ('is in 4 s', 'was 3 s ago', '')
     """
-    if seconds is None:
+    if left_s is None:
         return ""
-    when = f"is in {seconds:.0f} s" if seconds > 0 else f"was {-seconds:.0f} s ago"
-    return f"; its deadline {when}"
+    return f"is in {left_s:.0f} s" if left_s > 0 else f"was {-left_s:.0f} s ago"

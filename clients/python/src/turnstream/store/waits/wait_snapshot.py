@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.fullness import FIRST_ESTIMATE, LEAST_ESTIMATE, Bytes
-from turnstream.store.waits.wait_durations import NOT_NOTED, Durations
 from turnstream.types import TrajectoryKey
 
 MAX_NAMED: Final = 8
@@ -48,13 +47,13 @@ class WaitingGroup:
     """An undecided group with a limited number of its members.
 
     Attributes:
-        num_sealed: samples with a member that is sealed, and rewarded; None if not scanned.
-        num_needed: samples that the group needs; None if not scanned.
+        num_sealed, num_needed: samples that are sealed and rewarded, and that the group needs;
+            None if not scanned.
         age_s: seconds since it was opened; None if unknown.
         deadline_left_s: until its deadline; None without one.
         open_members: members that are being written.
         awaited: members without their reward.
-        not_begun: samples that no generator has taken.
+        not_started: samples that no generator has taken.
     """
 
     group_id: str
@@ -64,17 +63,11 @@ class WaitingGroup:
     deadline_left_s: float | None = None
     open_members: tuple[OpenMember, ...] = ()
     awaited: tuple[AwaitedReward, ...] = ()
-    not_begun: tuple[int, ...] = ()
+    not_started: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LapsedWriter:
-    """A generator all of whose open trajectories have lapsed.
-
-    Attributes:
-        num_open: trajectories that it writes.
-        silent_s: seconds since the last of its leases ended.
-    """
+class LapsedWriter(NamedTuple):
+    """A generator all of whose open trajectories have lapsed, the last `silent_s` ago."""
 
     writer: str
     num_open: int
@@ -96,50 +89,58 @@ class KeptDeadLetters:
     reason: str
 
 
+class Durations(NamedTuple):
+    """Durations in seconds; None if the start was not recorded.
+
+    Attributes:
+        trainer_s: since the trainer session can have the step after the last stepped one.
+        step_s: since that step is the next one that the run needs.
+        opened_s: since the last group was opened to train.
+    """
+
+    trainer_s: float | None = None
+    step_s: float | None = None
+    opened_s: float | None = None
+
+
+NO_DURATIONS: Final = Durations()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitSnapshot:
     """The state of a run at one time.
 
     One script reads it. A server that scans the ledger, too, replaces the counts and names of
-    groups by exact ones, and sets the last six attributes.
+    groups by exact ones, and sets the last four attributes. See store/client/keys.py for the
+    numbers that are stored.
 
     Attributes:
-        stepped, planned: newest stepped and newest planned batch.
-        planned_groups: groups in batches.
-        released: newest batch whose payload may be released.
         num_live: groups that were opened and not dropped.
         num_open: live groups that are not decided.
-        num_opened: groups ever opened.
-        num_revised, at_plans: see store.keys.
         session_epoch: epoch of the active trainer session; 0 without one.
         is_finished: the run is closed, and no batch follows `planned`.
         leftover: see RunClosed; only of a closed run.
         paused: reason of the pause; None if the run is not paused.
-        damage: step and sentence of the last payload damage that a rank met; None without.
+        damage: step and sentence of the last payload damage that a rank met.
         planner: name of the batcher that planned last; empty before the first.
         planner_left_s: time left of its lease; 0 or below after its end.
         planning_trouble, release_trouble: why it cannot plan or release; empty if it can.
         store_trouble: why the store takes no writes; empty if it does.
-        reserved, stored, planned_bytes: see `budget` in store.keys.
         estimate: usual bytes of a trajectory.
         server_used, server_max: bytes of the server; 0 for no limit.
-        prompts_added, prompts_left, prompts_given: added to the run, not granted, and granted
-            but not done.
+        prompts_left, prompts_given: prompts without a group, and with one that is not finished.
         prompts_filtered: done prompts whose group carried no signal.
         num_refills: granted attempts that no generator has taken.
         refills: the oldest of them with the seconds since each was granted.
         newest_version: newest policy version; None before the first.
         untrained: (reason, trajectories) that ended untrained.
         groups: groups that are waited for, a limited number.
-        lapsed_writers: generators that are gone, those with most trajectories first.
-        durations: durations of the current state.
         behind: ranks that have not asked for the step to train.
         num_ready: groups that are decided, and in no batch.
         num_waiting: groups that are not decided.
         is_scanned: whether the ledger was scanned.
         num_unsealed: trajectories whose block ended without a seal.
         unseen_by: the observers that have not seen the oldest committed step.
-        dead: the dead letters; None if there are none.
     """
 
     run: str
@@ -180,7 +181,7 @@ class WaitSnapshot:
     untrained: tuple[tuple[str, int], ...] = ()
     groups: tuple[WaitingGroup, ...] = ()
     lapsed_writers: tuple[LapsedWriter, ...] = ()
-    durations: Durations = NOT_NOTED
+    durations: Durations = NO_DURATIONS
     behind: tuple[int, ...] = ()
     num_ready: int = 0
     num_waiting: int = 0
@@ -202,7 +203,7 @@ class WaitSnapshot:
         return self.planned <= self.stepped and not self.is_due
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the run is closed and has nothing left to train."""
         is_finished = self.is_finished or not (self.num_waiting or self.num_ready)
         return self.is_closed and is_finished and self.planned <= self.stepped
@@ -232,7 +233,7 @@ def lapsed_writers(members: Iterable[OpenMember]) -> tuple[LapsedWriter, ...]:
     for member in members:
         leases.setdefault(member.writer, []).append(member.lease_left_s)
     lapsed = [
-        LapsedWriter(writer=writer, num_open=len(left), silent_s=-max(left))
+        LapsedWriter(writer, num_open=len(left), silent_s=-max(left))
         for writer, left in leases.items()
         if max(left) <= 0
     ]

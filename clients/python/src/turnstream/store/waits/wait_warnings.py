@@ -15,20 +15,18 @@ _ROUNDING_S: Final = 1e-6
 
 
 class WaitWarnings:
-    """Says when to warn of a wait: after `first_s` seconds, then every `every_s` seconds.
+    """Times of the warnings of a wait: after FIRST_S seconds, then every EVERY_S seconds.
 
-    >>> warnings = WaitWarnings(first_s=5, every_s=30)
+    >>> warnings = WaitWarnings()
     >>> [seconds for seconds in range(100) if warnings.is_due(seconds)]
     [5, 35, 65, 95]
     >>> warnings.is_due(None), warnings.is_due(4), warnings.is_due(6)
     (False, False, True)
     """
 
-    def __init__(self, *, first_s: float | None = None, every_s: float | None = None) -> None:
-        self._first_s = FIRST_S if first_s is None else first_s
-        self._every_s = EVERY_S if every_s is None else every_s
+    def __init__(self) -> None:
         self._waited_s = 0.0
-        self._due_s = self._first_s
+        self._due_s = FIRST_S
 
     def is_due(self, waited_s: float | None) -> bool:
         """Return whether to warn now.
@@ -37,11 +35,11 @@ class WaitWarnings:
             waited_s: seconds since the wait began; None while nothing waits.
         """
         if waited_s is None or waited_s < self._waited_s:  # another wait
-            self._due_s = self._first_s
+            self._due_s = FIRST_S
         self._waited_s = waited_s or 0.0
         if waited_s is None or waited_s < self._due_s - _ROUNDING_S:
             return False
-        self._due_s = waited_s + self._every_s
+        self._due_s = waited_s + EVERY_S
         return True
 
     def pause_s(self, waited_s: float | None) -> float | None:

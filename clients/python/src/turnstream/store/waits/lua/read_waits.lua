@@ -20,23 +20,16 @@
 --   KEYS[16] events   stream  its last id
 --   KEYS[17] wake     stream  its last id
 -- Arguments: ARGV[1] maximum of leases    ARGV[2] maximum of group deadlines, and of refills
--- Reply: {server time in ms;
---         field, value, ... of the frontier;
---         the config's JSON;
---         field, value, ... of the leader; a parked run needs no planner, so its lease ends one
---         lease from now;
---         field, value, ... of the budget;
---         field, value, ... of the counts;
---         field, value, ... of the prompts;
---         size of again;
---         size of refills;  trajectory id, time in ms, ... of the oldest refills;
---         last id of versions, or false;
---         {bytes that the server uses, its maxmemory, aof_last_write_status};
---         number of leases;
---         four per lease, in the order of their ends: trajectory id, end in ms, ledger entry or
---         false, ms left until the group's deadline or false;
---         {when the newest step was stepped, when the next was planned};
---         rank, request, ... while a planned step awaits the trainer}
+-- Reply: name, value, ... of
+--   now_ms, of the server;  version_id, the last id of versions, empty before the first;
+--   frontier, leader, budget, counts, and ranks while a planned step awaits the trainer: the hashes;
+--   config, its JSON;  prompts, the fields above;  num_again, num_refills, num_leases, the sizes;
+--   last_ids, the last ids of events and wake;
+--   oldest_refills: trajectory id, time in ms, ...;
+--   server: bytes that it uses, its maxmemory, aof_last_write_status;
+--   leases: four per lease, in the order of their ends: trajectory id, end in ms, ledger entry or
+--           false, ms left until the group's deadline or false;
+--   step_times: when the newest step was stepped, when the next was planned
 -- Errors:
 --   NORUN     no such run
 
@@ -77,45 +70,29 @@ local function members()
   return found
 end
 
-local function last_id(stream)
+local function last_id(stream, default)
   local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
-  return last and last[1]
+  return last and last[1] or default
 end
 
-local function leader()
-  local found = redis.call('HGETALL', KEYS[3])
-  local parked, lease_ms = unpack(redis.call('HMGET', KEYS[3], 'parked', 'lease_ms'))
-  if parked == (last_id(KEYS[16]) or '0-0') .. ' ' .. (last_id(KEYS[17]) or '0-0') then
-    found[#found + 1] = 'expires_ms'
-    found[#found + 1] = string.format('%.0f', now_ms + lease_ms)
-  end
-  return found
-end
-
-local function prompts()
-  local found = {}
-  for _, field in ipairs({'added', 'next', 'done', 'filtered'}) do
-    found[#found + 1] = field
-    found[#found + 1] = redis.call('HGET', KEYS[5], field) or '0'
-  end
-  return found
-end
-
+local awaits_trainer = tonumber(planned or 0) > tonumber(stepped)
 return {
-  string.format('%.0f', now_ms),
-  redis.call('HGETALL', KEYS[1]),
-  redis.call('HGET', KEYS[2], redis.call('HGET', KEYS[2], 'newest')),
-  leader(),
-  redis.call('HGETALL', KEYS[4]),
-  redis.call('HGETALL', KEYS[11]),
-  prompts(),
-  redis.call('ZCARD', KEYS[6]),
-  redis.call('ZCARD', KEYS[9]),
-  redis.call('ZRANGE', KEYS[9], 0, ARGV[2] - 1, 'WITHSCORES'),
-  last_id(KEYS[10]) or false,
-  server_state(),
-  redis.call('ZCARD', KEYS[7]),
-  members(),
-  redis.call('HMGET', KEYS[14], 'stepped:' .. stepped, string.format('planned:%.0f', stepped + 1)),
-  tonumber(planned or 0) > tonumber(stepped) and redis.call('HGETALL', KEYS[15]) or {},
+  'now_ms', string.format('%.0f', now_ms),
+  'version_id', last_id(KEYS[10], ''),
+  'frontier', redis.call('HGETALL', KEYS[1]),
+  'leader', redis.call('HGETALL', KEYS[3]),
+  'budget', redis.call('HGETALL', KEYS[4]),
+  'counts', redis.call('HGETALL', KEYS[11]),
+  'ranks', awaits_trainer and redis.call('HGETALL', KEYS[15]) or {},
+  'config', redis.call('HGET', KEYS[2], redis.call('HGET', KEYS[2], 'newest')),
+  'prompts', redis.call('HMGET', KEYS[5], 'added', 'next', 'done', 'filtered'),
+  'num_again', redis.call('ZCARD', KEYS[6]),
+  'num_refills', redis.call('ZCARD', KEYS[9]),
+  'num_leases', redis.call('ZCARD', KEYS[7]),
+  'last_ids', {last_id(KEYS[16], '0-0'), last_id(KEYS[17], '0-0')},
+  'oldest_refills', redis.call('ZRANGE', KEYS[9], 0, ARGV[2] - 1, 'WITHSCORES'),
+  'server', server_state(),
+  'leases', members(),
+  'step_times', redis.call('HMGET', KEYS[14], 'stepped:' .. stepped,
+    string.format('planned:%.0f', stepped + 1)),
 }
