@@ -60,8 +60,7 @@ def start_batcher(
     """Serve batches until SIGTERM or SIGINT, as soon as the store answers."""
     from turnstream_server.batcher.assembly.archive import archive_step
     from turnstream_server.batcher.planner.upkeep import Upkeep
-    from turnstream_server.batcher.serving.options import BatcherOptions
-    from turnstream_server.batcher.serving.service import run_batcher
+    from turnstream_server.batcher.serving.service import BatcherOptions, run_batcher
     from turnstream_server.bus.release.ledger_files import LedgerFolder
 
     configure_logging(settings.log_level, service="batcher")

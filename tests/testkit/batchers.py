@@ -6,8 +6,7 @@ import asyncio
 import threading
 from typing import Self
 
-from turnstream_server.batcher.serving.options import BatcherOptions
-from turnstream_server.batcher.serving.service import serving
+from turnstream_server.batcher.serving.service import BatcherOptions, serving
 
 
 class BatcherThread:

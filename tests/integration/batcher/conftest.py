@@ -47,9 +47,8 @@ from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner import reason_cache, releaser, snapshotting
 from turnstream_server.batcher.planner.parking import PARK_AFTER_S
 from turnstream_server.batcher.planner.upkeep import DEFAULT_UPKEEP, Upkeep
-from turnstream_server.batcher.serving import servicer
-from turnstream_server.batcher.serving.options import BatcherOptions
-from turnstream_server.batcher.serving.service import serving
+from turnstream_server.batcher.serving import calls
+from turnstream_server.batcher.serving.service import BatcherOptions, serving
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
@@ -78,7 +77,7 @@ import asyncio, json, sys
 from pathlib import Path
 from turnstream_server import failpoints
 from turnstream_server.batcher.planner.upkeep import Upkeep
-from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import BatcherOptions
 from turnstream_server.batcher.serving.service import serving
 from turnstream_server.bus.release.ledger_files import LedgerFolder
 
@@ -109,7 +108,7 @@ def server() -> Iterator[EmbeddedServer]:
 def a_busy_store_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas of a test wait for answers of their store as long as its machine may take."""
     monkeypatch.setattr(reason_cache, "_READ_TIMEOUT_S", 30.0)
-    monkeypatch.setattr(servicer, "_LEAST_ANSWER_S", 30.0)
+    monkeypatch.setattr(calls, "_LEAST_ANSWER_S", 30.0)
 
 
 @pytest.fixture(autouse=True)

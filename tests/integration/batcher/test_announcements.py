@@ -1,13 +1,10 @@
 """Announcements of a replica that has not yet read a rollback of the trainer."""
 
-import contextlib
-
 import pytest
 
 from testkit import group
 from turnstream.store.client.connection import connect_async
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving.servicer import BatchesServicer
 from turnstream_server.bus.core.frontier import read_frontier_async
@@ -22,12 +19,10 @@ async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(ho
     await trainer.start()
     tokens = [await trainer.stepped(await trainer.get(step)) for step in (1, 2)]
 
-    async with connect_async(house.url) as client, contextlib.AsyncExitStack() as stack:
+    async with connect_async(house.url) as client:
         before = await read_frontier_async(client, run)
         views = {run: RunView(client, run, frontier=before, on_stepped=lambda _: None)}
         await trainer.start("back", token=str(tokens[0]))
-        assembler = Assembler(house.url, max_cache_bytes=1 << 20)
-        stack.push_async_callback(assembler.close)
         request = wire.AnnounceVersionRequest(
             run=run, version=5, step=1, session_epoch=trainer.session_epoch
         )
@@ -35,7 +30,7 @@ async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(ho
         async def find(run: str) -> RunView:
             return views[run]
 
-        await BatchesServicer(client, find, assembler, wait_max_s=1).announce_version(request)
+        await BatchesServicer(client, find).announce_version(request)
 
         announced = await newest_version(client, run)
 

@@ -1,7 +1,8 @@
 """A batcher finds the runs that are made, or opened again, while it serves."""
 
+import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import testkit
 from testkit import group, wait_until_async
 from turnstream.errors import StoreUnavailableError
 from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
 from turnstream.store.run.runs import close_run, create_run, reopen_run
 from turnstream.types import RecoveryToken
-from turnstream_server.batcher.serving import run_discovery as search
+from turnstream_server.batcher.planner.event_loop import background
 from turnstream_server.batcher.serving.run_discovery import RunDiscovery
 from turnstream_server.bus.admin.forks import fork_run
 from turnstream_server.bus.core.frontier import read_frontier
@@ -60,18 +62,17 @@ def met() -> Met:
 
 
 @pytest.fixture
-async def finder(own_server, met) -> AsyncIterator[RunDiscovery]:
-    finder = RunDiscovery(own_server.url, met.meet)
-    yield finder
-    await finder.close()
+async def start_finder(own_server, met) -> AsyncIterator[Callable[..., Awaitable[None]]]:
+    """`start_finder(list_every_s=...)` finds the existing runs, and from then on new ones."""
+    async with contextlib.AsyncExitStack() as stack:
 
+        async def start(**options: float) -> None:
+            client = await stack.enter_async_context(connect_async(own_server.url, num_retries=0))
+            finder = RunDiscovery(client, met.meet, **options)
+            await finder.read_all()
+            await stack.enter_async_context(background(finder.follow(), name="discovery"))
 
-@pytest.fixture
-async def counting(own_server, met) -> AsyncIterator[RunDiscovery]:
-    """One that reads the list of runs all the time."""
-    finder = RunDiscovery(own_server.url, met.meet, list_every_s=0.1)
-    yield finder
-    await finder.close()
+        yield start
 
 
 def create(client: Any, *runs: str) -> None:
@@ -109,10 +110,10 @@ async def test_reopened_run_is_planned_by_a_batcher_started_after_its_end(house,
     await is_planned(client, run)
 
 
-async def test_runs_that_are_there_and_runs_that_are_made_later_are_met(own_client, finder, met):
+async def test_existing_and_new_runs_are_found(own_client, start_finder, met):
     create(own_client, "a/1", "b")
 
-    await finder.start()
+    await start_finder()
     at_first = list(met)
     create(own_client, "c d")
     fork_run(own_client, "b", "fork", START)
@@ -122,9 +123,9 @@ async def test_runs_that_are_there_and_runs_that_are_made_later_are_met(own_clie
     assert len(met) == 4
 
 
-async def test_run_whose_creator_died_is_found_in_the_list(own_client, counting, met):
+async def test_run_whose_creator_died_is_found_in_the_list(own_client, start_finder, met):
     create(own_client, "before")
-    await counting.start()
+    await start_finder(list_every_s=0.1)
 
     own_client.sadd(keys.RUNS, "silent")
 
@@ -132,9 +133,9 @@ async def test_run_whose_creator_died_is_found_in_the_list(own_client, counting,
     assert list(met) == ["before", "silent"]
 
 
-async def test_more_new_runs_than_the_stream_keeps_are_all_found(own_client, finder, met):
+async def test_more_new_runs_than_the_stream_keeps_are_all_found(own_client, start_finder, met):
     create(own_client, "known")
-    await finder.start()
+    await start_finder()
     many = [f"run {i}" for i in range(230)]
 
     with own_client.pipeline() as pipeline:  # at one moment, and the stream keeps the last half
@@ -148,12 +149,11 @@ async def test_more_new_runs_than_the_stream_keeps_are_all_found(own_client, fin
 
 
 async def test_every_run_is_found_again_after_an_error_of_the_store(
-    own_client, finder, met, monkeypatch, caplog
+    own_client, start_finder, met, caplog
 ):
-    monkeypatch.setattr(search, "_RETRY_S", 0.01)
-    caplog.set_level(logging.INFO, logger=search.__name__)
+    caplog.set_level(logging.INFO, logger="turnstream_server.batcher")
     create(own_client, "known")
-    await finder.start()
+    await start_finder()
     own_client.set(keys.NEWS, "no stream")
 
     async def is_refused_twice() -> bool:
@@ -171,22 +171,48 @@ async def test_every_run_is_found_again_after_an_error_of_the_store(
     assert said == ["new runs are not found", "new runs are found again"]
 
 
-async def test_unreadable_name_hides_no_other_run(own_client, finder, met, caplog):
+async def test_unreadable_news_does_not_end_the_discovery(own_client, start_finder, met, caplog):
+    create(own_client, "known")
+    await start_finder()
+
+    own_client.xadd(keys.NEWS, {"no": "name"})
+    await met.has_again("known")
+    create(own_client, "later")
+
+    await met.has("later")
+    assert "new runs are not found" in caplog.text
+
+
+async def test_store_that_stops_answering_during_the_first_search_ends_the_start(
+    own_client, start_finder, met
+):
+    create(own_client, "a", "b")
+    met.is_store_away = True
+
+    with pytest.raises(StoreUnavailableError):
+        await start_finder()
+
+    assert list(met) == ["a"]
+
+
+async def test_unreadable_name_hides_no_other_run(own_client, start_finder, met, caplog):
     own_client.sadd(keys.RUNS, b"\xff")
     create(own_client, "good")
 
-    await finder.start()
+    await start_finder()
     create(own_client, "later")
 
     await met.has("good", "later")
     assert r"run \xff is skipped for now" in caplog.text
 
 
-async def test_run_that_cannot_be_opened_is_retried_and_hides_no_other(own_client, counting, met):
+async def test_run_that_cannot_be_opened_is_retried_and_hides_no_other(
+    own_client, start_finder, met
+):
     met.defects.add("bad")
     create(own_client, "bad", "good")
 
-    await counting.start()
+    await start_finder(list_every_s=0.1)
 
     assert list(met) == ["bad", "good"]
     met.clear()

@@ -30,7 +30,7 @@ STALLED = """
 import asyncio, sys
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner import renewal
-from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import BatcherOptions
 from turnstream_server.batcher.serving.service import serving
 
 url, lease_s, renewal.RENEWALS_PER_LEASE = sys.argv[1], sys.argv[2], float(sys.argv[3])

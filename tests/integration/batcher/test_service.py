@@ -12,15 +12,14 @@ from testkit import group, wait_until
 from turnstream.errors import InvalidConfigError, StoreUnavailableError, UnavailableError
 from turnstream_server.batcher.planner import planner
 from turnstream_server.batcher.serving import servicer
-from turnstream_server.batcher.serving.options import BatcherOptions
-from turnstream_server.batcher.serving.service import run_batcher, serving
+from turnstream_server.batcher.serving.service import BatcherOptions, run_batcher, serving
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 SERVE = """
 import sys
 from pathlib import Path
-from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import BatcherOptions
 from turnstream_server.batcher.serving.service import run_batcher
 
 run_batcher(BatcherOptions(redis_url=sys.argv[1], address_file=Path(sys.argv[2])))

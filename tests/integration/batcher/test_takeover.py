@@ -24,7 +24,7 @@ LEASE_S = 0.6
 DOOMED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from turnstream_server.batcher.serving.options import BatcherOptions
+from turnstream_server.batcher.serving.service import BatcherOptions
 from turnstream_server.batcher.serving.service import serving
 from turnstream_server.batcher.assembly.assembler import Assembler
 

@@ -19,8 +19,7 @@ from turnstream.store.run.runs import create_run
 from turnstream.types import Group, RecoveryToken
 from turnstream.worker import BatchStream
 from turnstream_server import cli
-from turnstream_server.batcher.serving.options import BatcherOptions
-from turnstream_server.batcher.serving.service import serving
+from turnstream_server.batcher.serving.service import BatcherOptions, serving
 from turnstream_server.embedded import EmbeddedServer
 
 

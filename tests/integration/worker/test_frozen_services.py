@@ -28,7 +28,7 @@ from turnstream.store.client.connection import address_of
 from turnstream.store.run.runs import create_run
 from turnstream.store.waits.awaited import store_silent
 from turnstream.worker import BatchStream, ObserverStream, _calls
-from turnstream_server.batcher.serving import servicer
+from turnstream_server.batcher.serving import calls
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
@@ -100,7 +100,7 @@ def test_waits_of_a_trainer_name_a_silent_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The batcher answers long before the trainer reports it as silent.
-    monkeypatch.setattr(servicer, "_ANSWER_SHARE", 0.6)
+    monkeypatch.setattr(calls, "_ANSWER_SHARE", 0.6)
     target = start_batcher().target
     with retried(lambda: BatchStream(target, RUN, timeout_s=TIMEOUT_S)) as stream:
         retried(lambda: next(stream))

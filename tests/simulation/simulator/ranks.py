@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from simulator.clients import AsyncClient
 from simulator.shared_state import URL, SharedState
-from turnstream.errors import CorruptRecordError, NotReadyError, StoreBehindError
+from turnstream.errors import CorruptRecordError, NotReadyError
 from turnstream.types import RecoveryToken
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.serving.request_checks import (
-    check_caller,
-    check_chain,
-    note_handed,
-    record_caller,
-)
+from turnstream_server.batcher.serving.request_checks import admit, record_caller
 from turnstream_server.bus.planning.replans import note_damage
 from turnstream_server.bus.sessions.sessions import TrainerSession, acknowledge_stepped
 
@@ -92,16 +87,7 @@ class Ranks:
 
     async def _get(self, view: RunView, asked: wire.GetRequest) -> PlannedBatch:
         """Do the work of the servicer before it sends a batch."""
-        await record_caller(self._client, asked)
-        try:
-            batch = await view.wait_for_batch(
-                asked.step, check=lambda frontier: check_caller(asked, frontier), wait_s=0.0
-            )
-            check_chain(asked, batch)
-        except StoreBehindError:
-            await record_caller(self._client, asked)
-            raise
-        await note_handed(self._client, asked, batch)
+        batch = await admit(self._client, view, asked, wait_s=0.0)
         if self._shared.rotten:
             await self._check_payload(batch)
         return batch

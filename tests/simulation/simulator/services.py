@@ -31,15 +31,15 @@ async def batcher(process: Process, shared: SharedState) -> None:
     view = RunView(client, shared.run, frontier=frontier, on_stepped=_ignore)
     keeper = LeadershipKeeper(URL, owner=process.name, lease_s=shared.leader_lease_s)
     keeper._thread = threading.Thread()  # never started: `_renew` below is what it would do
-
+    parked = ParkedRuns(AsyncClient(process), after_s=shared.park_after_s)
     planner = RunPlanner(
         view,
         _HesitatingAssembler(process, shared),
         keeper=keeper,
         upkeep=shared.upkeep,
-        parked=ParkedRuns(URL, after_s=shared.park_after_s),
+        parked=parked,
     )
-    await asyncio.gather(planner.run(), _renew(process, keeper))
+    await asyncio.gather(planner.run(), parked.watch(), _renew(process, keeper))
 
 
 class _HesitatingAssembler(Assembler):

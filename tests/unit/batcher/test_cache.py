@@ -2,27 +2,30 @@ import asyncio
 
 import pytest
 
-from turnstream_server.batcher.assembly.cache import SingleFlightCache, Sized
+from turnstream_server.batcher.assembly.assembler import SingleFlightCache
+
+
+def num_bytes_of(_: str) -> int:
+    return 10
 
 
 class Maker:
     """Makes values on request, and counts how often."""
 
-    def __init__(self, num_bytes: int = 10) -> None:
+    def __init__(self) -> None:
         self.num_calls = 0
         self.may_end = asyncio.Event()
         self.may_end.set()
-        self._num_bytes = num_bytes
 
-    async def __call__(self) -> Sized[str]:
+    async def __call__(self) -> str:
         """The next value, once `may_end` is set."""
         self.num_calls += 1
         await self.may_end.wait()
-        return Sized(f"value {self.num_calls}", self._num_bytes)
+        return f"value {self.num_calls}"
 
 
 async def test_a_kept_value_is_not_made_again():
-    cache, make = SingleFlightCache[str, str](max_bytes=100), Maker()
+    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
 
     values = [await cache.get("a", make), await cache.get("a", make)]
 
@@ -30,7 +33,7 @@ async def test_a_kept_value_is_not_made_again():
 
 
 async def test_those_who_ask_at_the_same_time_share_one_making():
-    cache, make = SingleFlightCache[str, str](max_bytes=100), Maker()
+    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
     make.may_end.clear()
     waiting = [asyncio.create_task(cache.get("a", make)) for _ in range(5)]
     await asyncio.sleep(0)
@@ -43,7 +46,7 @@ async def test_those_who_ask_at_the_same_time_share_one_making():
 
 
 async def test_the_making_survives_the_caller_that_asked_first():
-    cache, make = SingleFlightCache[str, str](max_bytes=100), Maker()
+    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
     make.may_end.clear()
     first = asyncio.create_task(cache.get("a", make))
     second = asyncio.create_task(cache.get("a", make))
@@ -57,7 +60,7 @@ async def test_the_making_survives_the_caller_that_asked_first():
 
 
 async def test_the_least_recently_used_value_goes_first():
-    cache, make = SingleFlightCache[str, str](max_bytes=20), Maker(num_bytes=10)
+    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=20), Maker()
     await cache.get("a", make)
     await cache.get("b", make)
 
@@ -69,7 +72,7 @@ async def test_the_least_recently_used_value_goes_first():
 
 
 async def test_a_value_above_the_bound_is_handed_out_and_not_kept():
-    cache, make = SingleFlightCache[str, str](max_bytes=5), Maker(num_bytes=10)
+    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=5), Maker()
 
     value = await cache.get("a", make)
 
@@ -78,9 +81,9 @@ async def test_a_value_above_the_bound_is_handed_out_and_not_kept():
 
 
 async def test_failure_reaches_every_waiting_caller_and_is_not_kept():
-    cache = SingleFlightCache[str, str](max_bytes=100)
+    cache = SingleFlightCache[str, str](num_bytes_of, max_bytes=100)
 
-    async def fail() -> Sized[str]:
+    async def fail() -> str:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
@@ -90,7 +93,7 @@ async def test_failure_reaches_every_waiting_caller_and_is_not_kept():
 
 
 async def test_a_prepared_value_is_there_for_the_next_to_ask():
-    cache, make = SingleFlightCache[str, str](max_bytes=100), Maker()
+    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
 
     cache.prepare("a", make)
     value = await cache.get("a", make)
@@ -100,7 +103,7 @@ async def test_a_prepared_value_is_there_for_the_next_to_ask():
 
 
 async def test_dropped_values_give_their_bytes_back():
-    cache, make = SingleFlightCache[str, str](max_bytes=100), Maker()
+    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
     await cache.get("a", make)
     await cache.get("b", make)
 
@@ -111,7 +114,7 @@ async def test_dropped_values_give_their_bytes_back():
 
 
 async def test_closing_stops_what_is_being_made():
-    cache, make = SingleFlightCache[str, str](max_bytes=100), Maker()
+    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
     make.may_end.clear()
     waiting = asyncio.create_task(cache.get("a", make))
     await asyncio.sleep(0)

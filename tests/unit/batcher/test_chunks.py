@@ -1,6 +1,6 @@
 from turnstream.records.batches import EncodedMiniBatch
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.serving.chunks import CHUNK_BYTES, data_messages, header_message
+from turnstream_server.batcher.serving.get import CHUNK_BYTES, data_messages, header_message
 
 
 def test_a_data_message_is_the_very_bytes_that_protobuf_would_write():

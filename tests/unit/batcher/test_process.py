@@ -8,7 +8,7 @@ import sys
 
 LOOK = """
 import gc, json, sys
-from turnstream_server.batcher.serving.gc_tuning import tune_process
+from turnstream_server.batcher.serving.service import tune_process
 
 usual = [sys.getswitchinterval(), *gc.get_threshold()]
 tune_process()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -11,11 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from turnstream.batching.merge.plan import Manifest
+from turnstream.errors import RecordError
 from turnstream.records.batches import COLUMNS, EncodedMiniBatch
 from turnstream.store.client import keys
-from turnstream_server.batcher.assembly.labels import read_labels
+from turnstream.store.client.connection import connect_async
+from turnstream.types import SealedTrajectory
 from turnstream_server.batcher.assembly.local import assemble_batch, read_planned_batch
 from turnstream_server.batcher.assembly.shares import PlannedBatch
+from turnstream_server.bus.planning.seals import read_seals
 
 ROW_GROUP_ROWS: Final = 4_096
 """Rows that a reader unpacks at once; with tens of thousands of tokens a row that is hundreds of
@@ -25,7 +30,7 @@ _LABELS: Final = {"tags": pa.string(), "metrics": pa.float64()}
 
 
 def archive_path(folder: Path, run: str, step: int) -> Path:
-    """Where a step of a run is archived.
+    """Return the file of a step of a run.
 
     >>> archive_path(Path("archive"), "a/b", 17).as_posix()
     'archive/a%2Fb/step-00000017.parquet'
@@ -57,7 +62,7 @@ def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
 
 
 def _is_archived(path: Path, *, manifest_hash: str) -> bool:
-    """Whether the file holds this very batch, and not that of an earlier run of the same name."""
+    """Return whether the file holds this batch, and not that of an earlier run of the same name."""
     if not path.is_file():
         return False
     try:
@@ -83,10 +88,7 @@ def _table(url: str, batch: PlannedBatch) -> pa.Table:
 
 
 def _rows_of(share: EncodedMiniBatch, *, mini_batch: int) -> pa.Table:
-    """The real rows of a mini-batch, with the columns that did not travel because they say nothing.
-
-    Every column may have nulls: those of a batch have not all the same optional columns.
-    """
+    """Return the real rows of a mini-batch, with the columns that a share omits."""
     table = pa.ipc.open_stream(share.data).read_all()
     table = table.filter(~pc.field("is_padding")).drop_columns("is_padding")
     columns = dict(zip(table.column_names, table.columns, strict=True))
@@ -100,7 +102,7 @@ def _rows_of(share: EncodedMiniBatch, *, mini_batch: int) -> pa.Table:
 
 
 def _zeros_like(lists: pa.ChunkedArray) -> pa.ListArray:
-    """Lists as long as these, of zeros."""
+    """Return lists of zeros, as long as these."""
     ends = np.cumsum(pc.call_function("list_value_length", [lists]).to_numpy(), dtype=np.int32)
     offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
     zeros = pa.array(np.zeros(ends[-1] if len(ends) else 0, np.float32))
@@ -108,15 +110,23 @@ def _zeros_like(lists: pa.ChunkedArray) -> pa.ListArray:
 
 
 def _with_labels(url: str, batch: PlannedBatch, table: pa.Table) -> pa.Table:
-    """The rows with the tags and metrics of their trajectories."""
-    manifest = batch.manifest
-    plans = [plan for group in manifest.groups for plan in group.trajectories]
-    labels = read_labels(url, manifest.run, plans)
-    own = [labels.get(name) for name in table["trajectory_id"].to_pylist()]
+    """Return the rows with the tags and metrics of their trajectories."""
+    seals = asyncio.run(_read_seals(url, batch.manifest))
+    own = [seals.get(name) for name in table["trajectory_id"].to_pylist()]
     for name, kind in _LABELS.items():
-        values: list[Any] = [None if e is None else [*getattr(e, name).items()] for e in own]
+        values: list[Any] = [
+            [*getattr(seal, name).items()] if isinstance(seal, SealedTrajectory) else None
+            for seal in own
+        ]
         table = table.append_column(name, pa.array(values, pa.map_(pa.string(), kind)))
     return table
+
+
+async def _read_seals(url: str, manifest: Manifest) -> dict[str, SealedTrajectory | RecordError]:
+    members = [plan.key for group in manifest.groups for plan in group.trajectories]
+    async with connect_async(url) as client:
+        seals = await read_seals(client, manifest.run, members)
+    return {keys.trajectory_id(key): seal for key, seal in seals.items()}
 
 
 def _write_whole(table: pa.Table, path: Path) -> None:

@@ -10,22 +10,24 @@ It runs in threads of its own, so the event loop is free. Results are cached::
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import os
-from collections.abc import Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from turnstream.records.batches import EncodedMiniBatch
 from turnstream.types import Rows
-from turnstream_server.batcher.assembly.cache import SingleFlightCache, Sized
 from turnstream_server.batcher.assembly.payload import Damage, DamagedPayloadError, PayloadReader
-from turnstream_server.batcher.assembly.rows import build_rows, check_assembly_version, num_bytes_of
 from turnstream_server.batcher.assembly.shares import (
     Cut,
     PlannedBatch,
+    build_rows,
+    check_assembly_version,
     cut_mini_batch,
     encode_share,
+    num_bytes_of,
 )
 
 NUM_THREADS: Final = min(4, max(1, (os.cpu_count() or 1) // 2))
@@ -33,27 +35,19 @@ NUM_THREADS: Final = min(4, max(1, (os.cpu_count() or 1) // 2))
 cores a second one makes the first batch wait for the check of the second, by 40 ms."""
 
 Result = TypeVar("Result")
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 
-class _RowsKey(NamedTuple):
+class _Key(NamedTuple):
+    """The rows of a mini-batch; with a world size their cut, with a rank also the share of it."""
+
     run: str
     step: int
     manifest_hash: str
     mini_batch: int
-
-
-class _CutKey(NamedTuple):
-    source: _RowsKey
-    dp_world_size: int
-
-
-class _ShareKey(NamedTuple):
-    source: _RowsKey
-    dp_rank: int
-    dp_world_size: int
-
-
-_Key = _RowsKey | _CutKey | _ShareKey
+    dp_world_size: int = 0
+    dp_rank: int = -1
 
 
 class Assembler:
@@ -66,7 +60,7 @@ class Assembler:
 
     def __init__(self, url: str, *, max_cache_bytes: int) -> None:
         self._payload = PayloadReader(url)
-        self._cache: SingleFlightCache[_Key, Any] = SingleFlightCache(max_bytes=max_cache_bytes)
+        self._cache = SingleFlightCache[_Key, Any](num_bytes_of, max_bytes=max_cache_bytes)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="assembler")
 
     async def check(self, batch: PlannedBatch) -> None:
@@ -88,7 +82,7 @@ class Assembler:
         damages: list[Damage] = []
         for mini_batch in range(len(batch.manifest.mini_batches)):
             try:
-                await self.in_thread(functools.partial(self._build_rows, batch, mini_batch))
+                await self._build_rows(batch, mini_batch)
             except DamagedPayloadError as error:
                 damages += error.damages
         return tuple(damages)
@@ -102,24 +96,19 @@ class Assembler:
             DamagedPayloadError: payload was damaged after the batch was planned.
             UnknownFormatError: the batch has the assembly rules of another release.
         """
-        key = _ShareKey(_rows_key(batch, mini_batch), dp_rank, dp_world_size)
-        return await self._cache.get(key, self._share_maker(batch, key))
+        key = _key(batch, mini_batch, dp_world_size, dp_rank)
+        return await self._cache.get(key, lambda: self._make_share(batch, key))
 
     def prepare(
         self, batch: PlannedBatch, *, mini_batch: int, dp_rank: int, dp_world_size: int
     ) -> None:
         """Begin to make a share that will be requested soon."""
-        key = _ShareKey(_rows_key(batch, mini_batch), dp_rank, dp_world_size)
-        self._cache.prepare(key, self._share_maker(batch, key))
+        key = _key(batch, mini_batch, dp_world_size, dp_rank)
+        self._cache.prepare(key, lambda: self._make_share(batch, key))
 
     def release(self, run: str, *, through_step: int) -> None:
         """Drop the cached values of the steps of a run up to this one."""
-
-        def is_stepped(key: _Key) -> bool:
-            source = key if isinstance(key, _RowsKey) else key.source
-            return source.run == run and source.step <= through_step
-
-        self._cache.drop(is_stepped)
+        self._cache.drop(lambda key: key.run == run and key.step <= through_step)
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Run a function in one of the threads, off the event loop."""
@@ -131,40 +120,113 @@ class Assembler:
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         self._payload.close()
 
-    def _share_maker(
-        self, batch: PlannedBatch, key: _ShareKey
-    ) -> Callable[[], Awaitable[Sized[EncodedMiniBatch]]]:
-        async def make() -> Sized[EncodedMiniBatch]:
-            check_assembly_version(batch.manifest)
-            mini_batch = key.source.mini_batch
-            rows = await self._rows(batch, mini_batch)
-            cut = await self._cut(batch, rows, _CutKey(key.source, key.dp_world_size))
-            share = await self.in_thread(
-                lambda: encode_share(batch, rows, cut, mini_batch=mini_batch, dp_rank=key.dp_rank)
-            )
-            return Sized(share, share.num_bytes)
-
-        return make
-
-    async def _cut(self, batch: PlannedBatch, rows: Rows, key: _CutKey) -> Cut:
-        async def make() -> Sized[Cut]:
-            divide = functools.partial(cut_mini_batch, batch, rows, dp_world_size=key.dp_world_size)
-            cut = await self.in_thread(divide)
-            return Sized(cut, cut.num_bytes)
-
-        return await self._cache.get(key, make)
+    async def _make_share(self, batch: PlannedBatch, key: _Key) -> EncodedMiniBatch:
+        check_assembly_version(batch.manifest)
+        _, _, _, mini_batch, world_size, dp_rank = key
+        rows = await self._rows(batch, mini_batch)
+        cut: Cut = await self._cache.get(
+            key._replace(dp_rank=-1),
+            lambda: self.in_thread(lambda: cut_mini_batch(batch, rows, dp_world_size=world_size)),
+        )
+        return await self.in_thread(
+            lambda: encode_share(batch, rows, cut, mini_batch=mini_batch, dp_rank=dp_rank)
+        )
 
     async def _rows(self, batch: PlannedBatch, mini_batch: int) -> Rows:
-        async def make() -> Sized[Rows]:
-            rows = await self.in_thread(lambda: self._build_rows(batch, mini_batch))
-            return Sized(rows, num_bytes_of(rows))
+        key = _key(batch, mini_batch)
+        return await self._cache.get(key, lambda: self._build_rows(batch, mini_batch))
 
-        return await self._cache.get(_rows_key(batch, mini_batch), make)
-
-    def _build_rows(self, batch: PlannedBatch, mini_batch: int) -> Rows:
-        return build_rows(batch, self._payload, mini_batch=mini_batch)
+    async def _build_rows(self, batch: PlannedBatch, mini_batch: int) -> Rows:
+        return await self.in_thread(lambda: build_rows(batch, self._payload, mini_batch=mini_batch))
 
 
-def _rows_key(batch: PlannedBatch, mini_batch: int) -> _RowsKey:
-    manifest = batch.manifest
-    return _RowsKey(manifest.run, manifest.step, batch.manifest_hash, mini_batch)
+def _key(batch: PlannedBatch, *which: int) -> _Key:
+    """Return the key of a mini-batch, of its cut, or of a share."""
+    return _Key(batch.manifest.run, batch.manifest.step, batch.manifest_hash, *which)
+
+
+class SingleFlightCache(Generic[Key, Value]):
+    """Caches expensive values: each is made once for all callers.
+
+    The least recently used values are dropped above `max_bytes`. A larger value is returned to its
+    callers and not kept. An error is not kept either: all callers get it, and the next call starts
+    again.
+
+    Args:
+        num_bytes_of: returns the memory of a value.
+        max_bytes: limit of the memory of the kept values.
+
+    Attributes:
+        num_bytes: bytes of the kept values.
+    """
+
+    def __init__(self, num_bytes_of: Callable[[Value], int], *, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._num_bytes_of = num_bytes_of
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[Key, Value] = OrderedDict()
+        self._in_progress: dict[Key, asyncio.Task[Value]] = {}
+
+    async def get(self, key: Key, make: Callable[[], Awaitable[Value]]) -> Value:
+        """Return the value of `key`; `make` is called unless the value exists or is being made.
+
+        A cancelled caller does not stop `make`: others may wait for the same value.
+        """
+        if key not in self._kept:
+            return await asyncio.shield(self._begin(key, make))
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def prepare(self, key: Key, make: Callable[[], Awaitable[Value]]) -> None:
+        """Begin to make a value that will be requested soon."""
+        if key not in self._kept:
+            self._begin(key, make)
+
+    def is_kept(self, key: Key) -> bool:
+        """Return whether the cache has the value of `key`."""
+        return key in self._kept
+
+    def drop(self, is_unwanted: Callable[[Key], bool]) -> None:
+        """Drop the values of all such keys; values that are being made are kept."""
+        for key in [key for key in self._kept if is_unwanted(key)]:
+            self.num_bytes -= self._num_bytes_of(self._kept.pop(key))
+
+    async def close(self) -> None:
+        """Cancel the values that are being made, and drop all others."""
+        tasks = list(self._in_progress.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._in_progress.clear()
+        self.drop(lambda _: True)
+
+    def _begin(self, key: Key, make: Callable[[], Awaitable[Value]]) -> asyncio.Task[Value]:
+        task = self._in_progress.get(key)
+        if task is None:
+            task = self._in_progress[key] = asyncio.create_task(self._make(key, make))
+            task.add_done_callback(_mark_retrieved)
+        return task
+
+    async def _make(self, key: Key, make: Callable[[], Awaitable[Value]]) -> Value:
+        try:
+            value = await make()
+        finally:
+            self._in_progress.pop(key, None)
+        self._keep(key, value)
+        return value
+
+    def _keep(self, key: Key, value: Value) -> None:
+        num_bytes = self._num_bytes_of(value)
+        if num_bytes > self._max_bytes:
+            return
+        self._kept[key] = value
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self.num_bytes -= self._num_bytes_of(oldest)
+
+
+def _mark_retrieved(task: asyncio.Task[Any]) -> None:
+    """Read the error, in case every caller was cancelled."""
+    with contextlib.suppress(asyncio.CancelledError):
+        task.exception()

@@ -12,8 +12,13 @@ from turnstream.store.client.connection import connect
 from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import open_run
 from turnstream_server.batcher.assembly.payload import Payload, PayloadReader
-from turnstream_server.batcher.assembly.rows import build_rows, check_assembly_version
-from turnstream_server.batcher.assembly.shares import PlannedBatch, cut_mini_batch, encode_share
+from turnstream_server.batcher.assembly.shares import (
+    PlannedBatch,
+    build_rows,
+    check_assembly_version,
+    cut_mini_batch,
+    encode_share,
+)
 from turnstream_server.bus.core.frontier import not_retained, read_frontier
 from turnstream_server.bus.planning.manifests import read_plan
 

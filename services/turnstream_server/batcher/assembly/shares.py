@@ -1,33 +1,35 @@
-"""One rank's share of a mini-batch: a pure function of the manifest, its rows and the rank."""
+"""The rows of a planned mini-batch, and one rank's share: pure functions of plan and payload."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.merge.plan import GroupPlan, Manifest
+from turnstream.batching.merge.plan import ASSEMBLY_VERSION, GroupPlan, Manifest
 from turnstream.batching.packing.bins import Bins
+from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.batching.rows.minibatch import cut_ranks, rank_passes, rows_multiple, take_share
 from turnstream.batching.rows.plain_rows import INERT_LENGTH, INERT_RESPONSE_LENGTH
+from turnstream.errors import BatchingError, RecordError, UnknownFormatError
 from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
-from turnstream.types import Figures, MiniBatch, MiniBatchInfo, Rows
-
-Passes = tuple[tuple[int, ...], ...]
+from turnstream.types import Figures, MiniBatch, MiniBatchInfo, Ragged, Rows
+from turnstream_server.batcher.assembly.payload import Damage, DamagedPayloadError, PayloadReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBatch:
-    """A manifest, what it is called, and the configuration that it was made under."""
+    """A manifest, its hash, and the config that it was made under."""
 
     manifest: Manifest
     manifest_hash: str
     config: BatchingConfig
 
     def groups_of(self, mini_batch: int) -> tuple[GroupPlan, ...]:
-        """The groups of one optimizer update, in order."""
+        """Return the groups of one optimizer update, in order."""
         plan = self.manifest.mini_batches[mini_batch]
         return self.manifest.groups[plan.first_group : plan.first_group + plan.num_groups]
 
@@ -45,11 +47,6 @@ class Cut:
     passes: list[Bins]
 
     @property
-    def dp_world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
-
-    @property
     def num_bytes(self) -> int:
         """Upper estimate of the memory in use: every row stands in both lists."""
         num_rows = sum(map(len, self.ranks))
@@ -63,13 +60,47 @@ _BYTES_PER_NUMBER: Final = 40
 _BYTES_PER_LIST: Final = 96
 
 
-def cut_mini_batch(batch: PlannedBatch, rows: Rows, *, dp_world_size: int) -> Cut:
-    """Return the shares of all ranks. One cut serves every rank.
+def check_assembly_version(manifest: Manifest) -> None:
+    """Refuse a plan that a newer release assembles by other rules.
 
-    Args:
-        batch: the plan.
-        rows: all rows of one of its mini-batches.
-        dp_world_size: number of ranks.
+    Raises:
+        UnknownFormatError: names both versions.
+    """
+    if manifest.assembly_version > ASSEMBLY_VERSION:
+        raise UnknownFormatError("assembly", manifest.assembly_version, ASSEMBLY_VERSION)
+
+
+def build_rows(batch: PlannedBatch, reader: PayloadReader, *, mini_batch: int) -> Rows:
+    """Return all rows of a mini-batch.
+
+    Raises:
+        DamagedPayloadError: names the trajectories that cannot be assembled.
+    """
+    groups = batch.groups_of(mini_batch)
+    members = [member for group in groups for member in group.trajectories]
+    payload = reader.read(members, run=batch.manifest.run)
+    assemble = functools.partial(
+        assemble_rows,
+        payload=payload,
+        extra_columns=batch.config.extra_columns,
+        masked_versions=batch.manifest.masked_versions,
+    )
+    try:
+        return assemble(groups, first_row_id=batch.manifest.mini_batches[mini_batch].first_row_id)
+    except (BatchingError, RecordError) as error:
+        damages: list[Damage] = []
+        for alone in (replace(g, trajectories=(m,)) for g in groups for m in g.trajectories):
+            try:
+                assemble([alone], first_row_id=0)
+            except (BatchingError, RecordError) as own_error:
+                damages.append(Damage(alone.trajectories[0].key, str(own_error)))
+        if not damages:  # they fail only together
+            damages = [Damage(member.key, str(error)) for member in members]
+        raise DamagedPayloadError(tuple(damages)) from error
+
+
+def cut_mini_batch(batch: PlannedBatch, rows: Rows, *, dp_world_size: int) -> Cut:
+    """Return the shares of all ranks of a mini-batch.
 
     Raises:
         BatchingError: the rows cannot be divided among so many ranks.
@@ -92,15 +123,7 @@ def cut_mini_batch(batch: PlannedBatch, rows: Rows, *, dp_world_size: int) -> Cu
 def encode_share(
     batch: PlannedBatch, rows: Rows, cut: Cut, *, mini_batch: int, dp_rank: int
 ) -> EncodedMiniBatch:
-    """Return one rank's share, encoded; the same arguments give the same bytes.
-
-    Args:
-        batch: the plan.
-        rows: all rows of this mini-batch.
-        cut: division of these rows among all ranks.
-        mini_batch: its index.
-        dp_rank: whose share.
-    """
+    """Return one rank's share of a mini-batch, encoded; the same arguments give the same bytes."""
     share = take_share(
         rows,
         cut.ranks[dp_rank],
@@ -108,34 +131,21 @@ def encode_share(
         mini_batch=mini_batch,
         pad_token_id=batch.config.pad_token_id,
     )
-    num_inert_rows = int(np.count_nonzero(share.is_padding))
-    info = _info(
-        batch,
-        mini_batch=mini_batch,
-        dp_rank=dp_rank,
-        dp_world_size=cut.dp_world_size,
-        num_real_rows=len(share) - num_inert_rows,
-        num_inert_rows=num_inert_rows,
-        passes=tuple(map(tuple, cut.passes[dp_rank])),
-    )
+    info = _info(batch, share, cut, mini_batch=mini_batch, dp_rank=dp_rank)
     return encode_mini_batch(MiniBatch(rows=share, info=info))
 
 
 def _info(
-    batch: PlannedBatch,
-    *,
-    mini_batch: int,
-    dp_rank: int,
-    dp_world_size: int,
-    num_real_rows: int,
-    num_inert_rows: int,
-    passes: Passes,
+    batch: PlannedBatch, share: Rows, cut: Cut, *, mini_batch: int, dp_rank: int
 ) -> MiniBatchInfo:
     manifest = batch.manifest
     plan = manifest.mini_batches[mini_batch]
+    num_inert_rows = int(np.count_nonzero(share.is_padding))
     members = [member for group in batch.groups_of(mini_batch) for member in group.trajectories]
     num_tokens = sum(row.num_tokens for member in members for row in member.sequences)
     width = max(plan.width, INERT_LENGTH)  # for all ranks, also those without an inert row
+    oldest = [m.oldest_version for m in members if m.oldest_version is not None]
+    newest = [m.newest_version for m in members if m.newest_version is not None]
     return MiniBatchInfo(
         run=manifest.run,
         step=manifest.step,
@@ -153,16 +163,26 @@ def _info(
         denominators=plan.denominators,
         padding_share=1.0 - num_tokens / (plan.num_rows * width),
         merge_ratio=sum(member.num_turn_tokens for member in members) / num_tokens,
-        oldest_version=min(
-            (m.oldest_version for m in members if m.oldest_version is not None), default=None
-        ),
-        newest_version=max(
-            (m.newest_version for m in members if m.newest_version is not None), default=None
-        ),
+        oldest_version=min(oldest, default=None),
+        newest_version=max(newest, default=None),
         figures=manifest.figures if mini_batch == 0 else Figures(),
         dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        num_real_rows=num_real_rows,
+        dp_world_size=len(cut.ranks),
+        num_real_rows=len(share) - num_inert_rows,
         num_inert_rows=num_inert_rows,
-        micro_batches=passes,
+        micro_batches=tuple(map(tuple, cut.passes[dp_rank])),
     )
+
+
+def num_bytes_of(value: Rows | Cut | EncodedMiniBatch) -> int:
+    """Return the memory of a value, in bytes."""
+    if not isinstance(value, Rows):
+        return value.num_bytes
+    columns = [getattr(value, name) for name in Rows.__slots__]
+    total = 0
+    for column in (*columns, *[extra.values for extra in value.extras.values()]):
+        if isinstance(column, Ragged):
+            total += column.values.nbytes + column.offsets.nbytes
+        elif isinstance(column, np.ndarray):
+            total += column.nbytes
+    return total

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
+from turnstream.errors import TurnstreamError
+from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.cancellation import cancel_all
 from turnstream_server.bus.core.events import EventEntry
+
+logger = logging.getLogger(__name__)
 
 FOLD_SLICE: Final = 100
 """Weight of the events that are folded before the event loop runs other tasks: about 2 ms."""
@@ -44,6 +49,40 @@ async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
         return next(task for task in tasks if task in done).result()
     finally:
         await cancel_all(tasks)
+
+
+@contextlib.asynccontextmanager
+async def background(work: Coroutine[Any, Any, None], *, name: str) -> AsyncIterator[None]:
+    """Run a coroutine in a task, which is cancelled at the end of the block."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        await cancel_all([task])
+
+
+async def repeat(work: Callable[[], Awaitable[object]], *, what: str) -> None:
+    """Call `work` again and again until cancelled, with pauses after errors.
+
+    Args:
+        work: waits for something, and handles it.
+        what: what fails with an error of it, as a sentence of the log.
+    """
+    num_failures, trouble = 0, ""
+    while True:
+        try:
+            await work()
+        except TurnstreamError as error:
+            if str(error) != trouble:
+                logger.warning("%s: %s", what, error)
+            trouble = str(error)
+        except Exception:  # a defect in one call must not stop the loop
+            logger.exception("%s", what)
+        else:
+            num_failures, trouble = 0, ""
+            continue
+        num_failures += 1
+        await asyncio.sleep(pause_after(num_failures))
 
 
 class LoopShare:

@@ -10,12 +10,13 @@ import asyncio
 import logging
 from typing import Any, Final, NamedTuple
 
+import redis.asyncio
+
 from turnstream.errors import UnavailableError
 from turnstream.store.client import keys
-from turnstream.store.client.cancellation import cancel_all
-from turnstream.store.client.connection import MAX_BLOCK_S, connect_async
+from turnstream.store.client.connection import MAX_BLOCK_S
 from turnstream.store.client.replies import translating
-from turnstream_server.batcher.planner.event_loop import first_of
+from turnstream_server.batcher.planner.event_loop import first_of, repeat
 from turnstream_server.bus.leadership.leadership import Position
 
 logger = logging.getLogger(__name__)
@@ -27,9 +28,6 @@ about as much CPU time as to lead it idly for 10 s."""
 _GATHER_S: Final = 0.05
 """Runs that are parked within this time are added to the read together."""
 
-_RETRY_S: Final = 1.0
-"""Pause after a read that failed."""
-
 
 class _Wait(NamedTuple):
     position: Position
@@ -40,16 +38,15 @@ class ParkedRuns:
     """Wakes the planners of parked runs.
 
     Args:
-        url: address of the store.
+        client: client of the store; the read that waits holds a connection of its pool.
         after_s: seconds without news after which a run is parked.
     """
 
-    def __init__(self, url: str, *, after_s: float = PARK_AFTER_S) -> None:
+    def __init__(self, client: redis.asyncio.Redis, *, after_s: float = PARK_AFTER_S) -> None:
         self.after_s = after_s
-        self._client = connect_async(url, num_retries=0)
+        self._client = client
         self._waits: dict[str, _Wait] = {}
         self._has_more = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
 
     async def wait(self, run: str, position: Position) -> bool:
         """Wait until a parked run has entries after `position`, or `wake` is called.
@@ -60,8 +57,6 @@ class ParkedRuns:
         wait = _Wait(position, asyncio.get_running_loop().create_future())
         self._waits[run] = wait
         self._has_more.set()
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._watch(), name="watch of parked runs")
         try:
             return await wait.ended
         finally:
@@ -72,33 +67,28 @@ class ParkedRuns:
         """End the wait for a parked run: the store may have lost it, or was restarted."""
         self._end(run, has_news=False)
 
-    async def close(self) -> None:
-        """End the read and disconnect."""
-        if self._task is not None:
-            await cancel_all([self._task])
-        await self._client.aclose()
+    async def watch(self) -> None:
+        """End waits with news, until cancelled.
 
-    async def _watch(self) -> None:
-        """Read until no run is parked."""
-        trouble = ""
-        while self._waits:
-            try:
-                await asyncio.sleep(_GATHER_S)
-                self._has_more.clear()
-                for run in await first_of(self._read(), self._wait_for_more()):
-                    self._end(run, has_news=True)
-                trouble = ""
-            except UnavailableError as error:
-                # Nothing is missed: the next read begins at the same positions. After a restart of
-                # the store the search for runs wakes every planner, too.
-                if str(error) != trouble:
-                    logger.warning("parked runs are not watched: %s", error)
-                trouble = str(error)
-                await asyncio.sleep(_RETRY_S)
-            except Exception:  # a defect of one run must not stop the others: each reads for itself
-                logger.exception("the watch of parked runs failed")
-                for run in [*self._waits]:
-                    self._end(run, has_news=True)
+        An error of the store loses no news: the next read begins at the same positions. After a
+        restart of the store the search for runs wakes every planner, too.
+        """
+        await repeat(self._watch_once, what="parked runs are not watched")
+
+    async def _watch_once(self) -> None:
+        if not self._waits:
+            await self._has_more.wait()
+        await asyncio.sleep(_GATHER_S)
+        self._has_more.clear()
+        try:
+            runs = await first_of(self._read(), self._wait_for_more())
+        except UnavailableError:
+            raise
+        except Exception:  # a defect of one run must not stop the others: each reads for itself
+            logger.exception("the watch of parked runs failed")
+            runs = {*self._waits}
+        for run in runs:
+            self._end(run, has_news=True)
 
     async def _read(self) -> set[str]:
         """Return the parked runs with entries after their position; none after MAX_BLOCK_S."""

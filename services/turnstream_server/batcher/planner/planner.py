@@ -54,6 +54,9 @@ class RunPlanner:
         keeper: renews the leadership.
         upkeep: settings of the release while the run is led here.
         parked: wakes the planners of parked runs.
+
+    Attributes:
+        view: this replica's view of the run.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class RunPlanner:
         upkeep: Upkeep,
         parked: ParkedRuns,
     ) -> None:
-        self._view = view
+        self.view = view
         self._assembler = assembler
         self._keeper = keeper
         self._upkeep = upkeep
@@ -81,18 +84,18 @@ class RunPlanner:
             try:
                 await self._lead_and_park()
             except RunNotFoundError:
-                logger.warning("run %s is gone from the store", self._view.run)
-                self._view.mark_deleted()
+                logger.warning("run %s is gone from the store", self.view.run)
+                self.view.mark_deleted()
                 return
             except FencedError as error:
-                logger.warning("no longer leading run %s: %s", self._view.run, error)
+                logger.warning("no longer leading run %s: %s", self.view.run, error)
             except UnavailableError as error:
-                logger.warning("planning of run %s waits: %s", self._view.run, error)
-                self._view.report_trouble(str(error))
+                logger.warning("planning of run %s waits: %s", self.view.run, error)
+                self.view.report_trouble(str(error))
             except Exception as error:  # a defect in one run must not stop the others
-                logger.exception("planning of run %s failed", self._view.run)
-                self._view.report_trouble(str(error) or repr(error))
-            self._view.follow_leader(None)
+                logger.exception("planning of run %s failed", self.view.run)
+                self.view.report_trouble(str(error) or repr(error))
+            self.view.follow_leader(None)
             lasted_s = asyncio.get_running_loop().time() - started_s
             num_failures = num_failures + 1 if lasted_s < _SETTLED_S else 1
             await asyncio.sleep(pause_after(num_failures))
@@ -107,8 +110,8 @@ class RunPlanner:
         while True:
             async with PinnedClient(self._keeper.url) as store:
                 position = await self._run_term(store)
-            self._leads_parked = await self._parked.wait(self._view.run, position)
-            self._view.follow_leader(None)
+            self._leads_parked = await self._parked.wait(self.view.run, position)
+            self.view.follow_leader(None)
 
     async def _run_term(self, store: PinnedClient) -> Position:
         """Follow and lead until the run is parked; return the position up to which it was read."""
@@ -116,7 +119,7 @@ class RunPlanner:
         leadership = await first_of(self._follow(store.client))
         if leadership.parked is not None:
             return leadership.parked
-        term = Term(store.client, self._view.run, leadership.epoch)
+        term = Term(store.client, self.view.run, leadership.epoch)
         try:
             position = await first_of(
                 self._lead(term),
@@ -141,19 +144,19 @@ class RunPlanner:
         with translating():
             await store.client.ping()
         if self._server_id and store.run_id != self._server_id:
-            logger.warning("the store was restarted: run %s is read again", self._view.run)
-            self._view.reset()
+            logger.warning("the store was restarted: run %s is read again", self.view.run)
+            self.view.reset()
         self._server_id = store.run_id
 
     async def _follow(self, client: redis.asyncio.Redis) -> Leadership:
         """Keep the view fresh until the leadership is ours, or the run is parked."""
         loop = asyncio.get_running_loop()
-        frontier = await self._view.refresh()
-        listener = RunListener(client, self._view.run, after_step=frontier.planned)
+        frontier = await self.view.refresh()
+        listener = RunListener(client, self.view.run, after_step=frontier.planned)
         while True:
             leadership = await acquire_leadership(
                 client,
-                self._view.run,
+                self.view.run,
                 owner=self._keeper.owner,
                 lease_s=self._keeper.lease_s,
                 leads_parked=self._leads_parked,
@@ -165,23 +168,23 @@ class RunPlanner:
             while (left_s := retry_at_s - loop.time()) > 0:
                 news = await listener.wait(with_events=False, wait_s=left_s)
                 if news.is_frontier_old:
-                    listener.fall_back((await self._view.refresh()).planned)
+                    listener.fall_back((await self.view.refresh()).planned)
 
     async def _lead(self, term: Term) -> Position | None:
         """Lead from the newest snapshot on until the run is parked; again if the fold breaks."""
         while True:
-            self._view.follow_leader(None)
+            self.view.follow_leader(None)
             revisions = await read_revisions_async(term.client, term.run)
             leader = Leader(
-                term, self._view, self._assembler, revisions=revisions, upkeep=self._upkeep
+                term, self.view, self._assembler, revisions=revisions, upkeep=self._upkeep
             )
-            releaser = Releaser(term, self._view, owner=self._keeper.owner, upkeep=self._upkeep)
+            releaser = Releaser(term, self.view, owner=self._keeper.owner, upkeep=self._upkeep)
             try:
                 return await first_of(
                     leader.lead(), releaser.run(), self._park_when_idle(term, leader, releaser)
                 )
             except FoldBrokenError:
-                logger.exception("the state of run %s is rebuilt", self._view.run)
+                logger.exception("the state of run %s is rebuilt", self.view.run)
 
     async def _park_when_idle(self, term: Term, leader: Leader, releaser: Releaser) -> Position:
         """Park the run once it had no news for a while, and nothing in it is left to do."""
@@ -200,23 +203,23 @@ class RunPlanner:
 
     def _may_park(self) -> bool:
         """Return whether planning works, and no group of a closed run waits for a deadline."""
-        is_ending = self._view.frontier.is_closed and self._view.undecided()
-        return not is_ending and not self._view.trouble
+        is_ending = self.view.frontier.is_closed and self.view.undecided()
+        return not is_ending and not self.view.trouble
 
     async def _keep_time(self, term: Term) -> None:
         """Run the timekeeper with the config in force, until another one is in force."""
         while True:
-            revision, config = await self._view.newest_config()
+            revision, config = await self.view.newest_config()
             await keep_time_of_run(
                 term,
                 config,
-                others=[orphaned_groups(term, self._view, config)],
+                others=[orphaned_groups(term, self.view, config)],
                 until=lambda old=revision: self._is_revised(after=old),
-                sleep=self._view.wait_for_change,
+                sleep=self.view.wait_for_change,
             )
 
     def _is_revised(self, *, after: int) -> bool:
-        leader = self._view.leader
+        leader = self.view.leader
         return leader is not None and leader.config_revision > after
 
     async def _post_forgotten_seals(self, term: Term) -> None:
@@ -233,7 +236,7 @@ class RunPlanner:
     async def _clear_trouble(self, term: Term) -> None:
         """Clear the recorded error once this term has lasted; then wait until cancelled."""
         await asyncio.sleep(_SETTLED_S)
-        self._view.report_trouble("")
+        self.view.report_trouble("")
         await self._note_trouble(term, "")
         await asyncio.Event().wait()
 

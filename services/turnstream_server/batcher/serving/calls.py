@@ -1,99 +1,93 @@
-"""The servicer as gRPC calls it: requests parsed and checked, errors as statuses, one log line."""
+"""What all calls of the service have in common: limits of time, and errors as statuses."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
+import redis.asyncio
 
-from turnstream.errors import InvalidConfigError, TurnstreamError
+from turnstream.errors import InvalidConfigError, StoreUnavailableError, TurnstreamError
 from turnstream.records.statuses import error_to_status
-from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.serving.requests import parse_request
-from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, answer_within_s
+from turnstream.store.client.cancellation import cancel_all
+from turnstream.store.client.connection import address_of_client
+from turnstream.store.waits.awaited import store_silent
+from turnstream.store.waits.bounded_call import unanswered
 
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+_ANSWER_SHARE: Final = 0.2
+"""Share of a caller's deadline that is kept for the answer that the store is silent."""
 
-def handlers(servicer: BatchesServicer) -> grpc.GenericRpcHandler:
-    """Return the handlers of all calls. Payload passes through without a message class."""
-    unary: dict[str, tuple[Callable[[Any], Awaitable[Message]], type[Message]]] = {
-        "Start": (servicer.start, wire.StartRequest),
-        "Stepped": (servicer.stepped, wire.SteppedRequest),
-        "Committed": (servicer.committed, wire.CommittedRequest),
-        "AnnounceVersion": (servicer.announce_version, wire.AnnounceVersionRequest),
-        "Observe": (servicer.observe, wire.ObserveRequest),
-        "Observed": (servicer.observed, wire.ObservedRequest),
-    }
-    calls = {name: _unary(*each, servicer=servicer) for name, each in unary.items()}
-    calls["Get"] = _get(servicer)
-    return grpc.method_handlers_generic_handler(SERVICE, calls)
+_LEAST_ANSWER_S: Final = 1.0
+"""Time for a Get that has waited to read the reason from the store."""
 
 
-def _unary(
-    method: Callable[[Any], Awaitable[Message]],
-    kind: type[Message],
-    *,
-    servicer: BatchesServicer,
-) -> Any:
-    async def answer(data: bytes, context: Context) -> bytes:
-        within_s = answer_within_s(context.time_remaining())
-        with servicer.answering():
-            async with refusing(context, call=kind.DESCRIPTOR.name):
-                request = parse_request(data, kind)
-                async with servicer.bounded_by_store(within_s):
-                    return (await method(request)).SerializeToString()
-        raise AssertionError("unreachable: an aborted call raises")
-
-    return grpc.unary_unary_rpc_method_handler(answer)
+def store_time_s(left_s: float | None) -> float | None:
+    """Return the seconds that the store has for its answer, of those that a caller has left."""
+    return None if left_s is None else left_s * (1 - _ANSWER_SHARE)
 
 
-def _get(servicer: BatchesServicer) -> Any:
-    async def answer(data: bytes, context: Context) -> None:
-        with servicer.answering():
-            async with refusing(context, call="GetRequest"):
-                request = parse_request(data, wire.GetRequest)
-                async with contextlib.aclosing(servicer.get(request)) as messages:
-                    await _send(messages, request, context)
-
-    return grpc.unary_stream_rpc_method_handler(answer)
+def get_time_s(wait_s: float) -> float:
+    """Return the longest time until a Get that waits for `wait_s` has its batch or an error."""
+    return wait_s + max(_LEAST_ANSWER_S, wait_s * _ANSWER_SHARE)
 
 
-async def _send(messages: AsyncIterator[bytes], request: wire.GetRequest, context: Context) -> None:
-    """Send messages until the caller ends the call: then a write fails or is cancelled."""
-    async for message in messages:
+class RunningCalls:
+    """The calls in progress."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @contextlib.asynccontextmanager
+    async def answering(self, context: Context, *, call: str) -> AsyncIterator[None]:
+        """Abort the call with the status of the error that the block raises."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         try:
-            await context.write(message)
-        except (grpc.aio.InternalError, asyncio.CancelledError) as error:
-            logger.info(
-                "dp_rank %d ended its Get of step %d of run %s before its last byte",
-                request.dp_rank,
-                request.step,
-                request.run,
-            )
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            return
+            yield
+        except TurnstreamError as error:
+            if isinstance(error, InvalidConfigError):
+                logger.info("%s of %s is refused: %s", call, context.peer(), error)
+            code, details = error_to_status(error)
+            await context.abort(grpc.StatusCode[code], details)
+        except Exception:
+            logger.exception("%s failed", call)
+            await context.abort(grpc.StatusCode.INTERNAL, "the batcher failed; its log says how")
+        finally:
+            self._tasks.discard(task)
+
+    async def close(self) -> None:
+        """Cancel the calls that the stopped server has not cancelled yet: they use the store."""
+        await cancel_all([*self._tasks])
 
 
 @contextlib.asynccontextmanager
-async def refusing(context: Context, *, call: str) -> AsyncIterator[None]:
-    """Abort the call with the status of the error that the block raises."""
+async def bounded_by_store(
+    client: redis.asyncio.Redis, within_s: float | None
+) -> AsyncIterator[None]:
+    """Limit the waits for a silent store inside the block.
+
+    Raises:
+        StoreUnavailableError: the store is silent or cannot be reached.
+    """
+    address, began_s = address_of_client(client), time.monotonic()
     try:
-        yield
-    except TurnstreamError as error:
-        if isinstance(error, InvalidConfigError):
-            logger.info("%s of %s is refused: %s", call, context.peer(), error)
-        code, details = error_to_status(error)
-        await context.abort(grpc.StatusCode[code], details)
-    except Exception:
-        logger.exception("%s failed", call)
-        await context.abort(grpc.StatusCode.INTERNAL, "the batcher failed; its log says how")
+        async with asyncio.timeout(within_s):
+            yield
+    except TimeoutError as error:
+        silent = store_silent(address=address, since_s=time.monotonic() - began_s)
+        raise StoreUnavailableError(silent.sentence, [silent]) from error
+    except StoreUnavailableError as error:
+        since_s = time.monotonic() - began_s
+        why = error.reasons or [unanswered(error, address=address, since_s=since_s)]
+        raise StoreUnavailableError(error.message, why, error.retry_after_s) from error

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
+from collections.abc import AsyncIterator
 from typing import Final
 
+import redis.asyncio
+
 from turnstream.errors import TurnstreamError
-from turnstream.store.client.cancellation import cancel_all
-from turnstream.store.client.connection import connect_async
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.batchers import LEASE_S, register_command
-from turnstream_server.batcher.planner.event_loop import first_of
+from turnstream_server.batcher.planner.event_loop import background, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,41 +25,32 @@ _CLOSE_S: Final = 1.0
 _ANY_HOST: Final = ("", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared, not bound
 
 
-class Registration:
-    """Keeps the address registered while this replica runs, also after an outage of the store.
+@contextlib.asynccontextmanager
+async def registered(client: redis.asyncio.Redis, address: str) -> AsyncIterator[None]:
+    """Keep an address registered inside the block, also after an outage of the store.
 
     Args:
-        url: address of the store.
+        client: client of the store.
         address: "host:port", as workers reach this replica.
     """
 
-    def __init__(self, url: str, address: str) -> None:
-        self._client = connect_async(url, num_retries=0)
-        self._address = address
-        self._task: asyncio.Task[None] | None = None
+    async def register(lease_s: float) -> None:
+        try:
+            await run_command_async(client, register_command(address, lease_s=lease_s))
+        except TurnstreamError as error:
+            logger.debug("the address %s is not registered: %s", address, error)
 
-    async def start(self) -> None:
-        """Register now, and renew the lease from now on."""
-        await first_of(self._register(LEASE_S))
-        self._task = asyncio.create_task(self._renew(), name="registration of the batcher")
-
-    async def close(self) -> None:
-        """Remove the address from the store, if the store answers soon."""
-        if self._task is not None:
-            await cancel_all([self._task])
-        await first_of(self._register(0.0), asyncio.sleep(_CLOSE_S))
-        await self._client.aclose()
-
-    async def _renew(self) -> None:
+    async def renew() -> None:
         while True:
             await asyncio.sleep(_EVERY_S)
-            await self._register(LEASE_S)
+            await register(LEASE_S)
 
-    async def _register(self, lease_s: float) -> None:
-        try:
-            await run_command_async(self._client, register_command(self._address, lease_s=lease_s))
-        except TurnstreamError as error:
-            logger.debug("the address %s is not registered: %s", self._address, error)
+    await first_of(register(LEASE_S))
+    try:
+        async with background(renew(), name="registration of the batcher"):
+            yield
+    finally:
+        await first_of(register(0.0), asyncio.sleep(_CLOSE_S))
 
 
 def advertised(bound: str, advertise: str) -> str:

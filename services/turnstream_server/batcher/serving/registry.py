@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import redis.asyncio
 
 from turnstream.errors import RunNotFoundError, UnknownFormatError
 from turnstream.store.run.configs import check_format
-from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
-from turnstream_server.batcher.planner.reason_cache import ReadReasons, no_reasons
-from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.core.frontier import Frontier, read_frontier_async
 from turnstream_server.bus.planning.run_completion import is_evaluating
 
@@ -33,31 +30,21 @@ class RunRegistry:
 
     Args:
         client: client of the store.
-        assembler: checks the payload of new plans.
         tasks: task group of the planners.
-        keeper: leaderships of this replica.
-        upkeep: settings of the release of the runs that are led here.
+        new_planner: makes the planner of a run with this frontier.
         parked: the runs that are idle.
-        read_reasons: returns why a batch of a run is missing.
     """
 
     def __init__(
         self,
         client: redis.asyncio.Redis,
-        assembler: Assembler,
         tasks: asyncio.TaskGroup,
-        *,
-        keeper: LeadershipKeeper,
-        upkeep: Upkeep,
+        new_planner: Callable[[str, Frontier], RunPlanner],
         parked: ParkedRuns,
-        read_reasons: ReadReasons = no_reasons,
     ) -> None:
         self._client = client
-        self._assembler = assembler
         self._tasks = tasks
-        self._keeper = keeper
-        self._read_reasons = read_reasons
-        self._upkeep = upkeep
+        self._new_planner = new_planner
         self._parked = parked
         self._entries: dict[str, _Entry] = {}
 
@@ -116,19 +103,10 @@ class RunRegistry:
         return entry is not None and not entry.task.done()
 
     def _begin(self, run: str, frontier: Frontier) -> _Entry:
-        view = RunView(
-            self._client,
-            run,
-            frontier=frontier,
-            on_stepped=lambda step: self._assembler.release(run, through_step=step),
-            read_reasons=self._read_reasons,
-        )
-        planner = RunPlanner(
-            view, self._assembler, keeper=self._keeper, upkeep=self._upkeep, parked=self._parked
-        )
+        planner = self._new_planner(run, frontier)
         task = self._tasks.create_task(planner.run(), name=f"planner of {run}")
         task.add_done_callback(lambda ended: self._drop(run, ended))
-        return _Entry(view, task)
+        return _Entry(planner.view, task)
 
     def _drop(self, run: str, ended: asyncio.Task[None]) -> None:
         """Drop the view of a deleted run; another run may have its name."""

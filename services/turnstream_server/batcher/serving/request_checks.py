@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-import logging
-
 import redis.asyncio
 
 from turnstream.errors import ConflictError, FencedError, StoreBehindError
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.shares import PlannedBatch
+from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.bus.core.frontier import Frontier
-from turnstream_server.bus.sessions.sessions import TrainerSession, record_rank
+from turnstream_server.bus.sessions.sessions import record_rank
 
-logger = logging.getLogger(__name__)
+
+async def admit(
+    client: redis.asyncio.Redis, view: RunView, request: wire.GetRequest, *, wait_s: float
+) -> PlannedBatch:
+    """Return the requested batch once it is planned, and record what the rank has and gets.
+
+    A step is acknowledged only if all ranks are recorded to have it from the same manifest.
+    """
+    await record_caller(client, request)
+    try:
+        batch = await view.wait_for_batch(
+            request.step, check=lambda frontier: check_caller(request, frontier), wait_s=wait_s
+        )
+        _check_chain(request, batch)
+    except StoreBehindError:
+        await record_caller(client, request)  # the other ranks get the error, too
+        raise
+    if request.dp_world_size > 1:  # recorded before the first byte
+        await _record(client, request, request.step, batch.manifest_hash, has=False)
+    return batch
 
 
 async def record_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -> None:
@@ -27,19 +45,6 @@ async def record_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -
         await _record(client, request, request.step, request.manifest_hash, has=True)
     elif request.previous_hash:
         await _record(client, request, request.step - 1, request.previous_hash, has=True)
-
-
-async def note_handed(
-    client: redis.asyncio.Redis, request: wire.GetRequest, batch: PlannedBatch
-) -> None:
-    """Record, before the first byte, that a rank of several is about to get a batch.
-
-    Raises:
-        NotReadyError: the store has just lost the batch.
-        StoreBehindError, FencedError: see `record_caller`.
-    """
-    if request.dp_world_size > 1:
-        await _record(client, request, request.step, batch.manifest_hash, has=False)
 
 
 async def _record(
@@ -103,7 +108,7 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
         )
 
 
-def check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
+def _check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
     """Refuse a caller that has another batch, or a part of one, at this place of the chain.
 
     The store may have lost that batch, or have withdrawn it and planned its number again.
@@ -120,17 +125,3 @@ def check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
             f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
             f"this store has {before!r} as step {request.step - 1}"
         )
-
-
-def log_start(request: wire.StartRequest, session: TrainerSession, run: str) -> None:
-    """Log the first step of a session, and the steps that are served again."""
-    name, returning = request.session, list(session.returning_steps)
-    logger.info("trainer session %r of run %s begins at step %d", name, run, session.next_step)
-    if session.is_rollback:
-        committed = session.previous_committed
-        logger.warning(
-            "run %s goes back behind committed step %d; steps %s come again",
-            *(run, committed, returning),
-        )
-    elif returning:
-        logger.info("run %s: steps %s were not committed and come again", run, returning)

@@ -7,62 +7,49 @@ died before it wrote the name.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
-from turnstream.errors import TurnstreamError, UnavailableError
+import redis.asyncio
+
+from turnstream.errors import UnavailableError
 from turnstream.store.client import keys
-from turnstream.store.client.cancellation import cancel_all
-from turnstream.store.client.connection import MAX_BLOCK_S, connect_async
+from turnstream.store.client.connection import MAX_BLOCK_S
 from turnstream.store.client.replies import translating
 from turnstream.types.names import RunId
+from turnstream_server.batcher.planner.event_loop import repeat
 
 logger = logging.getLogger(__name__)
 
 _PAGE: Final = 100
 """Names of one reply; below the number that the stream keeps."""
 
-_RETRY_S: Final = 1.0
-"""Pause after an error of the store."""
-
 
 class RunDiscovery:
     """Finds every run of the store at first, and later each run that needs a planner.
 
     Args:
-        url: address of the store.
+        client: client of the store; the read that waits holds a connection of its pool.
         on_run: called with the name of each run, and again whenever it may have been created again.
         list_every_s: longest wait for news before the list of runs is read.
     """
 
     def __init__(
         self,
-        url: str,
+        client: redis.asyncio.Redis,
         on_run: Callable[[str], Awaitable[None]],
         *,
         list_every_s: float = MAX_BLOCK_S,
     ) -> None:
-        self._client = connect_async(url, num_retries=0)
+        self._client = client
         self._on_run = on_run
         self._block_ms = max(1, round(list_every_s * 1000))
         self._known: set[bytes] = set()
         self._last_id: bytes | str = "0-0"
-        self._task: asyncio.Task[None] | None = None
+        self._has_lost_news = False
 
-    async def start(self) -> None:
-        """Report the existing runs, and from now on new ones."""
-        await self._read_all()
-        self._task = asyncio.create_task(self._follow(), name="discovery of runs")
-
-    async def close(self) -> None:
-        """End the discovery and disconnect."""
-        if self._task is not None:
-            await cancel_all([self._task])
-        await self._client.aclose()
-
-    async def _read_all(self) -> None:
+    async def read_all(self) -> None:
         """Report all runs; later news follow them."""
         with translating():
             newest: Any = await self._client.xrevrange(keys.NEWS, count=1)
@@ -70,24 +57,19 @@ class RunDiscovery:
         self._known = set()
         await self._read_list()
 
-    async def _follow(self) -> None:
-        """Report new runs; after an error report all runs, because news may be lost."""
-        is_behind = False
-        while True:
-            try:
-                if is_behind:
-                    await self._read_all()
-                    logger.info("new runs are found again")
-                    is_behind = False
-                while True:
-                    await self._read_news()
-            except TurnstreamError as error:
-                if not is_behind:
-                    logger.warning("new runs are not found: %s", error)
-            except Exception:  # a defect must not end the discovery
-                logger.exception("the discovery of runs failed")
-            is_behind = True
-            await asyncio.sleep(_RETRY_S)
+    async def follow(self) -> None:
+        """Report new runs until cancelled."""
+        await repeat(self._follow_once, what="new runs are not found")
+
+    async def _follow_once(self) -> None:
+        """Report the next news; after an error report all runs, because news may be lost."""
+        has_lost_news, self._has_lost_news = self._has_lost_news, True
+        if has_lost_news:
+            await self.read_all()
+            logger.info("new runs are found again")
+        else:
+            await self._read_news()
+        self._has_lost_news = False
 
     async def _read_news(self) -> None:
         """Wait for the next names, and report them; read the list if there are none or too many."""

@@ -28,12 +28,11 @@ async def view(run: Any, server: Any) -> AsyncIterator[RunView]:
     view = RunView(run.client, run.name, frontier=frontier, on_stepped=lambda _: None)
     assembler = Assembler(server.url, max_cache_bytes=1 << 20)
     keeper = LeadershipKeeper(server.url, owner="follower", lease_s=60)
-    parked = ParkedRuns(server.url)
+    parked = ParkedRuns(run.client)
     planner = RunPlanner(view, assembler, keeper=keeper, upkeep=DEFAULT_UPKEEP, parked=parked)
     following = asyncio.create_task(planner.run())
     yield view
     await cancel_all([following])
-    await parked.close()
     await keeper.close()
     await assembler.close()
 
