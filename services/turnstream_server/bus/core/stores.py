@@ -67,9 +67,9 @@ def check_store(url: str, *, durability: str) -> None:
     check_version(facts, where=where)
     _check_setting(where, "appendonly", "yes" if facts["aof_enabled"] else "no", needed="yes")
     _check_setting(where, "maxmemory-policy", facts["maxmemory_policy"], needed="noeviction")
-    unsafe = unsafe_setting(settings, syncs=_SYNCS[durability])
+    unsafe = unsafe_setting(settings, where=f"the server at {where}", syncs=_SYNCS[durability])
     if unsafe is not None:
-        raise InvalidConfigError(unsafe.setting, f"the server at {where} {unsafe.message}")
+        raise unsafe
 
 
 def check_version(facts: Mapping[str, Any], *, where: str) -> None:

@@ -197,10 +197,9 @@ class Round(NamedTuple):
 
     def refusal_of_store(self, replies: Sequence[Any]) -> InvalidConfigError | None:
         """Return why this store gets no writes: a setting loses more than its mode allows."""
-        unsafe = unsafe_setting(self.settings(replies) or {}) if self.loads_scripts else None
-        if unsafe is None:
+        if not self.loads_scripts:
             return None
-        return InvalidConfigError(unsafe.setting, f"the store {unsafe.message}")
+        return unsafe_setting(self.settings(replies) or {}, where="the store")
 
     @property
     def is_heartbeat(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import redis
@@ -18,6 +18,7 @@ from redis.retry import Retry
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client.deadlines import (
+    CONNECT_TIMEOUT_S,
     SOCKET_TIMEOUT_S,
     BoundedPauses,
     bounded,
@@ -37,7 +38,6 @@ MAX_CONNECTIONS = 10_000
 it follows, and a client of redis-py refuses the hundred and first otherwise."""
 
 _PORT = 6379
-_CONNECT_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.5
 
@@ -124,7 +124,7 @@ def _options() -> dict[str, Any]:
         "max_connections": MAX_CONNECTIONS,
         "protocol": 2,
         "socket_timeout": SOCKET_TIMEOUT_S,
-        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
     }
 
 
@@ -133,16 +133,7 @@ class Link:
 
     def __init__(self, url: str) -> None:
         pool = redis.ConnectionPool.from_url(url, **_blocking_options(url))
-        self._connection = pool.make_connection()
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the next exchange finds the connection of the last one."""
-        return self._connection.is_connected
-
-    def connect(self) -> None:
-        """Connect if there is no connection."""
-        self._connection.connect()
+        self._connection: Any = pool.make_connection()
 
     def exchange(
         self, data: bytes, num_replies: int, *, timeout_s: float = SOCKET_TIMEOUT_S
@@ -151,8 +142,9 @@ class Link:
         replies: list[Any] = []
         try:
             with ending_within(timeout_s):
-                self._connection.send_packed_command([data], check_health=False)
+                self._connection.send_packed_command([data])
                 while len(replies) < num_replies:
+                    self._connection.limit_read()
                     try:
                         replies.append(self._connection.read_response())
                     except ResponseError as error:
@@ -175,16 +167,6 @@ class AsyncLink:
         options = {**_options(), "socket_timeout": None}
         pool = redis.asyncio.ConnectionPool.from_url(url, **options)
         self._connection = pool.make_connection()
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the next exchange finds the connection of the last one."""
-        return self._connection.is_connected
-
-    async def connect(self) -> None:
-        """Connect if there is no connection."""
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            await self._connection.connect()
 
     async def exchange(self, data: bytes, num_replies: int) -> list[Any]:
         """Send packed commands like `Link.exchange`; a cancellation closes the connection."""
@@ -214,37 +196,24 @@ SYNCS: Final = ("everysec", "always")
 """Safe values of `appendfsync`: with "no" the system syncs after half a minute or longer."""
 
 
-class Unsafe(NamedTuple):
-    """A setting of a server, and the value that it needs instead."""
-
-    setting: str
-    value: str
-    needed: str
-
-    @property
-    def message(self) -> str:
-        """Sentence for people."""
-        return f"has {self.value!r}; needed is {self.needed!r}"
-
-
-def unsafe_setting(found: Mapping[str, str], *, syncs: Collection[str] = SYNCS) -> Unsafe | None:
-    """Return the first setting that loses acknowledged writes; None if none is known.
+def unsafe_setting(
+    found: Mapping[str, str], *, where: str, syncs: Collection[str] = SYNCS
+) -> InvalidConfigError | None:
+    """Return the error of the first setting that loses acknowledged writes; None if none does.
 
     With `no-appendfsync-on-rewrite` nothing is synced while the file is rewritten.
 
-    >>> unsafe_setting({"appendfsync": "everysec", "no-appendfsync-on-rewrite": "yes"})
-    Unsafe(setting='no-appendfsync-on-rewrite', value='yes', needed='no')
-    >>> unsafe_setting({"appendfsync": "always"}) is None
-    True
+    >>> unsafe = {"appendfsync": "everysec", "no-appendfsync-on-rewrite": "yes"}
+    >>> str(unsafe_setting(unsafe, where="the store"))
+    "no-appendfsync-on-rewrite: the store has 'yes'; needed is 'no'"
 
     Args:
         found: settings of the server.
+        where: name of the server.
         syncs: safe values of `appendfsync`; an error asks for the first.
     """
-    first = next(iter(syncs))
-    sync, pauses = (found.get(name) for name in SETTINGS)
-    if sync is not None and sync not in syncs:
-        return Unsafe("appendfsync", sync, first)
-    if pauses is not None and pauses != "no":
-        return Unsafe("no-appendfsync-on-rewrite", pauses, "no")
+    for name, safe in zip(SETTINGS, (tuple(syncs), ("no",)), strict=True):
+        value = found.get(name)
+        if value is not None and value not in safe:
+            return InvalidConfigError(name, f"{where} has {value!r}; needed is {safe[0]!r}")
     return None

@@ -20,6 +20,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 SOCKET_TIMEOUT_S: Final = 30.0
 """A server that is silent for so long counts as away."""
 
+CONNECT_TIMEOUT_S: Final = 5.0
+
 ANSWER_S: Final = 0.5
 """Seconds beyond its deadline for which a wait may depend on an earlier call."""
 
@@ -72,45 +74,41 @@ class BoundedPauses(ExponentialBackoff):
 
 @cache
 def bounded(kind: type[Any]) -> type[Any]:
-    """Return a class of connections of redis-py whose reads and writes obey `ending_by`."""
+    """Return a class of connections of redis-py whose calls obey `ending_by`."""
 
     class Bounded(kind):
-        _own_limits: tuple[float | None, float | None] | None = None
-        _limited_until_s = 0.0
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._own_s: float = self.socket_timeout
+            self._is_limited = False
+            self._limited_until_s = 0.0
 
         def _connect(self) -> Any:
             self._limit()
             return super()._connect()
 
-        def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        def check_health(self) -> None:
+            """Limit the write before which the client calls this."""
             self._limit()
-            super().send_packed_command(*args, **kwargs)
+            super().check_health()
 
-        def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        def limit_read(self) -> None:
+            """Limit the next of many reads after one write."""
             if time.monotonic() >= self._limited_until_s:
                 self._limit()
-            return super().read_response(*args, **kwargs)
 
         def _limit(self) -> None:
             left_s = _left_s()
-            if left_s is None and self._own_limits is None:
+            if left_s is None and not self._is_limited:
                 return
-            own_s, own_connect_s = self._own_limits or (
-                self.socket_timeout,
-                getattr(self, "socket_connect_timeout", None),
-            )
-            self._own_limits = None if left_s is None else (own_s, own_connect_s)
-            self.socket_timeout = _shorter(own_s, left_s)
-            self.socket_connect_timeout = _shorter(own_connect_s, left_s)
+            self._is_limited = left_s is not None
+            self.socket_timeout = min(self._own_s, left_s or self._own_s)
+            self.socket_connect_timeout = min(CONNECT_TIMEOUT_S, self.socket_timeout)
             self._limited_until_s = time.monotonic() + _LIMITS_EVERY_S
             if self._sock is not None:
                 self._sock.settimeout(self.socket_timeout)
 
     return Bounded
-
-
-def _shorter(own_s: float | None, left_s: float | None) -> float | None:
-    return min([each_s for each_s in (own_s, left_s) if each_s is not None], default=None)
 
 
 def is_silence(error: BaseException) -> bool:
