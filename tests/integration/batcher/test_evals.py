@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from testkit import group, ids, trajectory, turn, wait_until_async
-from turnstream.errors import ConflictError, EndOfRunError
-from turnstream.generator import AsyncPublisher
+from turnstream.errors import ConflictError, EndOfRunError, InvalidTurnError
+from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.evals import eval_results
@@ -161,6 +161,21 @@ def kill_after_seal(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "sealed"
     process.kill()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_needed": 2, "purpose": "eval"}, "num_needed: 2 of 4 samples"),
+        ({"purpose": "test"}, "purpose: 'test' is not one of train, eval"),
+    ],
+)
+def test_evaluation_with_wrong_arguments_is_refused(house, fields, words):
+    with (
+        Publisher(house.url, house.create_run()) as publisher,
+        pytest.raises(InvalidTurnError, match=words),
+    ):
+        publisher.group("e", 4, **fields)
 
 
 async def test_the_evaluation_of_a_killed_generator_ends_with_its_lease(house, start_process):

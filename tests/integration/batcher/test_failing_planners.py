@@ -43,12 +43,12 @@ class Failing:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the pauses of a planner that fails."""
+    """Sets the first pause of a planner that fails, and when a term has lasted."""
 
-    def set_pauses(*, first_s: float, longest_s: float) -> None:
+    def set_pauses(*, first_s: float = 0.02, settled_s: float = 60.0) -> None:
         monkeypatch.setattr(backoff, "FIRST_PAUSE_S", first_s)
-        monkeypatch.setattr(backoff, "LONGEST_PAUSE_S", max(first_s, longest_s))
-        monkeypatch.setattr(planner, "_SETTLED_S", longest_s)
+        monkeypatch.setattr(backoff, "LONGEST_PAUSE_S", 60.0)
+        monkeypatch.setattr(planner, "_SETTLED_S", settled_s)
 
     return set_pauses
 
@@ -67,7 +67,7 @@ def trouble(house: Any, run: str) -> bytes | None:
 
 
 async def test_a_planner_that_fails_at_once_pauses_longer_and_longer(house, pauses):
-    pauses(first_s=0.02, longest_s=60)
+    pauses()
     hook = Failing(RuntimeError("a defect"), num_times=4)
 
     await fail(house, hook)
@@ -77,12 +77,24 @@ async def test_a_planner_that_fails_at_once_pauses_longer_and_longer(house, paus
     assert all(gap >= least for gap, least in zip(gaps, (0.02, 0.04, 0.08), strict=True)), gaps
 
 
+async def test_planner_whose_terms_lasted_repeats_the_first_pause(house, pauses):
+    pauses(first_s=0.5, settled_s=0.0)
+    hook = Failing(RuntimeError("a defect"), num_times=4)
+
+    await fail(house, hook)
+    await asyncio.wait_for(hook.is_waiting.wait(), 30)
+
+    gaps = [later - sooner for sooner, later in itertools.pairwise(hook.failed_s)]
+    assert all(gap >= 0.5 for gap in gaps)
+    assert gaps[-1] < 2.0  # the third pause of a planner whose terms end at once
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [(RuntimeError("a defect"), "a defect"), (ValueError(), r"ValueError\(\)")],
 )
 async def test_why_planning_failed_is_said_until_a_term_has_lasted(house, pauses, error, words):
-    pauses(first_s=0.02, longest_s=60)  # longer than the test: no term lasts
+    pauses()  # longer than the test: no term lasts
     hook = Failing(error, num_times=1)
     run, batcher = await fail(house, hook)
     trainer = house.trainer(batcher, run)
@@ -94,7 +106,7 @@ async def test_why_planning_failed_is_said_until_a_term_has_lasted(house, pauses
 
 
 async def test_lasting_term_clears_the_recorded_trouble(house, pauses):
-    pauses(first_s=0.02, longest_s=0.1)
+    pauses(settled_s=0.1)
     hook = Failing(RuntimeError("a defect"), num_times=1)
     run, batcher = await fail(house, hook)
     trainer = house.trainer(batcher, run)
@@ -108,7 +120,7 @@ async def test_lasting_term_clears_the_recorded_trouble(house, pauses):
 
 @pytest.mark.parametrize("error", [FencedError("not ours"), StoreUnavailableError("no answer")])
 async def test_normal_end_of_a_term_is_not_recorded_as_trouble(house, pauses, error):
-    pauses(first_s=0.02, longest_s=60)
+    pauses()
     hook = Failing(error)
     run, batcher = await fail(house, hook)
     trainer = house.trainer(batcher, run)
@@ -135,7 +147,7 @@ async def test_a_leader_whose_store_is_away_stops_without_a_complaint(house_at, 
 
 
 async def test_defect_is_raised_although_the_store_cannot_record_it(house, pauses, caplog):
-    pauses(first_s=0.02, longest_s=60)
+    pauses()
 
     async def fail_and_break_the_leader(_: object) -> None:
         with connect(house.url) as client:

@@ -12,7 +12,7 @@ import redis
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from turnstream.errors import NotReadyError, StoreFullError
+from turnstream.errors import NotReadyError, StoreFullError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.store.client.connection import connect
 from turnstream.store.run.tasks import Prompt, add_prompts
@@ -96,6 +96,19 @@ def test_publisher_waits_on_full_store_say_full(full: FullStore) -> None:
         assert isinstance(reserved, int)
         assert reserved >= NUM_OPEN * 16_384
     assert says_full(str(sealed.value))
+
+
+def test_group_and_task_waits_on_full_store_say_full(full: FullStore) -> None:
+    full.fill()
+
+    with pytest.raises(NotReadyError) as grouped, full.publisher.group("new", 2):
+        pass
+    with pytest.raises(NotReadyError) as tasked:
+        full.publisher.next_task(wait_s=0.5)
+
+    for error, kind in ((grouped.value, WaitKind.NO_LEAVE), (tasked.value, WaitKind.NO_TASK)):
+        assert [reason.kind for reason in error.reasons[:2]] == [kind, "store_full"]
+        assert all(says_full(reason.sentence) for reason in error.reasons[:2])
 
 
 async def test_batcher_of_full_store_says_full(

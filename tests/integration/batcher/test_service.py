@@ -107,6 +107,20 @@ async def test_a_replica_that_stops_while_it_greets_the_store_stops_at_once(hous
         await batcher.stop()
 
 
+async def test_replica_stops_while_it_records_why_planning_failed(house, forget_once):
+    async def fail(_):
+        raise RuntimeError("a defect")
+
+    is_recording = forget_once(planner, "note_trouble")
+    run = house.create_run(batch_groups=1)
+    batcher = await house.start_batcher(before_write=fail)
+    await house.publish(run, group("g0"))
+    await is_recording.wait()
+
+    async with asyncio.timeout(60):
+        await batcher.stop()
+
+
 async def test_a_replica_that_has_stopped_answers_no_call_any_more(house, monkeypatch):
     run = house.create_run()
     is_asked, is_over = asyncio.Event(), asyncio.Event()

@@ -10,18 +10,11 @@ import pytest
 import redis.asyncio
 
 from testkit import config, ids
-from turnstream.errors import FencedError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
-from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import connect, connect_async
 from turnstream.types import TrajectoryState
-from turnstream_server.batcher.planner.timekeeper import (
-    ClockReading,
-    Job,
-    keep_time,
-    lapsed_leases,
-)
+from turnstream_server.batcher.planner.timekeeper import ClockReading, Timekeeper
 from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
 from turnstream_server.bus.queries.ledger import read_ledger
 
@@ -62,42 +55,13 @@ async def test_trajectory_may_be_adopted_before_it_is_abandoned(
 ):
     run, ended_ms = await open_and_leave(house, client)
     settings = dataclasses.replace(config(), lease_s=LEASE_S, takeover_s=TAKEOVER_S)
-    abandon = lapsed_leases(Term(client, run, 1), settings)
+    no_view: Any = None  # this job needs none
+    timekeeper = Timekeeper(Term(client, run, 1), no_view, settings)
 
-    pause_s = await abandon(ClockReading(ended_ms + after_ms, steady_s, 0.0))
+    pause_s = await timekeeper.abandon_lapsed(ClockReading(ended_ms + after_ms, steady_s, 0.0))
 
     assert pause_s == LEASE_S / 10
     with connect(house.url) as reader:
         counts = read_ledger(reader, run)
         counts.check()
         assert counts.by_state[TrajectoryState.ABANDONED] == num_abandoned
-
-
-async def test_every_job_runs_when_it_is_due(client):
-    called: list[tuple[str, bool]] = []
-    done = asyncio.Event()
-
-    def job(name: str, pause_s: float) -> Job:
-        async def run(reading: ClockReading) -> float:
-            called.append((name, reading.steady_s == 0))
-            if len(called) == 7:
-                done.set()
-            return pause_s
-
-        return run
-
-    jobs = [job("often", 0.0), job("seldom", 3600.0)]
-    keeping = asyncio.create_task(keep_time(client, jobs, tolerance_s=60.0, longest_pause_s=0.01))
-    await asyncio.wait_for(done.wait(), 60)
-    await cancel_all([keeping])
-
-    assert called[:2] == [("often", True), ("seldom", True)]
-    assert set(called[2:]) == {("often", False)}
-
-
-async def test_a_job_that_is_fenced_ends_the_term(client):
-    async def fenced(_: ClockReading) -> float:
-        raise FencedError("another planner leads")
-
-    with pytest.raises(FencedError):
-        await keep_time(client, [fenced], tolerance_s=5.0, longest_pause_s=0.01)

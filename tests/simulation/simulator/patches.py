@@ -21,7 +21,7 @@ from turnstream.generator.api import async_publisher, publisher_core
 from turnstream.generator.transport import async_sender
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream_server.batcher.assembly import payload
-from turnstream_server.batcher.planner import orphaned_groups, renewal, timekeeper
+from turnstream_server.batcher.planner import renewal, timekeeper
 from turnstream_server.bus.core import server_instance
 
 _LOOKS = 6
@@ -88,7 +88,6 @@ def patched() -> Iterator[None]:
         patch.multiple(renewal, connect=thread_client, time=clock),
         patch.multiple(payload, Link=thread_link),
         patch.multiple(timekeeper, READS_PER_LEASE=_LOOKS, CHECKS_PER_DEADLINE=_LOOKS),
-        patch.multiple(orphaned_groups, READS_PER_LEASE=_LOOKS),
         _listening_to_the_log(),
     ):
         yield

@@ -34,11 +34,6 @@ PAGE_MANIFESTS: Final = 64
 class PlanChain:
     """The plans of one run up to the newest that its leader knows.
 
-    Args:
-        term: the leader's term.
-        view: this replica's view of the run.
-        in_force: the config of the next plan.
-
     Attributes:
         next_step: the step that is planned next.
         hash: hash of the newest plan; empty before the first.
@@ -85,7 +80,26 @@ class PlanChain:
         return deque(stored)
 
     def draft(self, groups: tuple[ReadyGroup, ...], choice: Choice | None) -> StoredManifest:
-        """Return the plan of the next step with these groups, as it would be stored."""
+        """Return the plan of the next step with these groups, as it would be stored.
+
+        Raises:
+            UnplannableError: it fails, and so do single trajectories of it by themselves.
+            BatchingError: it fails with each of its trajectories, or with none by itself.
+        """
+        try:
+            return self._draft(groups, choice)
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:
+            reason = f"step {self.next_step} cannot be planned: {error!r}"
+            alone = [replace(g, members=(m,)) for g in groups for m in g.members]
+            damages = [Damage(g.members[0].key, reason) for g in alone if self._fails(g, choice)]
+            if 0 < len(damages) < len(alone):
+                raise UnplannableError(tuple(damages)) from error
+            names = ", ".join(group.group_id for group in groups)
+            raise BatchingError(f"{reason}; its groups: {names}") from error
+
+    def _draft(self, groups: tuple[ReadyGroup, ...], choice: Choice | None) -> StoredManifest:
         manifest = plan_batch(
             groups,
             config=self._in_force.config,
@@ -102,32 +116,9 @@ class PlanChain:
         )
         return encode_for_store(manifest)
 
-    def draft_or_blame(
-        self, groups: tuple[ReadyGroup, ...], choice: Choice | None
-    ) -> StoredManifest:
-        """Return the plan of the next step, as `draft`.
-
-        Raises:
-            UnplannableError: it fails, and so do single trajectories of it by themselves.
-            BatchingError: it fails with each of its trajectories, or with none by itself.
-        """
-        try:
-            return self.draft(groups, choice)
-        except (MemoryError, OSError):
-            raise
-        except Exception as error:
-            reason = f"step {self.next_step} cannot be planned: {error!r}"
-            members = [replace(g, members=(m,)) for g in groups for m in g.members]
-            damages = [Damage(g.members[0].key, reason) for g in members if self._fails(g, choice)]
-            if 0 < len(damages) < len(members):
-                raise UnplannableError(tuple(damages)) from error
-            names = ", ".join(group.group_id for group in groups)
-            raise BatchingError(f"{reason}; its groups: {names}") from error
-
     def _fails(self, group: ReadyGroup, choice: Choice | None) -> bool:
-        """Return whether a group of one trajectory cannot be planned."""
         try:
-            self.draft((group,), choice)
+            self._draft((group,), choice)
         except (MemoryError, OSError):
             raise
         except Exception:  # noqa: BLE001 - any error says that it fails

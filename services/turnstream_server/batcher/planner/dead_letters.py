@@ -6,7 +6,6 @@ decisions before it folds the events, and passes over the same ones.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterable
 from typing import Final, NamedTuple
@@ -32,9 +31,6 @@ from turnstream_server.bus.planning.trajectories import Rejection
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
-
-LOG_EVERY_S: Final = 10.0
-"""Shortest time between two log lines about rejected events of a run."""
 
 MAX_REASON: Final = 500
 """Longest reason, in characters: it may quote a text of a generator."""
@@ -92,8 +88,6 @@ class DeadLetterWriter:
         self._term = term
         self._rejected: set[str] = set()
         self._noted: list[Rejection] = []
-        self._num_unlogged = 0
-        self._log_at_s = 0.0
 
     async def load(self) -> None:
         """Read the earlier rejections; to be called before any event is folded."""
@@ -137,7 +131,13 @@ class DeadLetterWriter:
         """Write the noted decisions; repeats change nothing."""
         if not self._noted:
             return
-        self._log(self._noted)
+        logger.error(
+            "run %s: %d events are rejected, the last of them %s: %s",
+            self._term.run,
+            len(self._noted),
+            self._noted[-1].event_id,
+            self._noted[-1].reason,
+        )
         reach("reject.before")
         await trajectories.reject_events(self._term, self._noted)
         reach("reject.after")
@@ -158,21 +158,6 @@ class DeadLetterWriter:
     def _reject(self, event_id: str, reason: str, *, key: TrajectoryKey | None) -> None:
         self._rejected.add(event_id)
         self._noted.append(Rejection(event_id, reason[:MAX_REASON], key))
-
-    def _log(self, noted: list[Rejection]) -> None:
-        """Count the rejections in the log, at most once per LOG_EVERY_S."""
-        self._num_unlogged += len(noted)
-        now_s = asyncio.get_running_loop().time()
-        if now_s < self._log_at_s:
-            return
-        logger.error(
-            "run %s: %d events are rejected, the last of them %s: %s",
-            self._term.run,
-            self._num_unlogged,
-            noted[-1].event_id,
-            noted[-1].reason,
-        )
-        self._num_unlogged, self._log_at_s = 0, now_s + LOG_EVERY_S
 
 
 def _posted_for(entry: EventEntry) -> TrajectoryKey | None:

@@ -34,7 +34,7 @@ from turnstream_server.batcher.planner.revising import ConfigInForce
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.settling import Settler
 from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, event_position
-from turnstream_server.batcher.planner.upkeep import DEFAULT_UPKEEP, Upkeep
+from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.core.events import PAGE_EVENTS, EventEntry
 from turnstream_server.bus.leadership.leadership import Position, Term
 from turnstream_server.bus.planning.groups import announce_due
@@ -60,7 +60,7 @@ class Leader:
         upkeep: when to take snapshots.
 
     Attributes:
-        is_waiting: whether the leader has handled everything that it read, and waits for news.
+        is_waiting: whether the leader has handled everything that it read, and waits for events.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Leader:
         assembler: Assembler,
         *,
         revisions: Revisions,
-        upkeep: Upkeep = DEFAULT_UPKEEP,
+        upkeep: Upkeep,
     ) -> None:
         self.is_waiting = False
         self._term = term
@@ -238,8 +238,7 @@ class Leader:
         if event is None:
             return []
         if isinstance(event, ConfigRevised):
-            through = self._listener.position
-            await self._in_force.check_author(entry.event_id, event, through=through)
+            await self._in_force.learn(entry.event_id, event)
         try:
             return self._fold_in(entry.event_id, event)
         except Exception as error:  # noqa: BLE001 - raised again where not due to the event
@@ -322,7 +321,7 @@ class Leader:
         """
         try:
             stored = await self._assembler.in_thread(
-                lambda: self._chain.draft_or_blame(groups, self._selector.choice)
+                lambda: self._chain.draft(groups, self._selector.choice)
             )
             manifest = stored.manifest
             batch = PlannedBatch(manifest=manifest, manifest_hash=stored.hash, config=self._config)

@@ -17,12 +17,11 @@ from turnstream_server.batcher.planner.dead_letters import FoldBrokenError
 from turnstream_server.batcher.planner.event_loop import first_of
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.batcher.planner.listener import RunListener
-from turnstream_server.batcher.planner.orphaned_groups import orphaned_groups
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.releaser import Releaser
 from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.planner.timekeeper import keep_time_of_run
+from turnstream_server.batcher.planner.timekeeper import Timekeeper
 from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.core.server_instance import PinnedClient
 from turnstream_server.bus.leadership.leadership import (
@@ -210,17 +209,7 @@ class RunPlanner:
         """Run the timekeeper with the config in force, until another one is in force."""
         while True:
             revision, config = await self.view.newest_config()
-            await keep_time_of_run(
-                term,
-                config,
-                others=[orphaned_groups(term, self.view, config)],
-                until=lambda old=revision: self._is_revised(after=old),
-                sleep=self.view.wait_for_change,
-            )
-
-    def _is_revised(self, *, after: int) -> bool:
-        leader = self.view.leader
-        return leader is not None and leader.config_revision > after
+            await Timekeeper(term, self.view, config).run(revision=revision)
 
     async def _post_forgotten_seals(self, term: Term) -> None:
         """Post the stored seals of dead writers, once; then wait until cancelled.

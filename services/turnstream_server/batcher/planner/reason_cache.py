@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
 from turnstream.errors import TurnstreamError, WaitReason
@@ -22,14 +21,6 @@ _READ_EVERY_S: Final = 5.0
 
 _READ_TIMEOUT_S: Final = 0.8
 """Longest wait for a read, well within the time that a Get has for its answer."""
-
-ReadReasons = Callable[[str], Awaitable[list[WaitReason]]]
-"""Returns the reasons why a run waits, the most important first."""
-
-
-async def no_reasons(_: str) -> list[WaitReason]:
-    """Return no reason."""
-    return []
 
 
 class _Read(NamedTuple):
@@ -56,31 +47,26 @@ class ReasonCache:
         return len(self._reads)
 
     async def reasons(self, run: str) -> list[WaitReason]:
-        """Return the reasons why a run waits, at most a few seconds old.
+        """Return the reasons why a run waits, the most important first, a few seconds old at most.
 
         They accompany an error, and must not replace it: nothing is returned if they cannot be
         read, or not in time.
         """
         now_s = asyncio.get_running_loop().time()
-        self._reads = {
-            name: read
-            for name, read in self._reads.items()
-            if read.began_s >= now_s - _READ_EVERY_S or not read.task.done()
-        }
+        oldest_s = now_s - _READ_EVERY_S
+        for name, read in [*self._reads.items()]:
+            if read.began_s < oldest_s and read.task.done():
+                del self._reads[name]
         if run not in self._reads:
             self._reads[run] = _Read(now_s, asyncio.create_task(self._read(run)))
-        try:
-            async with asyncio.timeout(_READ_TIMEOUT_S):
-                return await asyncio.shield(self._reads[run].task)
-        except TimeoutError:
-            return []  # the next call may have it
+        done, _ = await asyncio.wait([self._reads[run].task], timeout=_READ_TIMEOUT_S)
+        return done.pop().result() if done else []
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
 
     async def _read(self, run: str) -> list[WaitReason]:
-        """Return the reasons of a run; none if they cannot be read, whatever the error."""
         try:
             snapshot = await asyncio.to_thread(read_snapshot, self._client, run)
         except TurnstreamError:

@@ -91,9 +91,7 @@ class Releaser:
         self._view = view
         self._owner = owner
         self._upkeep = upkeep
-        self._archived = 0
-        self._archive_trouble = ""
-        self._file_trouble = ""
+        self._archived = None if upkeep.archive is None else 0
         self._noted = ""
         self._payload_through = 0
         self._steps_at_once = 1
@@ -108,15 +106,8 @@ class Releaser:
         loop = asyncio.get_running_loop()
         while True:
             started_s = loop.time()
-            has_worked = is_done = False
-            try:
-                has_worked = await self.run_round()
-                is_done = not (has_worked or self._archive_trouble or self._file_trouble)
-            except (FencedError, RunNotFoundError, UnavailableError):
-                raise
-            except Exception as error:  # planning must not stop because release fails
-                logger.exception("release in run %s failed", self._run)
-                await self._note(str(error) or repr(error))
+            has_worked = await self.run_round()
+            is_done = not has_worked and not self._noted
             self.done_at_s = started_s if is_done else float("-inf")
             if has_worked and self._has_backlog:
                 await asyncio.sleep(0)
@@ -127,18 +118,30 @@ class Releaser:
                 pause_s = SHORTEST_PAUSE_S
 
     async def run_round(self) -> bool:
-        """Run one round; return whether it had work."""
-        reach("advance_watermark.before")
-        watermark = await advance_watermark(self._term, at_most=await self._archive())
-        state = await read_release_state(self._client, self._run)
-        has_worked = [
-            await self._release_batches(state, watermark=watermark),
-            await self._release_ended(state),
-            await self._move_to_file(state),
-            await self._discard_dead_letters(state),
-        ]
-        await self._note(self._archive_trouble or self._file_trouble)
-        return any(has_worked)
+        """Run one round, and record its errors in the run; return whether it had work."""
+        trouble, has_worked = "", False
+        jobs = (
+            self._release_batches,
+            self._release_ended,
+            self._discard_dead_letters,
+            self._move_to_file,
+        )
+        try:
+            trouble = await self._archive()
+            reach("advance_watermark.before")
+            await advance_watermark(self._term, at_most=self._archived)
+            state = await read_release_state(self._client, self._run)
+            for job in jobs:
+                has_worked |= await job(state)
+        except (FencedError, RunNotFoundError, UnavailableError):
+            raise
+        except OSError as error:  # the last job writes files
+            trouble = trouble or f"the ledger stays in the store: {error}"
+        except Exception as error:  # planning must not stop because release fails
+            logger.exception("release in run %s failed", self._run)
+            trouble = trouble or str(error) or repr(error)
+        await self._note(trouble)
+        return has_worked
 
     async def _discard_dead_letters(self, state: ReleaseState) -> bool:
         """Discard the oldest dead letters above the limit of the run."""
@@ -156,26 +159,23 @@ class Releaser:
             )
         return num_discarded > 0
 
-    async def _archive(self) -> int | None:
-        """Archive committed steps; return the newest step that may be released, None for any."""
+    async def _archive(self) -> str:
+        """Archive committed steps; return why the next one is not archived, and not released."""
         archive = self._upkeep.archive
-        if archive is None:
-            return None
+        if archive is None or self._archived is None:
+            return ""
         frontier = await read_frontier_async(self._client, self._run)
         self._archived = max(self._archived, frontier.released)
-        trouble = ""
         for step in range(self._archived + 1, frontier.committed + 1):
             try:
                 await asyncio.to_thread(archive, self._run, step)
             except (RecordError, OSError) as error:
-                trouble = f"step {step} is not archived: {error}"  # and nothing after it released
-                break
+                return f"step {step} is not archived: {error}"
             self._archived = step
-        self._archive_trouble = trouble
-        return self._archived
+        return ""
 
     async def _note(self, trouble: str) -> None:
-        """Record for `turnstream why` what keeps steps from their release; empty for nothing."""
+        """Record why steps are not released, for `turnstream why`; empty if they are."""
         if trouble == self._noted:
             return
         if trouble:
@@ -193,47 +193,40 @@ class Releaser:
         if records is None:  # the fork of this run is not complete
             return False
         reach("write_ledger_file.before")
-        try:
-            name = await asyncio.to_thread(
-                write_ledger_file, place.folder, self._run, steps, records
-            )
-        except OSError as error:
-            self._file_trouble = f"the ledger stays in the store: {error}"
-            return False
-        self._file_trouble = ""
+        name = await asyncio.to_thread(write_ledger_file, place.folder, self._run, steps, records)
         reach("move_to_file.before")
         await move_to_file(self._term, steps, name=name)
         logger.info("steps %d to %d of run %s are in %s", steps[0], steps[-1], self._run, name)
         return True
 
-    async def _release_batches(self, state: ReleaseState, *, watermark: int) -> bool:
+    async def _release_batches(self, state: ReleaseState) -> bool:
         """Delete the payload of some released steps, and fold some that the snapshot includes.
 
         A step is folded after its payload is deleted: until then the ledger must name it.
         """
         released = max(state.folded, self._payload_through)
-        has_worked = released < watermark
+        has_worked = released < state.released
         if has_worked:
-            plans = await self._plans(released + 1, last=watermark)
+            plans = await self._plans(released + 1, last=state.released)
             groups = [group for each in plans for group in each.manifest.groups]
             members = [member.key for group in groups for member in group.trajectories]
             await self._release_payload([*map(keys.trajectory_id, members)])
             released = self._payload_through = plans[-1].manifest.step
-        folded, fold_through = state.folded, min(released, watermark, state.snapshot_step)
+        folded, fold_through = state.folded, min(released, state.released, state.snapshot_step)
         if folded < fold_through:
             plans = await self._plans(folded + 1, last=fold_through)
             await self._fold_batches(plans)
             folded = plans[-1].manifest.step
-        self._has_backlog = released < watermark or folded < fold_through
+        self._has_backlog = released < state.released or folded < fold_through
         return has_worked or state.folded < folded
 
     async def _release_payload(
-        self, trajectory_ids: list[str], *, given_up: Container[str] = ()
+        self, trajectory_ids: list[str], *, abandoned: Container[str] = ()
     ) -> None:
         _, config = await self._view.newest_config()
         reach("release_payload.before")
         await remove_payload(
-            self._client, self._run, trajectory_ids, lease_s=config.lease_s, given_up=given_up
+            self._client, self._run, trajectory_ids, lease_s=config.lease_s, given_up=abandoned
         )
         reach("give_back.before")
         await give_back(self._client, self._run, trajectory_ids)
@@ -258,8 +251,7 @@ class Releaser:
         """Return the plans of one step or more from `first` on, about ROUND_SLICE trajectories.
 
         Raises:
-            FencedError: another planner has replaced the first one by its compact record.
-            ConflictError: the first one is missing.
+            ConflictError: the first one is missing, or another planner has folded it.
         """
         max_count = min(self._steps_at_once, last - first + 1)
         found = await read_manifests(self._client, self._run, first_step=first, max_count=max_count)
@@ -267,10 +259,7 @@ class Releaser:
             num_trajectories = max(1, sum(each.manifest.num_trajectories for each in found))
             self._steps_at_once = 1 + ROUND_SLICE * len(found) // num_trajectories
             return found
-        name = f"step {first} of run {self._run!r}"
-        if first <= (await read_release_state(self._client, self._run)).folded:
-            raise FencedError(f"another planner has folded {name}")
-        raise ConflictError(f"{name} is not folded, and has no plan")
+        raise ConflictError(f"step {first} of run {self._run!r} has no plan")
 
     async def _release_ended(self, state: ReleaseState) -> bool:
         """Delete the payload of untrained trajectories, and fold their entries, many together.
@@ -309,8 +298,8 @@ class Releaser:
         names = list(new)
         for start in range(0, len(names), PAGE):
             some = {name: new[name] for name in names[start : start + PAGE]}
-            given_up = {name for name in some if some[name].startswith("abandoned:")}
-            await self._release_payload([*some], given_up=given_up)
+            abandoned = {name for name in some if some[name].startswith("abandoned:")}
+            await self._release_payload([*some], abandoned=abandoned)
             self._ended |= some
 
     async def _foldable(self, trajectory_ids: Sequence[str]) -> list[str]:
@@ -319,8 +308,8 @@ class Releaser:
         The entries of an open group stay, so that no name in it is opened again.
         """
         by_group = await asyncio.to_thread(_by_group, trajectory_ids)
-        over = await finished_groups(self._client, self._run, [*by_group])
-        return [each for group in by_group if group in over for each in by_group[group]]
+        finished = await finished_groups(self._client, self._run, [*by_group])
+        return [each for group in by_group if group in finished for each in by_group[group]]
 
     async def _fold_slices(
         self, foldable: Sequence[str], state: ReleaseState, *, least: int
@@ -328,14 +317,12 @@ class Releaser:
         """Replace entries by compact records of at least `least`; return whether any was made."""
         number = state.num_records
         for start in range(0, len(foldable) - least + 1, FOLD_SLICE):
-            some = foldable[start : start + FOLD_SLICE]
             number += 1
             try:
-                await self._fold_ended(some, number=number)
-            except ConflictError:  # a plan was withdrawn
-                if not {*some} <= {*await self._foldable(some)}:
-                    return True  # one of these groups may change again
-                await self._fold_ended(some, number=number)  # the group was decided again since
+                await self._fold_ended(foldable[start : start + FOLD_SLICE], number=number)
+            except ConflictError as error:  # a plan was withdrawn: a group may change again
+                logger.warning("run %s: %s; the next round tries again", self._run, error)
+                return True
         return number > state.num_records
 
     async def _fold_ended(self, trajectory_ids: Sequence[str], *, number: int) -> None:

@@ -8,7 +8,6 @@ not renewed. The next leader has a higher epoch, so the store refuses late write
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -28,7 +27,9 @@ RENEWALS_PER_LEASE: Final = 3
 MAX_STALL_LEASES: Final = 6
 """With the usual lease of 5 s, half a minute: no slice of work takes so long, the loop hangs."""
 
-_TOUCHES_PER_LEASE: Final = 4
+_TOUCHES_PER_LEASE: Final = 8
+"""How often the event loop touches a term, and reads whether it is lost."""
+
 _JOIN_TIMEOUT_S: Final = 5.0
 
 
@@ -36,33 +37,15 @@ class _RenewedTerm:
     """A leadership that is being renewed.
 
     Attributes:
-        run: id of the run.
-        epoch: fencing number of the term.
         touched_s: when the event loop was last seen at work.
+        lost: why it was lost; empty before that.
     """
 
     def __init__(self, run: str, epoch: int) -> None:
         self.run = run
         self.epoch = epoch
         self.touched_s = time.monotonic()
-        self._loop = asyncio.get_running_loop()
-        self._lost: asyncio.Future[str] = self._loop.create_future()
-
-    async def wait_until_lost(self, *, touch_every_s: float) -> None:
-        """Touch the term from the event loop, until it ends with FencedError."""
-        while not self._lost.done():
-            self.touched_s = time.monotonic()
-            await asyncio.wait([self._lost], timeout=touch_every_s)
-        raise FencedError(self._lost.result())
-
-    def lose(self, reason: str) -> None:
-        """End the term, from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._set_lost, reason)
-
-    def _set_lost(self, reason: str) -> None:
-        if not self._lost.done():
-            self._lost.set_result(reason)
+        self.lost = ""
 
 
 class LeadershipKeeper:
@@ -99,7 +82,10 @@ class LeadershipKeeper:
                 )
                 self._thread.start()
         try:
-            await term.wait_until_lost(touch_every_s=self.lease_s / _TOUCHES_PER_LEASE)
+            while not term.lost:
+                term.touched_s = time.monotonic()
+                await asyncio.sleep(self.lease_s / _TOUCHES_PER_LEASE)
+            raise FencedError(term.lost)
         finally:
             with self._lock:
                 self._terms.discard(term)
@@ -113,16 +99,15 @@ class LeadershipKeeper:
         self._client.close()
 
     def _renew_until_closed(self) -> None:
-        pause_s = self.lease_s / RENEWALS_PER_LEASE
-        next_pause_s = pause_s
-        while not self._closed.wait(next_pause_s):
-            next_pause_s = pause_s
+        usual_s = pause_s = self.lease_s / RENEWALS_PER_LEASE
+        while not self._closed.wait(pause_s):
+            pause_s = usual_s
             try:
                 self._renew(self._living_terms())
             except TurnstreamError as error:
                 if not self._closed.is_set():
                     logger.warning("leaderships cannot be renewed: %s", error)
-                next_pause_s = pause_s / RENEWALS_PER_LEASE
+                pause_s = usual_s / RENEWALS_PER_LEASE
             except Exception:  # a defect must not cost every other leadership of this replica
                 logger.exception("the renewal of leaderships failed")
 
@@ -152,4 +137,4 @@ class LeadershipKeeper:
             is_ours, epoch, owner = reply
             if not is_ours:
                 leader = owner.decode()
-                term.lose(f"epoch {term.epoch} has ended, {leader!r} leads with epoch {epoch}")
+                term.lost = f"epoch {term.epoch} has ended, {leader!r} leads with epoch {epoch}"

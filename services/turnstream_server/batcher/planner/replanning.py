@@ -7,18 +7,17 @@ them. This leader and all later ones continue from that snapshot, so all make eq
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.withdrawing import with_planned_reward, withdrawn_groups
-from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import ConflictError, RecordError
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store.client import keys
 from turnstream.types import SealedTrajectory, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.assembly.payload import Damage
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.bus.core.frontier import ReplanRequest
@@ -34,17 +33,9 @@ from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
-_Members = dict[TrajectoryKey, SealedTrajectory]
-
 
 class Replanner:
-    """Answers requests to plan again, for one term of a run's leader.
-
-    Args:
-        term: the leader's term.
-        view: this replica's view of the run.
-        assembler: reads and checks payload.
-    """
+    """Answers requests to plan again, for one term of a run's leader."""
 
     def __init__(self, term: Term, view: RunView, assembler: Assembler) -> None:
         self._term = term
@@ -64,8 +55,8 @@ class Replanner:
             config: the config of the leader's next plan.
         """
         try:
-            batches, damages = await self._examine(request)
-            withdrawal = await self._prepare(batches, damages, known, config)
+            batches, dead = await self._examine(request)
+            withdrawal = await self._prepare(batches, dead, known, config)
             reach("replan.before_write")
             await withdraw_plans(self._term, request, withdrawal)
             reach("replan.after_write")
@@ -73,16 +64,25 @@ class Replanner:
             logger.warning("run %s is not planned again: %s", self._view.run, error)
             await refuse_replan(self._term, request, str(error))
             return False
-        self._warn_of(withdrawal)
+        names = [keys.trajectory_id(died.key) for died in withdrawal.dead]
+        logger.warning(
+            "run %s: the plans of steps %d to %d are withdrawn, its trainer session has ended: "
+            "damaged payload of %s",
+            self._view.run,
+            batches[0].manifest.step,
+            batches[-1].manifest.step,
+            ", ".join(names[:MAX_NAMED]),
+            extra={"num_dead": len(names), "leader_epoch": self._term.epoch},
+        )
         return True
 
     async def _examine(
         self, request: ReplanRequest
     ) -> tuple[list[PlannedBatch], dict[TrajectoryKey, str]]:
-        """The batches from the damaged step on, and what of them is damaged.
+        """Return the batches from the damaged step on, and why their trajectories are damaged.
 
         Raises:
-            ConflictError: nothing is.
+            ConflictError: none is damaged.
         """
         frontier = await self._view.refresh()
         first = request.step or frontier.stepped + 1
@@ -91,46 +91,26 @@ class Replanner:
         if first > frontier.planned:
             raise ConflictError(f"step {first} is not planned; {frontier.planned} are")
         batches: list[PlannedBatch] = []
-        damages: list[Damage] = []
+        dead: dict[TrajectoryKey, str] = {}
         for step in range(first, frontier.planned + 1):
             batch = await self._view.batch(step)
             found = await self._assembler.examine(batch)
-            if not damages and not found and (request.step or step == frontier.planned):
+            if not dead and not found and (request.step or step == frontier.planned):
                 whole = f"step {first}" if request.step else f"steps {first} to {step}"
                 raise ConflictError(f"no payload of {whole} is damaged")
-            damages += found
-            if damages:
+            dead |= {damage.key: damage.reason for damage in found}
+            if dead:
                 batches.append(batch)
-        return batches, {damage.key: damage.reason for damage in damages}
+        return batches, dead
 
     async def _prepare(
         self,
         batches: Sequence[PlannedBatch],
-        damages: dict[TrajectoryKey, str],
+        dead: dict[TrajectoryKey, str],
         known: PlannerSnapshot,
         config: BatchingConfig,
     ) -> Withdrawal:
-        plans = {each.key: (each, batch) for batch in batches for each in _plans(batch.manifest)}
-        seals = await read_seals(self._term.client, self._term.run, list(plans))
-        dead = dict(damages)
-        members: _Members = {}
-        for key, (plan, _) in plans.items():
-            seal = seals[key]
-            if key in damages:
-                continue
-            if isinstance(seal, RecordError):
-                dead[key] = f"its seal cannot be read: {seal}"
-            elif seal.payload_crcs != plan.payload_crcs:
-                dead[key] = "its seal is not the one that it was planned with"
-            else:
-                members[key] = seal
-        late = {key for key, sealed in members.items() if sealed.awaits_reward}
-        posted = await read_posted_rewards(self._term.client, self._term.run, late)
-        for key in late:
-            plan, batch = plans[key]
-            members[key] = with_planned_reward(
-                members[key], plan, posted=posted.get(key), config=batch.config
-            )
+        members = await self._read_members(batches, dead)
         manifests = [batch.manifest for batch in batches]
         snapshot = await self._assembler.in_thread(
             lambda: encode_snapshot(_before(manifests, members, known, config))
@@ -144,27 +124,39 @@ class Replanner:
             snapshot=snapshot,
         )
 
-    def _warn_of(self, withdrawal: Withdrawal) -> None:
-        first, newest = withdrawal.manifests[0].step, withdrawal.manifests[-1].step
-        names = [keys.trajectory_id(died.key) for died in withdrawal.dead]
-        logger.warning(
-            "run %s: the plans of steps %d to %d are withdrawn, its trainer session has ended: "
-            "damaged payload of %s",
-            self._view.run,
-            first,
-            newest,
-            ", ".join(names[:MAX_NAMED]),
-            extra={"num_dead": len(names), "leader_epoch": self._term.epoch},
-        )
-
-
-def _plans(manifest: Manifest) -> list[TrajectoryPlan]:
-    return [plan for group in manifest.groups for plan in group.trajectories]
+    async def _read_members(
+        self, batches: Sequence[PlannedBatch], dead: dict[TrajectoryKey, str]
+    ) -> dict[TrajectoryKey, SealedTrajectory]:
+        """Return the planned trajectories as they were sealed; add those without a seal to `dead`."""
+        plans = {
+            plan.key: (plan, batch.config)
+            for batch in batches
+            for group in batch.manifest.groups
+            for plan in group.trajectories
+            if plan.key not in dead
+        }
+        members: dict[TrajectoryKey, SealedTrajectory] = {}
+        seals = await read_seals(self._term.client, self._term.run, list(plans))
+        for key, seal in seals.items():
+            if isinstance(seal, RecordError):
+                dead[key] = f"its seal cannot be read: {seal}"
+            elif seal.payload_crcs != plans[key][0].payload_crcs:
+                dead[key] = "its seal is not the one that it was planned with"
+            else:
+                members[key] = seal
+        late = {key for key, sealed in members.items() if sealed.awaits_reward}
+        posted = await read_posted_rewards(self._term.client, self._term.run, late)
+        for key in late:
+            plan, config = plans[key]
+            members[key] = with_planned_reward(
+                members[key], plan, posted=posted.get(key), config=config
+            )
+        return members
 
 
 def _before(
     manifests: Sequence[Manifest],
-    members: _Members,
+    members: Mapping[TrajectoryKey, SealedTrajectory],
     known: PlannerSnapshot,
     config: BatchingConfig,
 ) -> PlannerSnapshot:

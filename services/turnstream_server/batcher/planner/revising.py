@@ -6,7 +6,6 @@ import logging
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import changed_settings
-from turnstream.batching.planning.plan_batch import event_order
 from turnstream.errors import CorruptRecordError, FencedError
 from turnstream.store.run.revisions import Revisions
 from turnstream.types import ConfigRevised
@@ -20,9 +19,6 @@ logger = logging.getLogger(__name__)
 class ConfigInForce:
     """The config of one leader's term, from the first revision on, or that of a snapshot.
 
-    Only a leader puts revisions in force. So the history holds those that were stored before this
-    term began to read; otherwise the term is fenced.
-
     Args:
         term: the leader's term.
         known: the revisions at the start of the term.
@@ -30,31 +26,26 @@ class ConfigInForce:
     Attributes:
         revision: number of the config in force.
         since: id of the event that put it in force; "0-0" before the first.
+        config: the config in force.
     """
 
     def __init__(self, term: Term, known: Revisions) -> None:
         self.revision = known.stored[0].number
         self.since = "0-0"
+        self.config: BatchingConfig = known.stored[0].config
         self._term = term
         self._known = known
-        self._config = known.stored[0].config
-        self._read_through: tuple[int, ...] = (0, 0)
-
-    @property
-    def config(self) -> BatchingConfig:
-        """Return the config in force."""
-        return self._config
 
     def restore(self, revision: int, since: str) -> None:
         """Continue with the config of a snapshot, or of an event.
 
         Raises:
-            FencedError: this term does not know it: a successor put it in force.
+            FencedError: this term does not know it: a successor has stored it and the snapshot.
         """
         if revision > self._known.last.number:
-            raise self._led_by_another(revision)
+            raise FencedError(f"another planner of run {self._term.run} has revision {revision}")
         self.revision, self.since = revision, since
-        self._config = self._known.revision(revision).config
+        self.config = self._known.revision(revision).config
 
     def revision_of_event(self, event_id: str) -> ConfigRevised | None:
         """Return the revision of an unreadable event; None if it revised no config.
@@ -66,24 +57,10 @@ class ConfigInForce:
             return None
         return ConfigRevised(revision=revision.number, step=revision.from_step)
 
-    async def check_author(self, event_id: str, event: ConfigRevised, *, through: str) -> None:
-        """Check that this term has not been fenced by the leader that put a revision in force.
-
-        Args:
-            event_id: id of the event.
-            event: the event.
-            through: id of the last event that was read from the store.
-
-        Raises:
-            FencedError: a successor of this term wrote the event.
-        """
-        is_known = self._known.was_put_in_force(event.revision, event_id)
-        if is_known or event_order(event_id) <= self._read_through:
-            return
-        self._read_through = event_order(through)
-        newest = await read_revisions_async(self._term.client, self._term.run)
-        if newest.was_put_in_force(event.revision, event_id):
-            raise self._led_by_another(event.revision)
+    async def learn(self, event_id: str, event: ConfigRevised) -> None:
+        """Read the revisions again if a successor of this term has put this one in force."""
+        if not self._known.was_put_in_force(event.revision, event_id):
+            self._known = await read_revisions_async(self._term.client, self._term.run)
 
     def take(self, event_id: str, event: ConfigRevised) -> bool:
         """Put a revision in force; return False where it was in force before.
@@ -97,9 +74,9 @@ class ConfigInForce:
             raise CorruptRecordError(
                 f"config revision {event.revision} was not put in force by this event"
             )
-        before = self._config
+        before = self.config
         self.restore(event.revision, event_id)
-        changes = changed_settings(before, self._config)
+        changes = changed_settings(before, self.config)
         logger.info(
             "run %s has config revision %d from step %d on: %s",
             self._term.run,
@@ -108,12 +85,6 @@ class ConfigInForce:
             ", ".join(f"{each.name}={each.after!r}" for each in changes),
         )
         return True
-
-    def _led_by_another(self, revision: int) -> FencedError:
-        return FencedError(
-            f"config revision {revision} of run {self._term.run} was stored after the start of "
-            "this term and is in force: another planner leads"
-        )
 
     async def announce(self, *, step: int) -> str:
         """Put the revision of `step` in force; return the id of the event that does so."""

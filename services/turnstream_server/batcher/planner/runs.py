@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
 import redis.asyncio
@@ -16,37 +16,33 @@ from turnstream.errors import (
     EndOfRunError,
     NotReadyError,
     RunNotFoundError,
+    WaitReason,
 )
 from turnstream.records.configs import decode_config
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import read_config_async
-from turnstream.types import TrajectoryState
 from turnstream.types.names import RunId
 from turnstream_server.batcher.assembly.shares import PlannedBatch
-from turnstream_server.batcher.planner.reason_cache import ReadReasons, no_reasons
 from turnstream_server.bus.core.frontier import Frontier, not_retained, read_frontier_async
 from turnstream_server.bus.planning.manifests import read_manifest
-from turnstream_server.bus.queries.ledger import read_ledger_async
 
 _MANIFESTS_KEPT: Final = 8
 
 
-class LocalLeader(Protocol):
+class _LocalLeader(Protocol):
     """The leader of a run in this replica."""
 
     @property
-    def config_revision(self) -> int:
-        """Return the number of the config revision in force."""
-        ...
+    def config_revision(self) -> int: ...
 
-    def explain(self, step: int) -> str:
-        """Return why a step is not planned yet."""
-        ...
+    def explain(self, step: int) -> str: ...
 
-    def undecided(self) -> list[str]:
-        """Return the open groups, the oldest first, then the evaluations in progress."""
-        ...
+    def undecided(self) -> list[str]: ...
+
+
+async def _no_reasons(_: str) -> list[WaitReason]:
+    return []
 
 
 class RunView:
@@ -71,12 +67,12 @@ class RunView:
         *,
         frontier: Frontier,
         on_stepped: Callable[[int], None],
-        read_reasons: ReadReasons = no_reasons,
+        read_reasons: Callable[[str], Awaitable[list[WaitReason]]] = _no_reasons,
     ) -> None:
         self.run = RunId(run)
         self.frontier = frontier
         self.trouble = ""
-        self.leader: LocalLeader | None = None
+        self.leader: _LocalLeader | None = None
         self._client = client
         self._on_stepped = on_stepped
         self._read_reasons = read_reasons
@@ -126,7 +122,7 @@ class RunView:
             return False
         return True
 
-    def follow_leader(self, leader: LocalLeader | None) -> None:
+    def follow_leader(self, leader: _LocalLeader | None) -> None:
         """Report the state of this local leader from now on; None if no leader is here."""
         self.leader = leader
 
@@ -191,8 +187,8 @@ class RunView:
                 async with asyncio.timeout_at(deadline_s):
                     await changed.wait()
             except TimeoutError:
-                why, reasons = await self._why_not(step), await self._read_reasons(self.run)
-                raise NotReadyError(why, reasons) from None
+                why = self._why_not(step)
+                raise NotReadyError(why, await self._read_reasons(self.run)) from None
 
     async def batch(self, step: int) -> PlannedBatch:
         """Return the plan of a planned step.
@@ -246,11 +242,11 @@ class RunView:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _why_not(self, step: int) -> str:
-        reason = await self._missing(step)
+    def _why_not(self, step: int) -> str:
+        reason = self._missing(step)
         return f"{reason}; planning failed: {self.trouble}" if self.trouble else reason
 
-    async def _missing(self, step: int) -> str:
+    def _missing(self, step: int) -> str:
         frontier = self.frontier
         if frontier.paused is not None:
             return f"step {step}: {frontier.pause}, and no batch is planned until it is resumed"
@@ -258,12 +254,7 @@ class RunView:
             return f"step {step}: the run is closed; step {frontier.planned} is not stepped yet"
         if self.leader is not None:
             return self.leader.explain(step)
-        ledger = await read_ledger_async(self._client, self.run)
-        return (
-            f"step {step}: {frontier.planned} steps are planned, {frontier.stepped} are stepped; "
-            f"{ledger.by_state[TrajectoryState.OPEN]} trajectories are open, "
-            f"{ledger.by_state[TrajectoryState.SEALED]} are sealed"
-        )
+        return f"step {step}: {frontier.planned} steps are planned, {frontier.stepped} are stepped"
 
     async def _call(self, *words: str | int) -> Any:
         with translating():

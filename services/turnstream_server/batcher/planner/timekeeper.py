@@ -1,26 +1,30 @@
-"""The only source of time events: jobs that run while this replica leads.
+"""The only source of time events: jobs that run while this replica leads a run.
 
 Leases use the store's clock, which all replicas share. After a jump of that clock, or a pause of
 the store, leases have expired that no writer could renew. So the timekeeper compares the clock with
-its own, and passes each job the time for which it has been steady. Deadlines and observers use the
-run's time.
+its own, and jobs about leases wait until it has been steady. Deadlines and observers use the run's
+time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
 from typing import Any, Final, NamedTuple
 
 import redis.asyncio
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.replies import translating
+from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.bus.leadership.clock import LONGEST_MOST_S, RunClock
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning.deadlines import fire_deadlines
 from turnstream_server.bus.planning.leases import abandon_lapsed
+from turnstream_server.bus.planning.run_completion import end_orphaned, find_orphaned
 from turnstream_server.bus.sessions.observers import forget_observers
+
+logger = logging.getLogger(__name__)
 
 READS_PER_LEASE: Final = 10
 """How often the store's clock is read."""
@@ -40,7 +44,8 @@ LONGEST_PAUSE_S: Final = 5.0
 """Pause between two checks of the run's clock, of the observers, and of the deadlines, which
 generators of any release may set."""
 
-Sleep = Callable[[float], Awaitable[object]]
+MAX_ORPHANED: Final = 200
+"""Orphaned groups decided at a time; the others follow."""
 
 
 class ClockReading(NamedTuple):
@@ -56,10 +61,6 @@ class ClockReading(NamedTuple):
     server_ms: int
     steady_s: float
     own_s: float
-
-
-Job = Callable[[ClockReading], Awaitable[float]]
-"""Does what is due, and returns the seconds after which it must run again."""
 
 
 class SteadyClock:
@@ -85,109 +86,94 @@ class SteadyClock:
         return ClockReading(server_ms, now_s - self._since_s, now_s)
 
 
-async def keep_time(
-    client: redis.asyncio.Redis,
-    jobs: Sequence[Job],
-    *,
-    tolerance_s: float,
-    longest_pause_s: float,
-    until: Callable[[], bool] = lambda: False,
-    sleep: Sleep = asyncio.sleep,
-) -> None:
-    """Run each job when it is due, in order, until `until` holds.
+class Timekeeper:
+    """Does what is due in one run, for one term of its leader, with one config.
+
+    Each job is fenced by the epoch of the term, and returns the seconds after which it must run
+    again.
 
     Args:
-        client: client of the store.
-        jobs: each must be fenced by the epoch of the term.
-        tolerance_s: see SteadyClock.
-        longest_pause_s: longest time between two reads of the store's clock.
-        until: ends the loop.
-        sleep: pauses for so many seconds, or less.
+        term: the leader's term.
+        view: this replica's view of the run.
+        config: the config in force.
     """
-    loop = asyncio.get_running_loop()
-    clock = SteadyClock(tolerance_s=tolerance_s)
-    due_s = [0.0] * len(jobs)
-    while not until():
-        reading = clock.read(server_ms=await _read_clock(client), now_s=loop.time())
-        for index, job in enumerate(jobs):
-            if due_s[index] <= loop.time():
-                due_s[index] = await job(reading) + loop.time()
-        pause_s = min(due_s, default=float("inf")) - loop.time()
-        await sleep(max(0.0, min(pause_s, longest_pause_s)))
 
+    def __init__(self, term: Term, view: RunView, config: BatchingConfig) -> None:
+        self._term = term
+        self._view = view
+        self._config = config
+        self._tolerance_s = config.lease_s * TOLERANCE_LEASES
+        self._read_every_s = config.lease_s / READS_PER_LEASE
+        self._clock = RunClock(term, most_s=min(LONGEST_MOST_S, self._tolerance_s))
+        self._orphaned_since_s: dict[str, float] = {}
 
-async def keep_time_of_run(
-    term: Term,
-    config: BatchingConfig,
-    *,
-    others: Sequence[Job],
-    until: Callable[[], bool],
-    sleep: Sleep,
-) -> None:
-    """Run every job of a run, and others, as `keep_time` does."""
-    tolerance_s = config.lease_s * TOLERANCE_LEASES
-    clock = RunClock(term, most_s=min(LONGEST_MOST_S, tolerance_s))
-    await keep_time(
-        term.client,
-        [
-            ticking_clock(clock, config),
-            lapsed_leases(term, config),
-            passed_deadlines(term, clock, config),
-            silent_observers(term, clock),
-            *others,
-        ],
-        tolerance_s=tolerance_s,
-        longest_pause_s=config.lease_s / READS_PER_LEASE,
-        until=until,
-        sleep=sleep,
-    )
+    async def run(self, *, revision: int) -> None:
+        """Run each job when it is due, until a later revision of the config is in force."""
+        loop = asyncio.get_running_loop()
+        clock = SteadyClock(tolerance_s=self._tolerance_s)
+        jobs = (
+            self.tick,  # before all jobs that use the run's time
+            self.abandon_lapsed,
+            self.fire_deadlines,
+            self.remove_observers,
+            self.end_orphaned,
+        )
+        due_s = [0.0] * len(jobs)
+        while self._view.leader is None or self._view.leader.config_revision <= revision:
+            reading = clock.read(server_ms=await _read_clock(self._term.client), now_s=loop.time())
+            for index, job in enumerate(jobs):
+                if due_s[index] <= loop.time():
+                    due_s[index] = await job(reading) + loop.time()
+            await self._view.wait_for_change(min(min(due_s) - loop.time(), self._read_every_s))
 
+    async def tick(self, reading: ClockReading) -> float:
+        """Count the run's time."""
+        await self._clock.tick(server_ms=reading.server_ms, own_s=reading.own_s)
+        return min(LONGEST_PAUSE_S, self._read_every_s)
 
-def ticking_clock(clock: RunClock, config: BatchingConfig) -> Job:
-    """Return the job that counts the run's time; it comes before all jobs that use this time."""
-    pause_s = min(LONGEST_PAUSE_S, config.lease_s / READS_PER_LEASE)
+    async def abandon_lapsed(self, reading: ClockReading) -> float:
+        """Abandon trajectories that were not adopted within `takeover_s`."""
+        if not self._is_steady(reading):
+            return self._read_every_s
+        until_ms = reading.server_ms - round(self._config.takeover_s * 1000)
+        has_more = await abandon_lapsed(self._term, until_ms=until_ms)
+        return 0.0 if has_more else self._read_every_s
 
-    async def tick(reading: ClockReading) -> float:
-        await clock.tick(server_ms=reading.server_ms, own_s=reading.own_s)
-        return pause_s
+    async def fire_deadlines(self, reading: ClockReading) -> float:
+        """Write the events of groups and rewards whose deadline has passed."""
+        next_ms = await fire_deadlines(self._term, run_ms=self._clock.at(reading.own_s))
+        settings = (self._config.group_deadline_s, self._config.reward_deadline_s)
+        pauses_s = [each_s / CHECKS_PER_DEADLINE for each_s in settings if each_s > 0]
+        return min([LONGEST_PAUSE_S, *pauses_s, *([next_ms / 1000] if next_ms >= 0 else [])])
 
-    return tick
-
-
-def lapsed_leases(term: Term, config: BatchingConfig) -> Job:
-    """Return the job that abandons trajectories not adopted in time (`takeover_s`)."""
-    takeover_ms = round(config.takeover_s * 1000)
-    pause_s = config.lease_s / READS_PER_LEASE
-
-    async def abandon(reading: ClockReading) -> float:
-        if reading.steady_s < config.lease_s * STEADY_LEASES:
-            return pause_s
-        has_more = await abandon_lapsed(term, until_ms=reading.server_ms - takeover_ms)
-        return 0.0 if has_more else pause_s
-
-    return abandon
-
-
-def passed_deadlines(term: Term, clock: RunClock, config: BatchingConfig) -> Job:
-    """Return the job that writes the events of groups and rewards whose deadline has passed."""
-    deadlines_s = [s for s in (config.group_deadline_s, config.reward_deadline_s) if s > 0]
-    pause_s = min([LONGEST_PAUSE_S, *(s / CHECKS_PER_DEADLINE for s in deadlines_s)])
-
-    async def fire(reading: ClockReading) -> float:
-        next_ms = await fire_deadlines(term, run_ms=clock.at(reading.own_s))
-        return pause_s if next_ms < 0 else min(pause_s, next_ms / 1000)
-
-    return fire
-
-
-def silent_observers(term: Term, clock: RunClock) -> Job:
-    """Return the job that removes observers that were silent for longer than their expiry."""
-
-    async def remove(reading: ClockReading) -> float:
-        next_ms = await forget_observers(term, run_ms=clock.at(reading.own_s))
+    async def remove_observers(self, reading: ClockReading) -> float:
+        """Remove observers that were silent for longer than their expiry."""
+        next_ms = await forget_observers(self._term, run_ms=self._clock.at(reading.own_s))
         return LONGEST_PAUSE_S if next_ms < 0 else min(LONGEST_PAUSE_S, next_ms / 1000)
 
-    return remove
+    async def end_orphaned(self, reading: ClockReading) -> float:
+        """Fire the deadline of orphaned groups of a closed run, so that the run ends.
+
+        A dead generator leaves samples that it had opened, which expire with their leases, and
+        samples that it had not. In an open run another generator may open these; in a closed one
+        none can. Orphaned groups have had no writer for `lease_s + takeover_s`.
+        """
+        since_s = self._orphaned_since_s
+        if not (self._view.frontier.is_closed and self._is_steady(reading)):
+            since_s.clear()
+            return self._read_every_s
+        now_s = asyncio.get_running_loop().time()
+        found = await find_orphaned(self._term, self._view.undecided()[:MAX_ORPHANED])
+        self._orphaned_since_s = {each: since_s.get(each, now_s) for each in found}
+        oldest_s = now_s - self._config.lease_s - self._config.takeover_s
+        due = {each: found[each] for each in found if self._orphaned_since_s[each] <= oldest_s}
+        num_fired = await end_orphaned(self._term, due)
+        if num_fired:
+            logger.warning("run %s is closed: %d groups have no writer", self._term.run, num_fired)
+        return self._read_every_s
+
+    def _is_steady(self, reading: ClockReading) -> bool:
+        return reading.steady_s >= self._config.lease_s * STEADY_LEASES
 
 
 async def _read_clock(client: redis.asyncio.Redis) -> int:
