@@ -34,8 +34,8 @@ NAMES: Final = frozenset(
         "grant_refill.after",
         "fire_deadlines.before",  # deadlines have passed, the run was not told
         "fire_deadlines.after",  # the event is written, but not folded
-        "give_up.before",  # leases have expired, no generator adopted
-        "give_up.after",  # the run has the event, the payload does not
+        "abandon_lapsed.before",  # leases have expired, no generator adopted
+        "abandon_lapsed.after",  # the run has the event, the payload does not
         "finish_run.before",  # nothing is left to plan
         "finish_run.after",
         "reject.before",  # an event cannot be read or folded, the store does not know yet

@@ -46,7 +46,7 @@ def test_batcher_killed_around_each_decision_has_a_successor_that_decides_alike(
     rig.join(rig.start_generator("w", groups=4))
     _die_around(rig, "batch_due")
     _leave_open(rig)
-    _die_around(rig, "give_up")
+    _die_around(rig, "abandon_lapsed")
     _die_around(rig, "grant_refill")
     assert _decisions(rig) == {BatchDue: 2, TrajectoryAbandoned: 1, RefillGranted: 1}
     plans = rig.plan_hashes()

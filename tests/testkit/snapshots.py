@@ -11,7 +11,7 @@ from turnstream.store.waits.wait_snapshot import WaitSnapshot
 def snapshot(*, config: dict[str, Any] | None = None, **fields: Any) -> WaitSnapshot:
     """Return a run after step 2 whose trainer waits for step 3, as its generators see it.
 
-    It may have 16 live groups, and has 8. One is ready, one is open.
+    It may have 16 live groups, and has 10. One is ready, one is open.
     """
     usual: dict[str, Any] = {
         "run": "maze",
@@ -21,10 +21,10 @@ def snapshot(*, config: dict[str, Any] | None = None, **fields: Any) -> WaitSnap
         "stepped": 2,
         "planned": 2,
         "released": 2,
-        "planned_groups": 6,
-        "num_live": 8,
+        "planned_groups": 8,
+        "num_live": 10,
         "num_open": 1,
-        "num_opened": 8,
+        "num_opened": 10,
         "num_ready": 1,
         "num_waiting": 1,
         "session_epoch": 1,

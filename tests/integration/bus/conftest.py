@@ -36,9 +36,8 @@ from turnstream.types import (
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
 from turnstream_server.bus.leadership.snapshots import save_snapshot
-from turnstream_server.bus.planning.deadlines import fire_deadlines
+from turnstream_server.bus.planning.deadlines import abandon_lapsed, fire_deadlines
 from turnstream_server.bus.planning.groups import Settlement, grant_refill, settle_groups
-from turnstream_server.bus.planning.leases import abandon_lapsed
 from turnstream_server.bus.planning.manifests import (
     StoredManifest,
     encode_for_store,

@@ -11,12 +11,9 @@ import redis
 from turnstream.store.run.runs import close_run, pause_run, resume_run
 from turnstream.types import DeadlineFired, Purpose, RunFinished
 from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.planning.run_completion import (
-    end_orphaned,
-    find_orphaned,
-    finish_run,
-    is_evaluating,
-)
+from turnstream_server.bus.planning.announcements import finish_run
+from turnstream_server.bus.planning.deadlines import end_orphaned, find_orphaned
+from turnstream_server.bus.planning.groups import is_evaluating
 
 pytestmark = pytest.mark.redis
 

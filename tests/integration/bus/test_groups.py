@@ -10,7 +10,7 @@ from turnstream.batching.fold.decisions import GroupCut, MemberDropped
 from turnstream.errors import ConflictError
 from turnstream.types import BatchDue, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.planning.groups import announce_due
+from turnstream_server.bus.planning.announcements import announce_due
 from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis

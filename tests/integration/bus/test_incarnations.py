@@ -15,7 +15,7 @@ from turnstream.store.run.runs import create_run
 from turnstream.types import BatchDue
 from turnstream_server.bus.core.server_instance import PinnedClient
 from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
-from turnstream_server.bus.planning.groups import announce_due
+from turnstream_server.bus.planning.announcements import announce_due
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis

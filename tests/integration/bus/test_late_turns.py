@@ -16,7 +16,7 @@ from turnstream.generator.outbox.receipts import Delivery
 from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
 from turnstream.types import GroupOpened, TrajectoryKey
-from turnstream_server.bus.planning.leases import abandon_lapsed
+from turnstream_server.bus.planning.deadlines import abandon_lapsed
 
 pytestmark = pytest.mark.redis
 

@@ -19,7 +19,7 @@ from turnstream.store.run.leases import (
     take_over_command,
 )
 from turnstream.types import TrajectoryAbandoned, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.planning.leases import abandon_lapsed
+from turnstream_server.bus.planning.deadlines import abandon_lapsed
 from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
@@ -47,7 +47,7 @@ async def end_lapsed(run: Any, found: LapsedTrajectory, *, until_ms: int) -> boo
     """Give up one that was listed; whether it is."""
     names = run.keys
     where = (names.leader, names.ledger, names.leases, names.counts, names.events)
-    give_up = script("give_up")
+    give_up = script("abandon_lapsed")
     late = give_up(where, 1, until_ms, found.trajectory_id, found.epoch, "late", b"record")
     (reply,) = await run_command_async(run.client, late)
     return bool(reply)
@@ -188,18 +188,23 @@ async def test_tombstone_of_an_abandoned_trajectory_has_the_reason(run: Any) -> 
         await append(run, "a/1/0", b"turn")
 
 
+@pytest.mark.parametrize("seal", [encode_event(sealed("a", sample=0)), b"unreadable"])
 async def test_stored_seal_counts_if_its_writer_died_before_the_event(
-    run: Any,
+    run: Any, seal: bytes
 ) -> None:
-    await run.open("a")
-    await append(run, "a/0/0", b"turn 0000", encode_event(sealed("a", sample=0)), seals=1)
-    await lapse(run, "a/0/0", "a/1/0")
+    await run.open("a", num_samples=3)
+    await append(run, "a/0/0", b"turn 0000", seal, seals=1)
+    await append(run, "a/2/0", b"turn 0000", seal, seals=1)
+    await run.client.delete(keys.trajectory_keys(run.name, "a/2/0").turns)
+    await lapse(run, "a/0/0", "a/1/0", "a/2/0")
 
     await give_up(run)
 
     assert (await ledger(run))[b"a/0/0"] == b"sealed:1"
     assert (await ledger(run))[b"a/1/0"].startswith(b"abandoned:")
-    assert (await run.events())[1] == sealed("a", sample=0)
+    assert (await ledger(run))[b"a/2/0"].startswith(b"abandoned:")
+    (_, fields), *_ = (await run.client.xrange(run.keys.events))[1:]
+    assert fields == {b"r": seal, b"t": b"a/0/0"}
     assert await run.client.zcard(run.keys.leases) == 0
     (await read_ledger_async(run.client, run.name)).check()
 

@@ -4,18 +4,16 @@ from typing import Any
 
 import pytest
 
-from testkit import manifest
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import (
     ConflictError,
     FencedError,
     GroupTooLargeError,
-    RunNotFoundError,
 )
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.leadership import acquire_leadership, release_leadership
-from turnstream_server.bus.planning.manifests import read_manifest, read_manifests, write_manifest
+from turnstream_server.bus.planning.manifests import read_manifest, read_manifests
 from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
@@ -154,17 +152,6 @@ async def test_a_group_that_was_decided_before_is_no_longer_counted_as_open(run:
     await run.plan("a")
 
     assert await run.client.hget(run.keys.frontier, "open_groups") == b"1"
-
-
-async def test_nothing_is_planned_of_a_run_that_is_gone(run: Any) -> None:
-    await open_and_seal(run, "a")
-    await run.client.delete(run.keys.frontier)
-    plan = manifest("a", run=run.name, step=1)
-
-    with pytest.raises(RunNotFoundError):
-        await write_manifest(run.term, plan)
-
-    assert await run.client.exists(run.keys.plan) == 0
 
 
 async def test_old_plan_of_a_fenced_planner_is_refused_even_if_equal(

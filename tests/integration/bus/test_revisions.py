@@ -17,7 +17,7 @@ from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import ConfigRevised, Purpose
 from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.planning.revisions import announce_revision, read_revisions_async
+from turnstream_server.bus.planning.announcements import announce_revision, read_revisions_async
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.embedded import EmbeddedServer
 

@@ -132,6 +132,7 @@ class Case:
     stepped: int
     num_open: int
     num_decided: int
+    planned: int
     num_revised: int
 
 
@@ -143,6 +144,7 @@ cases = st.builds(
     stepped=st.integers(0, 5),
     num_open=st.integers(0, 8),
     num_decided=st.integers(0, 30),
+    planned=st.integers(0, 5),
     num_revised=st.integers(-10, 10),
 )
 
@@ -156,7 +158,8 @@ def test_groups_are_admitted_by_the_rule_of_the_pure_function(drive: Drive, case
         "stepped": case.stepped,
         "live_groups": case.num_open + case.num_decided,
         "open_groups": case.num_open,
-        "revised_groups": case.num_revised,
+        "planned": case.planned,
+        "planned_groups": case.planned * case.batch_groups + case.num_revised,
     }
     run.client.hset(run.keys.frontier, mapping=numbers)
     expected = capacity(

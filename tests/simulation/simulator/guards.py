@@ -193,21 +193,15 @@ GUARDS = (
         needs="has_reopener",
     ),
     Guard(
-        "announce_revision: groups of the steps before",
-        600,
-        script("planned * (before.batch_groups - after.batch_groups) + 0", "0"),
-        needs="has_reviser",
-    ),
-    Guard(
         "revise_config: the order of steps",
         600,
         script("if step < first then", "if false then"),
         needs="has_reviser",
     ),
     Guard(
-        "write_manifest: a short step",
+        "write_manifest: the groups of a step",
         40,
-        script("if num_groups ~= batch_groups then", "if false then"),
+        script("'planned_groups', num_groups)", "'planned_groups', 0)"),
     ),
     Guard(
         "observed: never falls",

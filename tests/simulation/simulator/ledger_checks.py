@@ -76,11 +76,10 @@ def _groups_are_counted(writes: RunWrites) -> Violations:
     if num_open > most_open and not writes.shared.rotten:
         yield f"{num_open} groups are open, {most_open} may be"
     yield from _prompts_are_counted(writes, groups)
-    usual = sum(writes.num_groups(step) for step in writes.manifests)
-    revised = usual - len(writes.manifests) * writes.shared.in_force.batch_groups
-    counted = int(frontier.get(b"revised_groups", 0))
-    if counted != revised:
-        yield f"{counted} groups are counted as revised, {revised} are"
+    planned = sum(writes.num_groups(step) for step in writes.manifests)
+    counted = int(frontier.get(b"planned_groups", 0))
+    if counted != planned:
+        yield f"{counted} groups are counted as planned, {planned} are"
     # A rollback or a revision lowers the limit, and ends no group that was let in before it.
     live = int(frontier[b"live_groups"])
     if not 0 <= live <= (most := writes.note_most_live()):

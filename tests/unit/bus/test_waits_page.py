@@ -59,7 +59,8 @@ def of(**changes: Any) -> WaitSnapshot:
         "session_epoch": 3,
         "durations": Durations(trainer_s=95.0, step_s=95.0, opened_s=120.0),
     }
-    return scanned(**{**usual, **changes})
+    usual |= changes
+    return scanned(**{"planned_groups": 8 * usual["planned"], **usual})
 
 
 SMALL = {"batch_groups": 8, "mini_batch_groups": 8, "max_bytes": 200_000}

@@ -37,9 +37,8 @@ from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, eve
 from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.core.events import PAGE_EVENTS, EventEntry
 from turnstream_server.bus.leadership.leadership import Position, Term
-from turnstream_server.bus.planning.groups import announce_due
+from turnstream_server.bus.planning.announcements import announce_due, finish_run
 from turnstream_server.bus.planning.manifests import StoredManifest
-from turnstream_server.bus.planning.run_completion import finish_run
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.batcher.planner.listener import RunListener
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.releaser import Releaser
-from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
+from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.timekeeper import Timekeeper
 from turnstream_server.batcher.planner.upkeep import Upkeep
@@ -33,8 +33,7 @@ from turnstream_server.bus.leadership.leadership import (
     park_leadership,
     release_leadership,
 )
-from turnstream_server.bus.planning.revisions import read_revisions_async
-from turnstream_server.bus.planning.trajectories import post_forgotten_seals
+from turnstream_server.bus.planning.announcements import read_revisions_async
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,6 @@ class RunPlanner:
                 self._lead(term),
                 self._keeper.hold(term.run, term.epoch),
                 self._keep_time(term),
-                self._post_forgotten_seals(term),
                 self._clear_trouble(term),
             )
         except asyncio.CancelledError:
@@ -210,17 +208,6 @@ class RunPlanner:
         while True:
             revision, config = await self.view.newest_config()
             await Timekeeper(term, self.view, config).run(revision=revision)
-
-    async def _post_forgotten_seals(self, term: Term) -> None:
-        """Post the stored seals of dead writers, once; then wait until cancelled.
-
-        It waits a while after the start of the term: by then, live writers have posted their own.
-        """
-        await asyncio.sleep(self._keeper.lease_s / RENEWALS_PER_LEASE)
-        num_posted = await post_forgotten_seals(term.client, term.run)
-        if num_posted:
-            logger.info("posted %d forgotten seals of run %s", num_posted, term.run)
-        await asyncio.Event().wait()
 
     async def _clear_trouble(self, term: Term) -> None:
         """Clear the recorded error once this term has lasted; then wait until cancelled."""

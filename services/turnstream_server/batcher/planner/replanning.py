@@ -25,10 +25,11 @@ from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning.replans import (
     MAX_NAMED,
     Withdrawal,
+    read_posted_rewards,
+    read_seals,
     refuse_replan,
     withdraw_plans,
 )
-from turnstream_server.bus.planning.seals import read_posted_rewards, read_seals
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
@@ -116,8 +117,9 @@ class Replanner:
             lambda: encode_snapshot(_before(manifests, members, known, config))
         )
         return Withdrawal(
-            manifests=manifests,
-            manifest_hashes=[batch.manifest_hash for batch in batches],
+            first_step=manifests[0].step,
+            newest_step=manifests[-1].step,
+            manifest_hash=batches[-1].manifest_hash,
             dead=[TrajectoryDied(key=key, reason=reason) for key, reason in dead.items()],
             lease_epochs={key: sealed.lease_epoch for key, sealed in members.items()},
             position=known.position,
@@ -127,7 +129,7 @@ class Replanner:
     async def _read_members(
         self, batches: Sequence[PlannedBatch], dead: dict[TrajectoryKey, str]
     ) -> dict[TrajectoryKey, SealedTrajectory]:
-        """Return the planned trajectories as they were sealed; add those without a seal to `dead`."""
+        """Return the planned trajectories as sealed; add those without a seal to `dead`."""
         plans = {
             plan.key: (plan, batch.config)
             for batch in batches

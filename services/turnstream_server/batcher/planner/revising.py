@@ -10,7 +10,7 @@ from turnstream.errors import CorruptRecordError, FencedError
 from turnstream.store.run.revisions import Revisions
 from turnstream.types import ConfigRevised
 from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.planning.revisions import announce_revision, read_revisions_async
+from turnstream_server.bus.planning.announcements import announce_revision, read_revisions_async
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)

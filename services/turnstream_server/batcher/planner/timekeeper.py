@@ -19,9 +19,12 @@ from turnstream.store.client.replies import translating
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.bus.leadership.clock import LONGEST_MOST_S, RunClock
 from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.planning.deadlines import fire_deadlines
-from turnstream_server.bus.planning.leases import abandon_lapsed
-from turnstream_server.bus.planning.run_completion import end_orphaned, find_orphaned
+from turnstream_server.bus.planning.deadlines import (
+    abandon_lapsed,
+    end_orphaned,
+    find_orphaned,
+    fire_deadlines,
+)
 from turnstream_server.bus.sessions.observers import forget_observers
 
 logger = logging.getLogger(__name__)

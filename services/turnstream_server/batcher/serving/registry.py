@@ -15,7 +15,7 @@ from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.bus.core.frontier import Frontier, read_frontier_async
-from turnstream_server.bus.planning.run_completion import is_evaluating
+from turnstream_server.bus.planning.groups import is_evaluating
 
 logger = logging.getLogger(__name__)
 

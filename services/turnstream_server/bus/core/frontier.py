@@ -103,7 +103,6 @@ class Frontier:
         num_live_groups: opened groups that were not dropped untrained.
         num_open_groups: live groups that are neither decided nor planned.
         num_planned_groups: live groups that are in a batch.
-        at_plans, num_revised_groups: see store.keys.
         is_closed: no group will be opened any more.
         released: newest batch that is no longer retained; 0 before the first.
         origin: origin of a forked run; else None.
@@ -132,11 +131,9 @@ class Frontier:
     released: int = 0
     num_open_groups: int = 0
     num_planned_groups: int = 0
-    at_plans: str = ""
     origin: Origin | None = None
     version_floor: int = -1
     next_revision: int = 0
-    num_revised_groups: int = 0
     paused: str | None = None
     leftover: str = "short"
     is_finished: bool = False
@@ -210,14 +207,12 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         released=number("released"),
         num_open_groups=number("open_groups"),
         num_planned_groups=number("planned_groups"),
-        at_plans=stored.parsed("at_plans", bytes.decode, ""),
         origin=stored.parsed("origin", lambda value: Origin.parse(value.decode()), None),
         version_floor=stored.parsed("version_floor", parsed_number, -1),
         next_revision=number("next_revision"),
         leftover=stored.parsed("leftover", bytes.decode, "") or "short",
         is_finished=fields.get(b"finished") == b"1",
         paused=stored.parsed("paused", bytes.decode, None),
-        num_revised_groups=number("revised_groups"),
         rollbacks=stored.parsed("rollbacks", _rollbacks, ()),
         lost_session=_sentence(fields.get(b"session_lost", b"")),
         damage=stored.parsed("damaged", _damage, None),

@@ -1,18 +1,35 @@
-"""Deadlines of groups and rewards that have passed, by the run's clock, written as events."""
+"""Deadlines that have passed, and leases that have lapsed, written as events."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+import redis.asyncio
 
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.types import DeadlineFired
+from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import Script, run_command_async, run_commands_async
+from turnstream.store.run.budget import lease_of_seal
+from turnstream.store.run.leases import MAX_LAPSED, LapsedTrajectory, list_lapsed_async
+from turnstream.types import DeadlineFired, TrajectoryAbandoned
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 from turnstream_server.failpoints import reach
 
+logger = logging.getLogger(__name__)
+
 _FIRE = LeaderScript("fire_deadlines", "planning", "deadlines members events config rewards")
+_END_ORPHANED = LeaderScript(
+    "end_orphaned", "planning", "frontier groups members ledger events deadlines"
+)
+_ABANDON = LeaderScript("abandon_lapsed", "planning", "ledger leases counts events")
+_APPEND = Script("append", "turnstream.generator.outbox")
+_POST_SEALED = Script("post_sealed", "turnstream.generator.outbox")
 _PER_CALL: Final = 200
+_FENCE: Final = "given up"
+"""Name of the writer that fences the payload of abandoned trajectories."""
 
 
 async def fire_deadlines(term: Term, *, run_ms: int) -> int:
@@ -46,3 +63,98 @@ def _event(member: str, num_refills: int) -> DeadlineFired:
         return DeadlineFired(group_id=keys.decode_name(name), num_refills=num_refills)
     awaited = keys.parse_trajectory_id(name)
     return DeadlineFired(group_id=awaited.group_id, awaited=awaited)
+
+
+async def find_orphaned(term: Term, group_ids: Sequence[str]) -> dict[str, int]:
+    """Return the groups of a closed run without a writer, with the refills granted to each."""
+    replies = await _end_orphaned(term, [(each, "", b"") for each in group_ids])
+    found = zip(group_ids, replies, strict=True)
+    return {group_id: refills for group_id, refills in found if refills >= 0}
+
+
+async def end_orphaned(term: Term, orphaned: Mapping[str, int]) -> int:
+    """Fire the deadlines of groups without a writer; return their number."""
+    items = [
+        (each, refills, encode_event(DeadlineFired(group_id=each, num_refills=refills)))
+        for each, refills in orphaned.items()
+    ]
+    return (await _end_orphaned(term, items)).count(-2)
+
+
+async def _end_orphaned(term: Term, items: Sequence[tuple[str, int | str, bytes]]) -> list[int]:
+    if not items:
+        return []
+    words = [
+        word
+        for group_id, refills, record in items
+        for word in (keys.encode_name(group_id), refills, record)
+    ]
+    replies: list[int] = await _END_ORPHANED.run(term, *words)
+    return replies
+
+
+async def abandon_lapsed(term: Term, *, until_ms: int) -> bool:
+    """Abandon a page of trajectories whose leases ended by then; return whether there are more.
+
+    A trajectory whose seal is stored and not posted is sealed instead, so that no acknowledged
+    write is lost. `until_ms` is a time of the store's clock.
+    """
+    lapsed = await list_lapsed_async(term.client, term.run, until_ms=until_ms)
+    if not lapsed:
+        return False
+    await _post_seals(term.client, term.run, [each.trajectory_id for each in lapsed])
+    reach("abandon_lapsed.before")
+    abandoned = await _abandon(term, lapsed, until_ms=until_ms)
+    reach("abandon_lapsed.after")
+    fences = [
+        _APPEND(
+            keys.trajectory_keys(term.run, each.trajectory_id), f"{each.epoch + 1}:{_FENCE}", 0, 0
+        )
+        for each in abandoned
+    ]
+    await run_commands_async(term.client, fences)
+    for each in abandoned:
+        logger.warning(
+            "run %s: %s is abandoned: %s", term.run, each.key.readable_name, _reason(each)
+        )
+    return len(lapsed) == MAX_LAPSED
+
+
+async def _abandon(
+    term: Term, lapsed: Sequence[LapsedTrajectory], *, until_ms: int
+) -> list[LapsedTrajectory]:
+    """Abandon trajectories; return those that were not renewed, adopted or sealed before."""
+    arguments: list[Any] = []
+    for each in lapsed:
+        reason = _reason(each)
+        record = encode_event(TrajectoryAbandoned(key=each.key, reason=reason))
+        arguments += (each.trajectory_id, each.epoch, reason, record)
+    replies = await _ABANDON.run(term, until_ms, *arguments)
+    return [each for each, was_abandoned in zip(lapsed, replies, strict=True) if was_abandoned]
+
+
+def _reason(lapsed: LapsedTrajectory) -> str:
+    return f"the lease of {lapsed.writer} ended"
+
+
+async def _post_seals(client: redis.asyncio.Redis, run: str, ids: Sequence[str]) -> None:
+    """Post the stored seals of these open trajectories, as their writers would."""
+    pipeline = client.pipeline(transaction=False)
+    for name in ids:
+        meta = keys.trajectory_keys(run, name).meta
+        pipeline.execute_command("HMGET", meta, "sealed", "epoch", "writer")
+    with translating():
+        metas: list[Any] = await pipeline.execute()
+        sealed = [(name, meta) for name, meta in zip(ids, metas, strict=True) if meta[0] == b"1"]
+        pipeline = client.pipeline(transaction=False)
+        for name, _ in sealed:
+            turns = keys.trajectory_keys(run, name).turns
+            pipeline.execute_command("XREVRANGE", turns, "+", "-", "COUNT", 1)
+        last_entries: list[Any] = await pipeline.execute()
+    arguments: list[Any] = []
+    for (name, (_, epoch, writer)), entries in zip(sealed, last_entries, strict=True):
+        if entries:  # none, where a disk lost them
+            seal = entries[0][1][b"r"]
+            arguments += (name, lease_of_seal(int(epoch), writer.decode(), seal), seal)
+    if arguments:
+        await run_command_async(client, _POST_SEALED(keys.run_keys(run).of_post_sealed, *arguments))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
+
+import redis.asyncio
 
 from turnstream.batching.fold.decisions import (
     GroupCut,
@@ -13,17 +15,22 @@ from turnstream.batching.fold.decisions import (
     MemberDropped,
     RefillWanted,
 )
+from turnstream.records.evals import encode_eval_group, encode_eval_result
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Command, run_commands_async
-from turnstream.types import BatchDue, RefillGranted
+from turnstream.store.run.evals import version_field
+from turnstream.types import RefillGranted
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
-from turnstream_server.bus.planning.evals import settle_eval_command
 
 Settlement = MemberDropped | GroupDropped | GroupCut | GroupEvaluated
 """A decision that ends trajectories."""
 
-_DUE = LeaderScript("batch_due", "planning", "events")
+EVALUATED: Final = "part of an evaluation"
+NOT_EVALUATED: Final = "its evaluation ended without it"
+"""Reasons in the ledger for trajectories of an evaluated group."""
+
 _SETTLE_MEMBERS = LeaderScript("settle_members", "planning", "ledger counts deadlines")
 _SETTLE_GROUP = LeaderScript(
     "settle_group",
@@ -31,18 +38,17 @@ _SETTLE_GROUP = LeaderScript(
     "groups ledger counts frontier wake members deadlines refills leases config tasks prompts "
     "again held budget",
 )
+_SETTLE_EVAL: Final = LeaderScript(
+    "settle_eval",
+    "planning",
+    "groups ledger counts members refills deadlines leases evals evalgroups held budget wake",
+)
 _GRANT = LeaderScript(
     "grant_refill",
     "planning",
     "groups ledger members refills deadlines config events wake frontier clock",
 )
 _MEMBERS_PER_CALL: Final = 200
-
-
-async def announce_due(term: Term, due: BatchDue) -> str:
-    """Write the event at which the groups of a batch are chosen, once; return its id."""
-    event_id: bytes = await _DUE.run(term, encode_event(due))
-    return event_id.decode()
 
 
 async def settle_groups(term: Term, settled: Sequence[Settlement]) -> None:
@@ -90,6 +96,13 @@ async def grant_refill(term: Term, wanted: RefillWanted) -> bool:
     raise AssertionError("there is always another attempt")
 
 
+async def is_evaluating(client: redis.asyncio.Redis, run: str) -> bool:
+    """Return whether an evaluation of the run has not ended."""
+    with translating():
+        groups: Any = await client.execute_command("HVALS", keys.run_keys(run).groups)
+    return any(state.endswith(b":evaluating") for state in groups)
+
+
 def _settle_members(term: Term, dropped: Sequence[MemberDropped]) -> Iterator[Command]:
     for start in range(0, len(dropped), _MEMBERS_PER_CALL):
         arguments: list[str] = []
@@ -100,7 +113,7 @@ def _settle_members(term: Term, dropped: Sequence[MemberDropped]) -> Iterator[Co
 
 def _settle_group(term: Term, group: GroupDropped | GroupCut | GroupEvaluated) -> Command:
     if isinstance(group, GroupEvaluated):
-        return settle_eval_command(term, group)
+        return _settle_eval(term, group)
     is_dropped = isinstance(group, GroupDropped)
     return _SETTLE_GROUP(
         term,
@@ -109,4 +122,18 @@ def _settle_group(term: Term, group: GroupDropped | GroupCut | GroupEvaluated) -
         group.reason,
         0 if is_dropped else group.num_granted,
         *map(keys.trajectory_id, group.keys if is_dropped else ()),
+    )
+
+
+def _settle_eval(term: Term, ended: GroupEvaluated) -> Command:
+    result, total = ended.result, ended.total
+    return _SETTLE_EVAL(
+        term,
+        keys.encode_name(ended.group_id),
+        EVALUATED,
+        NOT_EVALUATED,
+        b"" if result is None else encode_eval_group(result),
+        "" if result is None else version_field(result.version),
+        b"" if total is None else encode_eval_result(total),
+        *map(keys.trajectory_id, ended.keys),
     )

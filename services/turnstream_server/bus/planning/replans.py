@@ -5,23 +5,30 @@ A request is stored in the run. The leader answers it in `replanned` or in `refu
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import redis
 import redis.asyncio
 
-from turnstream.batching.merge.plan import Manifest
-from turnstream.errors import ConflictError, NotReadyError
-from turnstream.records.events import encode_event
+from turnstream.errors import ConflictError, CorruptRecordError, NotReadyError, RecordError
+from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command, run_command_async
-from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey
+from turnstream.types import (
+    PlansWithdrawn,
+    RewardPosted,
+    SealedTrajectory,
+    TrajectoryDied,
+    TrajectoryKey,
+)
+from turnstream_server.bus.core.events import read_events_async
 from turnstream_server.bus.core.frontier import ReplanRequest
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
@@ -31,13 +38,15 @@ MAX_NAMED: Final = 16
 _WAKE_S: Final = 1.0
 """Longest read that waits for an answer, for the case that its wake was missed."""
 
+_SEALS_PER_REPLY: Final = 256
+
 _REQUEST = Script("request_replan", "turnstream_server.bus.planning")
 _REFUSE = LeaderScript("refuse_replan", "planning", "frontier wake")
 _WITHDRAW = LeaderScript(
     "withdraw_plans",
     "planning",
     "frontier batches plan ledger counts groups snapshot events letters wake held budget config "
-    "observers times",
+    "observers times deadlines",
 )
 _NOTE_DAMAGE = Script("note_damage", "turnstream_server.bus.planning")
 
@@ -54,20 +63,21 @@ class Replanned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Withdrawal:
-    """The arguments of `withdraw_plans`.
+    """The plans to withdraw, and the state of the planner before them.
 
     Attributes:
-        manifests: the plans, from the damaged step to the newest.
-        dead: the damaged trajectories in them.
+        manifest_hash: hash of the newest plan.
+        dead: the damaged trajectories in the plans.
         lease_epochs: the lease epochs of all others at their seal.
         position: the last event in `snapshot`.
         snapshot: record of the planner's state after the step before.
     """
 
-    manifests: Sequence[Manifest]
-    manifest_hashes: Sequence[str]
+    first_step: int
+    newest_step: int
+    manifest_hash: str
     dead: Sequence[TrajectoryDied]
-    lease_epochs: dict[TrajectoryKey, int]
+    lease_epochs: Mapping[TrajectoryKey, int]
     position: str
     snapshot: bytes
 
@@ -98,14 +108,16 @@ def await_replan(client: redis.Redis, run: str, request: str, *, wait_s: float) 
             answers: Any = client.hmget(names.frontier, "replanned", "refused_replan")
         done, refused = [(each or b"").decode() for each in answers]
         if done.startswith(f"{request}:"):
-            return _parse(done.partition(":")[2])
+            content: dict[str, Any] = json.loads(done.partition(":")[2])
+            content["dead"] = tuple(content["dead"])
+            return Replanned(**content)
         if refused.startswith(f"{request}:"):
             raise ConflictError(refused.partition(":")[2])
         left_s = end_s - time.monotonic()
         if left_s <= 0:
             raise NotReadyError(
                 f"no batcher has answered within {wait_s:g} s; the request is kept, and the next "
-                f"batcher that plans run {run!r} carries it out"
+                f"batcher that plans run {run!r} executes it"
             )
         with translating():
             news: Any = client.xread(
@@ -131,31 +143,25 @@ async def withdraw_plans(term: Term, request: ReplanRequest, withdrawal: Withdra
     Raises:
         ConflictError: there is no such request, a step is stepped, or there are other plans.
     """
-    first, newest = withdrawal.manifests[0], withdrawal.manifests[-1]
+    first, newest = withdrawal.first_step, withdrawal.newest_step
     dead_ids = [keys.trajectory_id(died.key) for died in withdrawal.dead]
-    sizes = await _payload_bytes(term.client, term.run, dead_ids)
-    event = PlansWithdrawn(step=first.step, dead=tuple(died.key for died in withdrawal.dead))
-    told = {
-        "first_step": first.step,
-        "newest_step": newest.step,
+    event = PlansWithdrawn(step=first, dead=tuple(died.key for died in withdrawal.dead))
+    answer = {
+        "first_step": first,
+        "newest_step": newest,
         "num_dead": len(dead_ids),
         "dead": dead_ids[:MAX_NAMED],
     }
-    dead: list[Any] = []
-    for name, died, num_bytes in zip(dead_ids, withdrawal.dead, sizes, strict=True):
-        dead += (name, died.reason, num_bytes, encode_event(died))
-    groups = [keys.encode_name(g.group_id) for plan in withdrawal.manifests for g in plan.groups]
-    left: list[Any] = []
+    words: list[Any] = []
+    for name, died in zip(dead_ids, withdrawal.dead, strict=True):
+        words += (name, died.reason, encode_event(died))
     for key, epoch in withdrawal.lease_epochs.items():
-        left += (keys.trajectory_id(key), epoch)
+        words += (keys.trajectory_id(key), epoch)
     is_new = await _WITHDRAW.run(
         term,
-        request.name,
-        *(first.step, withdrawal.manifest_hashes[0]),
-        *(newest.step, withdrawal.manifest_hashes[-1]),
-        *(withdrawal.position, withdrawal.snapshot, encode_event(event), json.dumps(told)),
-        *(len(dead_ids), len(groups)),
-        *(*dead, *groups, *left),
+        *(request.name, first, newest, withdrawal.manifest_hash),
+        *(withdrawal.position, withdrawal.snapshot, encode_event(event), json.dumps(answer)),
+        *(len(dead_ids), *words),
     )
     return bool(is_new)
 
@@ -169,15 +175,54 @@ async def note_damage(
     await run_command_async(client, command)
 
 
-async def _payload_bytes(client: redis.asyncio.Redis, run: str, ids: Sequence[str]) -> list[int]:
-    pipeline = client.pipeline(transaction=False)
-    for name in ids:
-        pipeline.execute_command("HGET", keys.trajectory_keys(run, name).meta, "bytes")
-    with translating():
-        return [int(num_bytes or 0) for num_bytes in await pipeline.execute()]
+async def read_seals(
+    client: redis.asyncio.Redis, run: str, wanted: Sequence[TrajectoryKey]
+) -> dict[TrajectoryKey, SealedTrajectory | RecordError]:
+    """Return the seal of each of these trajectories, or why it cannot be read."""
+    seals: dict[TrajectoryKey, SealedTrajectory | RecordError] = {}
+    for start in range(0, len(wanted), _SEALS_PER_REPLY):
+        some = wanted[start : start + _SEALS_PER_REPLY]
+        pipeline = client.pipeline(transaction=False)
+        for key in some:
+            turns = keys.trajectory_keys(run, keys.trajectory_id(key)).turns
+            pipeline.execute_command("XREVRANGE", turns, "+", "-", "COUNT", 1)
+        with translating():
+            replies = await pipeline.execute()
+        records = [entries[0][1][b"r"] if entries else b"" for entries in replies]
+        read = await asyncio.to_thread(lambda own=records, of=some: list(map(_read_seal, own, of)))
+        seals.update(zip(some, read, strict=True))
+    return seals
 
 
-def _parse(answer: str) -> Replanned:
-    content: dict[str, Any] = json.loads(answer)
-    content["dead"] = tuple(content["dead"])
-    return Replanned(**content)
+async def read_posted_rewards(
+    client: redis.asyncio.Redis, run: str, wanted: Collection[TrajectoryKey]
+) -> dict[TrajectoryKey, RewardPosted]:
+    """Return the rewards that were posted for these trajectories, as far as events are kept."""
+    posted: dict[TrajectoryKey, RewardPosted] = {}
+    after = "0-0"
+    while wanted and (entries := await read_events_async(client, run, after=after)):
+        for entry in entries:
+            event = _read_reward(entry.record) if entry.posted_for else None
+            if event is not None and event.key in wanted:
+                posted.setdefault(event.key, event)
+        after = entries[-1].event_id
+        await asyncio.sleep(0)
+    return posted
+
+
+def _read_seal(record: bytes, key: TrajectoryKey) -> SealedTrajectory | RecordError:
+    try:
+        event = decode_event(record)
+    except RecordError as error:
+        return error
+    if not isinstance(event, SealedTrajectory) or event.key != key:
+        return CorruptRecordError(f"another record is in its place: {event}")
+    return event
+
+
+def _read_reward(record: bytes) -> RewardPosted | None:
+    try:
+        event = decode_event(record)
+    except RecordError:
+        return None
+    return event if isinstance(event, RewardPosted) else None

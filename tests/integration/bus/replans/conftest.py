@@ -26,14 +26,15 @@ def ask(server: Any):
 
 @pytest.fixture
 def from_step():
-    """Makes what withdraws the plans of a run from a step on; their first trajectory is dead."""
+    """Makes the withdrawal of the plans from a step on; their first trajectory is dead."""
 
     def make(run: Any, first: int, **changes: Any) -> Withdrawal:
         plans = [stored for step, stored in sorted(run.manifests.items()) if step >= first]
         members = [t.key for p in plans for g in p.manifest.groups for t in g.trajectories]
         withdrawal = Withdrawal(
-            manifests=[stored.manifest for stored in plans],
-            manifest_hashes=[stored.hash for stored in plans],
+            first_step=first,
+            newest_step=plans[-1].manifest.step,
+            manifest_hash=plans[-1].hash,
             dead=[TrajectoryDied(key=members[0], reason="checksum")],
             lease_epochs=dict.fromkeys(members[1:], 1),
             position="7-1",

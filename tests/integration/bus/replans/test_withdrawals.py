@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,33 +9,28 @@ import pytest
 import redis
 
 from harness.stored import content_of
-from turnstream.errors import ConflictError, FencedError
+from turnstream.errors import ConflictError, FencedError, NotReadyError, RunNotFoundError
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys
 from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.core.frontier import (
     Frontier,
     PayloadDamage,
-    ReplanRequest,
     Withdrawn,
     read_frontier_async,
 )
 from turnstream_server.bus.leadership.snapshots import save_snapshot
 from turnstream_server.bus.planning.manifests import read_manifest, read_manifests
 from turnstream_server.bus.planning.replans import (
-    Withdrawal,
+    await_replan,
     note_damage,
     refuse_replan,
+    request_replan,
     withdraw_plans,
 )
 from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
-
-
-async def withdraw(run: Any, request: ReplanRequest, withdrawal: Withdrawal, **kwargs: Any) -> bool:
-    epoch = kwargs.get("leader_epoch", run.leader_epoch)
-    return await withdraw_plans(run.term_of(epoch), request, withdrawal)
 
 
 @pytest.fixture
@@ -48,6 +42,10 @@ def digest(client: redis.Redis, run: Any) -> Callable[[], dict[str, Any]]:
 async def last_wake(run: Any) -> bytes:
     ((entry_id, _),) = await run.client.xrevrange(run.keys.wake, count=1) or [(b"", {})]
     return entry_id
+
+
+def died(group_id: str, sample: int) -> TrajectoryDied:
+    return TrajectoryDied(key=TrajectoryKey(group_id, sample), reason="checksum")
 
 
 async def frontier(run: Any) -> Frontier:
@@ -62,7 +60,7 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(
     await run.commit(session, 1)
     await run.client.hset(run.keys.frontier, "session_ms", began_ms := b"7")
 
-    assert await withdraw(run, ask(run, 3), from_step(run, 3))
+    assert await withdraw_plans(run.term, ask(run, 3), from_step(run, 3))
 
     seen = await frontier(run)
     assert (seen.planned, seen.stepped, seen.committed) == (2, 1, 1)
@@ -87,14 +85,14 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(
         b"2:decided",
     )
     assert int(await run.client.hget(run.keys.frontier, "planned_groups")) == 2
-    assert await run.client.hget(run.keys.frontier, "at_plans") == b"2:0:2"
+    assert not await run.client.hexists(run.keys.frontier, "at_plans")
     (await read_ledger_async(run.client, run.name)).check()
     snapshot = await run.client.hgetall(run.keys.snapshot)
     assert (snapshot[b"position"], snapshot[b"step"]) == (b"7-1", b"2")
     assert (snapshot[b"record"], snapshot[b"before"]) == (b"what a planner knows", b"0-0")
     entries = await run.client.xrange(run.keys.events)
     assert [decode_event(fields[b"r"]) for _, fields in entries[-2:]] == [
-        TrajectoryDied(key=TrajectoryKey("g3", 0), reason="checksum"),
+        died("g3", 0),
         PlansWithdrawn(step=3, dead=(TrajectoryKey("g3", 0),)),
     ]
 
@@ -106,7 +104,7 @@ async def test_bytes_of_withdrawn_plans_are_stored_and_not_planned(
     await run.client.hset(run.keys.held, mapping={"g1/0/0": 5, "g2/0/0": 7, "g2/1/0": 11})
     await run.client.hset(run.keys.budget, mapping={"stored": 1, "planned": 23})
 
-    await withdraw(run, ask(run, 2), from_step(run, 2))
+    await withdraw_plans(run.term, ask(run, 2), from_step(run, 2))
 
     budget = await run.client.hgetall(run.keys.budget)
     assert (budget[b"stored"], budget[b"planned"]) == (b"19", b"5")
@@ -116,13 +114,12 @@ async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(
     run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
-    await withdraw(run, ask(run, 2), from_step(run, 2, position="7-1"))
+    await withdraw_plans(run.term, ask(run, 2), from_step(run, 2, position="7-1"))
 
     await save_snapshot(run.term, position="7-1", step=2, record=b"late")
 
     kept = await run.client.hgetall(run.keys.snapshot)
     assert (kept[b"step"], kept[b"record"]) == (b"1", b"what a planner knows")
-    assert await run.client.hget(run.keys.frontier, "at_plans") == b"1:0:1"
 
 
 async def test_withdrawal_after_the_newest_snapshot_keeps_the_events_since_the_last(
@@ -131,14 +128,14 @@ async def test_withdrawal_after_the_newest_snapshot_keeps_the_events_since_the_l
     await run.plan_steps(2)
     await run.client.hset(run.keys.snapshot, mapping={"position": "7-1", "before": "3-1"})
 
-    await withdraw(run, ask(run, 2), from_step(run, 2, position="7-1"))
+    await withdraw_plans(run.term, ask(run, 2), from_step(run, 2, position="7-1"))
 
     assert await run.client.hget(run.keys.snapshot, "before") == b"3-1"
 
 
 async def test_next_plan_has_a_number_of_its_own(run: Any, ask: Any, from_step: Any) -> None:
     await run.plan_steps(2)
-    await withdraw(run, ask(run, 1), from_step(run, 1))
+    await withdraw_plans(run.term, ask(run, 1), from_step(run, 1))
     assert (await frontier(run)).revision_of(2) == 1
     assert (await frontier(run)).revision_of(3) == 0
 
@@ -155,25 +152,12 @@ async def test_next_plan_has_a_number_of_its_own(run: Any, ask: Any, from_step: 
     assert ids == [b"1-1", b"2-1", b"3-0"]
 
 
-async def test_a_step_that_is_not_planned_again_yet_keeps_its_number(
-    run: Any, ask: Any, from_step: Any
-) -> None:
-    await run.plan_steps(3)
-    await withdraw(run, ask(run, 1), from_step(run, 1))
-    run.manifests.clear()
-    await run.plan("g2", step=1, previous_hash="", revision=1)
-
-    await withdraw(run, ask(run, 1), from_step(run, 1))
-
-    assert (await frontier(run)).withdrawn == Withdrawn(revision=2, through_step=3)
-
-
 async def test_session_ended_by_a_withdrawal_is_refused_until_another_starts(
     run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
     session = await run.start("a")
-    await withdraw(run, ask(run, 2), from_step(run, 2))
+    await withdraw_plans(run.term, ask(run, 2), from_step(run, 2))
 
     with pytest.raises(FencedError, match="1 has ended: payload was damaged and plans were with"):
         await run.step(session, 1)
@@ -187,66 +171,36 @@ async def test_withdrawing_again_changes_nothing(
 ) -> None:
     await run.plan_steps(2)
     request, withdrawal = ask(run, 2), from_step(run, 2)
-    await withdraw(run, request, withdrawal)
+    await withdraw_plans(run.term, request, withdrawal)
     before = digest()
 
-    assert not await withdraw(run, request, withdrawal)
+    assert not await withdraw_plans(run.term, request, withdrawal)
 
     assert digest() == before
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "changes", "error", "match"),
+    ("name", "changes", "match"),
     [
-        ({"name": "other"}, {}, ConflictError, "the request other is not pending"),
-        ({}, {"lease_epochs": {}}, ConflictError, "have 4 trajectories, not 1"),
-        (
-            {},
-            {"dead": [TrajectoryDied(key=TrajectoryKey("g1", 0), reason="")]},
-            ConflictError,
-            "g1/0/0 is planned:1, not planned from step 2 on",
-        ),
-        (
-            {},
-            {"dead": [TrajectoryDied(key=TrajectoryKey("zz", 0), reason="")]},
-            ConflictError,
-            "zz/0/0 is unknown, not planned from step 2 on",
-        ),
+        ("other", {}, "the request other is not pending"),
+        ("", {"manifest_hash": "x"}, "steps 2 to 3 have other plans"),
+        ("", {"dead": [died("g1", 0)]}, "g1/0/0 is planned:1, not planned from step 2 on"),
+        ("", {"dead": [died("zz", 0)]}, "zz/0/0 is unknown, not planned from step 2 on"),
     ],
 )
-async def test_nothing_is_written_where_the_store_has_something_else(
-    run: Any,
-    ask: Any,
-    kwargs: dict[str, Any],
-    changes: Any,
-    error: Any,
-    match: str,
-    from_step: Any,
-    digest: Any,
+async def test_withdrawal_of_other_plans_writes_nothing(
+    run: Any, ask: Any, name: str, changes: Any, match: str, from_step: Any, digest: Any
 ) -> None:
     await run.plan_steps(3)
     request = ask(run, 2)
-    request = request._replace(name=kwargs.get("name", request.name))
     before = digest()
 
-    with pytest.raises(error, match=match):
-        await withdraw(run, request, from_step(run, 2, **changes), **kwargs)
-
-    assert digest() == before
-
-
-@pytest.mark.parametrize("place", [0, -1])
-async def test_nothing_is_withdrawn_where_one_of_the_plans_is_another(
-    run: Any, ask: Any, place: int, from_step: Any, digest: Any
-) -> None:
-    await run.plan_steps(3)
-    request, withdrawal = ask(run, 2), from_step(run, 2)
-    hashes = [*withdrawal.manifest_hashes]
-    hashes[place] = "x"
-    before = digest()
-
-    with pytest.raises(ConflictError, match="steps 2 to 3 have other plans"):
-        await withdraw(run, request, dataclasses.replace(withdrawal, manifest_hashes=hashes))
+    with pytest.raises(ConflictError, match=match):
+        await withdraw_plans(
+            run.term,
+            request._replace(name=name or request.name),
+            from_step(run, 2, **changes),
+        )
 
     assert digest() == before
 
@@ -274,7 +228,7 @@ async def test_no_plan_is_withdrawn_after_a_change_in_between(
     before = digest()
 
     with pytest.raises(ConflictError, match=match):
-        await withdraw(run, request, withdrawal)
+        await withdraw_plans(run.term, request, withdrawal)
 
     assert digest() == before
 
@@ -289,7 +243,7 @@ async def test_damage_of_a_current_plan_is_recorded_and_removed_with_it(
     await note_damage(run.client, run.name, step=2, **told)
     assert (await frontier(run)).damage == PayloadDamage(2, *told.values())
 
-    await withdraw(run, ask(run, 2), from_step(run, 2))
+    await withdraw_plans(run.term, ask(run, 2), from_step(run, 2))
     await note_damage(run.client, run.name, step=2, **told)
 
     assert (await frontier(run)).damage is None
@@ -301,7 +255,7 @@ async def test_an_observer_goes_back_to_the_first_step_that_is_withdrawn(
     await run.plan_steps(3)
     await run.client.hset(run.keys.observers, mapping={"far": "3:9:60", "near": "1:9:60"})
 
-    await withdraw(run, ask(run, 3), from_step(run, 3))
+    await withdraw_plans(run.term, ask(run, 3), from_step(run, 3))
 
     seen = await run.client.hgetall(run.keys.observers)
     assert seen == {b"far": b"2:9:60", b"near": b"1:9:60"}
@@ -319,7 +273,7 @@ async def test_request_and_answer_of_a_replan_wake_waiting_callers(
     seen.append(await last_wake(run))
     second = ask(run)
     seen.append(await last_wake(run))
-    await withdraw(run, second, from_step(run, 1))
+    await withdraw_plans(run.term, second, from_step(run, 1))
     seen.append(await last_wake(run))
 
     assert len(set(seen)) == len(seen)
@@ -333,7 +287,7 @@ async def test_a_full_server_withdraws_plans(run: Any, ask: Any, from_step: Any)
         await note_damage(run.client, run.name, step=1, **told)
         refused = ask(run)
         await refuse_replan(run.term, refused, "no")
-        await withdraw(run, ask(run), from_step(run, 1))
+        await withdraw_plans(run.term, ask(run), from_step(run, 1))
     finally:
         await run.client.config_set("maxmemory", 0)
 
@@ -344,12 +298,10 @@ async def test_dead_letters_of_a_withdrawal_have_their_size(
     run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(1)
-    dead = [TrajectoryDied(key=TrajectoryKey("g1", sample), reason="") for sample in (0, 1)]
-    for died, num_bytes in zip(dead, (168, 32), strict=True):
-        meta = keys.trajectory_keys(run.name, died.key.trajectory_id).meta
-        await run.client.hset(meta, "bytes", num_bytes)
+    await run.client.hset(run.keys.held, mapping={"g1/0/0": 168, "g1/1/0": 32})
+    dead = [died("g1", sample) for sample in (0, 1)]
 
-    await withdraw(run, ask(run, 1), from_step(run, 1, dead=dead, lease_epochs={}))
+    await withdraw_plans(run.term, ask(run, 1), from_step(run, 1, dead=dead, lease_epochs={}))
 
     letters = await run.client.hgetall(run.keys.letters)
     assert letters[b"g1/0/0"].endswith(b":168")
@@ -369,7 +321,7 @@ async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(
     await pipeline.execute()
     await run.plan(*groups)
 
-    await withdraw(run, ask(run, 1), from_step(run, 1))
+    await withdraw_plans(run.term, ask(run, 1), from_step(run, 1))
 
     counts = await read_ledger_async(run.client, run.name)
     counts.check()
@@ -377,3 +329,37 @@ async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(
         8_999,
         1,
     )
+
+
+async def test_second_request_joins_the_pending_one(run: Any, ask: Any, client: Any) -> None:
+    await run.plan_steps(2)
+    first = ask(run, 2)
+
+    assert ask(run, 2) == first
+    assert ask(run).name == first.name
+    with pytest.raises(NotReadyError, match="no batcher has answered"):
+        await_replan(client, run.name, first.name, wait_s=0)
+    await refuse_replan(run.term, first._replace(name="other"), "no")
+    assert (await frontier(run)).replan == first
+    await refuse_replan(run.term, first, "all is well")
+    with pytest.raises(ConflictError, match="all is well"):
+        await_replan(client, run.name, first.name, wait_s=5)
+    assert ask(run).name != first.name
+
+
+async def test_damage_of_a_stepped_step_is_not_noted(run: Any) -> None:
+    await run.plan_steps(1)
+    await run.commit(await run.start("s"), 1)
+
+    await note_damage(
+        run.client, run.name, step=1, manifest_hash=run.manifests[1].hash, sentence="late"
+    )
+
+    assert (await frontier(run)).damage is None
+
+
+def test_replan_of_an_unknown_run_is_refused(client: Any) -> None:
+    with pytest.raises(RunNotFoundError):
+        request_replan(client, "nowhere")
+
+    assert not client.exists(keys.run_keys("nowhere").frontier)

@@ -31,9 +31,10 @@ for i = 1, #config, 2 do
     fence_ms = math.max(fence_ms, math.floor(ARGV[2] * lease_s * 1000))
   end
 end
-local time = redis.call('TIME')
+-- include: turnstream_server.bus.leadership/server_time.lua
+
 redis.call('HSET', DELETED, 'fence_ms', string.format('%.0f', fence_ms),
-  'since_ms', string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
+  'since_ms', now_text())
 if redis.call('EXISTS', LEDGER) == 1 then
   redis.call('RENAME', LEDGER, DOOMED)
 end

@@ -41,8 +41,9 @@ redis.call('HSET', SNAPSHOT, 'position', '0-0', 'step', step, 'record', ARGV[6])
 for i = 8, #ARGV, 2 do
   redis.call('XADD', VERSIONS, string.format('%.0f-0', ARGV[i] + 1), 'r', ARGV[i + 1])
 end
-local time = redis.call('TIME')
-local now_ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+-- include: turnstream_server.bus.leadership/server_time.lua
+
+local now_ms = now_text()
 redis.call('HSET', FRONTIER, 'session_ms', now_ms)
 redis.call('HSET', CLOCK, 'ms', now_ms, 'at_ms', now_ms, 'most_ms', 0)
 return 1

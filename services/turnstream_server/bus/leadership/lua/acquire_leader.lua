@@ -10,11 +10,12 @@
 
 local FRONTIER, LEADER = unpack(KEYS)
 
+-- include: server_time.lua
+
 if redis.call('EXISTS', FRONTIER) == 0 then
   return redis.error_reply('NORUN no such run')
 end
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local now_ms = server_ms()
 local epoch, owner, expires_ms, lease_ms, parked = unpack(
   redis.call('HMGET', LEADER, 'epoch', 'owner', 'expires_ms', 'lease_ms', 'parked'))
 epoch = tonumber(epoch or 0)

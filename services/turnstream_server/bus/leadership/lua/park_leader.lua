@@ -20,8 +20,7 @@ for _, entry in ipairs(redis.call('HVALS', OBSERVERS)) do
     return 0
   end
 end
-local time = redis.call('TIME')
-local now_ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+local now_ms = now_text()
 redis.call('HSET', CLOCK, 'ms', string.format('%.0f', run_ms()), 'at_ms', now_ms, 'most_ms', 0)
 redis.call('HSET', LEADER, 'expires_ms', now_ms, 'parked', ARGV[2] .. ' ' .. ARGV[3])
 return 1

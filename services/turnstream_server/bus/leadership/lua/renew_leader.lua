@@ -6,6 +6,9 @@
 -- Reply:     {1, or 0 after the end of the term; the leader's epoch; the leader}
 
 local LEADER = KEYS[1]
+
+-- include: server_time.lua
+
 local epoch, owner, parked = unpack(redis.call('HMGET', LEADER, 'epoch', 'owner', 'parked'))
 if owner ~= ARGV[1] or epoch ~= ARGV[2] then
   return {0, tonumber(epoch or 0), owner or ''}
@@ -13,8 +16,6 @@ end
 if parked then
   return {1, tonumber(epoch), owner}
 end
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('HSET', LEADER, 'lease_ms', ARGV[3],
-  'expires_ms', string.format('%.0f', now_ms + ARGV[3]))
+  'expires_ms', string.format('%.0f', server_ms() + ARGV[3]))
 return {1, tonumber(epoch), owner}

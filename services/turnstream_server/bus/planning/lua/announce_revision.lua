@@ -39,8 +39,7 @@ end
 
 -- Keeps the longer leases until every live writer has received the new length.
 local function keep_leases(before_ms, after_ms)
-  local time = redis.call('TIME')
-  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  local now_ms = server_ms()
   local floor_ms = lease_end(now_ms, before_ms)
   if after_ms < before_ms then
     redis.call('HSET', CONFIG, 'lease_floor', string.format('%.0f:%.0f', floor_ms, floor_ms - now_ms))
@@ -54,8 +53,6 @@ if revision > newest then
       .. planned)
   end
   local before, after = settings(newest), settings(revision)
-  redis.call('HINCRBY', FRONTIER, 'revised_groups',
-    string.format('%.0f', planned * (before.batch_groups - after.batch_groups) + 0))  -- no "-0"
   if (before.group_deadline_s or 0) == 0 and (after.group_deadline_s or 0) > 0 then
     start_deadlines(after.group_deadline_s)
   end

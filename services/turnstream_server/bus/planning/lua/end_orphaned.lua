@@ -5,9 +5,8 @@
 -- Arguments:
 --   ARGV[1] leader epoch
 --   ARGV[2...] three per group: its name; the refills granted to it and the record, or "" and ""
--- Reply: per group: its granted refills if it is orphaned; -1 if it is held or decided; -2 if this
---        call
---        fired its deadline
+-- Reply: per group: its granted refills if it is orphaned; -1 if it has a writer or is decided; -2
+--        if this call fired its deadline
 
 local LEADER, FRONTIER, GROUPS, MEMBERS, LEDGER, EVENTS, DEADLINES = unpack(KEYS)
 

@@ -6,8 +6,7 @@
 --   ARGV[1] leader epoch    ARGV[2] the run's time, ms    ARGV[3] most deadlines of one reply
 --   ARGV[4...] three per deadline: its member, the refills of its group, the record
 -- Reply: {number of written events; ms until the next one is due, 0 if one is, -1 without any; then
---        two
---         per due deadline: its member, the refills of its group}
+--        two per due deadline: its member, the refills of its group}
 
 local LEADER, DEADLINES, MEMBERS, EVENTS, CONFIG, REWARDS = unpack(KEYS)
 

@@ -6,8 +6,7 @@
 --   ARGV[1] leader epoch    ARGV[2] group name    ARGV[3] number of the group's refill, from 1
 --   ARGV[4] trajectory id   ARGV[5] prompt_uid    ARGV[6] the record
 -- Reply: 1; 0 where it was granted before, or the group needs none; -1 where the attempt is open:
---        ask
---        for a later one
+--        ask for a later one
 -- Errors:
 --   CONFLICT  no such group, or a finished one; or a refill before this one was not granted
 --   INVALID   the trajectory is no sample of the group
@@ -48,8 +47,6 @@ local COUNTERS = {{FRONTIER, 'open_groups'}}
 -- include: turnstream.store.run/run_clock.lua
 
 local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 highest = math.max(tonumber(highest), tonumber(attempt))
 redis.call('HSET', MEMBERS, ARGV[2], needed .. ':' .. highest .. ':'
   .. number .. ':' .. ARGV[5])
@@ -57,7 +54,7 @@ redis.call('HSET', GROUPS, ARGV[2], num_samples .. ':open')
 if state == 'decided' then
   redis.call('HINCRBY', FRONTIER, 'open_groups', 1)
 end
-redis.call('ZADD', REFILLS, string.format('%.0f', now_ms), ARGV[4])
+redis.call('ZADD', REFILLS, now_text(), ARGV[4])
 local deadline_s = config.group_deadline_s or 0
 if deadline_s > 0 then
   redis.call('ZADD', DEADLINES, string.format('%.0f', run_ms() + deadline_s * 1000),

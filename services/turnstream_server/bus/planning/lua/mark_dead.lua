@@ -3,14 +3,13 @@
 --
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] trajectory id    ARGV[3] reason    ARGV[4] the record
---   ARGV[5] bytes of its payload
 -- Reply:     1, or 0 where it was dead before
 -- Errors:    CONFLICT  the trajectory is not sealed, or already in a batch
 
-local LEADER, LEDGER, COUNTS, EVENTS, LETTERS, DEADLINES = unpack(KEYS)
+local LEADER, LEDGER, COUNTS, EVENTS, LETTERS, DEADLINES, HELD = unpack(KEYS)
 
--- include: set_dead.lua
 -- include: turnstream_server.bus.leadership/fenced.lua
+-- include: set_dead.lua
 
 local entry = redis.call('HGET', LEDGER, ARGV[2])
 local state = string.match(entry or '', '^[^:]*')
@@ -24,5 +23,5 @@ end
 local COUNTERS = {{COUNTS}}
 -- include: turnstream_server.bus.leadership/whole_counters.lua
 
-set_dead(ARGV[2], state, ARGV[3], ARGV[4], ARGV[5])
+set_dead(ARGV[2], state, ARGV[3], ARGV[4])
 return 1

@@ -5,16 +5,15 @@
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] bytes of a record that are kept, at most
 --   ARGV[3] events that are kept, at most
---   ARGV[4...] five per event: its id; why; id of its trajectory, or ""; the trajectory_died
---              record;
---              bytes of the payload of the trajectory
+--   ARGV[4...] four per event: its id; why; id of its trajectory, or ""; the trajectory_died
+--              record
 -- Reply:  number of events that this call rejected
 
-local LEADER, LEDGER, COUNTS, EVENTS, LETTERS, DEADLINES, DAMAGED, REJECTED = unpack(KEYS)
-local PER_EVENT = 5
+local LEADER, LEDGER, COUNTS, EVENTS, LETTERS, DEADLINES, HELD, DAMAGED, REJECTED = unpack(KEYS)
+local PER_EVENT = 4
 
--- include: set_dead.lua
 -- include: turnstream_server.bus.leadership/fenced.lua
+-- include: set_dead.lua
 
 -- Return the record of an event, or all fields of an entry that has no record.
 local function record_of(event_id)
@@ -43,14 +42,14 @@ local COUNTERS = {{COUNTS}}
 
 local num_new = 0
 for i = 4, #ARGV, PER_EVENT do
-  local event_id, why, id, died, bytes = unpack(ARGV, i, i + PER_EVENT - 1)
+  local event_id, why, id, died = unpack(ARGV, i, i + PER_EVENT - 1)
   if not redis.call('ZSCORE', REJECTED, event_id) then
     num_new = num_new + 1
     redis.call('ZADD', REJECTED, string.match(event_id, '^%d+'), event_id)
     local entry = id ~= '' and redis.call('HGET', LEDGER, id) or ''
     local state = string.match(entry or '', '^[^:]*')
     if state == 'sealed' or state == 'awaiting_reward' then
-      set_dead(id, state, why, died, bytes)
+      set_dead(id, state, why, died)
     elseif state ~= 'dead' then
       keep(event_id, why)
     end

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- Ends a group of an evaluation, once, and stores its result. Open trajectories become surplus.
+-- Ends a group of an evaluation, once, and stores its result. The other trajectories become
+-- surplus.
 --
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name
@@ -10,8 +11,8 @@
 -- Reply: number of trajectories that this call ended
 -- Errors:    CONFLICT  no such group, or not one to evaluate
 
-local LEADER, GROUPS, LEDGER, COUNTS, MEMBERS, DEADLINES, LEASES, EVALS, EVALGROUPS, HELD, BUDGET,
-  WAKE = unpack(KEYS)
+local LEADER, GROUPS, LEDGER, COUNTS, MEMBERS, REFILLS, DEADLINES, LEASES, EVALS, EVALGROUPS, HELD,
+  BUDGET, WAKE = unpack(KEYS)
 local MAX_VERSIONS = 1000
 local MAX_GROUPS = 10000
 
@@ -28,9 +29,7 @@ end
 
 local COUNTERS = {{COUNTS}, {BUDGET}}
 -- include: turnstream_server.bus.leadership/whole_counters.lua
-
 -- include: end_members.lua
--- include: give_back_unbegun.lua
 
 for i = 8, #ARGV do
   local from = state_of(ARGV[i])
@@ -38,26 +37,15 @@ for i = 8, #ARGV do
     settle(ARGV[i], from, 'evaluated', ARGV[3])
   end
 end
-local attempts = string.match(redis.call('HGET', MEMBERS, ARGV[2]) or '', '^%d+:(%d+)') or 0
-for sample = 0, num_samples - 1 do
-  for attempt = 0, tonumber(attempts) do
-    local id = ARGV[2] .. '/' .. sample .. '/' .. attempt
-    local from = state_of(id)
-    -- Sealed and not counted: its reward came after the deadline.
-    if from == 'open' or from == 'awaiting_reward' or from == 'sealed' then
-      settle(id, from, 'surplus', ARGV[4])
-    elseif from == '' then
-      give_back(id)
-    end
-  end
+-- A sealed trajectory does not count where its reward came after the deadline.
+local surplus = {open = 'surplus', awaiting_reward = 'surplus', sealed = 'surplus'}
+if settle_rest(ARGV[2], num_samples, surplus, ARGV[4]) > 0 then
+  redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
 end
 count_ended()
 redis.call('HSET', GROUPS, ARGV[2], num_samples .. ':evaluated')
 redis.call('HDEL', MEMBERS, ARGV[2])
 redis.call('ZREM', DEADLINES, 'group:' .. ARGV[2])
-if given_back > 0 then
-  redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
-end
 
 local function drop_lowest_version()
   local lowest

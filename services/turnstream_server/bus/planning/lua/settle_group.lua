@@ -24,9 +24,8 @@ local is_dropped = ARGV[3] ~= 'decided'
 if state == ARGV[3] or (not is_dropped and state ~= 'open') then
   return 0  -- decided before: a planner folds the events again
 end
-local attempts, granted = string.match(redis.call('HGET', MEMBERS, ARGV[2]) or ':0:0:',
-  '^%d*:(%d+):(%d+):')
-if not attempts then
+local granted = string.match(redis.call('HGET', MEMBERS, ARGV[2]) or ':0:0:', '^%d*:%d+:(%d+):')
+if not granted then
   return redis.error_reply('DAMAGED ' .. MEMBERS .. ", field '" .. ARGV[2]
     .. "' is no entry of members")
 end
@@ -43,29 +42,14 @@ local COUNTERS = {{COUNTS}, {BUDGET}, {PROMPTS, 'done', 'filtered'},
 
 local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
 -- include: end_members.lua
--- include: give_back_unbegun.lua
 
 for i = 6, #ARGV do
   if state_of(ARGV[i]) == 'sealed' then
     settle(ARGV[i], 'sealed', ARGV[3], ARGV[4])
   end
 end
-for sample = 0, num_samples - 1 do
-  for attempt = 0, tonumber(attempts) do
-    local id = ARGV[2] .. '/' .. sample .. '/' .. attempt
-    local from = state_of(id)
-    if from == 'open' then
-      settle(id, from, 'surplus', ARGV[4])
-    elseif from == 'awaiting_reward' then
-      settle(id, from, is_dropped and ARGV[3] or 'surplus', ARGV[4])
-    elseif from == '' then
-      give_back(id)
-    end
-    if attempt > 0 then
-      redis.call('ZREM', REFILLS, id)
-    end
-  end
-end
+local becomes = {open = 'surplus', awaiting_reward = is_dropped and ARGV[3] or 'surplus'}
+local released = settle_rest(ARGV[2], num_samples, becomes, ARGV[4])
 count_ended()
 redis.call('HSET', GROUPS, ARGV[2], num_samples .. ':' .. ARGV[3])
 redis.call('ZREM', DEADLINES, 'group:' .. ARGV[2])
@@ -84,7 +68,7 @@ if prompt then
     redis.call('ZADD', AGAIN, prompt, prompt)
   end
 end
-local frees_capacity = is_dropped or given_back > 0
+local frees_capacity = is_dropped or released > 0
 if state == 'open' then
   redis.call('HINCRBY', FRONTIER, 'open_groups', -1)
   frees_capacity = frees_capacity or (config.max_open_groups or 0) > 0

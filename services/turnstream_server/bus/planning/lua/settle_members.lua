@@ -9,20 +9,15 @@ local LEADER, LEDGER, COUNTS, DEADLINES = unpack(KEYS)
 
 -- include: turnstream_server.bus.leadership/fenced.lua
 
-local num_ended = 0
-
 local COUNTERS = {{COUNTS}}
 -- include: turnstream_server.bus.leadership/whole_counters.lua
+-- include: end_members.lua
 
 for i = 2, #ARGV, 3 do
-  local entry = redis.call('HGET', LEDGER, ARGV[i])
-  local state = string.match(entry or '', '^[^:]*')
+  local state = state_of(ARGV[i])
   if state == 'sealed' or state == 'awaiting_reward' then
-    redis.call('HSET', LEDGER, ARGV[i], ARGV[i + 1] .. ':' .. ARGV[i + 2])
-    redis.call('HINCRBY', COUNTS, state, -1)
-    redis.call('HINCRBY', COUNTS, ARGV[i + 1], 1)
-    redis.call('ZREM', DEADLINES, 'reward:' .. ARGV[i])
-    num_ended = num_ended + 1
+    settle(ARGV[i], state, ARGV[i + 1], ARGV[i + 2])
   end
 end
+count_ended()
 return num_ended

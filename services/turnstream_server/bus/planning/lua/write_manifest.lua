@@ -8,10 +8,8 @@
 --   ARGV[5] record          ARGV[6] revision of the config that it was planned with
 --   ARGV[7] lineage that the plan names    ARGV[8...] trajectory ids
 -- Reply: 1; 0 where this manifest was written before; -1 where the step must be planned again,
---        because
---        the run is paused, or the step has another config or lineage: nothing was written
+--        because the run is paused, or the step has another config or lineage: nothing was written
 -- Errors:
---   NORUN     no such run
 --   CONFLICT  the step has another manifest, is not the next one, does not continue the chain, has
 --             another config in force, or names a trajectory that is not sealed, or a finished
 --             group
@@ -21,14 +19,10 @@ local LEADER, FRONTIER, BATCHES, PLAN, LEDGER, COUNTS, GROUPS, MEMBERS, DEADLINE
 local FIRST = 8  -- trajectory id
 local CHUNK = 1000  -- unpack fails above a few thousand values
 
-local stepped, planned, revised, paused, lineage, withdrawn = unpack(redis.call('HMGET', FRONTIER,
-  'stepped', 'planned', 'next_revision', 'paused', 'lineage', 'withdrawn'))
-if not stepped then
-  return redis.error_reply('NORUN no such run')
-end
-
 -- include: turnstream_server.bus.leadership/fenced.lua
 
+local planned, revised, paused, lineage, withdrawn = unpack(redis.call('HMGET', FRONTIER,
+  'planned', 'next_revision', 'paused', 'lineage', 'withdrawn'))
 local step = tonumber(ARGV[2])
 local last = tonumber(planned or 0)
 
@@ -63,7 +57,6 @@ if in_force ~= ARGV[6] then
   return redis.error_reply('CONFLICT step ' .. step .. ' was planned with config revision ' .. ARGV[6]
     .. ', and revision ' .. in_force .. ' is in force')
 end
-local batch_groups = cjson.decode(redis.call('HGET', CONFIG, in_force)).batch_groups
 revised = tonumber(revised or 0)
 local is_revised = revised > 0 and revised <= step
 if paused or is_revised or lineage ~= ARGV[7] then
@@ -71,8 +64,9 @@ if paused or is_revised or lineage ~= ARGV[7] then
 end
 
 local COUNTERS = {{COUNTS}, {BUDGET}, {PROMPTS, 'done'}, {FRONTIER,
-  'planned_groups', 'opened_groups', 'live_groups', 'open_groups', 'revised_groups'}}
+  'planned_groups', 'opened_groups', 'live_groups', 'open_groups'}}
 -- include: turnstream_server.bus.leadership/whole_counters.lua
+-- include: end_members.lua
 
 -- 1. Check every trajectory before the first write.
 local named = {}
@@ -120,36 +114,12 @@ for start = FIRST, #ARGV, CHUNK do
   end
   redis.call('HSET', LEDGER, unpack(changes))
 end
-local num_unplanned = {open = 0, awaiting_reward = 0}
 
--- include: give_back_unbegun.lua
-
+local becomes = {open = 'surplus', awaiting_reward = 'surplus'}
 local num_groups, num_prompts = 0, 0
-
-local function release_unplanned(id)
-  local state = string.match(redis.call('HGET', LEDGER, id) or '', '^[^:]*')
-  if num_unplanned[state] then
-    num_unplanned[state] = num_unplanned[state] + 1
-    redis.call('HSET', LEDGER, id, 'surplus:its group was planned without it')
-    redis.call('ZREM', DEADLINES, 'reward:' .. id)
-    redis.call('ZREM', LEASES, id)
-  elseif state == '' then
-    give_back(id)
-  end
-end
-
 for group, num_samples in pairs(sizes) do
   num_groups = num_groups + 1
-  local attempts = string.match(redis.call('HGET', MEMBERS, group) or '', '^%d+:(%d+)') or 0
-  for sample = 0, num_samples - 1 do
-    for attempt = 0, tonumber(attempts) do
-      local id = group .. '/' .. sample .. '/' .. attempt
-      release_unplanned(id)
-      if attempt > 0 then
-        redis.call('ZREM', REFILLS, id)
-      end
-    end
-  end
+  settle_rest(group, num_samples, becomes, 'its group was planned without it')
   redis.call('HSET', GROUPS, group, num_samples .. ':planned')
   redis.call('HDEL', MEMBERS, group)
   redis.call('ZREM', DEADLINES, 'group:' .. group)
@@ -161,12 +131,7 @@ for group, num_samples in pairs(sizes) do
     num_prompts = num_prompts + 1
   end
 end
-for state, number in pairs(num_unplanned) do
-  if number > 0 then
-    redis.call('HINCRBY', COUNTS, state, -number)
-    redis.call('HINCRBY', COUNTS, 'surplus', number)
-  end
-end
+count_ended()
 if num_open_groups > 0 then
   redis.call('HINCRBY', FRONTIER, 'open_groups', -num_open_groups)
 end
@@ -179,17 +144,12 @@ redis.call('HINCRBY', COUNTS, 'planned', num_trajectories)
 redis.call('HSET', BATCHES, ARGV[2],
   string.format('%.0f:%s', total + num_trajectories, ARGV[3]))
 redis.call('HSET', FRONTIER, 'planned', ARGV[2])
-local time = redis.call('TIME')
-redis.call('HSET', TIMES, 'planned:' .. ARGV[2],
-  string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
+redis.call('HSET', TIMES, 'planned:' .. ARGV[2], now_text())
 local num_planned = redis.call('HINCRBY', FRONTIER, 'planned_groups', num_groups)
 local ever, live, at_plans = unpack(
   redis.call('HMGET', FRONTIER, 'opened_groups', 'live_groups', 'at_plans'))
 redis.call('HSET', FRONTIER, 'at_plans', string.format('%s,%s:%.0f:%.0f',
   string.match(at_plans or '0:0:0', '[^,]+$'), ARGV[2], ever - live, num_planned))
-if num_groups ~= batch_groups then
-  redis.call('HINCRBY', FRONTIER, 'revised_groups', num_groups - batch_groups)
-end
 if num_bytes > 0 then
   redis.call('HINCRBY', BUDGET, 'stored', string.format('%.0f', -num_bytes))
   redis.call('HINCRBY', BUDGET, 'planned', string.format('%.0f', num_bytes))

@@ -14,6 +14,7 @@
 
 local FRONTIER, BATCHES, TIMES, WAKE, RANKS = unpack(KEYS)
 
+-- include: turnstream_server.bus.leadership/server_time.lua
 -- include: present_session.lua
 
 local speaker = ARGV[5] or ''
@@ -55,8 +56,6 @@ if speaker ~= '' then
 end
 checkpoints = (checkpoints and checkpoints ~= '') and checkpoints .. ',' .. step or step
 redis.call('HSET', FRONTIER, 'committed', step, 'checkpoints', checkpoints)
-local time = redis.call('TIME')
-redis.call('HSET', TIMES, 'committed:' .. ARGV[2],
-  string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
+redis.call('HSET', TIMES, 'committed:' .. ARGV[2], now_text())
 redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
 return 1

@@ -119,8 +119,9 @@ end
 if step > 0 then
   kept[#kept + 1] = step
 end
-local time = redis.call('TIME')
-local now_ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+-- include: turnstream_server.bus.leadership/server_time.lua
+
+local now_ms = now_text()
 for undone = step + 1, stepped do
   redis.call('HDEL', TIMES, string.format('stepped:%.0f', undone),
     string.format('committed:%.0f', undone))

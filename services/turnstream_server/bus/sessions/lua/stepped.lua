@@ -17,6 +17,7 @@
 
 local FRONTIER, BATCHES, WAKE, RANKS, TIMES = unpack(KEYS)
 
+-- include: turnstream_server.bus.leadership/server_time.lua
 -- include: present_session.lua
 
 local speaker = ARGV[5] or ''
@@ -78,9 +79,7 @@ if step == stepped + 1 then
       .. rank .. ' has it from the manifest "' .. ARGV[3] .. '"')
   end
   redis.call('HSET', FRONTIER, 'stepped', step)
-  local time = redis.call('TIME')
-  redis.call('HSET', TIMES, 'stepped:' .. ARGV[2],
-    string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
+  redis.call('HSET', TIMES, 'stepped:' .. ARGV[2], now_text())
   redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
 end
 return lineage

@@ -39,8 +39,7 @@ frontier   hash    counters of the run: stepped, committed, planned, released (t
                    of a forked run: origin, `<run>:<step>:<trajectories>:<manifest hash>`;
                    version_floor, the limit of its versions;
                    control: closed (0 or 1), leftover (see RunClosed), finished, paused (reason);
-                   next_revision, the first step of the next config, or 0; revised_groups, a
-                   correction of the live groups for steps of another size;
+                   next_revision, the first step of the next config, or 0;
                    damage: damaged, `<step>:<manifest hash>:<sentence>`; replan, `<name>:<step>`;
                    refused_replan, `<name>:<why>`; replanned, `<name>:<JSON>`;
                    withdrawn, `<revision>:<step>`, the number of withdrawals and the newest step

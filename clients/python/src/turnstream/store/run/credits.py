@@ -19,7 +19,9 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run, no_such_run
 from turnstream.store.run.configs import read_config
 
-_FIELDS = ("stepped", "live_groups", "open_groups", "closed", "revised_groups", "paused")
+_FIELDS = (
+    *("stepped", "live_groups", "open_groups", "closed", "planned", "planned_groups", "paused"),
+)
 
 
 class CreditReason(StrEnum):
@@ -64,7 +66,7 @@ def credit(client: redis.Redis, run: str) -> Credit:
     _, config = read_config(client, run)
     with translating():
         found: Any = client.hmget(keys.run_keys(run).frontier, _FIELDS)
-    stepped, live, opened, closed, revised, paused = found
+    stepped, live, opened, closed, planned, planned_groups, paused = found
     if stepped is None:
         raise no_such_run(run)
     return credit_of(
@@ -73,7 +75,7 @@ def credit(client: redis.Redis, run: str) -> Credit:
         num_live=int(live),
         num_open=int(opened or 0),
         is_closed=closed == b"1",
-        num_revised=int(revised or 0),
+        num_revised=int(planned_groups or 0) - int(planned or 0) * config.batch_groups,
         paused=None if paused is None else paused.decode(),
     )
 

@@ -114,7 +114,6 @@ def _progress(frontier: StoredHash) -> dict[str, Any]:
         "num_live": num_live,
         "num_open": num_open,
         "num_opened": number("opened_groups"),
-        "num_revised": number("revised_groups"),
         "num_ready": max(0, num_live - num_open - number("planned_groups")),
         "num_waiting": num_open,
         "at_plans": text("at_plans"),

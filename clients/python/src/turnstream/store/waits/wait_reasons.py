@@ -184,7 +184,7 @@ def _of_capacity(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
         num_live=snapshot.num_live,
         num_open=snapshot.num_open,
         is_closed=False,
-        num_revised=snapshot.num_revised,
+        num_revised=snapshot.planned_groups - snapshot.planned * snapshot.config.batch_groups,
         paused=snapshot.paused,
     )
     if found.reason is CreditReason.PAUSED:

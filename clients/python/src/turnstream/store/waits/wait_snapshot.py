@@ -152,7 +152,6 @@ class WaitSnapshot:
     num_live: int = 0
     num_open: int = 0
     num_opened: int = 0
-    num_revised: int = 0
     at_plans: str = ""
     session_epoch: int = 0
     is_closed: bool = False

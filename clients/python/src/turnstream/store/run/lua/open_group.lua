@@ -2,8 +2,8 @@
 -- Registers a group, where it is new, and opens samples of it for one writer, with a lease.
 --
 -- A new group to train needs capacity, by the rule of batching/fold/capacity.py: at most
--- (max_staleness + stepped + 1) * batch_groups + revised_groups groups may ever have been opened, not
--- counting those that were dropped untrained; and at most max_open_groups are open at once, where the run
+-- planned_groups + (max_staleness + stepped + 1 - planned) * batch_groups groups may ever have been
+-- opened, not counting those that were dropped untrained; and at most max_open_groups are open at once, where the run
 -- has such a bound. A paused run admits none. A known group, or one to evaluate, needs no capacity.
 --
 -- Any new group needs bytes, for its samples at the usual size: in the run's budget, and in the server's
@@ -17,7 +17,7 @@
 -- only.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: stepped, closed, revised_groups, paused, planned, planned_groups;
+--   KEYS[1] frontier  hash    read: stepped, closed, paused, planned, planned_groups;
 --                             changed: live_groups, open_groups, opened_groups,
 --                             opened_ms, when a group was opened to train last
 --   KEYS[2] config    hash    read: newest, that revision's JSON, lease_floor
@@ -65,8 +65,8 @@ local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see 
 local RESERVE = 0.2           -- of the server's memory
 local RUN_FORMAT = 2          -- of runs that this release reads and writes, see records/configs.py
 
-local stepped, closed, live, open, revised, paused = unpack(redis.call('HMGET', KEYS[1],
-  'stepped', 'closed', 'live_groups', 'open_groups', 'revised_groups', 'paused'))
+local stepped, closed, live, open, planned, planned_groups, paused = unpack(redis.call('HMGET',
+  KEYS[1], 'stepped', 'closed', 'live_groups', 'open_groups', 'planned', 'planned_groups', 'paused'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
@@ -110,7 +110,8 @@ local function shortage()
   if paused then
     return 'the run is paused' .. (paused == '' and '' or ': ' .. paused)
   end
-  local most = (config.max_staleness + stepped + 1) * config.batch_groups + (revised or 0)
+  local most = (planned_groups or 0)
+    + (config.max_staleness + stepped + 1 - (planned or 0)) * config.batch_groups
   if most - live <= 0 then
     return live .. ' groups are live, ' .. most .. ' are allowed after step ' .. stepped
   end
@@ -159,9 +160,8 @@ local function byte_refusal(num_samples)
     return 'TOOLARGE', string.format('%s; of the %.0f bytes of the server it may have %.0f', needs,
       memory, math.floor(usable))
   end
-  local step, groups = unpack(redis.call('HMGET', KEYS[1], 'planned', 'planned_groups'))
-  local starves = begins == 'open' and tonumber(step or 0) <= tonumber(stepped)
-    and live - (groups or 0) < config.batch_groups
+  local starves = begins == 'open' and tonumber(planned or 0) <= tonumber(stepped)
+    and live - (planned_groups or 0) < config.batch_groups
   local reserved, stored, planned = unpack(
     redis.call('HMGET', BUDGET, 'reserved', 'stored', 'planned'))
   reserved, stored, planned = tonumber(reserved or 0), tonumber(stored or 0), tonumber(planned or 0)

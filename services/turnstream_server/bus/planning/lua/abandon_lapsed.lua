@@ -12,9 +12,8 @@ local LEADER, LEDGER, LEASES, COUNTS, EVENTS = unpack(KEYS)
 
 -- include: turnstream_server.bus.leadership/fenced.lua
 
-local time = redis.call('TIME')
 local until_ms = tonumber(ARGV[2])
-if until_ms > time[1] * 1000 + math.floor(time[2] / 1000) then
+if until_ms > server_ms() then
   until_ms = -math.huge
 end
 
@@ -22,7 +21,7 @@ local COUNTERS = {{COUNTS}}
 -- include: turnstream_server.bus.leadership/whole_counters.lua
 
 local replies = {}
-local num_given_up = 0
+local num_abandoned = 0
 for i = 3, #ARGV, 4 do
   local id = ARGV[i]
   local lease_end = tonumber(redis.call('ZSCORE', LEASES, id) or 'inf')
@@ -31,14 +30,14 @@ for i = 3, #ARGV, 4 do
     redis.call('HSET', LEDGER, id, 'abandoned:' .. ARGV[i + 2])
     redis.call('ZREM', LEASES, id)
     redis.call('XADD', EVENTS, '*', 'r', ARGV[i + 3])
-    num_given_up = num_given_up + 1
+    num_abandoned = num_abandoned + 1
     replies[#replies + 1] = 1
   else
     replies[#replies + 1] = 0
   end
 end
-if num_given_up > 0 then
-  redis.call('HINCRBY', COUNTS, 'open', -num_given_up)
-  redis.call('HINCRBY', COUNTS, 'abandoned', num_given_up)
+if num_abandoned > 0 then
+  redis.call('HINCRBY', COUNTS, 'open', -num_abandoned)
+  redis.call('HINCRBY', COUNTS, 'abandoned', num_abandoned)
 end
 return replies
