@@ -12,7 +12,7 @@ from turnstream.errors import RecordError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
-from turnstream_server.bus.planning.replans import read_posted_rewards, read_seals
+from turnstream_server.bus.planning.trajectories import read_posted_rewards, read_seals
 
 pytestmark = pytest.mark.redis
 

@@ -25,11 +25,10 @@ from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning.replans import (
     MAX_NAMED,
     Withdrawal,
-    read_posted_rewards,
-    read_seals,
     refuse_replan,
     withdraw_plans,
 )
+from turnstream_server.bus.planning.trajectories import read_posted_rewards, read_seals
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)

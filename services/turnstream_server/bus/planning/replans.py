@@ -5,30 +5,26 @@ A request is stored in the run. The leader answers it in `replanned` or in `refu
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import redis
 import redis.asyncio
 
-from turnstream.errors import ConflictError, CorruptRecordError, NotReadyError, RecordError
-from turnstream.records.events import decode_event, encode_event
+from turnstream.errors import ConflictError, NotReadyError
+from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command, run_command_async
 from turnstream.types import (
     PlansWithdrawn,
-    RewardPosted,
-    SealedTrajectory,
     TrajectoryDied,
     TrajectoryKey,
 )
-from turnstream_server.bus.core.events import read_events_async
 from turnstream_server.bus.core.frontier import ReplanRequest
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
@@ -37,8 +33,6 @@ MAX_NAMED: Final = 16
 
 _WAKE_S: Final = 1.0
 """Longest read that waits for an answer, for the case that its wake was missed."""
-
-_SEALS_PER_REPLY: Final = 256
 
 _REQUEST = Script("request_replan", "turnstream_server.bus.planning")
 _REFUSE = LeaderScript("refuse_replan", "planning", "frontier wake")
@@ -173,56 +167,3 @@ async def note_damage(
     names = keys.run_keys(run)
     command = _NOTE_DAMAGE((names.frontier, names.batches), step, manifest_hash, sentence)
     await run_command_async(client, command)
-
-
-async def read_seals(
-    client: redis.asyncio.Redis, run: str, wanted: Sequence[TrajectoryKey]
-) -> dict[TrajectoryKey, SealedTrajectory | RecordError]:
-    """Return the seal of each of these trajectories, or why it cannot be read."""
-    seals: dict[TrajectoryKey, SealedTrajectory | RecordError] = {}
-    for start in range(0, len(wanted), _SEALS_PER_REPLY):
-        some = wanted[start : start + _SEALS_PER_REPLY]
-        pipeline = client.pipeline(transaction=False)
-        for key in some:
-            turns = keys.trajectory_keys(run, keys.trajectory_id(key)).turns
-            pipeline.execute_command("XREVRANGE", turns, "+", "-", "COUNT", 1)
-        with translating():
-            replies = await pipeline.execute()
-        records = [entries[0][1][b"r"] if entries else b"" for entries in replies]
-        read = await asyncio.to_thread(lambda own=records, of=some: list(map(_read_seal, own, of)))
-        seals.update(zip(some, read, strict=True))
-    return seals
-
-
-async def read_posted_rewards(
-    client: redis.asyncio.Redis, run: str, wanted: Collection[TrajectoryKey]
-) -> dict[TrajectoryKey, RewardPosted]:
-    """Return the rewards that were posted for these trajectories, as far as events are kept."""
-    posted: dict[TrajectoryKey, RewardPosted] = {}
-    after = "0-0"
-    while wanted and (entries := await read_events_async(client, run, after=after)):
-        for entry in entries:
-            event = _read_reward(entry.record) if entry.posted_for else None
-            if event is not None and event.key in wanted:
-                posted.setdefault(event.key, event)
-        after = entries[-1].event_id
-        await asyncio.sleep(0)
-    return posted
-
-
-def _read_seal(record: bytes, key: TrajectoryKey) -> SealedTrajectory | RecordError:
-    try:
-        event = decode_event(record)
-    except RecordError as error:
-        return error
-    if not isinstance(event, SealedTrajectory) or event.key != key:
-        return CorruptRecordError(f"another record is in its place: {event}")
-    return event
-
-
-def _read_reward(record: bytes) -> RewardPosted | None:
-    try:
-        event = decode_event(record)
-    except RecordError:
-        return None
-    return event if isinstance(event, RewardPosted) else None
