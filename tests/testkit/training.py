@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import testkit
 from turnstream.types import Rows
-from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.worker import PulledMiniBatch
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig

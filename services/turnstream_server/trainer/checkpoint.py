@@ -21,6 +21,11 @@ from turnstream_server.models.folders import new_folder, remove_folder, remove_u
 from turnstream_server.models.policy import save_policy
 from turnstream_server.trainer.engine import Engine
 
+NUM_CHECKPOINTS = 2
+
+NUM_VERSIONS = 3
+"""Published weights on disk. With 1, a generator could miss a version it was just notified of."""
+
 _PREFIX = "step-"
 _ABOUT = "checkpoint.json"
 _STATE = "state.pt"
@@ -35,11 +40,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one trainer, in one folder; `prune` keeps the newest `num_retained`."""
+    """The checkpoints of one trainer, in one folder."""
 
-    def __init__(self, folder: Path, *, num_retained: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._num_retained = num_retained
 
     def clean(self) -> None:
         """Remove the unfinished folders of a trainer that was killed."""
@@ -73,8 +77,8 @@ class Checkpoints:
         _set_random_state(state["random"])
 
     def prune(self) -> None:
-        """Remove all but the newest; call it after the newest is committed."""
-        for folder in self._by_age()[: -self._num_retained]:
+        """Remove all but the newest two; call it after the newest is committed."""
+        for folder in self._by_age()[:-NUM_CHECKPOINTS]:
             remove_folder(folder)
 
     def _by_age(self) -> list[Path]:
@@ -82,15 +86,10 @@ class Checkpoints:
 
 
 class WeightsFolder:
-    """The weights that a trainer publishes for generators, a folder for each version.
+    """The weights that a trainer publishes for generators, a folder for each version."""
 
-    The newest `num_retained` stay. With 1, a generator could miss a version that it was just
-    notified of.
-    """
-
-    def __init__(self, folder: Path, *, num_retained: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
-        self._num_retained = num_retained
         remove_unfinished(self._folder)
 
     def publish(self, model: PreTrainedModel, *, version: int) -> str:
@@ -98,7 +97,7 @@ class WeightsFolder:
         target = self._folder / f"v{version}"
         save_policy(model, target)
         folders = sorted(self._folder.glob("v[0-9]*"), key=lambda folder: int(folder.name[1:]))
-        for folder in folders[: -self._num_retained]:
+        for folder in folders[:-NUM_VERSIONS]:
             remove_folder(folder)
         return target.as_uri()
 

@@ -55,7 +55,6 @@ class TrainerConfig:
         policy: the first weights; a checkpoint in `folder` replaces them.
         folder: receives `checkpoints/`, `weights/` and `metrics.jsonl`.
         checkpoint_every: steps between checkpoints; one is also made at the end of the run.
-        retain_checkpoints, retain_weights: folders kept of each kind, the newest ones.
         max_steps: stops after this step; 0 trains until the run ends.
         num_threads: threads of torch; 0 takes torch's default.
         seed: seed of all random numbers in training.
@@ -70,8 +69,6 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     checkpoint_every: int = 10
-    retain_checkpoints: int = 2
-    retain_weights: int = 3
     max_steps: int = 0
     num_threads: int = 0
     seed: int = 0
@@ -79,6 +76,5 @@ class TrainerConfig:
     dump_folder: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_every", "retain_checkpoints", "retain_weights"):
-            if getattr(self, name) < 1:
-                raise InvalidConfigError(name, f"{getattr(self, name)} is not at least 1")
+        if self.checkpoint_every < 1:
+            raise InvalidConfigError("checkpoint_every", f"{self.checkpoint_every} is not above 0")

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnstream.batching.config.values import Aggregation
-from turnstream.batching.scoring.denominators import check_share
+from turnstream.worker import PulledMiniBatch
 from turnstream.worker.losses import aggregate, clipped_exp, kl_k3, log_ratio, ppo_clip
-from turnstream.worker.mini_batch import PulledMiniBatch
 from turnstream.worker.tensors import LeftPaddedTensors
 from turnstream_server.models.logprobs import response_logprobs
 from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig
@@ -30,7 +29,6 @@ class UpdateReport:
         loss: loss of the whole mini-batch.
         gradient_norm: before clipping.
         is_applied: False if the gradient was not finite: the weights are unchanged.
-        num_trained_tokens: trained tokens of this rank.
         num_recomputed_rows: rows without behaviour log-probabilities.
         ratio: current / behaviour probability.
         kl: estimate of KL(behaviour || current), in nats.
@@ -42,7 +40,6 @@ class UpdateReport:
     gradient_norm: float
     learning_rate: float
     is_applied: bool
-    num_trained_tokens: int
     num_recomputed_rows: int
     ratio: float
     kl: float
@@ -76,29 +73,23 @@ class Engine:
         )
 
     def update(self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation) -> UpdateReport:
-        """Apply one optimizer step on the rows of this rank and return its statistics.
-
-        Raises:
-            BatchingError: the rows contradict the shipped denominators, or an inert row is live.
-        """
-        info = mini_batch.info
-        counts = check_share(mini_batch.rows, info.denominators, dp_world_size=info.dp_world_size)
+        """Apply one optimizer step on the rows of a mini-batch and return its statistics."""
+        num_tokens = mini_batch.info.denominators.num_tokens
         parts = mini_batch.to_torch(self.model.device).micro_batches()
         self._optimizer.zero_grad(set_to_none=True)
         sums = torch.stack([self._backward(part, aggregation=aggregation) for part in parts])
         loss, num_recomputed, *token_sums = sums.sum(dim=0).tolist()
-        ratio, kl, clipped, logprob = (total / max(1, counts.num_tokens) for total in token_sums)
+        ratio, kl, clipped, logprob = (total / max(1, num_tokens) for total in token_sums)
         learning_rate = self._next_learning_rate()
         gradient_norm = self._step(learning_rate)
         is_applied = math.isfinite(gradient_norm)
         if not is_applied:
-            logger.warning("step %s: gradient is not finite, update skipped", info.step)
+            logger.warning("step %s: gradient is not finite, update skipped", mini_batch.info.step)
         return UpdateReport(
             loss=loss,
             gradient_norm=gradient_norm,
             learning_rate=learning_rate,
             is_applied=is_applied,
-            num_trained_tokens=counts.num_tokens,
             num_recomputed_rows=int(num_recomputed),
             ratio=ratio,
             kl=kl,

@@ -9,9 +9,10 @@ from typing import NoReturn
 
 import torch
 
-from turnstream.worker.stream import BatchStream
+from turnstream.worker import BatchStream
+from turnstream.worker.steps import Batches
 from turnstream_server.models.policy import load_policy
-from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
+from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
@@ -37,30 +38,23 @@ def train(config: TrainerConfig) -> None:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
-    checkpoints = Checkpoints(config.folder / "checkpoints", num_retained=config.retain_checkpoints)
+    checkpoints = Checkpoints(config.folder / "checkpoints")
     checkpoints.clean()
     checkpoint = checkpoints.newest()
-    engine = _engine(config, checkpoints, checkpoint)
-    token = checkpoint.token if checkpoint else None
-    from_step = token.step if token else 0
-    logger.info("trainer starts after step %d on %s", from_step, engine.model.device)
-    with BatchStream(
-        config.batcher_target, config.run, recovery_token=token, timeout_s=config.timeout_s
-    ) as stream:
-        trainer = Trainer(engine, stream, config=config, checkpoints=checkpoints)
-        trainer.train(from_step=from_step)
-
-
-def _engine(
-    config: TrainerConfig, checkpoints: Checkpoints, checkpoint: Checkpoint | None
-) -> Engine:
-    """Return model and optimizer in the state of the checkpoint, or in the first state."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_policy(checkpoint.folder if checkpoint else config.policy, device=device)
     engine = Engine(model, optimizer=config.optimizer, objective=config.objective)
+    token, from_step = None, 0
     if checkpoint is not None:
         checkpoints.restore(checkpoint, engine)
-    return engine
+        token, from_step = checkpoint.token, checkpoint.token.step
+    logger.info("trainer starts after step %d on %s", from_step, device)
+    stream = BatchStream(
+        config.batcher_target, config.run, recovery_token=token, timeout_s=config.timeout_s
+    )
+    with Batches(stream) as batches:
+        trainer = Trainer(engine, batches, config=config, checkpoints=checkpoints)
+        trainer.train(from_step=from_step)
 
 
 class _Stopped(BaseException):

@@ -19,8 +19,7 @@ from harness.log import ProcessLog, parse_options
 from turnstream.batching.scoring.denominators import num_trained
 from turnstream.errors import TurnstreamError
 from turnstream.types import RecoveryToken, Rows
-from turnstream.worker import BatchStream
-from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.worker import BatchStream, PulledMiniBatch
 from turnstream_server.failpoints import arm, reach
 from turnstream_server.jobs.stack import end_when_stdin_closes
 
@@ -99,6 +98,7 @@ class _Rank:
         self._weights = weights
         barrier_s: float | None = options.barrier_s
         self._barrier_s: float = options.timeout_s if barrier_s is None else barrier_s
+        self._is_first = options.dp_rank == 0
         self._who = {
             "session": options.session,
             "dp_rank": options.dp_rank,
@@ -109,7 +109,7 @@ class _Rank:
         """From the step after the token on."""
         after_step = RecoveryToken.parse(token).step if token else 0
         self._log.write("session", token=token, after_step=after_step, **self._who)
-        if self._options.dp_rank == 0:
+        if self._is_first:
             self._announce(after_step, jump=self._options.version_jump)
         while (mini_batch := self._next()) is not None:
             self._log.write("received", **self._who, **describe(mini_batch))
@@ -125,31 +125,35 @@ class _Rank:
             return next(self._stream, None)
 
     def _end_step(self, mini_batch: PulledMiniBatch) -> None:
+        """Acknowledge a step on every rank; only rank 0 logs it."""
         info = mini_batch.info
         self._weights.append(info.manifest_hash)
-        with self._log.waiting("barrier", deadline_s=self._barrier_s + _SLACK_S):
-            self._meet(info.step)
-        if self._options.dp_rank:
-            return
-        self._log.write("updated", step=info.step, manifest=info.manifest_hash, **self._who)
-        reach("train.after_update")
+        self._meet(str(info.step))
+        if self._is_first:
+            self._log.write("updated", step=info.step, manifest=info.manifest_hash, **self._who)
+            reach("train.after_update")
         with self._log.waiting("stepped", deadline_s=self._options.timeout_s + _SLACK_S):
             token = self._stream.stepped()
-        self._log.write("stepped", step=info.step, token=str(token), **self._who)
-        reach("train.after_stepped")
-        self._announce(info.step)
+        if self._is_first:
+            self._log.write("stepped", step=info.step, token=str(token), **self._who)
+            reach("train.after_stepped")
+            self._announce(info.step)
         if info.step % self._options.checkpoint_every == 0:
             self._save(token)
 
-    def _meet(self, step: int) -> None:
+    def _meet(self, name: str) -> None:
         """Wait until every rank of the session is here."""
-        folder = self._options.folder / "meetings" / self._options.session / str(step)
+        with self._log.waiting("barrier", deadline_s=self._barrier_s + _SLACK_S):
+            self._wait_for_ranks(name)
+
+    def _wait_for_ranks(self, name: str) -> None:
+        folder = self._options.folder / "meetings" / self._options.session / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / str(self._options.dp_rank)).touch()
         deadline = time.monotonic() + self._barrier_s
         while len(list(folder.iterdir())) < self._options.dp_world_size:
             if time.monotonic() > deadline:
-                raise PeerLostError(f"step {step}: a rank did not come")
+                raise PeerLostError(f"step {name}: a rank did not come")
             time.sleep(_POLL_S)
 
     def _announce(self, step: int, *, jump: int = 1) -> None:
@@ -160,13 +164,22 @@ class _Rank:
         self._log.write("announced", version=version, step=step, **self._who)
 
     def _save(self, token: RecoveryToken) -> None:
+        """Save on rank 0. It commits last, so that the commit counts when it is logged."""
+        if not self._is_first:
+            self._commit(token)
+            self._meet(f"{token.step}-saved")
+            return
         self._checkpoints.save(str(token), self._weights)
         self._log.write("checkpoint", step=token.step, token=str(token), **self._who)
         reach("checkpoint.before_committed")
-        with self._log.waiting("committed", deadline_s=self._options.timeout_s + _SLACK_S):
-            self._stream.committed(token)
+        self._meet(f"{token.step}-saved")
+        self._commit(token)
         self._log.write("committed", step=token.step, token=str(token), **self._who)
         reach("checkpoint.after_committed")
+
+    def _commit(self, token: RecoveryToken) -> None:
+        with self._log.waiting("committed", deadline_s=self._options.timeout_s + _SLACK_S):
+            self._stream.committed(token)
 
 
 class Checkpoints:

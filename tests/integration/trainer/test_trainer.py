@@ -79,7 +79,7 @@ def test_a_run_is_trained_to_its_end_and_every_trajectory_is_committed(
     lines = _metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert [line["reward_mean"] for line in lines] == [0.5, 0.5, 0.5]
-    assert lines[0]["num_real_rows"] == 4
+    assert lines[0]["num_rows"] == 4
     assert lines[2]["logprob"] != lines[0]["logprob"]
 
 
@@ -155,7 +155,7 @@ def test_a_trainer_process_ends_well_on_sigterm_and_leaves_nothing_half_written(
     assert status == 0
     names = {path.name for path in folder.rglob("*") if path.is_dir()}
     assert not {name for name in names if name.startswith(".")}
-    assert Checkpoints(folder / "checkpoints", num_retained=2).newest() is None
+    assert Checkpoints(folder / "checkpoints").newest() is None
     assert read_ledger(client, run).by_state[TrajectoryState.STEPPED] == 4
 
 
@@ -180,6 +180,6 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _weights(folder: Path) -> list[torch.Tensor]:
-    newest = Checkpoints(folder / "checkpoints", num_retained=2).newest()
+    newest = Checkpoints(folder / "checkpoints").newest()
     assert newest is not None
     return list(load_policy(newest.folder).state_dict().values())

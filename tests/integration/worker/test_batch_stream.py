@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -110,18 +111,12 @@ def test_stepped_is_refused_before_the_last_mini_batch_and_when_repeated(
             stream.stepped()
 
 
-def test_acknowledgements_are_refused_on_other_ranks(batcher: Any) -> None:
-    batcher.add_step(1, "abC")
-
-    with open_stream(batcher, dp_rank=1, dp_world_size=2, session="s") as stream:
-        next(stream)
-        for call in (
-            stream.stepped,
-            lambda: stream.committed("v1:main:1:ab"),
-            lambda: stream.announce_version(4),
-        ):
-            with pytest.raises(RejectedError, match="dp_rank 0 alone"):
-                call()
+def test_version_is_refused_on_other_ranks(batcher: Any) -> None:
+    with (
+        open_stream(batcher, dp_rank=1, dp_world_size=2, session="s") as stream,
+        pytest.raises(RejectedError, match="dp_rank 0 alone"),
+    ):
+        stream.announce_version(4)
 
 
 def test_version_is_announced_for_the_last_stepped_step(batcher: Any) -> None:
@@ -234,7 +229,7 @@ def test_prefetch_is_bounded_in_bytes(batcher: Any) -> None:
     assert most == 2 * num_bytes
 
 
-def test_close_cancels_a_waiting_get(batcher: Any) -> None:
+def test_close_cancels_a_waiting_get_and_wakes_its_reader(batcher: Any) -> None:
     batcher.add_step(1, "abC")
     batcher.add_step(2, "abD")
     stream = open_stream(batcher, timeout_s=600.0)  # the Get would last for as long as any may
@@ -242,23 +237,28 @@ def test_close_cancels_a_waiting_get(batcher: Any) -> None:
     testkit.wait_until(lambda: ("Get", 2) in batcher.calls)
 
     started_s = time.monotonic()
-    stream.close()
-    stream.close()
+    with ThreadPoolExecutor() as pool:
+        reader = pool.submit(next, stream)
+        stream.close()
+        stream.close()
+        with pytest.raises(RejectedError, match="closed"):
+            reader.result()
 
     assert time.monotonic() - started_s < LONGEST_S
     testkit.wait_until(lambda: batcher.num_open_gets == 0)
     assert prefetch_threads() == []
-    with pytest.raises(RejectedError, match="closed"):
-        next(stream)
 
 
 @pytest.mark.parametrize("end", [BatchStream.close, lambda stream: None], ids=["close", "drop"])
-def test_closed_or_dropped_stream_leaves_no_thread_or_socket(batcher: Any, end: Any) -> None:
-    batcher.add_step(1, "abC")
+@pytest.mark.parametrize("max_prefetch_bytes", [1 << 30, 1])  # the thread waits for data, or space
+def test_closed_or_dropped_stream_leaves_no_thread_or_socket(
+    batcher: Any, end: Any, max_prefetch_bytes: int
+) -> None:
+    batcher.add_step(1, "abC", num_mini_batches=4)
     threads, sockets = client_threads(), open_sockets()
 
     for _ in range(3):
-        stream = open_stream(batcher)
+        stream = open_stream(batcher, max_prefetch_bytes=max_prefetch_bytes)
         next(stream)
         end(stream)
         del stream

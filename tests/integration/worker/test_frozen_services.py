@@ -27,7 +27,7 @@ from turnstream.records.statuses import error_to_status
 from turnstream.store.client.connection import address_of
 from turnstream.store.run.runs import create_run
 from turnstream.store.waits.awaited import store_silent
-from turnstream.worker import BatchStream, ObserverStream, _calls
+from turnstream.worker import BatchStream, ObserverStream
 from turnstream_server.batcher.serving import calls
 from turnstream_server.embedded import EmbeddedServer
 
@@ -180,33 +180,24 @@ def test_killed_batcher_is_reported_as_away_and_not_silent(
 
 
 @pytest.mark.parametrize(
-    ("least_s", "is_gone", "kind"),
-    [
-        (60.0, False, WaitKind.STORE_SILENT),
-        (0.1, False, WaitKind.BATCHER_SILENT),
-        (60.0, True, WaitKind.BATCHER_AWAY),
-    ],
+    ("answers_after_s", "kind"), [(1.6, WaitKind.STORE_SILENT), (0.2, WaitKind.BATCHER_SILENT)]
 )
 def test_short_last_attempt_does_not_replace_an_earlier_reason(
     batcher: Any,
     retried: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
-    least_s: float,
-    is_gone: bool,
+    answers_after_s: float,
     kind: WaitKind,
 ) -> None:
     # A batcher that had just reported a silent store was itself reported as silent.
-    monkeypatch.setattr(_calls, "LEAST_ATTEMPT_S", least_s)
     store_is_silent = StoreUnavailableError("", [store_silent(address="here", since_s=7.0)])
     num_calls, may_end = itertools.count(1), threading.Event()
 
     def refuse(context: Any) -> None:
         if next(num_calls) == 1:
-            may_end.wait(0.2)
+            may_end.wait(answers_after_s)
             code, details = error_to_status(store_is_silent)
             context.abort(grpc.StatusCode[code], details)
-        if is_gone:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
         may_end.wait(60)
 
     batcher.add_step(1, "abC")

@@ -23,7 +23,8 @@ from turnstream.errors import (
     StoreBehindError,
 )
 from turnstream.types import Denominators
-from turnstream.worker import BatchStream, StreamStatistics, _prefetch
+from turnstream.worker import BatchStream, StreamStatistics
+from turnstream.worker import stream as worker_stream
 
 pytestmark = pytest.mark.grpc
 
@@ -210,7 +211,7 @@ def test_internal_error_of_the_batcher_is_raised_after_3_attempts(batcher: Any) 
 
 
 def test_silent_get_is_ended_and_retried(batcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_prefetch, "STALL_GRACE_S", 0.1)
+    monkeypatch.setattr(worker_stream, "STALL_GRACE_S", 0.1)
     released = threading.Event()
 
     def silent(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
@@ -236,11 +237,12 @@ def test_silent_batcher_is_reported_at_the_deadline(batcher: Any, num_messages: 
         released.wait(20)
 
     batcher.add_step(1, "abC")
-    batcher.faults = [silent]
+    batcher.faults = [silent, silent]
 
     with open_stream(batcher, timeout_s=2.0) as stream:
-        with pytest.raises(BatcherUnavailableError, match="has not answered"):
+        with pytest.raises(BatcherUnavailableError) as caught:
             next(stream)
+        assert [reason.kind for reason in caught.value.reasons] == ["no_batch", "batcher_silent"]
         assert texts(next(stream)) == ["abC"]  # the silent Get was ended and repeated
     released.set()
 

@@ -11,7 +11,7 @@ import pytest
 
 from testkit import turn
 from testkit.snapshots import scanned
-from turnstream.errors import BatcherUnavailableError, WaitKind, WaitReason
+from turnstream.errors import WaitKind, WaitReason
 from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.generator.outbox.outbox_waits import no_space, not_on_disk, of_writes
 from turnstream.generator.outbox.trajectory_queue import Lane, PendingTurn
@@ -23,6 +23,7 @@ from turnstream.store.waits.awaited import (
     store_away,
     store_silent,
 )
+from turnstream.store.waits.sentences import wait_reason
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.store.waits.wait_snapshot import (
     AwaitedReward,
@@ -34,7 +35,6 @@ from turnstream.store.waits.wait_snapshot import (
     WaitSnapshot,
 )
 from turnstream.types import GroupOpened, TrajectoryKey
-from turnstream.worker._reasons import batcher_silent, no_batch, not_acknowledged, of_failure
 
 PAGE = Path(__file__).parents[3] / "docs/waits.md"
 
@@ -130,10 +130,10 @@ def of_waits() -> list[WaitReason]:
         no_task(prompts, None, waited_s=60)[0],
         no_refill(of(), waited_s=60)[0],
         no_version(4, of(newest_version=4), waited_s=60)[0],
-        no_batch("maze", 5, waited_s=600),
+        wait_reason(WaitKind.NO_BATCH, {"run": "maze", "step": 5, "waited_s": 600}),
         no_space(inflight_bytes=67_107_000, held_bytes=1_000, max_inflight_bytes=67_108_864),
         *of_writes([lane], None, silent_s=12.0),
-        not_acknowledged("step 5 as stepped", waited_s=600),
+        wait_reason(WaitKind.NOT_ACKNOWLEDGED, {"call": "step 5 as stepped", "waited_s": 600}),
         not_on_disk(left_s=3.0, keep_s=5.0),
     ]
 
@@ -142,12 +142,14 @@ def of_services() -> list[WaitReason]:
     """Return the reasons of a store or a batcher that is away or silent."""
     refused = "Error 111 connecting to 10.0.0.7:6379. Connection refused."
     store: dict[str, Any] = {"address": "10.0.0.7:6379", "since_s": 12.0}
-    batcher: dict[str, Any] = {"target": "10.0.0.8:7600", "since_s": 12.0}
+    batcher: dict[str, Any] = {"address": "10.0.0.8:7600", "since_s": 12.0}
     return [
         store_away(f"the store cannot be reached: {refused}", **store),
         store_silent(**store),
-        batcher_silent(batcher["target"], since_s=batcher["since_s"]),
-        *of_failure(BatcherUnavailableError("failed to connect to all addresses"), **batcher),
+        wait_reason(WaitKind.BATCHER_SILENT, batcher),
+        wait_reason(
+            WaitKind.BATCHER_AWAY, {**batcher, "why": "failed to connect to all addresses"}
+        ),
     ]
 
 

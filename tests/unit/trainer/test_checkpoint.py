@@ -16,14 +16,14 @@ def _token(step: int) -> RecoveryToken:
 
 
 def test_resumed_training_equals_undisturbed_training(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, num_retained=2)
+    checkpoints = Checkpoints(tmp_path)
     uninterrupted = make_engine(num_warmup_updates=5)
     for _ in range(3):
         uninterrupted.update(make_mini_batch(), aggregation="token_mean")
     checkpoints.save(uninterrupted, _token(3))
     expected = [torch.rand(2), uninterrupted.update(make_mini_batch(), aggregation="token_mean")]
 
-    newest = Checkpoints(tmp_path, num_retained=2).newest()
+    newest = Checkpoints(tmp_path).newest()
     assert newest is not None
     resumed = Engine(
         load_policy(newest.folder),
@@ -42,14 +42,14 @@ def test_resumed_training_equals_undisturbed_training(tmp_path: Path) -> None:
 
 
 def test_there_is_no_checkpoint_before_the_first(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "none", num_retained=2).newest() is None
+    assert Checkpoints(tmp_path / "none").newest() is None
 
 
 @pytest.mark.parametrize("last_call", ["torch.save", "os.fsync", "pathlib.Path.rename"])
 def test_half_written_checkpoint_is_ignored_and_removed_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_call: str
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, num_retained=2)
+    checkpoints = Checkpoints(tmp_path)
     engine = make_engine()
     checkpoints.save(engine, _token(1))
     with monkeypatch.context() as patched:
@@ -69,7 +69,7 @@ def test_half_written_checkpoint_is_ignored_and_removed_by_the_next_start(
 
 
 def test_newest_checkpoint_has_the_highest_step_and_old_ones_are_removable(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, num_retained=2)
+    checkpoints = Checkpoints(tmp_path)
     engine = make_engine()
     for step in (9, 10, 100):
         checkpoints.save(engine, _token(step))

@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -9,7 +10,8 @@ import testkit
 from testkit.training import make_engine, make_mini_batch
 from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.types import RecoveryToken
-from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.worker import PulledMiniBatch
+from turnstream.worker.steps import Batches
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.checkpoint import Checkpoints
@@ -38,7 +40,12 @@ class StreamInMemory:
         self._steps = range(first_step, last_step + 1)
         self._step = 0
 
-    def __iter__(self) -> Iterator[PulledMiniBatch]:
+        self._mini_batches = self._pull()
+
+    def __next__(self) -> PulledMiniBatch:
+        return next(self._mini_batches)
+
+    def _pull(self) -> Iterator[PulledMiniBatch]:
         for step in self._steps:
             self._step = step
             for index in range(2):
@@ -50,10 +57,15 @@ class StreamInMemory:
         self.calls.append(f"stepped {self._step}")
         return RecoveryToken(lineage="main", step=self._step, chain_hash="ab")
 
-    def committed(self, token: RecoveryToken) -> None:
+    def committed(self, state: str) -> None:
         """Asks the test first."""
+        token = RecoveryToken.parse(state)
         self.on_committed(token)
         self.calls.append(f"committed {token.step}")
+
+    def statistics(self) -> Any:
+        """No time waiting."""
+        return SimpleNamespace(wait_s=0.0)
 
     def announce_version(self, version: int, *, step: int, weights_uri: str) -> None:
         """The weights must be there already."""
@@ -73,8 +85,8 @@ def _train(
 ) -> list[str]:
     """Train to the end of the stream and return the calls of the trainer."""
     config = _config(folder, **changes)
-    checkpoints = Checkpoints(config.folder / "checkpoints", num_retained=2)
-    batches = cast("Any", stream)
+    checkpoints = Checkpoints(config.folder / "checkpoints")
+    batches = Batches(cast("Any", stream))
     trainer = Trainer(engine or make_engine(), batches, config=config, checkpoints=checkpoints)
     trainer.train(from_step=stream.first_step - 1)
     return stream.calls
@@ -99,7 +111,7 @@ def test_a_checkpoint_is_on_disk_before_it_is_committed(tmp_path: Path) -> None:
     found: list[int] = []
 
     def check(token: RecoveryToken) -> None:
-        newest = Checkpoints(tmp_path / "checkpoints", num_retained=2).newest()
+        newest = Checkpoints(tmp_path / "checkpoints").newest()
         assert newest is not None
         assert newest.token == token
         found.append(token.step)
@@ -149,7 +161,7 @@ def test_every_step_is_a_line_of_metrics_with_its_mini_batches(tmp_path: Path) -
     lines = [json.loads(line) for line in text.splitlines()]
     assert [(line["step"], line["version"]) for line in lines] == [(1, 1), (2, 2)]
     first = lines[0]
-    assert first["num_trajectories"] == first["num_real_rows"] == 8
+    assert first["num_trajectories"] == first["num_rows"] == 8
     assert first["num_trained_tokens"] == 2 * 9
     assert first["num_tokens"] == 2 * (7 + 2 + 6 + 5)
     assert first["reward_mean"] == 1.0
@@ -198,7 +210,6 @@ def test_half_written_files_of_a_killed_trainer_are_removed(tmp_path: Path) -> N
     assert not leftover.exists()
 
 
-@pytest.mark.parametrize("field", ["checkpoint_every", "retain_checkpoints", "retain_weights"])
-def test_count_below_one_is_refused(tmp_path: Path, field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        _config(tmp_path, **{field: 0})
+def test_count_below_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="checkpoint_every"):
+        _config(tmp_path, checkpoint_every=0)

@@ -343,7 +343,7 @@ def test_packed_micro_batch_holds_its_own_row_tensors() -> None:
 
 
 def test_pulled_mini_batch_converts_to_every_layout() -> None:
-    from turnstream.worker.mini_batch import PulledMiniBatch
+    from turnstream.worker import PulledMiniBatch
 
     batch = testkit.rows("abC", "aBC")
     info = testkit.mini_batch_info(batch, alignment=8)

@@ -114,7 +114,6 @@ class Run:
             session=launch.session or None,
             timeout_s=timeout_s,
             max_prefetch_bytes=max_prefetch_bytes,
-            every_rank=True,
         )
         return Batches(stream)
 

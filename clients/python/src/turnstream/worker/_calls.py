@@ -20,19 +20,15 @@ from turnstream.errors import (
     RejectedError,
     TurnstreamError,
     UnavailableError,
+    WaitKind,
+    WaitReason,
 )
 from turnstream.records.statuses import status_to_error
-from turnstream.store.client.backoff import LONGEST_PAUSE_S, pause_after
+from turnstream.store.client.backoff import pause_after
+from turnstream.store.waits.sentences import wait_reason
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types.names import checked_setting
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream.worker._reasons import (
-    ended,
-    is_answer,
-    is_silence,
-    not_acknowledged,
-    of_failure,
-)
 from turnstream.worker._replicas import NO_ANSWER, Replicas
 
 _logger = logging.getLogger(__name__)
@@ -41,13 +37,16 @@ ATTEMPT_S = 30.0
 """Longest attempt of an acknowledging call. A longer one is repeated."""
 
 LEAST_ATTEMPT_S = 1.0
-"""An attempt that the deadline ends before this time is no evidence of a silent batcher."""
+"""No attempt is repeated with less time than this: its timeout says nothing about the batcher."""
 
 RANK_DELAY_S = 0.25
 """Longest pause of a rank that waits for the other ranks of its step."""
 
 MAX_STEPS = 1000
 """Acknowledged steps in memory. A store loses some seconds, and a step takes milliseconds."""
+
+_SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+"""Statuses of a call that ended on this side, without a refusal."""
 
 Reply = TypeVar("Reply", bound=Message)
 First = TypeVar("First", wire.StartReply, wire.ObserveReply)
@@ -72,31 +71,13 @@ class Share:
             )
 
 
-def error_of(error: grpc.RpcError) -> TurnstreamError:
-    """Return the Turnstream error of a failed call; only a batcher reports a NotReadyError."""
-    call = cast("grpc.Call", error)
-    code, details = call.code(), call.details() or ""
-    if code in NO_ANSWER and not details.startswith("{"):
-        found: TurnstreamError = BatcherUnavailableError(details or code.name)
-    else:
-        found = status_to_error(code.name, details)
-    found.__cause__ = error
-    return found
-
-
 class BatcherCalls:
-    """The calls of one share to the batcher. One without an answer goes to the next replica.
+    """The calls of one share to the batcher. One without an answer goes to the next replica."""
 
-    Acknowledgements count for this rank alone (`for_one_rank`), or for all ranks.
-    """
-
-    def __init__(
-        self, target: str, *, share: Share, timeout_s: float, for_one_rank: bool = False
-    ) -> None:
+    def __init__(self, target: str, *, share: Share, timeout_s: float) -> None:
         self.target = target
         self.share = share
         self._timeout_s = timeout_s
-        self.for_one_rank = for_one_rank
         self._session_epoch = 0
         self._session = ""
         self._closed = threading.Event()
@@ -116,6 +97,31 @@ class BatcherCalls:
         what = "the beginning of a trainer session"
         reply = self._begin("Start", request, wire.StartReply, what=what)
         self._session_epoch, self._session = reply.session_epoch, session
+        return reply
+
+    def observe(self, *, first_step: int, expiry_s: float) -> wire.ObserveReply:
+        """Register the observer of this share, or resume it."""
+        request = wire.ObserveRequest(
+            run=self.share.run,
+            observer=self.share.observer,
+            first_step=first_step,
+            expiry_s=expiry_s,
+        )
+        what = f"the beginning of observer {self.share.observer}"
+        return self._begin("Observe", request, wire.ObserveReply, what=what)
+
+    def _begin(self, method: str, request: Message, first: type[First], *, what: str) -> First:
+        """Return the first reply; later calls name its run id, whose name may go to another run.
+
+        After an error this is closed.
+        """
+        try:
+            reply = self._repeat(method, request, first, what=what)
+        except BaseException:
+            self.close()
+            raise
+        if reply.run:  # a batcher of an older release does not send it
+            self.share = replace(self.share, run=reply.run)
         return reply
 
     def get(
@@ -144,33 +150,8 @@ class BatcherCalls:
 
     def end_failed_get(self, error: TurnstreamError) -> None:
         """Send the next Get to another replica, unless the last one ended with an answer."""
-        if not is_answer(error):
+        if not _is_answer(error):
             self._replicas.end_get(skips=True)
-
-    def observe(self, *, first_step: int, expiry_s: float) -> wire.ObserveReply:
-        """Register the observer of this share, or resume it."""
-        request = wire.ObserveRequest(
-            run=self.share.run,
-            observer=self.share.observer,
-            first_step=first_step,
-            expiry_s=expiry_s,
-        )
-        what = f"the beginning of observer {self.share.observer}"
-        return self._begin("Observe", request, wire.ObserveReply, what=what)
-
-    def _begin(self, method: str, request: Message, first: type[First], *, what: str) -> First:
-        """Return the first reply; later calls name its run id, whose name may go to another run.
-
-        After an error this is closed.
-        """
-        try:
-            reply = self._repeat(method, request, first, what=what)
-        except BaseException:
-            self.close()
-            raise
-        if reply.run:  # a batcher of an older release does not send it
-            self.share = replace(self.share, run=reply.run)
-        return reply
 
     def _identity(self) -> dict[str, Any]:
         """Return the fields that the requests of a session have in common."""
@@ -186,7 +167,7 @@ class BatcherCalls:
         self._repeat("Observed", request, wire.ObservedReply, what=f"step {step} as seen")
 
     def stepped(self, step: int, *, manifest_hash: str) -> str:
-        """Acknowledge the next step and return its recovery token as text."""
+        """Acknowledge the next step for this rank; return its recovery token as text."""
         token = self._after_lost_steps(lambda: self._stepped(step, manifest_hash))
         self._steps = (*self._steps, (step, manifest_hash))[-MAX_STEPS:]
         return token
@@ -196,23 +177,18 @@ class BatcherCalls:
             **self._identity(),
             step=step,
             manifest_hash=manifest_hash,
-            dp_rank=self.share.dp_rank if self.for_one_rank else None,
+            dp_rank=self.share.dp_rank,
         )
-        return self._repeat(
-            "Stepped",
-            request,
-            wire.SteppedReply,
-            what=f"step {step} as stepped",
-            timeout_s=timeout_s,
-            max_delay_s=RANK_DELAY_S if self.for_one_rank else LONGEST_PAUSE_S,
-        ).recovery_token
+        what = f"step {step} as stepped"
+        reply = self._repeat("Stepped", request, wire.SteppedReply, what=what, timeout_s=timeout_s)
+        return reply.recovery_token
 
     def committed(self, recovery_token: str) -> None:
-        """Acknowledge that the checkpoint with this token is on disk."""
+        """Acknowledge that this rank's part of the checkpoint with this token is on disk."""
         request = wire.CommittedRequest(
             **self._identity(),
             recovery_token=checked_setting(recovery_token, field="recovery_token"),
-            dp_rank=self.share.dp_rank if self.for_one_rank else None,
+            dp_rank=self.share.dp_rank,
         )
         what = f"the checkpoint {recovery_token}"
         self._after_lost_steps(
@@ -271,19 +247,15 @@ class BatcherCalls:
         *,
         what: str,
         timeout_s: float | None = None,
-        max_delay_s: float = LONGEST_PAUSE_S,
     ) -> Reply:
-        """Return the reply of the first call with one; raise the last error after `timeout_s`.
-
-        If the deadline ends the last attempt too soon, the error is that of the attempt before it.
-        """
-        began_s = answered_s = time.monotonic()
-        deadline_s = began_s + (self._timeout_s if timeout_s is None else timeout_s)
-        found: TurnstreamError | None = None
+        """Return the reply of the first call with one; raise the last error after `timeout_s`."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        least_s = min(LEAST_ATTEMPT_S, timeout_s / 4)
+        began_s = answered_s = now_s = time.monotonic()
+        deadline_s = began_s + timeout_s
         num_failures = 0
         warnings = WaitWarnings()
         while True:
-            attempt_s = max(0.01, min(ATTEMPT_S, deadline_s - time.monotonic()))
             address = self._replicas.current
             call = self._replicas.channel(address).unary_unary(
                 _path(method),
@@ -291,33 +263,66 @@ class BatcherCalls:
                 response_deserializer=reply.FromString,
             )
             try:
-                return call(request, timeout=attempt_s)
+                return call(request, timeout=max(0.01, min(ATTEMPT_S, deadline_s - now_s)))
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
             now_s = time.monotonic()
-            if is_answer(error):
+            if _is_answer(error):
                 answered_s = now_s
             else:
                 self._replicas.skip(address)
-            if found is None or attempt_s >= LEAST_ATTEMPT_S or not is_silence(error):
-                found = error
             num_failures += 1
             delay_s = retry_delay_s(error, num_failures=num_failures)
-            if isinstance(error, NotReadyError):
-                delay_s = min(delay_s or 0.0, max_delay_s)
-            if delay_s is None or now_s + delay_s >= deadline_s:
-                why = of_failure(found, target=self.target, since_s=now_s - answered_s)
-                reasons = [not_acknowledged(what, waited_s=now_s - began_s), *why]
-                raise ended(found, reasons) from found.__cause__
+            if delay_s is None or now_s + delay_s + least_s >= deadline_s:
+                if not isinstance(error, UnavailableError):
+                    raise error
+                facts = {"call": what, "waited_s": now_s - began_s}
+                wanted = wait_reason(WaitKind.NOT_ACKNOWLEDGED, facts)
+                why = reasons_of(error, target=self.target, since_s=now_s - answered_s)
+                raise type(error)(error.message, [wanted, *why]) from error
             if warnings.is_due(now_s - began_s):
-                _logger.warning("%s is not acknowledged by %s: %s", what, self.target, found)
+                _logger.warning("%s is not acknowledged by %s: %s", what, self.target, error)
             self._closed.wait(delay_s)
+            now_s = time.monotonic()
+
+
+def error_of(error: grpc.RpcError) -> TurnstreamError:
+    """Return the Turnstream error of a failed call; only a batcher reports a NotReadyError."""
+    call = cast("grpc.Call", error)
+    code, details = call.code(), call.details() or ""
+    if code in NO_ANSWER and not details.startswith("{"):
+        found: TurnstreamError = BatcherUnavailableError(details or code.name)
+    else:
+        found = status_to_error(code.name, details)
+    found.__cause__ = error
+    return found
+
+
+def _is_answer(error: TurnstreamError) -> bool:
+    """Return whether a failed call has an answer of the batcher."""
+    return not isinstance(error, BatcherUnavailableError) or bool(error.reasons)
+
+
+def reasons_of(error: TurnstreamError, *, target: str, since_s: float) -> list[WaitReason]:
+    """Return why a call failed: the reasons of the batcher, or why it sent none.
+
+    `since_s` are the seconds since the last answer of `target`, or the first call.
+    """
+    if isinstance(error, UnavailableError) and error.reasons:
+        return list(error.reasons)
+    facts = {"address": target, "since_s": since_s}
+    cause = error.__cause__
+    if isinstance(cause, grpc.RpcError) and cast("grpc.Call", cause).code() in _SILENT:
+        return [wait_reason(WaitKind.BATCHER_SILENT, facts)]
+    return [wait_reason(WaitKind.BATCHER_AWAY, {**facts, "why": str(error)})]
 
 
 def retry_delay_s(error: TurnstreamError, *, num_failures: int) -> float | None:
     """Return the seconds before a retry; None where the same call can never succeed."""
     if isinstance(error, RejectedError):
         return error.retry_after_s
+    if isinstance(error, NotReadyError):
+        return min(RANK_DELAY_S, pause_after(num_failures))
     if isinstance(error, UnavailableError):
         return pause_after(num_failures)
     return None

@@ -6,15 +6,17 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import grpc
+import pyarrow as pa
+from google.protobuf.message import DecodeError
 
 from turnstream.batching.config.values import RowWeights
 from turnstream.batching.scoring.denominators import check_share
 from turnstream.errors import (
-    BatcherUnavailableError,
     BatchingError,
     ConflictError,
     CorruptRecordError,
@@ -26,32 +28,19 @@ from turnstream.errors import (
     TurnstreamError,
     UnavailableError,
     UnknownFormatError,
-    WaitReason,
 )
+from turnstream.records.batches import decode_mini_batch
 from turnstream.store.client.backoff import pause_after
-from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types import MiniBatchInfo
-from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
+from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
 from turnstream.worker._calls import BatcherCalls, error_of, retry_delay_s
-from turnstream.worker._frames import Arrival, read_step
-from turnstream.worker._queue import ByteQueue, ClosedError
-from turnstream.worker._reasons import batcher_silent, no_batch, of_failure
-from turnstream.worker.mini_batch import PulledMiniBatch
-
-LONG_POLL_S = 30.0
-"""Longest single wait on the batcher; shorter than the idle limits of common load balancers."""
+from turnstream.worker.steps import PulledMiniBatch
 
 FIRST_WAIT_S = 1.0
 """Wait of the first Get after a failed one."""
 
 REPEAT_STEPS_S = 5.0
 """Longest wait for each repeated acknowledgement."""
-
-STALL_GRACE_S = 10.0
-"""After the requested wait plus this, a Get without an answer is ended and repeated."""
-
-SILENT_S = 1.0
-"""After the requested wait plus this, the last reason of the batcher is outdated."""
 
 MAX_BAD_IN_A_ROW = 3
 """Damage that repeats so often is in the batcher, not in the transfer."""
@@ -63,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Progress:
+class Progress:
     """Progress of the prefetching thread, which alone writes it.
 
     Attributes:
@@ -71,8 +60,8 @@ class _Progress:
         manifest_hash, previous_hash: manifest of the newest of them, and of the step before.
         num_failures: calls in a row without data, for the back-off.
         num_bad_in_a_row: transfers in a row that failed, by damage or an internal error.
-        waiting_for, reasons: why the batcher has no data yet; empty if it has sent data.
-        failure: failure of the last call, while it is retried.
+        error: failure of the last call, which is retried; None if it has sent data. A NotReadyError
+            says why the batcher has no data yet.
         answered_s: time of the batcher's last message, or of the start.
         asked_s: time at which the present Get began.
     """
@@ -87,9 +76,7 @@ class _Progress:
     num_damaged: int = 0
     num_mini_batches: int = 0
     num_bytes: int = 0
-    waiting_for: str = ""
-    reasons: tuple[WaitReason, ...] = ()
-    failure: TurnstreamError | None = None
+    error: TurnstreamError | None = None
     answered_s: float = field(default_factory=time.monotonic)
     asked_s: float = field(default_factory=time.monotonic)
 
@@ -97,8 +84,8 @@ class _Progress:
 class Prefetcher:
     """Pulls the steps of one share in order into a queue of at most `max_bytes`.
 
-    Temporary failures are retried without end: only `take` has a deadline, so that a trainer may
-    work for an hour between two mini-batches. `take` raises every other failure.
+    Temporary failures are retried without end, so that a trainer may work for an hour between two
+    mini-batches. `take` raises every other failure.
     """
 
     def __init__(
@@ -107,134 +94,117 @@ class Prefetcher:
         *,
         first_step: int,
         max_bytes: int,
-        timeout_s: float,
+        wait_s: float,
         row_weights: RowWeights,
     ) -> None:
-        """Start the thread; `timeout_s` is the longest wait of `take`.
+        """Start the thread; each Get waits `wait_s` for its step.
 
         Rows with other weights than `row_weights` are refused.
         """
-        self.progress = _Progress(first_step)
-        self.queue: ByteQueue[PulledMiniBatch] = ByteQueue(max_bytes=max_bytes)
+        self.progress = Progress(first_step)
+        self.max_bytes = max_bytes
+        self._queue: deque[PulledMiniBatch] = deque()
+        self._arriving_bytes = 0
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()  # guards the three above
         self._calls = calls
-        self._timeout_s = timeout_s
         self._row_weights: RowWeights = row_weights
-        # The deadline of `take` is after several answers, so that its error has the reason.
-        self._wait_s = min(LONG_POLL_S, timeout_s / 4)
+        self._wait_s = wait_s
         self._closed = threading.Event()
-        self._warnings = WaitWarnings()
         self._thread = threading.Thread(target=self._run, name="turnstream-prefetch", daemon=True)
         self._thread.start()
 
-    def take(self) -> PulledMiniBatch:
-        """Return the next mini-batch; raise the reason of a missing one, or of the thread's end."""
-        began_s = time.monotonic()
-        while True:
-            waited_s = time.monotonic() - began_s
-            if self._warnings.is_due(waited_s):
-                logger.warning("%s", self._missing(waited_s))
-            pause_s = self._warnings.pause_s(waited_s) or 0.0
-            remaining_s = max(0.0, self._timeout_s - waited_s)
-            stall_s = self._end_stalled_get(since_s=began_s)
-            try:
-                return self.queue.take(timeout_s=min(pause_s, remaining_s, stall_s))
-            except TimeoutError:
-                if remaining_s <= min(pause_s, stall_s):
-                    raise self._timed_out() from self.progress.failure
+    @property
+    def num_queued(self) -> int:
+        """Mini-batches in the queue."""
+        return len(self._queue)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the queue, and of the mini-batch that is arriving."""
+        with self._changed:
+            return self._arriving_bytes + sum(each.num_bytes for each in self._queue)
+
+    def take(self, *, timeout_s: float) -> PulledMiniBatch | None:
+        """Return the oldest mini-batch, or None after `timeout_s`.
+
+        Raises:
+            TurnstreamError: the failure that ended the thread; queued mini-batches come first,
+                unless the session has ended.
+            RejectedError: this is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._queue or self._failure or self._closed.is_set(), timeout=timeout_s
+            )
+            if self._closed.is_set():
+                raise RejectedError("the stream was closed")
+            if self._queue:
+                self._changed.notify_all()
+                return self._queue.popleft()
+            if self._failure is not None:
+                raise self._failure
+            return None
 
     def close(self) -> None:
         """End the pending call, the connection and the thread."""
         self._closed.set()
-        self.queue.close()
+        with self._changed:
+            self._queue.clear()
+            self._changed.notify_all()
         self._calls.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def _missing(self, waited_s: float) -> TurnstreamError:
-        """Return the error for a mini-batch that did not come within the time."""
-        progress, run, target = self.progress, self._calls.share.run, self._calls.target
-        waited = f"step {progress.step} of run {run!r} did not come within {round(waited_s, 1):g} s"
-        wanted = no_batch(run, progress.step, waited_s=waited_s)
-        silent_s = time.monotonic() - progress.answered_s
-        if progress.failure is not None:
-            why = of_failure(progress.failure, target=target, since_s=silent_s)
-            message = f"{waited}: {progress.failure}"
-            return BatcherUnavailableError(message, [wanted, *why, *progress.reasons])
-        if not progress.waiting_for or silent_s > self._wait_s + SILENT_S:
-            why = batcher_silent(target, since_s=silent_s)
-            message = f"{waited}: {target} has not answered"
-            return BatcherUnavailableError(message, [wanted, why, *progress.reasons])
-        return NotReadyError(f"{waited}: {progress.waiting_for}", [wanted, *progress.reasons])
-
-    def _timed_out(self) -> TurnstreamError:
-        """Return the error of a wait that ended; end a silent Get, which is then repeated."""
-        error = self._missing(self._timeout_s)
-        if time.monotonic() - self.progress.answered_s > self._wait_s + SILENT_S:
-            self._calls.end_get()
-        return error
-
-    def _end_stalled_get(self, *, since_s: float) -> float:
-        """End a Get without an answer for its wait and 10 s; return the seconds until then.
-
-        A batcher may answer the pings of the connection and hang all the same.
-        """
-        limit_s = self._wait_s + STALL_GRACE_S
-        progress = self.progress
-        latest_s = max(progress.answered_s, progress.asked_s, since_s)
-        left_s = latest_s + limit_s - time.monotonic()
-        if left_s > 0:
-            return left_s
-        self._calls.end_get()
-        return limit_s
 
     # ----------------------------------------------------------------------------------
     # the prefetching thread
 
     def _run(self) -> None:
         try:
-            while True:
+            while not self._closed.is_set():
                 self._pull()
-        except ClosedError:
-            pass
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            self.queue.fail(error, drops=isinstance(error, _ENDS_OF_SESSION))
+            with self._changed:
+                self._failure = error
+                if isinstance(error, _ENDS_OF_SESSION):
+                    self._queue.clear()
+                self._changed.notify_all()
 
     def _pull(self) -> None:
         """Run one Get, then advance or recover."""
-        started_s = self.progress.asked_s = time.monotonic()
+        progress = self.progress
+        progress.asked_s = time.monotonic()
         try:
             self._read_step()
         except grpc.RpcError as rpc_error:
-            if self._closed.is_set():
-                raise ClosedError from rpc_error
-            self._recover(error_of(rpc_error), started_s=started_s)
+            self._recover(error_of(rpc_error))
         except TurnstreamError as error:
-            self._recover(error, started_s=started_s)
+            self._recover(error)
         else:
-            self.progress.step += 1
-            self.progress.hashes = []
-            self.progress.previous_hash = self.progress.manifest_hash
+            progress.step += 1
+            progress.hashes = []
+            progress.previous_hash = progress.manifest_hash
 
     def _read_step(self) -> None:
         progress = self.progress
         # After a failure the wait is short: a restarted store may have lost acknowledgements.
-        longest_s = self._wait_s if progress.failure is None else FIRST_WAIT_S
+        is_retry = not isinstance(progress.error, NotReadyError | None)
         messages = self._calls.get(
             progress.step,
-            wait_s=min(longest_s, self._wait_s),
+            wait_s=min(FIRST_WAIT_S, self._wait_s) if is_retry else self._wait_s,
             previous_hash=progress.previous_hash,
             manifest_hash=progress.manifest_hash if progress.hashes else "",
         )
         try:
-            received = self._timed(messages)
-            for arrival in read_step(received, step=progress.step, admit=self._admit):
-                if arrival.keeps:
-                    self._enqueue(arrival)
+            received = read_step(self._timed(messages), step=progress.step, admit=self._admit)
+            for header, data in received:
+                if data is not None:
+                    self._enqueue(header, data)
         finally:
             with contextlib.suppress(grpc.RpcError):
                 for _ in messages:  # an unread call would hold its connection open
                     pass
-            self.queue.release()
+            self._arriving_bytes = 0
 
     def _timed(self, messages: Iterator[bytes]) -> Iterator[bytes]:
         """Yield the same messages, and record when each came."""
@@ -242,24 +212,32 @@ class Prefetcher:
             self.progress.answered_s = time.monotonic()
             yield message
 
-    def _admit(self, header: MiniBatchHeader) -> Arrival:
-        """Return a buffer once the queue has capacity; none for one that was queued before.
+    def _admit(self, header: MiniBatchHeader) -> memoryview | None:
+        """Return a buffer once the queue has capacity; None if the mini-batch was queued before.
 
-        A queued mini-batch whose content has changed is a ConflictError.
+        A mini-batch larger than the bound enters an empty queue; otherwise it could never enter.
         """
         hashes = self.progress.hashes
-        if header.mini_batch >= len(hashes):
-            self.queue.reserve(header.num_bytes)
-            return Arrival(header)
-        if header.content_hash != hashes[header.mini_batch]:
-            raise ConflictError(
-                f"mini-batch {header.mini_batch} of step {header.step} changed after it was used"
+        if header.mini_batch < len(hashes):
+            if header.content_hash != hashes[header.mini_batch]:
+                which = f"mini-batch {header.mini_batch} of step {header.step}"
+                raise ConflictError(f"{which} changed after it was used")
+            return None
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._closed.is_set()
+                    or not self._queue
+                    or self.queued_bytes + header.num_bytes <= self.max_bytes
+                )
             )
-        return Arrival(header, keeps=False)
+            self._arriving_bytes = header.num_bytes
+        # Arrow's allocator aligns to 64 bytes, as columns need it, and reuses its pages.
+        return memoryview(pa.allocate_buffer(header.num_bytes)).cast("B")
 
-    def _enqueue(self, arrival: Arrival) -> None:
+    def _enqueue(self, header: MiniBatchHeader, data: memoryview) -> None:
         """Check a complete mini-batch and queue it."""
-        header, mini_batch = arrival.header, arrival.decode()
+        mini_batch = decode_mini_batch(data.toreadonly(), expected_hash=header.content_hash)
         info = mini_batch.info
         self._check_identity(info)
         check_share(
@@ -268,20 +246,23 @@ class Prefetcher:
             dp_world_size=info.dp_world_size,
             row_weights=self._row_weights,
         )
-        pulled = PulledMiniBatch(
-            rows=mini_batch.rows,
-            info=info,
-            content_hash=header.content_hash,
-            num_bytes=header.num_bytes,
-        )
         progress = self.progress
         progress.hashes.append(header.content_hash)
         progress.manifest_hash = info.manifest_hash
         progress.num_mini_batches += 1
         progress.num_bytes += header.num_bytes
         progress.num_failures = progress.num_bad_in_a_row = 0
-        progress.waiting_for, progress.reasons, progress.failure = "", (), None
-        self.queue.put(pulled)
+        progress.error = None
+        pulled = PulledMiniBatch(
+            rows=mini_batch.rows,
+            info=info,
+            content_hash=header.content_hash,
+            num_bytes=header.num_bytes,
+        )
+        with self._changed:
+            self._queue.append(pulled)
+            self._arriving_bytes = 0
+            self._changed.notify_all()
 
     def _check_identity(self, info: MiniBatchInfo) -> None:
         share = self._calls.share
@@ -293,26 +274,25 @@ class Prefetcher:
                 f"(run, step, mini-batch, dp_rank, dp_world_size) {found} came instead of {wanted}"
             )
 
-    def _recover(self, error: TurnstreamError, *, started_s: float) -> None:
+    def _recover(self, error: TurnstreamError) -> None:
         """Wait until the same Get may succeed; raise `error` if it never can."""
+        if self._closed.is_set():
+            return
         progress = self.progress
+        progress.error = error
         self._calls.end_failed_get(error)
         if isinstance(error, NotReadyError):
             progress.answered_s = time.monotonic()
-            has_waited = time.monotonic() - started_s >= self._wait_s / 2
-            progress.waiting_for, progress.failure = str(error), None
-            progress.reasons = error.reasons
+            has_waited = progress.answered_s - progress.asked_s >= self._wait_s / 2
             self._repeat_steps()
             if has_waited:
                 progress.num_failures = 0
                 return
-        else:
-            progress.failure = error
         progress.num_failures += 1
         delay_s = self._retry_delay_s(error)
         if delay_s is None:
             raise error
-        if progress.failure is not None:
+        if not isinstance(error, NotReadyError):
             progress.num_retries += 1
             logger.warning(
                 "Get is repeated",
@@ -322,14 +302,8 @@ class Prefetcher:
 
     def _repeat_steps(self) -> None:
         """Acknowledge steps again: the store may wait for one that it has lost."""
-        try:
+        with contextlib.suppress(UnavailableError):  # the next Get gets the same error
             self._calls.repeat_stepped(timeout_s=REPEAT_STEPS_S)
-        except UnavailableError:  # the next Get gets the same error
-            pass
-        except RejectedError as refusal:
-            if self._closed.is_set():
-                raise ClosedError from refusal
-            raise
 
     def _retry_delay_s(self, error: TurnstreamError) -> float | None:
         """Return the seconds before the next attempt; None where none can succeed."""
@@ -343,3 +317,56 @@ class Prefetcher:
         if progress.num_bad_in_a_row >= MAX_BAD_IN_A_ROW:
             return None
         return pause_after(progress.num_failures)
+
+
+def read_step(
+    messages: Iterable[bytes], *, step: int, admit: Callable[[MiniBatchHeader], memoryview | None]
+) -> Iterator[tuple[MiniBatchHeader, memoryview | None]]:
+    """Yield the header and the bytes of each mini-batch of a Get, after its last byte has arrived.
+
+    `admit` returns a buffer for the bytes after a header, or None for bytes that are only counted.
+    Messages that contradict each other, or end before the last byte, are a CorruptRecordError.
+    Kinds of messages of a later release are ignored.
+    """
+    header: MiniBatchHeader | None = None
+    buffer: memoryview | None = None
+    num_filled = num_complete = 0
+    num_expected: int | None = None
+    for message in messages:
+        chunk = _parse(message)
+        match chunk.WhichOneof("chunk"):
+            case "header":
+                found = (chunk.header.step, chunk.header.mini_batch)
+                if header is not None or found != (step, num_complete):
+                    raise CorruptRecordError(
+                        f"(step, mini-batch) {found} came instead of {(step, num_complete)}, "
+                        "or before the last byte of the one before"
+                    )
+                header, num_filled, num_expected = chunk.header, 0, chunk.header.num_mini_batches
+                buffer = admit(header)
+            case "data":
+                data, num_bytes = chunk.data, 0 if header is None else header.num_bytes
+                start, num_filled = num_filled, num_filled + len(data)
+                if num_filled > num_bytes:
+                    raise CorruptRecordError(
+                        f"mini-batch {num_complete} of step {step} has more than the {num_bytes} "
+                        "bytes of its header"
+                    )
+                if buffer is not None:
+                    buffer[start:num_filled] = data
+            case _:
+                pass
+        if header is not None and num_filled == header.num_bytes:
+            yield header, buffer
+            header, num_filled, num_complete = None, 0, num_complete + 1
+    if num_complete != num_expected:
+        raise CorruptRecordError(
+            f"step {step} ended after {num_complete} of {num_expected or 'all'} mini-batches"
+        )
+
+
+def _parse(message: bytes) -> GetChunk:
+    try:
+        return GetChunk.FromString(message)
+    except DecodeError as error:
+        raise CorruptRecordError(f"a message of {len(message)} bytes is no chunk") from error

@@ -101,6 +101,7 @@ class ObserverStream(MiniBatches):
             RejectedError: this is not dp_rank 0, or no finished batch waits to be acknowledged.
             ObserverExpiredError: it was silent for longer than `expiry_s` before.
         """
+        self._require_rank_0("seen")
         info = self._finished_batch("seen")
         self._calls.observed(info.step)
         self._acknowledged(info)

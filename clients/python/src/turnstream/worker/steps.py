@@ -1,4 +1,4 @@
-"""A run as an iterator of steps, with two acknowledgements per step.
+"""The steps of `run.batches()`, and their mini-batches.
 
 with run.batches(state=checkpoint.get("turnstream")) as batches:
     for step in batches:
@@ -12,71 +12,81 @@ with run.batches(state=checkpoint.get("turnstream")) as batches:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RejectedError
-from turnstream.types import MiniBatchInfo
-from turnstream.worker.mini_batch import PulledMiniBatch, step_totals
-from turnstream.worker.stream import BatchStream, StreamStatistics
+from turnstream.optional import from_extra
+from turnstream.types import MiniBatch, MiniBatchInfo
+
+if TYPE_CHECKING:
+    import torch
+
+    from turnstream.worker.layouts import JaggedTensors, PackedTensors, RightPaddedTensors
+    from turnstream.worker.stream import BatchStream, StreamStatistics
+    from turnstream.worker.tensors import LeftPaddedTensors
 
 
-class Batches:
-    """The steps of a run, in order, as made by `Run.batches`; it raises what `BatchStream` does.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PulledMiniBatch(MiniBatch):
+    """One rank's rows of one optimizer update, checked on arrival.
 
-    Every rank iterates, and calls `done()` and `commit()` of every step; no barrier is needed.
+    The tensors of each layout are on the CPU, or copied to `device`. To a CUDA device the copies
+    use pinned memory and do not block.
 
-    Args:
-        stream: with `every_rank`; closed with this.
+    Attributes:
+        content_hash: hex SHA-256 over columns and metadata; equal for every replica and retry.
+        num_bytes: size of the Arrow encoding on the wire.
     """
 
-    def __init__(self, stream: BatchStream) -> None:
-        self._stream = stream
-        self._step: Step | None = None
+    content_hash: str
+    num_bytes: int
 
     @property
-    def config(self) -> BatchingConfig:
-        """The settings of the run."""
-        return self._stream.config
+    def num_tokens(self) -> int:
+        """Tokens of the real rows."""
+        return int(self.rows.input_ids.lengths[~self.rows.is_padding].sum())
 
     @property
-    def newest_version(self) -> int:
-        """The highest policy version announced so far; -1: none. Never announce one twice."""
-        return self._stream.newest_version
+    def is_last(self) -> bool:
+        """Whether this is the last of its batch: after its update, call `BatchStream.stepped()`."""
+        return self.info.is_last
 
-    def __iter__(self) -> Self:
-        return self
+    # The layouts are imported by their methods: torch takes a second to load.
 
-    def __next__(self) -> Step:
-        if self._step is not None and not self._step.is_done:
-            raise RejectedError(
-                f"step {self._step.number} is not done: call done() after its last mini-batch, "
-                "then take the next step"
-            )
-        waited_s = self._stream.statistics().wait_s
-        first = next(self._stream)
-        self._step = Step(self._stream, first, waited_s=waited_s)
-        return self._step
+    def to_torch(self, device: torch.device | str | None = None) -> LeftPaddedTensors:
+        """Return the rows as left-padded tensors."""
+        with from_extra("torch", needed_by="to_torch()"):
+            from turnstream.worker.tensors import to_torch
 
-    def announce_version(
-        self, version: int, *, step: int | None = None, weights_uri: str = ""
-    ) -> None:
-        """Announce weights named `version`; see `BatchStream.announce_version`."""
-        self._stream.announce_version(version, step=step, weights_uri=weights_uri)
+        return to_torch(self, device=device)
 
-    def statistics(self) -> StreamStatistics:
-        """Return numbers of the received and the queued mini-batches."""
-        return self._stream.statistics()
+    def to_torch_right_padded(self, device: torch.device | str | None = None) -> RightPaddedTensors:
+        """Return the rows as right-padded tensors."""
+        with from_extra("torch", needed_by="to_torch_right_padded()"):
+            from turnstream.worker.layouts import right_padded_to_torch
 
-    def close(self) -> None:
-        """Disconnect. Safe to call twice."""
-        self._stream.close()
+        return right_padded_to_torch(self, device=device)
 
-    def __enter__(self) -> Self:
-        return self
+    def to_torch_packed(
+        self, device: torch.device | str | None = None, *, alignment: int | None = None
+    ) -> list[PackedTensors]:
+        """Return the concatenated rows of every micro-batch.
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        Every row begins at a multiple of `alignment`; None takes that of the run.
+        """
+        with from_extra("torch", needed_by="to_torch_packed()"):
+            from turnstream.worker.layouts import packed_to_torch
+
+        return packed_to_torch(self, alignment=alignment, device=device)
+
+    def to_torch_jagged(self, device: torch.device | str | None = None) -> JaggedTensors:
+        """Return the rows as flat values and offsets."""
+        with from_extra("torch", needed_by="to_torch_jagged()"):
+            from turnstream.worker.layouts import jagged_to_torch
+
+        return jagged_to_torch(self, device=device)
 
 
 class Step:
@@ -131,9 +141,19 @@ class Step:
             padding_share: 0 to 1.
             wait_s: seconds without data.
         """
-        found = step_totals(self._infos, self._num_tokens)
-        found["wait_s"] = self._stream.statistics().wait_s - self._waited_s
-        oldest = [i.oldest_version for i in self._infos if i.oldest_version is not None]
+        infos, num_tokens = self._infos, sum(self._num_tokens)
+        num_positions = sum(info.width * info.num_real_rows for info in infos)
+        weighted = [i.merge_ratio * n for i, n in zip(infos, self._num_tokens, strict=True)]
+        found = {
+            "padding_share": 1 - num_tokens / num_positions if num_positions else 0.0,
+            "merge_ratio": sum(weighted) / num_tokens if num_tokens else 1.0,
+            "num_rows": sum(info.num_real_rows for info in infos),
+            "num_groups": sum(info.denominators.num_groups for info in infos),
+            "num_trained_tokens": sum(info.denominators.num_tokens for info in infos),
+            "num_tokens": num_tokens,
+            "wait_s": self._stream.statistics().wait_s - self._waited_s,
+        }
+        oldest = [info.oldest_version for info in infos if info.oldest_version is not None]
         if oldest and self._stream.newest_version >= 0:
             found["staleness"] = self._stream.newest_version - min(oldest)
         return found
@@ -168,3 +188,61 @@ class Step:
         if not self._state:
             raise RejectedError(f"step {self.number} is not done: call done() before commit()")
         self._stream.committed(self._state)
+
+
+class Batches:
+    """The steps of a run, in order, as made by `Run.batches`; it raises what `BatchStream` does.
+
+    Every rank iterates, and calls `done()` and `commit()` of every step; no barrier is needed.
+
+    Args:
+        stream: closed with this.
+    """
+
+    def __init__(self, stream: BatchStream) -> None:
+        self._stream = stream
+        self._step: Step | None = None
+
+    @property
+    def config(self) -> BatchingConfig:
+        """The settings of the run."""
+        return self._stream.config
+
+    @property
+    def newest_version(self) -> int:
+        """The highest policy version announced so far; -1: none. Never announce one twice."""
+        return self._stream.newest_version
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Step:
+        if self._step is not None and not self._step.is_done:
+            raise RejectedError(
+                f"step {self._step.number} is not done: call done() after its last mini-batch, "
+                "then take the next step"
+            )
+        waited_s = self._stream.statistics().wait_s
+        first = next(self._stream)
+        self._step = Step(self._stream, first, waited_s=waited_s)
+        return self._step
+
+    def announce_version(
+        self, version: int, *, step: int | None = None, weights_uri: str = ""
+    ) -> None:
+        """Announce weights named `version`; see `BatchStream.announce_version`."""
+        self._stream.announce_version(version, step=step, weights_uri=weights_uri)
+
+    def statistics(self) -> StreamStatistics:
+        """Return numbers of the received and the queued mini-batches."""
+        return self._stream.statistics()
+
+    def close(self) -> None:
+        """Disconnect. Safe to call twice."""
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -18,6 +18,7 @@ In a training loop::
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import uuid
 import weakref
@@ -26,21 +27,37 @@ from dataclasses import dataclass
 from typing import Self
 
 from turnstream.errors import (
+    BatcherUnavailableError,
     EndOfRunError,
     InvalidConfigError,
+    NotReadyError,
     RejectedError,
     RunNotFoundError,
     StoreBehindError,
+    UnavailableError,
+    WaitKind,
 )
 from turnstream.records.configs import decode_config
+from turnstream.store.waits.sentences import wait_reason
+from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types import MiniBatchInfo, RecoveryToken
 from turnstream.wire.v1.batches_pb2 import ObserveReply, StartReply
-from turnstream.worker._calls import BatcherCalls, Share
+from turnstream.worker._calls import BatcherCalls, Share, reasons_of
 from turnstream.worker._prefetch import Prefetcher
-from turnstream.worker._queue import ClosedError
-from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.worker.steps import PulledMiniBatch
 
 GIB = 1 << 30
+
+LONG_POLL_S = 30.0
+"""Longest single wait on the batcher; shorter than the idle limits of common load balancers."""
+
+STALL_GRACE_S = 10.0
+"""After the requested wait plus this, a Get without an answer is ended and repeated."""
+
+SILENT_S = 1.0
+"""After the requested wait plus this, the last reason of the batcher is outdated."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +110,18 @@ class MiniBatches:
             raise
         self.lineage = first.lineage
         self._calls = calls
+        self._timeout_s = timeout_s
+        # The deadline of an iteration is after several answers, so that its error has the reason.
+        self._poll_s = min(LONG_POLL_S, timeout_s / 4)
         self._last_acknowledged = first.next_step - 1
         self._finished: MiniBatchInfo | None = None
         self._wait_s = 0.0
+        self._warnings = WaitWarnings()
         self._prefetcher = Prefetcher(
             calls,
             first_step=first.next_step,
             max_bytes=max_prefetch_bytes,
-            timeout_s=timeout_s,
+            wait_s=self._poll_s,
             row_weights=self.config.row_weights,
         )
         # A stream that is collected without `close` must end its thread.
@@ -110,17 +131,61 @@ class MiniBatches:
         return self
 
     def __next__(self) -> PulledMiniBatch:
-        started_s = time.monotonic()
+        began_s = time.monotonic()
         try:
-            mini_batch = self._prefetcher.take()
+            mini_batch = self._take(began_s)
         except EndOfRunError:
             raise StopIteration from None
-        except ClosedError:
-            raise RejectedError("the stream was closed") from None
         finally:
-            self._wait_s += time.monotonic() - started_s
+            self._wait_s += time.monotonic() - began_s
         self._finished = mini_batch.info if mini_batch.is_last else None
         return mini_batch
+
+    def _take(self, began_s: float) -> PulledMiniBatch:
+        """Return the next mini-batch; raise the reason of a missing one after `timeout_s`."""
+        while True:
+            waited_s = time.monotonic() - began_s
+            if self._warnings.is_due(waited_s):
+                logger.warning("%s", self._missing(waited_s))
+            pause_s = self._warnings.pause_s(waited_s) or 0.0
+            remaining_s = max(0.0, self._timeout_s - waited_s)
+            stall_s = self._end_stalled_get(since_s=began_s)
+            mini_batch = self._prefetcher.take(timeout_s=min(pause_s, remaining_s, stall_s))
+            if mini_batch is not None:
+                return mini_batch
+            if remaining_s <= min(pause_s, stall_s):
+                raise self._missing(self._timeout_s) from self._prefetcher.progress.error
+
+    def _missing(self, waited_s: float) -> UnavailableError:
+        """Return the error for a mini-batch that did not come within the time."""
+        progress, run, target = self._prefetcher.progress, self._calls.share.run, self._calls.target
+        waited = f"step {progress.step} of run {run!r} did not come within {round(waited_s, 1):g} s"
+        facts = {"run": run, "step": progress.step, "waited_s": waited_s}
+        wanted = wait_reason(WaitKind.NO_BATCH, facts)
+        silent_s = time.monotonic() - progress.answered_s
+        error = progress.error
+        if error is not None and not isinstance(error, NotReadyError):
+            why = reasons_of(error, target=target, since_s=silent_s)
+            return BatcherUnavailableError(f"{waited}: {error}", [wanted, *why])
+        if error is None or silent_s > self._poll_s + SILENT_S:
+            facts = {"address": target, "since_s": silent_s}
+            silent = wait_reason(WaitKind.BATCHER_SILENT, facts)
+            return BatcherUnavailableError(f"{waited}: {target} has not answered", [wanted, silent])
+        return NotReadyError(f"{waited}: {error}", [wanted, *error.reasons])
+
+    def _end_stalled_get(self, *, since_s: float) -> float:
+        """End a Get without an answer for its wait and 10 s; return the seconds until then.
+
+        A batcher may answer the pings of the connection and hang all the same.
+        """
+        progress = self._prefetcher.progress
+        limit_s = self._poll_s + min(STALL_GRACE_S, self._timeout_s / 2)
+        latest_s = max(progress.answered_s, progress.asked_s, since_s)
+        left_s = latest_s + limit_s - time.monotonic()
+        if left_s > 0:
+            return left_s
+        self._calls.end_get()
+        return limit_s
 
     def __enter__(self) -> Self:
         return self
@@ -130,17 +195,18 @@ class MiniBatches:
 
     def statistics(self) -> StreamStatistics:
         """Return the present numbers."""
-        progress, queue = self._prefetcher.progress, self._prefetcher.queue
+        prefetcher, progress = self._prefetcher, self._prefetcher.progress
+        has_reason = isinstance(progress.error, NotReadyError)
         return StreamStatistics(
             num_mini_batches=progress.num_mini_batches,
             num_bytes=progress.num_bytes,
-            queued_mini_batches=len(queue),
-            queued_bytes=queue.num_bytes,
-            max_prefetch_bytes=queue.max_bytes,
+            queued_mini_batches=prefetcher.num_queued,
+            queued_bytes=prefetcher.queued_bytes,
+            max_prefetch_bytes=prefetcher.max_bytes,
             num_retries=progress.num_retries,
             num_damaged=progress.num_damaged,
             wait_s=self._wait_s,
-            waiting_for=progress.waiting_for,
+            waiting_for=str(progress.error) if has_reason else "",
         )
 
     def close(self) -> None:
@@ -149,7 +215,6 @@ class MiniBatches:
 
     def _finished_batch(self, call: str) -> MiniBatchInfo:
         """Return the batch for the acknowledgement `call`."""
-        self._check_rank(call)
         if self._finished is None:
             raise RejectedError(
                 f"{call}() is for a batch whose last mini-batch was yielded, once; "
@@ -159,11 +224,6 @@ class MiniBatches:
 
     def _acknowledged(self, info: MiniBatchInfo) -> None:
         self._finished, self._last_acknowledged = None, info.step
-
-    def _check_rank(self, call: str) -> None:
-        """Refuse an acknowledgement of another rank than 0, unless every rank acknowledges."""
-        if not self._calls.for_one_rank:
-            self._require_rank_0(call)
 
     def _require_rank_0(self, call: str) -> None:
         dp_rank = self._calls.share.dp_rank
@@ -202,7 +262,6 @@ class BatchStream(MiniBatches):
         session: str | None = None,
         timeout_s: float = 600.0,
         max_prefetch_bytes: int = GIB,
-        every_rank: bool = False,
     ) -> None:
         """Begin a trainer session and start to pull.
 
@@ -215,8 +274,6 @@ class BatchStream(MiniBatches):
             session: a new name that all ranks of this trainer share; it fences the one before.
             timeout_s: longest wait for a mini-batch, or for an acknowledgement.
             max_prefetch_bytes: bound of the prefetched bytes.
-            every_rank: whether every rank calls `stepped` and `committed`, without a barrier:
-                either counts once all ranks have called. Otherwise only dp_rank 0 calls them.
 
         Raises:
             InvalidConfigError: a rank outside the world, several ranks without a session, or a name
@@ -230,7 +287,7 @@ class BatchStream(MiniBatches):
             raise InvalidConfigError(
                 "session", f"{dp_world_size} ranks need a name in common to be one trainer"
             )
-        calls = BatcherCalls(target, share=share, timeout_s=timeout_s, for_one_rank=every_rank)
+        calls = BatcherCalls(target, share=share, timeout_s=timeout_s)
         reply = calls.start(
             recovery_token="" if recovery_token is None else str(recovery_token),
             session=session or uuid.uuid4().hex,
@@ -248,13 +305,12 @@ class BatchStream(MiniBatches):
     def stepped(self) -> RecoveryToken:
         """Acknowledge the batch whose last mini-batch was just yielded; return its recovery token.
 
-        Call it on dp_rank 0 after a barrier of all ranks. With `every_rank`, call it on every rank;
-        it returns once all ranks have called. The token belongs into the checkpoint of these
-        weights.
+        Every rank calls it, without a barrier. It returns once all ranks have called. The token
+        belongs into the checkpoint of these weights.
 
         Raises:
             NotReadyError: the named rank has not called it within `timeout_s`.
-            RejectedError: this is not dp_rank 0, or no finished batch waits to be acknowledged.
+            RejectedError: no finished batch waits to be acknowledged.
             FencedError: a newer trainer session took over.
             StoreBehindError, ConflictError: the store lost this step, one before it, or the run;
                 or it has another batch of the step.
@@ -266,14 +322,15 @@ class BatchStream(MiniBatches):
         return RecoveryToken.parse(token)
 
     def committed(self, token: RecoveryToken | str) -> None:
-        """Acknowledge that the checkpoint which holds `token` is on disk.
+        """Acknowledge that this rank's part of the checkpoint which holds `token` is on disk.
+
+        It counts once all ranks have called; each call returns at once.
 
         Raises:
-            RejectedError: this is not dp_rank 0, or no stepped batch has this token.
+            ConflictError: no stepped batch has this token.
             FencedError: a newer trainer session took over.
             StoreBehindError: the store lost the run.
         """
-        self._check_rank("committed")
         with self._loss_of_run():
             self._calls.committed(str(token))
         step = RecoveryToken.parse(str(token)).step

@@ -27,6 +27,12 @@ _SENTENCES: Final[dict[WaitKind, str]] = {
     WaitKind.STORE_SILENT: (
         "the store at {address} was asked {since_s:.1f} s ago, and has not answered"
     ),
+    WaitKind.NO_BATCH: "step {step} of run {run} was waited for {waited_s:.0f} s",
+    WaitKind.NOT_ACKNOWLEDGED: "{call} is not acknowledged after {waited_s:.1f} s",
+    WaitKind.BATCHER_AWAY: "the batcher at {address} has sent nothing for {since_s:.1f} s: {why}",
+    WaitKind.BATCHER_SILENT: (
+        "the batcher at {address} was asked {since_s:.1f} s ago, and has not answered"
+    ),
     WaitKind.RUN_FINISHED: "run {run} is closed and finished: all {stepped} steps are stepped",
     WaitKind.STORE_FULL: "{why}",
     WaitKind.STORE_REFUSES_WRITES: "{reason}; nothing new is acknowledged",

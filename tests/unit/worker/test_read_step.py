@@ -8,65 +8,10 @@ from hypothesis import strategies as st
 
 import testkit
 from turnstream.errors import CorruptRecordError, RecordError
-from turnstream.records.batches import encode_mini_batch
+from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import MiniBatch
 from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
-from turnstream.worker._frames import Arrival, parse_chunk, read_step
-
-# --------------------------------------------------------------------- one message
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 127, 128, 16_383, 16_384, 3_000_000])
-def test_parse_chunk_returns_a_view_of_the_data(num_bytes: int) -> None:
-    message = GetChunk(data=bytes(range(256)) * (num_bytes // 256) + b"x" * (num_bytes % 256))
-
-    parsed = parse_chunk(serialised := message.SerializeToString())
-
-    assert isinstance(parsed, memoryview)
-    assert parsed.obj is serialised
-    assert bytes(parsed) == message.data
-
-
-UNKNOWN_FIELD = b"\x98\x06\x01"  # field 99: 1
-HEADER = MiniBatchHeader(step=3, mini_batch=1, num_mini_batches=2, num_bytes=10)
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        (GetChunk(header=HEADER).SerializeToString(), HEADER),
-        (GetChunk(data=b"abc").SerializeToString() + UNKNOWN_FIELD, memoryview(b"abc")),
-        (b"", None),
-        (UNKNOWN_FIELD, None),
-    ],
-    ids=["header", "data before an unknown field", "empty", "kind of a newer release"],
-)
-def test_parse_chunk_reads_every_form_of_a_message(message: bytes, expected: object) -> None:
-    assert parse_chunk(message) == expected
-
-
-@pytest.mark.parametrize(
-    "message",
-    [b"\x12", b"\x12\x80", b"\x12\xff\xff\xff\xff", b"\x12\x05abc", b"\x0a\x05abc", b"\xff"],
-)
-def test_parse_chunk_refuses_other_bytes(message: bytes) -> None:
-    with pytest.raises(CorruptRecordError, match="is no chunk"):
-        parse_chunk(message)
-
-
-@given(st.binary(max_size=40) | st.binary(max_size=6).map(b"\x12".__add__))  # the tag of data
-def test_parse_chunk_agrees_with_protobuf_for_any_bytes(message: bytes) -> None:
-    try:
-        parsed = parse_chunk(message)
-    except CorruptRecordError:
-        return
-
-    chunk = GetChunk.FromString(message)
-    if isinstance(parsed, memoryview):
-        assert bytes(parsed) == chunk.data
-    else:
-        assert parsed == (chunk.header if chunk.HasField("header") else None)
-
+from turnstream.worker._prefetch import read_step
 
 # --------------------------------------------------------------------- one step
 
@@ -90,8 +35,15 @@ def messages(
 
 
 def read(sent: list[bytes], *, step: int = 1) -> list[MiniBatch]:
-    arrivals = read_step(sent, step=step, admit=Arrival)
-    return [arrival.decode() for arrival in arrivals]
+    arrivals = read_step(sent, step=step, admit=buffer_of)
+    return [
+        decode_mini_batch(data or b"", expected_hash=header.content_hash)
+        for header, data in arrivals
+    ]
+
+
+def buffer_of(header: MiniBatchHeader) -> memoryview:
+    return memoryview(bytearray(header.num_bytes))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 1 << 20])
@@ -139,16 +91,30 @@ def test_flipped_bits_are_refused_or_harmless() -> None:
 def test_read_step_refuses_another_step() -> None:
     sent = list(messages([testkit.mini_batch("abC")], step=2))
 
-    with pytest.raises(CorruptRecordError, match="step 2 came instead"):
+    with pytest.raises(CorruptRecordError, match=r"\(2, 0\) came instead"):
         read(sent, step=1)
 
 
-def test_arrival_without_a_buffer_counts_its_bytes() -> None:
+def test_bytes_without_a_buffer_are_only_counted() -> None:
     sent = list(messages([testkit.mini_batch("abC")] * 2, chunk_bytes=100))
 
-    def admit(header: MiniBatchHeader) -> Arrival:
-        return Arrival(header, keeps=header.mini_batch == 1)
+    def admit(header: MiniBatchHeader) -> memoryview | None:
+        return buffer_of(header) if header.mini_batch == 1 else None
 
     arrivals = list(read_step(sent, step=1, admit=admit))
 
-    assert [(each.keeps, each.is_complete) for each in arrivals] == [(False, True), (True, True)]
+    assert [(header.mini_batch, data is None) for header, data in arrivals] == [
+        *((0, True), (1, False))
+    ]
+
+
+def test_kind_of_message_of_a_newer_release_is_ignored() -> None:
+    header, *data = messages([testkit.mini_batch("abC")])
+
+    assert len(read([header, b"\x98\x06\x01", b"", *data])) == 1
+
+
+@pytest.mark.parametrize("message", [b"\x12\x80", b"\x12\x05abc", b"\x0a\x05abc", b"\xff"])
+def test_message_that_is_no_chunk_is_refused(message: bytes) -> None:
+    with pytest.raises(CorruptRecordError, match="is no chunk"):
+        read([message])

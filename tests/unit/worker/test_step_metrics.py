@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 from hypothesis import given
@@ -14,11 +15,10 @@ import testkit
 from turnstream.batching.merge.plan import MiniBatchPlan, SequenceShape
 from turnstream.records.batches import decode_mini_batch
 from turnstream.types import MiniBatch
-from turnstream.worker.mini_batch import PulledMiniBatch
+from turnstream.worker import PulledMiniBatch
+from turnstream.worker.steps import Step
 from turnstream.worker.tensors import to_torch
 from turnstream_server.batcher.assembly.shares import PlannedBatch, cut_mini_batch, encode_share
-from turnstream_server.trainer.engine import UpdateReport
-from turnstream_server.trainer.metrics import UpdateFigures, step_figures
 
 
 class Row(NamedTuple):
@@ -41,23 +41,23 @@ _rows = st.integers(2, 9).flatmap(lambda n: st.builds(Row, st.just(n), st.intege
 def test_step_metrics_equal_those_of_all_rows_together(
     shapes: list[list[Row]], rows_multiple_of: int
 ) -> None:
-    updates = _pulled(shapes, rows_multiple_of=rows_multiple_of)
+    mini_batches = _pulled(shapes, rows_multiple_of=rows_multiple_of)
 
-    figures = step_figures([_update(mini_batch) for mini_batch in updates])
+    metrics = _metrics(mini_batches)
 
-    assert figures["padding_share"] == pytest.approx(_padding_share(updates))
-    assert figures["merge_ratio"] == pytest.approx(_merge_ratio(shapes))
+    assert metrics["padding_share"] == pytest.approx(_padding_share(mini_batches))
+    assert metrics["merge_ratio"] == pytest.approx(_merge_ratio(shapes))
 
 
 def test_step_metrics_weigh_a_small_mini_batch_by_its_size() -> None:
     # Both were weighted by the positions of all rows, inert ones included: the merge ratio of this
     # step was 1.0297 instead of 1.0063. An unweighted mean would be 2.5.
-    updates = _pulled(SMALL_AND_LARGE, rows_multiple_of=8)
+    mini_batches = _pulled(SMALL_AND_LARGE, rows_multiple_of=8)
 
-    figures = step_figures([_update(mini_batch) for mini_batch in updates])
+    metrics = _metrics(mini_batches)
 
-    assert figures["merge_ratio"] == pytest.approx(958 / 952)
-    assert figures["padding_share"] == pytest.approx(50 / 1002)
+    assert metrics["merge_ratio"] == pytest.approx(958 / 952)
+    assert metrics["padding_share"] == pytest.approx(50 / 1002)
 
 
 def _pulled(shapes: Sequence[Sequence[Row]], *, rows_multiple_of: int) -> list[PulledMiniBatch]:
@@ -109,10 +109,26 @@ def _pulled(shapes: Sequence[Sequence[Row]], *, rows_multiple_of: int) -> list[P
     ]
 
 
-def _update(mini_batch: PulledMiniBatch) -> UpdateFigures:
-    numbers: Any = dict.fromkeys((field.name for field in fields(UpdateReport)), 1)
-    report = UpdateReport(**numbers)
-    return UpdateFigures.of(mini_batch, report)
+class _Stream:
+    """The mini-batches of a step after its first."""
+
+    newest_version = -1
+
+    def __init__(self, mini_batches: Sequence[PulledMiniBatch]) -> None:
+        self._rest = iter(mini_batches)
+
+    def __next__(self) -> PulledMiniBatch:
+        return next(self._rest)
+
+    def statistics(self) -> Any:
+        return SimpleNamespace(wait_s=0.0)
+
+
+def _metrics(mini_batches: Sequence[PulledMiniBatch]) -> dict[str, float]:
+    first, *others = mini_batches
+    step = Step(cast("Any", _Stream(others)), first, waited_s=0.0)
+    assert len(list(step)) == len(mini_batches)
+    return step.metrics
 
 
 def _padding_share(mini_batches: Sequence[MiniBatch]) -> float:
