@@ -6,22 +6,24 @@ Replies go through the callbacks of redis-py itself, so that they look as from a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import redis
 import redis.asyncio
 from redis._parsers.base import BaseParser
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
 
 from simulator.processes import Process, Request
-from simulator.store import Store
 from simulator.values import StoreError
+from simulator.world import World
 
 _CALLBACKS = {
     name.encode(): callback for name, callback in redis.Redis(protocol=2).response_callbacks.items()
 }
+_Result = TypeVar("_Result")
 
 
 def words_of(arguments: Sequence[Any]) -> list[bytes]:
@@ -46,13 +48,21 @@ def error_of(error: StoreError) -> Exception:
     return BaseParser.parse_error(str(error))
 
 
-def parsed(name: bytes, reply: Any, options: dict[str, Any]) -> Any:
-    """A reply as redis-py gives it."""
-    callback = _CALLBACKS.get(name)
-    if callback is None:
+def _parsed(words: Sequence[bytes], reply: Any, options: dict[str, Any]) -> Any:
+    """Return a reply as redis-py does, or its exception."""
+    if isinstance(reply, StoreError):
+        return error_of(reply)
+    callback = _CALLBACKS.get(words[0])
+    if callback is None or isinstance(reply, Exception):
         return reply
     options.pop("keys", None)
     return callback(reply, **options)
+
+
+def _raised(reply: Any) -> Any:
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
 
 
 class AsyncClient(redis.asyncio.Redis):
@@ -73,9 +83,7 @@ class AsyncClient(redis.asyncio.Redis):
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         words = words_of(args)
         (reply,) = await self.exchange([words])
-        if type(reply) is StoreError:
-            raise error_of(reply)
-        return parsed(words[0], reply, options)
+        return _raised(_parsed(words, reply, options))
 
     async def exchange(
         self, commands: Sequence[Sequence[bytes]], *, is_whole: bool = False
@@ -103,7 +111,7 @@ class AsyncClient(redis.asyncio.Redis):
         return await self.execute_command("SCRIPT", "LOAD", script)
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
-        return AsyncPipeline(self, is_whole=transaction)
+        return _AsyncPipeline(self, is_whole=transaction)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """There is no connection to close."""
@@ -133,12 +141,10 @@ class _NewConnection:
         """There is no socket to close."""
 
 
-class AsyncPipeline:
+class _Pipeline:
     """Commands that are sent together."""
 
-    def __init__(self, client: AsyncClient, *, is_whole: bool) -> None:
-        self._client = client
-        self._is_whole = is_whole
+    def __init__(self) -> None:
         self._commands: list[tuple[list[bytes], dict[str, Any]]] = []
 
     def execute_command(self, *args: Any, **options: Any) -> Self:
@@ -146,21 +152,36 @@ class AsyncPipeline:
         self._commands.append((words_of(args), options))
         return self
 
+    def _replies(self, raw: Sequence[Any], *, raise_on_error: bool) -> list[Any]:
+        pairs = zip(self._commands, raw, strict=True)
+        replies = [_parsed(words, reply, options) for (words, options), reply in pairs]
+        return [_raised(each) if raise_on_error else each for each in replies]
+
+
+class _AsyncPipeline(_Pipeline):
+    def __init__(self, client: AsyncClient, *, is_whole: bool) -> None:
+        super().__init__()
+        self._client = client
+        self._is_whole = is_whole
+
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
         """Send them; the replies."""
         if not self._commands:
             return []
         commands = [words for words, _ in self._commands]
         raw = await self._client.exchange(commands, is_whole=self._is_whole)
-        replies: list[Any] = []
-        for (words, options), reply in zip(self._commands, raw, strict=True):
-            if isinstance(reply, StoreError):
-                if raise_on_error:
-                    raise error_of(reply)
-                replies.append(error_of(reply))
-            else:
-                replies.append(parsed(words[0], reply, options))
-        return replies
+        return self._replies(raw, raise_on_error=raise_on_error)
+
+
+class _SyncPipeline(_Pipeline):
+    def __init__(self, carry_out: Callable[[list[bytes]], Any]) -> None:
+        super().__init__()
+        self._carry_out = carry_out
+
+    def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Carry them out; the replies."""
+        raw = [self._carry_out(words) for words, _ in self._commands]
+        return self._replies(raw, raise_on_error=raise_on_error)
 
 
 def sent(
@@ -177,58 +198,94 @@ def sent(
     return answered
 
 
-class SyncClient:
-    """A client for what another thread of a process does: carried out on the spot."""
+class SyncClient(redis.Redis):
+    """A client whose replies, errors among them, come from a function of the words of a command."""
 
-    def __init__(self, process: Process | None, store: Store) -> None:
-        self._process = process
-        self._store = store
+    def __init__(self, carry_out: Callable[[list[bytes]], Any]) -> None:
+        self._carry_out = carry_out
+
+    def __del__(self) -> None:
+        """There is no connection to close."""
+
+    def close(self) -> None:
+        """There is no connection to close."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Carry a command out."""
-        if self._process is not None and self._process.is_dead:
-            raise RedisConnectionError("the process is dead")
+        """The reply to a command."""
         words = words_of(args)
-        try:
-            reply = self._store.execute(words)
-        except StoreError as error:
-            raise error_of(error) from None
-        return parsed(words[0], reply, options)
+        return _raised(_parsed(words, self._carry_out(words), options))
 
     def script_load(self, script: Any) -> Any:
         """Let the store know a script."""
         return self.execute_command("SCRIPT", "LOAD", script)
 
-    def pipeline(self, transaction: bool = True) -> SyncPipeline:
+    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
         """Commands that are sent together."""
-        return SyncPipeline(self)
-
-    def close(self) -> None:
-        """There is no connection to close."""
+        return _SyncPipeline(self._carry_out)
 
 
-class SyncPipeline:
-    """Commands that are sent together."""
+def direct_client(world: World) -> SyncClient:
+    """Return a client from outside of the world, for which nothing goes wrong."""
 
-    def __init__(self, client: SyncClient) -> None:
-        self._client = client
-        self._commands: list[Sequence[Any]] = []
+    def carry_out(words: list[bytes]) -> Any:
+        world.served = ""
+        return _carried_out(world, words)
 
-    def execute_command(self, *args: Any) -> None:
-        """Add a command."""
-        self._commands.append(args)
+    return SyncClient(carry_out)
 
-    def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """Carry them out."""
-        replies: list[Any] = []
-        for args in self._commands:
-            try:
-                replies.append(self._client.execute_command(*args))
-            except redis.ResponseError as error:
-                if raise_on_error:
-                    raise
-                replies.append(error)
-        return replies
+
+def thread_client(process: Process) -> SyncClient:
+    """Return a client for another thread of a process: its calls are carried out at once."""
+    return SyncClient(lambda words: _carried_out_for(process, words))
+
+
+def _carried_out(world: World, words: Sequence[bytes]) -> Any:
+    try:
+        return world.store.execute(words)
+    except StoreError as error:
+        return error
+
+
+def _carried_out_for(process: Process, words: Sequence[bytes]) -> Any:
+    if process.is_dead:
+        raise RedisConnectionError("the process is dead")
+    return _carried_out(process.world, words)
+
+
+class _UnansweredError(BaseException):
+    """A command whose reply is not known yet; nothing but `run_stepwise` may catch it."""
+
+    def __init__(self, words: list[bytes]) -> None:
+        super().__init__()
+        self.words = words
+
+
+async def run_stepwise(client: AsyncClient, act: Callable[[redis.Redis], _Result]) -> _Result:
+    """Return the result of a synchronous function, each of whose commands is an event of the world.
+
+    The function cannot be interrupted while it waits for a reply. So it is restarted after each
+    reply with all replies so far, and continues with the next command.
+    """
+    replies: list[tuple[Sequence[bytes], Any]] = []
+    while True:
+        known = iter(replies)
+
+        def carry_out(words: list[bytes], known: Any = known) -> Any:
+            asked, reply = next(known, (None, None))
+            if asked is None:
+                raise _UnansweredError(words)
+            assert words == asked, f"{words} is asked, and before that was {asked}"
+            return reply
+
+        try:
+            return act(SyncClient(carry_out))
+        except _UnansweredError as unanswered:
+            words = unanswered.words
+        try:
+            (reply,) = await client.exchange([words])
+        except RedisError as error:
+            reply = error
+        replies.append((words, reply))
 
 
 class AsyncLinkInMemory:
@@ -266,15 +323,8 @@ class LinkInMemory:
 
     def exchange(self, data: bytes, num_replies: int) -> list[Any]:
         """Carry packed commands out; their replies, errors among them."""
-        if self._process.is_dead:
-            raise RedisConnectionError("the process is dead")
-        replies: list[Any] = []
-        for words in _commands(data):
-            try:
-                replies.append(self._process.world.store.execute(words))
-            except StoreError as error:
-                replies.append(error_of(error))
-        return replies
+        replies = [_carried_out_for(self._process, words) for words in _commands(data)]
+        return [error_of(each) if isinstance(each, StoreError) else each for each in replies]
 
     def close(self) -> None:
         """There is no connection to close."""

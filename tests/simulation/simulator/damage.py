@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from simulator.clients import SyncClient
+from simulator.clients import thread_client
 from simulator.processes import Process
 from simulator.run_writes import RunWrites
 from simulator.shared_state import SharedState
@@ -55,12 +55,12 @@ def strike(writes: RunWrites) -> None:
 async def mender(process: Process, shared: SharedState) -> None:
     """Has planned again what ranks are refused."""
     random = process.world.rng.random
-    client = SyncClient(process, process.world.store)
+    client = thread_client(process)
     while True:
         await asyncio.sleep(0.1 + 0.4 * random())
         damaged = client.execute_command("HGET", keys.run_keys(shared.run).frontier, "damaged")
         if damaged is not None or (shared.rotten and random() < _UNASKED):
-            request_replan(client, shared.run)  # type: ignore[arg-type]
+            request_replan(client, shared.run)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulator import damage, generators, operators, services, trainers
-from simulator.direct_client import direct_client
+from simulator.clients import direct_client
 from simulator.invariants import Invariants
 from simulator.ledger_checks import are_evals_open, is_unfinished
 from simulator.processes import Process

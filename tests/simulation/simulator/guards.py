@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final
 from unittest.mock import patch
 
 from simulator.lua import Scripts
 from simulator.runs import simulate_all
-from simulator.schedules import draw_schedule
 from simulator.store import SCRIPTS
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.planning.selection import Selector
@@ -23,32 +21,15 @@ from turnstream_server.bus.core.server_instance import PinnedClient
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
+MOST_SEEDS: Final = 600
+"""One of so many runs fails without a guard, with a large margin."""
 
-class Guard(NamedTuple):
-    """A guard and the edit that breaks it.
 
-    Attributes:
-        num_seeds: number of runs of which one fails without the guard, with a large margin.
-        broken: context manager, within which the guard is broken.
-        needs: attribute of `Schedule` that a run needs to show it, such as `has_reviser`; "" for any
-            run.
-    """
-
-    name: str
-    num_seeds: int
-    broken: Break
-    needs: str = ""
-
-    def first_failed_seed(self) -> int | None:
-        """Return the first seed whose run fails while the guard is broken."""
-        with self.broken():
-            for verdict in simulate_all(filter(self._is_suitable, range(self.num_seeds))):
-                if verdict.problems:
-                    return verdict.seed
-        return None
-
-    def _is_suitable(self, seed: int) -> bool:
-        return not self.needs or getattr(draw_schedule(random.Random(seed)), self.needs)
+def first_failed_seed(broken: Break) -> int | None:
+    """Return the first seed whose run fails while a guard is broken."""
+    with broken():
+        failed = (each.seed for each in simulate_all(range(MOST_SEEDS)) if each.problems)
+        return next(failed, None)
 
 
 @contextlib.contextmanager
@@ -85,6 +66,11 @@ def script(old: str, new: str) -> Break:
     return lambda: edited(old, new)
 
 
+def condition(text: str) -> Break:
+    """Return an edit of the scripts by which this condition never holds."""
+    return script(text, "if false then")
+
+
 def method(owner: Any, name: str, new: Any) -> Break:
     """Return a replacement of a method or function."""
     return lambda: patch.object(owner, name, new)
@@ -98,115 +84,54 @@ async def _meet_any(_: PinnedClient, connection: Any) -> None:
     await connection.on_connect()
 
 
-GUARDS = (
-    Guard("open_group: capacity", 120, script("if most - live <= 0 then", "if false then")),
-    Guard(
-        "open_group: a trajectory that is open",
-        160,
-        script(
-            "    if writer == ARGV[3] then\n      replies[i] = tonumber(epoch)",
-            "    if writer then\n      replies[i] = tonumber(epoch)",
-        ),
+GUARDS: Final[dict[str, Break]] = {
+    "open_group: capacity": condition("if most - live <= 0 then"),
+    "open_group: a trajectory that is open": script(
+        "    if writer == ARGV[3] then\n      replies[i] = tonumber(epoch)",
+        "    if writer then\n      replies[i] = tonumber(epoch)",
     ),
-    Guard(
-        "open_group: groups that are open at a time",
-        160,
-        script("if most_open > 0 and most_open - (open or 0) <= 0 then", "if false then"),
+    "open_group: most open groups": condition(
+        "if most_open > 0 and most_open - (open or 0) <= 0 then"
     ),
-    Guard(
-        "open_task: a prompt that waits is no new one",
-        400,
-        script("  if is_repeated then", "  if false then"),
+    "open_task: a prompt that waits is no new one": condition("  if is_repeated then"),
+    "heartbeat: the lease is renewed": script(
+        "      redis.call('ZADD', KEYS[2], ends_ms, id)\n      replies", "      replies"
     ),
-    Guard(
-        "heartbeat: the lease is renewed",
-        240,
-        script("      redis.call('ZADD', KEYS[2], ends_ms, id)\n      replies", "      replies"),
+    "take_over: the next epoch": script(
+        "  epoch = epoch + 1\n  redis.call('HSET', KEYS[1], id, 'open:'",
+        "  redis.call('HSET', KEYS[1], id, 'open:'",
     ),
-    Guard(
-        "take_over: the next epoch",
-        160,
-        script(
-            "  epoch = epoch + 1\n  redis.call('HSET', KEYS[1], id, 'open:'",
-            "  redis.call('HSET', KEYS[1], id, 'open:'",
-        ),
+    "post_reward: awaited rewards": condition("if state ~= 'awaiting_reward' or known then"),
+    "acquire_leader: the lease of another": script(
+        "owner ~= ARGV[1] and tonumber(expires_ms) > now_ms then", "false then"
     ),
-    Guard(
-        "post_reward: what awaits none",
-        160,
-        script("if state ~= 'awaiting_reward' or known then", "if false then"),
+    "write_manifest: the next step": condition("if step <= last then"),
+    "write_manifest: the groups of a step": script(
+        "'planned_groups', num_groups)", "'planned_groups', 0)"
     ),
-    Guard(
-        "acquire_leader: the lease of another",
-        80,
-        script("owner ~= ARGV[1] and tonumber(expires_ms) > now_ms then", "false then"),
+    "give_back: bytes of a batch": condition(
+        "if string.sub(entries[i] or '', 1, 8) == 'planned:' then"
     ),
-    Guard("write_manifest: the next step", 600, script("if step <= last then", "if false then")),
-    Guard(
-        "give_back: bytes of a batch",
-        160,
-        script("if string.sub(entries[i] or '', 1, 8) == 'planned:' then", "if false then"),
+    "start_session: stepped batches come back": script(
+        "redis.call('HSET', FRONTIER, 'stepped', step, 'committed', step,",
+        "redis.call('HSET', FRONTIER, 'committed', step,",
     ),
-    Guard(
-        "start_session: what was stepped comes back",
-        240,
-        script(
-            "redis.call('HSET', FRONTIER, 'stepped', step, 'committed', step,",
-            "redis.call('HSET', FRONTIER, 'committed', step,",
-        ),
+    "fold: one member per sample": method(RunFold, "_why_surplus", lambda *_: ""),
+    "selector: chosen groups are planned": method(Selector, "pass_step", lambda *_: None),
+    "leader: plans take their groups in the replay": method(Leader, "_pass", lambda *_: []),
+    "releaser: a group that may get members": method(releaser, "finished_groups", _all_of),
+    "planner: one start of the store": method(PinnedClient, "_meet", _meet_any),
+    "resend buffer: it keeps writes": method(ResendBuffer, "keep", lambda *_, **__: None),
+    "outbox: lost writes are sent again": method(Outbox, "_compare_server", lambda *_, **__: None),
+    "every script: the epoch of the leader": condition(
+        "if redis.call('HGET', LEADER, 'epoch') ~= ARGV[1] then"
     ),
-    Guard("fold: one member per sample", 160, method(RunFold, "_why_surplus", lambda *_: "")),
-    Guard(
-        "selector: what was chosen is planned", 40, method(Selector, "pass_step", lambda *_: None)
+    "reopen_run: a finished run": script(
+        "redis.call('HDEL', KEYS[1], 'finished', 'leftover')\n", ""
     ),
-    Guard(
-        "leader: plans take their groups in the replay", 160, method(Leader, "_pass", lambda *_: [])
+    "revise_config: the order of steps": condition("if step < first then"),
+    "observed: never falls": script(
+        "math.max(tonumber(seen), tonumber(ARGV[2]))", "tonumber(ARGV[2])"
     ),
-    Guard(
-        "releaser: a group that may get members",
-        160,
-        method(releaser, "finished_groups", _all_of),
-    ),
-    Guard(
-        "planner: what belongs to one start of the store",
-        500,
-        method(PinnedClient, "_meet", _meet_any),
-        needs="may_lose",
-    ),
-    Guard(
-        "window: what may be lost is kept", 160, method(ResendBuffer, "keep", lambda *_, **__: None)
-    ),
-    Guard(
-        "outbox: what was lost is sent again",
-        200,
-        method(Outbox, "_compare_server", lambda *_, **__: None),
-    ),
-    Guard(
-        "every script: the epoch of the leader",
-        160,
-        script("if redis.call('HGET', LEADER, 'epoch') ~= ARGV[1] then", "if false then"),
-    ),
-    Guard(
-        "reopen_run: what was finished",
-        240,
-        script("redis.call('HDEL', KEYS[1], 'finished', 'leftover')\n", ""),
-        needs="has_reopener",
-    ),
-    Guard(
-        "revise_config: the order of steps",
-        600,
-        script("if step < first then", "if false then"),
-        needs="has_reviser",
-    ),
-    Guard(
-        "write_manifest: the groups of a step",
-        40,
-        script("'planned_groups', num_groups)", "'planned_groups', 0)"),
-    ),
-    Guard(
-        "observed: never falls",
-        400,
-        script("math.max(tonumber(seen), tonumber(ARGV[2]))", "tonumber(ARGV[2])"),
-        needs="has_observer",
-    ),
-)
+}
+"""Each guard with the edit that breaks it."""

@@ -50,23 +50,12 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.ready: deque[asyncio.Handle] = deque()
         self.tasks: dict[asyncio.Task[Any], None] = {}  # ordered, unlike a set
 
-    def run_ready(self) -> None:
-        """Run whatever is ready now, and what becomes ready by that."""
+    def run_ready(self, most: float = math.inf) -> None:
+        """Run at most so many of the callbacks that are ready, or become ready by that."""
         asyncio._set_running_loop(self)
         try:
-            while self.ready:
-                handle = self.ready.popleft()
-                if not handle.cancelled():
-                    handle._run()
-        finally:
-            asyncio._set_running_loop(None)
-
-    def run_some(self, num_handles: int) -> None:
-        """Run so many of those that are ready."""
-        asyncio._set_running_loop(self)
-        try:
-            while self.ready and num_handles:
-                num_handles -= 1
+            while self.ready and most > 0:
+                most -= 1
                 handle = self.ready.popleft()
                 if not handle.cancelled():
                     handle._run()

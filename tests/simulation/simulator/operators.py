@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from simulator.clients import AsyncClient
-from simulator.direct_client import run_stepwise
+from simulator.clients import AsyncClient, run_stepwise
 from simulator.processes import Process
 from simulator.shared_state import SharedState, patiently
 from turnstream.errors import ConflictError, ObserverExpiredError, ReleasedError

@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, SyncClient
+from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, thread_client
 from simulator.loops import ProcessLoop
 from simulator.processes import Process
 from turnstream.generator.api import async_publisher, publisher_core
@@ -61,51 +61,27 @@ class _Complaints(logging.Handler):
             process.world.blame(f"{process.name} logs: {text}")
 
 
+def _in_process(make: Callable[[Process], Any]) -> Callable[..., Any]:
+    """Return a constructor whose results belong to the process that runs."""
+    return lambda *_, **__: make(running_process())
+
+
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
     """Within, whatever connects is connected to the world of the process that runs."""
     clock = SimpleNamespace(monotonic=lambda: running_process().world.now_s)
     chance = SimpleNamespace(random=lambda: running_process().world.rng.random())
-
-    def client(url: str, **_: Any) -> AsyncClient:
-        return AsyncClient(running_process())
-
-    def link(url: str) -> AsyncLinkInMemory:
-        return AsyncLinkInMemory(running_process())
-
-    def thread_link(url: str) -> LinkInMemory:
-        return LinkInMemory(running_process())
-
-    def thread_client(url: str, **_: Any) -> SyncClient:
-        process = running_process()
-        return SyncClient(process, process.world.store)
-
+    client, link = _in_process(AsyncClient), _in_process(AsyncLinkInMemory)
+    log: dict[str, Any] = {"handlers": [_Complaints(logging.ERROR)], "propagate": False}
     with (
         patch.multiple(async_sender, AsyncLink=link, connect_async=client, time=clock),
         patch.multiple(async_publisher, connect_async=client),
         patch.multiple(publisher_core, time=clock, random=chance),
         patch.multiple(server_instance, connect_async=client),
-        patch.multiple(renewal, connect=thread_client, time=clock),
-        patch.multiple(payload, Link=thread_link),
+        patch.multiple(renewal, connect=_in_process(thread_client), time=clock),
+        patch.multiple(payload, Link=_in_process(LinkInMemory)),
         patch.multiple(timekeeper, READS_PER_LEASE=_LOOKS, CHECKS_PER_DEADLINE=_LOOKS),
-        _listening_to_the_log(),
+        patch.multiple(logging.getLogger("turnstream"), **log),
+        patch.multiple(logging.getLogger("turnstream_server"), **log),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _listening_to_the_log() -> Iterator[None]:
-    complaints = _Complaints(logging.ERROR)
-    loggers = [logging.getLogger(name) for name in ("turnstream", "turnstream_server")]
-    before = [(logger.level, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(complaints)
-        logger.setLevel(logging.ERROR)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, (level, propagates) in zip(loggers, before, strict=True):
-            logger.removeHandler(complaints)
-            logger.setLevel(level)
-            logger.propagate = propagates

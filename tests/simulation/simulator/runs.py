@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
-from simulator.direct_client import direct_client
+from simulator.clients import direct_client
 from simulator.execution import Execution
 from simulator.final_checks import states_of
 from simulator.patches import patched

@@ -51,11 +51,6 @@ class Schedule:
     has_reviser: bool
     has_reopener: bool
 
-    @property
-    def may_lose(self) -> bool:
-        """Whether the store may come back without its last moments."""
-        return bool(self.fault_rates.cut)
-
 
 def draw_schedule(rng: random.Random) -> Schedule:
     """Draw how a simulated run is to go, before anything else is drawn."""

@@ -11,11 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from simulator.commands import COMMANDS
 from simulator.lua import Scripts
-from simulator.plain import PLAIN
-from simulator.sorted_sets import SORTED_SETS
-from simulator.streams import STREAMS
-from simulator.values import Command, EntryId, NotSimulatedError, StoreError, Value, Words, ZSet
+from simulator.values import EntryId, NotSimulatedError, StoreError, Value, Words
 
 _WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 SCRIPTS = Scripts()
@@ -70,10 +68,7 @@ class Store:
             self._expire()
         if name == b"HSET" and b"parked" in words:
             self.num_parks += 1
-        try:
-            return command(self, words)
-        except IndexError:
-            raise StoreError("ERR wrong number of arguments") from None
+        return command(self, words)
 
     def start_anew(self) -> None:
         """Stop and start with what is here: another start, which knows no script."""
@@ -116,11 +111,6 @@ class Store:
             value = self.values[key] = kind()
         return value
 
-    def drop_if_empty(self, key: bytes, value: dict[bytes, bytes] | set[bytes] | ZSet) -> None:
-        """A collection without members is no key."""
-        if not value:
-            self.drop(key)
-
     def drop(self, key: bytes) -> bool:
         """Whether the key was there."""
         self.expires.pop(key, None)
@@ -146,9 +136,6 @@ class Store:
             raise StoreError("OOM command not allowed when used memory > 'maxmemory'.")
         return script.run(num_keys, words[3:])
 
-
-COMMANDS: dict[bytes, Command] = {**PLAIN, **SORTED_SETS, **STREAMS}
-"""Every command that is simulated."""
 
 WRITES = frozenset(
     {

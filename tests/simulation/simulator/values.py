@@ -6,8 +6,8 @@ bytes: a string; dict: a hash; set: a set; ZSet; Stream.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 
 class StoreError(Exception):
@@ -102,8 +102,6 @@ class Stream:
 Value = bytes | dict[bytes, bytes] | set[bytes] | ZSet | Stream
 
 Words = Sequence[bytes]
-Command = Callable[[Any, Words], Any]
-"""Gives the reply of a command: the store, its words."""
 
 _NO_INTEGER = "ERR value is not an integer or out of range"
 _NO_FLOAT = "ERR value is not a valid float"
@@ -138,9 +136,3 @@ def shown(score: float) -> bytes:
     if score == int(score) and abs(score) < 1e17:
         return b"%d" % score
     return b"%.17g" % score
-
-
-def refuse_options(words: Words, start: int) -> None:
-    """Raise where a command has more words."""
-    if len(words) > start:
-        raise NotSimulatedError(b" ".join(words).decode(errors="replace"))

@@ -214,7 +214,7 @@ class World:
             self._unqueue(position)
             return
         if self.rng.random() < 0.1:
-            process.loop.run_some(1 + int(self.rng.random() * 3))
+            process.loop.run_ready(1 + int(self.rng.random() * 3))
         else:
             process.loop.run_ready()
         if not process.loop.ready:
