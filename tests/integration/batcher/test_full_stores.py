@@ -106,7 +106,7 @@ def test_group_and_task_waits_on_full_store_say_full(full: FullStore) -> None:
     with pytest.raises(NotReadyError) as tasked:
         full.publisher.next_task(wait_s=0.5)
 
-    for error, kind in ((grouped.value, WaitKind.NO_LEAVE), (tasked.value, WaitKind.NO_TASK)):
+    for error, kind in ((grouped.value, WaitKind.NO_ADMISSION), (tasked.value, WaitKind.NO_TASK)):
         assert [reason.kind for reason in error.reasons[:2]] == [kind, "store_full"]
         assert all(says_full(reason.sentence) for reason in error.reasons[:2])
 
