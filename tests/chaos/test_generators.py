@@ -15,7 +15,7 @@ from testkit import ids, sealed, shape, stored_turn
 from testkit.scripts import script
 from turnstream.errors import ConflictError, InvalidTurnError, TurnGapError
 from turnstream.generator import Publisher
-from turnstream.generator.api.publisher import TrajectoryWriter
+from turnstream.generator.api.trajectory_writers import TrajectoryWriter
 from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
 from turnstream.store.client import keys

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from turnstream.errors import EndOfRunError
-from turnstream.generator import AsyncPublisher
-from turnstream.generator.api.async_publisher import AsyncGroupWriter, AsyncTrajectoryWriter
+from turnstream.generator import AsyncGroupWriter, AsyncPublisher, AsyncTrajectoryWriter
 from turnstream_server.generators.environments.guessing import Episode, GuessingGame
 from turnstream_server.models.sampling import SampledResponse, sample_batch
 

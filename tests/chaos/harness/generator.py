@@ -28,7 +28,7 @@ from turnstream.errors import (
     TurnstreamError,
 )
 from turnstream.generator import Publisher
-from turnstream.generator.api.publisher import TrajectoryWriter
+from turnstream.generator.api.trajectory_writers import TrajectoryWriter
 from turnstream.generator.outbox.receipts import Receipt
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey

@@ -5,9 +5,15 @@ from __future__ import annotations
 import inspect
 
 import turnstream.generator
-from turnstream.generator import AsyncPublisher, Publisher, PublisherStatistics
-from turnstream.generator.api.async_publisher import AsyncGroupWriter, AsyncTrajectoryWriter
-from turnstream.generator.api.publisher import GroupWriter, TrajectoryWriter
+from turnstream.generator import (
+    AsyncGroupWriter,
+    AsyncPublisher,
+    AsyncTrajectoryWriter,
+    GroupWriter,
+    Publisher,
+    PublisherStatistics,
+    TrajectoryWriter,
+)
 
 
 def public_methods(kind: type) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from testkit.scripts import script
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import ConflictError, NotReadyError, WaitKind
 from turnstream.generator.api.work import WorkQueue
-from turnstream.generator.transport.steps import take_steps_async
+from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.groups import Refill
 from turnstream.store.run.rewards import RewardOutcome
@@ -279,8 +279,7 @@ async def test_one_of_many_takes_a_refill(timed: Any) -> None:
 
     async def take(writer: str) -> Refill:
         wait = StoreWait(timed.client, WaitKind.NO_REFILL, "no refill", wait_s=0)
-        steps = WorkQueue(writer).next_refill(timed.name, wait)
-        return await take_steps_async(timed.client, steps, wait)
+        return await WorkQueue(writer).next_refill(timed.name, StoreCalls(timed.client, wait))
 
     refill = await take("w1")
     with pytest.raises(NotReadyError, match="no refill within 0 s"):

@@ -14,7 +14,7 @@ import redis
 from harness.proxy import Proxy
 from testkit.stores import Store
 from turnstream.generator.outbox import heartbeats, outage
-from turnstream.generator.transport import async_sender, sender
+from turnstream.generator.transport import sender
 from turnstream.store.waits import bounded_call
 from turnstream_server.embedded import EmbeddedServer
 
@@ -51,7 +51,7 @@ def wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]
     """
 
     def wait(seconds: float) -> None:
-        for module in (outage, sender, async_sender, bounded_call):
+        for module in (outage, sender, bounded_call):
             monkeypatch.setattr(module, "ANSWER_S", seconds)
 
     wait(LONG_S)
@@ -80,8 +80,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of every publisher that the test makes stands still."""
     clock = Clock()
-    for module in (sender, async_sender):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(sender, "time", clock)
     return clock
 
 

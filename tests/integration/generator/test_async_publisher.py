@@ -12,7 +12,7 @@ from turnstream.errors import (
     RejectedError,
 )
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.generator.api.async_publisher import AsyncTrajectoryWriter
+from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter
 from turnstream.types import (
     GroupOpened,
     RunClosed,

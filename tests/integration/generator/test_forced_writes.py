@@ -12,7 +12,7 @@ import redis
 from testkit import group, ids, trajectory, turn, wait_until
 from testkit.stores import Store
 from turnstream.generator import Publisher
-from turnstream.generator.api.publisher import TrajectoryWriter
+from turnstream.generator.api.trajectory_writers import TrajectoryWriter
 from turnstream.store.client.connection import connect
 from turnstream.types import Trajectory
 from turnstream_server.embedded import EmbeddedServer

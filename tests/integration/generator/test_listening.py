@@ -13,7 +13,7 @@ from testkit import group, wait_until
 from testkit.stores import Store
 from testkit.waiting import poll_until
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.generator.transport import async_sender, sender
+from turnstream.generator.transport import sender
 
 pytestmark = pytest.mark.redis
 
@@ -24,8 +24,7 @@ STEPS = range(1, 6)
 @pytest.fixture(autouse=True)
 def no_second_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that waits asks again because the wake stream moves, and for no other reason."""
-    for module in (sender, async_sender):
-        monkeypatch.setattr(module, "ASK_AGAIN_S", 25.0)
+    monkeypatch.setattr(sender, "ASK_AGAIN_S", 25.0)
 
 
 def blocked(client: redis.Redis) -> list[str]:

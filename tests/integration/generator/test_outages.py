@@ -11,7 +11,7 @@ from testkit import group, ids, trajectory, turn, wait_until
 from testkit.stores import Store, lose_answer
 from turnstream.errors import NotReadyError, RejectedError, StoreUnavailableError
 from turnstream.generator import Publisher
-from turnstream.generator.api.publisher import TrajectoryWriter
+from turnstream.generator.api.trajectory_writers import TrajectoryWriter
 from turnstream.types import Trajectory, TrajectoryKey
 
 pytestmark = pytest.mark.redis

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis
+import redis.asyncio
 
 from testkit import ids, wait_until_async
 from testkit.stores import Store, wait_for_lapse
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.api.adoption import adopt_trajectory
-from turnstream.generator.transport.steps import take_steps
+from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.client import keys
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import TrajectoryKey
@@ -125,16 +127,16 @@ async def test_async_publisher_adopts_lapsed_trajectories(store: Store) -> None:
             await publisher.adopt("g", 0)
 
 
-class Sleepy(redis.Redis):
-    """Sleeps before a command, while somebody else does something."""
+class Sleepy(redis.asyncio.Redis):
+    """Sleeps before a command, while another writer does something."""
 
     slept: tuple[str, Callable[[], None]]
 
-    def execute_command(self, *args: Any, **options: Any) -> Any:
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
         """The reply."""
         if args[0] == self.slept[0]:
-            self.slept[1]()
-        return super().execute_command(*args, **options)
+            await asyncio.to_thread(self.slept[1])
+        return await super().execute_command(*args, **options)
 
 
 @pytest.fixture
@@ -160,13 +162,14 @@ def another_seals(store: Store, left_open: str) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("command", ["XRANGE", "HMGET"])
-def test_sleeper_gets_an_error_after_another_adopted_and_sealed(
+async def test_sleeper_gets_an_error_after_another_adopted_and_sealed(
     store: Store, left_open: str, another_seals: Callable[[], None], command: str
 ) -> None:
     # The seal of the third writer came between what the second read of the payload: it was taken
     # for a turn, and the payload for damaged.
     sleepy: Any = Sleepy.from_url(store.url)
     sleepy.slept = command, another_seals
-    wait = StoreWait(sleepy, None, "not taken over", wait_s=10)
-    with sleepy, pytest.raises(FencedError, match="epoch 2, and is by now that of epoch 3"):
-        take_steps(sleepy, adopt_trajectory(left_open, writer="second", key=KEY), wait)
+    calls = StoreCalls(sleepy, StoreWait(sleepy, None, "not adopted", wait_s=10))
+    with pytest.raises(FencedError, match="epoch 2, and is by now that of epoch 3"):
+        await adopt_trajectory(calls, left_open, writer="second", key=KEY)
+    await sleepy.aclose()

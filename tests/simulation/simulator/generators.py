@@ -17,7 +17,7 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.generator import AsyncPublisher
-from turnstream.generator.api.async_publisher import AsyncTrajectoryWriter
+from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey

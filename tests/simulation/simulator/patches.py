@@ -17,8 +17,8 @@ from unittest.mock import patch
 from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, thread_client
 from simulator.loops import ProcessLoop
 from simulator.processes import Process
-from turnstream.generator.api import async_publisher, publisher_core
-from turnstream.generator.transport import async_sender
+from turnstream.generator.api import publisher_core
+from turnstream.generator.transport import sender
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream_server.batcher.assembly import payload
 from turnstream_server.batcher.planner import renewal, timekeeper
@@ -74,9 +74,8 @@ def patched() -> Iterator[None]:
     client, link = _in_process(AsyncClient), _in_process(AsyncLinkInMemory)
     log: dict[str, Any] = {"handlers": [_Complaints(logging.ERROR)], "propagate": False}
     with (
-        patch.multiple(async_sender, AsyncLink=link, connect_async=client, time=clock),
-        patch.multiple(async_publisher, connect_async=client),
-        patch.multiple(publisher_core, time=clock, random=chance),
+        patch.multiple(sender, AsyncLink=link, connect_async=client, time=clock),
+        patch.multiple(publisher_core, connect_async=client, time=clock, random=chance),
         patch.multiple(server_instance, connect_async=client),
         patch.multiple(renewal, connect=_in_process(thread_client), time=clock),
         patch.multiple(payload, Link=_in_process(LinkInMemory)),

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as nps
 
 from testkit import group, trajectory
 from turnstream.errors import InvalidTurnError
-from turnstream.generator.encode import checks
+from turnstream.generator.encode import checks, group_checks
 from turnstream.types import Status, TrajectoryKey, Turn
 from turnstream.types.scalars import named_numbers
 
@@ -136,7 +136,7 @@ def test_case_8_rewards_of_a_reward_model_leave_their_graph(
 
     assert turn.rewards is not None
     assert (turn.rewards.tolist(), turn.rewards.dtype) == ([1.0, -0.5], np.float32)
-    assert checks.checked_reward(rewards[1]) == -0.5
+    assert group_checks.checked_reward(rewards[1]) == -0.5
 
 
 @pytest.mark.parametrize("rewards", [[1, 0], [True, False], torch.tensor([1, 0])])
@@ -229,20 +229,20 @@ def test_one_version_covers_the_whole_response() -> None:
         (TrajectoryKey("g", 4), "sample: 4 in a group of 4, from 0"),
         (TrajectoryKey("g", -1), "sample: -1 is not"),
         (TrajectoryKey("g", 0, -1), "attempt: -1 is not"),
-        (TrajectoryKey("g", 0, checks.ATTEMPT_LIMIT), "attempt: 1000 is not"),
+        (TrajectoryKey("g", 0, group_checks.ATTEMPT_LIMIT), "attempt: 1000 is not"),
         (TrajectoryKey("", 0), "group_id: a name of 0 characters"),
     ],
 )
 def test_a_key_that_cannot_be_a_member_is_refused(key: TrajectoryKey, message: str) -> None:
     with pytest.raises(InvalidTurnError, match=message):
-        checks.check_key(key, num_samples=4)
+        group_checks.checked_key(key, num_samples=4)
 
 
 def test_the_samples_of_a_whole_group_are_numbered_without_holes() -> None:
     with pytest.raises(InvalidTurnError, match=r"sample: \[0, 2\] are not 0 to 1, each once"):
-        checks.checked_group(group("g", trajectory(sample=0), trajectory(sample=2)))
+        group_checks.checked_group(group("g", trajectory(sample=0), trajectory(sample=2)))
 
-    members = checks.checked_group(group("g", trajectory(sample=1), trajectory(sample=0)))
+    _, members = group_checks.checked_group(group("g", trajectory(sample=1), trajectory(sample=0)))
 
     assert [member.sample for member in members] == [0, 1]
 
@@ -250,31 +250,31 @@ def test_the_samples_of_a_whole_group_are_numbered_without_holes() -> None:
 def test_labels_come_out_sorted_with_numbers_as_floats() -> None:
     numbers = named_numbers({"b": np.float32(1), "a": 2}, field="metrics")
 
-    assert list(checks.checked_tags({"b": "x", "a": "y"})) == ["a", "b"]
+    assert list(group_checks.checked_tags({"b": "x", "a": "y"})) == ["a", "b"]
 
     assert list(numbers.items()) == [("a", 2.0), ("b", 1.0)]
 
 
 def test_a_status_is_one_of_four() -> None:
-    assert checks.checked_status("truncated") is Status.TRUNCATED
+    assert group_checks.checked_status("truncated") is Status.TRUNCATED
     with pytest.raises(InvalidTurnError, match="status: 'gone' is not one of completed, truncated"):
-        checks.checked_status("gone")
+        group_checks.checked_status("gone")
 
 
 @pytest.mark.parametrize("wrong", [0, 5, 2.5])
 def test_num_needed_is_between_one_and_all_samples(wrong: Any) -> None:
     with pytest.raises(InvalidTurnError, match=r"^num_needed: "):
-        checks.check_group("g", num_samples=4, num_needed=wrong)
+        group_checks.checked_opening("g", 4, "", num_needed=wrong)
 
 
 def test_reward_cannot_be_both_present_and_awaited() -> None:
     with pytest.raises(InvalidTurnError, match=r"^reward: 1.0 is given, but awaits_reward says"):
-        checks.checked_reward(1.0, awaits_reward=True)
+        group_checks.checked_reward(1.0, awaits_reward=True)
 
 
 def label(metrics: Any = None, tags: Any = None) -> None:
-    checks.checked_metrics(metrics)
-    checks.checked_tags(tags)
+    group_checks.checked_metrics(metrics)
+    group_checks.checked_tags(tags)
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ def test_draft_continues_stored_rows_with_any_links() -> None:
 def test_group_is_drafted_with_anchors_and_a_wrong_one_is_located() -> None:
     def drafted(anchor: Any) -> SealedTrajectory:
         turns = (turn("a", "B", anchor="room 3"), turn("ab", "C", anchor=anchor))
-        (made,) = draft_group(group("g", trajectory(*turns)))
+        (made,) = draft_group(group("g", trajectory(*turns))).trajectories
         event = decode_event(made.seal(1))
         assert isinstance(event, SealedTrajectory)
         return event
@@ -299,7 +299,7 @@ def test_group_is_drafted_with_anchors_and_a_wrong_one_is_located() -> None:
 def test_a_group_is_drafted_in_order_and_its_errors_say_where() -> None:
     members = [trajectory(sample=1), trajectory(turn("a", "B"), turn("ab", "C"), sample=0)]
 
-    drafted = draft_group(group("g", *members))
+    drafted = draft_group(group("g", *members)).trajectories
 
     assert [made.key.sample for made in drafted] == [0, 1]
     assert [len(made.turns) for made in drafted] == [2, 1]

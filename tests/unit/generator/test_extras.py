@@ -10,8 +10,8 @@ import pytest
 
 from testkit import turn
 from turnstream.errors import InvalidTurnError
+from turnstream.generator.encode.checks import with_checked_extras
 from turnstream.generator.encode.encoder import TrajectoryDraft
-from turnstream.generator.encode.extras import with_checked_extras
 from turnstream.records.turns import decode_turn
 from turnstream.types import DeclaredColumn, TrajectoryKey
 
@@ -53,18 +53,22 @@ def test_lists_and_arrays_become_arrays_of_the_declared_type(
     ("column", "values", "message"),
     [
         (TEACHER, [-1.0], "has 1 values for 2 response tokens"),
-        (TEACHER, [-1.0, float("nan")], r"nan at \[1\] is not a finite float32"),
-        (TEACHER, [1e300, -1.0], r"1e\+300 at \[0\] is not a finite float32"),
+        (TEACHER, [-1.0, float("nan")], r"nan at position 1 is not a finite float32"),
+        (TEACHER, [1e300, -1.0], r"1e\+300 at position 0 is not a finite float32"),
         (TEACHER, ["a", "b"], "are numbers for float32, not <U1"),
         (TEACHER, [True, False], "are numbers for float32, not bool"),
         (TEACHER, [[1.0], [1.0, 2.0]], "is no array of numbers"),
         (TEACHER, [[1.0], [2.0]], r"has the shape \(2, 1\), not \(n\)"),
         (TEACHER, None, "is missing, and not declared optional"),
-        (POSITIONS, [[0, 2**31]] * 4, r"2147483648 at \[0, 1\] is not an int32 \(-2147483648 to"),
+        (
+            POSITIONS,
+            [[0, 2**31]] * 4,
+            r"2147483648 at position \[0, 1\] is not an int32 \(-2147483648 to",
+        ),
         (POSITIONS, [[0.0, 1.0]] * 4, "are numbers for int32, not float64"),
         (POSITIONS, [[0, 1]] * 3, "has 3 values for 2 prompt and 2 response tokens"),
         (STYLE, [1, 2, 3], r"has the shape \(3,\), not \(n, 2\)"),
-        (STYLE, [1e6, 0], r"1000000(.0)? at \[0, 0\] is not a finite float16"),
+        (STYLE, [1e6, 0], r"1000000(.0)? at position \[0, 0\] is not a finite float16"),
     ],
 )
 def test_invalid_value_is_refused_with_column_value_and_position(
@@ -77,13 +81,17 @@ def test_invalid_value_is_refused_with_column_value_and_position(
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        (ROUTES, [[[0, 1]], [[-1, 2]]], r"-1 at \[1, 0, 0\] is not an expert \(0 to 255\)"),
+        (
+            ROUTES,
+            [[[0, 1]], [[-1, 2]]],
+            r"-1 at position \[1, 0, 0\] is not an expert \(0 to 255\)",
+        ),
         (
             replace(ROUTES, dtype="int16"),
             [[[-1, 0]]],
             r"-1 at .* is not an expert \(0 to 32767",
         ),
-        (ROUTES, [[[0, 256]]], r"256 at \[0, 0, 1\] is not an expert \(0 to 255\)"),
+        (ROUTES, [[[0, 256]]], r"256 at position \[0, 0, 1\] is not an expert \(0 to 255\)"),
         (ROUTES, [], "has 0 values for 1 to 4 first tokens"),
         (ROUTES, [[[0, 1]]] * 5, "has 5 values for 1 to 4 first tokens"),
         (ROUTES, [[[0, 1, 2]]], r"has the shape \(1, 1, 3\), not \(n, 1, 2\)"),

@@ -6,15 +6,14 @@ import threading
 import pytest
 
 from turnstream.errors import ConflictError, FencedError, NotReadyError, StoreBehindError
-from turnstream.generator.api.publisher_core import raise_unread
-from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
+from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt, raise_unread
 from turnstream.types import TrajectoryKey
 
 ONE, OTHER = TrajectoryKey("g", 0), TrajectoryKey("g", 1)
 
 
 def test_a_receipt_is_done_when_all_its_parts_are() -> None:
-    receipt = Receipt(threading.Lock(), 2)
+    receipt = Receipt(2)
 
     receipt.settle(ONE)
     was_done = receipt.is_done
@@ -26,7 +25,7 @@ def test_a_receipt_is_done_when_all_its_parts_are() -> None:
 
 
 def test_a_receipt_raises_the_first_error_and_names_them_all() -> None:
-    receipt = Receipt(threading.Lock(), 2)
+    receipt = Receipt(2)
     receipt.settle(ONE, ConflictError("first"))
     receipt.settle(OTHER, FencedError("second"))
 
@@ -37,14 +36,12 @@ def test_a_receipt_raises_the_first_error_and_names_them_all() -> None:
 
 
 def test_waiting_thread_is_woken() -> None:
-    lock = threading.Lock()
-    receipt = Receipt(lock)
+    receipt = Receipt()
     waiters = [threading.Thread(target=receipt.result, args=(10,), daemon=True) for _ in range(3)]
     for waiter in waiters:
         waiter.start()
 
-    with lock:
-        receipt.settle(ONE)
+    receipt.settle(ONE)
 
     for waiter in waiters:
         waiter.join(10)
@@ -53,7 +50,7 @@ def test_waiting_thread_is_woken() -> None:
 
 def test_waiting_ends_by_its_deadline() -> None:
     with pytest.raises(NotReadyError, match=r"within 0\.01 s"):
-        Receipt(threading.Lock()).result(0.01)
+        Receipt().result(0.01)
 
 
 async def test_an_async_receipt_can_be_awaited_by_many() -> None:
@@ -78,7 +75,7 @@ async def test_waiting_for_an_async_receipt_ends_by_its_deadline() -> None:
 
 def test_failure_is_unread_until_its_result_is_read() -> None:
     failures: list[Delivery] = []
-    receipt = Receipt(threading.Lock(), unread_failures=failures)
+    receipt = Receipt(unread_failures=failures)
     receipt.settle(ONE, ConflictError("first"))
 
     assert failures == [receipt]
@@ -91,7 +88,7 @@ def test_failure_is_unread_until_its_result_is_read() -> None:
 def test_success_is_no_failure() -> None:
     failures: list[Delivery] = []
 
-    Receipt(threading.Lock(), unread_failures=failures).settle(ONE)
+    Receipt(unread_failures=failures).settle(ONE)
 
     assert failures == []
 
@@ -100,7 +97,7 @@ def test_unread_failures_are_raised_once_as_one_error() -> None:
     failures: list[Delivery] = []
     lost, only, common, asked = (ConflictError(str(number)) for number in range(4))
     for errors in ([only, common], [common, common], [asked, asked]):
-        receipt = Receipt(threading.Lock(), 2, unread_failures=failures)
+        receipt = Receipt(2, unread_failures=failures)
         for key, error in zip((ONE, OTHER), errors, strict=True):
             receipt.settle(key, error)
     with pytest.raises(ConflictError):

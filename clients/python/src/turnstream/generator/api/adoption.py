@@ -1,20 +1,22 @@
-"""Adoption of trajectories that another generator, or an earlier process, left open. No I/O.
+"""Adoption of trajectories that another generator, or an earlier process, left open.
 
 The order of the calls keeps two writers apart; see the header of generator/outbox/lua/append.lua.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Sequence
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from turnstream.batching.merge.merged_extras import whole_extras
 from turnstream.batching.merge.merging import turn_prompts
 from turnstream.errors import ConflictError, FencedError
-from turnstream.generator.encode.encoder import TurnRecord
-from turnstream.generator.transport.steps import Steps
+from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
+from turnstream.generator.encode.encoder import AdoptedTurn, TurnRecord
+from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.replies import refusal
@@ -28,16 +30,11 @@ _APPEND = Script("append", "turnstream.generator.outbox")
 _POST_SEALED = Script("post_sealed", "turnstream.generator.outbox")
 _logger = logging.getLogger(__name__)
 
-HALF_WRITTEN: Final = "left half-written by an earlier process"
-POLL_S: Final = 1.0
+_HALF_WRITTEN: Final = "left half-written by an earlier process"
+_POLL_S: Final = 1.0
 """Seconds between two attempts to adopt the samples of another writer."""
 
-
-class AdoptedTurn(NamedTuple):
-    """A turn that an earlier writer stored: as it is stored, and whole."""
-
-    stored: TurnRecord
-    turn: Turn
+_Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any])
 
 
 class Adopted(NamedTuple):
@@ -48,9 +45,14 @@ class Adopted(NamedTuple):
     turns: tuple[AdoptedTurn, ...]
 
 
-def adopt_trajectory(
-    run: str, *, writer: str, key: TrajectoryKey, declared: Sequence[DeclaredColumn] = ()
-) -> Steps[Adopted]:
+async def adopt_trajectory(
+    calls: StoreCalls,
+    run: str,
+    *,
+    writer: str,
+    key: TrajectoryKey,
+    declared: Sequence[DeclaredColumn] = (),
+) -> Adopted:
     """Adopt a lapsed trajectory for this writer, and read its turns.
 
     Raises:
@@ -60,12 +62,13 @@ def adopt_trajectory(
         RecordError: a stored turn is damaged.
     """
     name = keys.trajectory_id(key)
-    epoch, num_samples = yield take_over_command(run, name, writer=writer)
+    epoch, num_samples = await calls.run(take_over_command(run, name, writer=writer))
     payload = keys.trajectory_keys(run, name)
-    yield _APPEND(payload, f"{epoch}:{writer}", 0, 0)  # without a record: fences earlier writers
-    entries = yield ("XRANGE", payload.turns, "-", "+")
+    # An append without a record fences earlier writers.
+    await calls.run(_APPEND(payload, f"{epoch}:{writer}", 0, 0))
+    entries = await calls.execute("XRANGE", payload.turns, "-", "+")
     # Read last: no other writer has added to the turns if the lease is still ours.
-    holder, sealed = yield ("HMGET", payload.meta, "epoch", "sealed")
+    holder, sealed = await calls.execute("HMGET", payload.meta, "epoch", "sealed")
     if holder != b"%d" % epoch:
         whose = f"epoch {holder.decode()}" if holder else "nobody"
         raise FencedError(
@@ -75,8 +78,8 @@ def adopt_trajectory(
     records = [fields[b"r"] for _, fields in entries]
     if sealed == b"1":
         lease = lease_of_seal(epoch, writer, records[-1])
-        answers = yield _POST_SEALED(keys.run_keys(run).of_post_sealed, name, lease, records[-1])
-        raise _posted(name, answers[0].decode())
+        posting = _POST_SEALED(keys.run_keys(run).of_post_sealed, name, lease, records[-1])
+        raise _posted(name, (await calls.run(posting))[0].decode())
     return Adopted(epoch, num_samples, adopted_turns(records, declared))
 
 
@@ -117,73 +120,61 @@ def adopted_turns(
     )
 
 
-class AnyTrajectoryWriter(Protocol):
-    """A trajectory writer, for threads or for asyncio."""
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """Turns that were stored before this writer adopted the trajectory."""
-        ...
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it was sealed or abandoned."""
-        ...
-
-    def abandon(self, reason: str) -> object:
-        """End the trajectory untrained."""
-        ...
-
-
-_Writer = TypeVar("_Writer", bound=AnyTrajectoryWriter)
-
-
-class Reopening(Generic[_Writer]):
-    """The adoption of the samples of a group that an earlier process opened.
+class Reopened(NamedTuple, Generic[_Writer]):
+    """The unfinished samples of a group that an earlier process opened.
 
     Attributes:
         unopened: samples that no generator has opened.
-        pending: samples that are still to be adopted.
         writers: writers of adopted samples without turns, by sample.
     """
 
-    def __init__(self, group_id: str, unfinished: Unfinished) -> None:
-        self.unopened = unfinished.unopened
-        self.pending = [*unfinished.begun]
-        self.writers: dict[int, _Writer] = {}
-        self._group_id = group_id
-        self._left_s: dict[int, float] = {}
+    unopened: Sequence[int]
+    writers: dict[int, _Writer]
 
-    @property
-    def pause_s(self) -> float:
-        """Seconds until the pending samples are worth another attempt; 0 if there are none."""
-        return min(POLL_S, max((self._left_s[sample] for sample in self.pending), default=0.0))
 
-    def skip(self, sample: int) -> None:
-        """Leave a sample to its writer."""
-        self.pending.remove(sample)
+async def adopt_unfinished(
+    group_id: str,
+    unfinished: Unfinished,
+    *,
+    is_written_here: Callable[[int], bool],
+    adopt: Callable[[int], Awaitable[_Writer]],
+) -> Reopened[_Writer]:
+    """Adopt the open samples of a group, and abandon those that are half-written.
 
-    def refused(self, sample: int, error: ConflictError | FencedError) -> None:
-        """Wait for the end of the lease, or skip the sample if it has ended or is renewed."""
-        left_s = error.retry_after_s if isinstance(error, ConflictError) else None
-        if left_s is None or left_s > self._left_s.get(sample, math.inf):
-            self.skip(sample)
-            return
-        if not self._left_s:
-            _logger.info(
-                "group %s belongs to another writer; its lease ends in %.0f s unless it is renewed",
-                *(self._group_id, left_s),
-            )
-        self._left_s[sample] = left_s
+    Leases of another writer are awaited. A sample is left to its writer if that renews the lease.
+    """
+    reopened = Reopened[_Writer](unfinished.unopened, {})
+    pending = [sample for sample in unfinished.begun if not is_written_here(sample)]
+    left_s: dict[int, float] = {}
+    while pending:
+        for sample in [*pending]:
+            try:
+                writer = await adopt(sample)
+            except (ConflictError, FencedError) as error:
+                lease_s = error.retry_after_s if isinstance(error, ConflictError) else None
+                if lease_s is None or lease_s > left_s.get(sample, math.inf):
+                    pending.remove(sample)
+                    continue
+                if not left_s:
+                    _logger.info(
+                        "group %s belongs to another writer; its lease ends in %.0f s unless it is "
+                        "renewed",
+                        *(group_id, lease_s),
+                    )
+                left_s[sample] = lease_s
+                continue
+            pending.remove(sample)
+            if writer.turns:
+                _abandon_half_written(group_id, sample, writer)
+            else:
+                reopened.writers[sample] = writer
+        await asyncio.sleep(min([_POLL_S, max([left_s[each] for each in pending], default=0.0)]))
+    return reopened
 
-    def adopted(self, sample: int, writer: _Writer) -> None:
-        """Keep the writer of a sample without turns; abandon one that is half-written."""
-        self.skip(sample)
-        if not writer.turns:
-            self.writers[sample] = writer
-            return
-        writer.abandon(HALF_WRITTEN)
-        _logger.warning(
-            "group %s: sample %d is abandoned: an earlier process left it with %d turns, no seal",
-            *(self._group_id, sample, len(writer.turns)),
-        )
+
+def _abandon_half_written(group_id: str, sample: int, writer: TrajectoryWriterBase[Any]) -> None:
+    writer.abandon(_HALF_WRITTEN)
+    _logger.warning(
+        "group %s: sample %d is abandoned: an earlier process left it with %d turns, no seal",
+        *(group_id, sample, len(writer.turns)),
+    )

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from turnstream.errors import ConflictError, RejectedError
-from turnstream.generator.api.adoption import Reopening
-from turnstream.generator.api.trajectory_core import (
-    NOT_STARTED,
-    Carrier,
+from turnstream.generator.api.adoption import Reopened
+from turnstream.generator.api.trajectory_writers import (
+    AsyncTrajectoryWriter,
+    TrajectoryWriter,
     TrajectoryWriterBase,
     reason_of,
     warn_unsealed,
 )
-from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
-from turnstream.generator.encode.checks import check_key
+from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectory_queue import Lane
-from turnstream.generator.transport.async_sender import AsyncSender
-from turnstream.generator.transport.sender import Sender
+from turnstream.generator.transport.sender import Sender, ThreadSender
 from turnstream.types import GroupOpened, TrajectoryKey
 
-_Carrier = TypeVar("_Carrier", bound=Carrier[Any])
+_NOT_STARTED: Final = "never started"
+
+_Sender = TypeVar("_Sender", bound=Sender[Any])
 _Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any])
-_Reopen = TypeVar("_Reopen")
 
 
-class GroupWriterBase(Generic[_Carrier, _Writer, _Reopen]):
+class GroupWriterBase(Generic[_Sender, _Writer]):
     """A group being written, with a writer per sample.
 
     Args:
@@ -43,12 +41,12 @@ class GroupWriterBase(Generic[_Carrier, _Writer, _Reopen]):
 
     def __init__(
         self,
-        sender: _Carrier,
+        sender: _Sender,
         outbox: Outbox,
         group: GroupOpened,
         *,
         make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], _Writer],
-        reopen: _Reopen | None,
+        reopen: Callable[[GroupOpened], Awaitable[Reopened[_Writer]]] | None,
     ) -> None:
         self._sender = sender
         self._outbox = outbox
@@ -67,8 +65,7 @@ class GroupWriterBase(Generic[_Carrier, _Writer, _Reopen]):
             RejectedError: the group was not entered, or the sample is finished already.
         """
         group_id = self._group.group_id
-        key = TrajectoryKey(group_id, sample)
-        check_key(key, num_samples=self._group.num_samples)
+        key = checked_key(TrajectoryKey(group_id, sample), num_samples=self._group.num_samples)
         writer = self._writers.get(sample)
         if writer is None:
             if not self._is_open:
@@ -83,97 +80,76 @@ class GroupWriterBase(Generic[_Carrier, _Writer, _Reopen]):
 
     def __iter__(self) -> Iterator[_Writer]:
         """Yield the writers of all samples in order; with `exist_ok`, of the unfinished ones."""
-        return map(self.trajectory, sorted({*self._lanes, *self._writers}))
+        return map(self.trajectory, self._samples)
 
-    def _request_admission(self, opened: Delivery, samples: Sequence[int]) -> None:
-        """Request the admission of these samples, all at once."""
-        group = self._group
+    @property
+    def _samples(self) -> list[int]:
+        return sorted({*self._lanes, *self._writers})
+
+    async def _enter(self) -> None:
+        """Open all samples, or those that a group which may exist still needs."""
+        if self._reopen is None:
+            await self._open(range(self._group.num_samples))
+            return
+        try:
+            await self._open_rest(await self._reopen(self._group))
+        except ConflictError:  # another generator was faster, or the sizes differ: raised again
+            await self._open_rest(await self._reopen(self._group))
+
+    async def _open_rest(self, reopened: Reopened[_Writer]) -> None:
+        self._writers = dict(reopened.writers)
+        await self._open(reopened.unopened)
+
+    async def _open(self, samples: Sequence[int]) -> None:
+        """Request the admission of these samples, all at once, and wait for it."""
+        group, opened = self._group, self._sender.loop_receipt()
         members = [TrajectoryKey(group.group_id, sample) for sample in samples]
         self._is_open = True
         if not members:
-            opened.settle(None)
             return
         lanes = self._sender.put(lambda: self._outbox.admit(group, members, opened=opened))
         self._lanes = dict(zip(samples, lanes, strict=True))
-
-    def _resume(self, reopened: Reopening[_Writer]) -> Sequence[int]:
-        """Keep the samples that an earlier process opened; return those to be opened."""
-        self._writers = dict(reopened.writers)
-        return reopened.unopened
-
-    def _abandon_unsealed(self, error: BaseException | None) -> None:
-        """Abandon the samples that are not sealed, and warn of those that should be."""
-        unsealed: list[int] = []
-        for sample in sorted({*self._lanes, *self._writers}):
-            is_started = sample in self._writers
-            writer = self.trajectory(sample)
-            if not writer.has_ended:
-                reason = NOT_STARTED if error is None and not is_started else ""
-                writer.abandon(reason or reason_of(error))
-                unsealed.append(sample)
-        if unsealed and error is None:
-            warn_unsealed(self._group.group_id, unsealed)
-
-
-class GroupWriter(
-    GroupWriterBase[Sender, TrajectoryWriter, Callable[[GroupOpened], Reopening[TrajectoryWriter]]]
-):
-    """A group being written; a context manager. Made by `Publisher.group`."""
-
-    _entered_by = "`with`"
-
-    def __enter__(self) -> Self:
-        if self._reopen is None:
-            self._open(range(self._group.num_samples))
-            return self
-        try:
-            self._open(self._resume(self._reopen(self._group)))
-        except ConflictError:  # another generator was faster, or the sizes differ: raised again
-            self._open(self._resume(self._reopen(self._group)))
-        return self
-
-    def _open(self, samples: Sequence[int]) -> None:
-        opened = self._sender.receipt()
-        self._request_admission(opened, samples)
-        try:
-            opened.result()
-        except BaseException as error:
-            self._abandon_unsealed(error)
-            raise
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._abandon_unsealed(error)
-
-
-class AsyncGroupWriter(
-    GroupWriterBase[
-        AsyncSender,
-        AsyncTrajectoryWriter,
-        Callable[[GroupOpened], Awaitable[Reopening[AsyncTrajectoryWriter]]],
-    ]
-):
-    """A group being written; made by `AsyncPublisher.group`. See `GroupWriter`."""
-
-    _entered_by = "`async with`"
-
-    async def __aenter__(self) -> Self:
-        if self._reopen is None:
-            await self._open(range(self._group.num_samples))
-            return self
-        try:
-            await self._open(self._resume(await self._reopen(self._group)))
-        except ConflictError:  # another generator was faster, or the sizes differ: raised again
-            await self._open(self._resume(await self._reopen(self._group)))
-        return self
-
-    async def _open(self, samples: Sequence[int]) -> None:
-        opened = self._sender.receipt()
-        self._request_admission(opened, samples)
         try:
             await opened
         except BaseException as error:
             self._abandon_unsealed(error)
             raise
+
+    def _abandon_unsealed(self, error: BaseException | None) -> None:
+        """Abandon the samples that are not sealed, and warn of those that should be."""
+        unsealed: list[int] = []
+        for sample in self._samples:
+            is_started = sample in self._writers
+            writer = self.trajectory(sample)
+            if not writer.has_ended:
+                reason = _NOT_STARTED if error is None and not is_started else reason_of(error)
+                writer.abandon(reason)
+                unsealed.append(sample)
+        if unsealed and error is None:
+            warn_unsealed(self._group.group_id, unsealed)
+
+
+class GroupWriter(GroupWriterBase[ThreadSender, TrajectoryWriter]):
+    """A group being written; a context manager. Made by `Publisher.group`."""
+
+    _entered_by = "`with`"
+
+    def __enter__(self) -> Self:
+        self._sender.run(self._enter())
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._abandon_unsealed(error)
+
+
+class AsyncGroupWriter(GroupWriterBase[Sender[Any], AsyncTrajectoryWriter]):
+    """A group being written; made by `AsyncPublisher.group`. See `GroupWriter`."""
+
+    _entered_by = "`async with`"
+
+    async def __aenter__(self) -> Self:
+        await self._enter()
+        return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._abandon_unsealed(error)

@@ -1,7 +1,9 @@
-"""The rules of both publishers, without the waiting."""
+"""The one implementation of both publishers, in an event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -9,58 +11,60 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, Generic, TypeVar
 
-from turnstream.errors import InvalidConfigError, InvalidTurnError, TurnstreamError, WaitKind
-from turnstream.generator.api.adoption import adopt_trajectory
-from turnstream.generator.api.trajectory_core import (
-    Carrier,
-    TrajectoryWriterBase,
-    restore_turns,
+from turnstream.errors import (
+    InvalidConfigError,
+    InvalidTurnError,
+    NotReadyError,
+    TurnstreamError,
+    WaitKind,
 )
+from turnstream.generator.api.adoption import Reopened, adopt_trajectory, adopt_unfinished
+from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
 from turnstream.generator.api.work import WorkQueue
-from turnstream.generator.encode import checks
-from turnstream.generator.encode.encoder import DraftedTrajectory, draft_group
+from turnstream.generator.encode.encoder import DraftedGroup, draft_group
+from turnstream.generator.encode.group_checks import checked_name, checked_opening
+from turnstream.generator.outbox.inflight import PublisherStatistics
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.receipts import Delivery, raise_unread
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES
 from turnstream.generator.outbox.target import TargetRun
 from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
-from turnstream.generator.transport.steps import Steps
-from turnstream.store.client.connection import address_of, checked_url
+from turnstream.generator.transport.sender import Sender
+from turnstream.generator.transport.store_calls import StoreCalls
+from turnstream.store.client.cancellation import to_the_end
+from turnstream.store.client.connection import address_of, checked_url, connect_async
 from turnstream.store.client.run_ids import parse_incarnation
 from turnstream.store.run.groups import (
     Refill,
-    Unfinished,
     parse_unfinished,
     read_group_command,
 )
-from turnstream.store.run.rewards import reward_command
+from turnstream.store.run.leases import LapsedTrajectory, list_lapsed_async
+from turnstream.store.run.rewards import RewardOutcome, reward_command
 from turnstream.store.run.tasks import OfferedTask, TakenTask
 from turnstream.store.waits.bounded_call import StoreWait
-from turnstream.types import DeclaredColumn, Group, GroupOpened, Purpose, TrajectoryKey
-from turnstream.types.names import shown
-from turnstream.types.scalars import flag, seconds, whole_number
+from turnstream.types import Group, GroupOpened, Purpose, TrajectoryKey
+from turnstream.types.names import checked_setting, shown
+from turnstream.types.scalars import flag, seconds, timeout, whole_number
 
 MAX_INFLIGHT_BYTES: Final = 64 * 1024 * 1024
 TIMEOUT_S: Final = 300.0
 ADMISSION_TIMEOUT_S: Final = 3600.0
 
-LAST_FLUSH_S: Final = 10.0
+_LAST_FLUSH_S: Final = 10.0
 """How long a publisher that an exception has left still tries to send the accepted writes."""
-
-_MAX_NOTES: Final = 5  # notes on the first error about the others
 
 _logger = logging.getLogger(__name__)
 
 _Receipt = TypeVar("_Receipt", bound=Delivery)
-_Carrier = TypeVar("_Carrier", bound=Carrier[Any])
 _Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any])
 _GroupWriter = TypeVar("_GroupWriter")
 
 
-class PublisherCore(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
+class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
     """Sends the trajectories of one generator to a run. Its arguments: see Publisher."""
 
     def __init__(
@@ -78,10 +82,10 @@ class PublisherCore(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         address = address_of(checked_url(url))
         if writer is None:
             writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        checks.checked_name(run, field="run")
+        checked_name(run, field="run")
         self._outbox = Outbox(
             TargetRun(run),
-            checks.checked_name(writer, field="writer"),
+            checked_name(writer, field="writer"),
             max_inflight_bytes=_num_bytes(max_inflight_bytes, field="max_inflight_bytes"),
             timeout_s=seconds(timeout_s, field="timeout_s", least=0),
             admission_timeout_s=seconds(admission_timeout_s, field="admission_timeout_s", least=0),
@@ -90,7 +94,8 @@ class PublisherCore(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
             keep_s=seconds(keep_s, field="keep_s", least=0),
             max_kept_bytes=_num_bytes(max_kept_bytes, field="max_kept_bytes"),
         )
-        self._sender = self._connect(url)
+        self._sender = self._make_sender(url)
+        self._client = connect_async(url)  # connects when it is first used
         self._unread_failures: list[Delivery] = []
         self._work = WorkQueue(self._outbox.writer)
 
@@ -127,7 +132,7 @@ class PublisherCore(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
             ConflictError: on entering, the group was opened before, and `exist_ok` is False or its
                 `num_samples` differs.
         """
-        group = _checked_opening(
+        group = checked_opening(
             group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
         )
         return self._group_writer(group, exist_ok=flag(exist_ok, field="exist_ok"))
@@ -159,7 +164,7 @@ class PublisherCore(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         Raises:
             InvalidTurnError: the key is invalid.
         """
-        group = _checked_opening(
+        group = checked_opening(
             group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
         )
         key = TrajectoryKey(group_id, sample, attempt)
@@ -175,9 +180,13 @@ class PublisherCore(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
             raise InvalidTurnError("refill", f"{shown(refill)} is not a Refill")
         return self._writer(refill.group, refill.key)
 
+    def statistics(self) -> PublisherStatistics:
+        """Return the counts so far."""
+        with self._sender.lock:
+            return self._outbox.statistics()
+
     @abstractmethod
-    def _connect(self, url: str) -> _Carrier:
-        """Make what carries the outbox, and a client for calls that wait for their answer."""
+    def _make_sender(self, url: str) -> Sender[_Receipt]: ...
 
     @abstractmethod
     def _group_writer(self, group: GroupOpened, *, exist_ok: bool) -> _GroupWriter: ...
@@ -187,25 +196,42 @@ class PublisherCore(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         self, group: GroupOpened, key: TrajectoryKey, lane: Lane | None = None
     ) -> _Writer: ...
 
-    @abstractmethod
-    def _wait(
+    def _calls(
         self, what: str, kind: WaitKind | None = None, wait_s: float | None = None
-    ) -> StoreWait:
-        """Return the wait of a call; without a deadline of its own it has the publisher's."""
+    ) -> StoreCalls:
+        """Return the calls of a wait; without a deadline of its own it has the publisher's."""
+        wait_s = self._outbox.timeout_s if wait_s is None else wait_s
+        clock = asyncio.get_running_loop().time
+        what = f"run {self._outbox.run!r}: {what}"
+        return StoreCalls(
+            self._client, StoreWait(self._client, kind, what, wait_s=wait_s, clock=clock)
+        )
 
-    def _found(self) -> Steps[str]:
+    async def _found(self, calls: StoreCalls) -> str:
         """Return the id of the run; only the first call asks the store."""
         target = self._outbox.target
         if not target.is_found:
-            answer = yield ("GET", target.pointer)
+            answer = await calls.execute("GET", target.pointer)
             target.found(parse_incarnation(target.run, answer))
         return self._outbox.run
 
-    def _adopt(self, key: TrajectoryKey, declared: Sequence[DeclaredColumn]) -> Steps[_Writer]:
+    async def _lapsed(self) -> list[LapsedTrajectory]:
+        calls = self._calls("lapsed trajectories were not listed")
+        run = await self._found(calls)
+        async with calls.wait.bounded_async():
+            return await list_lapsed_async(self._client, run)
+
+    async def _adopt(self, key: TrajectoryKey) -> _Writer:
         """Return the writer of a trajectory that this publisher adopts."""
+        self._sender.require_open()
         outbox = self._outbox
-        adopted = yield from adopt_trajectory(
-            outbox.run, writer=outbox.writer, key=key, declared=declared
+        declared = await self._sender.learn_columns()
+        adopted = await adopt_trajectory(
+            self._calls(f"{key.readable_name} was not adopted"),
+            outbox.run,
+            writer=outbox.writer,
+            key=key,
+            declared=declared,
         )
         lane = self._sender.put(
             lambda: outbox.tracker.adopt(
@@ -218,41 +244,50 @@ class PublisherCore(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         )
         group = GroupOpened(group_id=key.group_id, prompt_uid="", num_samples=adopted.num_samples)
         writer = self._writer(group, key, lane)
-        restore_turns(writer, adopted.turns)
+        writer.restore(adopted.turns)
         return writer
 
-    def _next_refill(self, wait: StoreWait) -> Steps[Refill]:
-        """Return a refill that is open and this publisher's."""
-        run = yield from self._found()
-        return (yield from self._work.next_refill(run, wait))
+    async def _reopen(self, group: GroupOpened) -> Reopened[_Writer]:
+        """Return the unfinished samples of a group that may exist, those without turns adopted."""
+        calls = self._calls(f"group {group.group_id} was not read")
+        run = await self._found(calls)
+        reply = await calls.run(read_group_command(run, group))
 
-    def _next_task(self, wait: StoreWait) -> Steps[tuple[OfferedTask, list[_Writer]]]:
-        """Return a task and the writers of its trajectories, which are open."""
-        run = yield from self._found()
-        return (yield from self._work.next_task(run, wait, adopt=self._writers_of))
+        def is_written_here(sample: int) -> bool:
+            keys = {TrajectoryKey(group.group_id, sample)}
+            return self._sender.put(lambda: self._outbox.tracker.has_any(keys))
 
-    def _unfinished(self, group: GroupOpened) -> Steps[Unfinished]:
-        """Return the samples without an end of a group that may exist."""
-        run = yield from self._found()
-        reply = yield read_group_command(run, group)
-        return parse_unfinished(reply, num_samples=group.num_samples)
+        return await adopt_unfinished(
+            group.group_id,
+            parse_unfinished(reply, num_samples=group.num_samples),
+            is_written_here=is_written_here,
+            adopt=lambda sample: self._adopt(TrajectoryKey(group.group_id, sample)),
+        )
 
-    def _is_written_here(self, key: TrajectoryKey) -> bool:
-        """Return whether this publisher has the trajectory open."""
-        return self._sender.put(lambda: self._outbox.tracker.has_any({key}))
-
-    def _reward(
+    async def _post_reward(
         self,
         key: TrajectoryKey,
         reward: float | None,
         reward_components: Mapping[str, float] | None,
-    ) -> tuple[RewardPost, _Receipt]:
-        """A reward on its way; it knows its outcome when the receipt is done."""
+    ) -> RewardOutcome:
         command = reward_command(self._outbox.run, key, reward, reward_components)
-        receipt = self._sender.receipt()
+        receipt = self._sender.loop_receipt()
         post = RewardPost(command, receipt)
         self._sender.put(lambda: self._outbox.post_reward(post))
-        return post, receipt
+        await receipt
+        return RewardOutcome(post.outcome)
+
+    async def _next_refill(self, timeout_s: float) -> Refill:
+        timeout_s = seconds(timeout_s, field="timeout_s")
+        calls = self._calls("no sample was to be tried again", WaitKind.NO_REFILL, timeout_s)
+        return await self._work.next_refill(await self._found(calls), calls)
+
+    async def _next_task(self, wait_s: float) -> tuple[OfferedTask, list[_Writer]]:
+        """Return a task and the writers of its trajectories, which are open."""
+        self._sender.require_open()
+        calls = self._calls("no task", WaitKind.NO_TASK, seconds(wait_s, field="wait_s"))
+        run = await self._found(calls)
+        return await self._work.next_task(run, calls, adopt=self._writers_of)
 
     def _writers_of(self, taken: TakenTask) -> list[_Writer]:
         """Return the writers of a task; none if this publisher writes it already."""
@@ -264,79 +299,96 @@ class PublisherCore(ABC, Generic[_Carrier, _Receipt, _GroupWriter, _Writer]):
         )
         return [self._writer(task.group, lane.key, lane) for lane in lanes]
 
-    def _drafted(
-        self, group: Group, declared: Sequence[DeclaredColumn]
-    ) -> tuple[GroupOpened, list[DraftedTrajectory]]:
-        """Return a finished group as it is sent, after validation."""
-        drafted = draft_group(group, extra_columns=declared)
-        opening = _checked_opening(
-            group.group_id, len(drafted), group.prompt_uid, purpose=group.purpose
-        )
-        return opening, drafted
-
-    @property
-    def _capacity_timeout_s(self) -> float:
-        """Return how long a finished group may wait for capacity."""
-        return self._outbox.timeout_s + self._outbox.admission_timeout_s
-
-    def _has_capacity(self, drafted: Sequence[DraftedTrajectory]) -> Callable[[], bool]:
-        """Return a test for capacity for a finished group."""
-        num_bytes = sum(len(turn.record) for made in drafted for turn in made.turns)
-        return lambda: self._outbox.inflight.has_capacity_for_group(num_bytes)
-
-    def _sent(self, opening: GroupOpened, drafted: list[DraftedTrajectory]) -> _Receipt:
+    async def _publish(self, group: Group) -> _Receipt:
         """Send a finished group; return its receipt."""
-        receipt = self._sender.receipt(len(drafted), unread_failures=self._unread_failures)
-        self._sender.put(
-            lambda: _send_group(self._outbox, group=opening, drafted=drafted, end=receipt)
+        try:
+            declared = await self._sender.learn_columns()
+        except TurnstreamError as error:
+            self._sender.require_open()
+            receipt = self._sender.receipt(unread_failures=self._unread_failures)
+            receipt.settle(None, error)
+            return receipt
+        whole = draft_group(group, extra_columns=declared)
+        await self._wait_for_capacity(whole)
+        return self._send(whole)
+
+    def _has_capacity(self, whole: DraftedGroup) -> bool:
+        return self._outbox.inflight.has_capacity_for_group(whole.num_bytes)
+
+    async def _wait_for_capacity(self, whole: DraftedGroup) -> None:
+        """Wait for capacity for a finished group, which depends on the admission of others."""
+        await self._sender.wait_for_capacity(
+            lambda: self._has_capacity(whole),
+            timeout_s=self._outbox.timeout_s + self._outbox.admission_timeout_s,
         )
-        return receipt
 
-    def _failed(self, error: Exception) -> _Receipt:
-        """The receipt of a group that could not be checked, since the run did not answer."""
-        self._sender.require_open()
-        receipt = self._sender.receipt(unread_failures=self._unread_failures)
-        receipt.settle(None, error)
-        return receipt
+    def _send(self, whole: DraftedGroup) -> _Receipt:
+        """Send a finished group; its receipt has one part per trajectory."""
+        end = self._sender.receipt(len(whole.trajectories), unread_failures=self._unread_failures)
+        self._sender.put(lambda: _put_group(self._outbox, whole, end))
+        return end
 
-    def _closing(self, reason: str) -> _Receipt:
-        """The receipt of a request to close the run to new groups."""
-        receipt = self._sender.receipt()
+    async def _flush(self, timeout_s: float | None) -> None:
+        await self._sender.flush(timeout(timeout_s, field="timeout_s"))
+        self._raise_unread()
+
+    def _raise_unread(self) -> None:
+        """Raise the errors that no caller has read, and the losses, as one error."""
+        with self._sender.lock:
+            losses = self._outbox.take_losses()
+        raise_unread(self._unread_failures, losses)
+
+    async def _flush_to_disk(self, timeout_s: float | None) -> None:
+        await self._sender.flush_to_disk(timeout(timeout_s, field="timeout_s"))
+        await self._flush(timeout_s)
+
+    async def _close_run(self, reason: str) -> None:
+        checked_setting(reason, field="reason")
+        await self._flush(None)
+        receipt = self._sender.loop_receipt()
         self._sender.put(lambda: self._outbox.close_run(reason, receipt))
-        return receipt
+        await receipt
+
+    async def _close(self, timeout_s: float | None) -> None:
+        timeout_s = timeout(timeout_s, field="timeout_s")
+        try:
+            await self._flush(timeout_s)
+        finally:
+            await self._disconnect()
+
+    async def _exit(self, error: BaseException | None) -> None:
+        """Close at the end of the block of a publisher."""
+        if error is None:
+            await self._close(None)
+            return
+        try:
+            with contextlib.suppress(NotReadyError):
+                await self._sender.flush(_LAST_FLUSH_S)
+        finally:
+            await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        if num_open := self._outbox.num_open:
+            _logger.warning(
+                "run %s: %s leaves %d trajectories open: when their leases end they may be "
+                "adopted, or are abandoned",
+                *(self._outbox.run, self._outbox.writer, num_open),
+            )
+
+        async def disconnect() -> None:
+            await self._sender.close()
+            await self._client.aclose()
+
+        await to_the_end(disconnect())
 
 
 def _num_bytes(value: int, *, field: str) -> int:
     return whole_number(value, field=field, limit=2**63, refusal=InvalidConfigError)
 
 
-def _checked_opening(
-    group_id: str,
-    num_samples: int,
-    prompt_uid: str,
-    *,
-    num_needed: int | None = None,
-    purpose: Purpose | str = Purpose.TRAIN,
-) -> GroupOpened:
-    """Return the event of a group that begins, checked; `num_needed` None means all samples."""
-    checks.check_group(group_id, num_samples=num_samples, num_needed=num_needed)
-    purpose = checks.checked_purpose(purpose, num_samples=num_samples, num_needed=num_needed)
-    checks.checked_text(prompt_uid, field="prompt_uid")
-    return GroupOpened(
-        group_id=group_id,
-        prompt_uid=prompt_uid,
-        num_samples=int(num_samples),
-        num_needed=int(num_needed or num_samples),
-        purpose=purpose,
-    )
-
-
-def _send_group(
-    outbox: Outbox, *, group: GroupOpened, drafted: list[DraftedTrajectory], end: Delivery
-) -> None:
-    """Put a whole finished group into the outbox; `end` has one part per trajectory."""
-    lanes = outbox.admit(group, [made.key for made in drafted])
-    for lane, made in zip(lanes, drafted, strict=True):
+def _put_group(outbox: Outbox, whole: DraftedGroup, end: Delivery) -> None:
+    lanes = outbox.admit(whole.opening, [made.key for made in whole.trajectories])
+    for lane, made in zip(lanes, whole.trajectories, strict=True):
         for turn in made.turns:
             outbox.append(lane, turn)
         outbox.seal(
@@ -346,38 +398,3 @@ def _send_group(
             end=end,
             awaits_reward=made.awaits_reward,
         )
-
-
-def checked_key(group_id: str, sample: int, attempt: int) -> TrajectoryKey:
-    """Return the name of a trajectory whose group another generator opened."""
-    key = TrajectoryKey(group_id, sample, attempt)
-    checks.check_key(key, num_samples=None)
-    return TrajectoryKey(group_id, int(sample), int(attempt))
-
-
-def warn_open_trajectories(outbox: Outbox) -> None:
-    """Log a warning if a publisher closes with open trajectories."""
-    if outbox.num_open:
-        _logger.warning(
-            "run %s: %s leaves %d trajectories open: when their leases end they may be adopted, "
-            "or are abandoned",
-            outbox.run,
-            outbox.writer,
-            outbox.num_open,
-        )
-
-
-def raise_unread(failures: list[Delivery], losses: list[TurnstreamError]) -> None:
-    """Raise the losses and the unread errors as one error, and clear the list."""
-    unread = [failed for failed in failures if not failed.was_read]
-    failures.clear()
-    errors = [*losses, *(error for failed in unread for error in failed.errors.values())]
-    if not errors:
-        return
-    first, *others = dict.fromkeys(errors)
-    first.others = tuple(others)
-    for other in others[:_MAX_NOTES]:
-        first.add_note(f"and {other}")
-    if len(others) > _MAX_NOTES:
-        first.add_note(f"and {len(others) - _MAX_NOTES} more")
-    raise first

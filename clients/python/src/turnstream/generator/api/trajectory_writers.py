@@ -3,42 +3,210 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Generic, Self, TypeVar
 
-from turnstream.generator.api.trajectory_core import TrajectoryWriterBase, reason_of
-from turnstream.generator.encode.checks import checked_turn
-from turnstream.generator.encode.extras import with_checked_extras
+from turnstream.errors import InvalidTurnError, RejectedError
+from turnstream.generator.encode.checks import checked_turn, with_checked_extras
+from turnstream.generator.encode.encoder import AdoptedTurn, TrajectoryDraft
+from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import AsyncReceipt, Receipt
+from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
 from turnstream.generator.outbox.trajectory_queue import Lane
-from turnstream.generator.transport.async_sender import AsyncSender
-from turnstream.generator.transport.sender import Sender
-from turnstream.types import Anchor, GroupOpened, Status, TrajectoryKey, VersionRun
+from turnstream.generator.transport.sender import Sender, ThreadSender
+from turnstream.store.waits.wait_reasons import UNSEALED
+from turnstream.types import Anchor, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
+from turnstream.types.names import shown
+
+_MAX_REASON_LENGTH: Final = 200  # a ledger keeps it for every trajectory
+
+_Sender = TypeVar("_Sender", bound=Sender[Any])
+_logger = logging.getLogger(__name__)
 
 
-class TrajectoryWriter(TrajectoryWriterBase[Sender]):
+class TrajectoryWriterBase(ABC, Generic[_Sender]):
+    """The one implementation of both kinds of trajectory writers.
+
+    Args:
+        sender: sender of the publisher.
+        outbox: outbox of the publisher.
+        group: group of the trajectory, which the first use opens if no lane is given.
+        key: name of the trajectory.
+        lane: lane of a trajectory that is open; None requests admission at the first use.
+    """
+
+    def __init__(
+        self,
+        sender: _Sender,
+        outbox: Outbox,
+        group: GroupOpened,
+        key: TrajectoryKey,
+        lane: Lane | None,
+    ) -> None:
+        self._sender = sender
+        self._outbox = outbox
+        self._group = group
+        self._key = checked_key(key, num_samples=group.num_samples)
+        self._lane = lane
+        self._draft: TrajectoryDraft | None = None
+        self._turns: tuple[Turn, ...] = ()
+        self._has_ended = False
+        self._order = asyncio.Lock()  # of the writes that wait for something
+        self._numbering = threading.Lock()  # of the turns
+
+    @property
+    def key(self) -> TrajectoryKey:
+        """The name of the trajectory in its run."""
+        return self._key
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns that were stored when it was adopted, whole; empty if it was not."""
+        return self._turns
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was sealed or abandoned."""
+        return self._has_ended
+
+    @abstractmethod
+    def abandon(self, reason: str) -> Delivery:
+        """End the trajectory untrained."""
+
+    def restore(self, turns: Sequence[AdoptedTurn]) -> None:
+        """Continue after the turns that an earlier writer stored."""
+        for stored, turn in turns:
+            self._drafted.restore(turn, stored)
+        self._turns = tuple(each.turn for each in turns)
+
+    @property
+    def _drafted(self) -> TrajectoryDraft:
+        """The turns so far; made when the columns of the run are known."""
+        if self._draft is None:
+            columns = self._outbox.extra_columns or ()
+            self._draft = TrajectoryDraft(self._key, extra_columns=columns)
+        return self._draft
+
+    async def _open(self) -> Lane:
+        """Return the lane of the trajectory, which is open; the caller holds `_order`."""
+        self._require_open()
+        if self._lane is not None:
+            return self._lane
+        key, group, opened = self._key, self._group, self._sender.loop_receipt()
+        lane = self._sender.put(lambda: self._outbox.admit(group, [key], opened=opened)[0])
+        self._lane = lane
+        try:
+            await opened
+        except BaseException as error:
+            self.abandon(reason_of(error))
+            raise
+        self._require_open()  # `abandon` does not wait for its turn
+        return lane
+
+    async def _enter(self) -> None:
+        async with self._order:
+            await self._open()
+
+    async def _append(
+        self, turn: Turn, extras: Mapping[str, Any] | None, receipt: Delivery
+    ) -> None:
+        """Append a turn, once the trajectory is open and there is capacity."""
+        turn = with_checked_extras(turn, extras, await self._sender.learn_columns())
+        async with self._order:
+            lane = await self._open()
+            # Wait for capacity first: a turn in the draft must be sent.
+            await self._sender.wait_for_capacity(
+                self._has_capacity(turn), timeout_s=self._outbox.timeout_s
+            )
+            with self._numbering:
+                self._put_turn(lane, turn, receipt)
+
+    def _append_at_once(
+        self, turn: Turn, extras: Mapping[str, Any] | None, receipt: Delivery
+    ) -> bool:
+        """Append a turn if nothing has to be waited for; return whether it was appended."""
+        columns = self._outbox.extra_columns
+        if columns is None or self._lane is None:
+            return False
+        turn = with_checked_extras(turn, extras, columns)
+        with self._numbering:
+            is_waiting = self._order.locked() or not self._has_capacity(turn)()
+            if not is_waiting:
+                self._put_turn(self._lane, turn, receipt)
+        return not is_waiting
+
+    def _has_capacity(self, turn: Turn) -> Callable[[], bool]:
+        """Return a test for capacity for this turn; its encoded size may be smaller."""
+        num_tokens = len(turn.prompt_ids) + 2 * len(turn.response_ids)
+        num_bytes = 4 * num_tokens + sum([values.nbytes for values in turn.extras.values()])
+        return lambda: self._outbox.inflight.has_capacity_for_turn(num_bytes)
+
+    def _put_turn(self, lane: Lane, turn: Turn, receipt: Delivery) -> None:
+        self._require_open()
+        self._sender.require_open()
+        made = self._drafted.add(turn)
+        self._sender.put(lambda: self._outbox.append(lane, made, receipt))
+
+    async def _seal(self, *, awaits_reward: bool, **fields: Any) -> None:
+        """End the trajectory after its last turn, and wait for the answer of the run."""
+        end = self._sender.loop_receipt()
+        async with self._order:
+            lane = await self._open()
+            with self._numbering:
+                draft = self._drafted
+                seal = draft.seal(awaits_reward=awaits_reward, **fields)
+                self._sender.put(
+                    lambda: self._outbox.seal(
+                        lane,
+                        seal,
+                        merged_tokens=draft.merged_tokens,
+                        end=end,
+                        awaits_reward=awaits_reward,
+                    )
+                )
+                self._has_ended = True
+        await end
+
+    def _abandon(self, reason: str, end: Delivery) -> None:
+        """Abandon the trajectory after its last turn, if it was opened."""
+        if not isinstance(reason, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidTurnError("reason", f"{shown(reason)} is not a text")
+        self._require_open()
+        lane = self._lane
+        if lane is None:
+            self._sender.require_open()
+            end.settle(self._key)
+        else:
+            # It may quote anything; invalid Unicode could not be sent.
+            text = reason[:_MAX_REASON_LENGTH].encode(errors="replace").decode()
+            self._sender.put(lambda: self._outbox.abandon(lane, text, end=end))
+        self._has_ended = True
+
+    def _abandon_unsealed(self, error: BaseException | None) -> None:
+        """Abandon the trajectory at the end of its block, if it is not sealed."""
+        if not self._has_ended:
+            self.abandon(reason_of(error))
+            if error is None:
+                warn_unsealed(self._key.group_id, [self._key.sample])
+
+    def _require_open(self) -> None:
+        """Refuse writes to a trajectory that was sealed or abandoned here."""
+        if self._has_ended:
+            raise RejectedError(f"trajectory {self._key} is sealed or abandoned")
+
+
+class TrajectoryWriter(TrajectoryWriterBase[ThreadSender]):
     """A trajectory being written; a context manager. Made by `Publisher` and `GroupWriter`.
 
     Leaving it by an exception, or without `seal`, abandons the trajectory. Several threads may
     append: the turns are numbered here.
     """
 
-    def __init__(
-        self,
-        sender: Sender,
-        outbox: Outbox,
-        group: GroupOpened,
-        key: TrajectoryKey,
-        lane: Lane | None,
-    ) -> None:
-        super().__init__(sender, outbox, group, key, lane)
-        self._order = threading.Lock()
-
     def __enter__(self) -> Self:
-        with self._order:
-            self._opened_lane()
+        self._sender.run(self._enter())
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -91,14 +259,9 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
             anchor=anchor,
             allow_empty=allow_empty,
         )
-        turn = with_checked_extras(turn, extras, self._sender.learn_columns())
         receipt = self._sender.receipt()
-        with self._order:
-            lane = self._opened_lane()
-            # Wait for capacity first: a turn in the draft must be sent.
-            self._sender.wait_until(self._has_capacity(turn), timeout_s=self._outbox.timeout_s)
-            made = self._drafted.add(turn)
-            self._sender.put(lambda: self._outbox.append(lane, made, receipt))
+        if not self._append_at_once(turn, extras, receipt):
+            self._sender.run(self._append(turn, extras, receipt))
         return receipt
 
     def seal(
@@ -128,10 +291,8 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
             InvalidTurnError: a value is wrong, or there is no turn; the trajectory is still open.
             TurnstreamError: the error of a write of this trajectory.
         """
-        end = self._sender.receipt()
-        with self._order:
-            lane = self._opened_lane()
-            seal = self._drafted.seal(
+        self._sender.run(
+            self._seal(
                 reward=reward,
                 reward_components=reward_components,
                 status=status,
@@ -140,58 +301,24 @@ class TrajectoryWriter(TrajectoryWriterBase[Sender]):
                 metrics=metrics,
                 awaits_reward=awaits_reward,
             )
-            self._put_seal(lane, seal, end, awaits_reward=awaits_reward)
-        end.result()
+        )
 
     def abandon(self, reason: str) -> Receipt:
-        """Give the trajectory up: none of it is trained. Returns before the store has answered.
+        """Abandon the trajectory: none of it is trained. Returns before the store has answered.
 
         Raises:
             RejectedError: the trajectory has ended.
         """
-        with self._order:
-            return self._abandon(reason)
-
-    def _opened_lane(self) -> Lane:
-        self._require_open()
-        if self._lane is not None:
-            return self._lane
-        opened = self._sender.receipt()
-        lane = self._request_admission(opened)
-        try:
-            opened.result()
-        except BaseException as error:
-            self._abandon(reason_of(error))
-            raise
-        return lane
-
-    def _abandon(self, reason: str) -> Receipt:
         end = self._sender.receipt()
-        self._put_abandon(reason, end)
+        self._abandon(reason, end)
         return end
 
 
-class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
-    """A trajectory being written; made by `AsyncPublisher` and `AsyncGroupWriter`.
-
-    Leaving it by an exception, or without `seal`, abandons the trajectory. Several tasks may
-    append: the turns are numbered here.
-    """
-
-    def __init__(
-        self,
-        sender: AsyncSender,
-        outbox: Outbox,
-        group: GroupOpened,
-        key: TrajectoryKey,
-        lane: Lane | None,
-    ) -> None:
-        super().__init__(sender, outbox, group, key, lane)
-        self._order = asyncio.Lock()
+class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt]]):
+    """The same as `TrajectoryWriter`, made by `AsyncPublisher` and `AsyncGroupWriter`."""
 
     async def __aenter__(self) -> Self:
-        async with self._order:
-            await self._opened_lane()
+        await self._enter()
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -223,18 +350,8 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
             anchor=anchor,
             allow_empty=allow_empty,
         )
-        turn = with_checked_extras(turn, extras, await self._sender.learn_columns())
         receipt = self._sender.receipt()
-        async with self._order:
-            lane = await self._opened_lane()
-            # Wait for capacity first: a turn in the draft must be sent.
-            await self._sender.wait_until(
-                self._has_capacity(turn), timeout_s=self._outbox.timeout_s
-            )
-            self._require_open()  # `abandon` does not wait for its turn
-            self._sender.require_open()
-            made = self._drafted.add(turn)
-            self._sender.put(lambda: self._outbox.append(lane, made, receipt))
+        await self._append(turn, extras, receipt)
         return receipt
 
     async def seal(
@@ -248,42 +365,35 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[AsyncSender]):
         metrics: Mapping[str, float] | None = None,
         awaits_reward: bool = False,
     ) -> None:
-        """End the trajectory and wait until the run knows of it. See `TrajectoryWriter.seal`."""
-        end = self._sender.receipt()
-        async with self._order:
-            lane = await self._opened_lane()
-            seal = self._drafted.seal(
-                reward=reward,
-                reward_components=reward_components,
-                status=status,
-                sampling=sampling,
-                tags=tags,
-                metrics=metrics,
-                awaits_reward=awaits_reward,
-            )
-            self._put_seal(lane, seal, end, awaits_reward=awaits_reward)
-        await end
+        """End the trajectory and wait until the run has it. See `TrajectoryWriter.seal`."""
+        await self._seal(
+            reward=reward,
+            reward_components=reward_components,
+            status=status,
+            sampling=sampling,
+            tags=tags,
+            metrics=metrics,
+            awaits_reward=awaits_reward,
+        )
 
     def abandon(self, reason: str) -> AsyncReceipt:
-        """Give the trajectory up: none of it is trained. Returns before the store has answered.
-
-        Raises:
-            RejectedError: the trajectory has ended.
-        """
+        """Abandon the trajectory. See `TrajectoryWriter.abandon`."""
         end = self._sender.receipt()
-        self._put_abandon(reason, end)
+        self._abandon(reason, end)
         return end
 
-    async def _opened_lane(self) -> Lane:
-        self._require_open()
-        if self._lane is not None:
-            return self._lane
-        opened = self._sender.receipt()
-        lane = self._request_admission(opened)
-        try:
-            await opened
-        except BaseException as error:
-            self.abandon(reason_of(error))
-            raise
-        self._require_open()  # `abandon` does not wait for its turn
-        return lane
+
+def warn_unsealed(group_id: str, samples: Sequence[int]) -> None:
+    """Log that samples were abandoned because their block was left without a seal."""
+    _logger.warning(
+        "group %s: sample %s left without a seal, so it is abandoned and not trained: call "
+        "seal(reward=...) before the block ends",
+        *(group_id, ", ".join(map(str, samples))),
+    )
+
+
+def reason_of(error: BaseException | None) -> str:
+    """Return why a with block was left, for the ledger."""
+    if error is None:
+        return UNSEALED
+    return f"{type(error).__name__}: {error}"

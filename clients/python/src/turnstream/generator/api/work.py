@@ -1,12 +1,10 @@
-"""Work for a generator: prompts, and samples to be tried again, opened under its leases. No I/O."""
+"""Work for a generator: prompts, and samples to be tried again, opened under its leases."""
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Self, TypeVar
 
 from turnstream.errors import (
     ConflictError,
@@ -15,9 +13,8 @@ from turnstream.errors import (
     PromptsExhaustedError,
     UnavailableError,
 )
-from turnstream.generator.api.adoption import AnyTrajectoryWriter
-from turnstream.generator.api.trajectory_core import reason_of
-from turnstream.generator.transport.steps import ReadWaits, Steps, until_woken
+from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase, reason_of
+from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.run.groups import (
     Refill,
     list_refills_command,
@@ -34,12 +31,11 @@ from turnstream.store.run.tasks import (
     parse_task,
 )
 from turnstream.store.waits.awaited import no_refill, no_task
-from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import TrajectoryKey
 
 _MAX_LISTED = 32
 
-_AnyWriter = TypeVar("_AnyWriter", bound=AnyTrajectoryWriter)
+_AnyWriter = TypeVar("_AnyWriter", bound=TrajectoryWriterBase[Any])
 
 
 class _Task(Generic[_AnyWriter]):
@@ -92,7 +88,7 @@ class AsyncTask(_Task[_AnyWriter]):
 
 
 class WorkQueue:
-    """Takes tasks and refills of a run for one writer; threads share it.
+    """Takes tasks and refills of a run for one writer, in one event loop.
 
     Args:
         writer: name of the writer.
@@ -100,10 +96,10 @@ class WorkQueue:
 
     def __init__(self, writer: str) -> None:
         self._writer = writer
-        self._tried: dict[TrajectoryKey, object] = {}
-        self._unanswered: deque[OfferedTask] = deque()
+        self._tried: set[TrajectoryKey] = set()
+        self._unanswered: list[OfferedTask] = []
 
-    def next_refill(self, run: str, wait: StoreWait) -> Steps[Refill]:
+    async def next_refill(self, run: str, calls: StoreCalls) -> Refill:
         """Open an attempt that was granted, as soon as there is one; one caller of several wins.
 
         The store returns an attempt again to the writer that has it. So the calls of this writer
@@ -113,50 +109,46 @@ class WorkQueue:
             NotReadyError: there was none before the deadline.
             RunNotFoundError: no such run.
         """
+        wait = calls.wait
         while True:
-            wake_id, refills = parse_refills(
-                (yield list_refills_command(run, max_count=_MAX_LISTED))
-            )
+            listed = await calls.run(list_refills_command(run, max_count=_MAX_LISTED))
+            wake_id, refills = parse_refills(listed)
             untried = self._in_turn([each for each in refills if each.key not in self._tried])
             for refill in untried:
-                with self._trying(refill.key) as is_ours:
-                    if not is_ours:
-                        continue
-                    answers = yield open_refill_command(run, self._writer, refill)
-                    if isinstance(answers[0], int):  # the epoch; a text names another writer
-                        return refill
+                if await self._open_refill(run, refill, calls):
+                    return refill
             wait.note_answer(_none_left(refills))
             if wait.has_timed_out:
-                facts = yield ReadWaits(run)
+                facts = await calls.read_waits(run)
                 raise NotReadyError(wait.message, no_refill(facts, waited_s=wait.wait_s))
             if not untried:
-                yield until_woken(run, wake_id, wait)
+                await calls.wait_until_woken(run, wake_id)
 
-    @contextlib.contextmanager
-    def _trying(self, key: TrajectoryKey) -> Iterator[bool]:
-        """Whether no other call has requested this attempt; an error makes it available again."""
-        own = object()
-        is_ours = self._tried.setdefault(key, own) is own  # atomic: threads share it
+    async def _open_refill(self, run: str, refill: Refill, calls: StoreCalls) -> bool:
+        """Open an attempt; return False if another call or another writer has it."""
+        if refill.key in self._tried:
+            return False
+        self._tried.add(refill.key)
         try:
-            yield is_ours
+            answers = await calls.run(open_refill_command(run, self._writer, refill))
         except BaseException:
-            if is_ours:
-                del self._tried[key]
+            self._tried.remove(refill.key)
             raise
+        return isinstance(answers[0], int)  # the epoch; a text names another writer
 
     def _in_turn(self, refills: Sequence[Refill]) -> Sequence[Refill]:
         """Return the refills in an order that differs by writer, so that few want the same one."""
         start = zlib.crc32(self._writer.encode()) % max(len(refills), 1)
         return [*refills[start:], *refills[:start]]
 
-    def next_task(
-        self, run: str, wait: StoreWait, *, adopt: Callable[[TakenTask], list[_AnyWriter]]
-    ) -> Steps[tuple[OfferedTask, list[_AnyWriter]]]:
+    async def next_task(
+        self, run: str, calls: StoreCalls, *, adopt: Callable[[TakenTask], list[_AnyWriter]]
+    ) -> tuple[OfferedTask, list[_AnyWriter]]:
         """Take the next task, as soon as there is one, with the writers of its trajectories.
 
         Args:
             run: name of the run.
-            wait: deadline of the call.
+            calls: calls of the store, which have the deadline.
             adopt: return the writers of a task; none if this publisher writes it already.
 
         Raises:
@@ -164,8 +156,9 @@ class WorkQueue:
             PromptsExhaustedError: every prompt of the run was done by then.
             EndOfRunError: the run is closed.
         """
+        wait = calls.wait
         while True:
-            found = yield from self._open_next_task(run)
+            found = await self._open_next_task(run, calls)
             if isinstance(found, TakenTask):
                 if found.epochs and (trajectories := adopt(found)):
                     return found.task, trajectories
@@ -174,24 +167,23 @@ class WorkQueue:
             if wait.has_timed_out:
                 if found.is_exhausted:
                     raise PromptsExhaustedError(f"run {run!r}: {found.why}")
-                facts = yield ReadWaits(run)
+                facts = await calls.read_waits(run)
                 reasons = no_task(found.why, facts, waited_s=wait.wait_s)
                 raise NotReadyError(f"{wait.message}: {found.why}", reasons)
-            yield until_woken(run, found.wake_id, wait)
+            await calls.wait_until_woken(run, found.wake_id)
 
-    def _open_next_task(self, run: str) -> Steps[TakenTask | NoTask]:
+    async def _open_next_task(self, run: str, calls: StoreCalls) -> TakenTask | NoTask:
         """Open the next task; first one whose opening had no answer, since it may be open."""
-        is_fresh = False
-        try:
-            task = self._unanswered.pop()  # atomic: threads share it
-        except IndexError:
-            is_fresh = True
-            found = parse_offer((yield next_task_command(run)))
+        is_fresh = not self._unanswered
+        if is_fresh:
+            found = parse_offer(await calls.run(next_task_command(run)))
             if isinstance(found, NoTask):
                 return found
             task = found
+        else:
+            task = self._unanswered.pop()
         try:
-            reply = yield open_task_command(run, task, writer=self._writer)
+            reply = await calls.run(open_task_command(run, task, writer=self._writer))
         except (ConflictError, EndOfRunError) as error:
             if is_fresh and isinstance(error, ConflictError):
                 raise

@@ -1,4 +1,4 @@
-"""Validation of everything that a generator sends, once, before it is sent.
+"""Validation of a turn and of its extra columns, before it is sent.
 
 Pure functions. Every error names the field, the value and its position.
 """
@@ -6,63 +6,31 @@ Pure functions. Every error names the field, the value and its position.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.config.rules import LARGEST_GROUP
+from turnstream.batching.config.declarations import field_of, require_declared
 from turnstream.batching.merge.anchors import anchor_hash
-from turnstream.batching.scoring.tag_statistics import MAX_METRIC
 from turnstream.errors import InvalidTurnError
-from turnstream.store.client.keys import encode_name
-from turnstream.types import (
-    Anchor,
-    Group,
-    Purpose,
-    Status,
-    Trajectory,
-    TrajectoryKey,
-    Turn,
-    VersionRun,
-)
-from turnstream.types.names import checked_text, shown
-from turnstream.types.scalars import (
-    finite_number,
-    flag,
-    named_numbers,
-    named_values,
-    out_of_its_graph,
-    whole_number,
-)
+from turnstream.types import Anchor, DeclaredColumn, Turn, VersionRun
+from turnstream.types.names import shown
+from turnstream.types.scalars import flag, named_values, out_of_its_graph, whole_number
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 """Largest stored turn: a reader must hold several in memory."""
 
-MAX_LOGPROB = 1e-3
+MAX_LOGPROB: Final = 1e-3
 """A log-probability is at most 0, but sampling engines round."""
 
-ATTEMPT_LIMIT = 1000
-"""Attempts of one sample: the scripts that decide a group look at each of them."""
-
-MAX_LABELS = 64
-"""Tags, and metrics, of one trajectory: the planner keeps those of every trajectory that waits."""
-
-MAX_LABEL_BYTES = 128
-"""Longest name of a tag or a metric, in UTF-8."""
-
-MAX_TAG_BYTES = 256
-"""Longest value of a tag, in UTF-8: a label, not a text."""
-
-_TOKEN_ID_LIMIT = 2**31
-_NUMBER_LIMIT = 2**31  # of samples
-_VERSION_LIMIT = 2**63
-_UNSIGNED = {4: np.uint32, 8: np.uint64}  # by size in bytes
-
-_Choice = TypeVar("_Choice", bound=StrEnum)
+_TOKEN_ID_LIMIT: Final = 2**31
+_VERSION_LIMIT: Final = 2**63
+_UNSIGNED: Final = {4: np.uint32, 8: np.uint64}  # by size in bytes
+_EXTRA_KINDS: Final = {"u": "biu", "i": "biu", "f": "iuf"}
+"""Kinds of numbers that a column of whole numbers, and of floats, accepts."""
 
 # Half the price of array.max() and array.min() for arrays as short as a turn.
 _largest = np.maximum.reduce
@@ -98,8 +66,8 @@ def checked_turn(
         InvalidTurnError: something does not fit.
     """
     allow_empty = flag(allow_empty, field="allow_empty")
-    prompt = token_ids(prompt_ids, field="prompt_ids")
-    response = token_ids(response_ids, field="response_ids")
+    prompt = _token_ids(prompt_ids, field="prompt_ids")
+    response = _token_ids(response_ids, field="response_ids")
     if len(prompt) == 0:
         raise InvalidTurnError("prompt_ids", "is empty; a model call sees at least one token")
     if len(response) == 0 and not allow_empty:
@@ -118,8 +86,6 @@ def checked_turn(
 
 def recheck_turn(turn: Turn) -> Turn:
     """Return the same turn, its arrays checked; an empty response is taken as meant."""
-    if not isinstance(turn, Turn):
-        raise InvalidTurnError("turn", f"{shown(turn)} is not a Turn")
     return checked_turn(
         turn.prompt_ids,
         turn.response_ids,
@@ -132,123 +98,35 @@ def recheck_turn(turn: Turn) -> Turn:
     )
 
 
-def check_key(key: TrajectoryKey, *, num_samples: int | None) -> None:
-    """Refuse a key that no group of `num_samples` has; None stands for a group of any size."""
-    checked_name(key.group_id, field="group_id")
-    _whole_number(key.sample, field="sample")
-    _whole_number(key.attempt, field="attempt", limit=ATTEMPT_LIMIT)
-    if num_samples is not None and key.sample >= num_samples:
-        raise InvalidTurnError("sample", f"{key.sample} in a group of {num_samples}, from 0")
+def with_checked_extras(
+    turn: Turn, extras: Mapping[str, Any] | None, declared: Sequence[DeclaredColumn]
+) -> Turn:
+    """Return the turn with these columns, as arrays of the declared types and shapes.
 
+    Args:
+        turn: checked, without extra columns.
+        extras: column to list, numpy array or torch tensor; None for a missing column.
+        declared: columns of the run.
 
-def check_group(group_id: str, *, num_samples: int, num_needed: int | None = None) -> None:
-    """Refuse a group that cannot be; `num_needed` None stands for all samples."""
-    checked_name(group_id, field="group_id")
-    _whole_number(num_samples, field="num_samples", least=1)
-    if num_samples > LARGEST_GROUP:
-        raise InvalidTurnError(
-            "num_samples",
-            f"{num_samples} is above {LARGEST_GROUP}, the most that the setting max_samples of a "
-            "run allows",
-        )
-    if num_needed is not None:
-        _whole_number(num_needed, field="num_needed", least=1)
-        if num_needed > num_samples:
-            raise InvalidTurnError("num_needed", f"{num_needed} of {num_samples} samples")
-
-
-def checked_purpose(purpose: Purpose | str, *, num_samples: int, num_needed: int | None) -> Purpose:
-    """Return the purpose of a group; an evaluation has no `num_needed`, which would bias it."""
-    checked = _choice(Purpose, purpose, field="purpose")
-    if checked is Purpose.EVAL and num_needed not in {None, num_samples}:
-        raise InvalidTurnError(
-            "num_needed", f"{num_needed} of {num_samples} samples: an evaluation counts them all"
-        )
+    Raises:
+        InvalidTurnError: names the column and the defect.
+    """
+    named = named_values(extras, field="extras")
+    if not declared and not named:
+        return turn
+    columns = {column.name: column for column in declared}
+    arrays = {
+        name: _extra(columns[name], values) if name in columns else np.empty(0)
+        for name, values in sorted(named.items())
+        if values is not None
+    }
+    checked = replace(turn, extras=arrays)
+    require_declared(checked, declared)
     return checked
 
 
-def checked_group(group: Group) -> list[Trajectory]:
-    """Return the trajectories of a whole group in order of their samples."""
-    if not isinstance(group, Group):
-        raise InvalidTurnError("group", f"{shown(group)} is not a Group")
-    members = group.trajectories
-    check_list_of(members, Trajectory, field="trajectories")
-    samples = sorted(_whole_number(each.sample, field="sample") for each in members)
-    check_group(group.group_id, num_samples=len(samples))
-    if samples != list(range(len(samples))):
-        raise InvalidTurnError("sample", f"{samples} are not 0 to {len(samples) - 1}, each once")
-    return sorted(members, key=operator.attrgetter("sample"))
-
-
-def checked_name(name: str, *, field: str) -> str:
-    """Return the name in the form that keys have."""
-    try:
-        return encode_name(checked_text(name, field=field))
-    except ValueError as error:
-        if isinstance(error, InvalidTurnError):
-            raise
-        raise InvalidTurnError(field, str(error)) from error
-
-
-def checked_reward(reward: Any, *, awaits_reward: bool = False) -> float | None:
-    """Return the outcome reward as a finite float, or None."""
-    if reward is not None and awaits_reward:
-        raise InvalidTurnError(
-            "reward", f"{shown(reward)} is given, but awaits_reward says that it comes later"
-        )
-    return None if reward is None else finite_number(reward, field="reward")
-
-
-def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return named finite numbers, ordered by name."""
-    numbers = named_numbers(metrics, field="metrics")
-    _check_labels(numbers, field="metrics")
-    for name, number in numbers.items():
-        if abs(number) > MAX_METRIC:
-            raise InvalidTurnError(f"metrics[{name!r}]", f"{number!r} is beyond {MAX_METRIC:g}")
-    return numbers
-
-
-def checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
-    """Return named labels, ordered by name."""
-    named = named_values(tags, field="tags")
-    for name, text in named.items():
-        checked_text(text, field=f"tags[{name!r}]")
-        _check_size(text, field=f"tags[{name!r}]", most=MAX_TAG_BYTES)
-    _check_labels(named, field="tags")
-    return dict(sorted(named.items()))
-
-
-def _check_labels(values: Mapping[str, Any], *, field: str) -> None:
-    if len(values) > MAX_LABELS:
-        raise InvalidTurnError(field, f"has {len(values)} names, more than {MAX_LABELS}")
-    for name in values:
-        if not name:
-            raise InvalidTurnError(field, f"has an empty name, of {values[name]!r}")
-        _check_size(name, field=field, most=MAX_LABEL_BYTES)
-
-
-def _check_size(text: str, *, field: str, most: int) -> None:
-    num_bytes = len(text.encode())
-    if num_bytes > most:
-        raise InvalidTurnError(field, f"{text[:32]!r}... has {num_bytes} bytes, more than {most}")
-
-
-def checked_status(status: Status | str) -> Status:
-    """Return one of the ways in which an episode can end."""
-    return _choice(Status, status, field="status")
-
-
-def _choice(kind: type[_Choice], value: object, *, field: str) -> _Choice:
-    try:
-        return kind(value)
-    except (ValueError, TypeError) as error:
-        choices = ", ".join(kind)
-        raise InvalidTurnError(field, f"{shown(value)} is not one of {choices}") from error
-
-
-def token_ids(values: Any, *, field: str) -> NDArray[np.int32]:
-    """int32 (N,), from 0 to 2^31 - 1; the caller's own array where that is possible."""
+def _token_ids(values: Any, *, field: str) -> NDArray[np.int32]:
+    """Return int32 (N,), from 0 to 2^31 - 1; the caller's own array where that is possible."""
     array = _row(values, field=field)
     if array.dtype.kind not in "iu":
         if len(array) == 0:  # a list without elements says nothing of their type
@@ -281,7 +159,7 @@ def _logprobs(
     values: Any, mask: NDArray[np.uint8] | None, *, num_tokens: int
 ) -> NDArray[np.float32]:
     array = _per_token(values, field="logprobs", kinds="iuf", num_tokens=num_tokens)
-    logprobs = _as_float32(array)
+    logprobs = _as_floats(array, np.float32)
     if mask is not None:
         logprobs = np.where(mask.view(np.bool_), logprobs, np.float32(0))
     # Both comparisons are false where there is a NaN.
@@ -295,11 +173,7 @@ def _rewards(values: Any, *, num_tokens: int) -> NDArray[np.float32]:
     array = _per_token(
         out_of_its_graph(values), field="rewards", kinds="biuf", num_tokens=num_tokens
     )
-    rewards = _as_float32(array)
-    wrong = ~np.isfinite(rewards)
-    if wrong.any():
-        raise _at_first("rewards", array, wrong, "is not a finite float32")
-    return rewards
+    return _finite(array, np.float32, field="rewards")
 
 
 def _version_runs(
@@ -311,7 +185,7 @@ def _version_runs(
             raise InvalidTurnError(
                 "policy_version", f"{shown(policy_version)} and version_runs are both present"
             )
-        number = _whole_number(policy_version, field="policy_version", limit=_VERSION_LIMIT)
+        number = whole_number(policy_version, field="policy_version", limit=_VERSION_LIMIT)
         return (VersionRun(number, num_tokens),) if num_tokens else ()
     num_covered = sum(run.num_tokens for run in runs)
     if runs and num_covered != num_tokens:
@@ -332,25 +206,38 @@ def _listed_runs(given: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
     for position, (version, num_tokens) in enumerate(listed):
         name = f"version_runs[{position}]"
         if version is not None:
-            version = _whole_number(version, field=f"{name}.version", limit=_VERSION_LIMIT)
-        runs.append(
-            VersionRun(version, _whole_number(num_tokens, field=f"{name}.num_tokens", least=1))
-        )
+            version = whole_number(version, field=f"{name}.version", limit=_VERSION_LIMIT)
+        num_tokens = whole_number(num_tokens, field=f"{name}.num_tokens", least=1, limit=2**31)
+        runs.append(VersionRun(version, num_tokens))
     return tuple(runs)
 
 
-def check_list_of(values: object, kind: type[object], *, field: str) -> None:
-    """Refuse a value that is no sequence of objects of one type."""
-    given = cast("Sequence[object]", values)
-    if not isinstance(values, Sequence) or not all(isinstance(each, kind) for each in given):
-        raise InvalidTurnError(field, f"{shown(values)} is not a list of {kind.__name__}")
-
-
-def _as_float32(array: NDArray[Any]) -> NDArray[np.float32]:
-    if array.dtype == np.float32:
-        return np.ascontiguousarray(array)
-    with np.errstate(over="ignore"):  # too large values become infinite, and are refused
-        return np.ascontiguousarray(array, dtype=np.float32)
+def _extra(column: DeclaredColumn, values: Any) -> NDArray[Any]:
+    """Return the values of an extra column in its declared type and shape."""
+    field = field_of(column)
+    array = _as_array(values, field=field)
+    if column.per == "row" and array.shape == column.shape:
+        array = array[None]
+    if array.shape == (0,):  # a list without elements says nothing of their type and shape
+        array = np.empty((0, *column.shape), column.dtype)
+    if array.ndim != 1 + len(column.shape) or array.shape[1:] != column.shape:
+        expected = ", ".join(["n", *map(str, column.shape)])
+        message = f"has the shape {array.shape}, not ({expected}): {shown(values)}"
+        raise InvalidTurnError(field, message)
+    kind = column.numpy_dtype.kind
+    if array.dtype.kind not in _EXTRA_KINDS[kind]:
+        message = f"are numbers for {column.dtype}, not {array.dtype}: {shown(values)}"
+        raise InvalidTurnError(field, message)
+    if kind == "f":
+        return _finite(array, column.dtype, field=field)
+    limits = np.iinfo(column.dtype)
+    least = 0 if column.per == "first_tokens" else limits.min
+    if array.size and not (least <= int(array.min()) and int(array.max()) <= limits.max):
+        wrong = np.array([not least <= int(one) <= limits.max for one in array.flat])
+        what = "an expert" if column.per == "first_tokens" else f"an {column.dtype}"
+        message = f"is not {what} ({least} to {limits.max})"
+        raise _at_first(field, array, wrong.reshape(array.shape), message)
+    return array.astype(column.dtype, copy=False)
 
 
 def _per_token(values: Any, *, field: str, kinds: str, num_tokens: int) -> NDArray[Any]:
@@ -362,8 +249,15 @@ def _per_token(values: Any, *, field: str, kinds: str, num_tokens: int) -> NDArr
     return array
 
 
-def as_array(values: Any, *, field: str) -> NDArray[Any]:
-    """Return any array of numbers, from a list, a numpy array or a torch tensor."""
+def _row(values: Any, *, field: str) -> NDArray[Any]:
+    array = _as_array(values, field=field)
+    if array.ndim != 1:
+        message = f"has the shape {array.shape}, not one dimension: {shown(values)}"
+        raise InvalidTurnError(field, message)
+    return array
+
+
+def _as_array(values: Any, *, field: str) -> NDArray[Any]:
     try:
         return np.asarray(values)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
@@ -371,20 +265,24 @@ def as_array(values: Any, *, field: str) -> NDArray[Any]:
         raise InvalidTurnError(field, f"is no array of numbers: {error}") from error
 
 
-def _row(values: Any, *, field: str) -> NDArray[Any]:
-    array = as_array(values, field=field)
-    if array.ndim != 1:
-        message = f"has the shape {array.shape}, not one dimension: {shown(values)}"
-        raise InvalidTurnError(field, message)
-    return array
+def _as_floats(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    if array.dtype == dtype:
+        return np.ascontiguousarray(array)
+    with np.errstate(over="ignore"):  # too large values become infinite, and are refused
+        return np.ascontiguousarray(array, dtype=dtype)
+
+
+def _finite(array: NDArray[Any], dtype: Any, *, field: str) -> NDArray[Any]:
+    floats = _as_floats(array, dtype)
+    is_finite = np.isfinite(floats)
+    if not is_finite.all():
+        raise _at_first(field, array, ~is_finite, f"is not a finite {np.dtype(dtype)}")
+    return floats
 
 
 def _at_first(
     field: str, array: NDArray[Any], wrong: NDArray[np.bool_], message: str
 ) -> InvalidTurnError:
-    position = int(np.argmax(wrong))
-    return InvalidTurnError(field, f"{array[position].item()!r} at position {position} {message}")
-
-
-def _whole_number(value: Any, *, field: str, least: int = 0, limit: int = _NUMBER_LIMIT) -> int:
-    return whole_number(value, field=field, least=least, limit=limit)
+    place = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+    where = f"position {place[0]}" if len(place) == 1 else f"position {[*map(int, place)]}"
+    return InvalidTurnError(field, f"{array[place].item()!r} at {where} {message}")

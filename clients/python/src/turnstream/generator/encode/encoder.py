@@ -12,14 +12,14 @@ from turnstream.batching.merge.extras import ExtraIndex, LinkedTurn
 from turnstream.batching.merge.merging import plan_sequences, stored_turn
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
-from turnstream.generator.encode import checks
-from turnstream.generator.encode.extras import with_checked_extras
+from turnstream.generator.encode import checks, group_checks
 from turnstream.records.event_limits import MAX_EVENT_BYTES, MAX_TURNS
 from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
 from turnstream.types import (
     DeclaredColumn,
     Group,
+    GroupOpened,
     SealedTrajectory,
     Status,
     Trajectory,
@@ -44,6 +44,13 @@ class TurnRecord(NamedTuple):
 
     record: bytes
     shape: TurnShape
+
+
+class AdoptedTurn(NamedTuple):
+    """A turn that an earlier writer stored: as it is stored, and whole."""
+
+    stored: TurnRecord
+    turn: Turn
 
 
 class TrajectoryDraft:
@@ -114,13 +121,13 @@ class TrajectoryDraft:
         """
         if not self._shapes:
             raise InvalidTurnError("turns", "there is none; a trajectory needs at least one")
-        status = checks.checked_status(status)
+        status = group_checks.checked_status(status)
         awaits_reward = flag(awaits_reward, field="awaits_reward")
-        reward = checks.checked_reward(reward, awaits_reward=awaits_reward)
+        reward = group_checks.checked_reward(reward, awaits_reward=awaits_reward)
         components = named_numbers(reward_components, field="reward_components")
         sampling = named_numbers(sampling, field="sampling")
-        metrics = checks.checked_metrics(metrics)
-        tags = checks.checked_tags(tags)
+        metrics = group_checks.checked_metrics(metrics)
+        tags = group_checks.checked_tags(tags)
 
         turn_versions = self._turn_versions()
         anchors = () if set(self._anchors) <= {None} else tuple(self._anchors)
@@ -245,9 +252,19 @@ class DraftedTrajectory(NamedTuple):
     awaits_reward: bool
 
 
-def draft_group(
-    group: Group, *, extra_columns: Sequence[DeclaredColumn] = ()
-) -> list[DraftedTrajectory]:
+class DraftedGroup(NamedTuple):
+    """A whole group, encoded."""
+
+    opening: GroupOpened
+    trajectories: list[DraftedTrajectory]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the records of all turns."""
+        return sum(len(turn.record) for made in self.trajectories for turn in made.turns)
+
+
+def draft_group(group: Group, *, extra_columns: Sequence[DeclaredColumn] = ()) -> DraftedGroup:
     """Check and encode every trajectory of a finished group, in order of their samples.
 
     Args:
@@ -257,10 +274,10 @@ def draft_group(
     Raises:
         InvalidTurnError: names trajectory, turn, field and value; nothing of the group is accepted.
     """
-    return [
-        _draft_trajectory(group.group_id, made, extra_columns)
-        for made in checks.checked_group(group)
-    ]
+    opening, members = group_checks.checked_group(group)
+    return DraftedGroup(
+        opening, [_draft_trajectory(group.group_id, each, extra_columns) for each in members]
+    )
 
 
 def _draft_trajectory(
@@ -271,14 +288,14 @@ def _draft_trajectory(
     draft = TrajectoryDraft(key, extra_columns=declared)
     turns: list[TurnRecord] = []
     try:
-        checks.check_key(key, num_samples=None)
-        checks.check_list_of(trajectory.turns, Turn, field="turns")
+        group_checks.checked_key(key)
+        group_checks.check_list_of(trajectory.turns, Turn, field="turns")
         last = len(trajectory.turns) - 1
         for number, turn in enumerate(trajectory.turns):
             where = f"trajectories[{trajectory.sample}].turns[{number}]"
             add = draft.add_last if number == last else draft.add
             checked = checks.recheck_turn(turn)
-            turns.append(add(with_checked_extras(checked, turn.extras, declared)))
+            turns.append(add(checks.with_checked_extras(checked, turn.extras, declared)))
         where = f"trajectories[{trajectory.sample}]"
         seal = draft.seal(
             reward=trajectory.reward,

@@ -203,6 +203,11 @@ class Outbox:
         return self._queues.is_empty and (self._round is None or self._round.is_heartbeat)
 
     @property
+    def has_round(self) -> bool:
+        """Whether a round is in flight, after which the next one is taken."""
+        return self._round is not None
+
+    @property
     def is_on_disk(self) -> bool:
         """Whether, beyond that, the store has had the time to sync what it acknowledged."""
         return self.is_idle and self._resend_buffer.is_settled and self._reposts.is_empty

@@ -1,1 +1,1 @@
-"""Threads and tasks that send an outbox to the store, and calls of several steps."""
+"""One task that sends an outbox to the store, in the loop of its caller or of a thread."""

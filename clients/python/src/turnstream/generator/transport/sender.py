@@ -1,187 +1,289 @@
-"""Carries an outbox to the store with one daemon thread; a second one waits for capacity.
+"""Sends an outbox to the store with one task; a second task listens while groups wait.
 
-No call of the sender outlasts the time that the store may be away. Requests for admission have
-deadlines of their own, which the listener keeps.
+The listener and its connection live from the first refusal to `close`. They never end between two
+waits, so that no refusal can fall into a gap.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Generic, TypeVar
 
 from redis.exceptions import RedisError
 
-from turnstream.errors import NotReadyError, WaitReason
+from turnstream.errors import NotReadyError, StoreUnavailableError, WaitReason
 from turnstream.generator.outbox.calls import Round
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import Delivery, Receipt
-from turnstream.generator.transport.base import ASK_AGAIN_S, LISTEN_AGAIN_S, SenderBase
+from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
+from turnstream.generator.transport.loop_thread import LoopThread
 from turnstream.store.client import keys
-from turnstream.store.client.connection import Link, connect
-from turnstream.store.client.deadlines import ANSWER_S, SOCKET_TIMEOUT_S, ending_within
+from turnstream.store.client.cancellation import cancel_all, to_the_end
+from turnstream.store.client.connection import AsyncLink, connect_async
+from turnstream.store.client.deadlines import ANSWER_S
 from turnstream.types import DeclaredColumn
 
+ASK_AGAIN_S: Final = 5.0
+"""A waiting group asks again after this time, even if its run's wake stream says nothing: it may
+wait for memory of the server, which another run may have freed."""
+
+LISTEN_AGAIN_S: Final = 0.5
+
+_logger = logging.getLogger(__name__)
+
+_Receipt = TypeVar("_Receipt", bound=Delivery)
 _Result = TypeVar("_Result")
-_JOIN_TIMEOUT_S = 5.0
 
 
-class Sender(SenderBase[None]):
-    """Owns the lock, the threads and the connections of one publisher.
+class Sender(Generic[_Receipt]):
+    """Owns the tasks and the connections of one publisher, which live in one event loop.
 
-    The threads start with the first write and end with `close`.
+    Args:
+        url: address of the store.
+        outbox: its writes.
+        receipt_kind: kind of the receipts that callers get.
+
+    Attributes:
+        lock: held during every use of the outbox.
     """
 
-    def __init__(self, url: str, outbox: Outbox) -> None:
-        super().__init__(url, outbox)
+    def __init__(self, url: str, outbox: Outbox, receipt_kind: type[_Receipt]) -> None:
         self.lock = threading.Lock()
-        self._work = threading.Condition(self.lock)
-        self._progress = threading.Condition(self.lock)
-        self._refused = threading.Condition(self.lock)
-        self._link = Link(url)
-        self._wake_client = connect(url, num_retries=0)
-        self._sender: threading.Thread | None = None
-        self._listener: threading.Thread | None = None
-        self._why = lambda delivery: outbox.why.waiting(time.monotonic(), delivery)
+        self._url = url
+        self._outbox = outbox
+        self._receipt_kind = receipt_kind
+        self._is_closed = False
+        self._work = asyncio.Event()
+        self._progress = asyncio.Event()
+        self._refused = asyncio.Event()
+        self._sending: asyncio.Task[None] | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def put(self, write: Callable[[], _Result]) -> _Result:
-        """Do something to the outbox, and send what comes of it."""
+        """Return the result of a change of the outbox, and send its calls."""
         with self.lock:
             self._require_open()
             result = write()
-            self._sender = self._sender or _started(self._send_rounds, "turnstream-sender")
-            self._work.notify()
+            has_round = self._outbox.has_round
+        if not has_round:  # else the task looks for more calls after the round
+            self._wake()
         return result
 
     def receipt(
         self, num_parts: int = 1, *, unread_failures: list[Delivery] | None = None
-    ) -> Receipt:
-        """A receipt that a thread can wait for."""
-        return Receipt(self.lock, num_parts, unread_failures=unread_failures, why=self._why)
+    ) -> _Receipt:
+        """Return a receipt that the caller can wait for."""
+        return self._receipt_kind(num_parts, unread_failures=unread_failures, why=self._why)
 
-    def learn_columns(self) -> tuple[DeclaredColumn, ...]:
-        """The extra columns of the run, which is asked for them once."""
-        while (columns := self._outbox.extra_columns) is None:
-            receipt = self.receipt()
-            self.put(lambda receipt=receipt: self._outbox.learn_columns(receipt))
-            receipt.result()
-        return columns
+    def loop_receipt(self) -> AsyncReceipt:
+        """Return a receipt that can be awaited in the event loop."""
+        return AsyncReceipt(why=self._why)
 
     def require_open(self) -> None:
         """Refuse writes after `close`."""
         with self.lock:
             self._require_open()
 
-    def _wait(
+    async def learn_columns(self) -> tuple[DeclaredColumn, ...]:
+        """Return the extra columns of the run, which is asked for them once."""
+        while (columns := self._outbox.extra_columns) is None:
+            receipt = self.loop_receipt()
+            self.put(lambda receipt=receipt: self._outbox.learn_columns(receipt))
+            await receipt
+        return columns
+
+    async def wait_for_capacity(
+        self, has_capacity: Callable[[], bool], *, timeout_s: float
+    ) -> None:
+        """Wait until more may be accepted.
+
+        Raises:
+            NotReadyError: there was no capacity within `timeout_s`, with the reason.
+        """
+        message = "no capacity for more unacknowledged writes (max_inflight_bytes) within"
+        await self._wait(has_capacity, timeout_s, message, self._outbox.why.no_space)
+
+    async def flush(self, timeout_s: float | None) -> None:
+        """Wait until everything accepted is acknowledged or has failed.
+
+        Raises:
+            NotReadyError: writes are unacknowledged after `timeout_s`, with the reason.
+        """
+        message = "writes are not acknowledged after"
+        await self._wait(lambda: self._outbox.is_idle, timeout_s, message, self._outbox.why.waiting)
+
+    async def flush_to_disk(self, timeout_s: float | None) -> None:
+        """Wait for `flush`, and until the store has had the time to sync.
+
+        Raises:
+            NotReadyError: writes may not be on disk after `timeout_s`, with the reason.
+        """
+        message = "writes may not be on disk after"
+        await self._wait(self._is_on_disk, timeout_s, message, self._outbox.why.not_on_disk)
+
+    async def close(self) -> None:
+        """Fail unacknowledged writes, stop the tasks, disconnect. Safe to repeat."""
+        self._end("the publisher was closed")
+        await cancel_all([task for task in (self._sending, self._listening) if task is not None])
+
+    def _wake(self) -> None:
+        """Look for calls to send, in the event loop."""
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send_rounds(), name="turnstream-sender")
+        self._work.set()
+
+    def _why(self, delivery: Delivery) -> Sequence[WaitReason]:
+        with self.lock:
+            return self._outbox.why.waiting(time.monotonic(), delivery)
+
+    async def _wait(
         self,
         is_done: Callable[[], bool],
         timeout_s: float | None,
         message: str,
         reasons: Callable[[float], Sequence[WaitReason]],
     ) -> None:
-        with self.lock:
-            self._progress.wait_for(lambda: self._is_closed or is_done(), timeout_s)
-            if not is_done():
-                self._require_open()
-                raise NotReadyError(f"{message} {timeout_s:g} s", reasons(time.monotonic()))
-
-    def close(self) -> None:
-        """Fail unacknowledged writes, stop the threads, disconnect. Safe to repeat."""
-        with self.lock:
-            self._end("the publisher was closed")
-            for condition in (self._work, self._progress, self._refused):
-                condition.notify_all()
-        self._link.close()
-        self._wake_client.connection_pool.disconnect()
-        for thread in (self._sender, self._listener):
-            if thread is not None:
-                thread.join(_JOIN_TIMEOUT_S)
-        self._link.close()  # it may have been connecting when it was closed first
-        self._wake_client.close()
-
-    def _send_rounds(self) -> None:
         try:
-            while (sent := self._next_round()) is not None:
-                self._exchange(sent)
-        except Exception as error:  # noqa: BLE001 - it is logged, and ends every write
+            async with asyncio.timeout(timeout_s):
+                while not self._is_true(is_done):
+                    await self._progress.wait()
+        except TimeoutError as error:
             with self.lock:
-                self._end_failed(error)
-                self._progress.notify_all()
+                why = reasons(time.monotonic())
+            raise NotReadyError(f"{message} {timeout_s:g} s", why) from error
 
-    def _next_round(self) -> Round | None:
-        """Return the next round to send; None after the publisher was closed."""
+    def _is_true(self, is_done: Callable[[], bool]) -> bool:
         with self.lock:
+            if is_done():
+                return True
+            self._require_open()
+            return False
+
+    def _is_on_disk(self) -> bool:
+        return self._outbox.is_on_disk and not self._is_closed
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise StoreUnavailableError("the publisher was closed")
+
+    def _end(self, reason: str) -> None:
+        """Accept nothing more, and fail unacknowledged writes."""
+        with self.lock:
+            self._is_closed = True
+            self._outbox.fail_all(StoreUnavailableError(reason))
+        self._notify_waiters()
+
+    async def _send_rounds(self) -> None:
+        link = AsyncLink(self._url)
+        try:
             while not self._is_closed:
-                sent = self._outbox.next_round(time.monotonic())
-                if sent is not None:
-                    return sent
-                self._progress.notify_all()  # groups may have waited too long, and are turned away
-                self._work.wait(self._outbox.wakes_in_s(time.monotonic()))
-        return None
+                await self._exchange(link, await self._next_round())
+        except Exception as error:
+            _logger.exception("the sender of a publisher failed")
+            self._end(f"the sender failed: {error!r}")
+        finally:
+            await link.close()
 
-    def _exchange(self, sent: Round) -> None:
-        try:
+    async def _next_round(self) -> Round:
+        """Return the next round to send, once there is one."""
+        while True:
+            self._work.clear()
             with self.lock:
-                left_s = self._outbox.outage.left_s(time.monotonic())
-            timeout_s = SOCKET_TIMEOUT_S if left_s is None else min(SOCKET_TIMEOUT_S, left_s)
-            replies = self._link.exchange(sent.pack(), sent.num_replies, timeout_s=timeout_s)
+                sent = self._outbox.next_round(time.monotonic())
+                wakes_in_s = self._outbox.wakes_in_s(time.monotonic())
+            if sent is not None:
+                return sent
+            self._notify_waiters()  # waits may have timed out
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wakes_in_s):
+                    await self._work.wait()
+
+    async def _exchange(self, link: AsyncLink, sent: Round) -> None:
+        self._keep_deadlines()
+        try:
+            async with asyncio.timeout(self._outbox.outage.left_s(time.monotonic())):
+                replies = await link.exchange(sent.pack(), sent.num_replies)
         except (RedisError, OSError) as error:
             with self.lock:
                 self._outbox.lost(sent, error=error, now_s=time.monotonic())
         else:
             with self.lock:
                 self._outbox.answered(sent, replies=replies, now_s=time.monotonic())
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+        self._notify_waiters()
+        if self._outbox.wake_id is not None:
+            self._refused.set()
+            if self._listening is None:
+                self._listening = asyncio.create_task(self._listen(), name="turnstream-listener")
+
+    def _keep_deadlines(self) -> None:
+        """End the waits that time out while the store is silent."""
         with self.lock:
-            self._progress.notify_all()
-            if self._must_listen:
-                self._listener = self._listener or _started(self._listen, "turnstream-listener")
-                self._refused.notify()
+            now_s = time.monotonic()
+            has_ended = self._outbox.ends_in_s(now_s) == 0
+            if has_ended:
+                self._outbox.expire(now_s)
+            ends_in_s = self._outbox.ends_in_s(now_s)
+        if has_ended:
+            self._notify_waiters()
+        if ends_in_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(ends_in_s, self._keep_deadlines)
 
-    def _listen(self) -> None:
-        """Wait on the run's wake stream while refused requests wait."""
-        while (wake_id := self._next_wake_id()) is not None:
-            with self.lock:
-                ends_in_s = self._expire()
-            block_s = ASK_AGAIN_S if ends_in_s is None else min(ASK_AGAIN_S, ends_in_s)
-            has_moved = self._has_moved(wake_id, block_s=block_s)
-            with self.lock:
-                self._expire()
-                if has_moved is None:
-                    self._refused.wait_for(lambda: self._is_closed, LISTEN_AGAIN_S)
-                if has_moved is not False or block_s == ASK_AGAIN_S:
-                    self._outbox.woken()
-                    self._work.notify()
+    def _notify_waiters(self) -> None:
+        self._progress.set()
+        self._progress = asyncio.Event()
 
-    def _next_wake_id(self) -> str | None:
-        with self.lock:
-            while not self._is_closed and self._outbox.wake_id is None:
-                self._refused.wait(self._expire())
-            return None if self._is_closed else self._outbox.wake_id
-
-    def _has_moved(self, wake_id: str, *, block_s: float) -> bool | None:
-        """Return whether the wake stream moved within `block_s`; None if it was not read."""
-        block_ms = max(1, int(block_s * 1000))
-        wake = keys.run_keys(self._outbox.run).wake
+    async def _listen(self) -> None:
+        """Wait on the run's wake stream whenever groups wait for admission."""
+        client = connect_async(self._url, num_retries=0)
         try:
-            with ending_within(block_s + ANSWER_S):
-                return bool(self._wake_client.xread({wake: wake_id}, block=block_ms))
-        except (RedisError, OSError):
-            return None
+            while True:
+                wake_id = await self._next_wake_id()
+                try:
+                    async with asyncio.timeout(ASK_AGAIN_S + ANSWER_S):
+                        block_ms = int(ASK_AGAIN_S * 1000)
+                        wake = keys.run_keys(self._outbox.run).wake
+                        await client.xread({wake: wake_id}, block=block_ms)
+                except (RedisError, OSError):
+                    await asyncio.sleep(LISTEN_AGAIN_S)
+                with self.lock:
+                    self._outbox.woken()  # whether it has moved or not
+                self._work.set()
+        finally:
+            await to_the_end(client.aclose())
 
-    def _expire(self) -> float | None:
-        """Fail requests past their deadline; return the seconds until the next one.
-
-        The listener calls it, under the lock: a silent store may block the sender.
-        """
-        now_s = time.monotonic()
-        if self._outbox.ends_in_s(now_s) == 0:
-            self._outbox.expire(now_s)
-            self._progress.notify_all()
-        return self._outbox.ends_in_s(now_s)
+    async def _next_wake_id(self) -> str:
+        """Return the id from which to read the wake stream, once a group waits for admission."""
+        while (wake_id := self._outbox.wake_id) is None:
+            self._refused.clear()
+            await self._refused.wait()
+        return wake_id
 
 
-def _started(target: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=target, name=name, daemon=True)
-    thread.start()
-    return thread
+class ThreadSender(Sender[Receipt]):
+    """A sender for threads: its tasks run in the event loop of a daemon thread."""
+
+    def __init__(self, url: str, outbox: Outbox) -> None:
+        super().__init__(url, outbox, Receipt)
+        self.thread = LoopThread()
+        self._is_woken = False
+
+    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        """Return the result of a coroutine that runs in the event loop."""
+        return self.thread.run(coroutine)
+
+    def _wake(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            self.thread.call_soon(self._wake_in_loop)
+
+    def _wake_in_loop(self) -> None:
+        self._is_woken = False
+        super()._wake()

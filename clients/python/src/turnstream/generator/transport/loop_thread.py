@@ -1,0 +1,80 @@
+"""An event loop in a daemon thread, which runs coroutines for other threads."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from turnstream.errors import StoreUnavailableError
+
+_JOIN_TIMEOUT_S = 5.0
+
+_Result = TypeVar("_Result")
+
+
+class LoopThread:
+    """The event loop of one publisher for threads. It starts with the first call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stopped = asyncio.Event()
+        self.is_closed = False
+
+    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        """Return the result of a coroutine, which ends if the caller is interrupted.
+
+        Raises:
+            StoreUnavailableError: the publisher was closed.
+        """
+        with self._lock:
+            if self.is_closed:
+                coroutine.close()
+                raise StoreUnavailableError("the publisher was closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._started())
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise StoreUnavailableError("the publisher was closed") from error
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call a function in the loop; does nothing after `close`."""
+        with self._lock:
+            if not self.is_closed:
+                self._started().call_soon_threadsafe(callback)
+
+    def close(self) -> None:
+        """Cancel what still runs, and end the thread. Safe to repeat."""
+        with self._lock:
+            self.is_closed = True
+            if self._loop is not None and self._thread is not None and self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._stopped.set)
+        if self._thread is not None:
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            is_ready = threading.Event()
+            self._thread = threading.Thread(
+                target=self._serve, args=(is_ready,), name="turnstream-publisher", daemon=True
+            )
+            self._thread.start()
+            is_ready.wait()
+        assert self._loop is not None
+        return self._loop
+
+    def _serve(self, is_ready: threading.Event) -> None:
+        with asyncio.Runner() as runner:
+            self._loop = runner.get_loop()
+            is_ready.set()
+            runner.run(self._wait_for_close())
+
+    async def _wait_for_close(self) -> None:
+        await self._stopped.wait()
