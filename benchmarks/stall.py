@@ -79,10 +79,11 @@ class Loop:
 
     def assemble_on_loop(self, run: str) -> int:
         """The first step of a run, by the loop itself; bytes."""
-        from turnstream_server.batcher.assembly.local import assemble_locally
+        from turnstream_server.batcher.assembly.local import assemble_batch, read_planned_batch
 
         async def assemble() -> int:
-            made = assemble_locally(self._url, run, 1, dp_rank=0, dp_world_size=1)
+            batch = read_planned_batch(self._url, run, 1)
+            made = assemble_batch(self._url, batch, dp_rank=0, dp_world_size=1)
             return sum(each.num_bytes for each in made)
 
         return asyncio.run_coroutine_threadsafe(assemble(), self._loop).result(120)

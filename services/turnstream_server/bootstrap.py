@@ -59,7 +59,7 @@ def start_batcher(
 ) -> None:
     """Serve batches until SIGTERM or SIGINT, as soon as the store answers."""
     from turnstream_server.batcher.assembly.archive import archive_step
-    from turnstream_server.batcher.planner.upkeep import Upkeep
+    from turnstream_server.batcher.planner.snapshotting import Upkeep
     from turnstream_server.batcher.serving.service import BatcherOptions, run_batcher
     from turnstream_server.bus.release.ledger_files import LedgerFolder
 

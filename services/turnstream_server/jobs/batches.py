@@ -17,7 +17,7 @@ from turnstream.records.tag_statistics import shown_figures
 from turnstream.store.client import keys
 from turnstream.store.run.configs import open_run
 from turnstream_server.batcher.assembly.archive import archive_step
-from turnstream_server.batcher.assembly.local import assemble_locally
+from turnstream_server.batcher.assembly.local import assemble_batch, read_planned_batch
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import StoredManifest, read_plan
 from turnstream_server.bus.queries.states import state_of_step
@@ -87,7 +87,8 @@ def write_batch(
 
     One mini-batch is written to `path` itself; a second one is written to `<stem>-1<suffix>`, ...
     """
-    shares = assemble_locally(url, run, step, dp_rank=dp_rank, dp_world_size=dp_world_size)
+    batch = read_planned_batch(url, run, step)
+    shares = assemble_batch(url, batch, dp_rank=dp_rank, dp_world_size=dp_world_size)
     paths: list[Path] = []
     for index, share in enumerate(shares):
         target = path.with_stem(f"{path.stem}-{index}") if index else path

@@ -30,11 +30,13 @@ from turnstream.records.turns import encode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_command
+from turnstream.store.run.groups import group_size
 from turnstream.store.run.runs import create_run
 from turnstream.types import (
     Group,
     GroupOpened,
     MiniBatch,
+    Purpose,
     RecoveryToken,
     StoredTurn,
     TrajectoryKey,
@@ -46,11 +48,12 @@ from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner import reason_cache, releaser, snapshotting
 from turnstream_server.batcher.planner.parking import PARK_AFTER_S
-from turnstream_server.batcher.planner.upkeep import DEFAULT_UPKEEP, Upkeep
+from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.batcher.serving import calls
 from turnstream_server.batcher.serving.service import BatcherOptions, serving
+from turnstream_server.bus.admin.dead_letters import DeadLetters, read_dead_letters
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
-from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer
 
 _numbers = itertools.count(1)
@@ -76,7 +79,7 @@ BATCHER = """
 import asyncio, json, sys
 from pathlib import Path
 from turnstream_server import failpoints
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.batcher.serving.service import BatcherOptions
 from turnstream_server.batcher.serving.service import serving
 from turnstream_server.bus.release.ledger_files import LedgerFolder
@@ -108,6 +111,7 @@ def server() -> Iterator[EmbeddedServer]:
 def a_busy_store_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas of a test wait for answers of their store as long as its machine may take."""
     monkeypatch.setattr(reason_cache, "_READ_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(reason_cache, "_READ_EVERY_S", 0.0)
     monkeypatch.setattr(calls, "_LEAST_ANSWER_S", 30.0)
 
 
@@ -138,15 +142,34 @@ def _after_hook(function: Callable[..., Awaitable[Any]], act: str) -> Callable[.
     return call
 
 
+class PythonProcess(subprocess.Popen[str]):
+    """A Python process that talks in lines."""
+
+    def __init__(self, code: str, *arguments: str) -> None:
+        pipe = subprocess.PIPE
+        super().__init__(
+            [sys.executable, "-c", code, *arguments], stdin=pipe, stdout=pipe, text=True
+        )
+
+    async def line(self) -> str:
+        """Return the next line that it prints."""
+        assert self.stdout is not None
+        return (await asyncio.to_thread(self.stdout.readline)).strip()
+
+    def tell(self, line: str) -> None:
+        """Write a line that it reads."""
+        assert self.stdin is not None
+        self.stdin.write(f"{line}\n")
+        self.stdin.flush()
+
+
 @pytest.fixture
-def start_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start_process() -> Iterator[Callable[..., PythonProcess]]:
     """`start_process(code, *arguments)` starts a Python process, which is killed at the end."""
     with contextlib.ExitStack() as stack:
 
-        def start(code: str, *arguments: str) -> subprocess.Popen[str]:
-            pipe = subprocess.PIPE
-            command = [sys.executable, "-c", code, *arguments]
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        def start(code: str, *arguments: str) -> PythonProcess:
+            process = PythonProcess(code, *arguments)
             stack.callback(process.communicate)
             stack.callback(process.kill)
             return process
@@ -156,11 +179,11 @@ def start_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.fixture
 def start_batcher_process(
-    server: EmbeddedServer, start_process: Callable[..., subprocess.Popen[str]]
-) -> Callable[..., subprocess.Popen[str]]:
+    server: EmbeddedServer, start_process: Callable[..., PythonProcess]
+) -> Callable[..., PythonProcess]:
     """`start_batcher_process(failpoint, **options)` starts a batcher process."""
 
-    def start(failpoint: str = "", **options: Any) -> subprocess.Popen[str]:
+    def start(failpoint: str = "", **options: Any) -> PythonProcess:
         options = {"leader_lease_s": 0.6, **options}
         return start_process(BATCHER, server.url, failpoint, json.dumps(options))
 
@@ -273,10 +296,7 @@ class Trainer:
         ]
 
     async def refused(self, step: int, *, words: str) -> NotReadyError:
-        """The end of a wait for a step that is not to come, once it has these words.
-
-        What a replica says is what it knows by then, which on a busy machine takes a moment.
-        """
+        """Return the error of a wait for a step, once it has these words."""
 
         async def ends() -> NotReadyError | None:
             with pytest.raises(NotReadyError) as caught:
@@ -305,6 +325,15 @@ class Trainer:
             run=self.run, recovery_token=str(token), session_epoch=self.session_epoch
         )
         await self._call("Committed", request, wire.CommittedReply)
+
+    async def train(self, *steps: int, commits: bool = True) -> list[RecoveryToken]:
+        """Pull steps, acknowledge them, and commit each; return their tokens."""
+        tokens: list[RecoveryToken] = []
+        for step in steps:
+            tokens.append(await self.stepped(await self.get(step)))
+            if commits:
+                await self.committed(tokens[-1])
+        return tokens
 
     async def announce_version(self, version: int, *, step: int, weights_uri: str = "") -> None:
         """Say that new weights exist."""
@@ -343,6 +372,7 @@ class House:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.client = connect(url)
         self._replicas: list[Replica] = []
         self._trainers: list[Trainer] = []
 
@@ -351,31 +381,27 @@ class House:
         name = f"run {next(_numbers)}"
         defaults = {"max_staleness": 1000, "max_planned_ahead": 1, **fields}
         config: BatchingConfig = dataclasses.replace(testkit.config(batch_groups), **defaults)
-        with connect(self.url) as client:
-            create_run(client, name, config)
+        create_run(self.client, name, config)
         return name
 
     def delete_run(self, run: str) -> None:
         """Remove a run from the store, and wake its waiting callers."""
         names = keys.run_keys(run)
-        with connect(self.url) as client:
-            client.delete(*names)
-            client.xadd(names.wake, {"w": ""})
+        self.client.delete(*names)
+        self.client.xadd(names.wake, {"w": ""})
 
     def end_leases(self, run: str, *trajectory_ids: str, ago_s: float = 3600) -> None:
         """Let leases have ended so long ago: those of these trajectories, or all of the run."""
         leases = keys.run_keys(run).leases
-        with connect(self.url) as client:
-            seconds, _ = cast("tuple[int, int]", client.time())
-            ends: Any = trajectory_ids or client.zrange(leases, 0, -1)
-            client.zadd(leases, dict.fromkeys(ends, (seconds - ago_s) * 1000), xx=True)
+        seconds, _ = cast("tuple[int, int]", self.client.time())
+        ends: Any = trajectory_ids or self.client.zrange(leases, 0, -1)
+        self.client.zadd(leases, dict.fromkeys(ends, (seconds - ago_s) * 1000), xx=True)
 
     def pass_deadlines(self, run: str) -> None:
         """Let every deadline that the run has been set be over."""
         deadlines = keys.run_keys(run).deadlines
-        with connect(self.url) as client:
-            found: Any = client.zrange(deadlines, 0, -1)
-            client.zadd(deadlines, dict.fromkeys(found, 0), xx=True)
+        found: Any = self.client.zrange(deadlines, 0, -1)
+        self.client.zadd(deadlines, dict.fromkeys(found, 0), xx=True)
 
     async def publish(self, run: str, *groups: Group, closes: bool = False) -> None:
         """Send whole groups, in order, and close the run if told so."""
@@ -398,36 +424,67 @@ class House:
         said: TurnShape | None = None,
         posts: bool = True,
     ) -> None:
-        """A group of one, past all checks of a publisher.
+        """Seal a group of one, past all checks of a publisher.
 
-        Args:
-            run: name of the run.
-            group_id: of the group.
-            stored: its only turn.
-            said: what the seal says of that turn; the truth unless given.
-            posts: whether its writer lived to tell the run of the seal.
+        `said` is the shape in the seal, the true one by default. `posts` says whether its writer
+        lived to notify the run of the seal.
         """
-        names, key = keys.run_keys(run), TrajectoryKey(group_id, sample=0)
-        payload = keys.trajectory_keys(run, keys.trajectory_id(key))
+        key = TrajectoryKey(group_id, sample=0)
         record = encode_turn(stored)
         crc = int.from_bytes(record[-4:], "little")
         seal = encode_event(
             testkit.sealed(group_id, turns=[said or stored.shape], payload_crcs=[crc])
         )
-        opened = encode_event(GroupOpened(group_id=group_id, prompt_uid="", num_samples=1))
-        commands = [
-            script("open_group")(
-                names.of_open_group,
-                *(group_id, 1, "w", opened, keys.trajectory_id(key)),
-            ),
-            script("append")(payload, "1:w", 0, 1, record, seal),
-        ]
+        self.open_group(run, group_id, keys.trajectory_id(key))
+        self.seal(run, keys.trajectory_id(key), record, seal=seal, posts=posts)
+
+    def open_group(
+        self,
+        run: str,
+        group_id: str,
+        *trajectory_ids: str,
+        num_samples: int = 1,
+        purpose: Purpose = Purpose.TRAIN,
+    ) -> None:
+        """Open trajectories of a group for the writer "w", which sends no heartbeat."""
+        opened = GroupOpened(
+            group_id=group_id, prompt_uid="", num_samples=num_samples, purpose=purpose
+        )
+        words = (keys.encode_name(group_id), group_size(opened), "w", encode_event(opened))
+        command = script("open_group")(keys.run_keys(run).of_open_group, *words, *trajectory_ids)
+        run_command(self.client, command)
+
+    def seal(
+        self, run: str, trajectory_id: str, *turns: bytes, seal: bytes, lease: Any = 1, posts: bool
+    ) -> None:
+        """Store the turns and the seal of an open trajectory as they are, and post the seal."""
+        place = keys.trajectory_keys(run, trajectory_id)
+        post = script("post_sealed")(keys.run_keys(run).of_post_sealed, trajectory_id, lease, seal)
+        run_command(self.client, script("append")(place, "1:w", 0, 1, *turns, seal))
         if posts:
-            post = script("post_sealed")
-            commands.append(post(names.of_post_sealed, keys.trajectory_id(key), 1, seal))
-        with connect(self.url) as client:
-            for command in commands:
-                run_command(client, command)
+            run_command(self.client, post)
+
+    def change_records(self, stream: str, change: Callable[[list[bytes]], list[bytes]]) -> None:
+        """Write a stream again with other records, under the same ids where they are as many."""
+        entries: Any = self.client.xrange(stream)
+        self.client.delete(stream)
+        changed = change([fields[b"r"] for _, fields in entries])
+        for number, record in enumerate(changed):
+            entry_id, fields = entries[number]
+            self.client.xadd(stream, {**fields, b"r": record}, id=entry_id)
+
+    def damage(self, run: str, trajectory_id: str, *, record: int = 0) -> bytes:
+        """Flip a bit of a turn, or of the seal (-1); return the damaged record."""
+        damaged = bytearray()
+
+        def flip(records: list[bytes]) -> list[bytes]:
+            damaged[:] = records[record]
+            damaged[-9] ^= 1
+            records[record] = bytes(damaged)
+            return records
+
+        self.change_records(keys.trajectory_keys(run, trajectory_id).turns, flip)
+        return bytes(damaged)
 
     async def start_batcher(
         self,
@@ -439,15 +496,10 @@ class House:
         wait_max_s: float = 60.0,
         upkeep: Upkeep = DEFAULT_UPKEEP,
     ) -> Replica:
-        """A replica that answers.
+        """Start a replica.
 
-        Args:
-            before_write: awaited with each checked plan before it is written.
-            before_act: awaited with the name of each act of upkeep before it is done.
-            lease_s: lease of its leaderships.
-            park_after_s: when it parks an idle run.
-            wait_max_s: longest wait of a Get.
-            upkeep: settings of its upkeep.
+        `before_write` is awaited with each checked plan before it is written, and `before_act` with
+        the name of each act of upkeep before it is done.
         """
         options = BatcherOptions(
             redis_url=self.url,
@@ -474,17 +526,43 @@ class House:
         run = self.create_run(**fields)
         return run, self.trainer(await self.start_batcher(), run)
 
+    async def start_trainer(self, run: str, *, session: str = "s", **options: Any) -> Trainer:
+        """Start a batcher, and a session of a trainer of this run at it."""
+        trainer = self.trainer(await self.start_batcher(**options), run)
+        await trainer.start(session)
+        return trainer
+
+    async def started(
+        self,
+        *groups: Group,
+        session: str = "s",
+        dp_world_size: int = 1,
+        closes: bool = False,
+        **fields: Any,
+    ) -> tuple[str, Trainer]:
+        """Publish groups of a new run, and start a session of its trainer at a new batcher."""
+        run, trainer = await self.serve(**fields)
+        await self.publish(run, *groups, closes=closes)
+        await trainer.start(session, dp_world_size=dp_world_size)
+        return run, trainer
+
     def frontier(self, run: str) -> Frontier:
         """The frontier of a run."""
-        with connect(self.url) as client:
-            return read_frontier(client, run)
+        return read_frontier(self.client, run)
+
+    def ledger(self, run: str) -> LedgerCounts:
+        """The counts of the ledger, which must add up."""
+        ledger = read_ledger(self.client, run)
+        ledger.check()
+        return ledger
 
     def states(self, run: str) -> dict[TrajectoryState, int]:
-        """The number of trajectories by state, where it is not 0; the ledger must add up."""
-        with connect(self.url) as client:
-            ledger = read_ledger(client, run)
-        ledger.check()
-        return {state: number for state, number in ledger.by_state.items() if number}
+        """The number of trajectories by state, where it is not 0."""
+        return {state: number for state, number in self.ledger(run).by_state.items() if number}
+
+    def dead_letters(self, run: str) -> DeadLetters:
+        """The dead letters of a run."""
+        return read_dead_letters(self.client, run)
 
     async def planned(self, run: str, step: int) -> None:
         """Return when this step is planned."""
@@ -498,6 +576,7 @@ class House:
             await trainer.close()
         for replica in self._replicas:
             await replica.stop()
+        self.client.close()
 
 
 @pytest.fixture
@@ -520,3 +599,15 @@ async def house_at() -> AsyncIterator[Callable[[str], House]]:
     yield make
     for house in houses:
         await house.close()
+
+
+@pytest.fixture
+def of_3() -> Callable[[str], Group]:
+    """`of_3(name)` makes a group of three with different rewards."""
+
+    def build(group_id: str) -> Group:
+        turn = testkit.turn("ab", "CD")
+        members = [testkit.trajectory(turn, sample=s, reward=float(s)) for s in range(3)]
+        return testkit.group(group_id, *members)
+
+    return build

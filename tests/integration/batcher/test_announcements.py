@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(house):
-    run, trainer = await house.serve(batch_groups=1, retain_checkpoints=5)
-    await house.publish(run, group("g1"), group("g2"))
-    await trainer.start()
+    run, trainer = await house.started(
+        group("g1"), group("g2"), batch_groups=1, retain_checkpoints=5
+    )
     tokens = [await trainer.stepped(await trainer.get(step)) for step in (1, 2)]
 
     async with connect_async(house.url) as client:

@@ -10,10 +10,9 @@ import pytest
 
 from testkit import group, trajectory, turn, wait_until_async
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream_server.batcher.assembly.archive import archive_path, archive_step
-from turnstream_server.batcher.planner.upkeep import Upkeep
-from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.batcher.planner import releaser
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.jobs.batches import archive_run
 
@@ -21,21 +20,18 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 async def train(house, run, *, steps, **batcher):
-    trainer = house.trainer(await house.start_batcher(**batcher), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run, **batcher)
     pulled = []
     for step in range(1, steps + 1):
         pulled.append(await trainer.get(step))
-        await trainer.committed(await trainer.stepped(pulled[-1]))
+        await trainer.train(step)
     return pulled
 
 
 async def released(house, run, step):
-    async def is_released():
-        with connect(house.url) as client:
-            return read_frontier(client, run).released >= step
-
-    await wait_until_async(is_released, describe=f"the release of step {step}")
+    await wait_until_async(
+        lambda: house.frontier(run).released >= step, describe=f"the release of step {step}"
+    )
 
 
 def columns(pulled, name):
@@ -125,9 +121,8 @@ async def test_the_archive_has_the_labels_of_every_trajectory(house, tmp_path):
     labelled = trajectory(sample=0, tags={"env": "maze"}, metrics={"turns": 2})
     await house.publish(run, group("a", labelled, trajectory(sample=1, reward=0.0)))
     await train(house, run, steps=1)
-    with connect(house.url) as client:
-        stream = keys.trajectory_keys(run, "a/1/0").turns
-        client.execute_command("XDEL", stream, "0-2")  # its seal
+    stream = keys.trajectory_keys(run, "a/1/0").turns
+    house.client.execute_command("XDEL", stream, "0-2")  # its seal
 
     (path,) = await asyncio.to_thread(lambda: list(archive_run(house.url, run, tmp_path)))
 
@@ -159,28 +154,40 @@ async def test_a_folder_that_cannot_be_written_holds_the_release_back(house, tmp
         if step == 2 and not room:
             raise OSError("the disk is full")
 
-    async def trouble():
-        def look():
-            with connect(house.url) as client:
-                return read_snapshot(client, run).release_trouble
-
-        return await asyncio.to_thread(look)
-
-    async def is_over():
-        return not await trouble()
+    def trouble():
+        return read_snapshot(house.client, run).release_trouble
 
     await train(house, run, steps=3, upkeep=Upkeep(archive=archive))
     await released(house, run, 1)
 
     await wait_until_async(lambda: asked.count(2) >= 3, describe="another try")
-    with connect(house.url) as client:
-        assert read_frontier(client, run).released == 1
-        assert client.exists(keys.trajectory_keys(run, "g1/0/0").turns)
-    assert await trouble() == "step 2 is not archived: the disk is full"
+    assert house.frontier(run).released == 1
+    assert house.client.exists(keys.trajectory_keys(run, "g1/0/0").turns)
+    assert trouble() == "step 2 is not archived: the disk is full"
 
     room.append(1)
     await released(house, run, 3)
-    await wait_until_async(is_over, describe="the end of the trouble")
+    await wait_until_async(lambda: not trouble(), describe="the end of the trouble")
+
+
+async def test_failed_archive_is_reported_although_the_release_fails_too(house, monkeypatch):
+    def archive(name, step):
+        raise OSError("the disk is full")
+
+    async def fail(*_):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(releaser, "read_release_state", fail)
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, group("g1"))
+    await train(house, run, steps=1, upkeep=Upkeep(archive=archive))
+
+    await wait_until_async(
+        lambda: (
+            read_snapshot(house.client, run).release_trouble
+            == "step 1 is not archived: the disk is full"
+        )
+    )
 
 
 async def test_defect_of_the_release_is_logged_and_ends_no_term(house, caplog):
@@ -195,8 +202,7 @@ async def test_defect_of_the_release_is_logged_and_ends_no_term(house, caplog):
     await train(house, run, steps=2, upkeep=Upkeep(archive=archive))
     await released(house, run, 2)
 
-    with connect(house.url) as client:
-        assert client.hget(keys.run_keys(run).leader, "epoch") == b"1"
+    assert house.client.hget(keys.run_keys(run).leader, "epoch") == b"1"
     assert f"release in run {run} failed" in caplog.text
 
 

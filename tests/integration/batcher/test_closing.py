@@ -3,15 +3,11 @@
 import pytest
 
 from testkit import group, wait_until_async
-from testkit.scripts import script
 from turnstream.errors import EndOfRunError
-from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
-from turnstream.store.client.scripts import run_command
 from turnstream.store.run.credits import credit
 from turnstream.store.run.runs import close_run, reopen_run
-from turnstream.types import GroupOpened, Purpose, TrajectoryState
+from turnstream.types import Purpose, TrajectoryState
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.release.compact_records import past_reasons
@@ -21,8 +17,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 @pytest.fixture
 def client(house):
-    with connect(house.url) as client:
-        yield client
+    return house.client
 
 
 def names(pulled):
@@ -31,8 +26,7 @@ def names(pulled):
 
 async def trained(house, run, num_groups):
     """A trainer that took all whole batches of two, of a run that has more groups."""
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run)
     await house.publish(run, *(group(f"g{i}") for i in range(num_groups)))
     for step in range(1, num_groups // 2 + 1):
         await trainer.stepped(await trainer.get(step))
@@ -108,33 +102,14 @@ async def is_finished(client, run):
 
 async def test_a_closed_run_ends_by_the_leases_of_generators_that_are_dead(house, client):
     run = house.create_run(batch_groups=1, lease_s=0.4)
-    opened = encode_event(GroupOpened(group_id="gone", prompt_uid="", num_samples=2))
-    of_open_group = keys.run_keys(run).of_open_group
-    run_command(
-        client,
-        script("open_group")(of_open_group, "gone", 2, "w", opened, "gone/0/0"),
-    )
+    house.open_group(run, "gone", "gone/0/0", num_samples=2)
     close_run(client, run)
 
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run)
     with pytest.raises(EndOfRunError):
         await trainer.get(1)
 
     assert client.hget(keys.run_keys(run).groups, "gone") in (b"2:incomplete", None)
-
-
-def open_evaluation(house, run, *ids):
-    """An evaluation of two in which these trajectories were opened."""
-    with connect(house.url) as client:
-        record = encode_event(
-            GroupOpened(group_id="e", prompt_uid="", num_samples=2, purpose=Purpose.EVAL)
-        )
-        of_open_group = keys.run_keys(run).of_open_group
-        run_command(
-            client,
-            script("open_group")(of_open_group, "e", "2:eval", "w", record, *ids),
-        )
 
 
 async def evaluation_ends(client, run):
@@ -147,7 +122,7 @@ async def evaluation_ends(client, run):
 @pytest.mark.parametrize("leftover", ["short", "carry", "drop"])
 async def test_no_end_waits_for_an_evaluation(house, client, leftover):
     run = house.create_run(batch_groups=2, lease_s=600)
-    open_evaluation(house, run, "e/0/0")
+    house.open_group(run, "e", "e/0/0", num_samples=2, purpose=Purpose.EVAL)
     await trained(house, run, 2)
 
     close_run(client, run, leftover=leftover)
@@ -166,7 +141,7 @@ async def test_evaluation_that_outlasts_its_run_is_ended_by_a_later_batcher(hous
     await is_finished(client, run)
     await first.stop()
     client.hset(keys.run_keys(run).frontier, "closed", 0)  # begun before the run was closed
-    open_evaluation(house, run, "e/0/0")
+    house.open_group(run, "e", "e/0/0", num_samples=2, purpose=Purpose.EVAL)
     client.hset(keys.run_keys(run).frontier, "closed", 1)
 
     await house.start_batcher()

@@ -10,9 +10,8 @@ import pytest
 from testkit import group, wait_until_async
 from turnstream.errors import CorruptRecordError, NotReadyError
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryState
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError, read_history
@@ -29,16 +28,14 @@ def upkeep(folder: Path | None) -> Upkeep:
     return Upkeep(snapshot_events=1, snapshot_steps=1, ledger_folder=place)
 
 
-async def train_all(house: Any, trainer: Any, *, first: int = 1, last: int = NUM_STEPS) -> None:
-    await house.publish(trainer.run, *(group(f"g{i}") for i in range(first, last + 1)))
-    for step in range(first, last + 1):
-        await trainer.committed(await trainer.stepped(await trainer.get(step)))
+async def train_all(house: Any, trainer: Any) -> None:
+    await house.publish(trainer.run, *(group(f"g{i}") for i in range(1, NUM_STEPS + 1)))
+    await trainer.train(*range(1, NUM_STEPS + 1))
 
 
 def numbers(house: Any, run: str) -> tuple[int, int]:
     """The newest step that is folded, and the newest in a file."""
-    with connect(house.url) as client:
-        found: Any = client.hmget(keys.run_keys(run).frontier, "folded", "cold")
+    found: Any = house.client.hmget(keys.run_keys(run).frontier, "folded", "cold")
     return int(found[0] or 0), int(found[1] or 0)
 
 
@@ -51,8 +48,7 @@ async def reached(house: Any, run: str, *, folded: int, cold: int) -> None:
 
 
 def hot_steps(house: Any, run: str) -> list[int]:
-    with connect(house.url) as client:
-        return sorted(map(int, client.hkeys(keys.run_keys(run).past)))
+    return sorted(map(int, house.client.hkeys(keys.run_keys(run).past)))
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -60,16 +56,14 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def history(house: Any, run: str, trajectory: str, folder: Path | None) -> Any:
-    with connect(house.url) as client:
-        return read_history(client, run, trajectory, folder=folder)
+    return read_history(house.client, run, trajectory, folder=folder)
 
 
 @pytest.fixture
 async def cooled(house, tmp_path: Path) -> str:
     """A run of eight trained steps: seven are over, the first four of them in two files."""
     run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep(tmp_path)), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run, upkeep=upkeep(tmp_path))
     await train_all(house, trainer)
     await reached(house, run, folded=7, cold=4)
     return run
@@ -92,8 +86,7 @@ async def test_records_of_old_batches_move_to_files_that_answer_for_them(
     assert [name.rpartition("-")[0] for name in files] == [
         *("ledger-00000001-00000002", "ledger-00000003-00000004"),
     ]
-    with connect(house.url) as client:
-        read_ledger(client, cooled).check()
+    read_ledger(house.client, cooled).check()
     with pytest.raises(TrajectoryNotFoundError):
         history(house, cooled, "never/0/0", tmp_path)
     with pytest.raises(NotReadyError):
@@ -127,21 +120,17 @@ async def test_a_folder_that_cannot_be_written_leaves_the_records_where_they_are
 ):
     (tmp_path / "file").touch()
     run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep(tmp_path / "file")), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run, upkeep=upkeep(tmp_path / "file"))
     await train_all(house, trainer)
 
     await reached(house, run, folded=7, cold=0)
     assert hot_steps(house, run) == list(range(1, 8))
 
     await wait_until_async(lambda: "stays in the store" in caplog.text)
-
-    async def is_noted() -> bool:
-        with connect(house.url) as client:
-            trouble = read_snapshot(client, run).release_trouble
-        return trouble.startswith("the ledger stays in the store: ")
-
-    await wait_until_async(is_noted, describe="the trouble that `turnstream why` tells")
+    await wait_until_async(
+        lambda: "the ledger stays in" in read_snapshot(house.client, run).release_trouble,
+        describe="the error that `turnstream why` reports",
+    )
     assert read_batch(house.url, run, 1)["step"] == 1
 
 

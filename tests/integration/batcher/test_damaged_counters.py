@@ -9,7 +9,6 @@ import pytest
 from testkit import group, wait_until_async
 from turnstream.errors import CorruptRecordError
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
@@ -24,8 +23,7 @@ async def until_named(house: Any, run: str, words: str) -> None:
 
     async def is_named() -> bool:
         try:
-            with connect(house.url) as client:
-                found = [reason.sentence for reason in reasons(read_snapshot(client, run))]
+            found = [reason.sentence for reason in reasons(read_snapshot(house.client, run))]
         except CorruptRecordError as error:
             found = [str(error)]
         return any(words in sentence for sentence in found)
@@ -40,14 +38,13 @@ async def test_step_is_planned_whole_after_a_damaged_counter_is_repaired(
     run = house.create_run(batch_groups=1)
     await house.publish(run, group("g0"))
     names = keys.run_keys(run)
-    with connect(house.url) as client:
-        count: Any = client.hget(getattr(names, part), field)
-        client.hset(getattr(names, part), field, DAMAGE)
+    count: Any = house.client.hget(getattr(names, part), field)
+    house.client.hset(getattr(names, part), field, DAMAGE)
 
-        trainer = house.trainer(await house.start_batcher(), run)
-        await until_named(house, run, f"damaged: {getattr(names, part)}, field '{field}'")
-        assert (client.xlen(names.plan), read_frontier(client, run).planned) == (0, 0)
-        client.hset(getattr(names, part), field, count)
+    trainer = house.trainer(await house.start_batcher(), run)
+    await until_named(house, run, f"damaged: {getattr(names, part)}, field '{field}'")
+    assert (house.client.xlen(names.plan), read_frontier(house.client, run).planned) == (0, 0)
+    house.client.hset(getattr(names, part), field, count)
 
     await trainer.start()
     (pulled,) = await trainer.get(1, wait_s=30)

@@ -20,7 +20,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream.store.run.tasks import Prompt, add_prompts
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.release.compact_records import find_past_step, read_past_batch
 from turnstream_server.jobs.ledger import history_json, print_ledger
 
@@ -148,8 +148,7 @@ def calls(url: str, run: str) -> dict[str, Callable[[], Any]]:
 async def worn_run(house: Any) -> str:
     """A run with trajectories in every place that the ledger reads."""
     run = house.create_run(batch_groups=1, max_staleness=9, retain_checkpoints=1)
-    trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run, upkeep=SMALL)
     for step in range(1, 4):
         await house.publish(run, group(f"g{step}"))
         await trainer.committed(await trainer.stepped(await trainer.get(step)))

@@ -41,16 +41,12 @@ async def trouble(url: str, run: str) -> str:
 
 
 async def test_damaged_plan_is_reported_to_ranks_and_by_why(house, run):
-    with connect(house.url) as client:
-        names = keys.run_keys(run)
-        entries: Any = client.xrange(names.plan)
-        client.delete(names.plan)
-        for entry_id, fields in entries:
-            record = bytearray(fields[b"r"])
-            record[-9] ^= entry_id == b"2-0"
-            client.xadd(names.plan, {"r": bytes(record)}, id=entry_id)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start("b")
+    def flip(plans: list[bytes]) -> list[bytes]:
+        first, second = plans
+        return [first, second[:-9] + bytes([second[-9] ^ 1]) + second[-8:]]
+
+    house.change_records(keys.run_keys(run).plan, flip)
+    trainer = await house.start_trainer(run, session="b")
 
     (first,) = await trainer.get(1)
     with pytest.raises(CorruptRecordError, match="checksum of a manifest"):
@@ -61,11 +57,9 @@ async def test_damaged_plan_is_reported_to_ranks_and_by_why(house, run):
 
 
 async def test_damaged_snapshot_is_reported_and_planned_batches_are_delivered(house, run):
-    with connect(house.url) as client:
-        damaged: Any = {"position": "0-0", "step": 0, "record": b"\x00" * 64}
-        client.hset(keys.run_keys(run).snapshot, mapping=damaged)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start("b")
+    damaged: Any = {"position": "0-0", "step": 0, "record": b"\x00" * 64}
+    house.client.hset(keys.run_keys(run).snapshot, mapping=damaged)
+    trainer = await house.start_trainer(run, session="b")
 
     pulled = [*await trainer.get(1), *await trainer.get(2)]
 

@@ -14,9 +14,7 @@ from testkit import group, wait_until_async
 from turnstream.errors import NotReadyError
 from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -39,36 +37,21 @@ with connect(url) as client:
 
 def open_members(house: Any, run: str, *, num_samples: int, sealed: int, **opening: Any) -> None:
     """Open all samples of group "g", and seal the first ones of them; the others hang."""
-
-    def write() -> None:
-        publisher = Publisher(house.url, run, writer="w")
-        writers = [
-            publisher.trajectory("g", sample, num_samples=num_samples, **opening)
-            for sample in range(num_samples)
-        ]
-        for writer in writers:  # all of them first: a group that is decided takes no more
-            writer.__enter__()
-        for sample, writer in enumerate(writers[:sealed]):
-            writer.append([1, 2], [3, 4])
-            writer.seal(reward=float(sample))
-        publisher.close()
-
-    write()
-
-
-def ledger(house: Any, run: str) -> LedgerCounts:
-    with connect(house.url) as client:
-        counts = read_ledger(client, run)
-    counts.check()
-    return counts
-
-
-def states(house: Any, run: str) -> dict[TrajectoryState, int]:
-    return {state: n for state, n in ledger(house, run).by_state.items() if n}
+    publisher = Publisher(house.url, run, writer="w")
+    writers = [
+        publisher.trajectory("g", sample, num_samples=num_samples, **opening)
+        for sample in range(num_samples)
+    ]
+    for writer in writers:  # all of them first: a group that is decided takes no more
+        writer.__enter__()
+    for sample, writer in enumerate(writers[:sealed]):
+        writer.append([1, 2], [3, 4])
+        writer.seal(reward=float(sample))
+    publisher.close()
 
 
 async def wait_for_states(house: Any, run: str, expected: dict[TrajectoryState, int]) -> None:
-    await wait_until_async(lambda: states(house, run) == expected, describe=f"states {expected}")
+    await wait_until_async(lambda: house.states(run) == expected, describe=f"states {expected}")
 
 
 async def test_a_group_with_a_member_that_hangs_is_trained_short(house: Any) -> None:
@@ -80,7 +63,7 @@ async def test_a_group_with_a_member_that_hangs_is_trained_short(house: Any) -> 
     (pulled,) = await trainer.get(1)
 
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0"]
-    assert states(house, run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
+    assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
 
 
 async def test_a_group_with_a_member_that_hangs_is_dropped_and_makes_room(house: Any) -> None:
@@ -95,7 +78,7 @@ async def test_a_group_with_a_member_that_hangs_is_dropped_and_makes_room(house:
     (pulled,) = await trainer.get(1)
 
     assert set(pulled.mini_batch.rows.group_id) == {"next"}
-    assert states(house, run) == {
+    assert house.states(run) == {
         TrajectoryState.PLANNED: 2,
         TrajectoryState.INCOMPLETE: 2,
         TrajectoryState.SURPLUS: 1,
@@ -119,7 +102,7 @@ async def test_hanging_member_is_refilled_by_any_free_generator(house: Any) -> N
 
     assert (refill.key, refill.prompt_uid) == (TrajectoryKey("g", 1, 1), "p7")
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/1"]
-    assert states(house, run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
+    assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
 
 
 async def test_an_abandoned_member_is_refilled_without_any_deadline(house: Any) -> None:
@@ -168,11 +151,9 @@ async def test_untaken_refill_does_not_hold_its_group(house: Any) -> None:
 
 
 async def a_refill_is_granted(house: Any, run: str) -> None:
-    async def is_so() -> bool:
-        with connect(house.url) as client:
-            return client.zcard(keys.run_keys(run).refills) > 0
-
-    await wait_until_async(is_so, describe="a refill")
+    await wait_until_async(
+        lambda: house.client.zcard(keys.run_keys(run).refills) > 0, describe="a refill"
+    )
 
 
 async def test_a_reward_is_posted_by_another_process(
@@ -186,8 +167,8 @@ async def test_a_reward_is_posted_by_another_process(
             async with publisher.trajectory("g", sample, num_samples=2) as writer:
                 await writer.append([1, 2], [3 + sample])
                 await writer.seal(awaits_reward=True)
-        waiting = states(house, run)
-        refused = await trainer.refused(1, words="0 of 1 groups complete, 1 open$")
+        waiting = house.states(run)
+        refused = await trainer.refused(1, words="0 of 1 groups ready, 1 open$")
         said = [
             start_process(REWARDER, house.url, run, "g", str(sample), str(sample / 2)).communicate()
             for sample in (0, 1)
@@ -220,8 +201,8 @@ async def test_a_reward_that_does_not_come_ends_by_its_own_deadline(house: Any) 
         late = await publisher.post_reward(TrajectoryKey("g", 2), 1.0)
 
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0"]
-    assert states(house, run) == {TrajectoryState.PLANNED: 2, TrajectoryState.INCOMPLETE: 1}
-    assert (late, ledger(house, run).num_late_rewards) == (RewardOutcome.LATE, 1)
+    assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.INCOMPLETE: 1}
+    assert (late, house.ledger(run).num_late_rewards) == (RewardOutcome.LATE, 1)
 
 
 async def test_restarted_batcher_does_not_wait_for_a_hanging_member(
@@ -238,8 +219,7 @@ async def test_restarted_batcher_does_not_wait_for_a_hanging_member(
     first.send_signal(signal.SIGKILL)
     await asyncio.to_thread(first.wait, 10)
     await house.publish(run, group("h"))
-    trainer = house.trainer(await house.start_batcher(lease_s=0.6), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run, lease_s=0.6)
     (pulled,) = await trainer.get(1)
 
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0", "h/0/0", "h/1/0"]

@@ -15,14 +15,6 @@ from turnstream_server.bus.admin.deletion import delete_run
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
-async def delete(house: Any, run: str) -> None:
-    def act() -> None:
-        with connect(house.url) as client:
-            delete_run(client, run)
-
-    await asyncio.to_thread(act)
-
-
 def keys_of(url: str, run: str) -> set[str]:
     """The last words of the keys of a run."""
     start = keys.run_keys(run).wake.removesuffix("}:wake")
@@ -34,22 +26,13 @@ def keys_of(url: str, run: str) -> set[str]:
     return {name.decode().rpartition(":")[2] for name in found}
 
 
-def create_again(house: Any, run: str, *, batch_groups: int) -> None:
-    with connect(house.url) as client:
-        create_run(client, run, config(batch_groups))
-
-
 async def test_waiting_calls_of_a_deleted_run_end_at_once(house):
     run, trainer = await house.serve()
     await trainer.start()
     getting = asyncio.create_task(trainer.get(1, wait_s=20))
 
-    async def leads() -> bool:
-        with connect(house.url) as client:
-            return bool(client.hget(keys.run_keys(run).leader, "owner"))
-
-    await wait_until_async(leads)
-    await delete(house, run)
+    await wait_until_async(lambda: bool(house.client.hget(keys.run_keys(run).leader, "owner")))
+    await asyncio.to_thread(delete_run, house.client, run)
 
     async with asyncio.timeout(15):
         with pytest.raises(RunNotFoundError):
@@ -64,7 +47,7 @@ async def test_leader_and_follower_drop_a_deleted_run(house):
     await house.publish(run, *(group(f"g{i}") for i in range(3)))
     await trainers[0].committed(await trainers[0].stepped(await trainers[0].get(1)))
 
-    await delete(house, run)
+    await asyncio.to_thread(delete_run, house.client, run)
     for trainer in trainers:
         trainer.session_epoch = 1
         with pytest.raises(RunNotFoundError):
@@ -90,8 +73,8 @@ async def test_leader_of_a_deleted_run_plans_nothing_in_the_next_run(house):
     replica = await house.start_batcher(before_write=stall)
     await house.publish(run, group("old"))
     await stalls.wait()
-    await delete(house, run)
-    await asyncio.to_thread(create_again, house, run, batch_groups=1)
+    await asyncio.to_thread(delete_run, house.client, run)
+    create_run(house.client, run, config(1))
     may_go_on.set()
     await house.publish(run, group("new"))
 
@@ -102,5 +85,4 @@ async def test_leader_of_a_deleted_run_plans_nothing_in_the_next_run(house):
     assert trainer.run == f"{run}~2"
     assert set(pulled.mini_batch.rows.group_id) == {"new"}
     assert pulled.mini_batch.info.run == f"{run}~2"
-    with connect(house.url) as client:
-        assert not client.exists(keys.run_keys(run).plan, keys.run_keys(run).frontier)
+    assert not house.client.exists(keys.run_keys(run).plan, keys.run_keys(run).frontier)

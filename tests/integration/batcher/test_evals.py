@@ -14,10 +14,9 @@ from testkit import group, ids, trajectory, turn, wait_until_async
 from turnstream.errors import ConflictError, EndOfRunError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream.store.run.evals import eval_results
 from turnstream.types import EvalResult, Group, Purpose, TrajectoryState
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 from turnstream_server.jobs.evals import read_evals
@@ -49,15 +48,13 @@ def evaluation(group_id: str, *rewards: float, version: int = 1) -> Group:
 
 
 def counts(house: Any, run: str) -> LedgerCounts:
-    with connect(house.url) as client:
-        found = read_ledger(client, run)
+    found = read_ledger(house.client, run)
     found.check()
     return found
 
 
 def results(house: Any, run: str) -> list[EvalResult]:
-    with connect(house.url) as client:
-        return eval_results(client, run)
+    return eval_results(house.client, run)
 
 
 async def num_evaluated(house: Any, run: str, number: int) -> None:
@@ -68,8 +65,7 @@ async def num_evaluated(house: Any, run: str, number: int) -> None:
 
 
 def plans(house: Any, run: str, steps: int) -> list[Any]:
-    with connect(house.url) as client:
-        found = [read_plan(client, run, step) for step in range(1, steps + 1)]
+    found = [read_plan(house.client, run, step) for step in range(1, steps + 1)]
     return [
         replace(each.manifest, run="", previous_hash="", last_event_id="")
         for each in found
@@ -211,11 +207,10 @@ async def test_a_hanging_member_of_an_evaluation_ends_at_the_deadline(house):
 
 
 async def payload_is_gone(house: Any, run: str, trajectory_id: str) -> None:
-    async def is_gone() -> bool:
-        with connect(house.url) as client:
-            return not client.exists(keys.trajectory_keys(run, trajectory_id).turns)
-
-    await wait_until_async(is_gone, describe="released payload")
+    await wait_until_async(
+        lambda: not house.client.exists(keys.trajectory_keys(run, trajectory_id).turns),
+        describe="released payload",
+    )
 
 
 async def test_results_survive_compaction_snapshots_and_a_successor(house):
@@ -241,8 +236,7 @@ async def test_results_survive_compaction_snapshots_and_a_successor(house):
 
 async def left_ledger(house: Any, run: str) -> None:
     async def is_empty() -> bool:
-        with connect(house.url) as client:
-            names = keys.run_keys(run)
-            return not client.exists(names.ledger) and not client.exists(names.groups)
+        names = keys.run_keys(run)
+        return not house.client.exists(names.ledger) and not house.client.exists(names.groups)
 
     await wait_until_async(is_empty, describe="an empty ledger")

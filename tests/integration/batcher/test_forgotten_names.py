@@ -13,7 +13,7 @@ from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from testkit import group, wait_until_async
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream.types import RecoveryToken
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.admin.forks import fork_run
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.ledger import read_ledger
@@ -31,21 +29,11 @@ async def train(trainer: Any, *steps: int) -> tuple[list[Any], list[RecoveryToke
 
 
 async def folded(house: Any, run: str, step: int) -> None:
-    async def check() -> bool:
-        with connect(house.url) as client:
-            return int(client.hget(keys.run_keys(run).frontier, "folded") or 0) == step
-
-    await wait_until_async(check, describe=f"{step} folded steps")
-
-
-def fork(house: Any, run: str, new_run: str, token: RecoveryToken) -> None:
-    with connect(house.url) as client:
-        fork_run(client, run, new_run, token)
-
-
-def has_plan(house: Any, run: str, step: int) -> bool:
-    with connect(house.url) as client:
-        return read_plan(client, run, step) is not None
+    name = keys.run_keys(run).frontier
+    await wait_until_async(
+        lambda: int(house.client.hget(name, "folded") or 0) == step,
+        describe=f"{step} folded steps",
+    )
 
 
 @pytest.mark.parametrize(("num_steps", "retained"), [(4, 2), (3, 1)])
@@ -61,9 +49,9 @@ async def test_the_oldest_checkpoint_can_be_forked_when_its_plan_is_gone(
     _, (*_, token) = await train(trainer, 1, 2, 3)
     await train(trainer, *range(4, num_steps + 1))
     await folded(house, run, 3)
-    plans = [has_plan(house, run, step) for step in (3, 4)]
+    plans = [read_plan(house.client, run, step) is not None for step in (3, 4)]
 
-    await asyncio.to_thread(fork, house, run, new_run, token)
+    fork_run(house.client, run, new_run, token)
     forked = house.trainer(replica, new_run)
     reply = await forked.start(token=str(token))
     await house.publish(new_run, group("g0"), group("g1"))
@@ -77,8 +65,7 @@ async def test_the_oldest_checkpoint_can_be_forked_when_its_plan_is_gone(
     assert {group_id for each in pulled for group_id in each.mini_batch.rows.group_id} == {
         *("g0", "g1"),
     }
-    with connect(house.url) as client:
-        ledger = read_ledger(client, new_run)
+    ledger = read_ledger(house.client, new_run)
     ledger.check()
     assert ledger.accepted == 10
 
@@ -91,7 +78,7 @@ async def test_a_successor_plans_a_fork_on_and_releases_what_it_trained(house):
     await trainer.start()
     await house.publish(run, group("g0"), group("g1"))
     _, (*_, token) = await train(trainer, 1, 2)
-    await asyncio.to_thread(fork, house, run, new_run, token)
+    fork_run(house.client, run, new_run, token)
     forked = house.trainer(first, new_run)
     await forked.start(token=str(token))
     await house.publish(new_run, *(group(f"g{i}") for i in range(4)))
@@ -104,6 +91,5 @@ async def test_a_successor_plans_a_fork_on_and_releases_what_it_trained(house):
     await train(successor, 4, 5, 6)
 
     await folded(house, new_run, 5)
-    with connect(house.url) as client:
-        read_ledger(client, new_run).check()
-        assert sorted(map(int, client.hkeys(keys.run_keys(new_run).past))) == [3, 4, 5]
+    read_ledger(house.client, new_run).check()
+    assert sorted(map(int, house.client.hkeys(keys.run_keys(new_run).past))) == [3, 4, 5]

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from testkit import group, trajectory, turn
-from turnstream.store.client.connection import connect
 from turnstream.types import Group, TrajectoryState
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.ledger import read_ledger
@@ -47,11 +46,10 @@ async def test_groups_that_are_too_old_expire_and_make_room_for_fresh_ones(house
     fresh = await train(trainer, 3)
 
     assert names(fresh) == ["new"]
-    with connect(house.url) as client:
-        ledger = read_ledger(client, run)
-        ledger.check()
-        assert ledger.by_state[TrajectoryState.EXPIRED] == 12
-        assert read_frontier(client, run).num_live_groups == 3
+    ledger = read_ledger(house.client, run)
+    ledger.check()
+    assert ledger.by_state[TrajectoryState.EXPIRED] == 12
+    assert read_frontier(house.client, run).num_live_groups == 3
 
 
 @pytest.mark.parametrize("is_led_anew", [False, True])

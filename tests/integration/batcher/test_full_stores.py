@@ -14,7 +14,6 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from turnstream.errors import NotReadyError, StoreFullError, WaitKind
 from turnstream.generator import Publisher
-from turnstream.store.client.connection import connect
 from turnstream.store.run.tasks import Prompt, add_prompts
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -56,22 +55,20 @@ class FullStore:
 
 @pytest.fixture
 def full(house: Any) -> Iterator[FullStore]:
-    with connect(house.url) as client:
-        store = FullStore(house, client)
-        yield store
-        store.close()
+    store = FullStore(house, house.client)
+    yield store
+    store.close()
 
 
 @pytest.fixture
 async def full_with_batcher(house: Any) -> AsyncIterator[tuple[FullStore, Any, Any]]:
     replica = await house.start_batcher()
-    with connect(house.url) as client:
-        store = await asyncio.to_thread(FullStore, house, client)
-        trainer = house.trainer(replica, store.run)
-        await trainer.start()
-        store.fill()
-        yield store, replica, trainer
-        await asyncio.to_thread(store.close)
+    store = await asyncio.to_thread(FullStore, house, house.client)
+    trainer = house.trainer(replica, store.run)
+    await trainer.start()
+    store.fill()
+    yield store, replica, trainer
+    await asyncio.to_thread(store.close)
 
 
 def says_full(text: str) -> bool:
@@ -116,7 +113,7 @@ async def test_batcher_of_full_store_says_full(
 ) -> None:
     _, replica, trainer = full_with_batcher
 
-    told = await trainer.refused(1, words="step 1: 0 of 8 groups complete")
+    told = await trainer.refused(1, words="^step 1: .*; the store is full")
     async with grpc.aio.insecure_channel(replica.address) as channel:
         stub: Any = HealthStub(channel)
         health = await stub.Check(HealthCheckRequest(), timeout=60)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,34 +53,15 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def start_stalled(house) -> Iterator:
-    """`start_stalled()` starts a batcher process; gives it when it answers."""
-    with ExitStack() as stack:
+def start_stalled(house, start_process) -> Callable[..., Any]:
+    """Starts a batcher process, and returns it when it answers."""
 
-        def start(
-            *, lease_s: float = LEASE_S, renewals: float = RENEWALS_PER_LEASE
-        ) -> subprocess.Popen[str]:
-            command = [sys.executable, "-c", STALLED, house.url, str(lease_s), str(renewals)]
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-            stack.callback(process.communicate)
-            stack.callback(process.kill)
-            assert process.stdout is not None
-            process.stdout.readline()
-            return process
+    async def start(*, lease_s: float = LEASE_S, renewals: float = RENEWALS_PER_LEASE) -> Any:
+        process = start_process(STALLED, house.url, str(lease_s), str(renewals))
+        assert await process.line()  # its address
+        return process
 
-        yield start
-
-
-async def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return (await asyncio.to_thread(process.stdout.readline)).strip()
-
-
-def go_on(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("go on\n")
-    process.stdin.flush()
+    return start
 
 
 async def is_renewed(url: str, run: str, number: int) -> None:
@@ -100,43 +78,21 @@ async def is_renewed(url: str, run: str, number: int) -> None:
 
 async def test_a_planner_leads_on_while_its_loop_is_busy(house, start_stalled):
     run = house.create_run(batch_groups=1)
-    process = start_stalled(lease_s=60.0, renewals=600)
+    process = await start_stalled(lease_s=60.0, renewals=600)
     await is_renewed(house.url, run, 1)  # it leads, before another may
     other = await house.start_batcher()
     await house.publish(run, group("g0"))
-    stalled = await said(process)
+    stalled = await process.line()
     await is_renewed(house.url, run, 4)
-    go_on(process)
-    went_on = await said(process)
+    process.tell("go on")
+    went_on = await process.line()
 
     trainer = house.trainer(other, run)
     await trainer.start()
     await trainer.get(1)
 
     assert (stalled, went_on) == ("stalls", "goes on")
-    with connect(house.url) as client:
-        assert client.hget(keys.run_keys(run).leader, "epoch") == b"1"
-
-
-async def test_a_planner_that_comes_back_after_it_was_replaced_is_fenced(house, start_stalled):
-    run = house.create_run(batch_groups=1)
-    process = start_stalled()
-    await house.publish(run, group("g0"))
-    await said(process)
-    trainer = house.trainer(await house.start_batcher(lease_s=60), run)
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-    await trainer.stepped([pulled])
-
-    go_on(process)
-    assert await said(process) == "goes on"
-    await house.publish(run, group("g1"))
-    (following,) = await trainer.get(2)
-
-    assert following.mini_batch.rows.group_id == ["g1", "g1"]
-    with connect(house.url) as client:
-        assert client.hget(keys.run_keys(run).leader, "epoch") == b"2"
-        assert client.xlen(keys.run_keys(run).plan) == 2
+    assert house.client.hget(keys.run_keys(run).leader, "epoch") == b"1"
 
 
 async def test_losing_the_leadership_ends_the_term_and_no_other(house):

@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 
 from testkit import group, trajectory, wait_until_async
-from testkit.scripts import script
 from turnstream.generator import Publisher
-from turnstream.records.events import encode_event
 from turnstream.records.tag_statistics import shown_figures
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
-from turnstream.store.client.scripts import run_command
-from turnstream.store.run.groups import group_size
 from turnstream.types import GroupOpened, Purpose
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.core.scan import entry_ms, readable_events, server_ms
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.jobs.batches import print_batch, read_batch, write_batch
@@ -30,25 +25,12 @@ EQUAL = (trajectory(sample=0), trajectory(sample=1))
 SMALL = Upkeep(snapshot_events=1, snapshot_steps=1)
 
 
-def open_one(house, run, name, *, purpose=Purpose.TRAIN):
-    """Open a group of one sample, and leave it so."""
-    opened = GroupOpened(group_id=name, prompt_uid="", num_samples=1, purpose=purpose)
-    words = (keys.encode_name(name), group_size(opened), "w", encode_event(opened))
-    where = keys.run_keys(run).of_open_group
-    with connect(house.url) as client:
-        run_command(
-            client,
-            script("open_group")(where, *words, f"{keys.encode_name(name)}/0/0"),
-        )
-
-
 async def is_trimmed(house, run, name):
     return name not in opened_ms(house, run)
 
 
 def is_folded(house, run):
-    with connect(house.url) as client:
-        return client.hlen(keys.run_keys(run).ended) == 1
+    return house.client.hlen(keys.run_keys(run).ended) == 1
 
 
 async def ledger(house, run):
@@ -61,18 +43,17 @@ async def history(house, run, trajectory_id):
 
 def opened_ms(house, run):
     """When each group was opened whose event is kept."""
-    with connect(house.url) as client:
-        return {
-            event.group_id: entry_ms(entry_id)
-            for entry_id, event in readable_events(client, run)
-            if isinstance(event, GroupOpened)
-        }
+    return {
+        event.group_id: entry_ms(entry_id)
+        for entry_id, event in readable_events(house.client, run)
+        if isinstance(event, GroupOpened)
+    }
 
 
 async def test_ledger_shows_counts_and_reasons(house):
-    run, trainer = await house.serve(batch_groups=2, drop_zero_variance=True)
-    await house.publish(run, group("a"), group("equal", *EQUAL), group("b"))
-    await trainer.start()
+    run, trainer = await house.started(
+        group("a"), group("equal", *EQUAL), group("b"), batch_groups=2, drop_zero_variance=True
+    )
     await trainer.stepped(await trainer.get(1))
 
     seen = await ledger(house, run)
@@ -85,23 +66,21 @@ async def test_ledger_shows_counts_and_reasons(house):
 
 async def test_longest_hanging_trajectory_is_the_oldest_without_its_event(house):
     run = house.create_run(batch_groups=1)
-    with connect(house.url) as client:
-        client.config_set("stream-node-max-entries", 1)  # so that each event may go by itself
+    house.client.config_set("stream-node-max-entries", 1)  # so that each event may go by itself
     trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
-    open_one(house, run, "old/1")
-    open_one(house, run, "evaluated", purpose=Purpose.EVAL)
+    house.open_group(run, "old/1", "old%2F1/0/0")
+    house.open_group(run, "evaluated", "evaluated/0/0", purpose=Purpose.EVAL)
     born_ms = opened_ms(house, run)
     await trainer.start()
     for step in range(1, 6):
         await house.publish(run, group(f"g{step}"))
         await trainer.stepped(await trainer.get(step))
     await wait_until_async(lambda: is_trimmed(house, run, "g1"), describe="the events are trimmed")
-    open_one(house, run, "young")
+    house.open_group(run, "young", "young/0/0")
 
-    with connect(house.url) as client:
-        least_s = (server_ms(client) - born_ms["old/1"]) / 1_000
-        waiting = await asyncio.to_thread(read_snapshot, client, run)
-        most_s = (server_ms(client) - born_ms["old/1"]) / 1_000
+    least_s = (server_ms(house.client) - born_ms["old/1"]) / 1_000
+    waiting = await asyncio.to_thread(read_snapshot, house.client, run)
+    most_s = (server_ms(house.client) - born_ms["old/1"]) / 1_000
 
     assert [each.group_id for each in waiting.groups] == ["old/1", "young"]
     assert least_s <= (waiting.groups[0].age_s or 0.0) <= most_s
@@ -127,9 +106,7 @@ async def test_json_has_every_reason_and_the_table_counts_the_rest(house):
 
 
 async def test_the_history_of_a_trained_trajectory_names_its_batch(house):
-    run, trainer = await house.serve(batch_groups=2, mini_batch_groups=1)
-    await house.publish(run, group("a"), group("b"))
-    await trainer.start()
+    run, trainer = await house.started(group("a"), group("b"), batch_groups=2, mini_batch_groups=1)
     await trainer.committed(await trainer.stepped(await trainer.get(1)))
 
     seen = await history(house, run, "b/1/0")
@@ -173,9 +150,9 @@ async def test_history_of_a_folded_trajectory_has_a_shortened_reason(house):
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
 async def test_the_bytes_of_a_batch_are_those_that_its_rank_gets(house, tmp_path: Path, dp_rank):
-    run, trainer = await house.serve(batch_groups=2, mini_batch_groups=1)
-    await house.publish(run, group("a"), group("b"))
-    await trainer.start(dp_world_size=2)
+    run, trainer = await house.started(
+        group("a"), group("b"), batch_groups=2, mini_batch_groups=1, dp_world_size=2
+    )
     pulled = await trainer.get(1, dp_rank=dp_rank)
 
     paths = await asyncio.to_thread(
@@ -195,9 +172,9 @@ LABELLED = (
 
 
 async def test_labels_are_summed_once_per_batch_for_workers_and_commands(house):
-    run, trainer = await house.serve(batch_groups=2, mini_batch_groups=1)
-    await house.publish(run, group("a", *LABELLED), group("b"))
-    await trainer.start(dp_world_size=2)
+    run, trainer = await house.started(
+        group("a", *LABELLED), group("b"), batch_groups=2, mini_batch_groups=1, dp_world_size=2
+    )
 
     first, second = await trainer.get(1, dp_rank=1)
     seen = await asyncio.to_thread(read_batch, house.url, run, 1)

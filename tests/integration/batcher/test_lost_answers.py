@@ -14,7 +14,7 @@ from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryState
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -25,8 +25,7 @@ async def test_seal_with_a_lost_answer_counts_after_the_run_released_it(
 ) -> None:
     run = house.create_run(batch_groups=1, retain_checkpoints=1)
     small = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
-    trainer = house.trainer(await house.start_batcher(upkeep=small), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run, upkeep=small)
 
     with Proxy(house.url) as proxy:
         proxy.requests.unanswered = script("post_sealed").sha.encode()
@@ -39,8 +38,7 @@ async def test_seal_with_a_lost_answer_counts_after_the_run_released_it(
         statistics = await sealing
 
     assert (statistics.num_trajectories, statistics.num_lost) == (1, 0)
-    with connect(house.url) as client:
-        assert read_ledger(client, run).by_state[TrajectoryState.COMMITTED] == 1
+    assert read_ledger(house.client, run).by_state[TrajectoryState.COMMITTED] == 1
 
 
 def _seal(url: str, run: str) -> Any:

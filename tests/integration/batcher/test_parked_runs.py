@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from testkit import group, ids, wait_until_async
-from testkit.scripts import script
 from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator import Publisher
-from turnstream.records.events import decode_event, encode_event
+from turnstream.records.events import decode_event
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect, connect_async
-from turnstream.store.client.scripts import run_command
+from turnstream.store.client.connection import connect_async
 from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.store.waits.read_waits import read_waits
 from turnstream.store.waits.wait_reasons import reasons
-from turnstream.types import DeadlineFired, Event, GroupOpened, Purpose
+from turnstream.types import DeadlineFired, Event, Group, Purpose
 from turnstream_server.batcher.planner import parking
 from turnstream_server.batcher.serving.run_discovery import RunDiscovery
 from turnstream_server.bus.core.frontier import read_frontier
@@ -36,13 +34,12 @@ LEASE_S = 0.5
 PARK_AFTER_S = 0.1
 Words = dict[str, Any]
 """Values that pass from the preparation of a run to its work."""
+Act = Callable[[Any, str, Any, Words], Awaitable[None]]
+"""Is called with the house, the run, its trainer, and words."""
 
 
 def leader(house: Any, run: str) -> dict[bytes, bytes]:
-    names = (b"epoch", b"owner", b"parked")
-    with connect(house.url) as client:
-        found: Any = client.hmget(keys.run_keys(run).leader, *names)
-    return {name: value for name, value in zip(names, found, strict=True) if value is not None}
+    return house.client.hgetall(keys.run_keys(run).leader)
 
 
 async def until(what: str, condition: Callable[[], object]) -> None:
@@ -61,80 +58,62 @@ async def until_led(house: Any, run: str, *, after: int) -> None:
 
 
 def has_event(house: Any, run: str, kind: type[Event]) -> bool:
-    with connect(house.url) as client:
-        found: Any = client.xrange(keys.run_keys(run).events)
+    found: Any = house.client.xrange(keys.run_keys(run).events)
     return any(isinstance(decode_event(fields[b"r"]), kind) for _, fields in found)
 
 
-# ------------------------------------------------------------------------- kinds of work
+def store_call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Act:
+    """Return a kind of work: a call of the store with the client and the run."""
+
+    async def act(house: Any, run: str, trainer: Any, words: Words) -> None:
+        function(house.client, run, *arguments, **options)
+
+    return act
+
+
+def in_thread(work: Callable[[Publisher], Any]) -> Act:
+    """Return a kind of work: calls of a publisher."""
+
+    async def act(house: Any, run: str, trainer: Any, words: Words) -> None:
+        def send() -> None:
+            with Publisher(house.url, run) as publisher:
+                work(publisher)
+
+        await asyncio.to_thread(send)
+
+    return act
+
+
+def publish(*groups: Group) -> Act:
+    async def act(house: Any, run: str, trainer: Any, words: Words) -> None:
+        await house.publish(run, *groups)
+
+    return act
 
 
 async def nothing(house: Any, run: str, trainer: Any, words: Words) -> None:
     """An empty run needs no preparation."""
 
 
-async def open_group(house: Any, run: str, trainer: Any, words: Words) -> None:
-    await house.publish(run, group("g0"))
-
-
-async def open_part_of_a_group(house: Any, run: str, trainer: Any, words: Words) -> None:
-    """Seal one sample of a group of two, so that the open group has no lease."""
-
-    def send() -> None:
-        with Publisher(house.url, run) as publisher:
-            trajectory = publisher.trajectory("g0", 0, num_samples=2)
-            trajectory.append(ids("ab"), ids("c"))
-            trajectory.seal(1.0)
-
-    await asyncio.to_thread(send)
+def seal_one_of_two(publisher: Publisher) -> None:
+    """Leave an open group without a lease."""
+    trajectory = publisher.trajectory("g0", 0, num_samples=2)
+    trajectory.append(ids("ab"), ids("c"))
+    trajectory.seal(1.0)
 
 
 async def open_the_rest(house: Any, run: str, trainer: Any, words: Words) -> None:
     """Open the other sample, which adds a lease and no event."""
-    open_silently(house, run, sample=1)
+    house.open_group(run, "g0", "g0/1/0", num_samples=2)
 
 
-async def evaluate(house: Any, run: str, trainer: Any, words: Words) -> None:
-    await house.publish(run, dataclasses.replace(group("e0"), purpose=Purpose.EVAL))
+def take_task(publisher: Publisher) -> None:
+    publisher.next_task(10).trajectories[0].append(ids("ab"), ids("c")).result(10)
 
 
-async def give_prompts(house: Any, run: str, trainer: Any, words: Words) -> None:
-    with connect(house.url) as client:
-        add_prompts(client, run, [Prompt(prompt_uid="p0", payload=b"", num_samples=1)])
-
-
-async def take_task(house: Any, run: str, trainer: Any, words: Words) -> None:
-    def take() -> None:
-        with Publisher(house.url, run) as publisher:
-            publisher.next_task(10).trajectories[0].append(ids("ab"), ids("c")).result(10)
-
-    await asyncio.to_thread(take)
-
-
-async def close(house: Any, run: str, trainer: Any, words: Words) -> None:
-    with connect(house.url) as client:
-        close_run(client, run)
-
-
-async def reopen(house: Any, run: str, trainer: Any, words: Words) -> None:
-    with connect(house.url) as client:
-        reopen_run(client, run)
-
-
-async def pause(house: Any, run: str, trainer: Any, words: Words) -> None:
-    with connect(house.url) as client:
-        pause_run(client, run)
-
-
-async def resume(house: Any, run: str, trainer: Any, words: Words) -> None:
-    with connect(house.url) as client:
-        resume_run(client, run)
-
-
-async def revise(house: Any, run: str, trainer: Any, words: Words) -> None:
-    with connect(house.url) as client:
-        config = read_revisions(client, run).last.config
-        revise_config(client, run, dataclasses.replace(config, batch_groups=4), from_step=1)
+def revise(client: Any, run: str) -> None:
+    config = read_revisions(client, run).last.config
+    revise_config(client, run, dataclasses.replace(config, batch_groups=4), from_step=1)
 
 
 async def observe(house: Any, run: str, trainer: Any, words: Words) -> None:
@@ -169,41 +148,26 @@ async def announce(house: Any, run: str, trainer: Any, words: Words) -> None:
     await trainer.announce_version(1, step=0)
 
 
-async def replan(house: Any, run: str, trainer: Any, words: Words) -> None:
-    with connect(house.url) as client:
-        request_replan(client, run, step=1)
-
-
-class Work(NamedTuple):
-    """A kind of work that wakes a parked run.
-
-    Attributes:
-        prepare: runs before the run is parked.
-        act: gives the run work.
-    """
-
-    prepare: Callable[[Any, str, Any, Words], Awaitable[None]]
-    act: Callable[[Any, str, Any, Words], Awaitable[None]]
-
-
-KINDS = {
-    "open_group": Work(nothing, open_group),
-    "open_another_sample": Work(open_part_of_a_group, open_the_rest),
-    "evaluate": Work(nothing, evaluate),
-    "add_prompts": Work(nothing, give_prompts),
-    "next_task": Work(give_prompts, take_task),
-    "close": Work(nothing, close),
-    "reopen": Work(close, reopen),
-    "pause": Work(nothing, pause),
-    "resume": Work(pause, resume),
-    "revise": Work(nothing, revise),
-    "observe": Work(nothing, observe),
-    "start_session": Work(nothing, start),
-    "announce_version": Work(start, announce),
-    "stepped": Work(get_a_batch, step),
-    "committed": Work(step_a_batch, commit),
-    "request_replan": Work(get_a_batch, replan),
+PROMPTS = [Prompt(prompt_uid="p0", payload=b"", num_samples=1)]
+KINDS: dict[str, tuple[Act, Act]] = {
+    "open_group": (nothing, publish(group("g0"))),
+    "open_another_sample": (in_thread(seal_one_of_two), open_the_rest),
+    "evaluate": (nothing, publish(dataclasses.replace(group("e0"), purpose=Purpose.EVAL))),
+    "add_prompts": (nothing, store_call(add_prompts, PROMPTS)),
+    "next_task": (store_call(add_prompts, PROMPTS), in_thread(take_task)),
+    "close": (nothing, store_call(close_run)),
+    "reopen": (store_call(close_run), store_call(reopen_run)),
+    "pause": (nothing, store_call(pause_run)),
+    "resume": (store_call(pause_run), store_call(resume_run)),
+    "revise": (nothing, store_call(revise)),
+    "observe": (nothing, observe),
+    "start_session": (nothing, start),
+    "announce_version": (start, announce),
+    "stepped": (get_a_batch, step),
+    "committed": (step_a_batch, commit),
+    "request_replan": (get_a_batch, store_call(request_replan, step=1)),
 }
+"""The preparation of a run before it is parked, and the work that wakes it."""
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -211,11 +175,11 @@ KINDS = {
 async def test_parked_run_is_led_again_for_every_kind_of_work(
     house: Any, kind: str, num_replicas: int
 ) -> None:
-    run, work, words = house.create_run(), KINDS[kind], {}
+    run, (prepare, act), words = house.create_run(), KINDS[kind], {}
     first = await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
     last = first
     trainer = house.trainer(first, run)
-    await work.prepare(house, run, trainer, words)
+    await prepare(house, run, trainer, words)
     epoch = await until_parked(house, run)
     if num_replicas == 2:
         last = await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
@@ -225,7 +189,7 @@ async def test_parked_run_is_led_again_for_every_kind_of_work(
         await trainer.move_to(last)
         await first.stop()
 
-    await work.act(house, run, trainer, words)
+    await act(house, run, trainer, words)
 
     await until_led(house, run, after=epoch)
 
@@ -234,14 +198,13 @@ async def test_parked_run_has_no_reason_that_names_its_planner(house: Any) -> No
     run = house.create_run()
     batcher = await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
     await until_parked(house, run)
-    with connect(house.url) as client:
-        while_parked = [*no_planner(client, run)]
-        await batcher.stop()
+    while_parked = [*no_planner(house.client, run)]
+    await batcher.stop()
 
-        open_silently(house, run)
+    house.open_group(run, "g0", "g0/0/0")
 
-        assert while_parked == []
-        assert [*no_planner(client, run)] == [WaitKind.NO_PLANNER] * 2
+    assert while_parked == []
+    assert [*no_planner(house.client, run)] == [WaitKind.NO_PLANNER] * 2
 
 
 def no_planner(client: Any, run: str) -> Iterator[str]:
@@ -272,8 +235,7 @@ async def test_wait_for_a_parked_run_ends_when_the_store_restarts(house: Any, se
 
 def num_reads(house: Any) -> int:
     """How often the frontier of a run was read."""
-    with connect(house.url) as client:
-        found: Any = client.info("commandstats")
+    found: Any = house.client.info("commandstats")
     return found["cmdstat_hgetall"]["calls"]
 
 
@@ -287,22 +249,9 @@ async def test_planner_of_a_parked_run_ends_when_the_run_is_lost(
     await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
     await until_parked(house, run)
 
-    with connect(house.url) as client:
-        client.flushall()
+    house.client.flushall()
 
     await until("the end of the planner", lambda: f"{run} is gone from the store" in caplog.text)
-
-
-def open_silently(house: Any, run: str, *, sample: int = 0) -> None:
-    """Open a sample of a group for a writer that sends no heartbeat."""
-    num_samples = sample + 1
-    record = encode_event(GroupOpened(group_id="g0", prompt_uid="", num_samples=num_samples))
-    words = ("g0", num_samples, "silent", record, f"g0/{sample}/0")
-    with connect(house.url) as client:
-        run_command(
-            client,
-            script("open_group")(keys.run_keys(run).of_open_group, *words),
-        )
 
 
 async def test_deadline_that_is_set_in_a_parked_run_fires_on_time(house: Any) -> None:
@@ -311,29 +260,25 @@ async def test_deadline_that_is_set_in_a_parked_run_fires_on_time(house: Any) ->
     await until_parked(house, run)
     names = keys.run_keys(run)
 
-    with connect(house.url) as client:
-        parked_ms = int(client.hget(names.clock, "ms") or 0)
-        open_silently(house, run)
-        due_ms = client.zscore(names.deadlines, "group:g0")
+    parked_ms = int(house.client.hget(names.clock, "ms") or 0)
+    house.open_group(run, "g0", "g0/0/0")
+    due_ms = house.client.zscore(names.deadlines, "group:g0")
 
     assert due_ms == parked_ms + 400
     await until("the deadline", lambda: has_event(house, run, DeadlineFired))
-
-
-# ------------------------------------------------------------------------- runs that stay led
 
 
 async def test_run_with_something_that_can_expire_is_not_parked(house: Any) -> None:
     observed, held, empty = house.create_run(), house.create_run(), house.create_run()
     async with connect_async(house.url) as client:
         await declare_observer(client, observed, observer="o", first_step=1, expiry_s=600)
-    open_silently(house, held)
+    house.open_group(held, "g0", "g0/0/0")
 
     await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
     for _ in range(3):
         await until_led(house, empty, after=await until_parked(house, empty) - 1)
-        await pause(house, empty, None, {})
-        await resume(house, empty, None, {})
+        pause_run(house.client, empty)
+        resume_run(house.client, empty)
 
     assert [b"parked" in leader(house, run) for run in (observed, held)] == [False, False]
 
@@ -345,14 +290,13 @@ async def test_damaged_stream_of_a_parked_run_does_not_stop_the_others(house: An
     for each in (damaged, run):
         await until_parked(house, each)
 
-    with connect(house.url) as client:
-        client.delete(keys.run_keys(damaged).wake)
-        client.set(keys.run_keys(damaged).wake, "no stream")
-        await until_parked(house, house.create_run())
-        await house.publish(run, group("g0"))
+    house.client.delete(keys.run_keys(damaged).wake)
+    house.client.set(keys.run_keys(damaged).wake, "no stream")
+    await until_parked(house, house.create_run())
+    await house.publish(run, group("g0"))
 
-        await until("a batch", lambda: read_frontier(client, run).planned == 1)
-        client.delete(keys.run_keys(damaged).wake)
+    await until("a batch", lambda: read_frontier(house.client, run).planned == 1)
+    house.client.delete(keys.run_keys(damaged).wake)
 
 
 async def test_run_that_is_parked_after_another_is_watched_at_once(
@@ -365,9 +309,8 @@ async def test_run_that_is_parked_after_another_is_watched_at_once(
     run = house.create_run()
     epoch = await until_parked(house, run)
 
-    await pause(house, run, None, {})
+    pause_run(house.client, run)
 
-    async def is_led() -> bool:
-        return int(leader(house, run)[b"epoch"]) > epoch
-
-    await wait_until_async(is_led, timeout_s=12, describe="a leader")
+    await wait_until_async(
+        lambda: int(leader(house, run)[b"epoch"]) > epoch, timeout_s=12, describe="a leader"
+    )

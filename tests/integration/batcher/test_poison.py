@@ -15,13 +15,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from testkit import sealed, stored_turn
-from testkit.scripts import script
 from turnstream.records.events import encode_event
 from turnstream.records.framing import EVENT, TURN, write_frame
 from turnstream.records.turns import encode_turn
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
-from turnstream.store.client.scripts import run_command
 from turnstream.types import (
     GroupOpened,
     RunClosed,
@@ -31,7 +28,6 @@ from turnstream.types import (
     TrajectoryState,
 )
 from turnstream.wire.v1 import records_pb2 as wire
-from turnstream_server.bus.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]
 
@@ -255,18 +251,18 @@ class Kitchen:
         run = self._house.create_run(batch_groups=1, max_planned_ahead=0)
         trainer = self._house.trainer(self._replica, run)
         await trainer.start()
-        with connect(self._house.url) as client:
-            # The healthy ones last: with them the group is decided.
-            for sample in (POISONED, 0, 2):
-                stored = sound("g", sample)
-                write(client, run, sample, poison("g", stored) if sample == POISONED else stored)
-            (pulled,) = await trainer.get(1, wait_s=10)
-            entry: Any = client.hget(keys.run_keys(run).ledger, f"g/{POISONED}/0")
-            counts = read_ledger(client, run)
-        counts.check()
+        # The healthy ones last: with them the group is decided.
+        for sample in (POISONED, 0, 2):
+            stored = sound("g", sample)
+            stored = poison("g", stored) if sample == POISONED else stored
+            self._house.open_group(run, "g", f"g/{sample}/0", num_samples=3)
+            self._house.seal(run, f"g/{sample}/0", *stored.turns, seal=stored.seal, posts=True)
+        (pulled,) = await trainer.get(1, wait_s=10)
+        entry: Any = self._house.client.hget(keys.run_keys(run).ledger, f"g/{POISONED}/0")
+        states = self._house.states(run)
         failures = [each for each in self._caplog.records if "failed" in each.getMessage()]
         assert not [(each.getMessage(), each.exc_info) for each in failures]
-        assert counts.by_state[TrajectoryState.PLANNED] >= 2
+        assert states[TrajectoryState.PLANNED] >= 2
         return entry.decode(), pulled.mini_batch.rows
 
 
@@ -274,24 +270,6 @@ class Kitchen:
 async def kitchen(house: Any, caplog: pytest.LogCaptureFixture) -> Kitchen:
     caplog.set_level(logging.WARNING)
     return Kitchen(house, await house.start_batcher(), caplog)
-
-
-def write(client: Any, run: str, sample: int, stored: Stored) -> None:
-    """Past every check of the SDK."""
-    names, key = keys.run_keys(run), TrajectoryKey("g", sample)
-    name = keys.trajectory_id(key)
-    opened = encode_event(GroupOpened(group_id="g", prompt_uid="", num_samples=3))
-    place = keys.trajectory_keys(run, name)
-    append, post = (
-        script("append"),
-        script("post_sealed"),
-    )
-    run_command(
-        client,
-        script("open_group")(names.of_open_group, "g", 3, "w", opened, name),
-    )
-    run_command(client, append(place, "1:w", 0, 1, *stored.turns, stored.seal))
-    run_command(client, post(names.of_post_sealed, name, 1, stored.seal))
 
 
 def advantages_without_it(rows: Any) -> bool:

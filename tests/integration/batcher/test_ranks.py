@@ -8,7 +8,6 @@ import pytest
 from testkit import group, wait_until_async
 from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -42,9 +41,7 @@ async def test_step_with_two_manifests_is_acknowledged_for_no_rank(house_at, own
 
 
 async def test_rank_with_part_of_a_batch_gets_no_part_of_another(house):
-    run, trainer = await house.serve(batch_groups=1)
-    await house.publish(run, group("g0"))
-    await trainer.start("s")
+    _, trainer = await house.started(group("g0"), batch_groups=1, session="s")
 
     (whole,) = await trainer.get(1)
     await trainer.get(1, manifest_hash=hash_of(whole))
@@ -74,24 +71,25 @@ async def test_batch_lost_while_a_rank_waits_ends_the_session(house_at, own_serv
 async def test_rank_whose_last_batch_is_lost_reports_it_on_discovery(
     house,
 ):
-    run, trainer = await house.serve(batch_groups=1, max_planned_ahead=0)
-    await house.publish(run, group("g0"))
-    await trainer.start("s")
+    run, trainer = await house.started(
+        group("g0"), batch_groups=1, max_planned_ahead=0, session="s"
+    )
     (only,) = await trainer.get(1)
     names = keys.run_keys(run)
 
-    with connect(house.url) as client:
-        before = num_reads(client)
-        waiting = asyncio.create_task(trainer.get(2, previous_hash=hash_of(only)))
-        await wait_until_async(lambda: is_read_since(client, before), describe="a call that waits")
-        client.hdel(names.batches, 1)
-        client.hset(names.frontier, "planned", 0)
-        client.xadd(names.wake, {"w": ""})
-        with pytest.raises(StoreBehindError):
-            await waiting
+    before = num_reads(house.client)
+    waiting = asyncio.create_task(trainer.get(2, previous_hash=hash_of(only)))
+    await wait_until_async(
+        lambda: is_read_since(house.client, before), describe="a call that waits"
+    )
+    house.client.hdel(names.batches, 1)
+    house.client.hset(names.frontier, "planned", 0)
+    house.client.xadd(names.wake, {"w": ""})
+    with pytest.raises(StoreBehindError):
+        await waiting
 
-        lost: Any = client.hget(names.frontier, "session_lost")
-        assert lost.startswith(b"1:step 1 was delivered")
+    lost: Any = house.client.hget(names.frontier, "session_lost")
+    assert lost.startswith(b"1:step 1 was delivered")
 
 
 def num_reads(client):

@@ -13,10 +13,8 @@ from testkit import group, sealed, stored_turn, wait_until_async
 from turnstream.records.events import encode_event
 from turnstream.records.framing import EVENT, write_frame
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import ConfigRevised, GroupOpened, TurnShape
-from turnstream_server.bus.admin.dead_letters import DeadLetters, read_dead_letters
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.jobs.dead_letters import print_dead_letters
 
@@ -49,20 +47,13 @@ UNREADABLE: dict[str, Mapping[str, bytes]] = {
 
 def add_event(house: Any, run: str, fields: Mapping[Any, Any], *, event_id: str = "*") -> str:
     """Write an event past every check; its id."""
-    with connect(house.url) as client:
-        added: Any = client.xadd(keys.run_keys(run).events, dict(fields), id=event_id)
+    added: Any = house.client.xadd(keys.run_keys(run).events, dict(fields), id=event_id)
     return added.decode()
-
-
-def dead_letters(house: Any, run: str) -> DeadLetters:
-    with connect(house.url) as client:
-        return read_dead_letters(client, run)
 
 
 def why(house: Any, run: str) -> str:
     """The sentences of `turnstream why`."""
-    with connect(house.url) as client:
-        return "\n".join(each.sentence for each in reasons(read_snapshot(client, run)))
+    return "\n".join(each.sentence for each in reasons(read_snapshot(house.client, run)))
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
@@ -72,15 +63,14 @@ async def test_unreadable_event_is_set_aside_and_the_run_continues(house: Any, k
     event_id = add_event(house, run, UNREADABLE[kind])
     await house.publish(run, group("g1"))
 
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run)
     (first,) = await trainer.get(1, wait_s=15)
     await trainer.stepped([first])
     (second,) = await trainer.get(2, wait_s=15)
 
     names = {*first.mini_batch.rows.trajectory_id, *second.mini_batch.rows.trajectory_id}
     assert {name.partition("/")[0] for name in names} == {"g0", "g1"}
-    assert [each.name for each in dead_letters(house, run).events] == [event_id]
+    assert [each.name for each in house.dead_letters(run).events] == [event_id]
     assert event_id in why(house, run)
 
 
@@ -90,12 +80,11 @@ async def test_seal_whose_lengths_overflow_ends_its_trajectory_alone(house: Any)
     house.seal_group_of_one(run, "big", stored_turn("ab", "CD"), said=TOO_LONG)
     await house.publish(run, group("g1"))
 
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run)
     (pulled,) = await trainer.get(1, wait_s=15)
 
     assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
-    (dead,) = dead_letters(house, run).trajectories
+    (dead,) = house.dead_letters(run).trajectories
     assert dead.name == "big/0/0"
     assert "8589934590 tokens" in dead.reason
     assert "big/0/0" in why(house, run)
@@ -107,19 +96,17 @@ async def test_damaged_name_of_trajectory_ends_what_its_record_names(house: Any)
     run = house.create_run(batch_groups=1)
     house.seal_group_of_one(run, "g0", stored_turn("ab", "CD"), posts=True)
     events = keys.run_keys(run).events
-    with connect(house.url) as client:
-        entries: Any = client.xrange(events)
-        event_id, fields = entries[-1]
-        client.xdel(events, event_id)
-        client.xadd(events, {"r": fields[b"r"], "t": b"g0/0/\xb0"})
+    entries: Any = house.client.xrange(events)
+    event_id, fields = entries[-1]
+    house.client.xdel(events, event_id)
+    house.client.xadd(events, {"r": fields[b"r"], "t": b"g0/0/\xb0"})
     await house.publish(run, group("g1"))
 
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run)
     (pulled,) = await trainer.get(1, wait_s=15)
 
     assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
-    (dead,) = dead_letters(house, run).trajectories
+    (dead,) = house.dead_letters(run).trajectories
     assert dead.name == "g0/0/0"
 
 
@@ -131,13 +118,12 @@ async def test_event_of_a_distant_time_does_not_stop_the_run(house: Any) -> None
     add_event(house, run, {"s": SEAL}, event_id=event_id)
     await house.publish(run, group("g1"))
 
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run)
     await trainer.stepped(await trainer.get(1, wait_s=15))
     (pulled,) = await trainer.get(2, wait_s=15)
 
     assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
-    assert [each.name for each in dead_letters(house, run).events] == [event_id]
+    assert [each.name for each in house.dead_letters(run).events] == [event_id]
     shown = io.StringIO()
     print_dead_letters(house.url, run, Console(file=shown, width=200))
     assert f"{2**63} ms" in shown.getvalue()
@@ -160,11 +146,10 @@ async def test_newer_record_stops_the_run_and_sets_nothing_aside(
     )
 
     assert event_id in why(house, run)
-    found = dead_letters(house, run)
+    found = house.dead_letters(run)
     assert found.trajectories == found.events == ()
     await batcher.stop()
     monkeypatch.setattr("turnstream.records.framing.MAJOR_VERSION", 1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run)
     (pulled,) = await trainer.get(1, wait_s=15)
     assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g0"}

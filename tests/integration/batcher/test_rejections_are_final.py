@@ -11,13 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from testkit import group, sealed, trajectory, turn, wait_until_async
+from testkit import group, sealed, wait_until_async
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import EndOfRunError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import close_run
 from turnstream.types import (
     BatchDue,
@@ -39,8 +38,7 @@ from turnstream.types import (
     VersionAnnounced,
 )
 from turnstream_server.batcher.planner import chain
-from turnstream_server.batcher.planner.upkeep import Upkeep
-from turnstream_server.bus.admin.dead_letters import read_dead_letters
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.planning.manifests import read_plan
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]
@@ -90,19 +88,17 @@ def entries(seed: int = 7) -> list[dict[bytes, bytes]]:
 
 def write_events(house: Any, run: str, found: list[Any]) -> list[str]:
     """Write entries past every check; their ids."""
-    with connect(house.url) as client:
-        pipeline = client.pipeline(transaction=False)
-        for fields in found:
-            words = [word for pair in fields.items() for word in pair]
-            pipeline.execute_command("XADD", keys.run_keys(run).events, "*", *words)
-        ids: Any = pipeline.execute()
+    pipeline = house.client.pipeline(transaction=False)
+    for fields in found:
+        words = [word for pair in fields.items() for word in pair]
+        pipeline.execute_command("XADD", keys.run_keys(run).events, "*", *words)
+    ids: Any = pipeline.execute()
     return [event_id.decode() for event_id in ids]
 
 
 def chain_of(house: Any, run: str, steps: int) -> list[tuple[str, Manifest]]:
     """The plans of a run with their hashes."""
-    with connect(house.url) as client:
-        plans = [read_plan(client, run, step) for step in range(1, steps + 1)]
+    plans = [read_plan(house.client, run, step) for step in range(1, steps + 1)]
     return [(each.hash, each.manifest) for each in plans if each is not None]
 
 
@@ -111,57 +107,38 @@ def contents(plans: list[tuple[str, Manifest]]) -> list[Manifest]:
     return [replace(each, last_event_id="", previous_hash="") for _, each in plans]
 
 
-async def planned(house: Any, run: str, step: int) -> None:
-    async def is_planned() -> bool:
-        with connect(house.url) as client:
-            found: Any = client.hget(keys.run_keys(run).frontier, "planned")
-        return int(found or 0) >= step
-
-    await wait_until_async(is_planned, describe=f"step {step} planned")
-
-
 def rejected(house: Any, run: str) -> set[str]:
-    with connect(house.url) as client:
-        found: Any = client.zrange(keys.run_keys(run).rejected, 0, -1)
+    found: Any = house.client.zrange(keys.run_keys(run).rejected, 0, -1)
     return {event_id.decode() for event_id in found}
 
 
 def trouble(house: Any, run: str) -> bytes | None:
-    with connect(house.url) as client:
-        found: Any = client.hget(keys.run_keys(run).leader, "planning_trouble")
+    found: Any = house.client.hget(keys.run_keys(run).leader, "planning_trouble")
     return found
 
 
 def saved(house: Any) -> dict[Any, Any]:
     """All that the store holds."""
-    with connect(house.url) as client:
-        names: Any = client.keys("*")
-        return {name: client.dump(name) for name in names}
+    names: Any = house.client.keys("*")
+    return {name: house.client.dump(name) for name in names}
 
 
 def restore(house: Any, store: dict[Any, Any]) -> None:
-    with connect(house.url) as client:
-        client.flushall()
-        for name, value in store.items():
-            client.restore(name, 0, value)
+    house.client.flushall()
+    for name, value in store.items():
+        house.client.restore(name, 0, value)
 
 
-def group_of_3(name: str) -> Any:
-    members = [trajectory(turn("ab", "CD"), sample=n, reward=float(n)) for n in range(3)]
-    return group(name, *members)
-
-
-async def damaged_run(house: Any) -> str:
+async def damaged_run(house: Any, of_3: Any) -> str:
     """A run of three groups with damaged events around, and in, them."""
     run = house.create_run(batch_groups=1, max_planned_ahead=2)
     events = keys.run_keys(run).events
     for number in range(3):
         write_events(house, run, entries(number)[:40])
-        await house.publish(run, group_of_3(f"g{number}"))
-    with connect(house.url) as client:
-        (entry,) = cast("list[Any]", client.xrevrange(events, count=1))  # the last seal of g2
-        client.xdel(events, entry[0])
-        client.xadd(events, {"r": entry[1][b"r"][:-1], "t": entry[1][b"t"]})
+        await house.publish(run, of_3(f"g{number}"))
+    (entry,) = cast("list[Any]", house.client.xrevrange(events, count=1))  # the last seal of g2
+    house.client.xdel(events, entry[0])
+    house.client.xadd(events, {"r": entry[1][b"r"][:-1], "t": entry[1][b"t"]})
     return run
 
 
@@ -171,14 +148,14 @@ async def test_sweep_of_damaged_events_never_stops_the_planner(house: Any) -> No
     ids = write_events(house, run, found[::2])
     await house.publish(run, group("g0"))
     first = await house.start_batcher(upkeep=SNAPSHOTS)
-    await planned(house, run, 1)
+    await house.planned(run, 1)
     await first.stop()
 
     first_half = set(ids)
     ids += write_events(house, run, found[1::2])
     await house.publish(run, group("g1"))
     await house.start_batcher(upkeep=SNAPSHOTS)
-    await planned(house, run, 2)
+    await house.planned(run, 2)
 
     await wait_until_async(
         lambda: not rejected(house, run) & first_half,
@@ -189,8 +166,7 @@ async def test_sweep_of_damaged_events_never_stops_the_planner(house: Any) -> No
     assert not trouble(house, run)
     names = [[each.group_id for each in plan.groups] for _, plan in chain_of(house, run, 2)]
     assert names == [["g0"], ["g1"]]
-    with connect(house.url) as client:
-        letters = read_dead_letters(client, run)
+    letters = house.dead_letters(run)
     assert letters.events[-1].name == max(ids, key=lambda each: [*map(int, each.split("-"))])
     assert len(letters.events) == 1_000
 
@@ -200,12 +176,12 @@ async def test_sweep_of_damaged_events_never_stops_the_planner(house: Any) -> No
     ["reject.before", "reject.after", "reject.after@2", "plan.before_write", "plan.after_write"],
 )
 async def test_killed_leader_is_followed_by_one_with_the_same_plans(
-    house: Any, start_batcher_process: Any, failpoint: str
+    house: Any, start_batcher_process: Any, of_3: Any, failpoint: str
 ) -> None:
-    run = await damaged_run(house)
+    run = await damaged_run(house, of_3)
     before = saved(house)
     undisturbed = await house.start_batcher()
-    await planned(house, run, 3)
+    await house.planned(run, 3)
     await undisturbed.stop()
     expected, decided = chain_of(house, run, 3), rejected(house, run)
 
@@ -218,7 +194,7 @@ async def test_killed_leader_is_followed_by_one_with_the_same_plans(
         partial = chain_of(house, run, 3)
         await house.start_batcher()
         assert chain_of(house, run, 3)[: len(partial)] == partial
-    await planned(house, run, 3)
+    await house.planned(run, 3)
 
     assert contents(chain_of(house, run, 3)) == contents(expected)
     assert rejected(house, run) == decided
@@ -226,10 +202,10 @@ async def test_killed_leader_is_followed_by_one_with_the_same_plans(
 
 
 async def test_successor_of_another_release_skips_what_was_rejected(
-    house: Any, monkeypatch: pytest.MonkeyPatch
+    house: Any, of_3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = house.create_run(batch_groups=2, max_planned_ahead=0)
-    await house.publish(run, group_of_3("bad"), group_of_3("g1"))
+    await house.publish(run, of_3("bad"), of_3("g1"))
     seal = RunFold._seal  # pyright: ignore[reportPrivateUsage]
     hashes: list[Any] = []
 
@@ -252,24 +228,23 @@ async def test_successor_of_another_release_skips_what_was_rejected(
         await wait_until_async(is_drafted, describe="a plan drafted")
         await first.stop()
     await house.start_batcher()
-    await planned(house, run, 1)
+    await house.planned(run, 1)
 
     ((_, manifest),) = chain_of(house, run, 1)
     assert manifest == hashes[0]
     members = {each.key for found in manifest.groups for each in found.trajectories}
     assert TrajectoryKey("bad", 0) in members
     assert TrajectoryKey("bad", 1) not in members
-    with connect(house.url) as client:
-        (dead,) = read_dead_letters(client, run).trajectories
+    (dead,) = house.dead_letters(run).trajectories
     assert dead.name == "bad/1/0"
     assert "a defect of this release" in dead.reason
 
 
 async def test_trajectory_that_cannot_be_planned_is_set_aside(
-    house: Any, monkeypatch: pytest.MonkeyPatch
+    house: Any, of_3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = house.create_run(batch_groups=2)
-    await house.publish(run, group_of_3("bad"), group_of_3("g1"))
+    await house.publish(run, of_3("bad"), of_3("g1"))
     plan_batch = chain.plan_batch
 
     def fails(ready: Any, **words: Any) -> Manifest:
@@ -279,12 +254,11 @@ async def test_trajectory_that_cannot_be_planned_is_set_aside(
 
     monkeypatch.setattr(chain, "plan_batch", fails)
     await house.start_batcher()
-    await planned(house, run, 1)
+    await house.planned(run, 1)
 
     ((_, manifest),) = chain_of(house, run, 1)
     assert [len(each.trajectories) for each in manifest.groups] == [2, 3]
-    with connect(house.url) as client:
-        (dead,) = read_dead_letters(client, run).trajectories
+    (dead,) = house.dead_letters(run).trajectories
     assert dead.name == "bad/1/0"
     assert "Value out of range" in dead.reason
 
@@ -305,11 +279,10 @@ async def test_lack_of_memory_rejects_nothing(house: Any, monkeypatch: pytest.Mo
         )
         await first.stop()
     await house.start_batcher()
-    await planned(house, run, 1)
+    await house.planned(run, 1)
 
     assert rejected(house, run) == set()
-    with connect(house.url) as client:
-        letters = read_dead_letters(client, run)
+    letters = house.dead_letters(run)
     assert letters.trajectories == letters.events == ()
 
 
@@ -322,34 +295,13 @@ async def test_closed_run_ends_although_a_planned_seal_is_rejected_later(house: 
     await trainer.start()
     pulled = await trainer.get(1, wait_s=15)
     await first.stop()
-    damage_seal(house, run)
+    events = keys.run_keys(run).events
+    house.change_records(events, lambda records: [*records[:-1], records[-1][:-1]])
 
     await trainer.move_to(await house.start_batcher())
     await trainer.stepped(pulled)
-    with connect(house.url) as client:
-        close_run(client, run)
+    close_run(house.client, run)
 
     with pytest.raises(EndOfRunError):
         await trainer.get(2, wait_s=15)
-    assert len(rejected_of(house, run)) == 1
-
-
-def damage_seal(house: Any, run: str) -> None:
-    """Flip a byte of the newest seal, under its own id."""
-    events = keys.run_keys(run).events
-    with connect(house.url) as client:
-        entries: Any = client.xrange(events)
-        place = max(n for n, (_, fields) in enumerate(entries) if b"t" in fields)
-        event_id, fields = entries[place]
-        record = bytearray(fields[b"r"])
-        record[len(record) // 2] ^= 0xFF
-        entries[place] = (event_id, {**fields, b"r": bytes(record)})
-        client.delete(events)
-        for each_id, each in entries:
-            client.xadd(events, each, id=each_id)
-
-
-def rejected_of(house: Any, run: str) -> list[str]:
-    """The ids of the rejected events."""
-    with connect(house.url) as client:
-        return [each.name for each in read_dead_letters(client, run).events]
+    assert len(house.dead_letters(run).events) == 1

@@ -11,7 +11,7 @@ from turnstream.records.compact import decode_batch
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryState
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.budget import parse_held, read_budget
 from turnstream_server.bus.queries.ledger import read_ledger
@@ -65,29 +65,19 @@ async def settled(house, run: str, *, folded: int = 0, filtered: int = 0) -> Non
     )
 
 
-async def train(trainer, *, steps: range, commits: range) -> dict[int, object]:
-    tokens = {}
-    for step in steps:
-        tokens[step] = await trainer.stepped(await trainer.get(step))
-        if step in commits:
-            await trainer.committed(tokens[step])
-    return tokens
-
-
 async def test_steps_behind_all_checkpoints_are_released(house):
     run = house.create_run(batch_groups=1)
     trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
     await house.publish(run, *(group(f"g{i}") for i in range(1, 6)))
     await trainer.start()
 
-    await train(trainer, steps=range(1, 5), commits=range(1, 5))
+    await trainer.train(*range(1, 5))
     await settled(house, run, folded=3)
 
     names = keys.run_keys(run)
-    with connect(house.url) as client:
-        ledger: Any = client.hgetall(names.ledger)
-        past: Any = client.hgetall(names.past)
-        counts = read_ledger(client, run)
+    ledger: Any = house.client.hgetall(names.ledger)
+    past: Any = house.client.hgetall(names.past)
+    counts = read_ledger(house.client, run)
     kept = {f"g{i}/{sample}/0" for i in (4, 5) for sample in (0, 1)}
     assert payload_ids(house.url, run) == {name.decode() for name in ledger} == kept
     assert [decode_batch(past[b"%d" % step]).trajectories[0][0] for step in (1, 2, 3)] == [
@@ -101,7 +91,7 @@ async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(ho
     trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
     await house.publish(run, *(group(f"g{i}") for i in range(1, 5)))
     await trainer.start()
-    tokens = await train(trainer, steps=range(1, 5), commits=range(1, 5))
+    tokens = await trainer.train(*range(1, 5))
     await settled(house, run, folded=3)
 
     other = house.trainer(await house.start_batcher(), run)  # it has never seen that plan
@@ -109,9 +99,9 @@ async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(ho
     with pytest.raises(ReleasedError, match=r"step 2 is no longer retained: the oldest .* is 4"):
         await other.get(2)
     with pytest.raises(ReleasedError, match="token names step 2, but the steps up to 3"):
-        await trainer.start("back", token=str(tokens[2]))
+        await trainer.start("back", token=str(tokens[1]))
 
-    await trainer.start("further", token=str(tokens[3]))
+    await trainer.start("further", token=str(tokens[2]))
     (again,) = await trainer.get(4)
     assert again.mini_batch.rows.group_id == ["g4", "g4"]
 
@@ -123,28 +113,27 @@ async def test_leader_with_a_snapshot_continues_the_same_chain(house):
     many = [group(f"g{i}") for i in range(1, 60)]
     await house.publish(run, *many)
     await trainer.start()
-    await train(trainer, steps=range(1, 58), commits=range(1, 58))
+    await trainer.train(*range(1, 58))
     await settled(house, run, folded=56)
     for name in ("next", "last"):  # a snapshot for which the folded groups are forgotten
         await house.publish(run, group(name))
         await _whole_snapshot(house, run)
     await first.stop()
     names = keys.run_keys(run)
-    with connect(house.url) as client:
-        assert client.xlen(names.events) < 3 * len(many) - 50
+    assert house.client.xlen(names.events) < 3 * len(many) - 50
     hash_before = _hash(house, run, 59)
 
     second = await house.start_batcher(upkeep=SMALL)
     trainer = house.trainer(second, run)
     await trainer.start("later", token=f"v1:main:57:{_hash(house, run, 57)}")
-    await train(trainer, steps=range(58, 60), commits=range(0))
+    await trainer.train(*range(58, 60), commits=False)
     (pulled,) = await trainer.get(60)
 
     assert pulled.mini_batch.rows.group_id == ["next", "next"]
     assert pulled.mini_batch.rows.row_id.tolist() == [118, 119]
     assert _previous_hash(house, run, 60) == hash_before
-    await train(trainer, steps=range(60, 62), commits=range(0))
-    await trainer.refused(62, words="0 of 1 groups complete, 0 open$")
+    await trainer.train(*range(60, 62), commits=False)
+    await trainer.refused(62, words="0 of 1 groups ready, and no generator")
 
 
 async def test_compact_records_still_answer_queries(house, tmp_path):
@@ -153,7 +142,7 @@ async def test_compact_records_still_answer_queries(house, tmp_path):
     await house.publish(run, group("equal", *EQUAL), *(group(f"g{i}") for i in range(1, 4)))
     await trainer.start()
     (first,) = await trainer.get(1)
-    await train(trainer, steps=range(1, 4), commits=range(1, 4))
+    await trainer.train(*range(1, 4))
     await settled(house, run, folded=2, filtered=2)
 
     def ask():
@@ -186,7 +175,7 @@ async def test_release_resumes_wherever_a_leader_was_killed(house, start_batcher
     for i in range(1, 7):
         await house.publish(run, group(f"g{i}"), group(f"equal{i}", *EQUAL))
     await trainer.start()
-    tokens = await train(trainer, steps=range(1, 5), commits=range(0))
+    tokens = await trainer.train(*range(1, 5), commits=False)
     await first.stop()
 
     options = {"snapshot_events": 1, "snapshot_steps": 1, "fold_ended": 2}
@@ -195,16 +184,17 @@ async def test_release_resumes_wherever_a_leader_was_killed(house, start_batcher
     committing = asyncio.create_task(_commit_all(house.trainer(address.strip(), run)))
     status = await asyncio.to_thread(doomed.wait, 60)
     await asyncio.gather(committing, return_exceptions=True)
-    with connect(house.url) as client:
-        read_ledger(client, run).check()
-        frontier = read_frontier(client, run)
+    read_ledger(house.client, run).check()
+    frontier = read_frontier(house.client, run)
     retained = {f"g{i}/{sample}/0" for i in range(frontier.released + 1, 5) for sample in (0, 1)}
     lost = retained - payload_ids(house.url, run)
     not_counted = payload_ids(house.url, run) - held_ids(house.url, run)
     trainer = house.trainer(await house.start_batcher(lease_s=0.6, upkeep=SMALL), run)
-    await trainer.start("s3", token=str(tokens[frontier.committed]) if frontier.committed else "")
+    await trainer.start(
+        "s3", token=str(tokens[frontier.committed - 1]) if frontier.committed else ""
+    )
     rest = range(frontier.committed + 1, 7)
-    await train(trainer, steps=rest, commits=rest)
+    await trainer.train(*rest)
     await settled(house, run, folded=5, filtered=12)
 
     assert status == -signal.SIGKILL
@@ -216,7 +206,7 @@ async def test_release_resumes_wherever_a_leader_was_killed(house, start_batcher
 
 async def _commit_all(trainer) -> None:
     await trainer.start("s2")
-    await train(trainer, steps=range(1, 5), commits=range(1, 5))
+    await trainer.train(*range(1, 5))
 
 
 async def _whole_snapshot(house, run: str) -> None:
@@ -224,16 +214,14 @@ async def _whole_snapshot(house, run: str) -> None:
     names = keys.run_keys(run)
 
     async def is_whole() -> bool:
-        with connect(house.url) as client:
-            events: Any = client.xrevrange(names.events, count=1)
-            return client.hget(names.snapshot, "position") == events[0][0]
+        events: Any = house.client.xrevrange(names.events, count=1)
+        return house.client.hget(names.snapshot, "position") == events[0][0]
 
     await wait_until_async(is_whole, describe="a snapshot of everything")
 
 
 def _hash(house, run: str, step: int) -> str:
-    with connect(house.url) as client:
-        entry: Any = client.hget(keys.run_keys(run).batches, str(step))
+    entry: Any = house.client.hget(keys.run_keys(run).batches, str(step))
     return entry.partition(b":")[2].decode()
 
 
@@ -242,15 +230,11 @@ def _previous_hash(house, run: str, step: int) -> str:
 
 
 async def test_a_released_step_whose_plan_is_still_there_is_refused_too(house):
-    run = house.create_run(batch_groups=1, retain_checkpoints=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g1"))
-    await trainer.start()
-    await train(trainer, steps=range(1, 2), commits=range(1, 2))
+    run, trainer = await house.started(group("g1"), batch_groups=1, retain_checkpoints=1)
+    await trainer.train(1)
 
-    async def is_gone() -> bool:
-        return not payload_ids(house.url, run)
-
-    await wait_until_async(is_gone, describe="the release of the payload")
+    await wait_until_async(
+        lambda: not payload_ids(house.url, run), describe="the release of the payload"
+    )
     with pytest.raises(ReleasedError, match="step 1 is no longer retained"):
         await trainer.get(1)

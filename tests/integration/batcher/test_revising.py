@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 
 from testkit import group, ids, wait_until_async
-from testkit.scripts import script
 from turnstream.generator import AsyncPublisher
 from turnstream.records.configs import encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
-from turnstream.store.client.scripts import run_command
 from turnstream.store.run.revisions import read_revisions, revise_config
-from turnstream.types import ConfigRevised, GroupOpened
-from turnstream_server.batcher.planner.upkeep import Upkeep
-from turnstream_server.bus.core.frontier import read_frontier
+from turnstream.types import ConfigRevised
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -34,19 +30,11 @@ REVISED = {
 
 async def revise(house, run, *, from_step, **changes):
     def store():
-        with connect(house.url) as client:
-            before = read_revisions(client, run).last.config
-            after = dataclasses.replace(before, **changes)
-            return revise_config(client, run, after, from_step=from_step)
+        before = read_revisions(house.client, run).last.config
+        after = dataclasses.replace(before, **changes)
+        return revise_config(house.client, run, after, from_step=from_step)
 
     return await asyncio.to_thread(store)
-
-
-async def planned(house, run, step):
-    with connect(house.url) as client:
-        await wait_until_async(
-            lambda: read_frontier(client, run).planned >= step, describe=f"the plan of step {step}"
-        )
 
 
 def names(pulled):
@@ -83,7 +71,7 @@ async def test_a_successor_plans_on_by_the_revised_config(house, upkeep):
     first = await house.start_batcher(upkeep=upkeep)
     await revise(house, run, from_step=2, **REVISED)
     await house.publish(run, *(group(f"g{i}") for i in range(4)))
-    await planned(house, run, 2)
+    await house.planned(run, 2)
     await first.stop()
 
     trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
@@ -99,10 +87,9 @@ async def test_leader_that_reads_its_successors_revision_does_not_report_a_missi
     house, caplog
 ):
     run = house.create_run(batch_groups=1, max_planned_ahead=5)
-    trainer = house.trainer(await house.start_batcher(lease_s=0.6), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run, lease_s=0.6)
     await house.publish(run, group("g0"))
-    await planned(house, run, 1)
+    await house.planned(run, 1)
     waiting = asyncio.create_task(trainer.get(2))
 
     put_in_force_by_another(house, run, **REVISED)
@@ -117,16 +104,15 @@ async def test_leader_that_reads_its_successors_revision_does_not_report_a_missi
 def put_in_force_by_another(house, run, **changes):
     """A revision that is stored and announced at once, as this replica's leader never does it."""
     own = keys.run_keys(run)
-    with connect(house.url) as client:
-        after = dataclasses.replace(read_revisions(client, run).last.config, **changes)
-        last_id = client.xinfo_stream(own.events)["last-generated-id"].decode()
-        event_id = f"{int(last_id.partition('-')[0]) + 1}-0"
-        fields: Any = {"2": encode_config(after), "from:2": 2, "at:2": event_id, "newest": 2}
-        with client.pipeline(transaction=True) as pipeline:
-            pipeline.hset(own.config, mapping=fields)
-            event = encode_event(ConfigRevised(revision=2, step=2))
-            pipeline.xadd(own.events, {"r": event}, id=event_id)
-            pipeline.execute()
+    after = dataclasses.replace(read_revisions(house.client, run).last.config, **changes)
+    last_id = house.client.xinfo_stream(own.events)["last-generated-id"].decode()
+    event_id = f"{int(last_id.partition('-')[0]) + 1}-0"
+    fields: Any = {"2": encode_config(after), "from:2": 2, "at:2": event_id, "newest": 2}
+    with house.client.pipeline(transaction=True) as pipeline:
+        pipeline.hset(own.config, mapping=fields)
+        event = encode_event(ConfigRevised(revision=2, step=2))
+        pipeline.xadd(own.events, {"r": event}, id=event_id)
+        pipeline.execute()
 
 
 async def test_a_revision_whose_event_is_damaged_stays_where_it_was(house):
@@ -134,7 +120,7 @@ async def test_a_revision_whose_event_is_damaged_stays_where_it_was(house):
     first = await house.start_batcher()
     await revise(house, run, from_step=2, **REVISED)
     await house.publish(run, *(group(f"g{i}") for i in range(4)))
-    await planned(house, run, 2)
+    await house.planned(run, 2)
     await first.stop()
     event_id = damage_revision(house, run)
 
@@ -145,26 +131,24 @@ async def test_a_revision_whose_event_is_damaged_stays_where_it_was(house):
 
     assert [info(each).config_revision for each in pulled] == [1, 2, 2]
     assert [names(each) for each in pulled] == [["g0"], ["g1", "g2"], ["g3", "g4"]]
-    with connect(house.url) as client:
-        kept: Any = client.xrange(keys.run_keys(run).damaged)
+    kept: Any = house.client.xrange(keys.run_keys(run).damaged)
     assert [each for each, _ in kept] == [event_id]
 
 
 def damage_revision(house, run):
     """Two wrong bytes in the event that put the revision in force; its id."""
     events = keys.run_keys(run).events
-    with connect(house.url) as client:
-        entries: Any = client.xrange(events)
-        (damaged,) = [
-            event_id
-            for event_id, fields in entries
-            if isinstance(decode_event(fields[b"r"]), ConfigRevised)
-        ]
-        client.delete(events)
-        for event_id, fields in entries:
-            if event_id == damaged:
-                fields[b"r"] = fields[b"r"][:8] + bytes(2) + fields[b"r"][10:]
-            client.xadd(events, fields, id=event_id)
+    entries: Any = house.client.xrange(events)
+    (damaged,) = [
+        event_id
+        for event_id, fields in entries
+        if isinstance(decode_event(fields[b"r"]), ConfigRevised)
+    ]
+    house.client.delete(events)
+    for event_id, fields in entries:
+        if event_id == damaged:
+            fields[b"r"] = fields[b"r"][:8] + bytes(2) + fields[b"r"][10:]
+        house.client.xadd(events, fields, id=event_id)
     return damaged
 
 
@@ -175,8 +159,7 @@ async def test_plan_made_before_the_revision_of_its_step_is_repeated(house, capl
         if manifest.step == 1 and manifest.config_revision == 1:
             await revise(house, run, from_step=1, **REVISED)
 
-    trainer = house.trainer(await house.start_batcher(before_write=revise_now), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run, before_write=revise_now)
     await house.publish(run, group("g0"), group("g1"))
     (pulled,) = await trainer.get(1)
 
@@ -190,19 +173,16 @@ async def test_revised_lease_is_the_one_that_expires(house):
     await house.start_batcher()
     await revise(house, run, from_step=1, lease_s=0.4)
     names = keys.run_keys(run)
-    with connect(house.url) as client:
-        await wait_until_async(
-            lambda: client.hget(names.config, "newest") == b"2", describe="the revision"
-        )
-        client.hset(names.config, "lease_floor", "1:1")  # as ten minutes later
-        opened = encode_event(GroupOpened(group_id="gone", prompt_uid="", num_samples=1))
-        words = ("gone", 1, "w", opened, "gone/0/0")
-        run_command(client, script("open_group")(names.of_open_group, *words))
+    await wait_until_async(
+        lambda: house.client.hget(names.config, "newest") == b"2", describe="the revision"
+    )
+    house.client.hset(names.config, "lease_floor", "1:1")  # as ten minutes later
+    house.open_group(run, "gone", "gone/0/0")
 
-        await wait_until_async(
-            lambda: client.hget(names.ledger, "gone/0/0") == b"abandoned:the lease of w ended",
-            describe="the end of the lease",
-        )
+    await wait_until_async(
+        lambda: house.client.hget(names.ledger, "gone/0/0") == b"abandoned:the lease of w ended",
+        describe="the end of the lease",
+    )
 
 
 async def test_a_shorter_lease_costs_a_living_publisher_nothing(house):
@@ -212,30 +192,29 @@ async def test_a_shorter_lease_costs_a_living_publisher_nothing(house):
     async with AsyncPublisher(house.url, run) as publisher:
         early = publisher.trajectory("early", 0, num_samples=1)
         await early.append(ids("ab"), ids("c"))
-        with connect(house.url) as client:
 
-            async def is_told():
-                found: Any = client.zrange(names.leases, 0, -1, withscores=True)
-                ((_, end),) = found
-                return end
+        async def is_told():
+            found: Any = house.client.zrange(names.leases, 0, -1, withscores=True)
+            ((_, end),) = found
+            return end
 
-            before = await is_told()
+        before = await is_told()
 
-            async def has_beaten():
-                return await is_told() > before  # it beats every ten seconds from now on
+        async def has_beaten():
+            return await is_told() > before  # it beats every ten seconds from now on
 
-            await wait_until_async(has_beaten, describe="the first heartbeat")
-            number = await revise(house, run, from_step=1, lease_s=1.0)
+        await wait_until_async(has_beaten, describe="the first heartbeat")
+        number = await revise(house, run, from_step=1, lease_s=1.0)
 
-            await wait_until_async(
-                lambda: client.hget(names.config, "newest") == b"%d" % number,
-                describe="the shorter lease",
-            )
-            late = publisher.trajectory("late", 0, num_samples=1)
-            await late.append(ids("ab"), ids("c"))
-            await asyncio.sleep(4.0)  # four leases of the new length, the clock is steady
+        await wait_until_async(
+            lambda: house.client.hget(names.config, "newest") == b"%d" % number,
+            describe="the shorter lease",
+        )
+        late = publisher.trajectory("late", 0, num_samples=1)
+        await late.append(ids("ab"), ids("c"))
+        await asyncio.sleep(4.0)  # four leases of the new length, the clock is steady
 
-            for episode in (early, late):
-                await episode.seal(1.0)
-            entries: Any = client.hvals(names.ledger)
-            assert [entry for entry in entries if b"abandoned" in entry] == []
+        for episode in (early, late):
+            await episode.seal(1.0)
+        entries: Any = house.client.hvals(names.ledger)
+        assert [entry for entry in entries if b"abandoned" in entry] == []

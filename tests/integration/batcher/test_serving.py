@@ -3,30 +3,20 @@ from collections import Counter
 
 import pytest
 
-import testkit
 from testkit import group, trajectory, turn
 from turnstream.worker.tensors import to_torch
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
-async def test_a_batch_comes_to_the_trainer_as_rows(house):
-    run, trainer = await house.serve(batch_groups=2)
-    await house.publish(run, _lettered("g0", "CD", "E"), _lettered("g1", "F", "GH"))
-
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.rows == ["abCD", "abE", "abF", "abGH"]
-    assert pulled.mini_batch.rows.group_id == ["g0", "g0", "g1", "g1"]
-
-
 @pytest.mark.parametrize("dp_world_size", [1, 2, 3])
 async def test_ranks_share_a_mini_batch_and_get_inert_rows(house, dp_world_size):
-    run, trainer = await house.serve(batch_groups=2)
-    await house.publish(run, _lettered("g0", "CD", "E"), _lettered("g1", "F", "GH"))
-
-    await trainer.start(dp_world_size=dp_world_size)
+    _, trainer = await house.started(
+        _lettered("g0", "CD", "E"),
+        _lettered("g1", "F", "GH"),
+        batch_groups=2,
+        dp_world_size=dp_world_size,
+    )
     shares = [(await trainer.get(1, dp_rank=r))[0].mini_batch for r in range(dp_world_size)]
 
     real = [row for share in shares for row in share.rows.row_id.tolist() if row >= 0]
@@ -37,10 +27,9 @@ async def test_ranks_share_a_mini_batch_and_get_inert_rows(house, dp_world_size)
 
 
 async def test_a_rank_gets_its_inert_row_where_no_row_is_as_long(house):
-    run, trainer = await house.serve(batch_groups=1, rows_multiple_of=3)
-    await house.publish(run, _lettered("g0", "", ""))
-
-    await trainer.start(dp_world_size=3)
+    _, trainer = await house.started(
+        _lettered("g0", "", ""), batch_groups=1, rows_multiple_of=3, dp_world_size=3
+    )
     shares = [(await trainer.get(1, dp_rank=rank))[0].mini_batch for rank in range(3)]
 
     assert [share.info.num_inert_rows for share in shares] == [0, 0, 1]
@@ -49,10 +38,13 @@ async def test_a_rank_gets_its_inert_row_where_no_row_is_as_long(house):
 
 
 async def test_info_of_a_mini_batch_is_equal_on_every_rank(house):
-    run, trainer = await house.serve(batch_groups=2, max_tokens_per_micro_batch=8)
-    await house.publish(run, _lettered("g0", "CD", "E"), _lettered("g1", "F", "GH"))
-
-    await trainer.start(dp_world_size=3)
+    _, trainer = await house.started(
+        _lettered("g0", "CD", "E"),
+        _lettered("g1", "F", "GH"),
+        batch_groups=2,
+        max_tokens_per_micro_batch=8,
+        dp_world_size=3,
+    )
     infos = [(await trainer.get(1, dp_rank=rank))[0].mini_batch.info for rank in range(3)]
 
     own = {"dp_rank": 0, "num_real_rows": 0, "num_inert_rows": 0, "micro_batches": ()}
@@ -75,10 +67,9 @@ async def test_trajectory_too_long_for_any_pass_is_refused_by_the_run(house):
 
 
 async def test_mini_batches_of_a_step_are_ordered_and_hold_whole_groups(house):
-    run, trainer = await house.serve(batch_groups=3, mini_batch_groups=1)
-    await house.publish(run, *(group(f"g{i}") for i in range(3)))
-
-    await trainer.start()
+    _, trainer = await house.started(
+        *(group(f"g{i}") for i in range(3)), batch_groups=3, mini_batch_groups=1
+    )
     pulled = await trainer.get(1)
 
     assert [each.header.mini_batch for each in pulled] == [0, 1, 2]
@@ -115,19 +106,6 @@ async def test_a_mini_batch_of_several_chunks_arrives_whole(house):
 
     assert pulled.header.num_bytes > 6 << 20
     assert Counter(pulled.rows) == {long + "CD": 2}
-
-
-async def test_step_can_be_fetched_again_until_a_new_session_starts(house):
-    run, trainer = await house.serve(batch_groups=1)
-    await house.publish(run, group("g0"))
-    await trainer.start()
-    first = await trainer.get(1)
-    await trainer.stepped(first)
-
-    again = await trainer.get(1)
-
-    assert again[0].header == first[0].header
-    testkit.assert_same(again[0].mini_batch, first[0].mini_batch)
 
 
 def _lettered(group_id: str, *responses: str):

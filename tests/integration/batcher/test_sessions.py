@@ -36,9 +36,7 @@ async def test_an_old_session_can_neither_get_nor_acknowledge(house):
 
 
 async def test_a_get_asks_the_store_who_trains_and_not_its_own_memory(house):
-    run, trainer = await house.serve(batch_groups=1)
-    await house.publish(run, group("g0"))
-    await trainer.start()
+    run, trainer = await house.started(group("g0"), batch_groups=1)
     await trainer.get(1)
 
     with connect(house.url) as client:  # as when the word of a new session is still on its way
@@ -49,9 +47,7 @@ async def test_a_get_asks_the_store_who_trains_and_not_its_own_memory(house):
 
 
 async def test_rank_whose_last_batch_is_missing_gets_its_name(house):
-    run, trainer = await house.serve(batch_groups=1)
-    await house.publish(run, group("g0"))
-    await trainer.start("s")
+    run, trainer = await house.started(group("g0"), batch_groups=1, session="s")
     (first,) = await trainer.get(1, session="s")
 
     with pytest.raises(StoreBehindError, match=r"step 2 was delivered .* store is 1"):
@@ -164,8 +160,7 @@ async def test_an_announced_version_reaches_generators_and_the_next_session(hous
     await first.announce_version(4, step=0, weights_uri="file:///weights/4")
     reply = await second.start("second")
 
-    with connect(house.url) as client:
-        announced = newest_version(client, run)
+    announced = newest_version(house.client, run)
     assert announced is not None
     assert (announced.version, announced.weights_uri) == (4, "file:///weights/4")
     assert reply.newest_version == 4
@@ -186,8 +181,7 @@ async def test_going_back_is_logged_and_the_run_keeps_what_came_again(house, cap
     caplog.clear()
     await house.trainer(replica, run).start("on purpose", token=str(tokens[0]))
 
-    with connect(house.url) as client:
-        kept = read_frontier(client, run).rollbacks
+    kept = read_frontier(house.client, run).rollbacks
     assert f"run {run}: steps [3] were not committed and come again" in of_crash
     assert "goes back" not in of_crash
     assert f"run {run} goes back behind committed step 2; steps [2] come again" in caplog.text
@@ -203,7 +197,6 @@ async def test_newest_of_many_rollbacks_are_kept(house):
         await trainer.start(f"s{number}")
         await trainer.stepped(await trainer.get(1))
 
-    with connect(house.url) as client:
-        kept = [each.lineage for each in read_frontier(client, run).rollbacks]
+    kept = [each.lineage for each in read_frontier(house.client, run).rollbacks]
 
     assert kept == [f"main-{number}" for number in range(19, 3, -1)]

@@ -13,9 +13,14 @@ NUM_RANKS = 8
 
 
 async def test_ranks_of_one_mini_batch_share_one_cut(house, monkeypatch):
-    run, trainer = await house.serve(batch_groups=2, mini_batch_groups=1)
-    await house.publish(run, group("g0"), group("g1"))
-    await trainer.start("s", dp_world_size=NUM_RANKS)
+    _, trainer = await house.started(
+        group("g0"),
+        group("g1"),
+        batch_groups=2,
+        mini_batch_groups=1,
+        session="s",
+        dp_world_size=NUM_RANKS,
+    )
     num_cuts, balance = [], minibatch.balance
 
     def counted(weights, **options):

@@ -1,17 +1,13 @@
 import asyncio
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from testkit import group, trajectory, turn, wait_until_async
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream_server.batcher.planner.chain import PAGE_MANIFESTS
 from turnstream_server.bus.core.events import PAGE_EVENTS
@@ -23,20 +19,17 @@ LEASE_S = 0.6
 # A batcher that writes down the plan it has checked and signals itself before it writes it.
 DOOMED = """
 import asyncio, os, signal, sys
-from pathlib import Path
 from turnstream_server.batcher.serving.service import BatcherOptions
 from turnstream_server.batcher.serving.service import serving
 from turnstream_server.batcher.assembly.assembler import Assembler
 
-url, folder, lease_s, number = sys.argv[1:]
+url, lease_s, number = sys.argv[1:]
 
 check = Assembler.check
 
 async def check_and_fall(self, batch):
     await check(self, batch)
-    draft = Path(folder, "draft")
-    draft.write_text(batch.manifest_hash)
-    draft.rename(Path(folder, "checked"))
+    print(batch.manifest_hash, flush=True)
     os.kill(os.getpid(), int(number))
 
 Assembler.check = check_and_fall
@@ -51,65 +44,27 @@ asyncio.run(main())
 """
 
 
-class Doomed:
-    """A batcher process that a signal hits between the check of a plan and its writing."""
-
-    def __init__(self, url: str, folder: Path, number: signal.Signals) -> None:
-        self._checked = folder / "checked"
-        command = [sys.executable, "-c", DOOMED, url, str(folder), str(LEASE_S), str(int(number))]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
-
-    async def plan(self) -> str:
-        """Hash of the plan that it has checked, once the signal has hit."""
-        await wait_until_async(
-            lambda: self._checked.exists(), describe="the plan of the doomed batcher"
-        )
-        return self._checked.read_text()
-
-
 @pytest.fixture
-def start_doomed(house, tmp_path) -> Iterator[Callable[[signal.Signals], Doomed]]:
-    started: list[Doomed] = []
+def start_doomed(house, start_process) -> Callable[[signal.Signals], Any]:
+    """Starts a batcher process that a signal hits between the check of a plan and its writing.
 
-    def start(number: signal.Signals) -> Doomed:
-        started.append(Doomed(house.url, tmp_path, number))
-        return started[-1]
-
-    yield start
-    for doomed in started:
-        doomed.process.kill()
-        doomed.process.communicate()
-
-
-async def test_the_successor_of_a_killed_planner_writes_the_very_same_plan(house, start_doomed):
-    run = house.create_run(batch_groups=2)
-    doomed = start_doomed(signal.SIGKILL)
-    await house.publish(run, *(group(f"g{i}") for i in range(3)))
-    plan = await doomed.plan()
-    assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
-
-    successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
-    await successor.start()
-    (pulled,) = await successor.get(1)
-
-    assert pulled.mini_batch.info.manifest_hash == plan
+    It prints its address, and then the hash of the plan that it has checked.
+    """
+    return lambda number: start_process(DOOMED, house.url, str(LEASE_S), str(int(number)))
 
 
 async def test_successor_of_a_planner_killed_after_a_revision_plans_by_it(house, start_doomed):
     run = house.create_run(batch_groups=1)
     doomed = start_doomed(signal.SIGKILL)
-    with connect(house.url) as client:
-        before = read_revisions(client, run).last.config
-        after = replace(before, batch_groups=2, mini_batch_groups=1, estimator="rloo")
-        revise_config(client, run, after, from_step=1)
+    await doomed.line()
+    before = read_revisions(house.client, run).last.config
+    after = replace(before, batch_groups=2, mini_batch_groups=1, estimator="rloo")
+    revise_config(house.client, run, after, from_step=1)
     await house.publish(run, *(group(f"g{i}") for i in range(3)))
-    plan = await doomed.plan()
-    assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
+    plan = await doomed.line()
+    assert await asyncio.to_thread(doomed.wait, 60) == -signal.SIGKILL
 
-    successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
-    await successor.start()
+    successor = await house.start_trainer(run, lease_s=LEASE_S)
     pulled = await successor.get(1)
 
     assert [each.mini_batch.info.manifest_hash for each in pulled] == [plan, plan]
@@ -133,9 +88,10 @@ async def test_successor_of_a_planner_killed_after_a_choice_keeps_the_choice(
         await trainer.announce_version(step, step=step)
     await first.stop()
     doomed = start_doomed(signal.SIGKILL)
+    await doomed.line()
     await house.publish(run, _of_version("old", version), _of_version("new", 3))
-    plan = await doomed.plan()
-    assert await asyncio.to_thread(doomed.process.wait, 60) == -signal.SIGKILL
+    plan = await doomed.line()
+    assert await asyncio.to_thread(doomed.wait, 60) == -signal.SIGKILL
     await house.publish(run, _of_version("after", 1))
 
     successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
@@ -155,26 +111,6 @@ def _of_version(name, version):
     return group(name, *members)
 
 
-async def test_planner_that_slept_through_its_lease_is_fenced_and_still_serves(house, start_doomed):
-    run = house.create_run(batch_groups=2)
-    doomed = start_doomed(signal.SIGSTOP)
-    await house.publish(run, *(group(f"g{i}") for i in range(4)))
-    plan = await doomed.plan()
-    successor = house.trainer(await house.start_batcher(lease_s=60), run)
-    await successor.start()
-    (first,) = await successor.get(1)
-
-    os.kill(doomed.process.pid, signal.SIGCONT)
-    sleeper = house.trainer(doomed.address, run)
-    await sleeper.start("s")
-    (again,) = await sleeper.get(1)
-
-    assert first.mini_batch.info.manifest_hash == plan
-    assert again.header == first.header
-    with connect(house.url) as client:
-        assert client.hget(keys.run_keys(run).leader, "epoch") == b"2"
-
-
 async def test_a_planner_that_stops_cleanly_leaves_no_lease_behind(house):
     run = house.create_run(batch_groups=1)
     first = await house.start_batcher(lease_s=600)
@@ -182,8 +118,7 @@ async def test_a_planner_that_stops_cleanly_leaves_no_lease_behind(house):
     await _wait_for_plans(house, run, 1)
 
     await first.stop()
-    second = house.trainer(await house.start_batcher(lease_s=600), run)
-    await second.start()
+    second = await house.start_trainer(run, lease_s=600)
     await second.stepped(await second.get(1))
     await house.publish(run, group("g1"))
     (pulled,) = await second.get(2)
@@ -209,10 +144,10 @@ async def test_a_plan_of_several_pages_is_taken_over_whole(house):
 
 
 async def _wait_for_plans(house, run: str, num_plans: int) -> None:
-    with connect(house.url) as client:
-        await wait_until_async(
-            lambda: client.xlen(keys.run_keys(run).plan) >= num_plans, describe=f"{num_plans} plans"
-        )
+    await wait_until_async(
+        lambda: house.client.xlen(keys.run_keys(run).plan) >= num_plans,
+        describe=f"{num_plans} plans",
+    )
 
 
 async def test_a_history_of_several_pages_is_folded_in_whole(house):
@@ -220,8 +155,7 @@ async def test_a_history_of_several_pages_is_folded_in_whole(house):
     run = house.create_run(batch_groups=num_groups)
     await house.publish(run, *(group(f"g{i}") for i in range(num_groups)))
 
-    trainer = house.trainer(await house.start_batcher(), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run)
     (pulled,) = await trainer.get(1)
 
     expected = [f"g{i}" for i in range(num_groups) for _ in range(2)]

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -64,31 +59,6 @@ with Publisher(url, run) as publisher:
 """
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a generator process: call it with the program, url and run."""
-    with ExitStack() as stack:
-
-        def run(program: str, *arguments: str) -> subprocess.Popen[str]:
-            process = subprocess.Popen(
-                [sys.executable, "-c", program, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            stack.callback(process.communicate)
-            stack.callback(process.kill)
-            return process
-
-        yield run
-
-
-async def line_of(process: subprocess.Popen[str]) -> str:
-    """The next line that it prints."""
-    assert process.stdout is not None
-    return (await asyncio.to_thread(process.stdout.readline)).strip()
-
-
 def give(url: str, run: str, *uids: str) -> None:
     with connect(url) as client:
         prompts = [Prompt(prompt_uid=uid, payload=uid.encode(), num_samples=2) for uid in uids]
@@ -105,19 +75,19 @@ def counts(url: str, run: str) -> PromptCounts:
     "policy", [{}, {"deadline_policy": "refill", "max_refills": 4}], ids=["revisit", "refill"]
 )
 async def test_tasks_of_a_killed_generator_are_granted_again_and_trained_once(
-    house: Any, start: Callable[..., Any], policy: dict[str, Any]
+    house: Any, start_process: Any, policy: dict[str, Any]
 ) -> None:
     run, trainer = await house.serve(
         batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S, **policy
     )
     give(house.url, run, *UIDS)
-    doomed = start(DOOMED, house.url, run)
-    assert await line_of(doomed) == "p0 p1"
+    doomed = start_process(DOOMED, house.url, run)
+    assert await doomed.line() == "p0 p1"
 
     doomed.kill()
     doomed.wait()
     house.end_leases(run)
-    diligent = start(DILIGENT, house.url, run)
+    diligent = start_process(DILIGENT, house.url, run)
     await trainer.start()
     trained: Counter[str] = Counter()
     for step in range(1, len(UIDS) + 1):
@@ -125,12 +95,11 @@ async def test_tasks_of_a_killed_generator_are_granted_again_and_trained_once(
         trained.update({uid for each in pulled for uid in each.mini_batch.rows.prompt_uid})
         assert all(row[:2] in {f"p{number}" for number in range(5)} for row in pulled[0].rows)
         await trainer.stepped(pulled)
-    said = await line_of(diligent)
+    said = await diligent.line()
 
     assert trained == Counter(UIDS)
     assert said == "PromptsExhaustedError"
     seen = counts(house.url, run)
     assert (seen.num_trained, seen.num_left, seen.num_given) == (5, 0, 0)
-    with connect(house.url) as client:
-        left: Any = client.hkeys(keys.run_keys(run).prompts)
-        assert [name for name in left if name.isdigit()] == []
+    left: Any = house.client.hkeys(keys.run_keys(run).prompts)
+    assert [name for name in left if name.isdigit()] == []

@@ -6,16 +6,13 @@ from testkit import group, ids, wait_until_async
 from turnstream.errors import BatcherUnavailableError, NotReadyError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream_server.batcher.planner import reason_cache
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 async def test_waiting_call_is_woken_by_the_group_that_completes_the_batch(house):
-    run, trainer = await house.serve(batch_groups=2)
-    await house.publish(run, group("g0"))
-    await trainer.start()
+    run, trainer = await house.started(group("g0"), batch_groups=2)
     waiting = asyncio.create_task(trainer.get(1))
 
     await house.publish(run, group("g1"))
@@ -25,11 +22,9 @@ async def test_waiting_call_is_woken_by_the_group_that_completes_the_batch(house
 
 
 async def test_a_deadline_ends_the_wait_and_says_what_is_missing(house):
-    run, trainer = await house.serve(batch_groups=3)
-    await house.publish(run, group("g0"))
-    await trainer.start()
+    _, trainer = await house.started(group("g0"), batch_groups=3)
 
-    await trainer.refused(1, words="^step 1: 1 of 3 groups complete, 0 open$")
+    await trainer.refused(1, words="^step 1: .*; step 1.*: 1 of 3 groups ready")
 
 
 async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
@@ -40,7 +35,7 @@ async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
         publisher.trajectory("g0", 0, num_samples=1) as member,
     ):
         member.append(ids("ab"), ids("c"))
-        told = await trainer.refused(1, words="0 of 2 groups complete, 1 open")
+        told = await trainer.refused(1, words="0 of 2 groups ready, 1 open")
         member.abandon("over")
 
     first, second = told.reasons
@@ -73,7 +68,7 @@ async def test_ranks_with_the_same_wait_share_one_read(house, monkeypatch):
     assert len(left_s) == 1
 
 
-async def test_replica_that_does_not_plan_reports_the_frontier(house):
+async def test_replica_that_does_not_plan_reports_missing_groups(house):
     run = house.create_run(batch_groups=3)
     await house.start_batcher()
     await _is_led(house, run)
@@ -81,23 +76,19 @@ async def test_replica_that_does_not_plan_reports_the_frontier(house):
     await house.publish(run, group("g0"))
     await follower.start()
 
-    await follower.refused(1, words="^step 1: 0 steps are planned, 0 are stepped$")
+    await follower.refused(1, words="step 1.*: 1 of 3 groups ready")
 
 
 async def _is_led(house, run):
     """Wait until somebody plans a run."""
-
-    async def is_so():
-        with connect(house.url) as client:
-            return bool(client.hget(keys.run_keys(run).leader, "owner"))
-
-    await wait_until_async(is_so, describe="a leader")
+    await wait_until_async(
+        lambda: bool(house.client.hget(keys.run_keys(run).leader, "owner")), describe="a leader"
+    )
 
 
 async def test_the_batcher_bounds_the_wait_that_a_call_asks_for(house):
     run = house.create_run()
-    trainer = house.trainer(await house.start_batcher(wait_max_s=0.05), run)
-    await trainer.start()
+    trainer = await house.start_trainer(run, wait_max_s=0.05)
 
     with pytest.raises(NotReadyError):
         await asyncio.wait_for(trainer.get(1, wait_s=1000), timeout=20)
@@ -121,10 +112,9 @@ async def test_a_replica_that_stops_sends_waiting_calls_away(house):
 async def test_unreadable_reasons_do_not_replace_the_error_of_a_wait(house):
     run, trainer = await house.serve(batch_groups=2)
     await trainer.start()
-    with connect(house.url) as client:
-        client.zadd(keys.run_keys(run).refills, {"no trajectory": 1})
+    house.client.zadd(keys.run_keys(run).refills, {"no trajectory": 1})
 
-    told = await trainer.refused(1, words="0 of 2 groups complete")
+    told = await trainer.refused(1, words="^step 1: 0 steps are planned, 0 are stepped$")
 
     assert told.reasons == ()
 

@@ -11,8 +11,8 @@ from simulator.plans import history_repeats, plan_holds
 from simulator.run_writes import RunWrites, Violations
 from simulator.shared_state import SharedState
 from simulator.world import World
+from turnstream.batching.planning.plan_batch import event_order
 from turnstream.store.client import keys
-from turnstream_server.batcher.planner.snapshotting import event_position
 from turnstream_server.batcher.planner.timekeeper import STEADY_LEASES
 
 _EVERY_STEPS = 40
@@ -174,7 +174,7 @@ class Invariants:
         """A snapshot is never older than the one before it."""
         snapshot = self.writes.hash("snapshot")
         if snapshot:
-            ms, seq = event_position(snapshot[b"position"].decode())
+            ms, seq = event_order(snapshot[b"position"].decode())
             yield from self._grows("the position of the snapshot", ms << 64 | seq)
             yield from self._grows(_SNAPSHOT_STEP, int(snapshot[b"step"]))
 

@@ -16,7 +16,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import InvalidConfigError
 from turnstream.store.run.tasks import Prompt
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 
 RUN = "simulated"
 _LONG = 1 / 16

@@ -12,7 +12,7 @@ from simulator.processes import Process
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import UnavailableError
 from turnstream.generator import AsyncPublisher
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 
 URL = "redis://simulated"
 

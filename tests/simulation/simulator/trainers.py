@@ -147,24 +147,11 @@ async def trainer(process: Process, shared: SharedState) -> None:
         history.refused(error)
 
 
-class _Silent:
-    """A leader without reasons: to read them would cost more than everything else."""
-
-    config_revision = 0
-
-    def explain(self, step: int) -> str:
-        return f"step {step} is not planned"
-
-    def undecided(self) -> list[str]:
-        return []
-
-
 async def _train_all(process: Process, session: _Session) -> None:
     """Batch after batch, until there is none any more."""
     client, shared = session.client, session.shared
     frontier = await patiently(lambda: read_frontier_async(client, shared.run))
     view = RunView(client, shared.run, frontier=frontier, on_stepped=_ignore)
-    view.follow_leader(_Silent())
     listener = RunListener(client, shared.run, after_step=frontier.planned)
     while True:
         try:

@@ -5,12 +5,8 @@ import pytest
 from turnstream_server.batcher.assembly.assembler import SingleFlightCache
 
 
-def num_bytes_of(_: str) -> int:
-    return 10
-
-
 class Maker:
-    """Makes values on request, and counts how often."""
+    """Makes values of ten bytes, and counts how often."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -18,70 +14,55 @@ class Maker:
         self.may_end.set()
 
     async def __call__(self) -> str:
-        """The next value, once `may_end` is set."""
+        """Return the next value, once `may_end` is set."""
         self.num_calls += 1
         await self.may_end.wait()
         return f"value {self.num_calls}"
 
 
-async def test_a_kept_value_is_not_made_again():
-    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
-
-    values = [await cache.get("a", make), await cache.get("a", make)]
-
-    assert values == ["value 1", "value 1"]
+def cache_of(max_bytes: int) -> SingleFlightCache[str, str]:
+    return SingleFlightCache[str, str](lambda _: 10, max_bytes=max_bytes)
 
 
-async def test_those_who_ask_at_the_same_time_share_one_making():
-    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
+@pytest.fixture
+def slow() -> Maker:
+    make = Maker()
     make.may_end.clear()
-    waiting = [asyncio.create_task(cache.get("a", make)) for _ in range(5)]
-    await asyncio.sleep(0)
-
-    make.may_end.set()
-    values = await asyncio.gather(*waiting)
-
-    assert set(values) == {"value 1"}
-    assert make.num_calls == 1
+    return make
 
 
-async def test_the_making_survives_the_caller_that_asked_first():
-    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
-    make.may_end.clear()
-    first = asyncio.create_task(cache.get("a", make))
-    second = asyncio.create_task(cache.get("a", make))
+async def test_simultaneous_calls_share_one_making_that_survives_the_first(slow: Maker) -> None:
+    cache = cache_of(100)
+    cache.prepare("a", slow)
+    first, *others = [asyncio.create_task(cache.get("a", slow)) for _ in range(5)]
     await asyncio.sleep(0)
 
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    make.may_end.set()
+    slow.may_end.set()
 
-    assert await second == "value 1"
+    assert set(await asyncio.gather(*others)) == {"value 1"}
+    assert await cache.get("a", slow) == "value 1"
 
 
-async def test_the_least_recently_used_value_goes_first():
-    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=20), Maker()
-    await cache.get("a", make)
-    await cache.get("b", make)
-
-    await cache.get("a", make)
-    await cache.get("c", make)
+async def test_least_recently_used_value_is_dropped_first() -> None:
+    cache, make = cache_of(20), Maker()
+    for key in "abac":
+        await cache.get(key, make)
 
     assert [cache.is_kept(key) for key in "abc"] == [True, False, True]
     assert cache.num_bytes == 20
 
 
-async def test_a_value_above_the_bound_is_handed_out_and_not_kept():
-    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=5), Maker()
+async def test_value_above_the_bound_is_returned_and_not_kept() -> None:
+    cache = cache_of(5)
 
-    value = await cache.get("a", make)
-
-    assert value == "value 1"
+    assert await cache.get("a", Maker()) == "value 1"
     assert cache.num_bytes == 0
 
 
-async def test_failure_reaches_every_waiting_caller_and_is_not_kept():
-    cache = SingleFlightCache[str, str](num_bytes_of, max_bytes=100)
+async def test_failure_reaches_the_caller_and_is_not_kept() -> None:
+    cache = cache_of(100)
 
     async def fail() -> str:
         raise ValueError("no")
@@ -92,18 +73,8 @@ async def test_failure_reaches_every_waiting_caller_and_is_not_kept():
     assert await cache.get("a", Maker()) == "value 1"
 
 
-async def test_a_prepared_value_is_there_for_the_next_to_ask():
-    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
-
-    cache.prepare("a", make)
-    value = await cache.get("a", make)
-
-    assert value == "value 1"
-    assert make.num_calls == 1
-
-
-async def test_dropped_values_give_their_bytes_back():
-    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
+async def test_dropped_values_free_their_bytes() -> None:
+    cache, make = cache_of(100), Maker()
     await cache.get("a", make)
     await cache.get("b", make)
 
@@ -113,10 +84,9 @@ async def test_dropped_values_give_their_bytes_back():
     assert cache.num_bytes == 10
 
 
-async def test_closing_stops_what_is_being_made():
-    cache, make = SingleFlightCache[str, str](num_bytes_of, max_bytes=100), Maker()
-    make.may_end.clear()
-    waiting = asyncio.create_task(cache.get("a", make))
+async def test_closing_cancels_values_that_are_made(slow: Maker) -> None:
+    cache = cache_of(100)
+    waiting = asyncio.create_task(cache.get("a", slow))
     await asyncio.sleep(0)
 
     await cache.close()

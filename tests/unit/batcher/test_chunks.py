@@ -20,12 +20,6 @@ def test_data_is_cut_into_chunks_that_join_to_the_whole():
     assert b"".join(chunks) == data
 
 
-def test_every_chunk_fits_a_client_that_sets_no_message_limit():
-    (message,) = data_messages(memoryview(bytes(CHUNK_BYTES)))
-
-    assert len(message) < 4 << 20
-
-
 def test_the_header_names_the_mini_batch_and_what_will_come():
     share = EncodedMiniBatch(data=memoryview(b"12345"), content_hash="ab", num_bytes=5)
 

@@ -49,7 +49,3 @@ def test_small_jumps_add_up() -> None:
     ]
 
     assert steady_s == [0, 0.5, 1.0, 0, 0.5, 1.0]
-
-
-def test_the_moment_carries_what_the_store_said() -> None:
-    assert SteadyClock(tolerance_s=1.0).read(server_ms=1234, now_s=9.0).server_ms == 1234

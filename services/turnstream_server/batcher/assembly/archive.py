@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from turnstream.types import SealedTrajectory
 from turnstream_server.batcher.assembly.local import assemble_batch, read_planned_batch
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.bus.planning.trajectories import read_seals
+from turnstream_server.bus.release.ledger_files import write_durably
 
 ROW_GROUP_ROWS: Final = 4_096
 """Rows that a reader unpacks at once; with tens of thousands of tokens a row that is hundreds of
@@ -57,7 +57,9 @@ def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
     batch = read_planned_batch(url, run, step)
     path = archive_path(folder, run, step)
     if not _is_archived(path, manifest_hash=batch.manifest_hash):
-        _write_whole(_table(url, batch), path)
+        file = pa.BufferOutputStream()
+        pq.write_table(_table(url, batch), file, compression="zstd", row_group_size=ROW_GROUP_ROWS)
+        write_durably(path, memoryview(file.getvalue()))
     return path
 
 
@@ -127,21 +129,3 @@ async def _read_seals(url: str, manifest: Manifest) -> dict[str, SealedTrajector
     async with connect_async(url) as client:
         seals = await read_seals(client, manifest.run, members)
     return {keys.trajectory_id(key): seal for key, seal in seals.items()}
-
-
-def _write_whole(table: pa.Table, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    try:
-        with draft.open("wb") as file:
-            pq.write_table(table, file, compression="zstd", row_group_size=ROW_GROUP_ROWS)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # the name, too, is on disk
-    finally:
-        os.close(descriptor)

@@ -54,7 +54,6 @@ class Assembler:
     """Makes the shares of planned batches, with a cache of limited bytes.
 
     Args:
-        url: address of the store.
         max_cache_bytes: limit of the memory of kept rows, cuts and shares.
     """
 
@@ -151,10 +150,6 @@ class SingleFlightCache(Generic[Key, Value]):
     The least recently used values are dropped above `max_bytes`. A larger value is returned to its
     callers and not kept. An error is not kept either: all callers get it, and the next call starts
     again.
-
-    Args:
-        num_bytes_of: returns the memory of a value.
-        max_bytes: limit of the memory of the kept values.
 
     Attributes:
         num_bytes: bytes of the kept values.

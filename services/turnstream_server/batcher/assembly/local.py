@@ -23,25 +23,15 @@ from turnstream_server.bus.core.frontier import not_retained, read_frontier
 from turnstream_server.bus.planning.manifests import read_plan
 
 
-def assemble_locally(
-    url: str, run: str, step: int, *, dp_rank: int, dp_world_size: int
-) -> list[EncodedMiniBatch]:
-    """Return one rank's share of every mini-batch of a step: the very bytes that a Get returns.
-
-    Raises:
-        ReleasedError: the step is no longer retained.
-        NotReadyError: the step is not planned yet.
-        DamagedPayloadError: payload of it is damaged.
-        UnknownFormatError: the batch has the assembly rules of another release.
-    """
-    batch = read_planned_batch(url, run, step)
-    return assemble_batch(url, batch, dp_rank=dp_rank, dp_world_size=dp_world_size)
-
-
 def assemble_batch(
     url: str, batch: PlannedBatch, *, dp_rank: int, dp_world_size: int
 ) -> list[EncodedMiniBatch]:
-    """Return one rank's share of every mini-batch of a plan that was read already."""
+    """Return one rank's share of every mini-batch of a plan: the very bytes that a Get returns.
+
+    Raises:
+        DamagedPayloadError: payload of it is damaged.
+        UnknownFormatError: the batch has the assembly rules of another release.
+    """
     check_assembly_version(batch.manifest)
     shares: list[EncodedMiniBatch] = []
     with contextlib.closing(PayloadReader(url)) as reader:

@@ -54,11 +54,7 @@ Payload = dict[TrajectoryKey, list[StoredTurn]]
 
 
 class PayloadReader:
-    """Reads payload from the store; each thread uses a connection of its own.
-
-    Args:
-        url: address of the store.
-    """
+    """Reads payload from the store; each thread uses a connection of its own."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -1,4 +1,4 @@
-"""The event loop of a batcher: tasks in groups and races, and the share of each run in its time."""
+"""The event loop of a batcher: races, loops, and the share of each run in its time."""
 
 from __future__ import annotations
 
@@ -22,19 +22,6 @@ BYTES_PER_WEIGHT: Final = 300
 """Bytes of an event's record that weigh as much as another event."""
 
 Result = TypeVar("Result")
-
-
-@contextlib.asynccontextmanager
-async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Yield a TaskGroup that raises a single error as it is, and not as a group of one."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            yield tasks
-    except ExceptionGroup as group:
-        error, *others = group.exceptions
-        if others:
-            raise
-        raise error from None
 
 
 async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
@@ -66,7 +53,7 @@ async def repeat(work: Callable[[], Awaitable[object]], *, what: str) -> None:
 
     Args:
         work: waits for something, and handles it.
-        what: what fails with an error of it, as a sentence of the log.
+        what: sentence of the log that names the failure.
     """
     num_failures, trouble = 0, ""
     while True:

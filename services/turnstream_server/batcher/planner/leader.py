@@ -17,7 +17,7 @@ from turnstream.batching.fold.decisions import Decision, ReadyGroup
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.fold.staleness import VersionSteps
 from turnstream.batching.merge.plan import Manifest
-from turnstream.batching.planning.plan_batch import num_groups_to_plan
+from turnstream.batching.planning.plan_batch import event_order, num_groups_to_plan
 from turnstream.batching.planning.selection import Selector
 from turnstream.records.snapshots import PlannerSnapshot
 from turnstream.store.run.revisions import Revisions
@@ -33,8 +33,7 @@ from turnstream_server.batcher.planner.replanning import Replanner
 from turnstream_server.batcher.planner.revising import ConfigInForce
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.settling import Settler
-from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, event_position
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, Upkeep
 from turnstream_server.bus.core.events import PAGE_EVENTS, EventEntry
 from turnstream_server.bus.leadership.leadership import Position, Term
 from turnstream_server.bus.planning.announcements import announce_due, finish_run
@@ -50,13 +49,6 @@ a thousand trajectories that are sealed one by one would otherwise cost 0.2 CPU 
 
 class Leader:
     """One term of leading a run, from the replay of its history until it is fenced.
-
-    Args:
-        term: its term.
-        view: this replica's view of the run.
-        assembler: checks the payload of new plans.
-        revisions: revisions of the config at the start of the term.
-        upkeep: when to take snapshots.
 
     Attributes:
         is_waiting: whether the leader has handled everything that it read, and waits for events.
@@ -189,8 +181,8 @@ class Leader:
     async def _pass_all(self, planned: deque[StoredManifest], *, through: str) -> list[Decision]:
         """Take the groups of the plans that were made up to an event, and remove these plans."""
         decisions: list[Decision] = []
-        last = event_position(through)
-        while planned and event_position(planned[0].manifest.last_event_id) <= last:
+        last = event_order(through)
+        while planned and event_order(planned[0].manifest.last_event_id) <= last:
             decisions += self._pass(planned.popleft().manifest)
             if not planned:
                 planned += await self._read_plans()
@@ -295,7 +287,7 @@ class Leader:
 
     async def _read_through(self, event_id: str) -> None:
         """Fold in all events up to this one."""
-        while event_position(self._listener.position) < event_position(event_id):
+        while event_order(self._listener.position) < event_order(event_id):
             await self._take_in(await self._listener.read_events())
 
     def _due_groups(self) -> tuple[ReadyGroup, ...]:
@@ -361,14 +353,3 @@ class Leader:
         frontier = self._view.frontier
         if frontier.session_epoch and frontier.dp_world_size == 1:
             self._assembler.prepare(batch, mini_batch=0, dp_rank=0, dp_world_size=1)
-
-    def explain(self, step: int) -> str:
-        """Return why a step is not planned yet."""
-        if step > self._chain.next_step:
-            return f"step {step}: step {self._chain.next_step} is planned before it"
-        if step > self._last_allowed_step():
-            stepped = self._view.frontier.stepped
-            return f"step {step} is planned when step {stepped + 1} is stepped"
-        fold = self._fold
-        has = f"{fold.num_ready} of {self._config.batch_groups} groups complete"
-        return f"step {step}: {has}, {fold.num_open_groups} open"

@@ -35,7 +35,6 @@ class RunListener:
 
     Args:
         client: client of the store; every waiting read holds a connection of its pool.
-        run: name of the run.
         after_step: the newest plan that is known already.
     """
 

@@ -21,8 +21,8 @@ from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.releaser import Releaser
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.batcher.planner.timekeeper import Timekeeper
-from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.core.server_instance import PinnedClient
 from turnstream_server.bus.leadership.leadership import (
     Leadership,
@@ -44,18 +44,7 @@ _RELEASE_S: Final = 1.0
 
 
 class RunPlanner:
-    """Refreshes a run's view, and plans the run if no other replica does.
-
-    Args:
-        view: this replica's view of the run.
-        assembler: checks the payload of new plans.
-        keeper: renews the leadership.
-        upkeep: settings of the release while the run is led here.
-        parked: wakes the planners of parked runs.
-
-    Attributes:
-        view: this replica's view of the run.
-    """
+    """Refreshes a run's view, and plans the run if no other replica does."""
 
     def __init__(
         self,
@@ -89,10 +78,8 @@ class RunPlanner:
                 logger.warning("no longer leading run %s: %s", self.view.run, error)
             except UnavailableError as error:
                 logger.warning("planning of run %s waits: %s", self.view.run, error)
-                self.view.report_trouble(str(error))
-            except Exception as error:  # a defect in one run must not stop the others
+            except Exception:  # a defect in one run must not stop the others
                 logger.exception("planning of run %s failed", self.view.run)
-                self.view.report_trouble(str(error) or repr(error))
             self.view.follow_leader(None)
             lasted_s = asyncio.get_running_loop().time() - started_s
             num_failures = num_failures + 1 if lasted_s < _SETTLED_S else 1
@@ -192,16 +179,12 @@ class RunPlanner:
             if leader.position != position:
                 position, since_s = leader.position, loop.time()
                 continue
-            if leader.is_waiting and releaser.done_at_s >= since_s and self._may_park():
+            is_ending = self.view.frontier.is_closed and self.view.undecided()
+            if leader.is_waiting and releaser.done_at_s >= since_s and not is_ending:
                 reach("park.before")
                 if await park_leadership(term, position):
                     reach("park.after")
                     return position
-
-    def _may_park(self) -> bool:
-        """Return whether planning works, and no group of a closed run waits for a deadline."""
-        is_ending = self.view.frontier.is_closed and self.view.undecided()
-        return not is_ending and not self.view.trouble
 
     async def _keep_time(self, term: Term) -> None:
         """Run the timekeeper with the config in force, until another one is in force."""
@@ -212,7 +195,6 @@ class RunPlanner:
     async def _clear_trouble(self, term: Term) -> None:
         """Clear the recorded error once this term has lasted; then wait until cancelled."""
         await asyncio.sleep(_SETTLED_S)
-        self.view.report_trouble("")
         await self._note_trouble(term, "")
         await asyncio.Event().wait()
 

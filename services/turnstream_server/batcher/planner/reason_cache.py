@@ -31,11 +31,7 @@ class _Read(NamedTuple):
 
 
 class ReasonCache:
-    """Reads the reasons why the runs of a store wait.
-
-    Args:
-        url: address of the store.
-    """
+    """Reads the reasons why the runs of a store wait."""
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Container, Sequence
-from typing import Any, Final
+from typing import Final
 
 from turnstream.errors import (
     ConflictError,
@@ -23,7 +22,7 @@ from turnstream.errors import (
 from turnstream.records.compact import compact_batch, compact_ends, encode_batch, encode_ends
 from turnstream.store.client import keys
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.admin.dead_letters import discard_oldest
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.leadership import Term, note_trouble
@@ -71,12 +70,6 @@ PAGE: Final = 500
 
 class Releaser:
     """Deletes finished steps and trajectories of one run, for one leadership term.
-
-    Args:
-        term: the leader's term.
-        view: the run as this replica sees it.
-        owner: name of the leader.
-        upkeep: when to fold.
 
     Attributes:
         done_at_s: start of the newest round, by the event loop's clock, if that round had no work
@@ -248,11 +241,7 @@ class Releaser:
         logger.info("released steps %d to %d of run %s", min(records), max(records), self._run)
 
     async def _plans(self, first: int, *, last: int) -> list[StoredManifest]:
-        """Return the plans of one step or more from `first` on, about ROUND_SLICE trajectories.
-
-        Raises:
-            ConflictError: the first one is missing, or another planner has folded it.
-        """
+        """Return the plans of one step or more from `first` on, about ROUND_SLICE trajectories."""
         max_count = min(self._steps_at_once, last - first + 1)
         found = await read_manifests(self._client, self._run, first_step=first, max_count=max_count)
         if found and found[0].manifest.step == first:
@@ -262,11 +251,7 @@ class Releaser:
         raise ConflictError(f"step {first} of run {self._run!r} has no plan")
 
     async def _release_ended(self, state: ReleaseState) -> bool:
-        """Delete the payload of untrained trajectories, and fold their entries, many together.
-
-        Returns:
-            Whether there was work, or some waits for the next search.
-        """
+        """Delete the payload of untrained trajectories, and fold their entries, many together."""
         loop = asyncio.get_running_loop()
         least = min(self._upkeep.fold_ended, FOLD_SLICE)
         num_new = state.num_ended - state.num_ended_folded - len(self._ended)
@@ -337,20 +322,10 @@ class Releaser:
 def _by_group(trajectory_ids: Sequence[str]) -> dict[str, list[str]]:
     """Return trajectories by group name, in the order of their names.
 
-    >>> _by_group(["g10/0/0", "g9/1/0", "g9/0/0"])
-    {'g9': ['g9/0/0', 'g9/1/0'], 'g10': ['g10/0/0']}
+    >>> _by_group(["g2/0/0", "g1/1/0", "g1/0/0"])
+    {'g1': ['g1/0/0', 'g1/1/0'], 'g2': ['g2/0/0']}
     """
     groups: dict[str, list[str]] = {}
-    for each in sorted(trajectory_ids, key=_natural):
+    for each in sorted(trajectory_ids):
         groups.setdefault(each.partition("/")[0], []).append(each)
     return groups
-
-
-def _natural(trajectory_id: str) -> list[Any]:
-    """Return a sort key that orders names by the numbers in them.
-
-    >>> sorted(["g10/0/0", "g9/0/0", "g9/0/1"], key=_natural)
-    ['g9/0/0', 'g9/0/1', 'g10/0/0']
-    """
-    parts = re.split(r"([0-9]+)", trajectory_id)  # texts and numbers in turn
-    return [int(part) if index % 2 else part for index, part in enumerate(parts)]

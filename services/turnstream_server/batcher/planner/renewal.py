@@ -52,7 +52,6 @@ class LeadershipKeeper:
     """Renews the leases of one replica's leaderships, of any number of runs.
 
     Args:
-        url: address of the store.
         owner: unique name of this replica.
         lease_s: seconds of silence after which a leader is replaced.
     """

@@ -47,12 +47,8 @@ class Replanner:
     ) -> bool:
         """Execute or refuse a request; return whether plans were withdrawn.
 
-        Then the leader restarts from its snapshot.
-
-        Args:
-            request: the pending request.
-            known: the leader's state, which must not change during the call.
-            config: the config of the leader's next plan.
+        Then the leader restarts from its snapshot. Its state, `known`, must not change during the
+        call. `config` is that of the leader's next plan.
         """
         try:
             batches, dead = await self._examine(request)
@@ -79,11 +75,7 @@ class Replanner:
     async def _examine(
         self, request: ReplanRequest
     ) -> tuple[list[PlannedBatch], dict[TrajectoryKey, str]]:
-        """Return the batches from the damaged step on, and why their trajectories are damaged.
-
-        Raises:
-            ConflictError: none is damaged.
-        """
+        """Return the batches from the damaged step on, and why their trajectories are damaged."""
         frontier = await self._view.refresh()
         first = request.step or frontier.stepped + 1
         if first <= frontier.stepped:
@@ -128,7 +120,7 @@ class Replanner:
     async def _read_members(
         self, batches: Sequence[PlannedBatch], dead: dict[TrajectoryKey, str]
     ) -> dict[TrajectoryKey, SealedTrajectory]:
-        """Return the planned trajectories as sealed; add those without a seal to `dead`."""
+        """Return the trajectories as they were sealed; add those without a seal to `dead`."""
         plans = {
             plan.key: (plan, batch.config)
             for batch in batches

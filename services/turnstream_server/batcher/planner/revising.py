@@ -19,14 +19,9 @@ logger = logging.getLogger(__name__)
 class ConfigInForce:
     """The config of one leader's term, from the first revision on, or that of a snapshot.
 
-    Args:
-        term: the leader's term.
-        known: the revisions at the start of the term.
-
     Attributes:
         revision: number of the config in force.
         since: id of the event that put it in force; "0-0" before the first.
-        config: the config in force.
     """
 
     def __init__(self, term: Term, known: Revisions) -> None:

@@ -36,8 +36,6 @@ class _LocalLeader(Protocol):
     @property
     def config_revision(self) -> int: ...
 
-    def explain(self, step: int) -> str: ...
-
     def undecided(self) -> list[str]: ...
 
 
@@ -49,14 +47,11 @@ class RunView:
     """A run as this replica sees it.
 
     Args:
-        client: client of the store.
-        run: id of the run.
         on_stepped: called with the newest stepped batch whenever it may have moved.
-        read_reasons: returns why a batch is missing, for calls that have waited for it.
+        read_reasons: returns why a run waits, for calls that have waited for a batch.
 
     Attributes:
         frontier: the last read frontier.
-        trouble: last error of planning; empty after a success.
         leader: the leader of the run, if it is led here or was parked from here.
     """
 
@@ -71,7 +66,6 @@ class RunView:
     ) -> None:
         self.run = RunId(run)
         self.frontier = frontier
-        self.trouble = ""
         self.leader: _LocalLeader | None = None
         self._client = client
         self._on_stepped = on_stepped
@@ -105,7 +99,6 @@ class RunView:
     def offer(self, batch: PlannedBatch) -> None:
         """Serve a batch that was planned here, without reading it back."""
         self._num_offers += 1
-        self.trouble = ""
         self._keep(batch)
         self._set_frontier(dataclasses.replace(self.frontier, planned=batch.manifest.step))
 
@@ -123,12 +116,8 @@ class RunView:
         return True
 
     def follow_leader(self, leader: _LocalLeader | None) -> None:
-        """Report the state of this local leader from now on; None if no leader is here."""
+        """Take the undecided groups and the config from this leader; None if none is here."""
         self.leader = leader
-
-    def report_trouble(self, trouble: str) -> None:
-        """Add this error of planning to each refusal; empty if planning works again."""
-        self.trouble = trouble
 
     def undecided(self) -> list[str]:
         """Return the undecided groups of the local leader; empty without a leader."""
@@ -154,12 +143,7 @@ class RunView:
     async def wait_for_batch(
         self, step: int, *, check: Callable[[Frontier], None], wait_s: float
     ) -> PlannedBatch:
-        """Return the batch of a step, once it is planned.
-
-        Args:
-            step: number of the batch.
-            check: raises if the caller may not have it; repeated after every change.
-            wait_s: longest wait.
+        """Return the batch of a step, once it is planned; `check` may raise after every change.
 
         Raises:
             BatcherUnavailableError: this replica stops.
@@ -187,8 +171,7 @@ class RunView:
                 async with asyncio.timeout_at(deadline_s):
                     await changed.wait()
             except TimeoutError:
-                why = self._why_not(step)
-                raise NotReadyError(why, await self._read_reasons(self.run)) from None
+                raise await self._not_planned(step) from None
 
     async def batch(self, step: int) -> PlannedBatch:
         """Return the plan of a planned step.
@@ -242,19 +225,13 @@ class RunView:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _why_not(self, step: int) -> str:
-        reason = self._missing(step)
-        return f"{reason}; planning failed: {self.trouble}" if self.trouble else reason
-
-    def _missing(self, step: int) -> str:
+    async def _not_planned(self, step: int) -> NotReadyError:
+        reasons = await self._read_reasons(self.run)
         frontier = self.frontier
-        if frontier.paused is not None:
-            return f"step {step}: {frontier.pause}, and no batch is planned until it is resumed"
-        if frontier.is_closed and frontier.stepped < frontier.planned < step:
-            return f"step {step}: the run is closed; step {frontier.planned} is not stepped yet"
-        if self.leader is not None:
-            return self.leader.explain(step)
-        return f"step {step}: {frontier.planned} steps are planned, {frontier.stepped} are stepped"
+        why = f"step {step}: {frontier.planned} steps are planned, {frontier.stepped} are stepped"
+        if reasons:
+            why += f"; {reasons[0].sentence}"
+        return NotReadyError(why, reasons)
 
     async def _call(self, *words: str | int) -> Any:
         with translating():

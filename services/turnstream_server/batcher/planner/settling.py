@@ -21,7 +21,6 @@ class Settler:
     """Writes decisions to the ledger, for one term of a run's leader.
 
     Args:
-        term: the leader's term.
         dead_letters: written before every decision, because it depends on them.
     """
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
 from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.planning.plan_batch import event_order
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store.client import keys
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.planner.upkeep import Upkeep
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.snapshots import (
     last_event_id,
@@ -14,17 +18,40 @@ from turnstream_server.bus.leadership.snapshots import (
     save_snapshot,
     trim_events,
 )
+from turnstream_server.bus.release.ledger_files import LedgerFolder
 from turnstream_server.bus.release.release import compact_groups
 from turnstream_server.failpoints import reach
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upkeep:
+    """Settings of the upkeep of a run.
+
+    Attributes:
+        snapshot_events: events after which a snapshot is taken, and the events are deleted.
+        snapshot_steps: plans after which a snapshot is taken; until then each plan is kept.
+        fold_ended: untrained trajectories of one compact record. Fewer are not worth its 100 bytes,
+            and stay in the ledger.
+        archive: writes a step of a run to the archive, in a thread, before the step is released;
+            None for no archive.
+        ledger_folder: folder for compact records of old batches; None keeps them in the store.
+    """
+
+    snapshot_events: int = 10_000
+    snapshot_steps: int = 64
+    fold_ended: int = 250
+    archive: Callable[[str, int], object] | None = None
+    ledger_folder: LedgerFolder | None = None
+
+
+DEFAULT_UPKEEP: Final = Upkeep()
 
 
 class PlannerSnapshots:
     """Snapshots of one leader's term.
 
     Args:
-        term: the leader's term.
         assembler: owner of the threads in which snapshots are encoded.
-        upkeep: when a snapshot is due.
     """
 
     def __init__(self, term: Term, assembler: Assembler, *, upkeep: Upkeep) -> None:
@@ -74,7 +101,7 @@ class PlannerSnapshots:
 
     def forget_groups(self, fold: RunFold, *, position: str) -> None:
         """Drop released groups from a fold that has folded the events up to `position`."""
-        if self._released_groups and event_position(position) >= event_position(self._released_at):
+        if self._released_groups and event_order(position) >= event_order(self._released_at):
             fold.forget(self._released_groups)
             self._released_groups = ()
 
@@ -87,9 +114,3 @@ class PlannerSnapshots:
         gone = await compact_groups(self._term.client, self._term.run, list(names))
         self._released_at = await last_event_id(self._term.client, self._term.run)
         self._released_groups = tuple(names[name] for name in gone)
-
-
-def event_position(event_id: str) -> tuple[int, int]:
-    """Return a stream id as numbers, which are ordered as the events are."""
-    milliseconds, _, sequence = event_id.partition("-")
-    return int(milliseconds), int(sequence or 0)

@@ -94,11 +94,6 @@ class Timekeeper:
 
     Each job is fenced by the epoch of the term, and returns the seconds after which it must run
     again.
-
-    Args:
-        term: the leader's term.
-        view: this replica's view of the run.
-        config: the config in force.
     """
 
     def __init__(self, term: Term, view: RunView, config: BatchingConfig) -> None:

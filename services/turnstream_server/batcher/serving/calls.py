@@ -1,4 +1,4 @@
-"""What all calls of the service have in common: limits of time, and errors as statuses."""
+"""Limits of time and statuses of errors, for all calls of the service."""
 
 from __future__ import annotations
 

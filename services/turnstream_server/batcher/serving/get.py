@@ -37,14 +37,7 @@ _DATA_TAG: Final = bytes([wire.GetChunk.DATA_FIELD_NUMBER << 3 | 2])  # 2: lengt
 
 
 class BatchSender:
-    """Answers Get.
-
-    Args:
-        client: client of the store.
-        find_run: returns the view of a run, or raises RunNotFoundError.
-        assembler: makes shares.
-        wait_max_s: longest wait of a Get.
-    """
+    """Answers Get."""
 
     def __init__(
         self,

@@ -35,7 +35,6 @@ class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttribute
     """The health servicer of a batcher.
 
     Args:
-        client: client of the store.
         service: name that callers may ask for, in addition to the empty name of the server.
     """
 

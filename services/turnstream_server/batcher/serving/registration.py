@@ -27,12 +27,7 @@ _ANY_HOST: Final = ("", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared, not b
 
 @contextlib.asynccontextmanager
 async def registered(client: redis.asyncio.Redis, address: str) -> AsyncIterator[None]:
-    """Keep an address registered inside the block, also after an outage of the store.
-
-    Args:
-        client: client of the store.
-        address: "host:port", as workers reach this replica.
-    """
+    """Keep "host:port" registered inside the block, also after an outage of the store."""
 
     async def register(lease_s: float) -> None:
         try:

@@ -26,24 +26,15 @@ class _Entry(NamedTuple):
 
 
 class RunRegistry:
-    """Views of runs, each with a planner task.
-
-    Args:
-        client: client of the store.
-        tasks: task group of the planners.
-        new_planner: makes the planner of a run with this frontier.
-        parked: the runs that are idle.
-    """
+    """Views of runs, each with a planner task."""
 
     def __init__(
         self,
         client: redis.asyncio.Redis,
-        tasks: asyncio.TaskGroup,
         new_planner: Callable[[str, Frontier], RunPlanner],
         parked: ParkedRuns,
     ) -> None:
         self._client = client
-        self._tasks = tasks
         self._new_planner = new_planner
         self._parked = parked
         self._entries: dict[str, _Entry] = {}
@@ -104,7 +95,7 @@ class RunRegistry:
 
     def _begin(self, run: str, frontier: Frontier) -> _Entry:
         planner = self._new_planner(run, frontier)
-        task = self._tasks.create_task(planner.run(), name=f"planner of {run}")
+        task = asyncio.create_task(planner.run(), name=f"planner of {run}")
         task.add_done_callback(lambda ended: self._drop(run, ended))
         return _Entry(planner.view, task)
 

@@ -18,24 +18,22 @@ MAX_DP_WORLD_SIZE: Final = 8192
 """Dividing a mini-batch among so many ranks takes about 10 ms, among 10^6 it takes seconds."""
 
 MAX_STEP: Final = 2**31 - 1
-"""The ids of inert rows have no room for a larger step."""
+"""Ids of inert rows cannot hold a larger step."""
 
 MAX_EXACT: Final = 2**53 - 2
 """The scripts of the store compute with doubles: above it, two numbers may be the same."""
 
 MAX_SECONDS: Final = 1e9
 
-_TEXTS: Final = {
+_LIMITS: Final[dict[str, int | tuple[float, float]]] = {
     "recovery_token": 2048,
     "session": 512,
     "previous_hash": 128,
     "manifest_hash": 128,
     "weights_uri": 4096,
-}
-"""Longest value of a text, in characters."""
-
-_NUMBERS: Final[dict[str, tuple[float, float]]] = {
     "step": (0, MAX_STEP),
+    "GetRequest.step": (1, MAX_STEP),
+    "SteppedRequest.step": (1, MAX_STEP),
     "first_step": (0, MAX_STEP),
     "dp_rank": (0, MAX_DP_WORLD_SIZE - 1),
     "dp_world_size": (1, MAX_DP_WORLD_SIZE),
@@ -44,20 +42,13 @@ _NUMBERS: Final[dict[str, tuple[float, float]]] = {
     "wait_s": (0, MAX_SECONDS),
     "expiry_s": (0.001, MAX_SECONDS),
 }
-"""Smallest and largest value of a number."""
+"""Most characters of a text; smallest and largest value of a number."""
 
-_NOT_EMPTY: Final = frozenset(
-    {
-        ("StartRequest", "session"),
-        ("ObserveRequest", "observer"),
-        ("ObservedRequest", "observer"),
-        ("CommittedRequest", "recovery_token"),
-    }
+_NOT_EMPTY: Final = (
+    *("StartRequest.session", "ObserveRequest.observer", "ObservedRequest.observer"),
+    "CommittedRequest.recovery_token",
 )
 """Fields that must have a value; the name of the run always must."""
-
-_LEAST: Final = {("GetRequest", "step"): 1, ("SteppedRequest", "step"): 1}
-"""Smallest values that are larger than in other requests."""
 
 _SHOWN: Final = 40
 """Characters of a refused value that its error shows."""
@@ -87,19 +78,16 @@ def check_request(request: Message) -> None:
         InvalidConfigError: names the field, its value and the limit.
     """
     kind = request.DESCRIPTOR.name
-    for field in request.DESCRIPTOR.fields:
-        value: Any = getattr(request, field.name)
-        if field.name == "run":
+    for name in request.DESCRIPTOR.fields_by_name:
+        value: Any = getattr(request, name)
+        if f"{kind}.{name}" in _NOT_EMPTY and not value:
+            raise InvalidConfigError(name, f"a {kind} needs one, and has ''")
+        if name == "run":
             encode_run(value)
-        elif (kind, field.name) in _NOT_EMPTY and not value:
-            raise InvalidConfigError(field.name, f"a {kind} needs one, and has ''")
-        elif field.name == "observer":
+        elif name == "observer":
             _check_observer(value)
-        elif field.name in _TEXTS:
-            _check_text(value, field=field.name)
         else:
-            least, most = _NUMBERS[field.name]
-            _check_number(value, _LEAST.get((kind, field.name), least), most, field=field.name)
+            _check_limits(name, value, _LIMITS.get(f"{kind}.{name}") or _LIMITS[name])
     if isinstance(request, wire.GetRequest) and request.dp_rank >= request.dp_world_size:
         raise InvalidConfigError(
             "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
@@ -136,16 +124,15 @@ def _check_observer(name: str) -> None:
         raise InvalidConfigError("observer", str(error)) from error
 
 
-def _check_text(text: str, *, field: str) -> None:
-    if len(text) > _TEXTS[field]:
+def _check_limits(field: str, value: Any, limit: int | tuple[float, float]) -> None:
+    if isinstance(limit, tuple):
+        least, most = limit
+        if not least <= value <= most:  # also refuses NaN
+            raise InvalidConfigError(field, f"{value} is not from {least:.16g} to {most:.16g}")
+    elif len(value) > limit:
         raise InvalidConfigError(
-            field, f"{len(text)} characters, at most {_TEXTS[field]} are allowed: {_shown(text)}"
+            field, f"{len(value)} characters, at most {limit} are allowed: {_shown(value)}"
         )
-
-
-def _check_number(value: float, least: float, most: float, *, field: str) -> None:
-    if not least <= value <= most:  # also refuses NaN
-        raise InvalidConfigError(field, f"{value} is not from {least:.16g} to {most:.16g}")
 
 
 def _shown(text: str) -> str:

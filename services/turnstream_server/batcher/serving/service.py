@@ -22,13 +22,13 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import connect_async
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.planner.event_loop import background, task_group
+from turnstream_server.batcher.planner.event_loop import background
 from turnstream_server.batcher.planner.parking import PARK_AFTER_S, ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.reason_cache import ReasonCache
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.planner.upkeep import DEFAULT_UPKEEP, Upkeep
+from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.batcher.serving.calls import RunningCalls
 from turnstream_server.batcher.serving.get import BatchSender
 from turnstream_server.batcher.serving.health import StoreHealth
@@ -144,7 +144,6 @@ async def serving(options: BatcherOptions) -> AsyncIterator[str]:
         reason_cache = ReasonCache(options.redis_url)
         stack.callback(reason_cache.close)
         parked = ParkedRuns(waiting, after_s=options.park_after_s)
-        tasks = await stack.enter_async_context(task_group())
 
         def new_planner(run: str, frontier: Frontier) -> RunPlanner:
             view = RunView(
@@ -156,7 +155,7 @@ async def serving(options: BatcherOptions) -> AsyncIterator[str]:
             )
             return RunPlanner(view, assembler, keeper=keeper, upkeep=options.upkeep, parked=parked)
 
-        runs = RunRegistry(client, tasks, new_planner, parked)
+        runs = RunRegistry(client, new_planner, parked)
         await stack.enter_async_context(background(parked.watch(), name="watch of parked runs"))
         stack.push_async_callback(runs.close)
         discovery = RunDiscovery(waiting, runs.take_part)

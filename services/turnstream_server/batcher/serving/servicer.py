@@ -73,12 +73,7 @@ def handlers(
 
 
 class BatchesServicer:
-    """The unary calls, in terms of values and errors of this package.
-
-    Args:
-        client: client of the store.
-        find_run: returns the view of a run, or raises RunNotFoundError.
-    """
+    """The unary calls, in terms of values and errors of this package."""
 
     def __init__(
         self, client: redis.asyncio.Redis, find_run: Callable[[str], Awaitable[RunView]]

@@ -76,6 +76,12 @@ def write_ledger_file(folder: Path, run: str, steps: range, records: Sequence[by
     digest = hashlib.sha256(content).hexdigest()[:12]
     file_name = f"ledger-{steps[0]:08d}-{steps[-1]:08d}-{digest}.bin"
     path = folder / keys.encode_name(run) / file_name
+    write_durably(path, content)
+    return f"{path.parent.name}/{file_name}"
+
+
+def write_durably(path: Path, content: bytes | memoryview) -> None:
+    """Write a file that appears whole or not at all, and is on disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
     try:
@@ -86,9 +92,8 @@ def write_ledger_file(folder: Path, run: str, steps: range, records: Sequence[by
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    for changed in (path.parent, folder):
+    for changed in (path.parent, path.parent.parent):
         _sync_folder(changed)
-    return f"{path.parent.name}/{file_name}"
 
 
 async def move_to_file(term: Term, steps: range, *, name: str) -> None:

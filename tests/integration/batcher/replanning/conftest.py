@@ -10,40 +10,43 @@ from typing import Any
 import pytest
 
 from harness.stored import content_of
-from testkit import group, trajectory, turn, wait_until_async
+from testkit import wait_until_async
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import WaitKind, WaitReason
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect, connect_async
 from turnstream.store.run.credits import credit
 from turnstream.store.waits.wait_reasons import reasons
-from turnstream.types import TrajectoryKey, TrajectoryState
+from turnstream.types import Group
+from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.bus.admin.dead_letters import read_dead_letters
-from turnstream_server.bus.core.frontier import Frontier, read_frontier
+from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
 from turnstream_server.bus.queries.budget import read_budget
-from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 
 
 @pytest.fixture
-def damage(house):
-    """Overwrites one byte of the first turn, or of another record, of a trajectory."""
+def planned(house):
+    """Starts a run of groups, its batcher and its trainer, once a step is delivered."""
 
-    def flip(run: str, key: TrajectoryKey, *, record: int = 0) -> None:
-        stream = keys.trajectory_keys(run, keys.trajectory_id(key)).turns
-        with connect(house.url) as client:
-            entries: Any = client.xrange(stream)
-            client.delete(stream)
-            for number, (entry_id, fields) in enumerate(entries):
-                stored = bytearray(fields[b"r"])
-                if number == record % len(entries):
-                    stored[-9] ^= 1
-                client.xadd(stream, {"r": bytes(stored)}, id=entry_id)
+    async def start(
+        *groups: Group,
+        step: int,
+        closes: bool = False,
+        upkeep: Upkeep = DEFAULT_UPKEEP,
+        **fields: Any,
+    ):
+        run = house.create_run(**{"batch_groups": 1, **fields})
+        trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+        await house.publish(run, *groups, closes=closes)
+        await trainer.start("a")
+        await trainer.get(step)
+        return run, trainer
 
-    return flip
+    return start
 
 
 @pytest.fixture
@@ -51,21 +54,11 @@ def replan(house):
     """Asks for it, and waits for the answer."""
 
     def ask(run: str, step: int | None = None) -> Replanned:
-        with connect(house.url) as client:
-            return await_replan(client, run, request_replan(client, run, step=step), wait_s=30)
+        return await_replan(
+            house.client, run, request_replan(house.client, run, step=step), wait_s=30
+        )
 
     return lambda run, **where: asyncio.to_thread(ask, run, **where)
-
-
-@pytest.fixture
-def of_3():
-    """A group of three members."""
-
-    def build(group_id: str) -> Any:
-        members = [trajectory(turn("ab", "CD"), sample=s, reward=float(s)) for s in range(3)]
-        return group(group_id, *members)
-
-    return build
 
 
 @pytest.fixture
@@ -79,13 +72,6 @@ class Look:
 
     def __init__(self, url: str) -> None:
         self.url = url
-
-    def states(self, run: str) -> dict[TrajectoryState, int]:
-        """How many trajectories are in each state; the ledger adds up."""
-        with connect(self.url) as client:
-            ledger = read_ledger(client, run)
-        ledger.check()
-        return {state: number for state, number in ledger.by_state.items() if number}
 
     def letters(self, run: str) -> dict[str, str]:
         """The dead letters, with their reasons."""
@@ -130,14 +116,10 @@ class Look:
         frontier.pop(b"refused_replan", None)
         return [*contents, frontier]
 
-    def frontier(self, run: str) -> Frontier:
-        """Its numbers."""
-        with connect(self.url) as client:
-            return read_frontier(client, run)
-
     def planned(self, run: str) -> int:
         """The newest step that is planned."""
-        return self.frontier(run).planned
+        with connect(self.url) as client:
+            return read_frontier(client, run).planned
 
     def num_kept_plans(self, run: str) -> int:
         """How many plans are still there."""
@@ -179,11 +161,7 @@ class Look:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until something holds."""
-
-        async def is_so() -> bool:
-            return holds()
-
-        await wait_until_async(is_so)
+        await wait_until_async(lambda: holds())
 
     def held(self, run: str) -> tuple[int, int, int]:
         """The sums of bytes: reserved, planned, and the rest of what is stored."""

@@ -8,7 +8,6 @@ import pytest
 from testkit import group, trajectory, turn
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream.store.run.rewards import post_reward
 from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
@@ -16,16 +15,14 @@ from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
-async def test_two_steps_are_planned_again_without_a_damaged_member(
-    house, damage, replan, look, of_3
-):
+async def test_two_steps_are_planned_again_without_a_damaged_member(house, replan, look, of_3):
     run = house.create_run(batch_groups=2)
     first = await house.start_batcher()
     trainer = house.trainer(first, run)
     await house.publish(run, of_3("g0"), group("g1"), group("g2"), group("g3"))
     await trainer.start("a")
     before = await trainer.get(2)
-    damage(run, TrajectoryKey("g0", sample=1))
+    house.damage(run, "g0/1/0")
 
     done = await replan(run)
     await trainer.start("b")
@@ -38,43 +35,22 @@ async def test_two_steps_are_planned_again_without_a_damaged_member(
     ]
     assert pulled[1].mini_batch.info.manifest_hash != before[0].mini_batch.info.manifest_hash
     assert [each.mini_batch.info.revision for each in pulled] == [1, 1]
-    assert look.states(run) == {TrajectoryState.PLANNED: 8, TrajectoryState.DEAD: 1}
+    assert house.states(run) == {TrajectoryState.PLANNED: 8, TrajectoryState.DEAD: 1}
     assert "checksum" in look.letters(run)["g0/1/0"]
 
 
-async def test_damage_in_several_mini_batches_of_a_step_is_rejected_at_once(
-    house, damage, replan, look, of_3
-):
-    run = house.create_run(batch_groups=2, mini_batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, of_3("g0"), of_3("g1"))
-    await trainer.start("a")
-    await trainer.get(1)
-    damage(run, TrajectoryKey("g0", sample=0))
-    damage(run, TrajectoryKey("g1", sample=2))
-
-    done = await replan(run)
-
-    assert done.dead == ("g0/0/0", "g1/2/0")
-    assert set(look.letters(run)) == {"g0/0/0", "g1/2/0"}
-
-
 async def test_group_too_small_without_its_dead_makes_room_for_the_next(
-    house, damage, replan, look
+    house, planned, replan, look
 ):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"), group("g1"), group("g2"))
-    await trainer.start("a")
-    await trainer.get(2)
-    damage(run, TrajectoryKey("g0", sample=0))
+    run, trainer = await planned(group("g0"), group("g1"), group("g2"), step=2)
+    house.damage(run, "g0/0/0")
 
     await replan(run)
     await trainer.start("b")
     pulled = [*await trainer.get(1), *await trainer.get(2)]
 
     assert [each.mini_batch.rows.group_id for each in pulled] == [["g1", "g1"], ["g2", "g2"]]
-    assert look.states(run) == {
+    assert house.states(run) == {
         TrajectoryState.PLANNED: 4,
         TrajectoryState.INCOMPLETE: 1,
         TrajectoryState.DEAD: 1,
@@ -83,15 +59,11 @@ async def test_group_too_small_without_its_dead_makes_room_for_the_next(
     assert look.held(run) == (0, look.sum_held(run, "planned"), look.sum_held(run, "dead"))
 
 
-async def test_a_group_whose_seals_are_all_damaged_is_left_out_whole(house, damage, replan, look):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"), group("g1"), group("g2"))
-    await trainer.start("a")
-    await trainer.get(2)
-    damage(run, TrajectoryKey("g0", sample=0))
-    damage(run, TrajectoryKey("g1", sample=0), record=-1)
-    damage(run, TrajectoryKey("g1", sample=1), record=-1)
+async def test_a_group_whose_seals_are_all_damaged_is_left_out_whole(house, planned, replan, look):
+    run, trainer = await planned(group("g0"), group("g1"), group("g2"), step=2)
+    house.damage(run, "g0/0/0")
+    house.damage(run, "g1/0/0", record=-1)
+    house.damage(run, "g1/1/0", record=-1)
 
     done = await replan(run)
     await trainer.start("b")
@@ -100,21 +72,18 @@ async def test_a_group_whose_seals_are_all_damaged_is_left_out_whole(house, dama
     assert set(done.dead) == {"g0/0/0", "g1/0/0", "g1/1/0"}
     assert "its seal cannot be read" in look.letters(run)["g1/1/0"]
     assert pulled.mini_batch.rows.group_id == ["g2", "g2"]
-    assert look.states(run) == {
+    assert house.states(run) == {
         TrajectoryState.PLANNED: 2,
         TrajectoryState.INCOMPLETE: 1,
         TrajectoryState.DEAD: 3,
     }
 
 
-async def test_member_with_missing_payload_is_dead_like_a_damaged_one(house, replan, look, of_3):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, of_3("g0"))
-    await trainer.start("a")
-    await trainer.get(1)
-    with connect(house.url) as client:
-        client.delete(keys.trajectory_keys(run, "g0/1/0").turns)
+async def test_member_with_missing_payload_is_dead_like_a_damaged_one(
+    house, planned, replan, look, of_3
+):
+    run, trainer = await planned(of_3("g0"), step=1)
+    house.client.delete(keys.trajectory_keys(run, "g0/1/0").turns)
 
     done = await replan(run)
     await trainer.start("b")
@@ -126,22 +95,17 @@ async def test_member_with_missing_payload_is_dead_like_a_damaged_one(house, rep
 
 
 async def test_a_seal_that_is_another_than_was_planned_is_set_aside(
-    house, damage, replan, look, of_3
+    house, planned, replan, look, of_3
 ):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, of_3("g0"), of_3("g1"))
-    await trainer.start("a")
-    await trainer.get(2)
-    damage(run, TrajectoryKey("g0", sample=0))
+    run, _ = await planned(of_3("g0"), of_3("g1"), step=2)
+    house.damage(run, "g0/0/0")
     turns = keys.trajectory_keys(run, "g1/0/0").turns
-    with connect(house.url) as client:
-        entries: Any = client.xrevrange(turns, count=1)
-        ((entry_id, fields),) = entries
-        seal = cast("SealedTrajectory", decode_event(fields[b"r"]))
-        client.xdel(turns, entry_id)
-        last = f"0-{int(entry_id.split(b'-')[1]) + 1}"
-        client.xadd(turns, {"r": encode_event(replace(seal, payload_crcs=(7,)))}, id=last)
+    entries: Any = house.client.xrevrange(turns, count=1)
+    ((entry_id, fields),) = entries
+    seal = cast("SealedTrajectory", decode_event(fields[b"r"]))
+    house.client.xdel(turns, entry_id)
+    last = f"0-{int(entry_id.split(b'-')[1]) + 1}"
+    house.client.xadd(turns, {"r": encode_event(replace(seal, payload_crcs=(7,)))}, id=last)
 
     done = await replan(run)
 
@@ -162,21 +126,19 @@ async def test_a_seal_that_is_another_than_was_planned_is_set_aside(
     ],
 )
 async def test_later_posted_reward_still_counts_after_a_replan(
-    house, damage, replan, look, settings, posted, expected
+    house, replan, look, settings, posted, expected
 ):
-    run = house.create_run(batch_groups=1, **settings)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1, **settings)
     members = [
         replace(trajectory(turn("ab", "CD"), sample=s, reward=None), awaits_reward=True)
         for s in range(3)
     ]
     await house.publish(run, group("g0", *members))
-    with connect(house.url) as client:
-        for sample in range(3):
-            post_reward(client, run, TrajectoryKey("g0", sample), **posted(sample))
+    for sample in range(3):
+        post_reward(house.client, run, TrajectoryKey("g0", sample), **posted(sample))
     await trainer.start("a")
     await trainer.get(1)
-    damage(run, TrajectoryKey("g0", sample=0))
+    house.damage(run, "g0/0/0")
 
     await replan(run)
     await trainer.start("b")
@@ -186,30 +148,27 @@ async def test_later_posted_reward_still_counts_after_a_replan(
     assert [member.reward for member in planned] == expected
 
 
-async def test_penalty_is_subtracted_by_the_config_of_its_first_plan(house, damage, replan, look):
+async def test_penalty_is_subtracted_by_the_config_of_its_first_plan(house, replan, look):
     # Of rewards whose event is gone only the plan tells, with the penalty of that time in it.
     run = house.create_run(batch_groups=1, overlong_length=2, overlong_buffer=2)
-    with connect(house.url) as client:
-        before = read_revisions(client, run).last.config
-        after = replace(before, overlong_length=0, overlong_buffer=0)
-        revise_config(client, run, after, from_step=2)
+    before = read_revisions(house.client, run).last.config
+    after = replace(before, overlong_length=0, overlong_buffer=0)
+    revise_config(house.client, run, after, from_step=2)
     trainer = house.trainer(await house.start_batcher(), run)
     members = [
         replace(trajectory(turn("ab", "CD"), sample=s, reward=None), awaits_reward=True)
         for s in range(3)
     ]
     await house.publish(run, group("g0", *members))
-    with connect(house.url) as client:
-        for sample in range(3):
-            post_reward(client, run, TrajectoryKey("g0", sample), reward=float(sample))
+    for sample in range(3):
+        post_reward(house.client, run, TrajectoryKey("g0", sample), reward=float(sample))
     await trainer.start("a")
     await trainer.get(1)
     await house.publish(run, group("g1"))
     await trainer.get(2)
     punished = look.plans(run)[0].groups[0].trajectories
-    with connect(house.url) as client:
-        client.xtrim(keys.run_keys(run).events, maxlen=0)
-    damage(run, TrajectoryKey("g0", sample=0))
+    house.client.xtrim(keys.run_keys(run).events, maxlen=0)
+    house.damage(run, "g0/0/0")
 
     await replan(run)
     await trainer.start("b")
@@ -220,39 +179,34 @@ async def test_penalty_is_subtracted_by_the_config_of_its_first_plan(house, dama
 
 
 async def test_replanned_short_step_counts_in_capacity_with_its_new_size(
-    house, damage, replan, look, of_3
+    house, planned, replan, of_3
 ):
-    run = house.create_run(batch_groups=2)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"), group("g1"), of_3("g2"), closes=True)
-    await trainer.start("a")
-    await trainer.get(2)
-    before = look.frontier(run)
-    damage(run, TrajectoryKey("g2", sample=1))
+    run, trainer = await planned(
+        group("g0"), group("g1"), of_3("g2"), closes=True, step=2, batch_groups=2
+    )
+    before = house.frontier(run)
+    house.damage(run, "g2/1/0")
 
     await replan(run)
     await trainer.start("b")
     (pulled,) = await trainer.get(2)
 
-    after = look.frontier(run)
+    after = house.frontier(run)
     assert pulled.mini_batch.rows.trajectory_id == ["g2/0/0", "g2/2/0"]
     assert before.num_planned_groups == after.num_planned_groups == 3
     assert before.num_live_groups == after.num_live_groups
 
 
-async def test_steps_of_two_configs_are_planned_again_by_the_later_one(
-    house, damage, replan, look, of_3
-):
+async def test_steps_of_two_configs_are_planned_again_by_the_later_one(house, replan, look, of_3):
     run = house.create_run(batch_groups=1)
-    with connect(house.url) as client:
-        before = read_revisions(client, run).last.config
-        revise_config(client, run, replace(before, batch_groups=2), from_step=2)
+    before = read_revisions(house.client, run).last.config
+    revise_config(house.client, run, replace(before, batch_groups=2), from_step=2)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, of_3("g0"), group("g1"), group("g2"))
     await trainer.start("a")
     await trainer.get(2)
     most = look.most_live(run)
-    damage(run, TrajectoryKey("g0", sample=0))
+    house.damage(run, "g0/0/0")
 
     await replan(run)
     await trainer.start("b")
@@ -261,24 +215,21 @@ async def test_steps_of_two_configs_are_planned_again_by_the_later_one(
     assert [each.mini_batch.rows.group_id for each in pulled] == [["g0", "g0"], ["g1", "g1"]]
     assert pulled[0].mini_batch.info.config_revision == 2
     assert (most, look.most_live(run)) == (1 + 2 * 1000, 2 + 2 * 1000)
-    with connect(house.url) as client:
-        assert read_revisions(client, run).last.from_step == 1
+    assert read_revisions(house.client, run).last.from_step == 1
 
 
-async def test_config_from_before_the_damaged_step_stays_in_force(house, damage, replan, of_3):
+async def test_config_from_before_the_damaged_step_stays_in_force(house, replan, of_3):
     run = house.create_run(batch_groups=1)
-    with connect(house.url) as client:
-        before = read_revisions(client, run).last.config
-        revise_config(client, run, replace(before, drop_zero_variance=True), from_step=2)
+    before = read_revisions(house.client, run).last.config
+    revise_config(house.client, run, replace(before, drop_zero_variance=True), from_step=2)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, group("g0"), group("g1"), of_3("g2"))
     await trainer.start("a")
     await trainer.stepped(await trainer.get(1))
     await trainer.get(3)
-    damage(run, TrajectoryKey("g2", sample=0))
+    house.damage(run, "g2/0/0")
 
     done = await replan(run)
 
     assert done.first_step == 3
-    with connect(house.url) as client:
-        assert read_revisions(client, run).last.from_step == 2
+    assert read_revisions(house.client, run).last.from_step == 2

@@ -15,9 +15,8 @@ from turnstream.errors import (
     StoreBehindError,
 )
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
-from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.batcher.planner.upkeep import Upkeep
+from turnstream.types import TrajectoryState
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.planning.replans import Replanned
 from turnstream_server.jobs.history import RunHistory
 
@@ -25,18 +24,17 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
-    house, damage, replan, caplog, look, of_3
+    house, replan, caplog, look, of_3
 ):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"), of_3("g1"), group("g2"))
-    await trainer.start("a")
+    run, trainer = await house.started(
+        group("g0"), of_3("g1"), group("g2"), batch_groups=1, session="a"
+    )
     first = await trainer.get(1)
     token = await trainer.stepped(first)
     await trainer.committed(token)
     old = await trainer.get(2)
     await look.until(lambda: look.planned(run) == 3)
-    damage(run, TrajectoryKey("g1", sample=2))
+    house.damage(run, "g1/2/0")
 
     with caplog.at_level(logging.WARNING):
         done = await replan(run)
@@ -65,17 +63,14 @@ async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
     ids = [row_id for rows in trained for row_id in rows.row_id]
     assert ids == list(range(6))
     assert look.chain(run) == [1, 2, 3]
-    assert look.states(run)[TrajectoryState.DEAD] == 1
+    assert house.states(run)[TrajectoryState.DEAD] == 1
 
 
-async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, damage, replan, look):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"), group("g1"))
-    await trainer.start("a")
+async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, replan, look):
+    run, trainer = await house.started(group("g0"), group("g1"), batch_groups=1, session="a")
     await trainer.stepped(await trainer.get(1))
     await look.until(lambda: look.planned(run) == 2)
-    damage(run, TrajectoryKey("g0", sample=0))
+    house.damage(run, "g0/0/0")
     before = look.digest(run)
 
     with pytest.raises(ConflictError, match="step 1 is stepped"):
@@ -109,7 +104,7 @@ async def test_a_step_that_was_released_before_anybody_answered_is_refused(house
     await house.publish(run, group("g2"))
     await is_held.wait()
     answer = asyncio.create_task(replan(run, step=1))
-    await look.until(lambda: look.frontier(run).replan is not None)
+    await look.until(lambda: house.frontier(run).replan is not None)
     for step in (1, 2):
         await trainer.committed(await trainer.stepped(await trainer.get(step)))
     await look.until(lambda: look.num_kept_plans(run) == 0)
@@ -124,18 +119,16 @@ async def test_a_step_that_was_released_before_anybody_answered_is_refused(house
 async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(house, replan, look):
     # More steps than a replica keeps plans of: the first is read from the store again.
     num_steps = 10
-    run = house.create_run(batch_groups=1, max_planned_ahead=num_steps)
-    trainer = house.trainer(await house.start_batcher(), run)
+    run, trainer = await house.serve(batch_groups=1, max_planned_ahead=num_steps)
     await house.publish(run, *[group(f"g{number}") for number in range(num_steps)])
     await look.until(lambda: look.planned(run) == num_steps)
     plan = keys.run_keys(run).plan
-    with connect(house.url) as client:
-        entries: Any = client.xrange(plan)
-        client.delete(plan)
-        for entry_id, fields in entries:
-            record = bytearray(fields[b"r"])
-            record[-9] ^= entry_id == b"1-0"
-            client.xadd(plan, {"r": bytes(record)}, id=entry_id)
+    entries: Any = house.client.xrange(plan)
+    house.client.delete(plan)
+    for entry_id, fields in entries:
+        record = bytearray(fields[b"r"])
+        record[-9] ^= entry_id == b"1-0"
+        house.client.xadd(plan, {"r": bytes(record)}, id=entry_id)
 
     with pytest.raises(ConflictError, match="the checksum of a manifest record"):
         await replan(run)
@@ -146,13 +139,9 @@ async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(house,
     assert last.mini_batch.rows.group_id == ["g10", "g10"]
 
 
-async def test_a_second_call_changes_nothing(house, damage, replan, look, of_3):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, of_3("g0"), group("g1"))
-    await trainer.start("a")
-    await trainer.get(2)
-    damage(run, TrajectoryKey("g0", sample=0))
+async def test_a_second_call_changes_nothing(house, planned, replan, look, of_3):
+    run, trainer = await planned(of_3("g0"), group("g1"), step=2)
+    house.damage(run, "g0/0/0")
 
     both = await asyncio.gather(replan(run), replan(run), return_exceptions=True)
     await trainer.start("b")
@@ -165,17 +154,12 @@ async def test_a_second_call_changes_nothing(house, damage, replan, look, of_3):
     assert look.digest(run) == before
 
 
-async def test_continuing_from_a_withdrawn_plan_is_refused_by_its_hash(
-    house, damage, replan, look, of_3
-):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, of_3("g0"), group("g1"))
-    await trainer.start("a")
+async def test_continuing_from_a_withdrawn_plan_is_refused_by_its_hash(house, replan, look, of_3):
+    run, trainer = await house.started(of_3("g0"), group("g1"), batch_groups=1, session="a")
     seen = (await trainer.get(1))[0].mini_batch.info.manifest_hash
     await trainer.get(2)
     await look.observe(run, seen_step=2)
-    damage(run, TrajectoryKey("g0", sample=1))
+    house.damage(run, "g0/1/0")
 
     await replan(run)
     await look.until(lambda: look.planned(run) == 2)
@@ -186,18 +170,17 @@ async def test_continuing_from_a_withdrawn_plan_is_refused_by_its_hash(
 
 
 async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
-    house, damage, replan, look, of_3
+    house, replan, look, of_3
 ):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"), of_3("g1"), group("g2"), group("g3"))
-    await trainer.start("a")
+    run, trainer = await house.started(
+        group("g0"), of_3("g1"), group("g2"), group("g3"), batch_groups=1, session="a"
+    )
     token = await trainer.stepped(await trainer.get(1))
     await trainer.committed(token)
     lost = await trainer.stepped(await trainer.get(2))
     await look.until(lambda: look.planned(run) == 4)
     await trainer.start("b", token=str(token))
-    damage(run, TrajectoryKey("g1", sample=0))
+    house.damage(run, "g1/0/0")
 
     done = await replan(run)
     with pytest.raises(StoreBehindError):
@@ -208,21 +191,21 @@ async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
 
     assert (done.first_step, done.newest_step) == (2, 4)
     assert look.chain(run) == [1, 2, 3, 4]
-    assert look.states(run) == {
+    assert house.states(run) == {
         TrajectoryState.COMMITTED: 2,
         TrajectoryState.STEPPED: 6,
         TrajectoryState.DEAD: 1,
     }
 
 
-async def test_rank_and_operator_get_the_damage_and_the_command(house, damage, replan, look, of_3):
+async def test_rank_and_operator_get_the_damage_and_the_command(house, replan, look, of_3):
     run = house.create_run(batch_groups=1)
     planner = house.trainer(await house.start_batcher(), run)
     await house.publish(run, of_3("g0"))
     await planner.start("a")
     await planner.get(1)
     other = house.trainer(await house.start_batcher(), run)  # the first one leads, and keeps rows
-    damage(run, TrajectoryKey("g0", sample=1))
+    house.damage(run, "g0/1/0")
     other.session_epoch = planner.session_epoch
 
     with pytest.raises(CorruptRecordError, match=f"g0/1/0: .*`turnstream run replan '{run}'`"):
@@ -236,25 +219,22 @@ async def test_rank_and_operator_get_the_damage_and_the_command(house, damage, r
     assert look.damage_reasons(run) == []
 
 
-async def test_observer_keeps_released_steps_and_drops_withdrawn_ones(
-    house, damage, replan, look, of_3
-):
+async def test_observer_keeps_released_steps_and_drops_withdrawn_ones(house, replan, look, of_3):
     run = house.create_run(batch_groups=1, retain_checkpoints=1)
     trainer = house.trainer(await house.start_batcher(upkeep=Upkeep(snapshot_steps=1)), run)
     await house.publish(run, of_3("g0"), group("g1"))
     await trainer.start("a")
     first = await trainer.get(1)
-    with connect(house.url) as client:
-        history = RunHistory(client, run)
-        history.refresh()
-        await trainer.committed(await trainer.stepped(first))
-        await house.publish(run, of_3("g2"))
-        await look.until(lambda: look.planned(run) == 3 and look.num_kept_plans(run) == 2)
-        before = history.summary()
-        damage(run, TrajectoryKey("g1", sample=0))
+    history = RunHistory(house.client, run)
+    history.refresh()
+    await trainer.committed(await trainer.stepped(first))
+    await house.publish(run, of_3("g2"))
+    await look.until(lambda: look.planned(run) == 3 and look.num_kept_plans(run) == 2)
+    before = history.summary()
+    house.damage(run, "g1/0/0")
 
-        await replan(run)
-        await look.until(lambda: look.planned(run) == 2)
-        after = history.summary()
+    await replan(run)
+    await look.until(lambda: look.planned(run) == 2)
+    after = history.summary()
 
-        assert [(seen.batches, seen.sequences) for seen in (before, after)] == [(3, 3), (2, 3)]
+    assert [(seen.batches, seen.sequences) for seen in (before, after)] == [(3, 3), (2, 3)]

@@ -15,7 +15,7 @@ from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.planner.upkeep import DEFAULT_UPKEEP
+from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP
 from turnstream_server.bus.core.frontier import read_frontier_async
 
 pytestmark = pytest.mark.redis
