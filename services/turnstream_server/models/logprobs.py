@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from turnstream.errors import BatchingError
-
-if TYPE_CHECKING:
-    from turnstream.worker.tensors import LeftPaddedTensors
+from turnstream.worker.losses import token_logprobs
+from turnstream.worker.tensors import LeftPaddedTensors
 
 _CHUNK_VALUES = 1 << 24
 """Logits in memory at a time, 64 MB. A row of 22,000 tokens over 8,192 has 11 times as many."""
@@ -40,14 +39,8 @@ def response_logprobs(
     """Return the log-probability of each response token, 0 outside the mask: float32 (B, R).
 
     Logits are computed only inside the mask, in chunks, and again for the gradient. The result of
-    an empty mask is differentiable too; its gradient is 0. The first token of a row inside the mask
-    is a BatchingError.
-
-    Args:
-        model: any causal language model of transformers.
-        rows: real tokens are at the end of their row.
-        mask_BR: mask of the last R columns.
-        temperature: sampling temperature.
+    an empty mask is differentiable too; its gradient is 0. `mask_BR` is of the last R columns. The
+    first token of a row inside the mask is a BatchingError.
     """
     ids_BT, num_padding_B = _left_aligned(rows)
     row_N, column_N = mask_BR.bool().nonzero(as_tuple=True)
@@ -80,27 +73,20 @@ def _token_logprobs(
     tokens_N = ids_BT[row_N, target_N]
     if not _head_is_linear(model):
         logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-        return _chosen(logits_BTV[row_N, target_N - 1], tokens_N, temperature)
+        logits_NV = logits_BTV[row_N, target_N - 1]
+        return token_logprobs(logits_NV, tokens=tokens_N, temperature=temperature)
     hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     hidden_NH = hidden_BTH[row_N, target_N - 1]
     head = cast(Callable[[Tensor], Tensor], model.get_output_embeddings())
 
     def score(chunk_NH: Tensor, chunk_N: Tensor) -> Tensor:
-        return _chosen(head(chunk_NH), chunk_N, temperature)
+        return token_logprobs(head(chunk_NH), tokens=chunk_N, temperature=temperature)
 
     size = max(1, _CHUNK_VALUES // model.config.get_text_config().vocab_size)
     chunks = list(zip(hidden_NH.split(size), tokens_N.split(size), strict=True))
     if len(chunks) == 1 or not torch.is_grad_enabled():
         return torch.cat([score(*chunk) for chunk in chunks])
     return torch.cat([checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks])
-
-
-def _chosen(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
-    scores_NV = logits_NV.float()
-    if temperature != 1.0:
-        scores_NV = scores_NV / temperature
-    chosen_N = scores_NV.gather(1, tokens_N[:, None]).squeeze(1)
-    return chosen_N - scores_NV.logsumexp(1)
 
 
 _LINEAR_HEADS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()

@@ -150,17 +150,6 @@ def test_lost_run_error_names_the_checkpoint_of_a_resumed_trainer(batcher: Any, 
         next(stream)
 
 
-def test_lost_run_error_names_the_step_of_another_rank(batcher: Any, gone: Any) -> None:
-    batcher.add_step(1, "abC")
-    batcher.faults = [None, gone]
-    batcher.needs_stepped = False
-
-    with BatchStream(batcher.target, RUN, 1, 2, session="s") as stream:
-        next(stream)
-        with pytest.raises(StoreBehindError, match=r"dp_rank 1 of this trainer had step 1$"):
-            next(stream)
-
-
 def test_missing_run_without_progress_is_a_run_not_found_error(batcher: Any, gone: Any) -> None:
     batcher.faults = [gone]
 

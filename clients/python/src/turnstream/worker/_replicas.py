@@ -81,11 +81,6 @@ def addresses_of(target: str) -> tuple[str, ...]:
     return tuple(scheme + address for address in addresses)
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """Return a channel with connections of its own."""
-    return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-
-
 def _wait_for_answer(call: grpc.Future) -> None:
     """Return once the replica has answered, with an error or not; else raise grpc.RpcError."""
     try:
@@ -127,7 +122,8 @@ class Replicas:
         with self._lock:
             self._raise_if_closed()
             if address not in self._channels:
-                self._channels[address] = open_channel(address)
+                channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+                self._channels[address] = channel
             return self._channels[address]
 
     def get(self, path: str, request: GetRequest) -> Iterator[bytes]:
@@ -170,7 +166,7 @@ class Replicas:
         if self._get_channel is None or self._get_address != self.current:
             self._close_get()
             self._get_address = self.current
-            self._get_channel = open_channel(self._get_address)
+            self._get_channel = grpc.insecure_channel(self.current, options=_CHANNEL_OPTIONS)
         return self._get_channel
 
     def _close_get(self) -> None:

@@ -13,7 +13,7 @@ packed and jagged rows have the shape (N,) or (M,). Ratios of whole rows then ne
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -96,15 +96,11 @@ def mis(
     to 2 pass, or from 0.9999 to 1.0001 for the geometric ratio. One trained token whose own ratio
     is below `veto_below` drops its whole row: another policy must have sampled it.
     """
-    ratio_BR = importance_ratio(
-        old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level=level, row_of=row_of
-    )
-    allowed_BR = row_veto(
-        old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, low=veto_below, row_of=row_of
-    )
+    rows: Any = {"behaviour_BR": behaviour_BR, "mask_BR": mask_BR, "row_of": row_of}
     lowest, highest = _MIS_BOUNDS[level]
     low, high = lowest if low is None else low, highest if high is None else high
-    return _inside(ratio_BR, low=low, high=high) * allowed_BR
+    is_kept_BR = _inside(importance_ratio(old_BR, **rows, level=level), low=low, high=high)
+    return is_kept_BR * row_veto(old_BR, **rows, low=veto_below)
 
 
 def row_veto(
@@ -136,10 +132,9 @@ def seq_mask_tis(
 
     As in NeMo-RL, the row filter replaces the truncation.
     """
-    row_BR = importance_ratio(
-        old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="geometric", row_of=row_of
-    )
-    token_BR = importance_ratio(old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level="token")
+    rows: Any = {"behaviour_BR": behaviour_BR, "mask_BR": mask_BR, "row_of": row_of}
+    row_BR = importance_ratio(old_BR, **rows, level="geometric")
+    token_BR = importance_ratio(old_BR, **rows, level="token")
     return torch.where(_inside(row_BR, low=low, high=high), token_BR, 0.0)
 
 

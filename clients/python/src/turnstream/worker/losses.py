@@ -36,16 +36,8 @@ def response_logprobs(
 ) -> Tensor:
     """Return the log-probability of every response token, float32 (B, R).
 
-    The logits at t score token t + 1.
-
-    Responses end in the last column, so they are scored by the columns `[-R - 1 : -1]`. A model
-    that only computed its last R + 1 columns may be passed as it is.
-
-    Args:
-        logits_BTV: (B, T, V), or its last R + 1 columns.
-        input_ids_BT: int64 (B, T).
-        response_width: R, in tokens.
-        temperature: sampling temperature of the tokens.
+    Responses end in the last column, and the logits at t score token t + 1. So the columns
+    `[-R - 1 : -1]` score them. Of the logits, the last R + 1 columns may be passed alone.
 
     Raises:
         BatchingError: the widest row is all response: nothing scores its first token.
@@ -64,22 +56,15 @@ def next_token_logprobs(logits: Tensor, *, input_ids: Tensor, temperature: float
     """Return log-probabilities, float32 like `input_ids`: slot j scores the token in slot j + 1.
 
     The last slot of a row scores the first token of the next one; the loss mask is 0 there.
-
-    Args:
-        logits: (B, T, V) of right-padded rows, or (N, V) of packed ones.
-        input_ids: int64 (B, T) or (N,).
-        temperature: sampling temperature of the tokens.
+    `logits` are (B, T, V) of right-padded rows, or (N, V) of packed ones.
     """
     return token_logprobs(logits, tokens=input_ids.roll(-1, dims=-1), temperature=temperature)
 
 
 def token_logprobs(logits: Tensor, *, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the log-probability of each token under its own logits, float32 like `tokens`.
+    """Return the log-probability of each token under its own logits (..., V), float32 (...).
 
-    Args:
-        logits: (..., V).
-        tokens: int64 (...).
-        temperature: sampling temperature of the tokens.
+    `temperature` is that of sampling.
     """
     scores = logits.float()
     if temperature != 1.0:
@@ -89,7 +74,7 @@ def token_logprobs(logits: Tensor, *, tokens: Tensor, temperature: float = 1.0) 
 
 def log_ratio(numerator_BR: Tensor, denominator_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
     """Return `numerator - denominator` where the mask is set, 0 elsewhere (also for NaN)."""
-    return torch.where(mask_BR.bool(), numerator_BR - denominator_BR, 0.0)
+    return _masked(numerator_BR - denominator_BR, mask_BR=mask_BR)
 
 
 def clipped_exp(exponent: Tensor) -> Tensor:
@@ -100,11 +85,12 @@ def clipped_exp(exponent: Tensor) -> Tensor:
 def sum_over_row(values_BR: Tensor, *, row_of: Tensor | None) -> Tensor:
     """Return the sum of every row's values, (B, 1), or (N,) where tensors are flat.
 
-    A flat share may have more rows than values. So a row is identified by the position of its first
-    value among all values sorted by row. This position is below N, and is known without a transfer
-    from the device. Flat tensors without `row_of` are a BatchingError.
+    Flat tensors without `row_of` are a BatchingError.
     """
     if row_of is not None:
+        # A flat share may have more rows than values. So a row is identified by the position of its
+        # first value among all values sorted by row: below N, and without a transfer from the
+        # device.
         places_N = torch.searchsorted(row_of.sort().values, row_of)
         return row_sums(values_BR, rows=places_N, num_rows=len(values_BR))[places_N]
     if values_BR.dim() < 2:
@@ -136,21 +122,17 @@ def ppo_clip(
 ) -> Tensor:
     """Return -min(u * A, clip(u) * A) with u = exp(current - old), (B, R).
 
-    PPO (arXiv:1707.06347, eq. 7). `clip_high` above `clip_low` is "clip higher" (DAPO).
-
-    The ratio is clipped to [1 - clip_low, 1 + clip_high]. `dual_clip` bounds the loss by
-    -dual_clip * A where A < 0 (arXiv:1912.09729; 3 is usual): a token of bad outcome with an
-    extreme ratio has no gradient.
+    PPO (arXiv:1707.06347, eq. 7). The ratio is clipped to [1 - clip_low, 1 + clip_high]; "clip
+    higher" (DAPO) is a higher `clip_high`. `dual_clip` bounds the loss by -dual_clip * A where
+    A < 0 (arXiv:1912.09729; 3 is usual): an extreme ratio of a bad outcome has no gradient.
     """
     ratio_BR = clipped_exp(log_ratio(current_BR, old_BR, mask_BR=mask_BR))
-    return _clipped_loss(
-        ratio_BR,
-        advantages_BR=advantages_BR,
-        mask_BR=mask_BR,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
+    advantages_BR = _masked(advantages_BR, mask_BR=mask_BR)
+    loss_BR = _clipped_loss(ratio_BR, advantages_BR, clip_low=clip_low, clip_high=clip_high)
+    if dual_clip is not None:
+        bounded_BR = torch.minimum(loss_BR, -dual_clip * advantages_BR)
+        loss_BR = torch.where(advantages_BR < 0, bounded_BR, loss_BR)
+    return _masked(loss_BR, mask_BR=mask_BR)
 
 
 def gspo(
@@ -170,14 +152,9 @@ def gspo(
     """
     exponent_BR = log_ratio(current_BR, old_BR, mask_BR=mask_BR)
     ratio_B1 = clipped_exp(mean_over_row(exponent_BR, mask_BR=mask_BR, row_of=row_of))
-    return _clipped_loss(
-        ratio_B1.expand_as(current_BR),
-        advantages_BR=advantages_BR,
-        mask_BR=mask_BR,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=None,
-    )
+    advantages_BR = _masked(advantages_BR, mask_BR=mask_BR)
+    loss_BR = _clipped_loss(ratio_B1, advantages_BR, clip_low=clip_low, clip_high=clip_high)
+    return _masked(loss_BR, mask_BR=mask_BR)
 
 
 def cispo(
@@ -229,22 +206,11 @@ def decoupled_ppo(
 
 
 def _clipped_loss(
-    ratio_BR: Tensor,
-    *,
-    advantages_BR: Tensor,
-    mask_BR: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
+    ratio: Tensor, advantages_BR: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """Return -min(ratio * A, clip(ratio) * A), bounded where A < 0 if `dual_clip` is given."""
-    advantages_BR = _masked(advantages_BR, mask_BR=mask_BR)
-    clipped_BR = ratio_BR.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss_BR = torch.maximum(-ratio_BR * advantages_BR, -clipped_BR * advantages_BR)
-    if dual_clip is not None:
-        bounded_BR = torch.minimum(loss_BR, -dual_clip * advantages_BR)
-        loss_BR = torch.where(advantages_BR < 0, bounded_BR, loss_BR)
-    return _masked(loss_BR, mask_BR=mask_BR)
+    """Return -min(ratio * A, clip(ratio) * A)."""
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return torch.maximum(-ratio * advantages_BR, -clipped * advantages_BR)
 
 
 def _masked(values_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
@@ -292,10 +258,9 @@ def aggregate(
             the rows' token weights here, and summed in float32 or wider.
         part: the rows of the losses, in any layout.
         mode: the run's `aggregation`.
-        denominators: the shipped ones, of the whole mini-batch.
-        averaged_over: divisor of the framework: the number of ranks if gradients are averaged
-            (DDP, FSDP), times the accumulation steps if the engine divides by them (DeepSpeed);
-            1 if it sums.
+        denominators: as shipped, of the whole mini-batch.
+        averaged_over: divisor of the framework: the number of ranks if it averages gradients (DDP,
+            FSDP), times the accumulation steps if it divides by them (DeepSpeed), 1 if it sums.
 
     Raises:
         BatchingError: `loss_BR` has another shape than the rows: broadcasting would hide it.
@@ -326,18 +291,17 @@ def _row_divisors(
 
     The number of rows is the sum of their weights: the same where all weights are 1.
     """
-    ones_B = torch.ones_like(part.weight_B)
+    per_row_B = torch.ones_like(part.weight_B)
+    denominator = denominators.weight_sum
     match mode:
         case "token_mean":
-            per_row_B, denominator = ones_B, denominators.num_tokens
+            denominator = denominators.num_tokens
         case "seq_mean_token_sum":
-            per_row_B, denominator = ones_B, denominators.weight_sum
+            pass
         case "seq_mean_token_mean":
             per_row_B = part.row_sums(part.trained_tokens.long())
-            denominator = denominators.weight_sum
         case "constant":
-            denominator = denominators.weight_sum * denominators.length_constant
-            per_row_B = ones_B
+            denominator *= denominators.length_constant
         case "rollout_mean":
             per_row_B = part.trajectory_num_tokens_B
             denominator = denominators.num_trajectories

@@ -58,16 +58,16 @@ class ObserverStream(MiniBatches):
         """Register the observer, or resume it, and start to pull.
 
         Args:
-            target: gRPC address of a batcher, "host:port"; several replicas with commas.
-            run: name of the run that has this name now.
+            target: as for `BatchStream`.
+            run: as for `BatchStream`.
             observer: its name, the same after a restart.
             dp_rank: position of this process among those that share the observer's batches.
             dp_world_size: number of such positions; independent of the trainer's.
             first_step: the first step of a new observer; None: the one after the last stepped.
             expiry_s: longest silence, and longest time for one batch, before the observer expires;
                 10 or more.
-            timeout_s: longest wait for a mini-batch, or for an acknowledgement.
-            max_prefetch_bytes: bound of the prefetched bytes.
+            timeout_s: as for `BatchStream`.
+            max_prefetch_bytes: as for `BatchStream`.
 
         Raises:
             InvalidConfigError: no name, a rank outside the world, a step or expiry that cannot be.
@@ -99,7 +99,7 @@ class ObserverStream(MiniBatches):
 
         Raises:
             RejectedError: this is not dp_rank 0, or no finished batch waits to be acknowledged.
-            ObserverExpiredError: it was silent for longer than `expiry_s` before.
+            ObserverExpiredError: it was silent for longer than `expiry_s`.
         """
         self._require_rank_0("seen")
         info = self._finished_batch("seen")

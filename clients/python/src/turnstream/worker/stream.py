@@ -237,15 +237,12 @@ class BatchStream(MiniBatches):
     An interrupted or damaged transfer is fetched again, and no mini-batch is yielded twice.
     Iteration ends when the run is closed and its last batch is stepped.
 
-    Iteration raises:
-        NotReadyError: no data for `timeout_s`; has the batcher's reason. Iterating again waits
-            again.
+    All calls raise FencedError after the start of a newer trainer session, and StoreBehindError if
+    the store lost a batch that this trainer had, or the whole run. Iteration also raises:
+        NotReadyError: no data for `timeout_s`, with the batcher's reason. Iterate again to wait.
         BatcherUnavailableError: no batcher answered for `timeout_s`.
         CorruptRecordError: the same mini-batch arrived damaged several times in a row.
         BatchingError: rows that cannot be part of the mini-batch's shipped denominators.
-        FencedError: a newer trainer session took over.
-        StoreBehindError: the store lost a batch that this trainer had, or the whole run. In the
-            second case it names the newest steps that were stepped and committed.
 
     Attributes:
         newest_version: the highest version announced so far; -1: none. Never use one twice.
@@ -293,14 +290,12 @@ class BatchStream(MiniBatches):
             session=session or uuid.uuid4().hex,
         )
         self.newest_version: int = reply.newest_version
-        self._newest_had = self._newest_committed = reply.next_step - 1
+        self._newest_committed = reply.next_step - 1
         super().__init__(calls, reply, max_prefetch_bytes=max_prefetch_bytes, timeout_s=timeout_s)
 
     def __next__(self) -> PulledMiniBatch:
         with self._loss_of_run():
-            mini_batch = super().__next__()
-        self._newest_had = mini_batch.info.step
-        return mini_batch
+            return super().__next__()
 
     def stepped(self) -> RecoveryToken:
         """Acknowledge the batch whose last mini-batch was just yielded; return its recovery token.
@@ -311,9 +306,7 @@ class BatchStream(MiniBatches):
         Raises:
             NotReadyError: the named rank has not called it within `timeout_s`.
             RejectedError: no finished batch waits to be acknowledged.
-            FencedError: a newer trainer session took over.
-            StoreBehindError, ConflictError: the store lost this step, one before it, or the run;
-                or it has another batch of the step.
+            ConflictError: the store lost a step before this one, or has another batch of the step.
         """
         info = self._finished_batch("stepped")
         with self._loss_of_run():
@@ -328,8 +321,6 @@ class BatchStream(MiniBatches):
 
         Raises:
             ConflictError: no stepped batch has this token.
-            FencedError: a newer trainer session took over.
-            StoreBehindError: the store lost the run.
         """
         with self._loss_of_run():
             self._calls.committed(str(token))
@@ -348,8 +339,6 @@ class BatchStream(MiniBatches):
 
         Raises:
             RejectedError: this is not dp_rank 0, or the version was used before.
-            FencedError: a newer trainer session took over.
-            StoreBehindError: the store lost the run.
         """
         self._require_rank_0("announce_version")
         made_after = self._last_acknowledged if step is None else step
@@ -363,19 +352,10 @@ class BatchStream(MiniBatches):
         try:
             yield
         except RunNotFoundError as error:
-            if not self._newest_had:
+            if not (self._last_acknowledged or self._prefetcher.progress.num_mini_batches):
                 raise
             raise StoreBehindError(
                 f"the store has lost run {self._calls.share.run!r}, or it was deleted: "
-                f"{self._progress()}"
+                f"this trainer had stepped to {self._last_acknowledged} "
+                f"and committed {self._newest_committed}"
             ) from error
-
-    def _progress(self) -> str:
-        """Return the newest steps of this rank, for an error."""
-        dp_rank = self._calls.share.dp_rank
-        if dp_rank:
-            return f"dp_rank {dp_rank} of this trainer had step {self._newest_had}"
-        return (
-            f"this trainer had stepped to {self._last_acknowledged} "
-            f"and committed {self._newest_committed}"
-        )
