@@ -76,6 +76,17 @@ def method(owner: Any, name: str, new: Any) -> Break:
     return lambda: patch.object(owner, name, new)
 
 
+def both(first: Break, second: Break) -> Break:
+    """Break two guards, each of which is enough."""
+
+    @contextlib.contextmanager
+    def broken() -> Iterator[None]:
+        with first(), second():
+            yield
+
+    return broken
+
+
 async def _all_of(_: Any, __: str, names: list[str]) -> set[str]:
     return set(names)
 
@@ -119,7 +130,9 @@ GUARDS: Final[dict[str, Break]] = {
     "fold: one member per sample": method(RunFold, "_why_surplus", lambda *_: ""),
     "selector: chosen groups are planned": method(Selector, "pass_step", lambda *_: None),
     "leader: plans take their groups in the replay": method(Leader, "_pass", lambda *_: []),
-    "releaser: a group that may get members": method(releaser, "finished_groups", _all_of),
+    "releaser and fold_ended: a group that may get members": both(
+        method(releaser, "finished_groups", _all_of), condition("if not IS_OVER[state] then")
+    ),
     "planner: one start of the store": method(PinnedClient, "_meet", _meet_any),
     "resend buffer: it keeps writes": method(ResendBuffer, "keep", lambda *_, **__: None),
     "outbox: lost writes are sent again": method(Outbox, "_compare_server", lambda *_, **__: None),
