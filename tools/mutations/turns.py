@@ -111,14 +111,14 @@ TURNS = (
     ),
     Mutation(
         "turns that differ are filtered for their equal rewards",
-        "fold/open_groups.py",
+        "fold/eligibility.py",
         " and not _turns_differ(compared, config)",
         "",
         _BY_TURN,
     ),
     Mutation(
         "turns that weigh nothing keep a group",
-        "fold/open_groups.py",
+        "fold/eligibility.py",
         " or not config.turn_weight",
         "",
         _BY_TURN,

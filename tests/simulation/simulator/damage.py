@@ -11,11 +11,8 @@ from simulator.processes import Process
 from simulator.run_writes import RunWrites
 from simulator.shared_state import SharedState
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.withdrawing import (
-    WithdrawnGroup,
-    with_planned_reward,
-    withdrawn_groups,
-)
+from turnstream.batching.fold.members import FoldState
+from turnstream.batching.fold.withdrawing import state_before, with_planned_reward
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.planning.selection import Selector
 from turnstream.records.events import decode_event
@@ -68,7 +65,12 @@ class PutBack:
     """A withdrawal of plans from a step on, at a position of the fold."""
 
     step: int
-    groups: tuple[WithdrawnGroup, ...]
+    manifests: tuple[Manifest, ...]
+    members: dict[TrajectoryKey, SealedTrajectory]
+
+    def state(self, state: FoldState) -> FoldState:
+        """Return the state of the fold after the withdrawal."""
+        return state_before(self.manifests, self.members, state)
 
     def new_selector(self, config: BatchingConfig, before: Selector) -> Selector:
         """Return the selector of a leader that restarts after the last valid plan."""
@@ -98,4 +100,4 @@ def put_back(writes: RunWrites, manifests: list[Manifest], dead: set[TrajectoryK
         for plan in group.trajectories
         if plan.key not in dead
     }
-    return PutBack(manifests[0].step, tuple(withdrawn_groups(manifests, members)))
+    return PutBack(manifests[0].step, tuple(manifests), members)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 from simulator.lua import Scripts
 from simulator.runs import simulate_all
 from simulator.store import SCRIPTS
-from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.fold.members import GroupMembers
 from turnstream.batching.planning.selection import Selector
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.resend import ResendBuffer
@@ -127,7 +127,7 @@ GUARDS: Final[dict[str, Break]] = {
         "redis.call('HSET', FRONTIER, 'stepped', step, 'committed', step,",
         "redis.call('HSET', FRONTIER, 'committed', step,",
     ),
-    "fold: one member per sample": method(RunFold, "_why_surplus", lambda *_: ""),
+    "fold: one member per sample": method(GroupMembers, "surplus_reason", lambda *_: ""),
     "selector: chosen groups are planned": method(Selector, "pass_step", lambda *_: None),
     "leader: plans take their groups in the replay": method(Leader, "_pass", lambda *_: []),
     "releaser and fold_ended: a group that may get members": both(

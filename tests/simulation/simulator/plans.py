@@ -162,7 +162,7 @@ class _Replay:
 
     def put_back(self, what: PutBack) -> None:
         """Plans are withdrawn."""
-        self._fold.put_back(what.groups)
+        self._fold.state = what.state(self._fold.state)
         self._selector = what.new_selector(self._config, self._selector)
 
     def plan_again(self, manifest: Manifest) -> Violations:

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit import config
+from testkit.folds import restored
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.records.framing import EVENT, write_frame
-from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.types import GroupOpened
 from turnstream.wire.v1 import records_pb2 as wire
 from turnstream_server.batcher.planner.dead_letters import UnreadableEvent, read_entry
@@ -81,11 +81,7 @@ def test_accepted_seal_can_be_folded_planned_and_stored(record: bytes, number: i
 
     fold.apply("2-0", event)
 
-    snapshot = PlannerSnapshot(
-        position="2-0", step=0, manifest_hash="", next_row_id=0, fold=fold.snapshot()
-    )
-    restored = decode_snapshot(encode_snapshot(snapshot)).restore_fold(of)
-    assert restored.num_ready == fold.num_ready
+    assert restored(fold, of).state == fold.state
     if fold.ready:
         manifest = plan_batch(
             fold.ready,

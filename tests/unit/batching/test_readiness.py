@@ -1,125 +1,83 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import tracemalloc
 from dataclasses import replace
-from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from testkit import config, sealed, shape
+from testkit.folds import abandoned, apply, died, fold, key, opened, samples, seals
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.fold.readiness import RunFold
-from turnstream.types import (
-    Event,
-    GroupOpened,
-    RunClosed,
-    SealedTrajectory,
-    TrajectoryAbandoned,
-    TrajectoryDied,
-    TrajectoryKey,
-    TrajectoryState,
-)
+from turnstream.errors import InvalidTurnError
+from turnstream.records.events import decode_event, encode_event
+from turnstream.types import Event, Purpose, RunClosed, SealedTrajectory, TrajectoryState
 
 CONFIG = config()
+FILTER = replace(CONFIG, drop_zero_variance=True)
+GDPO = replace(CONFIG, estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
 INCOMPLETE, FILTERED = TrajectoryState.INCOMPLETE, TrajectoryState.FILTERED
 SURPLUS = TrajectoryState.SURPLUS
 
 
-def opened(group_id: str = "g0", num_samples: int = 2) -> GroupOpened:
-    return GroupOpened(group_id=group_id, prompt_uid=f"uid of {group_id}", num_samples=num_samples)
+def of_components(sample: int, *, group_id: str = "g0", **components: float) -> SealedTrajectory:
+    return replace(sealed(group_id, sample=sample), reward_components=components)
 
 
-def abandoned(group_id: str = "g0", sample: int = 0, attempt: int = 0) -> TrajectoryAbandoned:
-    return TrajectoryAbandoned(key=TrajectoryKey(group_id, sample, attempt), reason="gave up")
+def test_group_is_ready_when_every_sample_is_sealed() -> None:
+    folded, decided = fold([opened(), sealed(sample=1, reward=0.0)])
+    num_ready_before = folded.num_ready
 
+    apply(folded, sealed(sample=0), first=2)
 
-def died(group_id: str = "g0", sample: int = 0, attempt: int = 0) -> TrajectoryDied:
-    return TrajectoryDied(key=TrajectoryKey(group_id, sample, attempt), reason="bad checksum")
-
-
-def fold(events: Iterable[Event], of: BatchingConfig = CONFIG) -> tuple[RunFold, list[Any]]:
-    """The state after these events, and all that was decided."""
-    state = RunFold(of)
-    drops = [drop for i, event in enumerate(events) for drop in state.apply(f"{i}-0", event)]
-    return state, drops
-
-
-def samples(group: ReadyGroup) -> list[int]:
-    return [member.key.sample for member in group.members]
-
-
-def test_a_group_is_ready_when_every_sample_is_sealed() -> None:
-    state, drops = fold([opened(), sealed(sample=1, reward=0.0)])
-    num_ready_before = state.num_ready
-
-    state.apply("2-0", sealed(sample=0))
-
-    (group,) = state.ready
-    assert (num_ready_before, state.num_ready, drops) == (0, 1, [])
+    (group,) = folded.ready
+    assert (num_ready_before, folded.num_ready, decided) == (0, 1, [])
     assert (group.group_id, group.prompt_uid, group.completed_by) == ("g0", "uid of g0", "2-0")
-    assert samples(group) == [0, 1]
+    assert samples(folded) == [[0, 1]]
 
 
-def test_an_abandoned_sample_completes_a_group_that_has_enough_others() -> None:
-    state, drops = fold(
-        [opened(num_samples=3), sealed(sample=0), abandoned(sample=1), sealed(sample=2)]
-    )
+def test_abandoned_sample_completes_a_group_with_enough_others() -> None:
+    folded, decided = fold([opened(3), *seals(0), abandoned(1), *seals(2)])
 
-    assert [samples(group) for group in state.ready] == [[0, 2]]
-    assert drops == []
-
-
-def test_a_group_of_one_left_is_dropped_as_incomplete() -> None:
-    state, (drop,) = fold([opened(), sealed(sample=0), abandoned(sample=1)])
-
-    assert state.ready == ()
-    assert (drop.state, drop.keys) == (INCOMPLETE, (TrajectoryKey("g0", 0),))
-    assert drop.reason == "1 valid members, and 2 are needed to compare"
-
-
-def test_a_group_without_any_member_is_dropped_and_names_no_trajectory() -> None:
-    _, (drop,) = fold([opened(), abandoned(sample=0), abandoned(sample=1)])
-
-    assert (drop.group_id, drop.state, drop.keys) == ("g0", INCOMPLETE, ())
+    assert (samples(folded), decided) == ([[0, 2]], [])
 
 
 @pytest.mark.parametrize(
-    ("late", "reason"),
+    ("events", "left"), [([*seals(0), abandoned(1)], [0]), ([abandoned(0), abandoned(1)], [])]
+)
+def test_group_with_too_few_members_is_incomplete(events: list[Event], left: list[int]) -> None:
+    folded, (drop,) = fold([opened(), *events])
+
+    assert folded.ready == ()
+    assert (drop.group_id, drop.state, drop.keys) == ("g0", INCOMPLETE, tuple(map(key, left)))
+    assert drop.reason == f"{len(left)} valid members, and 2 are needed to compare"
+
+
+@pytest.mark.parametrize(
+    ("before", "late", "reason"),
     [
-        (sealed(sample=0, attempt=1), "its group was decided before it was sealed"),
-        (sealed(sample=9), "its group was decided before it was sealed"),
+        (seals(0, 1), sealed(attempt=1), "its group was decided before it was sealed"),
+        (seals(0, 1), sealed(sample=9), "its group was decided before it was sealed"),
+        (seals(0), sealed(attempt=1), "sample 0 was sealed by another attempt before"),
+        (seals(0), sealed(sample=2), "sample 2 of 2"),
     ],
 )
-def test_seal_after_its_group_was_decided_is_surplus(late: SealedTrajectory, reason: str) -> None:
-    _, (drop,) = fold([opened(), sealed(sample=0), sealed(sample=1), late])
+def test_seal_without_a_place_is_surplus(
+    before: list[Event], late: SealedTrajectory, reason: str
+) -> None:
+    _, (drop,) = fold([opened(), *before, late])
 
-    assert (drop.state, drop.keys, drop.reason) == (SURPLUS, (late.key,), reason)
-
-
-def test_a_second_sealed_attempt_of_a_sample_is_surplus() -> None:
-    state, (drop,) = fold(
-        [opened(), sealed(sample=0), sealed(sample=0, attempt=1), sealed(sample=1)]
-    )
-
-    assert (drop.state, drop.keys) == (SURPLUS, (TrajectoryKey("g0", 0, 1),))
-    assert [m.key.attempt for m in state.ready[0].members] == [0, 0]
+    assert (drop.state, drop.key, drop.reason) == (SURPLUS, late.key, reason)
 
 
-def test_a_sample_beyond_the_declared_number_is_surplus() -> None:
-    _, (drop,) = fold([opened(), sealed(sample=2)])
-
-    assert (drop.state, drop.reason) == (SURPLUS, "sample 2 of 2")
-
-
-def test_a_trajectory_of_a_group_that_was_never_opened_is_incomplete() -> None:
+def test_trajectory_of_a_group_that_was_never_opened_is_incomplete() -> None:
     _, (drop,) = fold([sealed("nowhere")])
 
     assert (drop.state, drop.reason) == (INCOMPLETE, "its group was never opened")
-
-
-GDPO = replace(CONFIG, estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
 
 
 @pytest.mark.parametrize(
@@ -140,52 +98,31 @@ GDPO = replace(CONFIG, estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.
             sealed(sample=2, reward=-1.0),
             "has a reward of -1.0, and maxrl divides by the mean reward",
         ),
-        (
-            GDPO,
-            replace(sealed(sample=2), reward_components={"a": 1.0}),
-            "has no reward component 'b'",
-        ),
+        (GDPO, of_components(2, a=1.0), "has no reward component 'b'"),
     ],
 )
 def test_member_that_cannot_be_compared_is_incomplete_with_the_reason(
     of: BatchingConfig, unusable: SealedTrajectory, reason: str
 ) -> None:
-    whole = {"a": 1.0, "b": 0.0}
-    members = [replace(sealed(sample=s), reward_components=whole) for s in (0, 1)]
+    members = [of_components(sample, a=1.0, b=0.0) for sample in (0, 1)]
 
-    state, (drop,) = fold([opened(num_samples=3), *members, unusable], of)
+    folded, (drop,) = fold([opened(3), *members, unusable], of)
 
-    assert samples(state.ready[0]) == [0, 1]
-    assert (drop.state, drop.keys) == (INCOMPLETE, (TrajectoryKey("g0", 2),))
+    assert samples(folded) == [[0, 1]]
+    assert (drop.state, drop.key) == (INCOMPLETE, key(2))
     assert drop.reason == f"sample 2 {reason}"
 
 
-def test_a_reward_is_not_missed_where_the_turns_carry_it() -> None:
-    of = replace(CONFIG, reward_source="sum_of_turns")
-
-    state, drops = fold([opened(), *[sealed(sample=s, reward=None) for s in (0, 1)]], of)
-
-    assert (state.num_ready, drops) == (1, [])
-
-
 def test_equal_rewards_are_filtered_if_configured() -> None:
-    of = replace(CONFIG, drop_zero_variance=True)
-    equal = [opened(), sealed(sample=0), sealed(sample=1)]
+    events = [opened(), *seals(0, 1)]
 
-    state, (drop,) = fold(equal, of)
-    kept, _ = fold(equal)
+    folded, (drop,) = fold(events, FILTER)
+    kept, _ = fold(events)
+    single, _ = fold([opened(1), *seals(0)], FILTER)
 
-    assert (state.num_ready, kept.num_ready) == (0, 1)
+    assert (folded.num_ready, kept.num_ready, single.num_ready) == (0, 1, 1)
     assert (drop.state, drop.reason) == (FILTERED, "all rewards are equal")
-    assert drop.keys == (TrajectoryKey("g0", 0), TrajectoryKey("g0", 1))
-
-
-def test_a_single_sample_is_never_filtered_for_its_variance() -> None:
-    of = replace(CONFIG, drop_zero_variance=True)
-
-    state, _ = fold([opened(num_samples=1), sealed(sample=0)], of)
-
-    assert state.num_ready == 1
+    assert drop.keys == (key(0), key(1))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +131,6 @@ def test_a_single_sample_is_never_filtered_for_its_variance() -> None:
 def test_case_40_equal_group_with_one_live_member_is_kept(
     trained: list[int], is_kept: bool
 ) -> None:
-    of = replace(CONFIG, drop_zero_variance=True)
     members = [
         sealed(sample=s, turns=[shape(), shape(trained=count)])
         if count
@@ -202,72 +138,137 @@ def test_case_40_equal_group_with_one_live_member_is_kept(
         for s, count in enumerate(trained)
     ]
 
-    state, _ = fold([opened(num_samples=len(members)), *members], of)
+    folded, _ = fold([opened(len(members)), *members], FILTER)
 
-    assert state.num_ready == is_kept
+    assert folded.num_ready == is_kept
 
 
 def test_case_40_masked_member_moves_the_baseline_and_keeps_the_group() -> None:
-    of = replace(CONFIG, drop_zero_variance=True)
     masked = sealed(sample=2, reward=0.0, turns=[shape(trained=0)])
 
-    state, _ = fold([opened(num_samples=3), sealed(sample=0), sealed(sample=1), masked], of)
+    folded, _ = fold([opened(3), *seals(0, 1), masked], FILTER)
 
-    assert state.num_ready == 1
+    assert folded.num_ready == 1
 
 
 def test_components_are_filtered_only_where_all_of_them_are_equal() -> None:
-    of = replace(
-        CONFIG,
-        estimator="gdpo",
-        component_weights=(("a", 1.0), ("b", 1.0)),
-        drop_zero_variance=True,
-    )
     # The sums are equal and the components are not: the group still teaches something.
-    rewards = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]
-    members = [replace(sealed(sample=s), reward_components=rewards[s]) for s in (0, 1)]
-    same = [replace(sealed("g1", sample=s), reward_components=rewards[0]) for s in (0, 1)]
+    differ = [of_components(0, a=1.0, b=0.0), of_components(1, a=0.0, b=1.0)]
+    same = [of_components(sample, group_id="g1", a=1.0, b=0.0) for sample in (0, 1)]
 
-    state, (drop,) = fold([opened(), *members, opened("g1"), *same], of)
+    folded, (drop,) = fold(
+        [opened(), *differ, opened(group_id="g1"), *same], replace(GDPO, drop_zero_variance=True)
+    )
 
-    assert [group.group_id for group in state.ready] == ["g0"]
+    assert [group.group_id for group in folded.ready] == ["g0"]
     assert (drop.group_id, drop.state) == ("g1", FILTERED)
 
 
-def test_a_member_that_dies_leaves_the_ready_group() -> None:
-    events = [opened(num_samples=3), *[sealed(sample=s) for s in (0, 1, 2)]]
+def test_dead_member_leaves_the_ready_group() -> None:
+    folded, decided = fold([opened(3), *seals(0, 1, 2), died(1)])
 
-    state, drops = fold([*events, died(sample=1)])
-
-    (group,) = state.ready
-    assert (samples(group), group.completed_by, drops) == ([0, 2], "4-0", [])
+    (group,) = folded.ready
+    assert (samples(folded), group.completed_by, decided) == ([[0, 2]], "4-0", [])
 
 
-def test_a_ready_group_with_too_few_left_alive_is_dropped() -> None:
-    state, (drop,) = fold([opened(), sealed(sample=0), sealed(sample=1), died(sample=1)])
+@pytest.mark.parametrize(
+    ("events", "left"), [([*seals(0, 1), died(1)], 0), ([*seals(0), died(0), *seals(1)], 1)]
+)
+def test_death_that_leaves_too_few_drops_the_group(events: list[Event], left: int) -> None:
+    folded, (drop,) = fold([opened(), *events])
 
-    assert state.ready == ()
-    assert (drop.state, drop.keys) == (INCOMPLETE, (TrajectoryKey("g0", 0),))
-
-
-def test_a_death_before_the_group_is_complete_ends_the_sample() -> None:
-    state, (drop,) = fold([opened(), sealed(sample=0), died(sample=0), sealed(sample=1)])
-
-    assert (state.num_ready, drop.state, drop.keys) == (0, INCOMPLETE, (TrajectoryKey("g0", 1),))
+    assert folded.ready == ()
+    assert (drop.state, drop.keys) == (INCOMPLETE, (key(left),))
 
 
-def test_another_attempt_stands_in_for_a_dead_one() -> None:
-    events = [opened(), sealed(sample=0), died(sample=0), sealed(sample=0, attempt=1)]
+def test_another_attempt_replaces_a_dead_one() -> None:
+    folded, decided = fold([opened(), *seals(0), died(0), sealed(attempt=1), *seals(1)])
 
-    state, drops = fold([*events, sealed(sample=1)])
-
-    assert ([m.key.attempt for m in state.ready[0].members], drops) == ([1, 0], [])
+    assert ([m.key.attempt for m in folded.ready[0].members], decided) == ([1, 0], [])
 
 
-def test_knows_whether_the_run_is_closed_and_what_is_still_open() -> None:
-    state, _ = fold([opened("a"), opened("b"), sealed("a", sample=0), sealed("a", sample=1)])
-    before = state.closed
+def test_closed_run_is_final_once_no_group_is_open() -> None:
+    folded, _ = fold([opened(group_id="a"), opened(group_id="b"), *seals(0, 1, group_id="a")])
+    apply(folded, RunClosed(), first=9)
+    before = folded.is_final
 
-    state.apply("9-0", RunClosed())
+    apply(folded, abandoned(0, group_id="b"), abandoned(1, group_id="b"), first=10)
 
-    assert (before, state.closed, state.num_open_groups) == (False, True, 1)
+    assert (before, folded.is_final) == (False, True)
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+@pytest.mark.parametrize("num_samples", [1025, 2**32 - 1])
+def test_fold_refuses_groups_above_max_samples(purpose: Purpose, num_samples: int) -> None:
+    # A raw event with 2^32 - 1 samples was taken in, and at the first sample that ended the list of
+    # pending samples grew to 23 GB.
+    folded = RunFold(CONFIG)
+    event = decode_event(encode_event(opened(num_samples, purpose=purpose)))
+    tracemalloc.start()
+
+    with pytest.raises(InvalidTurnError) as refused:
+        folded.apply("1-0", event)
+    folded.apply("2-0", abandoned(0))
+
+    assert str(refused.value) == (
+        f"num_samples: group 'g0' has {num_samples} samples, above max_samples=1024 of the run"
+    )
+    assert folded.state.groups == {}
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+def test_fold_keeps_open_groups_above_a_lowered_limit() -> None:
+    folded, _ = fold([opened(1024)])
+
+    folded.revise("2-0", replace(CONFIG, max_samples=4))
+    folded.apply("1-0", opened(1024))
+
+    assert list(folded.state.groups) == ["g0"]
+
+
+def stream(rng: np.random.Generator) -> list[Event]:
+    """Events of a few groups in any order that a run allows: opened before anything else."""
+    lanes: list[list[Event]] = []
+    for group_id in ("a", "b", "c")[: rng.integers(1, 4)]:
+        num_samples = int(rng.integers(1, 4))
+        later = [
+            ending(rng, group_id, sample, attempt)
+            for sample in range(num_samples)
+            for attempt in range(rng.integers(1, 3))
+        ]
+        if rng.random() < 0.3:
+            attempt = int(rng.integers(num_samples)), int(rng.integers(2))
+            later.append(died(*attempt, group_id=group_id))
+        first = opened(num_samples, group_id=group_id)
+        lanes.append([first, *(later[i] for i in rng.permutation(len(later)))])
+    order = rng.permutation([lane for lane, events in enumerate(lanes) for _ in events])
+    sources = [iter(lane) for lane in lanes]
+    return [next(sources[lane]) for lane in order]
+
+
+def ending(rng: np.random.Generator, group_id: str, sample: int, attempt: int) -> Event:
+    if rng.random() < 0.25:
+        return abandoned(sample, attempt, group_id=group_id)
+    reward = (0.0, 1.0, None)[rng.choice(3, p=[0.45, 0.45, 0.1])]
+    return sealed(group_id, sample=sample, attempt=attempt, reward=reward)
+
+
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_repeated_events_change_nothing(seed: int, filters: bool) -> None:
+    rng = np.random.default_rng(seed)
+    of = replace(CONFIG, drop_zero_variance=filters)
+    events = stream(rng)
+    repeated: list[Event] = []
+    for event in events:
+        repeated.append(event)
+        repeated.extend(repeated[i] for i in rng.integers(0, len(repeated), rng.integers(3)))
+
+    once, decided = fold(events, of)
+    again, decided_again = fold(repeated, of)
+
+    def members(folded: RunFold) -> list[tuple[str, list[object]]]:
+        return [(group.group_id, [m.key for m in group.members]) for group in folded.ready]
+
+    assert members(again) == members(once)
+    assert decided_again == decided

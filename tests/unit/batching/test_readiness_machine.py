@@ -1,8 +1,8 @@
-"""The fold through random lives of a run, beside a store that only knows what it was told.
+"""The fold through random histories of a run, with a store that has only the decisions.
 
-The laws: every sealed trajectory is in exactly one place, the same events give the same state also
-when each is heard again, or a planner goes on from a snapshot; the groups of a run come to rest,
-and none waits for ever once its deadline has fired.
+The laws: every sealed trajectory is in exactly one place. The same events give the same state, also
+if each is repeated, or a planner resumes from a snapshot. No group waits for ever once its deadline
+has fired.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from testkit import config, sealed
+from testkit.folds import abandoned, died, opened, restored
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import (
     Decision,
@@ -32,39 +33,26 @@ from turnstream.batching.fold.decisions import (
     RefillWanted,
 )
 from turnstream.batching.fold.readiness import RunFold
-from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.types import (
     DeadlineFired,
     Event,
-    GroupOpened,
     RefillGranted,
     RewardPosted,
-    TrajectoryAbandoned,
-    TrajectoryDied,
     TrajectoryKey,
 )
 
-
-def through_the_record(fold: RunFold) -> RunFold:
-    """The fold of a planner that continues from the snapshot of this one."""
-    snapshot = PlannerSnapshot(
-        position="1-0", step=0, manifest_hash="", next_row_id=0, fold=fold.snapshot()
-    )
-    return decode_snapshot(encode_snapshot(snapshot)).restore_fold(fold._config)
-
-
 some = st.integers(0, 10**6)
-"""Picks one of however many there are."""
+"""Choice among any number of things."""
 
 
-class _Life(RuleBasedStateMachine):
-    """Generators, the store and one planner; the ledger is what the decisions make of it."""
+class _History(RuleBasedStateMachine):
+    """Generators, the store and one planner; its decisions make the ledger."""
 
     def __init__(self) -> None:
         super().__init__()
         self.config = config()
         self.fold = RunFold(self.config)
-        # Events, configs that were revised, and the groups that a plan took.
+        # Events, revised configs, and the groups of each plan.
         self.log: list[Event | BatchingConfig | frozenset[str]] = []
         self.ledger: dict[TrajectoryKey, str] = {}
         self.deadlines: dict[str, int] = {}
@@ -161,11 +149,7 @@ class _Life(RuleBasedStateMachine):
         self.samples[group_id] = num_samples
         self.deadlines[group_id] = 0
         self.ledger |= {TrajectoryKey(group_id, sample): "open" for sample in range(num_samples)}
-        self.post(
-            GroupOpened(
-                group_id=group_id, prompt_uid="", num_samples=num_samples, num_needed=needed
-            )
-        )
+        self.post(opened(num_samples, needed, group_id=group_id))
 
     @precondition(lambda self: "open" in self.groups.values())
     @rule(number=some, sample=some)
@@ -211,7 +195,7 @@ class _Life(RuleBasedStateMachine):
     def abandon(self, number: int) -> None:
         key = self.pick(number, "open")
         self.ledger[key] = "abandoned"
-        self.post(TrajectoryAbandoned(key=key, reason=""))
+        self.post(abandoned(*key[1:], group_id=key.group_id))
 
     # time and damage
 
@@ -235,7 +219,7 @@ class _Life(RuleBasedStateMachine):
     def die(self, number: int) -> None:
         key = self.pick(number, "sealed")
         self.ledger[key] = "dead"
-        self.post(TrajectoryDied(key=key, reason=""))
+        self.post(died(*key[1:], group_id=key.group_id))
 
     @precondition(lambda self: self.fold.num_ready)
     @rule(number=some)
@@ -268,7 +252,7 @@ class _Life(RuleBasedStateMachine):
         self.carry_out(self.fold.revise(f"{len(self.log)}-0", self.config))
 
     @rule()
-    def another_planner_takes_over(self) -> None:
+    def restart_planner(self) -> None:
         self.fold = RunFold(self.first_config)
         decisions: list[Decision] = []
         for i, entry in enumerate(self.log):
@@ -285,13 +269,13 @@ class _Life(RuleBasedStateMachine):
     # the laws
 
     def is_decided(self, group_id: str) -> bool:
-        return all(waiting.group_id != group_id for waiting in self.fold.waiting())
+        return group_id not in self.fold.state.undecided
 
     @invariant()
     def every_sealed_trajectory_is_in_one_place(self) -> None:
         ready = [member.key for group in self.fold.ready for member in group.members]
         assert len(ready) == len(set(ready))
-        open_groups = {waiting.group_id for waiting in self.fold.waiting()}
+        open_groups = self.fold.state.undecided
         for key, entry in self.ledger.items():
             if entry == "sealed":
                 assert key in ready or key.group_id in open_groups
@@ -299,54 +283,53 @@ class _Life(RuleBasedStateMachine):
                 assert key not in ready
 
     @invariant()
-    def where_open_groups_are_counted_none_is_open_that_is_decided(self) -> None:
+    def counted_groups_are_closed_once_decided(self) -> None:
         if self.config.max_open_groups and self.config.surplus == "drop":
             assert {self.groups[ready.group_id] for ready in self.fold.ready} <= {"decided"}
 
     @invariant()
-    def what_is_over_has_nothing_open(self) -> None:
+    def finished_group_has_no_open_trajectory(self) -> None:
         for key, entry in self.ledger.items():
             if self.groups[key.group_id] not in {"open", "decided"}:
                 assert entry not in {"open", "awaiting", "sealed"}
 
     @invariant()
-    def an_open_group_has_something_to_wait_for(self) -> None:
-        for waiting in self.fold.waiting():
-            assert waiting.samples
+    def open_group_has_something_to_wait_for(self) -> None:
+        for group_id in self.fold.state.undecided:
+            assert self.fold.state.groups[group_id].pending()
             has_attempt = any(
-                key.group_id == waiting.group_id and entry in {"open", "awaiting"}
+                key.group_id == group_id and entry in {"open", "awaiting"}
                 for key, entry in self.ledger.items()
             )
-            has_refill = any(key.group_id == waiting.group_id for key in self.refills)
+            has_refill = any(key.group_id == group_id for key in self.refills)
             assert has_attempt or has_refill
 
     def teardown(self) -> None:
         if self.log:
-            assert self.picture(lambda _: 1) == self.picture(lambda i: 1 + i % 3)
-            assert self.picture(lambda _: 1) == self.picture(lambda _: 1, cut=through_the_record)
+            once = self.picture(lambda _: 1, cut=lambda fold, _: fold)
+            assert once == self.picture(lambda i: 1 + i % 3, cut=lambda fold, _: fold)
+            assert once == self.picture(lambda _: 1, cut=restored)
 
     def picture(
-        self, times: Callable[[int], int], *, cut: Callable[[RunFold], RunFold] = lambda fold: fold
+        self, times: Callable[[int], int], *, cut: Callable[[RunFold, BatchingConfig], RunFold]
     ) -> list[Any]:
-        """All that successors come to, hearing event i so many times, and handing on after each."""
-        fold = RunFold(self.first_config)
+        """Return the state of a successor that applies event i so many times."""
+        fold, of = RunFold(self.first_config), self.first_config
         seen: list[Any] = []
         for i, entry in enumerate(self.log):
-            fold = cut(fold)
+            fold = cut(fold, of)
             if isinstance(entry, frozenset):
                 seen += fold.take([g for g in fold.ready if g.group_id in entry])
                 continue
             for _ in range(times(i)):
                 if isinstance(entry, BatchingConfig):
+                    of = entry
                     seen += fold.revise(f"{i + 1}-0", entry)
                 else:
                     seen += fold.apply(f"{i + 1}-0", entry)
-        ready = [(g.group_id, g.completed_by, [m.key for m in g.members]) for g in fold.ready]
-        assert ready == [
-            (g.group_id, g.completed_by, [m.key for m in g.members]) for g in self.fold.ready
-        ]
-        return [*seen, *ready, *fold.waiting()]
+        assert fold.ready == self.fold.ready
+        return [*seen, fold.state]
 
 
-def test_the_fold_keeps_its_laws_through_a_random_life() -> None:
-    run_state_machine_as_test(_Life, settings=settings(stateful_step_count=60, deadline=None))
+def test_fold_keeps_its_laws_through_a_random_history() -> None:
+    run_state_machine_as_test(_History, settings=settings(stateful_step_count=60, deadline=None))

@@ -7,40 +7,27 @@ from dataclasses import fields, replace
 import pytest
 
 from testkit import config, sealed, shape
+from testkit.folds import apply, fold, key, opened, seals
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import FIXED, changed_settings, check_revision
 from turnstream.batching.fold.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
-from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.planning.selection import Selector
 from turnstream.errors import InvalidConfigError
 from turnstream.types import (
     BatchDue,
     DeclaredColumn,
     Event,
-    GroupOpened,
     SealedTrajectory,
     Status,
-    TrajectoryKey,
     TrajectoryState,
 )
 
 GDPO = replace(config(), estimator="gdpo", component_weights=(("form", 1.0), ("result", 1.0)))
 
 
-def opened(group_id: str = "g0", num_samples: int = 2) -> GroupOpened:
-    return GroupOpened(group_id=group_id, prompt_uid="", num_samples=num_samples)
-
-
 def of_components(group_id: str, sample: int, *names: str) -> SealedTrajectory:
     components = {name: float(sample) for name in names}
     return replace(sealed(group_id, sample=sample), reward_components=components)
-
-
-def fold(*events: Event, of: BatchingConfig) -> RunFold:
-    folded = RunFold(of)
-    for number, event in enumerate(events, start=1):
-        folded.apply(f"{number}-0", event)
-    return folded
 
 
 @pytest.mark.parametrize(
@@ -80,15 +67,10 @@ def test_differing_settings_are_listed_with_both_values() -> None:
 
 def test_decided_group_stays_if_the_new_config_can_train_it() -> None:
     # All rewards are equal: a group that is decided from now on would be filtered.
-    events = [opened(), *(sealed(sample=s, reward=1.0) for s in (0, 1)), opened("later")]
-    folded = fold(*events, of=config())
+    folded, _ = fold([opened(), *seals(0, 1), opened(group_id="later")])
 
     at_once = folded.revise("5-0", replace(config(), drop_zero_variance=True))
-    later = [
-        decision
-        for sample in (0, 1)
-        for decision in folded.apply(f"{6 + sample}-0", sealed("later", sample=sample))
-    ]
+    later = apply(folded, *seals(0, 1, group_id="later"), first=6)
 
     assert at_once == []
     assert [group.group_id for group in folded.ready] == ["g0"]
@@ -98,11 +80,11 @@ def test_decided_group_stays_if_the_new_config_can_train_it() -> None:
 
 
 def test_incomparable_member_is_dropped_with_its_short_group() -> None:
-    events: list[Event] = [opened("kept", 3), opened("lost", 2)]
+    events: list[Event] = [opened(3, group_id="kept"), opened(2, group_id="lost")]
     events += [of_components("kept", s, "form", "result") for s in (0, 1)]
     events += [of_components("kept", 2, "form")]
     events += [of_components("lost", 0, "form"), of_components("lost", 1, "form", "result")]
-    folded = fold(*events, of=config())
+    folded, _ = fold(events)
     num_before = folded.num_ready
 
     decisions = folded.revise("9-0", GDPO)
@@ -122,23 +104,23 @@ def test_incomparable_member_is_dropped_with_its_short_group() -> None:
 
 def test_member_of_an_open_group_is_judged_and_refilled() -> None:
     refill = replace(GDPO, deadline_policy="refill", max_refills=1)
-    folded = fold(opened(), of_components("g0", 0, "form"), of=config())
+    folded, _ = fold([opened(), of_components("g0", 0, "form")])
 
     decisions = folded.revise("3-0", refill)
 
     assert decisions == [
         MemberDropped(
-            key=TrajectoryKey("g0", 0),
+            key=key(0),
             state=TrajectoryState.INCOMPLETE,
             reason="sample 0 has no reward component 'result'",
         ),
-        RefillWanted(key=TrajectoryKey("g0", 0, 1), prompt_uid="", number=1),
+        RefillWanted(key=key(0, 1), prompt_uid="uid of g0", number=1),
     ]
 
 
 def test_group_with_too_few_comparable_members_is_dropped() -> None:
     cut = replace(sealed(sample=1), status=Status.TRUNCATED)
-    folded = fold(opened(), sealed(sample=0), cut, of=config())
+    folded, _ = fold([opened(), *seals(0), cut])
     num_before = folded.num_ready
 
     strict = replace(config(), mask_truncated=True, masked_reward="leave_out")
@@ -150,8 +132,7 @@ def test_group_with_too_few_comparable_members_is_dropped() -> None:
 
 
 def test_a_row_above_the_new_limit_of_a_pass_is_not_trained() -> None:
-    long = replace(sealed(sample=1, turns=[shape(20, 20)]))
-    folded = fold(opened(), sealed(sample=0), long, of=config())
+    folded, _ = fold([opened(), *seals(0), sealed(sample=1, turns=[shape(20, 20)])])
 
     tight = replace(config(), max_tokens_per_micro_batch=16, over_long="refuse")
     decisions = folded.revise("4-0", tight)
@@ -161,8 +142,9 @@ def test_a_row_above_the_new_limit_of_a_pass_is_not_trained() -> None:
 
 def test_unplanned_choice_is_repeated_with_the_new_config() -> None:
     before = replace(config(1), selection="in_order")
-    events = [opened("a"), opened("b"), *(sealed(g, sample=s) for g in "ba" for s in (0, 1))]
-    folded, selector = fold(*events, of=before), Selector(before)
+    events = [opened(group_id="a"), opened(group_id="b")]
+    events += [each for name in "ba" for each in seals(0, 1, group_id=name)]
+    (folded, _), selector = fold(events, before), Selector(before)
     selector.apply("7-0", BatchDue(step=1), folded)
     first = selector.choice
 
@@ -181,10 +163,10 @@ def test_unplanned_choice_is_repeated_with_the_new_config() -> None:
 
 def test_ready_groups_do_not_count_as_open_with_a_limit() -> None:
     before = replace(config(4), surplus="drop")
-    folded = fold(opened("g0"), sealed("g0", sample=0), sealed("g0", sample=1), of=before)
+    folded, _ = fold([opened(), *seals(0, 1)], before)
 
-    told = folded.revise("4-0", replace(before, max_open_groups=1))
+    decided = folded.revise("4-0", replace(before, max_open_groups=1))
 
-    assert [type(each) for each in told] == [GroupCut]
+    assert [type(each) for each in decided] == [GroupCut]
     assert [each.group_id for each in folded.ready] == ["g0"]
     assert folded.revise("5-0", replace(before, max_open_groups=1)) == []

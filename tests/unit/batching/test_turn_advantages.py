@@ -10,7 +10,7 @@ import pytest
 from testkit import config, sealed, shape, turn
 from testkit.planning import Payload, plan, stored_group
 from turnstream.batching.fold.decisions import ReadyGroup
-from turnstream.batching.fold.open_groups import problem_of, teaches_nothing
+from turnstream.batching.fold.eligibility import problem_of, teaches_nothing
 from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.types import (
     Status,

@@ -93,8 +93,8 @@ class Leader:
         return self._in_force.revision
 
     def undecided(self) -> list[str]:
-        """Return the open groups, the oldest first, then the evaluations in progress."""
-        return [*(group.group_id for group in self._fold.waiting()), *self._fold.evaluating]
+        """Return the open groups and evaluations, the oldest first."""
+        return self._fold.state.undecided
 
     async def lead(self) -> None:
         """Plan each batch that is due, until an error ends the term.
@@ -134,7 +134,7 @@ class Leader:
         request = self._view.frontier.replan
         if request is None:
             return
-        if await self._replanner.answer(request, self._snapshot(), config=self._config):
+        if await self._replanner.answer(request, self._snapshot()):
             await self._replay()
         await self._view.refresh()
 
@@ -158,7 +158,7 @@ class Leader:
         if snapshot is None:
             return
         self._in_force.restore(snapshot.config_revision, snapshot.revised_at)
-        self._fold = snapshot.restore_fold(self._config)
+        self._fold = RunFold(self._config, snapshot.fold)
         self._selector = Selector(self._config)
         self._selector.versions = VersionSteps(snapshot.versions, lineage=snapshot.lineage)
         self._selector.pass_step(snapshot.step)
@@ -171,7 +171,7 @@ class Leader:
             step=self._chain.newest_step,
             manifest_hash=self._chain.hash,
             next_row_id=self._chain.next_row_id,
-            fold=self._fold.snapshot(),
+            fold=self._fold.state,
             versions=self._selector.versions.steps,
             lineage=self._selector.versions.lineage,
             config_revision=self._in_force.revision,
@@ -195,11 +195,7 @@ class Leader:
         return stored
 
     def _pass(self, manifest: Manifest) -> list[Decision]:
-        wanted = {group.group_id for group in manifest.groups}
-        left_over = self._fold.take(
-            [group for group in self._fold.ready if group.group_id in wanted]
-        )
-        self._fold.pass_over(wanted)
+        left_over = self._fold.take(manifest.groups)
         self._selector.pass_step(manifest.step)
         return left_over
 

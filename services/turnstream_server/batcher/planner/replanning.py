@@ -10,8 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.withdrawing import with_planned_reward, withdrawn_groups
+from turnstream.batching.fold.withdrawing import state_before, with_planned_reward
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import ConflictError, RecordError
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
@@ -42,17 +41,18 @@ class Replanner:
         self._view = view
         self._assembler = assembler
 
-    async def answer(
-        self, request: ReplanRequest, known: PlannerSnapshot, *, config: BatchingConfig
-    ) -> bool:
+    async def answer(self, request: ReplanRequest, known: PlannerSnapshot) -> bool:
         """Execute or refuse a request; return whether plans were withdrawn.
 
-        Then the leader restarts from its snapshot. Its state, `known`, must not change during the
-        call. `config` is that of the leader's next plan.
+        Then the leader restarts from its snapshot.
+
+        Args:
+            request: the pending request.
+            known: the leader's state, which must not change during the call.
         """
         try:
             batches, dead = await self._examine(request)
-            withdrawal = await self._prepare(batches, dead, known, config)
+            withdrawal = await self._prepare(batches, dead, known)
             reach("replan.before_write")
             await withdraw_plans(self._term, request, withdrawal)
             reach("replan.after_write")
@@ -100,12 +100,11 @@ class Replanner:
         batches: Sequence[PlannedBatch],
         dead: dict[TrajectoryKey, str],
         known: PlannerSnapshot,
-        config: BatchingConfig,
     ) -> Withdrawal:
         members = await self._read_members(batches, dead)
         manifests = [batch.manifest for batch in batches]
         snapshot = await self._assembler.in_thread(
-            lambda: encode_snapshot(_before(manifests, members, known, config))
+            lambda: encode_snapshot(_before(manifests, members, known))
         )
         return Withdrawal(
             first_step=manifests[0].step,
@@ -151,16 +150,13 @@ def _before(
     manifests: Sequence[Manifest],
     members: Mapping[TrajectoryKey, SealedTrajectory],
     known: PlannerSnapshot,
-    config: BatchingConfig,
 ) -> PlannerSnapshot:
     """Return the state of a planner that has read as many events and made none of these plans."""
     first = manifests[0]
-    fold = known.restore_fold(config)
-    fold.put_back(withdrawn_groups(manifests, members))
     return replace(
         known,
         step=first.step - 1,
         manifest_hash=first.previous_hash,
         next_row_id=first.mini_batches[0].first_row_id,
-        fold=fold.snapshot(),
+        fold=state_before(manifests, members, known.fold),
     )

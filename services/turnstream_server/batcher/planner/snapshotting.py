@@ -102,7 +102,7 @@ class PlannerSnapshots:
     def forget_groups(self, fold: RunFold, *, position: str) -> None:
         """Drop released groups from a fold that has folded the events up to `position`."""
         if self._released_groups and event_order(position) >= event_order(self._released_at):
-            fold.forget(self._released_groups)
+            fold.remove_decided(self._released_groups)
             self._released_groups = ()
 
     async def _find_released_groups(self, fold: RunFold) -> None:
@@ -110,7 +110,7 @@ class PlannerSnapshots:
 
         The fold must keep them until it has folded the seals that were posted before.
         """
-        names = {keys.encode_name(group_id): group_id for group_id in fold.decided}
+        names = {keys.encode_name(group_id): group_id for group_id in fold.state.decided}
         gone = await compact_groups(self._term.client, self._term.run, list(names))
         self._released_at = await last_event_id(self._term.client, self._term.run)
         self._released_groups = tuple(names[name] for name in gone)

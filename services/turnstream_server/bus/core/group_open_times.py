@@ -11,13 +11,11 @@ from turnstream.records.snapshots import decode_snapshot
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.stored_values import reading
-from turnstream.store.run.configs import read_config
 from turnstream_server.bus.core.scan import entry_ms
 
 
 def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str, int]:
     """Return when each open or ready group was opened, in ms, from the snapshot of the planner."""
-    _, config = read_config(client, run)
     name = keys.run_keys(run).snapshot
     with reading(name), translating():
         record: Any = client.hget(name, "record")
@@ -25,10 +23,9 @@ def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str, int]:
         return {}
     try:
         with reading(name, "record"):
-            fold = decode_snapshot(record).restore_fold(config)
-            openings = [*fold.openings()]
+            groups = decode_snapshot(record).fold.groups
             # A group whose plan was withdrawn has no time there.
-            opened = {keys.encode_name(group): entry_ms(event_id) for group, event_id in openings}
+            opened = {keys.encode_name(name): entry_ms(g.opened_by) for name, g in groups.items()}
     except RecordError:
         return {}  # damaged, or of a newer release
     return {name: opened_ms for name, opened_ms in opened.items() if opened_ms}

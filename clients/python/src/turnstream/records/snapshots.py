@@ -21,12 +21,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeVar, cast, get_args
 
-from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import ReadyGroup
-from turnstream.batching.fold.evals import EvalFold
-from turnstream.batching.fold.members import GroupMembers
-from turnstream.batching.fold.open_groups import FoldState
-from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.fold.evals import EvalResults
+from turnstream.batching.fold.members import FoldState, GroupMembers
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records.events import decode_accepted_event, encode_event
 from turnstream.records.framing import SNAPSHOT, check_format, read_header, write_frame
@@ -41,7 +38,7 @@ from turnstream.types import (
     ValueStatistics,
 )
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Format of the JSON; grows whenever an older release would misread it."""
 
 
@@ -71,17 +68,13 @@ class PlannerSnapshot:
     config_revision: int = 1
     revised_at: str = "0-0"
 
-    def restore_fold(self, config: BatchingConfig) -> RunFold:
-        """Return the fold as it was; it shares its content with this snapshot."""
-        return RunFold(config, self.fold)
-
 
 OBJECTS: Final[dict[str, type[Any]]] = {
     "planner": PlannerSnapshot,
     "fold": FoldState,
     "group": GroupMembers,
     "ready_group": ReadyGroup,
-    "evals": EvalFold,
+    "evals": EvalResults,
     "eval_result": EvalResult,
     "spread": Spread,
     "figures": Figures,

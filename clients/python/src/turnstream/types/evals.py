@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from turnstream.types.tag_statistics import Figures
@@ -26,13 +27,15 @@ class Spread:
         """Standard deviation over n - 1; 0.0 for less than two numbers."""
         return math.sqrt(self.squares / (self.num - 1)) if self.num > 1 else 0.0
 
-    def with_number(self, number: float) -> Spread:
-        """Return the spread with one more number."""
-        distance = number - self.mean
-        mean = self.mean + distance / (self.num + 1)
-        return Spread(
-            num=self.num + 1, mean=mean, squares=self.squares + distance * (number - mean)
-        )
+    def with_numbers(self, numbers: Iterable[float]) -> Spread:
+        """Return the spread with more numbers."""
+        num, mean, squares = self.num, self.mean, self.squares
+        for number in numbers:
+            num += 1
+            distance = number - mean
+            mean += distance / num
+            squares += distance * (number - mean)
+        return Spread(num=num, mean=mean, squares=squares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

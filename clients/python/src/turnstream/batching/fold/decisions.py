@@ -32,10 +32,10 @@ class ReadyGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberDropped:
-    """A sealed trajectory that will not be trained, whatever becomes of its group.
+    """A sealed trajectory that will not be trained, also if its group is.
 
     Attributes:
-        state: SURPLUS for one that came after its group was decided, or beside another of the same
+        state: SURPLUS for one that came after its group was decided, or after another of the same
             sample; INCOMPLETE for one that cannot be compared with the others.
         reason: in words, for the ledger.
     """
@@ -43,11 +43,6 @@ class MemberDropped:
     key: TrajectoryKey
     state: TrajectoryState
     reason: str
-
-    @property
-    def keys(self) -> tuple[TrajectoryKey, ...]:
-        """Return the dropped trajectory, as `GroupDropped.keys` does."""
-        return (self.key,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,26 +102,6 @@ class RefillWanted:
     key: TrajectoryKey
     prompt_uid: str
     number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingGroup:
-    """An undecided group, for people.
-
-    Attributes:
-        opened_by: id of the event that opened it; its first number is milliseconds since 1970.
-        samples: those that it may still get a member of.
-        awaiting: sealed members whose reward was not posted.
-        num_refills: asked for so far.
-    """
-
-    group_id: str
-    opened_by: str
-    num_members: int
-    num_needed: int
-    samples: tuple[int, ...]
-    awaiting: tuple[TrajectoryKey, ...]
-    num_refills: int
 
 
 Decision = MemberDropped | GroupDropped | GroupCut | GroupEvaluated | RefillWanted

@@ -1,15 +1,30 @@
-"""One group while it can change: the state of each of its samples."""
+"""The state of a fold: its groups, and the samples of each while they can change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Self
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.decisions import RefillWanted
-from turnstream.errors import InvalidTurnError
-from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey
+from turnstream.batching.fold.decisions import (
+    Decision,
+    GroupCut,
+    GroupDropped,
+    ReadyGroup,
+    RefillWanted,
+    incomplete_member,
+    surplus_member,
+)
+from turnstream.batching.fold.eligibility import problem_of
+from turnstream.batching.fold.evals import EvalResults
+from turnstream.types import (
+    GroupOpened,
+    Leftover,
+    Purpose,
+    SealedTrajectory,
+    TrajectoryKey,
+    TrajectoryState,
+)
 
 
 @dataclass(slots=True)
@@ -46,13 +61,18 @@ class GroupMembers:
     is_cut: bool = False
 
     @property
+    def is_evaluation(self) -> bool:
+        """Whether the group is never trained."""
+        return self.opened.purpose is Purpose.EVAL
+
+    @property
     def has_enough(self) -> bool:
         """Whether it has as many members as decide it."""
         return len(self.members) >= self.opened.num_needed
 
     @property
-    def least(self) -> int:
-        """Members that it takes to compare them; one where one is needed."""
+    def min_compared(self) -> int:
+        """Members that a comparison needs; one where one is needed."""
         return min(2, self.opened.num_needed)
 
     @property
@@ -60,26 +80,23 @@ class GroupMembers:
         """The members in order of their samples."""
         return tuple(member for _, member in sorted(self.members.items()))
 
-    def remove(self, key: TrajectoryKey) -> bool:
-        """Remove a dead attempt; return False where it had ended before without a place here."""
-        member = self.members.get(key.sample)
-        if member is not None and member.key == key:
-            del self.members[key.sample]
-        elif self.awaiting.pop(key, None) is None and key in self.seen:
-            return False
-        self.lose(key)
-        return True
+    def as_ready(self, *, completed_by: str) -> ReadyGroup:
+        """Return the group as it can be planned since this event."""
+        return ReadyGroup(
+            group_id=self.opened.group_id,
+            prompt_uid=self.opened.prompt_uid,
+            members=self.ordered,
+            completed_by=completed_by,
+            opened_by=self.opened_by,
+        )
 
-    @classmethod
-    def of_new_group(cls, opened: GroupOpened, opened_by: str, config: BatchingConfig) -> Self:
-        """Return a new group, without members."""
-        if opened.num_samples > config.max_samples:
-            raise InvalidTurnError(
-                "num_samples",
-                f"group {opened.group_id!r} has {opened.num_samples} samples, above "
-                f"max_samples={config.max_samples} of the run",
-            )
-        return cls(opened, opened_by)
+    def surplus_reason(self, key: TrajectoryKey) -> str:
+        """Return why the group has no place for this attempt; empty if it has."""
+        if not self.is_sample(key.sample):
+            return f"sample {key.sample} of {self.opened.num_samples}"
+        if key.sample in self.members:
+            return f"sample {key.sample} was sealed by another attempt before"
+        return ""
 
     def is_sample(self, number: int) -> bool:
         """Whether the group was declared with this sample."""
@@ -98,19 +115,57 @@ class GroupMembers:
             if sample not in self.members and (sample not in self.ended or sample in trying)
         ]
 
-    def lose(self, key: TrajectoryKey) -> None:
-        """An attempt ended and is no member."""
+    def end_attempt(self, key: TrajectoryKey) -> None:
+        """Record that an attempt ended and is no member."""
         self.seen.add(key)
         self.granted.discard(key)
         if key.sample not in self.members:
             self.ended.add(key.sample)
 
-    def end_all(self) -> None:
-        """Wait for nothing any more."""
+    def lose(self, key: TrajectoryKey) -> bool:
+        """Remove an abandoned or dead attempt; return False where it had ended as no member."""
+        member = self.members.get(key.sample)
+        if member is not None and member.key == key:
+            del self.members[key.sample]
+        elif self.awaiting.pop(key, None) is None and key in self.seen:
+            return False
+        self.end_attempt(key)
+        return True
+
+    def remove_unfit(self, config: BatchingConfig) -> list[Decision]:
+        """Remove the members that this configuration cannot train."""
+        dropped: list[Decision] = []
+        for member in self.ordered:
+            key, problem = member.key, problem_of(member, config)
+            if problem:
+                del self.members[key.sample]
+                self.end_attempt(key)
+                dropped.append(incomplete_member(key, f"sample {key.sample} {problem}"))
+        return dropped
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a sample, a reward or a refill of it is still to come."""
+        return bool(self.pending() or self.awaiting or self.wanted or self.granted)
+
+    def cut(self) -> list[Decision]:
+        """Wait for no further sample: all that are not sealed are surplus."""
+        reason = f"its group was decided by {len(self.members)} of {self.opened.num_samples}"
+        surplus: list[Decision] = [surplus_member(key, reason) for key in self.awaiting]
         self.ended.update(self.pending())
         self.awaiting.clear()
         self.wanted.clear()
         self.granted.clear()
+        self.is_cut = True
+        group_id = self.opened.group_id
+        return [*surplus, GroupCut(group_id=group_id, reason=reason, num_granted=self.num_granted)]
+
+    def dropped(self, state: TrajectoryState, reason: str) -> GroupDropped:
+        """Return the decision that ends all its sealed trajectories in this state."""
+        keys = (*(member.key for member in self.ordered), *self.awaiting)
+        return GroupDropped(
+            group_id=self.opened.group_id, state=state, reason=reason, keys=tuple(sorted(keys))
+        )
 
     def refill_lost(self, *, max_refills: int) -> list[RefillWanted]:
         """Ask for what is missing for certain: more samples have ended than can be spared."""
@@ -143,3 +198,37 @@ class GroupMembers:
     def _next_attempt(self, sample: int) -> int:
         known = (key.attempt for key in (*self.seen, *self.granted) if key.sample == sample)
         return 1 + max(known, default=0)
+
+    def shortage(self) -> str:
+        """Return the missing part, as "2 of 4 members after 1 refills, none of sample 1, 3"."""
+        samples = range(self.opened.num_samples)
+        lacking = ", ".join(str(sample) for sample in samples if sample not in self.members)
+        refills = f" after {self.num_asked} refills" if self.num_asked else ""
+        needed = self.opened.num_needed
+        return f"{len(self.members)} of {needed} members{refills}, none of sample {lacking}"
+
+
+@dataclass(slots=True, kw_only=True)
+class FoldState:
+    """Content of a `RunFold`, by the names under which a snapshot stores it.
+
+    Attributes:
+        groups: open and ready groups and evaluations, oldest first.
+        ready: decided groups that no plan has taken, in order of completion.
+        decided: attempts that the fold has seen of each finished group.
+        evals: results of evaluations.
+        closed: whether the run takes no new group.
+        leftover: treatment of the groups that make no whole batch of a closed run.
+    """
+
+    groups: dict[str, GroupMembers] = field(default_factory=dict[str, GroupMembers])
+    ready: dict[str, ReadyGroup] = field(default_factory=dict[str, ReadyGroup])
+    decided: dict[str, set[TrajectoryKey]] = field(default_factory=dict[str, set[TrajectoryKey]])
+    evals: EvalResults = field(default_factory=EvalResults)
+    closed: bool = False
+    leftover: Leftover = "short"
+
+    @property
+    def undecided(self) -> list[str]:
+        """Groups and evaluations that were opened and are not decided, oldest first."""
+        return [group_id for group_id in self.groups if group_id not in self.ready]

@@ -4,7 +4,7 @@ A group is *decided* by its first `num_needed` valid sealed members, by its dead
 other sample can become a member. It is *ready* with two or more valid members, or with one where
 one is needed; any other is dropped. The result depends on the order of events and on nothing else:
 no clock, no arrival time. Applying an event again changes nothing. A withdrawn plan puts its groups
-back (see `OpenGroups.put_back`)::
+back (see `turnstream.batching.fold.withdrawing`)::
 
     opened ──> enough members, or every sample ended ──> ready ──> taken (it is in a manifest)
       │ ▲                                        │         └────> incomplete, if members die first
@@ -12,32 +12,37 @@ back (see `OpenGroups.put_back`)::
       │                                          └──> filtered     all rewards equal, if so said
       └──> deadline: ready with the members it has, or incomplete, or refills
 
-Every consequence is returned as a decision, and all decisions may be carried out twice.
+An evaluation takes the same events. It needs all of its samples, has neither refills nor filters,
+and ends with a result instead of a plan. Every consequence is returned as a decision, and all
+decisions may be carried out twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
+from dataclasses import replace
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import (
     Decision,
     GroupCut,
     GroupDropped,
+    GroupEvaluated,
     ReadyGroup,
     RefillWanted,
     incomplete_member,
     surplus_member,
 )
-from turnstream.batching.fold.members import GroupMembers
-from turnstream.batching.fold.open_groups import FoldState, OpenGroups, problem_of
+from turnstream.batching.fold.eligibility import problem_of, teaches_nothing
+from turnstream.batching.fold.members import FoldState, GroupMembers
+from turnstream.batching.merge.plan import GroupPlan
 from turnstream.batching.scoring.filters import is_compared
 from turnstream.batching.scoring.rewards import with_posted_reward
+from turnstream.errors import InvalidTurnError
 from turnstream.types import (
     DeadlineFired,
     Event,
     GroupOpened,
-    Leftover,
     PlansWithdrawn,
     RefillGranted,
     RewardPosted,
@@ -54,42 +59,44 @@ from turnstream.types import (
 _DECIDED_BEFORE = "its group was decided before it was sealed"
 
 
-class RunFold(OpenGroups):
-    """The groups of a run, as its events describe them; `state` is shared with the caller."""
+class RunFold:
+    """The groups of a run, as its events describe them, until they are planned or dropped.
+
+    Attributes:
+        state: its content, which events change. Encode it before the next event.
+    """
 
     def __init__(self, config: BatchingConfig, state: FoldState | None = None) -> None:
-        state = FoldState() if state is None else state
-        super().__init__(config, state)
-        self._evals = state.evals
-        self._closed = state.closed
-        self._leftover: Leftover = state.leftover
+        self.state = FoldState() if state is None else state
+        self._config = config
 
     @property
-    def closed(self) -> bool:
-        """Whether the run was closed: no group will be opened any more."""
-        return self._closed
+    def ready(self) -> tuple[ReadyGroup, ...]:
+        """Groups that can be planned, in order of completion."""
+        return tuple(self.state.ready.values())
+
+    @property
+    def num_ready(self) -> int:
+        """Number of groups that can be planned."""
+        return len(self.state.ready)
+
+    @property
+    def num_open_groups(self) -> int:
+        """Number of undecided groups, without evaluations."""
+        groups = self.state.groups
+        return sum(not groups[group_id].is_evaluation for group_id in self.state.undecided)
 
     @property
     def is_final(self) -> bool:
-        """Whether what is ready makes the last, short batch of a closed run."""
-        return self._closed and self._leftover == "short" and not self.num_open_groups
+        """Whether the ready groups make the last, short batch of a closed run."""
+        is_short = self.state.closed and self.state.leftover == "short"
+        return is_short and not self.num_open_groups
 
     @property
     def is_finished(self) -> bool:
         """Whether the run is closed, and no batch follows."""
-        most = 0 if self._leftover == "short" else self._config.batch_groups - 1
-        return self._closed and not self.num_open_groups and self.num_ready <= most
-
-    @property
-    def evaluating(self) -> tuple[str, ...]:
-        """The evaluations that have not ended, oldest first; no plan waits for them."""
-        return tuple(self._evals.groups)
-
-    def openings(self) -> Iterator[tuple[str, str]]:
-        """(group, id of the event that opened it) of all that are open, ready or evaluating."""
-        yield from super().openings()
-        for group_id, group in self._evals.groups.items():
-            yield group_id, group.opened_by
+        most = 0 if self.state.leftover == "short" else self._config.batch_groups - 1
+        return self.state.closed and self.num_ready <= most and not self.num_open_groups
 
     def still_holds(self, decision: Decision) -> bool:
         """Return whether a decision is to be carried out after all later events.
@@ -98,10 +105,10 @@ class RunFold(OpenGroups):
         """
         match decision:
             case RefillWanted(key=key, number=number):
-                group = self._groups.get(key.group_id)
+                group = self.state.groups.get(key.group_id)
                 return group is not None and number in group.wanted
             case GroupCut(group_id=group_id):
-                group = self._groups.get(group_id)
+                group = self.state.groups.get(group_id)
                 return group is None or group.is_cut
             case _:
                 return True
@@ -111,22 +118,24 @@ class RunFold(OpenGroups):
 
         A refused event raises BatchingError and changes nothing. Event ids ascend.
         """
-        of_evals = self._evals.apply(event_id, event, self._config)
-        if of_evals is not None:
-            return of_evals
         match event:
             case SealedTrajectory():
                 return self._seal(event_id, event)
             case GroupOpened():
-                return self._open_group(event_id, event)
+                self._open(event_id, event)
             case RewardPosted():
                 return self._post_reward(event_id, event)
-            case TrajectoryAbandoned():
-                return self._abandon(event_id, event.key)
-            case TrajectoryDied():
-                return self._die(event_id, event.key)
+            case TrajectoryAbandoned(key=key) | TrajectoryDied(key=key):
+                return self._lose(event_id, key)
+            case DeadlineFired(awaited=TrajectoryKey() as key):
+                return self._miss_reward(event_id, key)
+            case DeadlineFired():
+                return self._miss_deadline(event_id, event)
+            case RefillGranted():
+                return self._grant_refill(event)
             case _:
-                return self._apply_rare(event_id, event)
+                return self._apply_to_run(event_id, event)
+        return []
 
     def revise(self, event_id: str, config: BatchingConfig) -> list[Decision]:
         """Judge by another configuration from this event on; return the decisions.
@@ -136,170 +145,107 @@ class RunFold(OpenGroups):
         if config == self._config:
             return []
         self._config = config
-        decisions = [e for group in [*self._groups.values()] for e in self._again(event_id, group)]
+        groups = [each for each in self.state.groups.values() if not each.is_evaluation]
+        decisions = [each for group in groups for each in self._review(event_id, group)]
         if config.max_open_groups and config.surplus == "drop":
-            decisions += [each for name in self._ready for each in self._cut(self._groups[name])]
+            ready = [self.state.groups[name] for name in self.state.ready]
+            decisions += [each for group in ready for each in self._cut(group)]
         return decisions
 
-    def take(self, groups: Iterable[ReadyGroup]) -> list[Decision]:
-        """Remove groups that are in a manifest now; return their members that came too late."""
+    def take(self, groups: Iterable[ReadyGroup | GroupPlan]) -> list[Decision]:
+        """Remove groups that are in a manifest now; return their members that came too late.
+
+        A group may still be open here, if some of its events were rejected.
+        """
         decisions: list[Decision] = []
-        for group in groups:
-            if self._ready.pop(group.group_id, None) is not None:
-                members = self._groups[group.group_id]
-                decisions += [surplus_member(key, _DECIDED_BEFORE) for key in members.awaiting]
-                self._forget(members)
+        for taken in groups:
+            group = self.state.groups.get(taken.group_id)
+            if group is not None and taken.group_id in self.state.ready:
+                decisions += [surplus_member(key, _DECIDED_BEFORE) for key in group.awaiting]
+            if group is not None:
+                self._end(group)
         return decisions
 
-    def snapshot(self) -> FoldState:
-        """Return the content of the fold. No copy: encode it before the next event."""
-        return FoldState(
-            groups=self._groups,
-            ready=self._ready,
-            decided=self._decided,
-            evals=self._evals,
-            closed=self._closed,
-            leftover=self._leftover,
-        )
-
-    @property
-    def decided(self) -> tuple[str, ...]:
-        """Groups that are kept only to recognize late events."""
-        return (*self._decided, *self._evals.decided)
-
-    def pass_over(self, group_ids: Iterable[str]) -> None:
-        """Remove planned groups that are still open here: some of their events were rejected."""
-        for group_id in group_ids:
-            members = self._groups.get(group_id)
-            if members is not None:
-                self._ready.pop(group_id, None)
-                self._forget(members)
-
-    def forget(self, group_ids: Iterable[str]) -> None:
+    def remove_decided(self, group_ids: Iterable[str]) -> None:
         """Remove decided groups: the store accepts no more events of them."""
-        names = tuple(group_ids)
-        for group_id in names:
-            self._decided.pop(group_id, None)
-        self._evals.forget(names)
-
-    def _apply_rare(self, event_id: str, event: Event) -> list[Decision]:
-        match event:
-            case DeadlineFired(awaited=TrajectoryKey() as key):
-                return self._miss_reward(event_id, key)
-            case DeadlineFired():
-                return self._miss_deadline(event_id, event)
-            case RefillGranted():
-                return self._note_refill(event)
-            case RunClosed(leftover=leftover):
-                self._closed, self._leftover = True, leftover
-            case RunReopened():
-                self._closed = False
-            case RunFinished() if self._closed and self._leftover == "drop":
-                return [self._drop_leftover(group_id) for group_id in [*self._ready]]
-            case PlansWithdrawn(dead=dead):
-                return self._judge_again(event_id, {key.group_id for key in dead})
-            case _:
-                pass
-        return []
+        for group_id in group_ids:
+            self.state.decided.pop(group_id, None)
 
     # Events of one attempt.
 
-    def _open_group(self, event_id: str, event: GroupOpened) -> list[Decision]:
-        if event.group_id not in self._groups and event.group_id not in self._decided:
-            members = GroupMembers.of_new_group(event, event_id, self._config)
-            self._groups[event.group_id] = members
-        return []
-
     def _seal(self, event_id: str, event: SealedTrajectory) -> list[Decision]:
         key = event.key
-        group = self._groups.get(key.group_id)
-        if group is None:
-            return self._late(key)
-        if key in group.seen:
-            return []
-        group.seen.add(key)
-        return self._place(event_id, group, event)
-
-    def _late(self, key: TrajectoryKey) -> list[Decision]:
-        seen = self._decided.get(key.group_id)
+        group = self.state.groups.get(key.group_id)
+        seen = self.state.decided.get(key.group_id) if group is None else group.seen
         if seen is None:
             return [incomplete_member(key, "its group was never opened")]
         if key in seen:
             return []
         seen.add(key)
-        return [surplus_member(key, _DECIDED_BEFORE)]
+        if group is None:
+            return [surplus_member(key, _DECIDED_BEFORE)]
+        return self._place(event_id, group, event)
 
     def _place(
         self, event_id: str, group: GroupMembers, sealed: SealedTrajectory
     ) -> list[Decision]:
-        """Find out what a sealed trajectory is to its group: a member, surplus, or no use."""
+        """Make a sealed trajectory a member of its group, or drop it with a reason."""
         key = sealed.key
-        surplus = self._why_surplus(group, key)
+        is_late = key.group_id in self.state.ready and self._config.surplus == "drop"
+        surplus = _DECIDED_BEFORE if is_late else group.surplus_reason(key)
         if surplus:
             group.granted.discard(key)
             return [surplus_member(key, surplus)]
         if sealed.awaits_reward:
             group.awaiting[key] = sealed
             return []
-        problem = problem_of(sealed, self._config)
+        problem = "" if group.is_evaluation else problem_of(sealed, self._config)
         if problem:
-            group.lose(key)
+            group.end_attempt(key)
             dropped = incomplete_member(key, f"sample {key.sample} {problem}")
-            return [dropped, *self._go_on_without(event_id, group)]
+            return [dropped, *self._continue_without(event_id, group)]
         group.members[key.sample] = sealed
         group.granted.discard(key)
-        if key.group_id in self._ready:
+        if key.group_id in self.state.ready:
             self._set_ready(event_id, group)
             return []
         return self._decide_if_complete(event_id, group)
 
-    def _why_surplus(self, group: GroupMembers, key: TrajectoryKey) -> str:
-        if key.group_id in self._ready and self._config.surplus == "drop":
-            return _DECIDED_BEFORE
-        if not group.is_sample(key.sample):
-            return f"sample {key.sample} of {group.opened.num_samples}"
-        if key.sample in group.members:
-            return f"sample {key.sample} was sealed by another attempt before"
-        return ""
-
     def _post_reward(self, event_id: str, event: RewardPosted) -> list[Decision]:
-        group = self._groups.get(event.key.group_id)
+        group = self.state.groups.get(event.key.group_id)
         sealed = group.awaiting.pop(event.key, None) if group else None
         if group is None or sealed is None:
             return []
         return self._place(event_id, group, with_posted_reward(sealed, event))
 
     def _miss_reward(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
-        group = self._groups.get(key.group_id)
-        if group is None or group.awaiting.pop(key, None) is None:
+        """Continue without a late reward; an evaluation keeps the rest of the trajectory."""
+        group = self.state.groups.get(key.group_id)
+        sealed = group.awaiting.pop(key, None) if group else None
+        if group is None or sealed is None:
             return []
-        group.lose(key)
+        if group.is_evaluation:
+            return self._place(event_id, group, replace(sealed, awaits_reward=False))
+        group.end_attempt(key)
         dropped = incomplete_member(key, "no reward was posted before its deadline")
         num_possible = len(group.members) + len(group.pending())
         if (
-            key.group_id not in self._ready
+            key.group_id not in self.state.ready
             and self._config.deadline_policy == "drop"
             and num_possible < group.opened.num_needed
         ):
             reason = f"no reward of sample {key.sample} was posted before its deadline"
             return [dropped, self._drop(group, TrajectoryState.INCOMPLETE, reason)]
-        return [dropped, *self._go_on_without(event_id, group)]
+        return [dropped, *self._continue_without(event_id, group)]
 
-    def _abandon(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
-        group = self._groups.get(key.group_id)
-        if group is None or not group.is_sample(key.sample) or key in group.seen:
+    def _lose(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
+        group = self.state.groups.get(key.group_id)
+        if group is None or not group.is_sample(key.sample) or not group.lose(key):
             return []
-        group.lose(key)
-        return self._go_on_without(event_id, group)
+        return self._continue_without(event_id, group)
 
-    def _die(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
-        group = self._groups.get(key.group_id)
-        if group is None or not group.is_sample(key.sample) or not group.remove(key):
-            return []
-        return self._go_on_without(event_id, group)
-
-    def _note_refill(self, event: RefillGranted) -> list[Decision]:
-        group = self._groups.get(event.key.group_id)
+    def _grant_refill(self, event: RefillGranted) -> list[Decision]:
+        group = self.state.groups.get(event.key.group_id)
         if group is None or event.number <= group.num_granted:
             return []
         group.num_granted = event.number
@@ -310,33 +256,141 @@ class RunFold(OpenGroups):
 
     # Events of whole groups.
 
-    def _again(self, event_id: str, group: GroupMembers) -> list[Decision]:
+    def _apply_to_run(self, event_id: str, event: Event) -> list[Decision]:
+        match event:
+            case RunClosed(leftover=leftover):
+                self.state.closed, self.state.leftover = True, leftover
+            case RunReopened():
+                self.state.closed = False
+            case RunFinished() if self.state.closed and self.state.leftover == "drop":
+                reason = "left over when the run was closed"
+                groups = [self.state.groups[name] for name in self.state.ready]
+                return [self._drop(group, TrajectoryState.SURPLUS, reason) for group in groups]
+            case PlansWithdrawn(dead=dead):
+                return self._review_ready(event_id, {key.group_id for key in dead})
+            case _:
+                pass
+        return []
+
+    def _open(self, event_id: str, event: GroupOpened) -> None:
+        if event.group_id in self.state.groups or event.group_id in self.state.decided:
+            return
+        if event.num_samples > self._config.max_samples:
+            raise InvalidTurnError(
+                "num_samples",
+                f"group {event.group_id!r} has {event.num_samples} samples, above "
+                f"max_samples={self._config.max_samples} of the run",
+            )
+        self.state.groups[event.group_id] = GroupMembers(event, event_id)
+
+    def _miss_deadline(self, event_id: str, event: DeadlineFired) -> list[Decision]:
+        group = self.state.groups.get(event.group_id)
+        if group is None or event.group_id in self.state.ready:
+            return []
+        if group.is_evaluation:
+            return [self._evaluate(group)]
+        # A refill sets a new deadline; an earlier one that fired is repeated or obsolete.
+        if not group.last_fired < event.num_refills == group.num_granted:
+            return []
+        group.last_fired = event.num_refills
+        policy = self._config.deadline_policy
+        if policy == "refill":
+            asked = group.refill_overdue(max_refills=self._config.max_refills)
+            if asked or group.wanted:
+                return [*asked]
+            policy = self._config.refill_fallback
+        if policy == "train_short":
+            return self._decide(event_id, group)
+        reason = f"its deadline passed: {group.shortage()}"
+        return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
+
+    def _review(self, event_id: str, group: GroupMembers) -> list[Decision]:
         """Judge a group and its members by a new configuration."""
-        lost = [(m.key, problem_of(m, self._config)) for m in group.ordered]
-        lost = [(key, problem) for key, problem in lost if problem]
-        for key, _ in lost:
-            del group.members[key.sample]
-            group.lose(key)
-        if lost:
-            dropped = [
-                incomplete_member(key, f"sample {key.sample} {problem}") for key, problem in lost
-            ]
-            return [*dropped, *self._go_on_without(event_id, group)]
-        is_short = sum(is_compared(m, self._config) for m in group.ordered) < group.least
-        if group.opened.group_id in self._ready and is_short:
+        dropped = group.remove_unfit(self._config)
+        if dropped:
+            return [*dropped, *self._continue_without(event_id, group)]
+        is_short = len(self._compared(group)) < group.min_compared
+        if group.opened.group_id in self.state.ready and is_short:
             return self._decide(event_id, group)
         return []
 
-    def _judge_again(self, event_id: str, smaller: Set[str]) -> list[Decision]:
+    def _review_ready(self, event_id: str, smaller: Set[str]) -> list[Decision]:
         """Judge groups that were put back, and those that have fewer members now."""
         decisions: list[Decision] = []
-        for group_id in [*self._ready]:
-            group = self._groups[group_id]
-            decisions += self._again(event_id, group)
-            if group_id in smaller and group_id in self._ready:
+        for group_id in [*self.state.ready]:
+            group = self.state.groups[group_id]
+            decisions += self._review(event_id, group)
+            if group_id in smaller and group_id in self.state.ready:
                 decisions += self._decide(event_id, group)
         return decisions
 
-    def _drop_leftover(self, group_id: str) -> GroupDropped:
-        reason = "left over when the run was closed"
-        return self._drop(self._groups[group_id], TrajectoryState.SURPLUS, reason)
+    # Decisions.
+
+    def _continue_without(self, event_id: str, group: GroupMembers) -> list[Decision]:
+        """Refill, continue with the others or end the group after an attempt that is no member."""
+        group_id = group.opened.group_id
+        ready = self.state.ready.get(group_id)
+        if ready is not None and len(group.members) == len(ready.members):
+            return []
+        if self._config.deadline_policy == "refill" and not group.is_evaluation:
+            asked = group.refill_lost(max_refills=self._config.max_refills)
+            if asked:
+                self.state.ready.pop(group_id, None)
+                group.is_cut = False
+                return [*asked]
+        decide = self._decide_if_complete if ready is None else self._decide
+        return decide(event_id, group)
+
+    def _decide_if_complete(self, event_id: str, group: GroupMembers) -> list[Decision]:
+        if group.is_evaluation:
+            return [] if group.pending() else [self._evaluate(group)]
+        if group.has_enough:
+            return self._decide(event_id, group)
+        if not group.ended or group.pending():
+            return []
+        if self._config.deadline_policy == "refill" and self._config.refill_fallback == "drop":
+            return [self._drop(group, TrajectoryState.INCOMPLETE, group.shortage())]
+        return self._decide(event_id, group)
+
+    def _decide(self, event_id: str, group: GroupMembers) -> list[Decision]:
+        """Train the group with the members that it has, if these are enough to compare."""
+        compared = self._compared(group)
+        needed = group.min_compared
+        if len(compared) < needed:
+            reason = f"{len(compared)} valid members, and {needed} are needed to compare"
+            return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
+        if self._config.drop_zero_variance and teaches_nothing(compared, self._config):
+            return [self._drop(group, TrajectoryState.FILTERED, "all rewards are equal")]
+        self._set_ready(event_id, group)
+        return self._cut(group) if self._config.surplus == "drop" else []
+
+    def _compared(self, group: GroupMembers) -> list[SealedTrajectory]:
+        return [member for member in group.ordered if is_compared(member, self._config)]
+
+    def _set_ready(self, event_id: str, group: GroupMembers) -> None:
+        self.state.ready[group.opened.group_id] = group.as_ready(completed_by=event_id)
+
+    def _cut(self, group: GroupMembers) -> list[Decision]:
+        """Continue without all unsealed samples, which are surplus from now on.
+
+        The store is notified where `max_open_groups` is set, or a refill had opened the group
+        again.
+        """
+        if group.has_more or group.num_granted or self._config.max_open_groups:
+            return group.cut()
+        return []
+
+    def _drop(self, group: GroupMembers, state: TrajectoryState, reason: str) -> GroupDropped:
+        dropped = group.dropped(state, reason)
+        self._end(group)
+        return dropped
+
+    def _evaluate(self, group: GroupMembers) -> GroupEvaluated:
+        self._end(group)
+        return self.state.evals.add(group.opened, group.ordered, self._config)
+
+    def _end(self, group: GroupMembers) -> None:
+        group_id = group.opened.group_id
+        self.state.ready.pop(group_id, None)
+        del self.state.groups[group_id]
+        self.state.decided[group_id] = group.seen

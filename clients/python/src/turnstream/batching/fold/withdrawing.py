@@ -6,51 +6,73 @@ remains, after its turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
+from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.fold.members import FoldState, GroupMembers
+from turnstream.batching.merge.plan import GroupPlan, Manifest, TrajectoryPlan
 from turnstream.batching.scoring.rewards import length_penalty, with_posted_reward
-from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryKey
+from turnstream.types import GroupOpened, RewardPosted, SealedTrajectory, TrajectoryKey
+
+_NO_MORE_REFILLS: Final = 1 << 30
+"""Refills that a group which was planned counts as having had: its prompt may be gone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WithdrawnGroup:
-    """A group whose plan is withdrawn.
+def state_before(
+    manifests: Sequence[Manifest],
+    members: Mapping[TrajectoryKey, SealedTrajectory],
+    state: FoldState,
+) -> FoldState:
+    """Return a state in which the groups of these plans are ready again, before all others.
 
-    Attributes:
-        members: those that are left, in order of (sample, attempt).
-        planned: all that the plan had.
-        completed_by: the last event that the plan depended on; the group was complete by then.
-        opened_by: lower than for any group that was never planned: "0-0", "0-1", ... in plan order.
+    Members that are missing here are dead. No sample joins these groups, and no refill replaces a
+    dead member. The event PlansWithdrawn judges the groups that have fewer members than planned.
+    They are opened by "0-0", "0-1", ... in plan order, before any group that was never planned.
     """
-
-    group_id: str
-    prompt_uid: str
-    members: tuple[SealedTrajectory, ...]
-    planned: tuple[TrajectoryKey, ...]
-    completed_by: str
-    opened_by: str
-
-
-def withdrawn_groups(
-    manifests: Sequence[Manifest], members: Mapping[TrajectoryKey, SealedTrajectory]
-) -> Iterator[WithdrawnGroup]:
-    """Yield the groups of these plans, in order; members that are missing here are dead."""
-    place = 0
+    groups: dict[str, GroupMembers] = {}
+    ready: dict[str, ReadyGroup] = {}
     for manifest in manifests:
-        for group in manifest.groups:
-            planned = tuple(plan.key for plan in group.trajectories)
-            yield WithdrawnGroup(
-                group_id=group.group_id,
-                prompt_uid=group.prompt_uid,
-                members=tuple(members[key] for key in planned if key in members),
-                planned=planned,
-                completed_by=manifest.last_event_id,
-                opened_by=f"0-{place}",
-            )
-            place += 1
+        for plan in manifest.groups:
+            seen = state.decided.get(plan.group_id, set[TrajectoryKey]())
+            group = _group_of(plan, members, opened_by=f"0-{len(groups)}", seen=seen)
+            groups[plan.group_id] = group
+            ready[plan.group_id] = group.as_ready(completed_by=manifest.last_event_id)
+    return replace(
+        state,
+        groups={**groups, **state.groups},
+        ready={**ready, **state.ready},
+        decided={name: seen for name, seen in state.decided.items() if name not in groups},
+    )
+
+
+def _group_of(
+    plan: GroupPlan,
+    members: Mapping[TrajectoryKey, SealedTrajectory],
+    *,
+    opened_by: str,
+    seen: set[TrajectoryKey],
+) -> GroupMembers:
+    """Return a group that was planned, with its living members; all other samples have ended."""
+    planned = [trajectory.key for trajectory in plan.trajectories]
+    left = {key.sample: members[key] for key in planned if key in members}
+    num_samples = 1 + max(key.sample for key in planned)
+    opened = GroupOpened(
+        group_id=plan.group_id,
+        prompt_uid=plan.prompt_uid,
+        num_samples=num_samples,
+        num_needed=len(planned),
+    )
+    return GroupMembers(
+        opened,
+        opened_by,
+        members=left,
+        ended=set(range(num_samples)) - left.keys(),
+        num_asked=_NO_MORE_REFILLS,
+        seen=seen | {*planned},
+    )
 
 
 def with_planned_reward(
