@@ -15,7 +15,7 @@ from simulator.store import Store
 from simulator.values import StoreError, Stream, Value, Words, ZSet
 from testkit.scripts import script, script_files
 
-NUM_RUNS = 40
+NUM_RUNS = 80
 NUM_TRIES = 5
 """Trials of one damaged field per script."""
 
