@@ -295,7 +295,7 @@ class AsyncLinkInMemory:
         self._process = process
         self._start = 0  # the store's start of the connection; 0 without one
 
-    async def exchange(self, data: bytes, num_replies: int) -> list[Any]:
+    async def exchange(self, data: bytes, num_replies: int, **_: Any) -> list[Any]:
         """Send packed commands; their replies, errors among them."""
         commands = [*_commands(data)]
         first = next((i for i, words in enumerate(commands) if words[0] == b"MULTI"), None)

@@ -24,7 +24,7 @@ from turnstream.generator.transport.loop_thread import LoopThread
 from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all, to_the_end
 from turnstream.store.client.connection import AsyncLink, connect_async
-from turnstream.store.client.deadlines import ANSWER_S
+from turnstream.store.client.deadlines import ANSWER_S, SOCKET_TIMEOUT_S
 from turnstream.types import DeclaredColumn
 
 ASK_AGAIN_S: Final = 5.0
@@ -206,8 +206,9 @@ class Sender(Generic[_Receipt]):
     async def _exchange(self, link: AsyncLink, sent: Round) -> None:
         self._keep_deadlines()
         try:
-            async with asyncio.timeout(self._outbox.outage.left_s(time.monotonic())):
-                replies = await link.exchange(sent.pack(), sent.num_replies)
+            left_s = self._outbox.outage.left_s(time.monotonic())
+            timeout_s = SOCKET_TIMEOUT_S if left_s is None else min(SOCKET_TIMEOUT_S, left_s)
+            replies = await link.exchange(sent.pack(), sent.num_replies, timeout_s=timeout_s)
         except (RedisError, OSError) as error:
             with self.lock:
                 self._outbox.lost(sent, error=error, now_s=time.monotonic())

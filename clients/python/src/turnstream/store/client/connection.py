@@ -168,11 +168,13 @@ class AsyncLink:
         pool = redis.asyncio.ConnectionPool.from_url(url, **options)
         self._connection = pool.make_connection()
 
-    async def exchange(self, data: bytes, num_replies: int) -> list[Any]:
+    async def exchange(
+        self, data: bytes, num_replies: int, *, timeout_s: float = SOCKET_TIMEOUT_S
+    ) -> list[Any]:
         """Send packed commands like `Link.exchange`; a cancellation closes the connection."""
         replies: list[Any] = []
         try:
-            async with asyncio.timeout(SOCKET_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await self._connection.send_packed_command([data], check_health=False)
                 while len(replies) < num_replies:
                     try:
