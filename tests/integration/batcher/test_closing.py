@@ -140,7 +140,7 @@ async def test_evaluation_that_outlasts_its_run_is_ended_by_a_later_batcher(hous
     close_run(client, run)
     await is_finished(client, run)
     await first.stop()
-    client.hset(keys.run_keys(run).frontier, "closed", 0)  # begun before the run was closed
+    client.hset(keys.run_keys(run).frontier, "closed", 0)  # opened before the run was closed
     house.open_group(run, "e", "e/0/0", num_samples=2, purpose=Purpose.EVAL)
     client.hset(keys.run_keys(run).frontier, "closed", 1)
 

@@ -61,7 +61,7 @@ def history(house: Any, run: str, trajectory: str, folder: Path | None) -> Any:
 
 @pytest.fixture
 async def cooled(house, tmp_path: Path) -> str:
-    """A run of eight trained steps: seven are over, the first four of them in two files."""
+    """A run of eight trained steps: seven are released, the first four of them in two files."""
     run = house.create_run(batch_groups=1)
     trainer = await house.start_trainer(run, upkeep=upkeep(tmp_path))
     await train_all(house, trainer)

@@ -19,7 +19,7 @@ from turnstream.types import TrajectoryKey, TrajectoryState
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 DEADLINE_S = 10.0
-"""Whatever is to be written before it is; a test lets it be over then."""
+"""Every write of a test comes before it; then the test lets it pass."""
 
 SHORT = {"group_deadline_s": DEADLINE_S, "deadline_policy": "train_short"}
 

@@ -23,7 +23,7 @@ from turnstream_server.jobs.evals import read_evals
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
-# Opens an evaluation of two, seals one of them, says so, and hangs.
+# Opens an evaluation of two, seals one of them, prints a line, and hangs.
 GENERATOR = """
 import sys
 from turnstream.generator import Publisher

@@ -32,7 +32,7 @@ class Failing:
         self.is_waiting = asyncio.Event()
 
     async def __call__(self, _: object) -> None:
-        """What a planner awaits."""
+        """Raise, or wait, before a plan is written."""
         if len(self.failed_s) < self._num_times:
             self.failed_s.append(asyncio.get_running_loop().time())
             raise self._error

@@ -32,7 +32,7 @@ def _give_up(url: str, run: str) -> None:
 
 
 async def _folded(url: str, run: str) -> None:
-    """Nothing is left of the ledger: what ended has lost its payload, and is compact."""
+    """Nothing is left of the ledger: ended trajectories have no payload and are compact."""
 
     def is_folded() -> bool:
         with connect(url) as client:

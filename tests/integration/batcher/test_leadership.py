@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 LEASE_S = 0.5
 
 # A batcher whose event loop stands still between the check of its first plan and its writing, until
-# it is told to go on. It renews its lease so many times in it.
+# it reads a line. Its lease is renewed in that time.
 STALLED = """
 import asyncio, sys
 from turnstream_server.batcher.assembly.assembler import Assembler
@@ -38,7 +38,7 @@ async def check_and_stall(self, batch):
     await check(self, batch)
     print("stalls", flush=True)
     sys.stdin.readline()
-    print("goes on", flush=True)
+    print("continues", flush=True)
 
 Assembler.check = check_and_stall
 
@@ -84,14 +84,14 @@ async def test_a_planner_leads_on_while_its_loop_is_busy(house, start_stalled):
     await house.publish(run, group("g0"))
     stalled = await process.line()
     await is_renewed(house.url, run, 4)
-    process.tell("go on")
-    went_on = await process.line()
+    process.tell("continue")
+    continued = await process.line()
 
     trainer = house.trainer(other, run)
     await trainer.start()
     await trainer.get(1)
 
-    assert (stalled, went_on) == ("stalls", "goes on")
+    assert (stalled, continued) == ("stalls", "continues")
     assert house.client.hget(keys.run_keys(run).leader, "epoch") == b"1"
 
 

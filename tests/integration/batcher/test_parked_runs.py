@@ -22,7 +22,7 @@ from turnstream.store.waits.read_waits import read_waits
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import DeadlineFired, Event, Group, Purpose
 from turnstream_server.batcher.planner import parking
-from turnstream_server.batcher.serving.run_discovery import RunDiscovery
+from turnstream_server.batcher.serving.registry import RunDiscovery
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.replans import request_replan
 from turnstream_server.bus.queries.run_snapshot import read_snapshot

@@ -38,11 +38,12 @@ async def test_awaited_step_and_the_allowed_steps_ahead_are_planned(house, ahead
     assert read_frontier(house.client, run).planned == 1 + ahead
 
 
-async def test_a_seal_that_its_writer_could_not_post_is_posted_for_it(house):
-    run = house.create_run(batch_groups=1)
+async def test_seal_without_its_event_is_posted_when_its_lease_ends(house):
+    run = house.create_run(batch_groups=1, lease_s=2.0)
     house.seal_group_of_one(run, "g0", stored_turn("ab", "CD"), posts=False)
+    house.end_leases(run)
 
-    trainer = await house.start_trainer(run, lease_s=0.3)
+    trainer = await house.start_trainer(run)
     (pulled,) = await trainer.get(1)
 
     assert pulled.rows == ["abCD"]

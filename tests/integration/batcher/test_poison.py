@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import struct
-import zlib
-from collections.abc import Callable
+import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from fuzz.damage import Damage, damaged, forged_field, forged_header
 from testkit import sealed, stored_turn
 from turnstream.records.events import encode_event
-from turnstream.records.framing import EVENT, TURN, write_frame
+from turnstream.records.framing import EVENT, write_frame
 from turnstream.records.turns import encode_turn
 from turnstream.store.client import keys
 from turnstream.types import (
@@ -27,249 +27,137 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
-from turnstream.wire.v1 import records_pb2 as wire
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]
 
 search = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-POISONED = 1
-"""Sample of the group that is poisoned."""
+DAMAGED = 1
+"""Sample of the group that is damaged."""
 
 REWARDS = (1.0, 100.0, 0.0)
-"""Of the samples: a baseline with the poisoned one in it would be far from the others'."""
+"""Rewards of the samples: a baseline with the damaged one would be far from the others."""
+
+TURNS = (
+    stored_turn("ab", "CDe", logprobs=-0.5, rewards=0.25, version=1),
+    stored_turn("f", "G", index=1, parent=0, shared=5, logprobs=-0.25, version=2),
+)
+"""Turns as the SDK would store them: the second has the first in its prompt."""
+
+RECORDS = [encode_turn(each) for each in TURNS]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """The stored records of one trajectory.
+    """The stored records of one trajectory."""
 
-    Attributes:
-        turns: records, before the seal.
-        seal: as it is stored and posted.
-    """
-
-    turns: tuple[bytes, ...]
+    turns: list[bytes]
     seal: bytes
 
 
-def sound(group_id: str, sample: int) -> Stored:
-    """Two turns, the second with the first in its prompt, as the SDK would send them."""
-    turns = [
-        stored_turn("ab", "CDe", logprobs=-0.5, rewards=0.25, version=1),
-        stored_turn("f", "G", index=1, parent=0, shared=5, logprobs=-0.25, version=2),
-    ]
-    records = tuple(encode_turn(each) for each in turns)
-    return Stored(turns=records, seal=seal_of(group_id, sample, turns, records))
-
-
-def seal_of(
-    group_id: str, sample: int, turns: list[StoredTurn], records: tuple[bytes, ...], **said: Any
-) -> bytes:
-    """The seal of these turns; `said` replaces what is true."""
-    event = sealed(
-        group_id,
+def stored(sample: int, turns: list[bytes] = RECORDS) -> Stored:
+    """Return these turns, and a seal with their checksums and the shapes of the sound turns."""
+    seal = sealed(
+        "g",
         sample=sample,
         reward=REWARDS[sample],
-        turns=[each.shape for each in turns],
+        turns=[each.shape for each in TURNS],
         turn_rewards=[0.25, 0.0],
-        payload_crcs=[int.from_bytes(each[-4:], "little") for each in records],
+        payload_crcs=[int.from_bytes(each[-4:], "little") for each in turns],
         has_logprobs=True,
     )
-    return encode_event(replace(event, **said))
+    return Stored(turns=turns, seal=encode_event(seal))
 
 
-def with_crc(record: bytes) -> bytes:
-    """The record with a checksum that fits it."""
-    return record[:-4] + struct.pack("<I", zlib.crc32(record[:-4]))
+SOUND = stored(DAMAGED)
 
 
-Poison = Callable[[str, Stored], Stored]
-"""Spoils what is stored of the poisoned sample of a group."""
+def corrupt(seed: int, place: int) -> Stored:
+    """Return damage that a checksum finds, of a turn or of the seal (-1)."""
+    rng = random.Random(seed)
+    record = SOUND.seal if place < 0 else SOUND.turns[place]
+    found = damaged(record, rng)
+    while found.is_forged:
+        found = damaged(record, rng)
+    return with_record(place, found.data)
 
 
-def _changed(record: bytes, position: int, bits: int) -> bytes:
-    damaged = bytearray(record)
-    damaged[position % len(record)] ^= bits
-    return bytes(damaged)
+def forged(seed: int, place: int) -> Stored:
+    """Return a changed header with a checksum that fits, in the seal (-1) or in a sealed turn."""
+    rng = random.Random(seed)
+    way: Callable[[bytes, random.Random], Damage] = rng.choice((forged_field, forged_header))
+    if place < 0:
+        return with_record(place, way(SOUND.seal, rng).data)
+    return stored(DAMAGED, with_record(place, way(SOUND.turns[place], rng).data).turns)
 
 
-@st.composite
-def byte_changes(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """Damage by a disk or a careless writer that a checksum finds."""
-    kind = draw(st.sampled_from(["change", "cut", "add", "zeros", "other"]))
-    position = draw(st.integers(0, 400))
-    bits = draw(st.integers(1, 255))
-    junk = draw(st.binary(min_size=1, max_size=40))
-    match kind:
-        case "change":
-            return lambda record: _changed(record, position, bits)
-        case "cut":
-            return lambda record: record[: position % len(record)]
-        case "add":
-            return lambda record: record + junk
-        case "zeros":
-            return lambda record: bytes(len(record))
-        case _:
-            return lambda record: junk
+def with_record(place: int, record: bytes) -> Stored:
+    if place < 0:
+        return replace(SOUND, seal=record)
+    turns = [record if index == place else turn for index, turn in enumerate(SOUND.turns)]
+    return replace(SOUND, turns=turns)
 
 
-def in_turn(index: int, change: Callable[[bytes], bytes]) -> Poison:
-    """The change in one of the turns."""
-
-    def spoil(_: str, stored: Stored) -> Stored:
-        turns = list(stored.turns)
-        turns[index] = change(turns[index])
-        return replace(stored, turns=tuple(turns))
-
-    return spoil
+def with_values(**values: Any) -> Stored:
+    """Return a sealed turn with values that no model samples."""
+    turn: StoredTurn = replace(TURNS[0], **values)
+    return stored(DAMAGED, [encode_turn(turn), RECORDS[1]])
 
 
-def in_seal(change: Callable[[bytes], bytes]) -> Poison:
-    """The change in the seal."""
-    return lambda _, stored: replace(stored, seal=change(stored.seal))
-
-
-def swapped(_: str, stored: Stored) -> Stored:
-    """The turns in the wrong order."""
-    return replace(stored, turns=stored.turns[::-1])
-
-
-def unsealed_turn(_: str, stored: Stored) -> Stored:
-    """A turn more than was sealed, in the place of one that was."""
-    return replace(stored, turns=(stored.turns[0], stored.turns[0]))
-
-
-visible_poison = st.one_of(
-    st.builds(in_turn, st.integers(0, 1), byte_changes()),
-    st.builds(in_seal, byte_changes()),
-    st.sampled_from([swapped, unsealed_turn]),
-)
-
-
-@st.composite
-def lies(draw: st.DrawFn) -> Poison:
-    """Inconsistent records with valid checksums."""
-    kind = draw(st.sampled_from(["header", "body", "seal", "arrays", "values", "event"]))
-    position, bits = draw(st.integers(0, 400)), draw(st.integers(1, 255))
-    match kind:
-        case "seal":
-            return in_seal(lambda record: _another_seal(record, position, bits))
-        case "event":
-            return in_seal(lambda _: encode_event(draw(st.sampled_from(STRANGE_EVENTS))))
-        case "arrays":
-            header = draw(turn_headers())
-            body = np.frombuffer(draw(st.binary(max_size=64)), np.uint8)
-            record = write_frame(TURN, header.SerializeToString(), [body])
-        case "values":
-            record = encode_turn(draw(strange_turns()))
-        case _:
-            place = 8 + position if kind == "header" else -1 - position
-            base = sound("g", POISONED).turns[0]
-            record = with_crc(_changed(base[:-4], place, bits) + b"0000")
-    return lambda group_id, stored: _resealed(group_id, stored, record)
-
-
-def _another_seal(record: bytes, position: int, bits: int) -> bytes:
-    """The record with another byte, but for its version: a newer one stops the run."""
-    position %= len(record) - 4
-    return with_crc(_changed(record[:-4], position + (position == 3), bits) + b"0000")
-
-
-STRANGE_EVENTS = [
-    RunClosed(reason="poison"),
-    TrajectoryAbandoned(key=TrajectoryKey("g", sample=0), reason="poison"),
-    GroupOpened(group_id="g", prompt_uid="", num_samples=3),
-    sealed("another", sample=POISONED),
-    sealed("g", sample=0),
-    sealed("x" * 2000, sample=POISONED),
-    sealed("g", sample=POISONED, turns=[], payload_crcs=[]),
-]
-
-
-@st.composite
-def turn_headers(draw: st.DrawFn) -> wire.TurnHeader:
-    """Headers that say anything."""
-    number = st.one_of(st.integers(0, 8), st.sampled_from([2**31 - 1, 2**32 - 1]))
-    dtype = st.sampled_from(["int32", "float32", "uint8", "int64", "object", "2f4", ""])
-    names = st.sampled_from(["token_ids", "logprobs", "rewards", "loss_mask", "extra.x", "new"])
-    arrays = [
-        wire.ArraySpec(
-            name=draw(names),
-            dtype=draw(dtype),
-            shape=draw(st.lists(number, max_size=3)),
-            num_shared=draw(number),
+STRANGE = [
+    *(
+        with_record(-1, encode_event(event))
+        for event in (
+            RunClosed(reason="poison"),
+            TrajectoryAbandoned(key=TrajectoryKey("g", sample=0), reason="poison"),
+            GroupOpened(group_id="g", prompt_uid="", num_samples=3),
+            sealed("another", sample=DAMAGED),
+            sealed("g", sample=0),
+            sealed("x" * 2000, sample=DAMAGED),
+            sealed("g", sample=DAMAGED, turns=[], payload_crcs=[]),
         )
-        for _ in range(draw(st.integers(0, 4)))
-    ]
-    return wire.TurnHeader(
-        index=draw(number),
-        parent_turn=draw(st.integers(-3, 3)),
-        shared_tokens=draw(number),
-        num_response_tokens=draw(number),
-        arrays=arrays,
-        version_runs=[
-            wire.VersionRun(version=draw(st.integers(-1, 3)), count=draw(number))
-            for _ in range(draw(st.integers(0, 2)))
-        ],
-    )
+    ),
+    with_record(-1, write_frame(EVENT, b"")),
+    *(
+        with_values(**{name: np.array([0.5, value, 0.5], np.float32)})
+        for name in ("logprobs", "rewards")
+        for value in (float("nan"), -float("inf"), 3e38)
+    ),
+    with_values(token_ids=np.array([1, 2, 3, -4, 5], np.int32)),
+]
+"""Inconsistent records with valid checksums."""
 
-
-@st.composite
-def strange_turns(draw: st.DrawFn) -> StoredTurn:
-    """Turns of the right form whose numbers are none that a model samples."""
-    strange = st.sampled_from([float("nan"), float("inf"), -float("inf"), 3e38])
-    turn = stored_turn("ab", "CDe", logprobs=-0.5, rewards=0.25, version=1)
-    match draw(st.sampled_from(["logprobs", "rewards", "token_ids"])):
-        case "token_ids":
-            ids = turn.token_ids.copy()
-            ids[draw(st.integers(0, 4))] = draw(st.integers(-(2**31), -1))
-            return replace(turn, token_ids=ids)
-        case name:
-            values = np.full(3, 0.5, np.float32)
-            values[draw(st.integers(0, 2))] = draw(strange)
-            return replace(turn, **{name: values})
-
-
-def _resealed(group_id: str, stored: Stored, record: bytes) -> Stored:
-    """The first turn replaced by this one, and a seal that carries its checksum."""
-    turns = [stored_turn("ab", "CDe"), stored_turn("f", "G", index=1, parent=0, shared=5)]
-    records = (record, stored.turns[1])
-    return Stored(turns=records, seal=seal_of(group_id, POISONED, turns, records))
-
-
-class Kitchen:
-    """One run after another on one batcher; a run is one group of three, the middle one spoilt."""
-
-    def __init__(self, house: Any, replica: Any, caplog: pytest.LogCaptureFixture) -> None:
-        self._house = house
-        self._replica = replica
-        self._caplog = caplog
-
-    async def train_beside(self, poison: Poison) -> tuple[str, Any]:
-        """Return the state of the damaged trajectory, and the rows of the batch."""
-        run = self._house.create_run(batch_groups=1, max_planned_ahead=0)
-        trainer = self._house.trainer(self._replica, run)
-        await trainer.start()
-        # The healthy ones last: with them the group is decided.
-        for sample in (POISONED, 0, 2):
-            stored = sound("g", sample)
-            stored = poison("g", stored) if sample == POISONED else stored
-            self._house.open_group(run, "g", f"g/{sample}/0", num_samples=3)
-            self._house.seal(run, f"g/{sample}/0", *stored.turns, seal=stored.seal, posts=True)
-        (pulled,) = await trainer.get(1, wait_s=10)
-        entry: Any = self._house.client.hget(keys.run_keys(run).ledger, f"g/{POISONED}/0")
-        states = self._house.states(run)
-        failures = [each for each in self._caplog.records if "failed" in each.getMessage()]
-        assert not [(each.getMessage(), each.exc_info) for each in failures]
-        assert states[TrajectoryState.PLANNED] >= 2
-        return entry.decode(), pulled.mini_batch.rows
+places = st.integers(-1, 1)
+seeds = st.integers(0, 2**32)
+Train = Callable[[Stored], Awaitable[tuple[str, Any]]]
 
 
 @pytest.fixture
-async def kitchen(house: Any, caplog: pytest.LogCaptureFixture) -> Kitchen:
+async def train(house: Any, caplog: pytest.LogCaptureFixture) -> Train:
+    """Trains a new run of one group of three, the middle one damaged, on one batcher.
+
+    It returns the state of the damaged trajectory, and the rows of the batch.
+    """
     caplog.set_level(logging.WARNING)
-    return Kitchen(house, await house.start_batcher(), caplog)
+    replica = await house.start_batcher()
+
+    async def train_one(damage: Stored) -> tuple[str, Any]:
+        run = house.create_run(batch_groups=1, max_planned_ahead=0)
+        trainer = house.trainer(replica, run)
+        await trainer.start()
+        # The healthy ones last: with them the group is decided.
+        for sample in (DAMAGED, 0, 2):
+            each = damage if sample == DAMAGED else stored(sample)
+            house.open_group(run, "g", f"g/{sample}/0", num_samples=3)
+            house.seal(run, f"g/{sample}/0", *each.turns, seal=each.seal, posts=True)
+        (pulled,) = await trainer.get(1, wait_s=10)
+        entry: Any = house.client.hget(keys.run_keys(run).ledger, f"g/{DAMAGED}/0")
+        failures = [each for each in caplog.records if "failed" in each.getMessage()]
+        assert not [(each.getMessage(), each.exc_info) for each in failures]
+        assert house.states(run)[TrajectoryState.PLANNED] >= 2
+        return entry.decode(), pulled.mini_batch.rows
+
+    return train_one
 
 
 def advantages_without_it(rows: Any) -> bool:
@@ -280,13 +168,15 @@ def advantages_without_it(rows: Any) -> bool:
 
 
 @search
-@given(poison=visible_poison)
-@example(poison=in_turn(0, lambda record: record[:3] + b"\x09" + record[4:]))
-@example(poison=in_seal(lambda record: record[:3] + b"\x09" + record[4:]))
+@given(damage=st.builds(corrupt, seeds, places))
+@example(damage=replace(SOUND, turns=SOUND.turns[::-1]))
+@example(damage=replace(SOUND, turns=[SOUND.turns[0]] * 2))
+@example(damage=with_record(0, RECORDS[0][:3] + b"\x09" + RECORDS[0][4:]))
+@example(damage=with_record(-1, SOUND.seal[:3] + b"\x09" + SOUND.seal[4:]))
 async def test_corruption_found_by_a_checksum_is_rejected_and_the_rest_trains(
-    kitchen: Kitchen, poison: Poison
+    train: Train, damage: Stored
 ) -> None:
-    entry, rows = await kitchen.train_beside(poison)
+    entry, rows = await train(damage)
 
     assert entry.startswith("dead:"), entry
     assert sorted(set(rows.trajectory_id)) == ["g/0/0", "g/2/0"]
@@ -294,13 +184,13 @@ async def test_corruption_found_by_a_checksum_is_rejected_and_the_rest_trains(
 
 
 @search
-@given(poison=lies())
-@example(poison=in_seal(lambda _: write_frame(EVENT, b"")))
-@example(poison=in_seal(lambda _: encode_event(RunClosed(reason="poison"))))
+@given(damage=st.one_of(st.sampled_from(STRANGE), st.builds(forged, seeds, places)))
+@example(damage=STRANGE[0])
+@example(damage=with_record(-1, write_frame(EVENT, b"")))
 async def test_inconsistency_with_valid_checksums_stops_no_run(
-    kitchen: Kitchen, poison: Poison
+    train: Train, damage: Stored
 ) -> None:
-    entry, rows = await kitchen.train_beside(poison)
+    entry, rows = await train(damage)
 
     state = entry.partition(":")[0]
     assert state in ("dead", "incomplete", "planned"), entry

@@ -287,7 +287,7 @@ async def test_lack_of_memory_rejects_nothing(house: Any, monkeypatch: pytest.Mo
 
 
 async def test_closed_run_ends_although_a_planned_seal_is_rejected_later(house: Any) -> None:
-    # The successor kept the group open for ever: the run never ended.
+    # The successor kept the group open, so that the run never ended.
     run = house.create_run(batch_groups=1)
     await house.publish(run, group("g0"))
     first = await house.start_batcher(lease_s=0.5)

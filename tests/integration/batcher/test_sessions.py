@@ -39,7 +39,7 @@ async def test_a_get_asks_the_store_who_trains_and_not_its_own_memory(house):
     run, trainer = await house.started(group("g0"), batch_groups=1)
     await trainer.get(1)
 
-    with connect(house.url) as client:  # as when the word of a new session is still on its way
+    with connect(house.url) as client:  # a new session that this replica has not read yet
         client.hset(keys.run_keys(run).frontier, "session_epoch", 9)
 
     with pytest.raises(FencedError, match="trainer session 1 has ended, the current one is 9"):

@@ -97,7 +97,7 @@ async def test_successor_of_a_planner_killed_after_a_choice_keeps_the_choice(
     successor = house.trainer(await house.start_batcher(lease_s=LEASE_S), run)
     successor.session_epoch = trainer.session_epoch
     (fourth,) = await successor.get(4)
-    house.delete_run(run)  # what is left of it would be planned by the doomed of other tests
+    house.delete_run(run)  # batchers of other tests must not plan the rest
 
     assert fourth.mini_batch.info.manifest_hash == plan
     assert set(fourth.mini_batch.rows.group_id) == {chosen}

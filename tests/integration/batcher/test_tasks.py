@@ -20,7 +20,7 @@ TAKEOVER_S = 600.0
 
 UIDS = ("p0", "p1", "p2", "p3", "p4")
 
-# Takes two tasks, writes a turn of each, says so, and holds them until it is killed.
+# Takes two tasks, writes a turn of each, prints their prompts, and waits to be killed.
 DOOMED = """
 import sys
 from turnstream.generator import Publisher
@@ -35,7 +35,7 @@ with Publisher(url, run) as publisher:
     sys.stdin.read()
 """
 
-# Does every task that there is, and says how it was told to stop.
+# Does every task, and prints the error that ends its loop.
 DILIGENT = """
 import sys
 from turnstream.errors import NotReadyError, PromptsExhaustedError

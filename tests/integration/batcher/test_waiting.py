@@ -129,4 +129,4 @@ async def test_reasons_of_former_runs_are_dropped(house, monkeypatch):
 
     assert first
     assert all(others)
-    assert watch.num_kept == 1
+    assert len(watch._reads) == 1

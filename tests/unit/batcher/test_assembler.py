@@ -16,7 +16,7 @@ from turnstream_server.batcher.assembly.shares import PlannedBatch
 
 @pytest.fixture
 async def assembler() -> AsyncIterator[Assembler]:
-    """One whose store nobody has started."""
+    """Return an assembler without a store."""
     assembler = Assembler("redis://127.0.0.1:1/0", max_cache_bytes=1 << 20)
     yield assembler
     await assembler.close()

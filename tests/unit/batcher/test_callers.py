@@ -24,7 +24,7 @@ WITHDRAWN = Frontier(
     num_live_groups=8,
     is_closed=False,
 )
-"""A run whose session 2 ended with its plans, and no other has begun."""
+"""A run whose session 2 ended with its plans, before another one."""
 
 
 @pytest.mark.parametrize("session_epoch", [0, 2])

@@ -1,4 +1,4 @@
-"""Works that race: what the first of them gives, and the end of the others."""
+"""Works that race: the first result counts, and the others are cancelled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_first_failure_is_raised_after_the_others_have_ended() -> None:
 
 
 async def test_second_cancellation_still_waits_for_the_others() -> None:
-    # They went on alone: one that connected meanwhile left its connection open.
+    # They continued alone, and a connection that one of them made stayed open.
     is_ending, may_end, is_over = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def end_slowly() -> int:

@@ -177,10 +177,6 @@ class SingleFlightCache(Generic[Key, Value]):
         if key not in self._kept:
             self._begin(key, make)
 
-    def is_kept(self, key: Key) -> bool:
-        """Return whether the cache has the value of `key`."""
-        return key in self._kept
-
     def drop(self, is_unwanted: Callable[[Key], bool]) -> None:
         """Drop the values of all such keys; values that are being made are kept."""
         for key in [key for key in self._kept if is_unwanted(key)]:

@@ -37,11 +37,6 @@ class ReasonCache:
         self._client = connect(url)
         self._reads: dict[str, _Read] = {}
 
-    @property
-    def num_kept(self) -> int:
-        """Number of runs whose reasons are kept."""
-        return len(self._reads)
-
     async def reasons(self, run: str) -> list[WaitReason]:
         """Return the reasons why a run waits, the most important first, a few seconds old at most.
 

@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Final
 
 import grpc.aio
+import redis.asyncio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from turnstream.errors import InvalidConfigError
+from turnstream.errors import InvalidConfigError, TurnstreamError
 from turnstream.store.client.connection import connect_async
+from turnstream.store.client.scripts import run_command_async
+from turnstream.store.run.batchers import LEASE_S, register_command
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.planner.event_loop import background
+from turnstream_server.batcher.planner.event_loop import background, first_of
 from turnstream_server.batcher.planner.parking import PARK_AFTER_S, ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.reason_cache import ReasonCache
@@ -32,9 +35,7 @@ from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkee
 from turnstream_server.batcher.serving.calls import RunningCalls
 from turnstream_server.batcher.serving.get import BatchSender
 from turnstream_server.batcher.serving.health import StoreHealth
-from turnstream_server.batcher.serving.registration import advertised, registered
-from turnstream_server.batcher.serving.registry import RunRegistry
-from turnstream_server.batcher.serving.run_discovery import RunDiscovery
+from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
 from turnstream_server.bus.core.frontier import Frontier
 
@@ -54,6 +55,12 @@ _SERVER_OPTIONS: Final = (
     # Clients ping every 2 s while a call is open, to notice a frozen replica.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
+
+_REGISTER_EVERY_S: Final = LEASE_S / 3
+_DEREGISTER_S: Final = 1.0
+"""Longest wait for the store when this replica stops."""
+
+_ANY_HOST: Final = ("", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared, not bound
 
 SWITCH_INTERVAL_S: Final = 0.0005
 """A thread that computes gives the lock to the loop after so long. The loop gives it away with each
@@ -192,6 +199,47 @@ async def _stop(
     runs.dismiss()
     await server.stop(grace_s)
     await running.close()
+
+
+@contextlib.asynccontextmanager
+async def registered(client: redis.asyncio.Redis, address: str) -> AsyncIterator[None]:
+    """Keep "host:port" registered inside the block, also after an outage of the store."""
+
+    async def register(lease_s: float) -> None:
+        try:
+            await run_command_async(client, register_command(address, lease_s=lease_s))
+        except TurnstreamError as error:
+            logger.debug("the address %s is not registered: %s", address, error)
+
+    async def renew() -> None:
+        while True:
+            await asyncio.sleep(_REGISTER_EVERY_S)
+            await register(LEASE_S)
+
+    await first_of(register(LEASE_S))
+    try:
+        async with background(renew(), name="registration of the batcher"):
+            yield
+    finally:
+        await first_of(register(0.0), asyncio.sleep(_DEREGISTER_S))
+
+
+def advertised(bound: str, advertise: str) -> str:
+    """Return the address at which workers reach a batcher.
+
+    Args:
+        bound: "host:port" that the server listens on.
+        advertise: "host:port" or "host" that was set; "" for none.
+
+    >>> advertised("127.0.0.1:7600", ""), advertised("0.0.0.0:7600", "batcher-3")
+    ('127.0.0.1:7600', 'batcher-3:7600')
+    >>> advertised("0.0.0.0:7600", "lb.example:443")
+    'lb.example:443'
+    """
+    host, _, port = bound.rpartition(":")
+    if advertise:
+        return advertise if ":" in advertise else f"{advertise}:{port}"
+    return f"{socket.gethostname() if host in _ANY_HOST else host}:{port}"
 
 
 def _owner() -> str:

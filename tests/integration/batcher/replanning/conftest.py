@@ -104,10 +104,7 @@ class Look:
         return [each.manifest.step for each in stored if each is not None]
 
     def digest(self, run: str) -> list[Any]:
-        """What of a run must not change where nothing is done; who leads, what was asked, may.
-
-        So may its time, which goes on.
-        """
+        """Return the state of a run, except its leader, requests and time."""
         names = keys.run_keys(run)
         may_change = (names.leader, names.frontier, names.wake, names.clock)
         with connect(self.url) as client:
@@ -139,7 +136,7 @@ class Look:
             return credit(client, run).most
 
     def damage_reasons(self, run: str) -> list[WaitReason]:
-        """What `turnstream why` says of damage."""
+        """Return the reasons of `turnstream why` that name damage."""
         with connect(self.url) as client:
             found = reasons(read_snapshot(client, run))
         return [each for each in found if each.kind is WaitKind.PAYLOAD_DAMAGED]

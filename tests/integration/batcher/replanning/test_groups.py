@@ -149,7 +149,7 @@ async def test_later_posted_reward_still_counts_after_a_replan(
 
 
 async def test_penalty_is_subtracted_by_the_config_of_its_first_plan(house, replan, look):
-    # Of rewards whose event is gone only the plan tells, with the penalty of that time in it.
+    # The event of the reward is gone. The plan has the reward with the penalty of that time.
     run = house.create_run(batch_groups=1, overlong_length=2, overlong_buffer=2)
     before = read_revisions(house.client, run).last.config
     after = replace(before, overlong_length=0, overlong_buffer=0)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 async def test_leader_that_starts_after_the_withdrawal_makes_the_same_plans(
     house, replan, selection, look, of_3
 ):
-    # One leader goes on itself. The other is gone right after, as a pause lets us see.
+    # One leader continues. The other stops right after the withdrawal, while the run is paused.
     runs = [
         house.create_run(batch_groups=2, selection=selection, drop_zero_variance=True)
         for _ in range(2)
