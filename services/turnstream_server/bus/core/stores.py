@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import SETTINGS, SYNCS, connect, unsafe_setting
 from turnstream.store.client.replies import translating
-from turnstream_server.embedded import EmbeddedServer, free_port
+from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.settings import Settings, mask_password
 
 _OLDEST = {"valkey": 8, "redis": 7}
@@ -44,7 +44,7 @@ def open_store(settings: Settings, *, port: int = 0) -> Iterator[str]:
         settings.data_dir,
         durability=settings.durability,
         max_memory_bytes=settings.store_max_bytes,
-        choose_port=(lambda: port) if port else free_port,
+        port=port,
     ) as server:
         yield server.url
 
