@@ -1,4 +1,4 @@
-"""Ctrl-C at every moment of a command: status 130, and no traceback."""
+"""Ctrl-C at any time of a command: status 130, and no traceback."""
 
 from __future__ import annotations
 
@@ -61,8 +61,6 @@ def silent_store() -> Iterator[str]:
     ],
 )
 def test_interrupt_during_an_import_prints_no_traceback(module: str, silent_store: str) -> None:
-    # All modules of the command line were imported before anything handled Ctrl-C: in the first
-    # 0.1 s it printed a traceback of the import system and ended the process by the signal.
     command = [sys.executable, "-c", AT_IMPORT, module, "run", "list", "--redis", silent_store]
 
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -72,8 +70,7 @@ def test_interrupt_during_an_import_prints_no_traceback(module: str, silent_stor
 
 
 def test_interrupt_swallowed_by_an_import_still_ends_the_command(silent_store: str) -> None:
-    # A KeyboardInterrupt in a callback of the import system is printed and lost. `turnstream up`
-    # went on as if there had been no Ctrl-C.
+    # A KeyboardInterrupt in a callback of the import system is printed and lost.
     hook = "os.kill(os.getpid(), signal.SIGINT)"
     swallowing = AT_IMPORT.replace(hook, f"exec('try: {hook}\\nexcept BaseException: pass')")
     words = ["pydantic_core", "run", "list", "--redis", silent_store]
@@ -84,18 +81,29 @@ def test_interrupt_swallowed_by_an_import_still_ends_the_command(silent_store: s
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
-@pytest.mark.parametrize("after_s", [0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0])
+@pytest.mark.parametrize("after_s", [0, 0.1, 0.3, 0.8, 2.0])
 def test_interrupt_of_up_leaves_no_process(after_s: float, tmp_path: Path) -> None:
-    # Ctrl-C while `turnstream up` was importing or starting its services printed a traceback.
     mark = f"mark-{tmp_path}-{after_s}"
     options = ["--port", "0", "--store-port", "0", "--data-dir", str(tmp_path / "up")]
     command = [sys.executable, "-c", SAYS_GO, "up", *options]
 
-    status, stderr = interrupted(command, after_s=after_s, mark=mark)
+    environment = {**os.environ, "TURNSTREAM_TEST_MARK": mark}
+    environment.pop("TURNSTREAM_REDIS_URL", None)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        try:
+            _, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
 
-    assert status == 130
+    assert process.returncode == 130
     assert stderr in QUIET
-    assert [pid for pid in processes() if mark in environment_of(pid)] == []
+    shown = subprocess.run(["ps", "axeww"], capture_output=True, check=True, text=True).stdout
+    assert mark not in shown
 
 
 def test_ignored_interrupt_stays_ignored(silent_store: str) -> None:
@@ -107,34 +115,3 @@ def test_ignored_interrupt_stays_ignored(silent_store: str) -> None:
 
     assert ended.returncode == 0
     assert "Services, one process each." in ended.stdout
-
-
-def interrupted(command: list[str], *, after_s: float, mark: str = "") -> tuple[int, str]:
-    """Status and errors of a command that gets SIGINT so long after its first line."""
-    environment = {**os.environ, "TURNSTREAM_TEST_MARK": mark}
-    environment.pop("TURNSTREAM_REDIS_URL", None)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(after_s)
-        process.send_signal(signal.SIGINT)
-        try:
-            _, stderr = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    return process.returncode, stderr
-
-
-def processes() -> list[int]:
-    """Ids of all processes."""
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-
-
-def environment_of(pid: int) -> str:
-    """The environment with which a process was started; empty where it cannot be read."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
-    except OSError:
-        return ""
