@@ -1,8 +1,8 @@
 """The bytes of a finished trajectory in the store, from millions that are committed and compacted.
 
-Everything that a leader does to a released batch, and to what ended untrained beside it, is done by
-the real scripts. The earlier steps (open, seal, abandon) are written directly as their result.
-Payload is not included: it is already deleted.
+The real scripts release batches and untrained trajectories, as a leader does. The results of
+earlier calls (open, seal, abandon) are written directly. Payload is not included: it is already
+deleted.
 
     python benchmarks/ledger.py --trajectories 10000000
 """
@@ -37,10 +37,10 @@ WARM_UP = 8
 """Steps before the first measurement. By then the store has everything that does not grow with the
 run (two kept batches, counts of a thousand reasons)."""
 UNTRAINED_SHARE = 0.3
-UNDER_WAY = 256
-"""Groups at a time."""
+OPEN_GROUPS = 256
+"""Groups that are open at the same time."""
 LIMITS_BYTES = {1: 64, 8: 16}
-"""Most bytes of a finished trajectory, by the size of its group."""
+"""Limit of the bytes of a finished trajectory, by the size of its group."""
 
 
 class Weight(NamedTuple):
@@ -64,7 +64,7 @@ class Weight(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A batch as a planner would have left it."""
+    """A batch as a planner writes it."""
 
     step: int
     manifest_hash: str
@@ -73,18 +73,18 @@ class Planned(NamedTuple):
 
     @property
     def ids(self) -> list[str]:
-        """The names of its trajectories in the ledger."""
+        """Return the names of its trajectories in the ledger."""
         return [f"{key.group_id}/{key.sample}/0" for key in self.members]
 
 
 class Store:
-    """Commands sent many at a time; any refusal ends the benchmark."""
+    """Sends many commands at a time; raises the first refusal."""
 
     def __init__(self, url: str) -> None:
         self._link = Link(url)
 
     def run(self, *commands: Command | tuple[Any, ...]) -> list[Any]:
-        """Send commands in one round trip, and give their replies."""
+        """Send commands in one round trip, and return their replies."""
         words = [each.words if isinstance(each, Command) else each for each in commands]
         replies = self._link.exchange(pack(words), len(words))
         for reply in replies:
@@ -93,8 +93,8 @@ class Store:
         return replies
 
 
-class Life:
-    """The life of a run, batch by batch."""
+class RunWriter:
+    """Writes a run batch by batch, as its services would."""
 
     def __init__(self, client: redis.Redis, store: Store) -> None:
         self._store = store
@@ -104,11 +104,7 @@ class Life:
             "planning": ("write_manifest",),
             "sessions": ("start_session", "stepped", "committed"),
             "release": (
-                "advance_watermark",
-                "give_back",
-                "fold_batch",
-                "finish_batch",
-                "fold_ended",
+                *("advance_watermark", "give_back", "fold_batch", "finish_batch", "fold_ended"),
             ),
         }
         self._scripts = {
@@ -128,8 +124,8 @@ class Life:
         self._ended: dict[str, str] = {}
         self._num_records = 0
 
-    def live(self, batch: Planned) -> None:
-        """Plan, train and commit a batch; release what falls behind."""
+    def commit(self, batch: Planned) -> None:
+        """Plan, train and commit a batch, and release the one before."""
         names, step = self._names, batch.step
         ids = batch.ids
         values = [word for each in ids for word in (each, "sealed:1")]
@@ -143,6 +139,7 @@ class Life:
         )
         stepped = (names.frontier, names.batches, names.wake, names.ranks, names.times)
         committed = (names.frontier, names.batches, names.times, names.wake)
+        watermark = (names.leader, names.frontier, names.config, names.observers)
         self._store.run(
             ("HSET", names.ledger, *values),
             ("HSET", names.held, *[word for each in ids for word in (each, "9000")]),
@@ -158,12 +155,7 @@ class Life:
             ),
             self._call("stepped", stepped, 1, step, batch.manifest_hash),
             self._call("committed", committed, 1, step, batch.manifest_hash),
-            self._call(
-                "advance_watermark",
-                (names.leader, names.frontier, names.config, names.observers),
-                1,
-                "",
-            ),
+            self._call("advance_watermark", watermark, 1, ""),
             self._call("save_snapshot", (names.leader, names.snapshot), 1, f"{step}-0", step, "s"),
         )
         self._hash_before = batch.manifest_hash
@@ -173,7 +165,7 @@ class Life:
 
     def _fold(self, batch: Planned) -> None:
         names = self._names
-        where = names.of_fold_batch
+        fold = names.of_fold_batch
         finish = (
             *(names.leader, names.frontier, names.batches),
             *(names.plan, names.past, names.snapshot, names.times),
@@ -192,18 +184,18 @@ class Life:
         self._store.run(
             *(self._call("give_back", given_back, *some) for some in _sliced(ids, FOLD_SLICE)),
             *(
-                self._call("fold_batch", where, 1, batch.step, 0, *some)
+                self._call("fold_batch", fold, 1, batch.step, 0, *some)
                 for some in _sliced(ids, FOLD_SLICE)
             ),
             *(
-                self._call("fold_batch", where, 1, batch.step, len(some), *some)
+                self._call("fold_batch", fold, 1, batch.step, len(some), *some)
                 for some in _sliced(batch.groups, GROUP_SLICE)
             ),
             self._call("finish_batch", finish, 1, batch.step, record),
         )
 
-    def end(self, ended: dict[str, str]) -> None:
-        """Let trajectories of whole groups end untrained; leave records where there are enough."""
+    def drop(self, ended: dict[str, str]) -> None:
+        """End trajectories of whole groups untrained; write a record of every full slice."""
         names = self._names
         groups = dict.fromkeys(each.partition("/")[0] for each in ended)
         self._store.run(
@@ -236,7 +228,7 @@ class Life:
 
 
 class Meter:
-    """By what the store grows from here on."""
+    """Measures the growth of the store from now on."""
 
     def __init__(self, client: redis.Redis, *, untrained: float) -> None:
         self._client = client
@@ -245,11 +237,11 @@ class Meter:
         self._usage = _memory_usage(client, untrained=untrained)
 
     def used_memory(self) -> int:
-        """Bytes that the server has grown by."""
+        """Return the growth of the server's memory."""
         return _used_memory(self._client) - self._used
 
     def memory_usage(self, end: str) -> float:
-        """Bytes that the keys of the run have grown by for those that ended so."""
+        """Return the growth of the run's keys for trajectories with this end."""
         return _memory_usage(self._client, untrained=self._untrained)[end] - self._usage[end]
 
 
@@ -262,22 +254,20 @@ class Sizes(NamedTuple):
 
     @property
     def untrained(self) -> float:
-        """The share of what is dropped."""
+        """Return the share of dropped groups."""
         return self.dropped / (self.trained + self.dropped)
 
     @property
     def finished(self) -> dict[str, int]:
-        """How many trajectories end how."""
-        return {
-            "committed": self.trained * self.group_size,
-            "untrained": self.dropped * self.group_size,
-        }
+        """Return the number of trajectories with each end."""
+        numbers = {"committed": self.trained, "untrained": self.dropped}
+        return {end: number * self.group_size for end, number in numbers.items()}
 
 
-def weigh(
+def measure(
     *, group_size: int, trajectories: int, untrained: float = UNTRAINED_SHARE
 ) -> list[Weight]:
-    """Live through a run of so many trajectories, in a server of its own.
+    """Write a run of so many trajectories to a new server, and measure its growth.
 
     Args:
         group_size: trajectories of each group.
@@ -289,15 +279,15 @@ def weigh(
     num_steps = trajectories // sum(sizes.finished.values())
     with EmbeddedServer() as server, connect(server.url) as client:
         create_run(client, RUN, BatchingConfig(batch_groups=trained, mini_batch_groups=trained))
-        life = Life(client, Store(server.url))
-        client.config_set("appendonly", "no")  # memory alone is weighed
+        writer = RunWriter(client, Store(server.url))
+        client.config_set("appendonly", "no")  # only memory is measured
         client.config_resetstat()
         started_s = time.monotonic()
         for step in range(1, WARM_UP + 1):
-            _live(life, step, sizes)
+            _write_step(writer, step, sizes)
         meter = Meter(client, untrained=sizes.untrained)
         for step in range(WARM_UP + 1, WARM_UP + num_steps + 1):
-            _live(life, step, sizes)
+            _write_step(writer, step, sizes)
         seconds = time.monotonic() - started_s
         return [
             Weight(
@@ -313,14 +303,14 @@ def weigh(
         ]
 
 
-def _live(life: Life, step: int, sizes: Sizes) -> None:
-    trained, dropped = _visits(step, sizes)
-    life.live(_planned(step, trained, group_size=sizes.group_size))
-    life.end(ends_of(step, dropped, group_size=sizes.group_size))
+def _write_step(writer: RunWriter, step: int, sizes: Sizes) -> None:
+    trained, dropped = _group_names(step, sizes)
+    writer.commit(_planned(step, trained, group_size=sizes.group_size))
+    writer.drop(ends_of(step, dropped, group_size=sizes.group_size))
 
 
 def _memory_usage(client: redis.Redis, *, untrained: float) -> dict[str, float]:
-    """MEMORY USAGE of the run's keys by what they are for; `untrained` of the groups were."""
+    """Return MEMORY USAGE of the run's keys by the end that they record."""
     names = keys.run_keys(RUN)
     usage = {key: client.memory_usage(key, samples=0) or 0 for key in names}
     of_ends = sum(usage[key] for key in (names.ended, names.reasons))
@@ -328,15 +318,15 @@ def _memory_usage(client: redis.Redis, *, untrained: float) -> dict[str, float]:
     return {"committed": sum(usage.values()) - of_ends, "untrained": of_ends}
 
 
-def _visits(step: int, sizes: Sizes) -> tuple[list[str], list[str]]:
-    """The names of a step's groups, counted up: those that are trained, and the others."""
+def _group_names(step: int, sizes: Sizes) -> tuple[list[str], list[str]]:
+    """Return the names of a step's groups, numbered: the trained ones, and the others."""
     size = sizes.trained + sizes.dropped
-    visits = range((step - 1) * size, step * size)
+    numbers = range((step - 1) * size, step * size)
     rng = random.Random(step)
-    dropped = set(rng.sample(visits, sizes.dropped))
+    dropped = set(rng.sample(numbers, sizes.dropped))
     # Groups are complete in another order than they were opened in.
-    trained = sorted(set(visits) - dropped, key=lambda visit: visit + rng.random() * UNDER_WAY)
-    return [f"visit-{visit}" for visit in trained], [f"visit-{visit}" for visit in sorted(dropped)]
+    trained = sorted(set(numbers) - dropped, key=lambda each: each + rng.random() * OPEN_GROUPS)
+    return [f"visit-{each}" for each in trained], [f"visit-{each}" for each in sorted(dropped)]
 
 
 def _planned(step: int, groups: list[str], *, group_size: int) -> Planned:
@@ -349,7 +339,7 @@ def _planned(step: int, groups: list[str], *, group_size: int) -> Planned:
 
 
 def _crcs(batch: Planned) -> Iterator[int]:
-    """Numbers without a pattern, as checksums are."""
+    """Yield numbers without a pattern, as checksums are."""
     digest = hashlib.shake_128(b"%d" % batch.step).digest(4 * len(batch.members))
     for start in range(0, len(digest), 4):
         yield int.from_bytes(digest[start : start + 4], "little")
@@ -366,13 +356,13 @@ def _used_memory(client: redis.Redis) -> int:
 
 
 def _mean_call_ms(client: redis.Redis) -> float:
-    """The mean time of a script call, in the server."""
+    """Return the mean time of a script call in the server."""
     facts: Any = client.info("commandstats")
     return float(facts["cmdstat_evalsha"]["usec_per_call"]) / 1_000
 
 
 def main() -> None:
-    """Weigh groups of 1 and of 8, and print the result; fails above their limits."""
+    """Measure groups of 1 and of 8, and print the result; fail above their limits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trajectories", type=int, default=10_000_000)
     parser.add_argument("--untrained", type=float, default=UNTRAINED_SHARE)
@@ -385,7 +375,7 @@ def main() -> None:
     )
     weights: list[Weight] = []
     for size in options.group_size:
-        some = weigh(
+        some = measure(
             group_size=size, trajectories=options.trajectories, untrained=options.untrained
         )
         weights += some

@@ -1,4 +1,4 @@
-"""Bytes of a finished trajectory; `benchmarks/ledger.py` weighs ten millions."""
+"""Bytes of a finished trajectory; `benchmarks/ledger.py` measures ten millions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_finished_trajectory_stays_within_its_limit_of_bytes(
     monkeypatch.syspath_prepend(FOLDER)
     benchmark = importlib.import_module("ledger")
 
-    committed, untrained = benchmark.weigh(group_size=group_size, trajectories=200_000)
+    committed, untrained = benchmark.measure(group_size=group_size, trajectories=200_000)
 
     assert committed.memory_usage <= benchmark.LIMITS_BYTES[group_size]
     assert untrained.memory_usage <= benchmark.LIMITS_BYTES[group_size]
