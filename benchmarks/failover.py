@@ -37,13 +37,12 @@ class Pair:
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         from turnstream_server.embedded import EmbeddedServer
-        from turnstream_server.jobs.services import start_batcher, store_environment
         from turnstream_server.jobs.stack import Stack
 
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         server = stack.enter_context(EmbeddedServer())
-        services = stack.enter_context(Stack(Path(folder), store_environment(server.url)))
-        self.batchers = [start_batcher(services, name=f"batcher-{index}") for index in range(2)]
+        services = stack.enter_context(Stack(Path(folder), store_url=server.url))
+        self.batchers = [services.start_batcher(f"batcher-{index}") for index in range(2)]
         self.url = server.url
 
     @property
@@ -65,11 +64,11 @@ class Pair:
     def freezing_connected(self) -> Iterator[None]:
         """Inside, the replica in use is stopped: it has the most connections."""
         busiest = max(self.batchers, key=lambda each: _num_connections(each.address))
-        os.kill(busiest.service.pid, signal.SIGSTOP)
+        os.kill(busiest.pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            os.kill(busiest.service.pid, signal.SIGCONT)
+            os.kill(busiest.pid, signal.SIGCONT)
 
 
 def _num_connections(address: str) -> int:

@@ -54,13 +54,12 @@ class Cost:
 def services() -> Iterator[tuple[Any, int]]:
     """A store and a batcher process; yields the store and the id of the batcher process."""
     from turnstream_server.embedded import EmbeddedServer
-    from turnstream_server.jobs.services import start_batcher, store_environment
     from turnstream_server.jobs.stack import Stack
 
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as server:
-        stack = Stack(Path(folder), store_environment(server.url))
+        stack = Stack(Path(folder), store_url=server.url)
         try:
-            yield server, start_batcher(stack, name="batcher").service.pid
+            yield server, stack.start_batcher().pid
         finally:
             stack.stop()
 

@@ -128,15 +128,14 @@ class Bench:
 
     def __init__(self, *, num_groups: int, torch_threads: int) -> None:
         from turnstream_server.embedded import EmbeddedServer
-        from turnstream_server.jobs.services import start_batcher, store_environment
         from turnstream_server.jobs.stack import Stack
 
         self.num_groups = num_groups
         self.folder = tempfile.TemporaryDirectory()
         self.server = EmbeddedServer()
         self.server.start()
-        self.stack = Stack(Path(self.folder.name), store_environment(self.server.url))
-        self.batcher = start_batcher(self.stack, name="batcher")
+        self.stack = Stack(Path(self.folder.name), store_url=self.server.url)
+        self.batcher = self.stack.start_batcher()
         common = {"redis_url": self.server.url, "groups": num_groups}
         self.producer = Role(HERE, "producer", common)
         self.consumer = Role(
@@ -149,7 +148,7 @@ class Bench:
         return {
             "producer": self.producer.pid,
             "store": self.server.pid,
-            "batcher": self.batcher.service.pid,
+            "batcher": self.batcher.pid,
             "consumer": self.consumer.pid,
         }
 

@@ -201,14 +201,13 @@ class Bench:
 
     def __init__(self, *, num_publishers: int, filtered: float) -> None:
         from turnstream_server.embedded import EmbeddedServer
-        from turnstream_server.jobs.services import start_batcher, store_environment
         from turnstream_server.jobs.stack import Stack
 
         self.folder = tempfile.TemporaryDirectory()
         self.server = EmbeddedServer()
         self.server.start()
-        self.stack = Stack(Path(self.folder.name), store_environment(self.server.url))
-        self.batcher = start_batcher(self.stack, name="batcher")
+        self.stack = Stack(Path(self.folder.name), store_url=self.server.url)
+        self.batcher = self.stack.start_batcher()
         common = {"redis_url": self.server.url, "filtered": filtered}
         self.publishers = [
             Role(HERE, "publisher", common | {"name": f"p{number}"})
@@ -222,7 +221,7 @@ class Bench:
 
         with connect(self.server.url) as client:
             self._create_run(client, run, max_bytes=max_bytes)
-            pids = {"store": self.server.pid, "batcher": self.batcher.service.pid}
+            pids = {"store": self.server.pid, "batcher": self.batcher.pid}
             pids |= {each.name: each.pid for each in (*self.publishers, self.trainer)}
             before = {name: cpu_seconds(pid) for name, pid in pids.items()}
             start_s = time.monotonic()

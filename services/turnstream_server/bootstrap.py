@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+import redis
+
 from turnstream.errors import RunNotFoundError, UnavailableError
 from turnstream.service import DEFAULT_URL, URL_VARIABLE
 from turnstream.store.client.connection import checked_url, connect
@@ -28,8 +30,7 @@ from turnstream_server.settings import Settings
 
 if TYPE_CHECKING:
     from turnstream.batching.config import BatchingConfig
-    from turnstream_server.generators.live import LiveGeneratorConfig
-    from turnstream_server.generators.replay import ReplayConfig
+    from turnstream_server.generators.config import LiveGeneratorConfig, ReplayConfig
     from turnstream_server.trainer.config import TrainerConfig
 
 _logger = logging.getLogger(__name__)
@@ -40,11 +41,11 @@ _RETRY_S: Final = 0.5
 _Result = TypeVar("_Result")
 
 
-def store_url(settings: Settings, given: str | None = None) -> str:
+def store_url(settings: Settings, given: str = "") -> str:
     """Return the address of a store that runs already.
 
     Args:
-        settings: name a store if `given` does not.
+        settings: name a store if `given` is empty.
         given: the option `--redis`; without both it is the default of `turnstream up`.
     """
     if given:
@@ -63,6 +64,7 @@ def start_batcher(
     from turnstream_server.batcher.serving.service import BatcherOptions, run_batcher
     from turnstream_server.bus.release.ledger_files import LedgerFolder
 
+    redis_url = store_url(settings, redis_url)
     configure_logging(settings.log_level, service="batcher")
     failpoints.arm(settings.failpoint)
     wait_for_store(redis_url, timeout_s=settings.start_wait_s)
@@ -95,36 +97,30 @@ def start_trainer(
     Args:
         settings: those of the environment.
         config: an empty `batcher_target` stands for the batchers that are registered in the store.
-        redis_url: the store.
+        redis_url: the store; empty for that of the settings.
         new_run: settings of the run, which is created if it does not exist; None waits for it.
     """
     from turnstream_server.trainer.service import run_trainer
 
+    redis_url, wait_s = store_url(settings, redis_url), settings.start_wait_s
     configure_logging(settings.log_level, service="trainer")
     failpoints.arm(settings.failpoint)
-    if not config.batcher_target or new_run is not None:
-        config = _with_run_and_batcher(settings, config, redis_url=redis_url, new_run=new_run)
-    run_trainer(config)
-
-
-def _with_run_and_batcher(
-    settings: Settings, config: TrainerConfig, *, redis_url: str, new_run: BatchingConfig | None
-) -> TrainerConfig:
-    """Return the config with the address of a batcher, once the run exists."""
-    wait_s = settings.start_wait_s
     if new_run is not None:
         wait_for_store(redis_url, timeout_s=wait_s)
         with connect(redis_url) as client:
             create_run(client, config.run, new_run)
-    wait_for_run(redis_url, config.run, timeout_s=wait_s)
-    target = config.batcher_target or wait_for_batcher(redis_url, timeout_s=wait_s)
-    return dataclasses.replace(config, batcher_target=target)
+    if not config.batcher_target:
+        wait_for_run(redis_url, config.run, timeout_s=wait_s)
+        target = wait_for_batcher(redis_url, timeout_s=wait_s)
+        config = dataclasses.replace(config, batcher_target=target)
+    run_trainer(config)
 
 
 def start_live_generator(settings: Settings, config: LiveGeneratorConfig) -> None:
     """Play until the run ends, or SIGTERM or SIGINT comes."""
     from turnstream_server.generators.live import run_live_generator
 
+    config = dataclasses.replace(config, redis_url=store_url(settings, config.redis_url))
     configure_logging(settings.log_level, service=config.writer)
     wait_for_run(config.redis_url, config.run, timeout_s=settings.start_wait_s)
     run_live_generator(config)
@@ -134,6 +130,7 @@ def start_replay(settings: Settings, config: ReplayConfig) -> None:
     """Publish one share of a file."""
     from turnstream_server.generators.replay import run_replay
 
+    config = dataclasses.replace(config, redis_url=store_url(settings, config.redis_url))
     configure_logging(settings.log_level, service=config.writer)
     run_replay(config)
 
@@ -141,39 +138,32 @@ def start_replay(settings: Settings, config: ReplayConfig) -> None:
 def wait_for_store(url: str, *, timeout_s: float) -> None:
     """Return as soon as the store answers."""
 
-    def ping() -> None:
-        with connect(url, num_retries=0) as client, translating():
+    def ping(client: redis.Redis) -> None:
+        with translating():
             client.ping()
 
-    _retry(ping, timeout_s=timeout_s)
+    _retry(url, ping, timeout_s=timeout_s)
 
 
 def wait_for_run(url: str, run: str, *, timeout_s: float) -> None:
     """Return as soon as the run exists."""
-
-    def find() -> None:
-        with connect(url, num_retries=0) as client:
-            read_config(client, find_run(client, run))
-
-    _retry(find, timeout_s=timeout_s)
+    _retry(url, lambda client: read_config(client, find_run(client, run)), timeout_s=timeout_s)
 
 
 def wait_for_batcher(url: str, *, timeout_s: float) -> str:
     """Return the addresses of the registered batchers, with commas between them."""
-
-    def find() -> str:
-        with connect(url, num_retries=0) as client:
-            return ",".join(wait_for_batchers(client, timeout_s=0))
-
-    return _retry(find, timeout_s=timeout_s)
+    return _retry(
+        url, lambda client: ",".join(wait_for_batchers(client, timeout_s=0)), timeout_s=timeout_s
+    )
 
 
-def _retry(attempt: Callable[[], _Result], *, timeout_s: float) -> _Result:
+def _retry(url: str, attempt: Callable[[redis.Redis], _Result], *, timeout_s: float) -> _Result:
     """Repeat an attempt while something is away; warn after 5 s, then every 30 s."""
     began_s, warnings = time.monotonic(), WaitWarnings()
     while True:
         try:
-            return attempt()
+            with connect(url, num_retries=0) as client:
+                return attempt(client)
         except (UnavailableError, RunNotFoundError) as error:
             waited_s = time.monotonic() - began_s
             if waited_s >= timeout_s:

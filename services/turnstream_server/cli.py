@@ -14,15 +14,9 @@ import typer
 
 from turnstream.errors import TurnstreamError
 from turnstream_server import cli_dead, cli_run, cli_serve, cli_store
-from turnstream_server.cli_options import (
-    Dump,
-    Groups,
-    Recordings,
-    TokenizerFolder,
-    console,
-    environment,
-    interruptible,
-)
+from turnstream_server.cli_options import console, environment, interruptible
+from turnstream_server.jobs.options import DemoOptions, ReplayOptions
+from turnstream_server.options import with_options
 
 app = typer.Typer(
     name="turnstream",
@@ -38,10 +32,6 @@ JOBS = "Jobs"
 TRAINER_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
 """Packages of the extra `trainer`."""
 
-Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the summary here.")
-]
-
 
 def _port(owner: str) -> Any:
     help_ = f"Port of {owner}; 0: a free one."
@@ -49,79 +39,29 @@ def _port(owner: str) -> Any:
 
 
 @app.command(rich_help_panel=JOBS)
-def demo(
-    json_path: Json = None,
-    data_dir: Annotated[
-        Path, typer.Option(help="Folder of the job; an earlier demo in it is removed.")
-    ] = Path(".turnstream/demo"),
-    max_seconds: Annotated[
-        float, typer.Option(min=1, help="Fail if the reward has not risen by then.")
-    ] = 300.0,
-    seed: Annotated[int, typer.Option(help="Seed of weights, secrets and sampling.")] = 0,
-    generators: Annotated[int, typer.Option(min=1, help="Number of generator processes.")] = 2,
-) -> None:
+@with_options(DemoOptions)
+def demo(options: DemoOptions) -> None:
     """Train a small model live on the guessing game, until its reward has risen.
 
     Starts store, batcher, trainer and generators as processes, shows their progress, and ends in
     a summary. Exits with 1 when the mean reward has not doubled, or has not reached 0.6 of the
     best policy's.
     """
-    from turnstream_server.jobs.demo import DemoOptions, run_demo
+    from turnstream_server.jobs.demo import run_demo
 
-    options = DemoOptions(
-        folder=data_dir,
-        json_path=json_path,
-        max_seconds=max_seconds,
-        seed=seed,
-        num_generators=generators,
-    )
     with interruptible():
         raise typer.Exit(run_demo(environment(), options, console()))
 
 
 @app.command(rich_help_panel=JOBS)
-def replay(
-    file: Recordings,
-    tokenizer: TokenizerFolder,
-    json_path: Json = None,
-    data_dir: Annotated[
-        Path, typer.Option(help="Folder of the job; an earlier replay in it is removed.")
-    ] = Path(".turnstream/replay"),
-    groups: Groups = 0,
-    processes: Annotated[int, typer.Option(min=1, help="Number of replay processes.")] = 2,
-    batch_groups: Annotated[int, typer.Option(min=1, help="Groups of one training step.")] = 4,
-    speed: Annotated[
-        float, typer.Option(min=0, help="Recorded seconds per second; 0: as fast as possible.")
-    ] = 0.0,
-    with_logprobs: Annotated[
-        bool, typer.Option("--logprobs", help="Send log-probabilities, by the first weights.")
-    ] = False,
-    dump: Dump = None,
-    max_seconds: Annotated[
-        float, typer.Option(min=1, help="Longest duration, in seconds.")
-    ] = 3600.0,
-    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
-) -> None:
+@with_options(ReplayOptions)
+def replay(options: ReplayOptions) -> None:
     """Train a tiny model on recorded trajectories, published as if they were live.
 
     Every trajectory of the file is published turn by turn, and every group is trained on once.
     """
-    from turnstream_server.jobs.replay import ReplayOptions, run_replay_job
+    from turnstream_server.jobs.replay import run_replay_job
 
-    options = ReplayOptions(
-        recordings=file,
-        tokenizer=tokenizer,
-        folder=data_dir,
-        json_path=json_path,
-        max_groups=groups,
-        num_processes=processes,
-        batch_groups=batch_groups,
-        speed=speed,
-        with_logprobs=with_logprobs,
-        dump_folder=dump,
-        max_seconds=max_seconds,
-        seed=seed,
-    )
     with interruptible():
         run_replay_job(environment(), options, console())
 

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from turnstream_server.cli_options import AsJson, Redis, RunArgument, console, group, say, store_url
+from turnstream_server.cli_options import console, group, output, say, store_url
+from turnstream_server.options import AsJson, Redis, RunArgument
 
 app = group("Dead letters: trajectories and events that were set aside as damaged.")
 
@@ -20,18 +21,16 @@ Names = Annotated[
 
 
 @app.command("list")
-def list_(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
+def list_(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """List the dead letters of a run."""
     from turnstream_server.jobs import dead_letters as jobs
 
-    if as_json:
-        typer.echo(jobs.dead_letters_json(store_url(redis), run))
-    else:
-        jobs.print_dead_letters(store_url(redis), run, console())
+    content = jobs.list_dead_letters(store_url(redis), run)
+    output(content, jobs.print_dead_letters, as_json=as_json)
 
 
 @app.command()
-def show(run: RunArgument, names: Names, redis: Redis = None, as_json: AsJson = False) -> None:
+def show(run: RunArgument, names: Names, redis: Redis = "", as_json: AsJson = False) -> None:
     """Show dead letters, with the defect of each record."""
     from turnstream_server.jobs import dead_letters as jobs
 
@@ -48,7 +47,7 @@ def export(
     run: RunArgument,
     name: Name,
     out: Annotated[Path, typer.Option("--to", metavar="FILE", help="The JSON file to write.")],
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Write everything that is stored of a dead letter to a file, as JSON."""
@@ -59,7 +58,7 @@ def export(
 
 
 @app.command()
-def discard(run: RunArgument, names: Names, redis: Redis = None, as_json: AsJson = False) -> None:
+def discard(run: RunArgument, names: Names, redis: Redis = "", as_json: AsJson = False) -> None:
     """Delete the payload of dead letters; the reasons stay."""
     from turnstream_server.jobs import dead_letters as jobs
 

@@ -1,12 +1,11 @@
-"""Options that several commands of `turnstream` share, and the values that they stand for."""
+"""Settings, the address of the store, and output, for all commands of `turnstream`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,23 +13,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from turnstream_server.settings import Settings
-
-Redis = Annotated[
-    str | None,
-    typer.Option(
-        "--redis",
-        metavar="URL",
-        help="Address of the store. Default: TURNSTREAM_REDIS_URL, or redis://127.0.0.1:7379.",
-    ),
-]
-Recordings = Annotated[Path, typer.Argument(help="Recorded trajectories, JSON lines or .gz.")]
-TokenizerFolder = Annotated[Path, typer.Option(help="Folder of the tokenizer.")]
-Groups = Annotated[int, typer.Option(min=0, help="Number of groups; 0: all.")]
-Dump = Annotated[
-    Path | None, typer.Option(help="Folder for the rows of every mini-batch trained on.")
-]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def group(help_: str) -> typer.Typer:
@@ -45,7 +27,7 @@ def environment() -> Settings:
     return read_settings()
 
 
-def store_url(given: str | None) -> str:
+def store_url(given: str) -> str:
     """Return the address of the store, from the option `--redis` or the environment."""
     from turnstream_server import bootstrap, failpoints
 
@@ -73,7 +55,7 @@ def output(
     as_json: bool,
     ensure_ascii: bool = True,
 ) -> None:
-    """Print what a command has read: for people, or as JSON."""
+    """Print the content of a store as a table, or as JSON."""
     if as_json:
         typer.echo(json.dumps(content, indent=2, ensure_ascii=ensure_ascii))
     else:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from turnstream.errors import InvalidConfigError, UnknownFormatError
-from turnstream_server.cli_options import (
-    AsJson,
-    Redis,
-    RunArgument,
-    group,
-    output,
-    say,
-    store_url,
-)
+from turnstream_server.cli_options import group, output, say, store_url
+from turnstream_server.options import AsJson, Redis, RunArgument
 
 if TYPE_CHECKING:
-    from turnstream.types import Leftover, RecoveryToken
+    from turnstream.types import RecoveryToken
 
 app = group("Runs: create, read, change, end.")
 
@@ -38,7 +32,7 @@ def create(
     config_file: Annotated[
         Path | None, typer.Option("--config", help="All settings, as JSON.")
     ] = None,
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Create a run. A run of this name with the same settings is accepted."""
@@ -49,7 +43,7 @@ def create(
 
 
 @app.command("list")
-def list_(redis: Redis = None, as_json: AsJson = False) -> None:
+def list_(redis: Redis = "", as_json: AsJson = False) -> None:
     """List the runs of a store."""
     from turnstream_server.jobs import runs as jobs
 
@@ -63,7 +57,7 @@ def show(
     show_all: Annotated[
         bool, typer.Option("--all", help="Every setting, also those at their default.")
     ] = False,
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Show the progress, the last batch and the settings of a run."""
@@ -76,25 +70,23 @@ def show(
 @app.command()
 def revise(
     run: RunArgument,
-    settings: Annotated[
-        list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting; may be repeated.")
-    ],
+    settings: Assignments,
     from_step: Annotated[
         int, typer.Option(min=1, help="First step with the new settings; it is not planned yet.")
     ],
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Change settings of a run from a step on."""
     from turnstream_server.jobs.run_commands import revise_run
 
-    lines = [*revise_run(store_url(redis), run, settings, from_step=from_step)]
+    lines = [*revise_run(store_url(redis), run, settings or [], from_step=from_step)]
     say("\n".join(lines), as_json=as_json, run=run, from_step=from_step, changes=lines[1:])
 
 
 @app.command()
 def pause(
-    run: RunArgument, reason: Reason = "", redis: Redis = None, as_json: AsJson = False
+    run: RunArgument, reason: Reason = "", redis: Redis = "", as_json: AsJson = False
 ) -> None:
     """Admit no new group and plan no batch; open groups and planned batches continue."""
     from turnstream_server.jobs.run_commands import change_state
@@ -104,7 +96,7 @@ def pause(
 
 
 @app.command()
-def resume(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
+def resume(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """End a pause."""
     from turnstream_server.jobs.run_commands import change_state
 
@@ -122,19 +114,18 @@ def close(
         ),
     ] = None,
     reason: Reason = "",
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Admit no new group, and end the run when its open groups are decided."""
     from turnstream_server.jobs.run_commands import change_state
 
-    known = cast("Leftover | None", leftover)  # the store refuses any other value
-    done = change_state(store_url(redis), run, "close", reason=reason, leftover=known)
+    done = change_state(store_url(redis), run, "close", reason=reason, leftover=leftover)
     say(done, as_json=as_json, run=run, state="closed")
 
 
 @app.command()
-def reopen(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
+def reopen(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """Admit groups to a closed run again."""
     from turnstream_server.jobs.run_commands import change_state
 
@@ -154,7 +145,7 @@ def fork(
     config_file: Annotated[
         Path | None, typer.Option("--config", help="Other settings, as JSON.")
     ] = None,
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Start a new run from a checkpoint of another one."""
@@ -186,7 +177,7 @@ def replan(
     wait_s: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for the batcher that plans the run.")
     ] = 60.0,
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Plan again from a step with damaged payload.
@@ -194,17 +185,17 @@ def replan(
     The damaged trajectories become dead letters. The trainer session ends; restart the trainer with
     its recovery token.
     """
-    from turnstream_server.jobs.run_commands import replan, replanned_json, replanned_text
+    from turnstream_server.jobs.run_commands import replan, replanned_text
 
     done = replan(store_url(redis), run, from_step, wait_s=wait_s)
-    typer.echo(replanned_json(run, done) if as_json else f"planned again: {replanned_text(done)}")
+    say(f"planned again: {replanned_text(done)}", as_json=as_json, run=run, **asdict(done))
 
 
 @app.command()
 def delete(
     run: RunArgument,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for the name again.")] = False,
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Delete everything that the store holds of a run."""

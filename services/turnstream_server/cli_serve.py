@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.cli_options import (
-    Dump,
-    Groups,
-    Recordings,
-    Redis,
-    TokenizerFolder,
-    environment,
-    group,
-    interruptible,
-)
+from turnstream_server.cli_options import environment, group, interruptible
+from turnstream_server.generators.config import LiveGeneratorConfig, ReplayConfig
+from turnstream_server.options import Dump, Redis, Threads, with_options
+
+if TYPE_CHECKING:
+    from turnstream_server.trainer.config import TrainerConfig
 
 app = group("Services, one process each.")
 
-Run = Annotated[str, typer.Option("--run", help="Name of the run; it must exist.")]
-Threads = Annotated[
-    int, typer.Option("--threads", min=0, help="Threads of torch; 0: the default of torch.")
-]
 EndWithStdin = Annotated[
     bool,
     typer.Option(
@@ -41,7 +31,7 @@ EndWithStdin = Annotated[
 
 @app.command()
 def batcher(
-    redis: Redis = None,
+    redis: Redis = "",
     listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0: a free one.")
     ] = None,
@@ -53,170 +43,117 @@ def batcher(
     """Plan, assemble and serve the batches of every run in the store."""
     from turnstream_server import bootstrap
 
-    settings = environment()
     bootstrap.start_batcher(
-        settings,
-        redis_url=bootstrap.store_url(settings, redis),
-        listen=listen,
-        address_file=address_file,
+        environment(), redis_url=redis, listen=listen, address_file=address_file
     )
 
 
-@app.command()
-def trainer(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """Settings of `turnstream serve trainer`."""
+
     run: Annotated[
         str, typer.Option("--run", help="Name of the run; without --preset it must exist.")
-    ],
-    folder: Annotated[Path, typer.Option(help="Receives checkpoints, weights and metrics.")],
+    ]
+    folder: Annotated[Path, typer.Option(help="Receives checkpoints, weights and metrics.")]
     policy: Annotated[
         Path | None,
         typer.Option(help="Model folder, or a JSON file that describes a small model."),
-    ] = None,
+    ] = None
     preset: Annotated[
         str | None,
         typer.Option(help="`guessing`: create the run of the demo, with its model and its rates."),
-    ] = None,
-    batcher_target: Annotated[
+    ] = None
+    batcher: Annotated[
         str,
         typer.Option(
-            "--batcher", metavar="HOST:PORT", help="Default: the batchers registered in the store."
+            metavar="HOST:PORT",
+            help="Default: the batchers registered in the store.",
+            show_default=False,
         ),
-    ] = "",
-    redis: Redis = None,
+    ] = ""
+    redis: Redis = ""
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="Default: 1e-6, or that of the preset.")
-    ] = None,
-    warmup_updates: Annotated[int, typer.Option(min=0, help="Updates of linear warm-up.")] = 0,
+    ] = None
+    warmup_updates: Annotated[int, typer.Option(min=0, help="Updates of linear warm-up.")] = 0
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature of the generators.")
-    ] = 1.0,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 10,
-    max_steps: Annotated[int, typer.Option(min=0, help="0: until the run ends.")] = 0,
-    threads: Threads = 0,
-    seed: Annotated[int, typer.Option(help="Seed of training.")] = 0,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0, help="Longest wait for one batch, in seconds.")
-    ] = 600.0,
-    dump: Dump = None,
-    end_with_stdin: EndWithStdin = False,
-) -> None:
+    ] = 1.0
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 10
+    max_steps: Annotated[int, typer.Option(min=0, help="0: until the run ends.")] = 0
+    threads: Threads = 0
+    seed: Annotated[int, typer.Option(help="Seed of training.")] = 0
+    timeout: Annotated[
+        float, typer.Option(min=0, help="Longest wait for one batch, in seconds.")
+    ] = 600.0
+    dump: Dump = None
+
+    def __post_init__(self) -> None:
+        if self.preset not in (None, "guessing"):
+            message = f"{self.preset!r} is no preset; the only one is guessing"
+            raise InvalidConfigError("--preset", message)
+        if (self.policy is None) == (self.preset is None):
+            raise InvalidConfigError("--policy", "use either --policy or --preset")
+
+    def config(self) -> TrainerConfig:
+        """Return the settings of the trainer, with those of the preset as defaults."""
+        from turnstream_server.generators.preset import LEARNING_RATE, preset_policy
+        from turnstream_server.models.spec import read_policy_source
+        from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
+
+        default_rate = LEARNING_RATE if self.preset else 1e-6
+        return TrainerConfig(
+            run=self.run,
+            batcher_target=self.batcher,
+            policy=read_policy_source(self.policy)
+            if self.policy
+            else preset_policy(seed=self.seed),
+            folder=self.folder,
+            optimizer=OptimizerConfig(
+                learning_rate=default_rate if self.learning_rate is None else self.learning_rate,
+                num_warmup_updates=self.warmup_updates,
+            ),
+            objective=ObjectiveConfig(temperature=self.temperature),
+            checkpoint_every=self.checkpoint_every,
+            max_steps=self.max_steps,
+            num_threads=self.threads,
+            seed=self.seed,
+            timeout_s=self.timeout,
+            dump_folder=self.dump,
+        )
+
+
+@app.command()
+@with_options(TrainerOptions)
+def trainer(options: TrainerOptions, *, end_with_stdin: EndWithStdin = False) -> None:
     """Train a policy on the batches of a run."""
     from turnstream_server import bootstrap
-    from turnstream_server.generators.environments.preset import GuessingPreset
-    from turnstream_server.models.spec import read_policy_source
-    from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
+    from turnstream_server.generators.preset import preset_config
 
-    if preset not in (None, "guessing"):
-        raise InvalidConfigError("--preset", f"{preset!r} is no preset; the only one is guessing")
-    if (policy is None) == (preset is None):
-        raise InvalidConfigError("--policy", "use either --policy or --preset")
-    values = GuessingPreset() if preset else None
-    if learning_rate is None:
-        learning_rate = values.learning_rate if values else 1e-6
-    config = TrainerConfig(
-        run=run,
-        batcher_target=batcher_target,
-        policy=read_policy_source(policy) if policy else GuessingPreset().policy(seed=seed),
-        folder=folder,
-        optimizer=OptimizerConfig(learning_rate=learning_rate, num_warmup_updates=warmup_updates),
-        objective=ObjectiveConfig(temperature=temperature),
-        checkpoint_every=checkpoint_every,
-        max_steps=max_steps,
-        num_threads=threads,
-        seed=seed,
-        timeout_s=timeout_s,
-        dump_folder=dump,
-    )
+    new_run = preset_config() if options.preset else None
     bootstrap.start_trainer(
-        environment(),
-        config,
-        redis_url=bootstrap.store_url(environment(), redis),
-        new_run=values.batching() if values else None,
+        environment(), options.config(), redis_url=options.redis, new_run=new_run
     )
 
 
 @app.command()
-def generator(
-    run: Run,
-    redis: Redis = None,
-    writer: Annotated[
-        str, typer.Option(help="Name of this process in the run. Default: live-<host>-<process>.")
-    ] = "",
-    numbers: Annotated[int, typer.Option(min=2, help="The secret is 1 to this.")] = 15,
-    guesses: Annotated[int, typer.Option(min=1, help="Guesses of one game.")] = 4,
-    group_size: Annotated[int, typer.Option(min=1, help="Games with one secret.")] = 8,
-    groups_per_round: Annotated[
-        int, typer.Option("--round", min=1, help="Groups played at the same time.")
-    ] = 32,
-    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 1.0,
-    max_groups: Annotated[int, typer.Option(min=0, help="0: until the run is closed.")] = 0,
-    threads: Threads = 0,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of secrets and sampling. Default: a random one.")
-    ] = None,
-    end_with_stdin: EndWithStdin = False,
-) -> None:
+@with_options(LiveGeneratorConfig)
+def generator(config: LiveGeneratorConfig, *, end_with_stdin: EndWithStdin = False) -> None:
     """Play the guessing game with the newest weights of the run."""
     from turnstream_server import bootstrap
-    from turnstream_server.generators.environments.guessing import GuessingGame
-    from turnstream_server.generators.live import LiveGeneratorConfig
 
-    settings = environment()
-    config = LiveGeneratorConfig(
-        redis_url=bootstrap.store_url(settings, redis),
-        run=run,
-        writer=writer or f"live-{socket.gethostname()}-{os.getpid()}",
-        game=GuessingGame(num_numbers=numbers, max_guesses=guesses),
-        group_size=group_size,
-        groups_per_round=groups_per_round,
-        temperature=temperature,
-        seed=secrets.randbits(31) if seed is None else seed,
-        max_groups=max_groups,
-        num_threads=threads,
-    )
-    bootstrap.start_live_generator(settings, config)
+    bootstrap.start_live_generator(environment(), config)
 
 
 @app.command()
-def replayer(
-    file: Recordings,
-    run: Run,
-    tokenizer: TokenizerFolder,
-    redis: Redis = None,
-    writer: Annotated[str, typer.Option(help="Name of this process in the run.")] = "replay-0",
-    shard: Annotated[int, typer.Option(min=0, help="Publish the groups shard, shard + N ...")] = 0,
-    shards: Annotated[int, typer.Option(min=1, help="Number N of shares.")] = 1,
-    groups: Groups = 0,
-    speed: Annotated[
-        float, typer.Option(min=0, help="Recorded seconds per second; 0: as fast as admitted.")
-    ] = 0.0,
-    logprobs_by: Annotated[
-        Path | None, typer.Option(help="Policy that computes log-probabilities; else none.")
-    ] = None,
-    threads: Threads = 0,
-    end_with_stdin: EndWithStdin = False,
-) -> None:
+@with_options(ReplayConfig)
+def replayer(config: ReplayConfig, *, end_with_stdin: EndWithStdin = False) -> None:
     """Publish recorded trajectories into a run, turn by turn."""
     from turnstream_server import bootstrap
-    from turnstream_server.generators.replay import ReplayConfig
-    from turnstream_server.models.spec import read_policy_source
 
-    settings = environment()
-    config = ReplayConfig(
-        redis_url=bootstrap.store_url(settings, redis),
-        run=run,
-        writer=writer,
-        recordings=file,
-        tokenizer=tokenizer,
-        shard=shard,
-        num_shards=shards,
-        max_groups=groups,
-        speed=speed,
-        policy=None if logprobs_by is None else read_policy_source(logprobs_by),
-        num_threads=threads,
-    )
     with interruptible():
-        bootstrap.start_replay(settings, config)
+        bootstrap.start_replay(environment(), config)
 
 
 def _end_with_stdin() -> None:

@@ -10,9 +10,6 @@ from typing import Annotated
 import typer
 
 from turnstream_server.cli_options import (
-    AsJson,
-    Redis,
-    RunArgument,
     console,
     environment,
     interruptible,
@@ -20,6 +17,7 @@ from turnstream_server.cli_options import (
     say,
     store_url,
 )
+from turnstream_server.options import AsJson, Redis, RunArgument
 
 app = typer.Typer()
 
@@ -32,7 +30,7 @@ def status(
         str | None, typer.Argument(metavar="[RUN]", help="Name of the run. Default: every run.")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh it until Ctrl-C.")] = False,
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Show progress, ledger, newest batch and the first reason for waiting, on one screen."""
@@ -43,14 +41,14 @@ def status(
         with interruptible():
             jobs.watch_status(url, run, console())
     found = jobs.read_status(url, run)
-    if as_json and run is not None:
-        typer.echo(json.dumps(found[0], indent=2))
+    if as_json:
+        typer.echo(json.dumps(found if run is None else found[0], indent=2))
     else:
-        output(found, functools.partial(jobs.print_status, url), as_json=as_json)
+        jobs.print_status(url, found, console())
 
 
 @app.command(rich_help_panel=PANEL)
-def why(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
+def why(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """Explain why a run waits, the most important reason first."""
     from turnstream_server.jobs import status as jobs
 
@@ -66,7 +64,7 @@ def text(
     tokenizer: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder with the tokenizer.json of the model.")
     ],
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Print a trajectory as text: prompts, sampled and masked tokens, turns, rewards."""
@@ -83,7 +81,7 @@ def ledger(
     trajectory: Annotated[
         str | None, typer.Argument(metavar="[TRAJECTORY]", help="<group>/<sample>/<attempt>.")
     ] = None,
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Count the trajectories of a run by state, or show the history of one."""
@@ -116,7 +114,7 @@ def batch(
     show_all: Annotated[bool, typer.Option("--all", help="Every trajectory, not only 12.")] = False,
     dp_rank: Annotated[int, typer.Option(min=0, help="Rank whose mini-batches --out writes.")] = 0,
     dp_world_size: Annotated[int, typer.Option(min=1, help="Number of ranks, for --out.")] = 1,
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Show the content of one batch: sizes, rewards, advantages, differences."""
@@ -139,7 +137,7 @@ def batch(
 
 
 @app.command(rich_help_panel=PANEL)
-def evals(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> None:
+def evals(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """Show the results of evaluations, for each version of the weights."""
     from turnstream_server.jobs import evals as jobs
 
@@ -151,7 +149,7 @@ def evals(run: RunArgument, redis: Redis = None, as_json: AsJson = False) -> Non
 def archive(
     run: RunArgument,
     folder: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Receives a file a step.")],
-    redis: Redis = None,
+    redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
     """Write the committed steps that are still stored as Parquet files."""

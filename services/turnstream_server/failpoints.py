@@ -1,11 +1,11 @@
 """Named places at which a test lets a process die or sleep: `TURNSTREAM_FAILPOINT`.
 
-Each is a line `reach("plan.after_write")` in production code; unless armed, it costs one look at an
-empty name. Only `bootstrap` arms, from the settings, and one place at most per process::
+Each is a line `reach("plan.after_write")` in production code; unless armed, it compares two names.
+Only `bootstrap` arms, from the settings, and one place at most per process::
 
     plan.after_write            SIGKILL when it is reached
     plan.after_write@3          the third time
-    plan.after_write=stop       SIGSTOP: it sleeps until somebody sends SIGCONT
+    plan.after_write=stop       SIGSTOP: it sleeps until SIGCONT
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Armed:
 
 
 def arm(text: str) -> None:
-    """Wait for the place that `text` names; nothing where it is empty."""
+    """Arm the place that `text` names; none if it is empty."""
     match = _FORM.fullmatch(text)
     if text and (match is None or match["name"] not in NAMES):
         raise InvalidConfigError(
@@ -103,7 +103,7 @@ def arm(text: str) -> None:
 
 
 def reach(name: str) -> None:
-    """Say that the process is at this place."""
+    """Die or sleep if this place is armed."""
     if name != _Armed.name:
         return
     _Armed.countdown -= 1

@@ -12,12 +12,7 @@ _OWN_FIELDS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "ascti
 def configure_logging(level: str, *, service: str, stream: TextIO | None = None) -> None:
     """Send the records of every logger, from `level` up, to `stream` (standard error).
 
-    Calling it again replaces what the call before set up.
-
-    Args:
-        level: DEBUG, INFO, WARNING or ERROR.
-        service: name of this process in every line, such as "batcher".
-        stream: where the lines go.
+    Another call replaces the earlier one. `service` is the name of this process in every line.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(_LineFormatter(service))

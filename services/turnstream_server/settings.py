@@ -56,12 +56,18 @@ class Settings(BaseSettings):
     failpoint: str = ""
 
     def printable(self) -> dict[str, str]:
-        """Every setting by the name of its variable, passwords masked."""
-        return {f"TURNSTREAM_{name.upper()}": _show(value) for name, value in self}
+        """Return every setting by the name of its variable, passwords masked."""
+        printable = {
+            f"TURNSTREAM_{name.upper()}": "" if value is None else str(value)
+            for name, value in self
+        }
+        if self.redis_url is not None:
+            printable["TURNSTREAM_REDIS_URL"] = mask_password(self.redis_url.get_secret_value())
+        return printable
 
 
 def read_settings() -> Settings:
-    """The settings of the environment."""
+    """Return the settings of the environment."""
     try:
         return Settings()
     except ValidationError as error:
@@ -70,16 +76,8 @@ def read_settings() -> Settings:
         raise InvalidConfigError(f"TURNSTREAM_{name}", first["msg"]) from error
 
 
-def _show(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, SecretStr):
-        return mask_password(value.get_secret_value())
-    return str(value)
-
-
 def mask_password(url: str) -> str:
-    """The URL with whatever stands between its user and its host replaced.
+    """Return a URL with its password replaced.
 
     >>> mask_password("redis://default:secret@10.0.0.7:6379/0")
     'redis://default:***@10.0.0.7:6379/0'

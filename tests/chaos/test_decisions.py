@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ def test_batcher_killed_around_each_decision_has_a_successor_that_decides_alike(
     assert _decisions(rig) == {BatchDue: 2, TrajectoryAbandoned: 1, RefillGranted: 1}
     plans = rig.plan_hashes()
 
-    end = _start_helper(rig)
+    end = rig.start_helper()
     rig.wait(lambda: "dead-0/1/1" in rig.history().acknowledged, "the other attempt")
     end.touch()
     close_run(rig.client, rig.run)
@@ -78,9 +77,8 @@ def test_batcher_killed_around_a_deadline_has_a_successor_that_fires_it_once(
 
     rig.drain()
     assert _decisions(rig) == {DeadlineFired: 1, RunFinished: 1}
-    entry: Any = rig.client.hget(keys.run_keys(rig.run).ledger, "dead-0/0/0")
-    assert entry.startswith(b"incomplete:")
-    assert b"its deadline passed" in entry
+    assert rig.entry("dead-0/0/0").startswith("incomplete:")
+    assert "its deadline passed" in rig.entry("dead-0/0/0")
     assert rig.planned() == 0
 
 
@@ -94,13 +92,6 @@ def _leave_open(rig: Rig) -> None:
     rig.start_generator("dead", groups=1, hang_in=LOST)
     rig.wait_for_lines("hanging")
     rig.kill_generator("dead")
-
-
-def _start_helper(rig: Rig) -> Path:
-    """Start a generator that takes refills until the returned file exists."""
-    end = rig.folder / "helped"
-    rig.start_generator("helper", groups=0, helps_until=end)
-    return end
 
 
 def _decisions(rig: Rig) -> Counter[type[Event]]:

@@ -30,7 +30,6 @@ Corrupt = Callable[[Lines], Lines]
 COUNTS = {"accepted": 16, "committed": 16}
 TRAINED = episode("g0/0/0", writer=WRITER).reward
 OTHER = TRAINED + 1
-SEEN = ("observed", "seeing", "seen")
 
 
 def repeat_batch(lines: Lines) -> Lines:
@@ -166,15 +165,6 @@ def awaited(*said: tuple[str, float]) -> Corrupt:
     return corrupt
 
 
-def skip_observed_step(lines: Lines) -> Lines:
-    return [line for line in lines if line.kind not in SEEN or line["step"] != 3]
-
-
-def observe_seen_step_again(lines: Lines) -> Lines:
-    last = max(line.at for line in lines if line.process == "observer-1")
-    return [*lines, Line("observer-1", "seen", last + 1e-4, {"step": 2})]
-
-
 def take_over(*, said_by: str) -> Corrupt:
     """Let another generator find the first turn of a writer."""
 
@@ -213,8 +203,8 @@ CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("groups_have_their_members", leave_member_out),
     ("groups_have_their_members", train_two_attempts),
     ("groups_have_their_members", lambda ls: without(ls, "opening")),
-    ("acknowledged_turns_are_kept", lose_turn),
-    ("takers_find_what_was_said", take_over(said_by="u")),
+    ("adopted_turns_are_those_appended", lose_turn),
+    ("adopted_turns_are_those_appended", take_over(said_by="u")),
     ("steps_are_stepped_by_all_ranks", drop_last_mini_batch),
     ("steps_are_stepped_by_all_ranks", change_manifest(of_rank=1)),
     ("steps_are_stepped_by_all_ranks", change_manifest(of_rank=None)),
@@ -227,13 +217,6 @@ CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("awaited_rewards_are_those_posted", awaited(("POSTED", TRAINED), ("DUPLICATE", OTHER))),
     ("nothing_is_lost", lose_group),
     ("nothing_is_lost", lose_rewarded_group),
-    ("observers_go_on_where_they_were", observe_seen_step_again),
-    ("observers_go_on_where_they_were", lambda ls: without(ls, "observed", 1)),
-    ("observers_go_on_where_they_were", lambda ls: change(ls, "observing", 1, missed=1)),
-    ("observers_see_what_is_trained", lambda ls: change(ls, "observed", 2, manifest="m9")),
-    ("observers_see_what_is_trained", lambda ls: change(ls, "observed", 4, content="other")),
-    ("everything_was_observed", skip_observed_step),
-    ("everything_was_observed", lambda ls: without(ls, "observed_all")),
 ]
 
 

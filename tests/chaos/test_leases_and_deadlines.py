@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.episodes import episode
-from harness.history import Line
 from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import GENERATOR_LEASE_S, PATIENCE_S, Rig, config
@@ -43,26 +41,9 @@ def _start_hanging(rig: Rig, **options: Any) -> Service:
     return generator
 
 
-def _start_helper(rig: Rig, **options: Any) -> Path:
-    """A generator that helps until the file is made that this gives."""
-    end = rig.folder / "helped"
-    rig.start_generator("helper", groups=0, helps_until=end, **options)
-    return end
-
-
-def _entry(rig: Rig, trajectory: str = LOST) -> str:
-    entry: Any = rig.client.hget(keys.run_keys(rig.run).ledger, trajectory)
-    return entry.decode() if entry else ""
-
-
 def _num_turns(rig: Rig, trajectory: str = LOST) -> int:
     found: Any = rig.client.xlen(keys.trajectory_keys(rig.run, trajectory).turns)
     return found
-
-
-def _trained(rig: Rig) -> set[str]:
-    received = rig.history().of("received")
-    return {row["trajectory"] for line in received for row in line["rows"]}
 
 
 def _sealed_by(rig: Rig, trajectory: str) -> list[str]:
@@ -82,13 +63,13 @@ def test_trajectory_of_a_killed_generator_is_kept_until_its_lease_ends(
 
     generator.kill()
 
-    assert _entry(rig) == "open:1:w"  # no batcher leads yet, and none would have ended it
+    assert rig.entry(LOST) == "open:1:w"  # no batcher leads yet, and none would have ended it
     assert _num_turns(rig) == 1
     rig.start_batcher()
-    rig.wait(lambda: _entry(rig).startswith("abandoned:"), "the end of the lease")
-    assert _entry(rig) == "abandoned:the lease of w ended"
+    rig.wait(lambda: rig.entry(LOST).startswith("abandoned:"), "the end of the lease")
+    assert rig.entry(LOST) == "abandoned:the lease of w ended"
     rig.drain()
-    assert _trained(rig) == {f"{g}/{s}/0" for g in ("w-0", *_groups("v", 5)) for s in range(2)}
+    assert rig.trained() == {f"{g}/{s}/0" for g in ("w-0", *_groups("v", 5)) for s in range(2)}
 
 
 def _groups(writer: str, count: int) -> list[str]:
@@ -111,12 +92,12 @@ def start_inside(start_rig: StartRig) -> Iterator[Callable[..., Rig]]:
             rig.store_url, may_go_on = proxy.url, rig.folder / "go on"
             generator = _start_hanging(rig, hang_in=CUT, hang_until=may_go_on)
             if arrives == "half":
-                proxy.requests.stop_within = _second_turn()
+                proxy.stop_within = _second_turn()
             else:
-                proxy.requests.unanswered = _second_turn()
+                proxy.unanswered = _second_turn()
             may_go_on.touch()
             num_stored = {"half": 1, "all": 2}[arrives]
-            rig.wait(lambda: proxy.requests.num_stops == 2 - num_stored, "half a turn")
+            rig.wait(lambda: proxy.num_breaks == 2 - num_stored, "half a turn")
             rig.wait(lambda: _num_turns(rig, CUT) == num_stored, "a turn that is stored")
             generator.kill()
             rig.store_url = rig.server.url
@@ -137,21 +118,19 @@ def test_generator_killed_inside_a_turn_leaves_whole_turns_to_its_successor(
     # Fault 1, inside a chunk: half of the turn has arrived, or all of it and no answer came.
     rig = start_inside(arrives, takeover_s=60.0)
 
-    end = _start_helper(rig)
+    end = rig.start_helper()
     rig.wait(lambda: _sealed_by(rig, CUT), "the seal of the helper")
     rig.wait(lambda: _num_open(rig) == 0, "the rest of the group")
     end.touch()
     rig.drain()
 
     (taken,) = [line for line in rig.history().of("taken") if line["trajectory"] == CUT]
-    waits = [line for line in rig.history().of("waiting", "waited") if _is_dead(line)]
+    waits = [
+        line for line in rig.history().of("waiting", "waited") if line.process == "generator-w"
+    ]
     assert (waits[-1].kind, waits[-1]["what"]) == ("waiting", "append")
     assert taken["num_turns"] == num_kept
-    assert CUT in _trained(rig)
-
-
-def _is_dead(line: Line) -> bool:
-    return line.process == "generator-w"
+    assert CUT in rig.trained()
 
 
 @pytest.mark.parametrize("arrives", ["half", "all"])
@@ -162,15 +141,15 @@ def test_group_of_a_generator_killed_inside_a_turn_is_refilled(
     rig = start_inside(arrives, takeover_s=60.0, deadline_policy="refill", max_refills=4)
 
     rig.end_leases(ago_s=60.0)
-    rig.wait(lambda: _entry(rig, CUT).startswith("abandoned:"), "the end of the lease")
-    end = _start_helper(rig)
+    rig.wait(lambda: rig.entry(CUT).startswith("abandoned:"), "the end of the lease")
+    end = rig.start_helper()
     rig.wait_for_lines("granted")
     rig.wait(lambda: _num_open(rig) == 0, "the end of all attempts")
     end.touch()
     rig.drain()
 
-    assert {"w-1/0/0", "w-1/1/1"} <= _trained(rig)
-    assert CUT not in _trained(rig)
+    assert {"w-1/0/0", "w-1/1/1"} <= rig.trained()
+    assert CUT not in rig.trained()
 
 
 @pytest.mark.parametrize("wakes", ["before the seal", "after the seal"])
@@ -181,14 +160,14 @@ def test_generator_that_sleeps_through_its_lease_is_fenced(start_rig: StartRig, 
     may_wake, may_seal = rig.folder / "wake", rig.folder / "seal"
     zombie = _start_hanging(rig, hang_until=may_wake)
     with asleep(zombie.pid):
-        end = _start_helper(rig, hang_in=LOST, hang_until=may_seal)
+        end = rig.start_helper(hang_in=LOST, hang_until=may_seal)
         rig.wait_for_lines("hanging", 2)
         if wakes == "after the seal":
             may_seal.touch()
             rig.wait(lambda: _sealed_by(rig, LOST), "the seal of the helper")
         may_wake.touch()
 
-    rig.wait(lambda: _refusals_of(rig, zombie="generator-w"), "the refusal of the late writer")
+    rig.wait(lambda: _refusals_of(rig, "generator-w"), "the refusal of the late writer")
 
     may_seal.touch()
     rig.wait(lambda: _sealed_by(rig, LOST), "the seal of the helper")
@@ -196,15 +175,16 @@ def test_generator_that_sleeps_through_its_lease_is_fenced(start_rig: StartRig, 
     rig.wait(lambda: _num_open(rig) == 0, "the other trajectories")
     end.touch()
     zombie.wait(PATIENCE_S)
-    refusals = _refusals_of(rig, zombie="generator-w")
+    refusals = _refusals_of(rig, "generator-w")
     assert all("FencedError" in error for error in refusals.values())
     rig.drain(num_lost=len(refusals))
     assert LOST in refusals
-    assert LOST in _trained(rig)
+    assert LOST in rig.trained()
 
 
-def _refusals_of(rig: Rig, *, zombie: str) -> dict[str, str]:
-    refused = (line for line in rig.history().of("refused") if line.process == zombie)
+def _refusals_of(rig: Rig, process: str) -> dict[str, str]:
+    """Return the errors of a generator by trajectory."""
+    refused = (line for line in rig.history().of("refused") if line.process == process)
     return {line["trajectory"]: line["error"] for line in refused if "trajectory" in line.facts}
 
 
@@ -221,10 +201,10 @@ def test_member_that_hangs_delays_its_group_until_the_deadline(
     rig = _start_rig(start_rig, lease_s=GENERATOR_LEASE_S, deadline_policy=policy, **deadline)
     hung = "h-0/2/0"
     rig.start_generator("h", groups=1, samples=3, hang_in=hung)
-    end = _start_helper(rig)
+    end = rig.start_helper()
     rig.join(rig.start_generator("w", groups=5))
     rig.wait_for_lines("hanging")
-    batcher = rig.start_batcher().service
+    batcher = rig.start_batcher()
     before = {f"h-0/{sample}/0" for sample in range(2)}
 
     rig.wait(lambda: rig.planned() >= 2, "batches of the other groups")
@@ -242,17 +222,17 @@ def test_member_that_hangs_delays_its_group_until_the_deadline(
         "train_short": before,
         "refill": {*before, "h-0/2/1"},
     }
-    assert {name for name in _trained(rig) if name.startswith("h-")} == expected[policy]
+    assert {name for name in rig.trained() if name.startswith("h-")} == expected[policy]
 
 
 def _is_decided(rig: Rig, policy: str) -> bool:
     """Whether the ledger says what became of the group; its reason is there to be read."""
-    first, hung = _entry(rig, "h-0/0/0"), _entry(rig, "h-0/2/0")
+    first, hung = rig.entry("h-0/0/0"), rig.entry("h-0/2/0")
     if policy == "drop":
         return first.startswith("incomplete") and "its deadline passed" in first
     if policy == "train_short":
         return first.startswith("planned") and not hung.startswith("open")
-    return _entry(rig, "h-0/2/1").startswith(("sealed", "planned"))
+    return rig.entry("h-0/2/1").startswith(("sealed", "planned"))
 
 
 def test_token_that_is_no_longer_retained_is_refused(
@@ -263,23 +243,15 @@ def test_token_that_is_no_longer_retained_is_refused(
     rig.start_batcher()
     rig.start_generator(groups=12)
     rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=4))
-    rig.wait(lambda: _released(rig) >= 2, "the release of what is older")
+    rig.wait(lambda: rig.frontier().released >= 2, "the release of what is older")
 
     (rank,) = rig.start_ranks(1, from_step=1)
     rank.wait(PATIENCE_S)
 
     assert rank.status == 3
-    (refusal,) = [line["error"] for line in rig.history().of("refused") if line.process == _name(2)]
+    refused = rig.history().of("refused")
+    (refusal,) = [line["error"] for line in refused if line.process == "session-002-rank-0"]
     assert refusal.startswith("ReleasedError")
     assert "no longer retained" in refusal
     rig.drain()
     assert [session.updated for session in rig.history().sessions] == [(1, 2, 3, 4), (5, 6)]
-
-
-def _released(rig: Rig) -> int:
-    found: Any = rig.client.hget(keys.run_keys(rig.run).frontier, "released")
-    return int(found or 0)
-
-
-def _name(session: int) -> str:
-    return f"session-{session:03}-rank-0"

@@ -163,7 +163,7 @@ def test_leader_killed_around_a_withdrawal_has_a_successor_that_completes_it(
     rig: Rig, failpoint: str
 ) -> None:
     rig.join(rig.start_generator(groups=12, samples=3))
-    first = rig.start_batcher("first").service
+    first = rig.start_batcher("first")
     rig.wait(lambda: rig.planned() == NUM_PLANNED, "the plan")
     first.kill()
     plan = read_plan(rig.client, rig.run, 1)
@@ -189,7 +189,7 @@ def test_leader_killed_around_a_withdrawal_has_a_successor_that_completes_it(
 def test_batcher_killed_while_serving_has_a_successor_that_serves_on(rig: Rig) -> None:
     # Before and after every script that a trainer's call runs, and in the middle of a transfer.
     rig.start_generator(groups=24)
-    ranks = rig.start_ranks(1, checkpoint_every=1, timeout_s=PATIENCE_S)
+    rig.start_ranks(1, checkpoint_every=1, timeout_s=PATIENCE_S)
     for failpoint in (
         *("session.before_start", "session.after_start", "get.after_header", "get.after_data"),
         *("stepped.before", "stepped.after", "committed.before", "committed.after"),
@@ -200,18 +200,16 @@ def test_batcher_killed_while_serving_has_a_successor_that_serves_on(rig: Rig) -
     rig.wait_for_lines("committed", 6)
 
     assert len(rig.history().sessions) == 1  # the trainer only had to wait
-    for rank in ranks:
-        rank.kill()
     rig.drain()
 
 
 def test_leader_that_sleeps_through_its_lease_is_refused_when_it_wakes(rig: Rig) -> None:
     # Fault 14: it sleeps with a checked plan that is not yet written.
-    sleeper = rig.start_batcher("sleeper", failpoint="plan.before_write@2=stop").service
+    sleeper = rig.start_batcher("sleeper", failpoint="plan.before_write@2=stop")
     rig.start_generator(groups=24)
     rig.wait(lambda: is_asleep(sleeper.pid), "the leader's sleep")
     rig.start_batcher(lease_s=60.0)
-    ranks = rig.start_ranks(1, checkpoint_every=2)
+    rig.start_ranks(1, checkpoint_every=2)
     rig.wait_for_lines("committed")
 
     with asleep(sleeper.pid):  # the end of the block wakes it
@@ -220,6 +218,4 @@ def test_leader_that_sleeps_through_its_lease_is_refused_when_it_wakes(rig: Rig)
     rig.wait(lambda: "no longer leading" in log.read_text(), "the sleeper's refusal")
 
     assert rig.client.hget(keys.run_keys(rig.run).leader, "epoch") == b"2"
-    for rank in ranks:
-        rank.kill()
     rig.drain(target=rig.address("sleeper"))  # it still serves the other one's plans

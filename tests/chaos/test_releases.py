@@ -20,7 +20,7 @@ OPEN = "left-1/0/0"
 
 def test_services_are_upgraded_and_downgraded_one_by_one(rig: Rig) -> None:
     # A rolling upgrade and downgrade under load: the trainer notices nothing of the batchers'.
-    batchers = {name: rig.start_batcher(name).service for name in ("batcher", "other")}
+    batchers = {name: rig.start_batcher(name) for name in ("batcher", "other")}
     rig.start_ranks(1, checkpoint_every=1)
     _publish_and_train(rig, "first")
 
@@ -28,7 +28,7 @@ def test_services_are_upgraded_and_downgraded_one_by_one(rig: Rig) -> None:
         for name in ("other", "batcher"):
             batchers[name].ask_to_stop()
             batchers[name].wait(PATIENCE_S)
-            batchers[name] = rig.start_batcher(name).service
+            batchers[name] = rig.start_batcher(name)
             _publish_and_train(rig, f"{name}-{number}")
         assert len(rig.history().sessions) == number
         rig.ranks[0].kill()
@@ -38,7 +38,6 @@ def test_services_are_upgraded_and_downgraded_one_by_one(rig: Rig) -> None:
 
     for stream in _streams(rig):
         assert {is_newer for _, is_newer in stream} == {True, False}
-    rig.ranks[0].kill()
     rig.drain()
     assert rig.counts() == {"accepted": 48, "committed": 48}
 
@@ -60,7 +59,7 @@ def test_killed_stack_continues_with_another_release_after_a_cold_start(
     rig.is_newer = is_newer
     rig.start_generator("left", groups=4, hang_in=OPEN)
     rig.wait_for_lines("hanging")
-    services = [rig.start_batcher().service, rig.start_generator(groups=16)]
+    services = [rig.start_batcher(), rig.start_generator(groups=16)]
     services += rig.start_ranks(2, checkpoint_every=2)
     rig.wait_for_lines("committed", 2)
     for service in services:
@@ -80,15 +79,13 @@ def test_killed_stack_continues_with_another_release_after_a_cold_start(
     rig.check()
     rig.start_batcher()
     rig.end_leases()
-    end = rig.folder / "helped"
-    rig.start_generator("helper", groups=0, helps_until=end)
+    end = rig.start_helper()
     rig.start_generator("later", groups=4)
     rig.wait(lambda: rig.counts().get("open", 0) == 0, "the rest of the groups")
     end.touch()
     rig.drain(2)
     assert OPEN in {line["trajectory"] for line in rig.history().of("taken")}
-    received = rig.history().of("received")
-    assert OPEN in {row["trajectory"] for line in received for row in line["rows"]}
+    assert OPEN in rig.trained()
 
 
 def _wait_for_writes(rig: Rig) -> None:
@@ -107,12 +104,8 @@ def _streams(rig: Rig) -> list[list[tuple[bytes, bool]]]:
     turns: Any = rig.client.keys("ts:{*/*}:turns")
     found: list[list[tuple[bytes, bool]]] = []
     for streams in ([names.events], [names.plan], sorted(turns)):
-        entries: list[Any] = [entry for name in streams for entry in _entries(rig, name)]
-        records = [record for _, fields in entries for record in fields.values()]
+        entries: list[Any] = [rig.client.xrange(name) for name in streams]
+        records = [record for each in entries for _, own in each for record in own.values()]
         whole = [record for record in records if record.startswith(b"TS")]
         found.append([(record, UNKNOWN_FIELD in record) for record in whole])
     return found
-
-
-def _entries(rig: Rig, name: str) -> Any:
-    return rig.client.xrange(name)

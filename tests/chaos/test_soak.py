@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.report import MAX_STORE_BYTES
-from harness.soak import MODES, Length, soak
+from harness.soak import MAX_STORE_BYTES, MODES, soak
 from turnstream_server import failpoints
 from turnstream_server.embedded import Durability
 
@@ -20,16 +19,13 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.mark.parametrize("durability", MODES)
 def test_run_survives_random_faults(tmp_path: Path, durability: Durability) -> None:
-    length = Length(num_faults=NUM_FAULTS)
-    report = soak(tmp_path, length=length, seed=SEED, durability=durability)
+    report = soak(tmp_path, seed=SEED, durability=durability, num_faults=NUM_FAULTS)
 
-    survivals = report.survivals.values()
-    num_injected = sum(survival.num_injected for survival in survivals)
-    assert sum(len(survival.recoveries_s) for survival in survivals) == num_injected
-    assert num_injected + sum(survival.num_in_vain for survival in survivals) == NUM_FAULTS
+    survived = sum(map(len, report.recoveries_s.values()))
+    assert survived + report.in_vain.total() == NUM_FAULTS
     assert 0 < report.most_store_bytes < MAX_STORE_BYTES
     states = {"committed", "abandoned", "surplus", "incomplete", "evaluated"}
-    assert report.ledger.keys() <= {"accepted", *states}
+    assert report.facts["ledger"].keys() <= {"accepted", *states}
 
 
 def test_every_failpoint_of_the_product_is_in_a_test() -> None:

@@ -51,7 +51,7 @@ def test_server_killed_under_load_keeps_acknowledged_writes(
     # read before any process can resend them.
     machine = Machine(tmp_path, server=kind_of_server(kind))
     rig = start_rig(binary=machine.binary, durability=durability)
-    batcher = rig.start_batcher().service
+    batcher = rig.start_batcher()
     generators = [rig.start_generator(f"w{n}", groups=ENDLESS, pause_s=0.1) for n in range(2)]
     rig.start_ranks(1, checkpoint_every=1)
 
@@ -69,7 +69,6 @@ def test_server_killed_under_load_keeps_acknowledged_writes(
     assert [service.status for service in (batcher, rig.ranks[0])] == [None, None]
     rig.close_run()
     rig.join(generators)
-    rig.ranks[0].kill()
     rig.drain()
 
 
@@ -91,7 +90,7 @@ def test_server_killed_during_a_slow_sync_gets_lost_writes_again(
     # Fault 6: with everysec, a server whose sync has not ended answers before it writes.
     machine = Machine(tmp_path)
     rig = start_rig(binary=machine.binary, config=UNHINDERED)
-    batcher = rig.start_batcher().service
+    batcher = rig.start_batcher()
     machine.slow_disk_down(sync_s=5.0)
     generators = _start_endless_generators(rig)
     lost: set[str] = set()
@@ -164,7 +163,6 @@ def test_power_cut_under_fsync_keeps_acknowledged_writes(
         rig.server.restart()
     rig.wait_for_lines("committed", 3)
 
-    rig.ranks[0].kill()
     rig.drain()
 
 
@@ -175,7 +173,7 @@ def test_power_cut_under_everysec_costs_running_generators_nothing(
     machine = Machine(tmp_path)
     rig = start_rig(binary=machine.binary, config=UNHINDERED)
     _wait_for_sync(rig, machine)  # the run itself is on the disk
-    batcher = rig.start_batcher().service
+    batcher = rig.start_batcher()
     generators = _start_endless_generators(rig)
     num_lost: list[int] = []
 
@@ -278,7 +276,7 @@ def test_power_cut_under_everysec_is_reported_to_a_running_trainer(
     # trainer has trained other batches under the same numbers, and must not mix them.
     machine = Machine(tmp_path)
     rig = start_rig(binary=machine.binary)
-    batcher = rig.start_batcher().service
+    batcher = rig.start_batcher()
     rig.start_ranks(1, checkpoint_every=1, update_s=0.2)
     rig.join(rig.start_generator("kept", groups=4))
     rig.wait_for_lines("committed", 1)

@@ -67,8 +67,7 @@ def test_payload_damaged_on_disk_is_dead_lettered_and_never_trained(rig: Rig) ->
     rig.start_batcher()
     rig.drain()
 
-    entry: Any = rig.client.hget(keys.run_keys(rig.run).ledger, damaged)
-    assert entry.startswith(b"dead:")
+    assert rig.entry(damaged).startswith("dead:")
     assert rig.counts()["committed"] == 12 * 3 - 1
 
 
@@ -86,10 +85,10 @@ def test_damaged_event_stops_neither_the_planner_nor_its_successor(rig: Rig) -> 
         rig.client.xadd(names.events, {"r": record}, id=entry_id)
     rig.excused = rig.history().acknowledged_by_group[victim.split("/")[0]]
 
-    first = rig.start_batcher().service
+    first = rig.start_batcher()
     rig.join(rig.start_ranks(1, max_steps=2, checkpoint_every=1))
     first.kill()
-    second = rig.start_batcher().service
+    second = rig.start_batcher()
     rig.join(rig.start_ranks(1, max_steps=3, checkpoint_every=1))
 
     assert second.status is None
@@ -99,7 +98,7 @@ def test_damaged_event_stops_neither_the_planner_nor_its_successor(rig: Rig) -> 
 
 def test_empty_server_is_noticed_and_never_restarts_at_0(rig: Rig) -> None:
     # Fault 10: the data set is gone, the address is the same.
-    batcher = rig.start_batcher().service
+    batcher = rig.start_batcher()
     rig.start_generator(groups=40, pause_s=0.05, timeout_s=5)
     rig.start_ranks(1, checkpoint_every=1)
     rig.wait_for_lines("committed", 2)

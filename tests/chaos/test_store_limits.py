@@ -80,7 +80,6 @@ def test_full_server_delays_producers_while_consumers_continue(full: Rig) -> Non
     held_up = full.history()
     full.start_ranks(1, checkpoint_every=1)
     full.wait(lambda: look() or full.count("done") == 4, "the end of both producers")
-    full.ranks[0].kill()
     full.drain()
 
     assert {line["group"] for line in held_up.of("opened")}.isdisjoint({"late-0"})
@@ -202,7 +201,6 @@ def test_full_disk_of_the_archive_only_delays_the_release(
     assert released == 2
     assert told.startswith("step 3 is not archived: ")
     assert "No space left on device" in told
-    rig.ranks[0].kill()
     rig.drain()
     newest = _released(rig)
     found = archive_is_what_was_trained(rig.history(), small_disk, run=rig.run, released=newest)
@@ -265,8 +263,8 @@ def test_store_that_stops_for_five_seconds_costs_only_time(
     with Proxy(rig.server.url) as proxy:
         rig.store_url = proxy.url
         rig.start_generator(groups=ENDLESS, pause_s=0.05)
-        other = rig.begin_batcher("other", lease_s=PLANNER_LEASE_S)
-        replicas = [rig.start_batcher(lease_s=PLANNER_LEASE_S).service, other]
+        other = rig.start_batcher("other", lease_s=PLANNER_LEASE_S, waits=False)
+        replicas = [rig.start_batcher(lease_s=PLANNER_LEASE_S), other]
         rig.start_ranks(1, checkpoint_every=1)
         rig.wait_for_lines("committed", 2)
 
@@ -278,7 +276,6 @@ def test_store_that_stops_for_five_seconds_costs_only_time(
         assert [replica.status for replica in replicas] == [None, None]
         rig.store_url = rig.server.url
         rig.close_run()
-        rig.ranks[0].kill()
         rig.drain()
 
     assert _longest_silence_s(rig) > 5.0

@@ -72,10 +72,10 @@ def test_rank_killed_within_a_transfer_gets_the_same_bytes_again(rig: Rig) -> No
     with ObserverStream(rig.address(), rig.run, "beside", 1, 2, first_step=1) as beside:
         sizes = [next(beside).num_bytes, next(beside).num_bytes]
     with Proxy(rig.address()) as proxy:
-        proxy.replies.stop_after_bytes = sizes[0] + sizes[1] // 2
+        proxy.break_next_reply(after_bytes=sizes[0] + sizes[1] // 2, is_stop=True)
         targets = [rig.address(), proxy.address]
         whole, reading = rig.start_ranks(2, targets=targets, barrier_s=0.5)
-        rig.wait(lambda: proxy.replies.num_stops, "half of a mini-batch")
+        rig.wait(lambda: proxy.num_breaks, "half of a mini-batch")
         rig.wait_for_lines("received", 2 + 1)
 
         reading.kill()
@@ -112,7 +112,7 @@ def test_transfer_cut_in_its_middle_is_never_half_accepted(fed: Rig, proxy: Prox
 
     fed.join(fed.start_ranks(1, target=proxy.address, max_steps=NUM_STEPS))
 
-    assert proxy.replies.num_cuts == len(places)
+    assert proxy.num_breaks == len(places)
     fed.drain()
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from turnstream.errors import RecordError
+from turnstream.errors import InvalidConfigError
 from turnstream.types import Turn
 from turnstream_server.generators.recordings import Message, Recording
 
@@ -35,20 +35,12 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> ChatTokenizer:
-        """Return the tokenizer of a model folder: `tokenizer.json` and its configuration.
-
-        A missing or unreadable one, or one without ChatML tokens, is a RecordError.
-        """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise RecordError(f"{folder}: has no tokenizer.json")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises Exception itself
-            raise RecordError(f"{path}: not a tokenizer: {error}") from error
+        """Return the tokenizer of a model folder; InvalidConfigError without ChatML tokens."""
+        tokenizer = load_tokenizer(folder)
         for token in (START, END):
             if tokenizer.token_to_id(token) is None:
-                raise RecordError(f"{path}: has no token {token}, so it cannot write ChatML")
+                message = f"{folder}/tokenizer.json has no token {token}, so it cannot write ChatML"
+                raise InvalidConfigError("--tokenizer", message)
         return cls(tokenizer, pad_token_id=_pad_token_id(folder, tokenizer))
 
     @property
@@ -78,6 +70,17 @@ class ChatTokenizer:
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
 
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Return the `tokenizer.json` of a model folder; InvalidConfigError if it cannot be read."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise InvalidConfigError("--tokenizer", f"{folder} has no tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises Exception itself
+        raise InvalidConfigError("--tokenizer", f"{path} is no tokenizer: {error}") from error
+
+
 def _written(message: Message) -> str:
     return f"{START}{message.role}\n{message.text}{END}\n"
 
@@ -85,10 +88,7 @@ def _written(message: Message) -> str:
 def _pad_token_id(folder: Path, tokenizer: Tokenizer) -> int:
     """Return the id of the configured padding token; 0 without one."""
     path = folder / "tokenizer_config.json"
-    token = None
-    if path.is_file():
-        token = json.loads(path.read_text(encoding="utf-8")).get("pad_token")
+    token = json.loads(path.read_text("utf-8")).get("pad_token") if path.is_file() else None
     if isinstance(token, dict):
         token = token.get("content")
-    token_id = tokenizer.token_to_id(token) if isinstance(token, str) else None
-    return 0 if token_id is None else token_id
+    return tokenizer.token_to_id(token or "") or 0

@@ -1,62 +1,28 @@
-"""A generator process that plays an environment with the newest weights of the run."""
+"""A generator process that plays the guessing game with the newest weights of the run."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from turnstream.errors import InvalidConfigError
-from turnstream.generator import AsyncPublisher
+from turnstream.errors import EndOfRunError
+from turnstream.generator import AsyncPublisher, AsyncTrajectoryWriter
 from turnstream.store.client.connection import connect
 from turnstream.store.run.configs import open_run
-from turnstream_server.generators.environments.guessing import GuessingGame
+from turnstream_server.generators.config import LiveGeneratorConfig
+from turnstream_server.generators.guessing import Episode, GuessingGame
 from turnstream_server.generators.newest_policy import NewestPolicy
-from turnstream_server.generators.playing import Player, Visits
+from turnstream_server.models.sampling import SampledResponse, sample_batch
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveGeneratorConfig:
-    """One generator process.
-
-    Attributes:
-        redis_url: the store.
-        run: name of the run; it must exist.
-        writer: name of this process, different in every generator of the run; its group ids
-            begin with it.
-        game: the environment.
-        group_size: trajectories of a group, which share one secret number.
-        groups_per_round: groups played together as one batch of episodes.
-        temperature: sampling temperature.
-        seed: seed of secrets and sampling, different in every generator of a run.
-        max_groups: stops after so many groups; 0 continues until the run is closed.
-        num_threads: threads of torch; 0 takes torch's default.
-        timeout_s: longest wait for the first weights, and for the admission of a group.
-    """
-
-    redis_url: str
-    run: str
-    writer: str
-    game: GuessingGame = field(default_factory=GuessingGame)
-    group_size: int = 8
-    groups_per_round: int = 32
-    temperature: float = 1.0
-    seed: int = 0
-    max_groups: int = 0
-    num_threads: int = 0
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name in ("group_size", "groups_per_round"):
-            if getattr(self, name) < 1:
-                raise InvalidConfigError(name, f"{getattr(self, name)} is not at least 1")
-        if not self.temperature > 0:
-            raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
 
 
 def run_live_generator(config: LiveGeneratorConfig) -> None:
@@ -76,43 +42,129 @@ async def generate(config: LiveGeneratorConfig) -> None:
             config = replace(config, run=open_run(client, config.run))
             policy = NewestPolicy(client, config.run)
             await policy.wait_for_first(timeout_s=config.timeout_s)
-            await _play_rounds(config, policy)
+            async with AsyncPublisher(
+                config.redis_url,
+                config.run,
+                writer=config.writer,
+                admission_timeout_s=config.timeout_s,
+            ) as publisher:
+                await _LiveGenerator(config, publisher, policy).play()
     except BaseExceptionGroup as errors:
         # The first error stops all tasks of a generator.
         raise _first(errors) from errors
 
 
-async def _play_rounds(config: LiveGeneratorConfig, policy: NewestPolicy) -> None:
-    rng = torch.Generator().manual_seed(config.seed)
-    async with (
-        AsyncPublisher(
-            config.redis_url,
-            config.run,
-            writer=config.writer,
-            admission_timeout_s=config.timeout_s,
-        ) as publisher,
-        asyncio.TaskGroup() as tasks,
-    ):
-        visits = Visits(
-            publisher,
-            tasks,
-            game=config.game,
-            writer=config.writer,
-            group_size=config.group_size,
-            max_asked=config.groups_per_round,
-            max_groups=config.max_groups,
-            seed=config.seed,
-        )
-        while table := await visits.take():
-            await asyncio.to_thread(policy.refresh)
-            player = Player(
-                model=policy.model,
-                version=policy.version,
-                temperature=config.temperature,
-                rng=rng,
+class _Request(NamedTuple):
+    """A prompt that waits for its response, and for the version of the weights."""
+
+    prompt_ids: NDArray[np.int32]
+    answer: asyncio.Future[tuple[SampledResponse, int]]
+
+
+class _LiveGenerator:
+    """Plays groups concurrently, a task each, and samples all waiting prompts as one batch.
+
+    Every admitted group is played at once. A generator that waited for another admission first
+    could block the trainer, if another generator did the same.
+    """
+
+    def __init__(
+        self, config: LiveGeneratorConfig, publisher: AsyncPublisher, policy: NewestPolicy
+    ) -> None:
+        self._config = config
+        self._publisher = publisher
+        self._policy = policy
+        self._game = GuessingGame(num_numbers=config.num_numbers, max_guesses=config.max_guesses)
+        self._secrets = np.random.default_rng(config.seed)
+        self._rng = torch.Generator().manual_seed(config.seed)
+        # Group ids are used once, also after a restart of the same writer.
+        self._prefix = f"{config.writer}-{secrets.token_hex(4)}"
+        self._requests: asyncio.Queue[_Request | None] = asyncio.Queue()
+        self._num_started = 0
+        self._num_running = 0
+        self._is_closed = False
+
+    async def play(self) -> None:
+        """Play until the run is closed or `max_groups` are played."""
+        async with asyncio.TaskGroup() as tasks:
+            while self._start_groups(tasks):
+                waiting = [await self._requests.get()]
+                while not self._requests.empty():
+                    waiting.append(self._requests.get_nowait())
+                requests = [each for each in waiting if each is not None]
+                if requests:
+                    await self._respond(requests)
+        logger.info("generator done", extra={"groups": self._num_started})
+
+    def _start_groups(self, tasks: asyncio.TaskGroup) -> bool:
+        """Request groups up to the limit; return whether any is requested or played."""
+        max_groups = self._config.max_groups
+        while (
+            not self._is_closed
+            and self._num_running < self._config.groups_per_round
+            and not (max_groups and self._num_started == max_groups)
+        ):
+            tasks.create_task(self._play_group(self._num_started))
+            self._num_started += 1
+            self._num_running += 1
+        return self._num_running > 0
+
+    async def _play_group(self, number: int) -> None:
+        """Request a group, and play its games, which have one secret."""
+        size = self._config.group_size
+        episode, prompt_ids = self._game.reset(seed=int(self._secrets.integers(1 << 62)))
+        try:
+            async with (
+                self._publisher.group(
+                    f"{self._prefix}-{number}", size, prompt_uid=f"secret-{episode.secret}"
+                ) as group,
+                asyncio.TaskGroup() as games,
+            ):
+                for sample in range(size):
+                    games.create_task(
+                        self._play_game(group.trajectory(sample), episode, prompt_ids)
+                    )
+        except EndOfRunError:
+            self._is_closed = True
+        self._num_running -= 1
+        self._requests.put_nowait(None)
+
+    async def _play_game(
+        self, trajectory: AsyncTrajectoryWriter, episode: Episode, prompt_ids: NDArray[np.int32]
+    ) -> None:
+        """Play one game to its end; publish each turn when it is sampled."""
+        while True:
+            request = _Request(prompt_ids, asyncio.get_running_loop().create_future())
+            self._requests.put_nowait(request)
+            response, version = await request.answer
+            await trajectory.append(
+                prompt_ids,
+                response.token_ids,
+                logprobs=response.logprobs,
+                policy_version=version,
+                anchor=prompt_ids.astype("<i4").tobytes(),  # the tokens so far are its state
             )
-            await player.play(config.game, table)
-        logger.info("generator done", extra={"groups": visits.num_taken})
+            answer = self._game.step(episode, response.token_ids)
+            if answer.is_done:
+                sampling = {"temperature": self._config.temperature}
+                await trajectory.seal(answer.reward, sampling=sampling)
+                return
+            episode = answer.episode
+            prompt_ids = np.concatenate((prompt_ids, response.token_ids, answer.observation_ids))
+
+    async def _respond(self, requests: list[_Request]) -> None:
+        await asyncio.to_thread(self._policy.refresh)
+        responses = await asyncio.to_thread(
+            sample_batch,
+            self._policy.model,
+            [each.prompt_ids for each in requests],
+            max_new_tokens=self._game.max_response_tokens,
+            temperature=self._config.temperature,
+            generator=self._rng,
+        )
+        for request, response in zip(requests, responses, strict=True):
+            if not request.answer.cancelled():
+                request.answer.set_result((response, self._policy.version))
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

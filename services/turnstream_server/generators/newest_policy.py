@@ -14,14 +14,12 @@ from transformers import PreTrainedModel
 
 from turnstream.errors import InvalidConfigError, NotReadyError
 from turnstream.store.run.runs import newest_version
-from turnstream.store.waits.version_wait import wait_for_version
 from turnstream.types import VersionAnnounced
 from turnstream_server.models.policy import load_policy
 
 logger = logging.getLogger(__name__)
 
-_SLICE_S = 1.0
-"""Length of one blocking read before the first weights; a signal takes effect after it."""
+_POLL_S = 0.2
 
 
 class NewestPolicy:
@@ -42,16 +40,13 @@ class NewestPolicy:
     async def wait_for_first(self, *, timeout_s: float) -> None:
         """Load the first weights; NotReadyError if none are announced within `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
-        while self.version < 0:
-            slice_s = max(0.0, min(_SLICE_S, deadline_s - time.monotonic()))
-            try:
-                await asyncio.to_thread(
-                    wait_for_version, self._client, self._run, above=-1, timeout_s=slice_s
-                )
-                await asyncio.to_thread(self.refresh)
-            except NotReadyError:
-                if time.monotonic() >= deadline_s:
-                    raise
+        while True:
+            await asyncio.to_thread(self.refresh)
+            if self.version >= 0:
+                return
+            if time.monotonic() >= deadline_s:
+                raise NotReadyError(f"run {self._run!r}: no weights within {timeout_s:g} s")
+            await asyncio.sleep(_POLL_S)
 
     def refresh(self) -> None:
         """Load newer weights, if any. Blocks; InvalidConfigError if they cannot be loaded."""

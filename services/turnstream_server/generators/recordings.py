@@ -19,38 +19,63 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from turnstream.errors import RecordError
 from turnstream.types import Status
 
 _STATUS_BY_FINISH = {
     "error": Status.ERROR,
-    "aborted": Status.ABORTED,
-    "abort": Status.ABORTED,
-    "max_steps": Status.TRUNCATED,
-    "max_propose_steps": Status.TRUNCATED,
-    "max_turns": Status.TRUNCATED,
-    "max_tokens": Status.TRUNCATED,
-    "length": Status.TRUNCATED,
-    "truncated": Status.TRUNCATED,
+    **dict.fromkeys(("aborted", "abort"), Status.ABORTED),
+    **dict.fromkeys(("max_steps", "max_propose_steps", "max_turns"), Status.TRUNCATED),
+    **dict.fromkeys(("max_tokens", "length", "truncated"), Status.TRUNCATED),
 }
 """Status of a source's word for the end of an episode; every other word is a normal end."""
 
+_Index = Annotated[int, Field(ge=0)]
 
-class Message(NamedTuple):
-    """One message of a conversation, with its tool calls."""
+
+class _Model(BaseModel):
+    """Part of a line; other fields are ignored, and no value is converted."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
+
+
+class _Function(_Model):
+    name: str
+    arguments: Any
+
+
+class _ToolCall(_Model):
+    function: _Function
+
+    def text(self) -> str:
+        """Return a call as a model writes it: string arguments unchanged, objects as JSON."""
+        name = json.dumps(self.function.name, ensure_ascii=False)
+        arguments = self.function.arguments
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+class Message(_Model):
+    """One message of a conversation."""
 
     role: str
-    text: str
+    content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+    @property
+    def text(self) -> str:
+        """The content, and then the tool calls."""
+        parts = [self.content, *(call.text() for call in self.tool_calls or ())]
+        return "\n".join(part for part in parts if part)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class Recording(_Model):
     """One recorded trajectory.
 
     Attributes:
@@ -60,23 +85,71 @@ class Recording:
     """
 
     prompt_uid: str
-    sample: int
+    sample: _Index
     reward: float
-    messages: tuple[Message, ...]
-    turns: tuple[int, ...]
-    policy: str = ""
-    source: str = ""
-    finish: str = ""
-    times: tuple[float, ...] = ()
+    messages: list[Message]
+    turns: list[_Index]
+    policy: str | None = None
+    source: str | None = None
+    finish: str | None = None
+    times: list[float] | None = None
 
     @property
     def status(self) -> Status:
         """The status at the end of the episode."""
-        return _STATUS_BY_FINISH.get(self.finish, Status.COMPLETED)
+        return _STATUS_BY_FINISH.get(self.finish or "", Status.COMPLETED)
+
+    @field_validator("turns")
+    @classmethod
+    def _check_turns(cls, turns: list[int], info: ValidationInfo) -> list[int]:
+        messages = info.data.get("messages", ())
+        if turns != sorted(set(turns)) or any(turn >= len(messages) for turn in turns):
+            raise ValueError(f"{turns} are not ascending indices of {len(messages)} messages")
+        for turn in turns:
+            if (role := messages[turn].role) != "assistant":
+                raise ValueError(f"message {turn} is of role {role!r}, not assistant")
+        return turns
+
+    @field_validator("times")
+    @classmethod
+    def _check_times(cls, times: list[float] | None, info: ValidationInfo) -> list[float] | None:
+        messages = info.data.get("messages", ())
+        if times and len(times) != len(messages):
+            raise ValueError(f"{len(times)} values for {len(messages)} messages")
+        return times
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedGroup:
+class _Sample(_Model):
+    sample: _Index
+    response: str
+    reward: float
+    policy: str | None = None
+
+
+class _Samples(_Model):
+    prompt_uid: str
+    question: str
+    samples: list[_Sample]
+    source: str | None = None
+
+    def recordings(self) -> list[Recording]:
+        """Return each sample as a conversation of one turn."""
+        question = Message(role="user", content=self.question)
+        return [
+            Recording(
+                prompt_uid=self.prompt_uid,
+                sample=each.sample,
+                reward=each.reward,
+                messages=[question, Message(role="assistant", content=each.response)],
+                turns=[1],
+                policy=each.policy,
+                source=self.source,
+            )
+            for each in self.samples
+        ]
+
+
+class RecordedGroup(NamedTuple):
     """The recordings of one prompt, by ascending sample."""
 
     prompt_uid: str
@@ -100,10 +173,7 @@ def read_groups(path: Path) -> list[RecordedGroup]:
             )
         members[recording.sample] = recording
     return [
-        RecordedGroup(
-            prompt_uid=prompt_uid,
-            recordings=tuple(members[sample] for sample in sorted(members)),
-        )
+        RecordedGroup(prompt_uid, tuple(members[sample] for sample in sorted(members)))
         for prompt_uid, members in groups.items()
     ]
 
@@ -146,122 +216,16 @@ def _parse_line(line: bytes, *, where: str) -> dict[str, Any]:
 def _recordings_of(line: dict[str, Any], *, where: str) -> list[Recording]:
     try:
         if line.get("messages") is not None:
-            return [_multi_turn(_Conversation.model_validate(line), where=where)]
+            return [Recording.model_validate(line)]
         if line.get("samples") is not None:
-            return _samples(_Samples.model_validate(line))
+            return _Samples.model_validate(line).recordings()
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{_shown(first['input'])} is refused: {first['msg']}"
         if first["type"] == "missing":
             problem = "is missing"
-        raise _field_error(where, _path(first["loc"]), problem) from error
+        raise RecordError(f"{where}, field {_path(first['loc'])}: {problem}") from error
     raise RecordError(f"{where}: has neither field messages nor field samples")
-
-
-class _Model(BaseModel):
-    """Part of a line; other fields are ignored, and no value is converted."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-_Index = Annotated[int, Field(ge=0)]
-
-
-class _Function(_Model):
-    name: str
-    arguments: Any
-
-
-class _ToolCall(_Model):
-    function: _Function
-
-    def text(self) -> str:
-        """Return a call as a model writes it: string arguments unchanged, objects as JSON."""
-        name = json.dumps(self.function.name, ensure_ascii=False)
-        arguments = self.function.arguments
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
-
-
-class _Message(_Model):
-    role: str
-    content: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-
-    def message(self) -> Message:
-        parts = [self.content, *(call.text() for call in self.tool_calls or ())]
-        return Message(self.role, "\n".join(part for part in parts if part))
-
-
-class _Conversation(_Model):
-    prompt_uid: str
-    sample: _Index
-    reward: float
-    messages: list[_Message]
-    turns: list[_Index]
-    policy: str | None = None
-    source: str | None = None
-    finish: str | None = None
-    times: list[float] | None = None
-
-
-class _Sample(_Model):
-    sample: _Index
-    response: str
-    reward: float
-    policy: str | None = None
-
-
-class _Samples(_Model):
-    prompt_uid: str
-    question: str
-    samples: list[_Sample]
-    source: str | None = None
-
-
-def _multi_turn(line: _Conversation, *, where: str) -> Recording:
-    messages = tuple(each.message() for each in line.messages)
-    turns, times = line.turns, line.times or ()
-    if turns != sorted(set(turns)) or any(turn >= len(messages) for turn in turns):
-        problem = f"{turns} are not ascending indices of {len(messages)} messages"
-        raise _field_error(where, "turns", problem)
-    for turn in turns:
-        if (role := messages[turn].role) != "assistant":
-            problem = f"message {turn} is of role {role!r}, not assistant"
-            raise _field_error(where, "turns", problem)
-    if times and len(times) != len(messages):
-        raise _field_error(where, "times", f"{len(times)} values for {len(messages)} messages")
-    return Recording(
-        prompt_uid=line.prompt_uid,
-        sample=line.sample,
-        reward=line.reward,
-        messages=messages,
-        turns=tuple(turns),
-        policy=line.policy or "",
-        source=line.source or "",
-        finish=line.finish or "",
-        times=tuple(times),
-    )
-
-
-def _samples(line: _Samples) -> list[Recording]:
-    return [
-        Recording(
-            prompt_uid=line.prompt_uid,
-            sample=each.sample,
-            reward=each.reward,
-            messages=(Message("user", line.question), Message("assistant", each.response)),
-            turns=(1,),
-            policy=each.policy or "",
-            source=line.source or "",
-        )
-        for each in line.samples
-    ]
-
-
-def _field_error(where: str, field: str, problem: str) -> RecordError:
-    return RecordError(f"{where}, field {field}: {problem}")
 
 
 def _path(parts: Sequence[int | str]) -> str:

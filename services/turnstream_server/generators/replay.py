@@ -3,63 +3,21 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
-from turnstream.errors import InvalidConfigError
-from turnstream.generator import GroupWriter, Publisher, TrajectoryWriter
+from turnstream.generator import GroupWriter, Publisher
 from turnstream.types import Turn
 from turnstream_server.generators.chat import ChatTokenizer
+from turnstream_server.generators.config import ReplayConfig
 from turnstream_server.generators.recordings import RecordedGroup, Recording, read_groups
-from turnstream_server.models.spec import PolicySource
+from turnstream_server.models.spec import read_policy_source
 
 logger = logging.getLogger(__name__)
 
 TurnsOf = Callable[[Recording], list[Turn]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayConfig:
-    """One replay process.
-
-    Attributes:
-        redis_url: the store.
-        run: name of the run; it must exist.
-        writer: name of this process, different in every generator of the run.
-        recordings: the file; see `recordings.py` for its shapes.
-        tokenizer: folder of the tokenizer.
-        shard, num_shards: this process publishes the groups shard, shard + num_shards, ...
-        max_groups: only so many groups from the beginning of the file; 0 means all.
-        speed: recorded seconds per second, if the file has times; 0 is as fast as the run admits
-            groups.
-        policy: computes the log-probabilities of the responses; None sends none.
-        num_threads: threads of torch; 0 takes torch's default.
-        timeout_s: longest wait for the admission of a group.
-    """
-
-    redis_url: str
-    run: str
-    writer: str
-    recordings: Path
-    tokenizer: Path
-    shard: int = 0
-    num_shards: int = 1
-    max_groups: int = 0
-    speed: float = 0.0
-    policy: PolicySource | None = None
-    num_threads: int = 0
-    timeout_s: float = 3600.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.shard < self.num_shards:
-            raise InvalidConfigError("shard", f"{self.shard} is not below {self.num_shards}")
-        if self.speed < 0:
-            raise InvalidConfigError("speed", f"{self.speed} is negative")
 
 
 class _ScheduledTurn(NamedTuple):
@@ -91,9 +49,8 @@ def run_replay(config: ReplayConfig) -> None:
 
 
 def groups_of_shard(groups: Sequence[RecordedGroup], config: ReplayConfig) -> list[RecordedGroup]:
-    """The groups that this process publishes, in order of the file."""
-    wanted = groups[: config.max_groups or None]
-    return list(wanted[config.shard :: config.num_shards])
+    """Return the groups that this process publishes, in order of the file."""
+    return list(groups[: config.max_groups or None][config.shard :: config.num_shards])
 
 
 def schedule(group: RecordedGroup) -> list[_ScheduledTurn]:
@@ -102,14 +59,11 @@ def schedule(group: RecordedGroup) -> list[_ScheduledTurn]:
     If all trajectories have recorded times, these decide, and each trajectory begins at 0.
     Otherwise the first turns of all trajectories come first, then the second ones, and so on.
     """
-    timed = all(recording.times for recording in group.recordings)
+    is_timed = all(recording.times for recording in group.recordings)
     return sorted(
-        _ScheduledTurn(
-            due_s=recording.times[message] - recording.times[0] if timed else 0.0,
-            turn=turn,
-            sample=sample,
-        )
+        _ScheduledTurn(times[message] - times[0] if is_timed else 0.0, turn, sample)
         for sample, recording in enumerate(group.recordings)
+        for times in [recording.times or []]
         for turn, message in enumerate(recording.turns)
     )
 
@@ -123,41 +77,25 @@ def _publish_group(
 ) -> None:
     """Publish the trajectories of a group concurrently; sample k is the k-th recording."""
     with ExitStack() as stack:
-        open_writers = [
+        trajectories = [
             stack.enter_context(writer.trajectory(sample)) for sample in range(len(turns))
         ]
-        for sample, recording in enumerate(group.recordings):
+        for trajectory, recording in zip(trajectories, group.recordings, strict=True):
             if not recording.turns:
-                open_writers[sample].abandon("the recording has no turn")
-        for scheduled in _paced(schedule(group), speed=speed):
-            turn = turns[scheduled.sample][scheduled.turn]
-            trajectory = open_writers[scheduled.sample]
-            trajectory.append(turn.prompt_ids, turn.response_ids, logprobs=turn.logprobs)
-            if scheduled.turn + 1 == len(turns[scheduled.sample]):
-                _seal(trajectory, group.recordings[scheduled.sample])
-
-
-def _seal(trajectory: TrajectoryWriter, recording: Recording) -> None:
-    labels = {
-        "policy": recording.policy,
-        "source": recording.source,
-        "finish": recording.finish,
-    }
-    trajectory.seal(
-        recording.reward,
-        status=recording.status,
-        tags={name: label for name, label in labels.items() if label},
-    )
-
-
-def _paced(turns: Sequence[_ScheduledTurn], *, speed: float) -> Iterator[_ScheduledTurn]:
-    """Yield the turns, each no earlier than it is due; at once if `speed` is 0."""
-    clock = threading.Event()
-    start_s = time.monotonic()
-    for scheduled in turns:
-        if speed:
-            clock.wait(max(0.0, start_s + scheduled.due_s / speed - time.monotonic()))
-        yield scheduled
+                trajectory.abandon("the recording has no turn")
+        start_s = time.monotonic()
+        for due_s, index, sample in schedule(group):
+            if speed:
+                time.sleep(max(0.0, start_s + due_s / speed - time.monotonic()))
+            turn, recording = turns[sample][index], group.recordings[sample]
+            trajectories[sample].append(turn.prompt_ids, turn.response_ids, logprobs=turn.logprobs)
+            if index + 1 == len(recording.turns):
+                labels = recording.model_dump(include={"policy", "source", "finish"})
+                trajectories[sample].seal(
+                    recording.reward,
+                    status=recording.status,
+                    tags={name: label for name, label in labels.items() if label},
+                )
 
 
 def _encoder(config: ReplayConfig) -> TurnsOf:
@@ -172,5 +110,5 @@ def _encoder(config: ReplayConfig) -> TurnsOf:
 
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    model = load_policy(config.policy)
+    model = load_policy(read_policy_source(config.policy))
     return lambda recording: score_turns(model, chat.encode_turns(recording))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
-from rich.table import Table
 
+from turnstream.batching.merge.plan import Manifest, MiniBatchPlan
 from turnstream.errors import NotReadyError, ReleasedError
 from turnstream.records.compact import CompactBatch
 from turnstream.records.tag_statistics import shown_figures
@@ -22,7 +22,7 @@ from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import StoredManifest, read_plan
 from turnstream_server.bus.queries.states import state_of_step
 from turnstream_server.bus.release.compact_records import read_past_batch
-from turnstream_server.jobs.screen import facts_table, print_figures
+from turnstream_server.jobs.screen import facts_table, make_table, print_figures
 from turnstream_server.jobs.store_client import store_client
 from turnstream_server.jobs.summary import BatchNumbers, numbers_of
 
@@ -58,16 +58,15 @@ def _print_trajectories(
     ]
     if not members:
         return
-    table = Table("mini-batch", "reward", "advantage", "rows", "trajectory", box=None)
-    for index, each in members[:most]:
-        table.add_row(
-            str(index),
-            f"{each['reward']:g}",
-            f"{each['advantage']:g}",
-            str(each["num_rows"]),
+    rows = [
+        (
+            *(index, each["reward"], each["advantage"], each["num_rows"]),
             keys.readable_name(each["id"]),
         )
-    console.print(table)
+        for index, each in members[:most]
+    ]
+    columns = ("mini-batch", "reward", "advantage", "rows", "trajectory")
+    console.print(make_table(columns, rows, box=None))
     if most is not None and len(members) > most:
         console.print(f"and {len(members) - most:,} others: --all prints them, tags and metrics")
     for index, cut in enumerate(mini_batches[: None if most is None else 4]):
@@ -105,9 +104,9 @@ def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> 
         run = open_run(client, run)
         frontier = read_frontier(client, run)
         stored = read_plan(client, run, step)
-        past = None
-        if stored is None:
-            past = read_past_batch(client, run, step, folder=folder)
+        past = None if stored else read_past_batch(client, run, step, folder=folder)
+    if stored is not None:
+        return {"state": state_of_step(step, frontier).value, **_content(stored)}
     if past is not None:
         return {"state": state_of_step(step, frontier).value, **_past_content(run, past)}
     origin = frontier.origin
@@ -115,27 +114,14 @@ def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> 
         raise ReleasedError(
             f"run {run!r}: step {step} was trained by its origin; see the batch in {origin.run!r}"
         )
-    if stored is None:
-        raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
-    return {"state": state_of_step(step, frontier).value, **_content(stored)}
+    raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the differences of two batches, in lines that begin with - or + as in a patch."""
-    lines: list[str] = []
-    for sign, batch, without in (("-", one, other), ("+", other, one)):
-        known = _trajectories(without)
-        lines += [
-            f"{sign} {name} {text}"
-            for name, text in _trajectories(batch).items()
-            if known.get(name) != text
-        ]
-        lines += [
-            f"{sign} mini-batch {index} {json.dumps(mini_batch['denominators'], sort_keys=True)}"
-            for index, mini_batch in enumerate(batch["mini_batches"])
-            if _denominators(without, index) != mini_batch["denominators"]
-        ]
-    return lines
+    before, after = _lines(one), _lines(other)
+    removed = [f"- {line}" for line in before if line not in after]
+    return removed + [f"+ {line}" for line in after if line not in before]
 
 
 def read_difference(url: str, run: str, step: int, other: int, *, folder: Path | None) -> list[str]:
@@ -160,31 +146,6 @@ def _past_content(run: str, past: CompactBatch) -> dict[str, Any]:
 
 def _content(stored: StoredManifest) -> dict[str, Any]:
     manifest = stored.manifest
-    mini_batches: list[dict[str, Any]] = []
-    for mini_batch in manifest.mini_batches:
-        stop = mini_batch.first_group + mini_batch.num_groups
-        groups = manifest.groups[mini_batch.first_group : stop]
-        mini_batches.append(
-            {
-                "denominators": mini_batch.denominators._asdict(),
-                "num_rows": mini_batch.num_rows,
-                "first_row_id": mini_batch.first_row_id,
-                "trajectories": [
-                    {
-                        "id": keys.trajectory_id(member.key),
-                        "prompt_uid": group.prompt_uid,
-                        "status": member.status.value,
-                        "reward": member.reward,
-                        "advantage": member.advantage,
-                        "turn_advantages": list(member.turn_advantages),
-                        "weights": list(member.weights),
-                        "num_rows": len(member.sequences),
-                    }
-                    for group in groups
-                    for member in group.trajectories
-                ],
-            }
-        )
     return {
         "run": manifest.run,
         "step": manifest.step,
@@ -195,36 +156,56 @@ def _content(stored: StoredManifest) -> dict[str, Any]:
         "config_revision": manifest.config_revision,
         "numbers": asdict(numbers_of(manifest)),
         "figures": shown_figures(manifest.figures),
-        "mini_batches": mini_batches,
+        "mini_batches": [_mini_batch(manifest, each) for each in manifest.mini_batches],
     }
 
 
-def _trajectories(batch: dict[str, Any]) -> dict[str, str]:
-    if "trajectories" in batch:
-        names = [keys.readable_name(each["id"]) for each in batch["trajectories"]]
-        return dict.fromkeys(names, "no longer retained")
+def _mini_batch(manifest: Manifest, cut: MiniBatchPlan) -> dict[str, Any]:
+    groups = manifest.groups[cut.first_group : cut.first_group + cut.num_groups]
     return {
-        keys.readable_name(trajectory["id"]): (
-            f"reward {trajectory['reward']:g}, advantage {trajectory['advantage']:g}, "
-            f"{_of_turns(trajectory['turn_advantages'])}mini-batch {index}"
-        )
-        for index, mini_batch in enumerate(batch["mini_batches"])
-        for trajectory in mini_batch["trajectories"]
+        "denominators": cut.denominators._asdict(),
+        "num_rows": cut.num_rows,
+        "first_row_id": cut.first_row_id,
+        "trajectories": [
+            {
+                "id": keys.trajectory_id(member.key),
+                "prompt_uid": group.prompt_uid,
+                "status": member.status.value,
+                "reward": member.reward,
+                "advantage": member.advantage,
+                "turn_advantages": list(member.turn_advantages),
+                "weights": list(member.weights),
+                "num_rows": len(member.sequences),
+            }
+            for group in groups
+            for member in group.trajectories
+        ],
     }
 
 
-def _of_turns(advantages: list[float]) -> str:
-    """As "of its turns 0.75 -1, "; empty where the estimator does not tell them apart."""
-    return f"of its turns {' '.join(f'{each:g}' for each in advantages)}, " if advantages else ""
-
-
-def _denominators(batch: dict[str, Any], index: int) -> dict[str, Any] | None:
-    mini_batches = batch["mini_batches"]
-    return mini_batches[index]["denominators"] if index < len(mini_batches) else None
+def _lines(batch: dict[str, Any]) -> dict[str, None]:
+    """Return a line per trajectory, then one per mini-batch, in order."""
+    lines = [
+        f"{keys.readable_name(each['id'])} no longer retained"
+        for each in batch.get("trajectories", ())
+    ]
+    for index, mini_batch in enumerate(batch["mini_batches"]):
+        for each in mini_batch["trajectories"]:
+            advantages = " ".join(f"{value:g}" for value in each["turn_advantages"])
+            of_turns = f"of its turns {advantages}, " if advantages else ""
+            lines.append(
+                f"{keys.readable_name(each['id'])} reward {each['reward']:g}, "
+                f"advantage {each['advantage']:g}, {of_turns}mini-batch {index}"
+            )
+    lines += [
+        f"mini-batch {index} {json.dumps(mini_batch['denominators'], sort_keys=True)}"
+        for index, mini_batch in enumerate(batch["mini_batches"])
+    ]
+    return dict.fromkeys(lines)
 
 
 def archive_run(url: str, run: str, folder: Path) -> Iterator[Path]:
-    """Write the steps that are committed and still retained; each as soon as it is on disk."""
+    """Write the committed steps that are still stored; yield each path when it is on disk."""
     with store_client(url) as client:
         run = open_run(client, run)
         frontier = read_frontier(client, run)

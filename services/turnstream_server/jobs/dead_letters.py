@@ -18,8 +18,6 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.configs import open_run
 from turnstream_server.bus.admin.dead_letters import (
     DeadContent,
-    DeadLetters,
-    DeadRecord,
     discard_event,
     discard_trajectory,
     find_trajectory,
@@ -27,28 +25,30 @@ from turnstream_server.bus.admin.dead_letters import (
     open_trajectory,
     read_dead_letters,
 )
+from turnstream_server.jobs.screen import make_table
 
 _YEAR_10000_MS: Final = 253_402_300_800_000
 
 
-def print_dead_letters(url: str, run: str, console: Console) -> None:
-    """Print the dead letters of a run: reason, time and size."""
-    found = _read(url, run)
-    table = Table("dead letter", "since", "bytes", "reason", title=f"dead letters of {found.run}")
-    named = [(keys.readable_name(dead.name), dead) for dead in found.trajectories]
-    named += [(f"event {dead.name}", dead) for dead in found.events]
-    for name, dead in named:
-        table.add_row(name, _time(dead.since_ms), f"{dead.num_bytes:,}", dead.reason)
-    console.print(table)
+def list_dead_letters(url: str, run: str) -> dict[str, Any]:
+    """Return the dead letters of a run in plain values."""
+    with connect(url) as client:
+        return asdict(read_dead_letters(client, open_run(client, run)))
+
+
+def print_dead_letters(content: dict[str, Any], console: Console) -> None:
+    """Print the dead letters of a run, from `list_dead_letters`: reason, time and size."""
+    named = [(keys.readable_name(dead["name"]), dead) for dead in content["trajectories"]]
+    named += [(f"event {dead['name']}", dead) for dead in content["events"]]
+    rows = [
+        (name, _time(dead["since_ms"]), dead["num_bytes"], dead["reason"]) for name, dead in named
+    ]
+    columns = ("dead letter", "since", "bytes", "reason")
+    console.print(make_table(columns, rows, title=f"dead letters of {content['run']}"))
     console.print(
-        f"{found.num_bytes:,} of {found.max_bytes:,} bytes kept; "
-        f"{found.num_discarded:,} trajectories discarded"
+        f"{content['num_bytes']:,} of {content['max_bytes']:,} bytes kept; "
+        f"{content['num_discarded']:,} trajectories discarded"
     )
-
-
-def dead_letters_json(url: str, run: str) -> str:
-    """Return the dead letters of a run as JSON."""
-    return json.dumps(asdict(_read(url, run)), indent=2)
 
 
 def print_dead_letter(url: str, run: str, name: str, console: Console) -> None:
@@ -59,18 +59,25 @@ def print_dead_letter(url: str, run: str, name: str, console: Console) -> None:
     table = Table(title=f"{run}: {shown}", show_header=False)
     table.add_row("reason", letter.reason)
     table.add_row("since", _time(letter.since_ms))
-    for index, record in enumerate(records):
-        is_last = index == len(records) - 1
-        label = ("event" if is_event else "seal") if is_last else f"turn {index}"
-        table.add_row(label, _record_text(record))
+    labels = [f"turn {index}" for index in range(len(records) - 1)]
+    for label, found in zip([*labels, "event" if is_event else "seal"], records, strict=True):
+        problem = f": {found.problem}" if found.problem else ""
+        table.add_row(label, f"{len(found.record):,} bytes{problem}")
     console.print(table)
 
 
 def dead_letter_json(url: str, run: str, name: str) -> str:
     """Return everything that is stored of a dead letter as JSON: bytes in hex, decoded values."""
     letter, records = _open(url, run, name)
-    facts = asdict(letter) | {"records": [_record_facts(record) for record in records]}
-    return json.dumps(facts, indent=2, default=_json_value)
+    found = [
+        {
+            "problem": each.problem,
+            "content": None if each.content is None else asdict(each.content),
+            "record": each.record.hex(),
+        }
+        for each in records
+    ]
+    return json.dumps(asdict(letter) | {"records": found}, indent=2, default=_json_value)
 
 
 def export_dead_letter(url: str, run: str, name: str, path: Path) -> None:
@@ -90,11 +97,6 @@ def discard(url: str, run: str, names: Sequence[str]) -> int:
         )
 
 
-def _read(url: str, run: str) -> DeadLetters:
-    with connect(url) as client:
-        return read_dead_letters(client, open_run(client, run))
-
-
 def _open(url: str, run: str, name: str) -> DeadContent:
     with connect(url) as client:
         run = open_run(client, run)
@@ -110,19 +112,6 @@ def _is_event(name: str) -> bool:
     (True, False)
     """
     return "/" not in name
-
-
-def _record_text(found: DeadRecord) -> str:
-    size = f"{len(found.record):,} bytes"
-    return f"{size}: {found.problem}" if found.problem else size
-
-
-def _record_facts(found: DeadRecord) -> dict[str, Any]:
-    return {
-        "problem": found.problem,
-        "content": None if found.content is None else asdict(found.content),
-        "record": found.record.hex(),
-    }
 
 
 def _json_value(value: object) -> object:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 
 from turnstream.store.run.runs import close_run
-from turnstream_server.generators.environments.guessing import GuessingGame
-from turnstream_server.generators.environments.preset import GuessingPreset
+from turnstream_server.generators.preset import GAME, preset_config
 from turnstream_server.jobs.job import Job, report, training_job
-from turnstream_server.jobs.progress import ProgressDisplay
-from turnstream_server.jobs.services import start_batcher, start_service
+from turnstream_server.jobs.options import DemoOptions
 from turnstream_server.jobs.stack import Service
 from turnstream_server.jobs.summary import Summary, summary_table
 from turnstream_server.settings import Settings, mask_password
@@ -23,24 +19,12 @@ SHARE_OF_BEST = 0.6
 """The mean reward to reach, as a share of the best policy's."""
 
 _NEXT = "next: `turnstream up` starts a store and a batcher for your own generator and trainer"
-_REFRESH_S = 0.5
 _CLOSING_S = 45.0
 _MIN_TRAJECTORIES = 2_560
 """Below it a tenth is less than 256 games, and luck alone could end the job."""
 
 _MARGIN = 1.02
 """Factor above the goal at which the job ends: games under way still count after that."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoOptions:
-    """Options of `turnstream demo`; see its command line for the meaning."""
-
-    folder: Path
-    json_path: Path | None
-    max_seconds: float
-    seed: int
-    num_generators: int
 
 
 class Verdict(NamedTuple):
@@ -60,13 +44,12 @@ def run_demo(settings: Settings, options: DemoOptions, console: Console) -> int:
     Returns:
         0 if the policy has learned, 1 if it has not.
     """
-    preset = GuessingPreset()
-    with training_job(settings, options.folder, kind="demo", config=preset.batching()) as job:
-        start = introduction(preset.game, url=job.url, run=job.run)
-        console.print(start, soft_wrap=True, highlight=False)
-        services = _start_services(job, preset, options)
+    config = preset_config()
+    with training_job(settings, options.folder, kind="demo", config=config) as job:
+        console.print(introduction(job), soft_wrap=True, highlight=False)
+        services = _start_services(job, options, groups=config.batch_groups)
         try:
-            _watch(job, preset.game, options, console)
+            _watch(job, options, console)
         except KeyboardInterrupt:
             console.print(summary_table(job.history.summary(), title="demo, interrupted"))
             raise
@@ -74,42 +57,42 @@ def run_demo(settings: Settings, options: DemoOptions, console: Console) -> int:
         job.stack.wait_for_all(services, timeout_s=_CLOSING_S)
         summary = job.history.summary()
     report(summary, console, title="demo", json_path=options.json_path)
-    verdict = judge(summary, best_reward=preset.game.best_mean_reward)
+    verdict = judge(summary, best_reward=GAME.best_mean_reward)
     outcome = "learned" if verdict.has_learned else "not learned"
     console.print(f"{outcome}: {verdict.words}", soft_wrap=True)
     console.print(_NEXT, soft_wrap=True, highlight=False)
     return 0 if verdict.has_learned else 1
 
 
-def introduction(game: GuessingGame, *, url: str, run: str) -> str:
+def introduction(job: Job) -> str:
     """Return the lines before the first step: the store, the run, and the meaning of a reward."""
-    address = mask_password(url)
-    found = f"a number from 1 to {game.num_numbers} in {game.max_guesses} guesses"
+    address = mask_password(job.url)
+    found = f"a number from 1 to {GAME.num_numbers} in {GAME.max_guesses} guesses"
     return (
         f"store   {address}\n"
-        f"run     {run}\n"
+        f"run     {job.run}\n"
         f"reward  1 if the model finds {found}, else 0; the best policy reaches "
-        f"{game.best_mean_reward:g}\n"
-        f"look    turnstream status {run} --watch --redis {address}"
+        f"{GAME.best_mean_reward:g}\n"
+        f"look    turnstream status {job.run} --watch --redis {address}"
     )
 
 
-def _watch(job: Job, game: GuessingGame, options: DemoOptions, console: Console) -> None:
+def _watch(job: Job, options: DemoOptions, console: Console) -> None:
     """Show the progress until the policy has learned, or the time is up."""
-    with ProgressDisplay(console) as display:
-        for elapsed_s in job.stack.watch(timeout_s=options.max_seconds, every_s=_REFRESH_S):
-            summary = job.history.summary()
-            goal = judge(summary, best_reward=game.best_mean_reward).goal
-            reward = summary.reward_last_tenth or 0.0
-            share = reward / goal if goal else 0.0
-            display.show(summary, share=share, elapsed_s=elapsed_s, goal=goal)
-            is_enough = summary.trajectories >= _MIN_TRAJECTORIES
-            if goal is not None and is_enough and reward >= _MARGIN * goal:
-                break
+
+    def goal_of(summary: Summary) -> float | None:
+        return judge(summary, best_reward=GAME.best_mean_reward).goal
+
+    def share(summary: Summary) -> float:
+        return (summary.reward_last_tenth or 0.0) / (goal_of(summary) or 1.0)
+
+    for summary in job.watch(console, timeout_s=options.max_seconds, share=share, goal=goal_of):
+        if summary.trajectories >= _MIN_TRAJECTORIES and share(summary) >= _MARGIN:
+            break
 
 
 def judge(summary: Summary, *, best_reward: float) -> Verdict:
-    """Whether the mean reward has doubled and reached its share of the best policy's."""
+    """Return whether the mean reward has doubled and reached its share of the best policy's."""
     first, last = summary.reward_first_tenth, summary.reward_last_tenth
     if first is None or last is None:
         return Verdict(False, None, "no game was finished")
@@ -119,28 +102,26 @@ def judge(summary: Summary, *, best_reward: float) -> Verdict:
     return Verdict(last >= goal, goal, f"{reached}; {wanted}")
 
 
-def _start_services(job: Job, preset: GuessingPreset, options: DemoOptions) -> Sequence[Service]:
+def _start_services(job: Job, options: DemoOptions, *, groups: int) -> Sequence[Service]:
     """Start batcher, trainer and generators; return the last two kinds."""
     stack, run, num_generators = job.stack, job.run, options.num_generators
-    trainer = start_service(
-        stack,
+    trainer = stack.start(
         "trainer",
         "trainer",
         preset="guessing",
         run=run,
-        batcher=start_batcher(stack, name="batcher").address,
+        batcher=stack.start_batcher().address,
         folder=stack.folder / "trainer",
         threads=1,
         seed=options.seed,
     )
     generators = [
-        start_service(
-            stack,
+        stack.start(
             "generator",
             f"live-{number}",
             run=run,
             writer=f"live-{number}",
-            round=max(1, preset.batch_groups // num_generators),
+            round=max(1, groups // num_generators),
             seed=options.seed * num_generators + number,
             threads=1,
         )

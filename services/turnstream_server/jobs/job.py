@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
+import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import redis
 from rich.console import Console
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server.bus.core.stores import open_store
 from turnstream_server.jobs.history import RunHistory
-from turnstream_server.jobs.services import store_environment
-from turnstream_server.jobs.stack import Stack, job_folder
+from turnstream_server.jobs.progress import ProgressDisplay
+from turnstream_server.jobs.stack import Stack
 from turnstream_server.jobs.summary import Summary, summary_table
+from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.settings import Settings
+
+_MARK = ".turnstream-job"
+_REFRESH_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +40,24 @@ class Job:
     history: RunHistory
     stack: Stack
 
+    def watch(
+        self,
+        console: Console,
+        *,
+        timeout_s: float,
+        share: Callable[[Summary], float],
+        goal: Callable[[Summary], float | None] = lambda _: None,
+    ) -> Iterator[Summary]:
+        """Yield and show the summary at intervals until the deadline; raise if a process fails.
+
+        `share` is the finished part of the work, 0 to 1, and `goal` the reward that ends the job.
+        """
+        with ProgressDisplay(console) as display:
+            for elapsed_s in self.stack.watch(timeout_s=timeout_s, every_s=_REFRESH_S):
+                summary = self.history.summary()
+                display.show(summary, share=share(summary), elapsed_s=elapsed_s, goal=goal(summary))
+                yield summary
+
 
 @contextlib.contextmanager
 def training_job(
@@ -43,11 +69,47 @@ def training_job(
         job_folder(folder, job=kind) as folder,
         open_store(settings.model_copy(update={"data_dir": folder / "store"})) as url,
         connect(url) as client,
-        Stack(folder, store_environment(url)) as stack,
+        Stack(folder, store_url=url) as stack,
     ):
         create_run(client, run, config)
         history = RunHistory(client, run)
         yield Job(url=url, client=client, run=run, history=history, stack=stack)
+
+
+@contextlib.contextmanager
+def job_folder(folder: Path, *, job: str) -> Iterator[Path]:
+    """Lock and empty the folder of a job, made if it is missing; its files stay after the job.
+
+    Raises:
+        InvalidConfigError: it is a file, or has other content than an earlier run of this job.
+    """
+    folder = folder.absolute()
+    mark = folder / _MARK
+    is_ours = mark.is_file() and mark.read_text(encoding="utf-8").strip() == job
+    if not is_ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidConfigError("data_dir", f"{folder} has other content than a {job}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with mark.open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidConfigError("data_dir", f"another {job} is at work in {folder}") from None
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path != mark:
+                path.unlink()
+        lock.truncate(0)
+        lock.write(f"{job}\n")
+        lock.flush()
+        yield folder
+
+
+def write_policy(folder: Path, policy: SmallModelSpec) -> Path:
+    """Write a policy to a file that a command line can name; return its path."""
+    path = folder / "policy.json"
+    path.write_text(json.dumps(asdict(policy), indent=2) + "\n", encoding="utf-8")
+    return path
 
 
 def report(summary: Summary, console: Console, *, title: str, json_path: Path | None) -> None:

@@ -10,42 +10,39 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from turnstream.store.client import keys
 from turnstream.store.run.configs import open_run
 from turnstream_server.bus.core.scan import server_ms
 from turnstream_server.bus.queries.states import TOP_REASONS, LedgerStates, read_states
-from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, read_history
+from turnstream_server.bus.queries.trajectory_history import read_history
+from turnstream_server.jobs.screen import make_table, shown
 from turnstream_server.jobs.store_client import store_client
 
 
 def print_ledger(url: str, run: str, console: Console) -> None:
     """Print each state that occurs: number of trajectories, bytes and main reasons."""
     seen = _read_states(url, run)
-    table = Table("state", "trajectories", "bytes held", "reasons", title=f"ledger of {run}")
-    for facts in seen.states:
-        table.add_row(
-            facts.state,
-            f"{facts.count:,}",
-            f"{facts.held_bytes:,}" if facts.held_bytes else "",
-            _reasons(facts.reasons),
-        )
+    rows = [
+        (facts.state.value, facts.count, facts.held_bytes or None, _reasons(facts.reasons))
+        for facts in seen.states
+    ]
+    table = make_table(
+        ("state", "trajectories", "bytes held", "reasons"), rows, title=f"ledger of {run}"
+    )
     table.add_section()
-    budget = seen.budget
-    table.add_row("accepted", f"{seen.counts.accepted:,}", f"{budget.held.total:,}", "")
-    origin = seen.frontier.origin
+    counts, budget, origin = seen.counts, seen.budget, seen.frontier.origin
+    table.add_row("accepted", shown(counts.accepted), shown(budget.held.total))
     if origin is not None:
         where = f"by {origin.run}, up to step {origin.step}"
-        table.add_row("of these", f"{origin.num_trajectories:,}", "", where)
+        table.add_row("of these", shown(origin.num_trajectories), "", where)
     console.print(table)
-    if seen.counts.num_conflicts:
-        number = seen.counts.num_conflicts
-        last = keys.readable_name(seen.counts.last_conflict)
-        console.print(f"{number:,} writes with another content were refused, the last: {last}")
-    if seen.counts.num_late_rewards:
-        number = seen.counts.num_late_rewards
-        console.print(f"{number:,} rewards came after their groups were decided")
+    if counts.num_conflicts:
+        last = keys.readable_name(counts.last_conflict)
+        refused = f"{counts.num_conflicts:,} writes with another content were refused"
+        console.print(f"{refused}, the last: {last}")
+    if counts.num_late_rewards:
+        console.print(f"{counts.num_late_rewards:,} rewards came after their groups were decided")
     if seen.prompts.num_added:
         console.print(f"prompts: {seen.prompts.sentence}")
     console.print(f"budget of the run: {_limit(budget.max_bytes)}")
@@ -58,18 +55,17 @@ def print_ledger(url: str, run: str, console: Console) -> None:
 def ledger_json(url: str, run: str) -> str:
     """Return the same as JSON."""
     seen = _read_states(url, run)
+    counts, frontier = seen.counts, seen.frontier
     content: dict[str, Any] = {
         "run": run,
-        "accepted": seen.counts.accepted,
-        "conflicts": seen.counts.num_conflicts,
-        "last_conflict": seen.counts.last_conflict,
-        "late_rewards": seen.counts.num_late_rewards,
-        "planned": seen.frontier.planned,
-        "stepped": seen.frontier.stepped,
-        "committed": seen.frontier.committed,
-        "lineage": seen.frontier.lineage,
-        "rollbacks": [each._asdict() for each in seen.frontier.rollbacks],
-        "origin": None if seen.frontier.origin is None else asdict(seen.frontier.origin),
+        "accepted": counts.accepted,
+        "conflicts": counts.num_conflicts,
+        "last_conflict": counts.last_conflict,
+        "late_rewards": counts.num_late_rewards,
+        **{name: getattr(frontier, name) for name in ("planned", "stepped", "committed")},
+        "lineage": frontier.lineage,
+        "rollbacks": [each._asdict() for each in frontier.rollbacks],
+        "origin": None if frontier.origin is None else asdict(frontier.origin),
         "states": {
             facts.state.value: {
                 "count": facts.count,
@@ -79,11 +75,8 @@ def ledger_json(url: str, run: str) -> str:
             for facts in seen.states
         },
         "prompts": {
-            "added": seen.prompts.num_added,
-            "left": seen.prompts.num_left,
-            "given": seen.prompts.num_given,
-            "trained": seen.prompts.num_trained,
-            "filtered": seen.prompts.num_filtered,
+            name: getattr(seen.prompts, f"num_{name}")
+            for name in ("added", "left", "given", "trained", "filtered")
         },
         "budget": asdict(seen.budget),
         "full": seen.budget.bytes.why_full(is_urgent=False),
@@ -99,15 +92,22 @@ def print_history(
         run = open_run(client, run)
         history = read_history(client, run, name, folder=folder)
         now_ms = server_ms(client)
+    rows = [(event.name, _when(event.at_ms, now_ms), event.details) for event in history.events]
     title = f"{run}: {keys.readable_name(history.trajectory_id)}"
-    table = Table("what", "when", "details", title=title)
-    for event in history.events:
-        table.add_row(event.name, _when(event.at_ms, now_ms), event.details)
+    table = make_table(("what", "when", "details"), rows, title=title)
     if not history.is_whole:
         table.add_row("", "", "older events are no longer stored")
     table.add_section()
-    for what, text in _history_lines(history):
-        table.add_row(what, "", text)
+    step = None if history.step is None else f"step {history.step}"
+    state = history.state + (f": {history.reason}" if history.reason else "")
+    for what, value in (
+        ("reward", history.reward),
+        ("batch", step),
+        ("advantage", history.advantage),
+        ("state", state),
+    ):
+        if value is not None:
+            table.add_row(what, "", shown(value))
     console.print(table)
 
 
@@ -119,19 +119,6 @@ def history_json(url: str, run: str, name: str, *, folder: Path | None = None) -
         return json.dumps(asdict(history), indent=2)
 
 
-def _history_lines(history: TrajectoryHistory) -> list[tuple[str, str]]:
-    """Return (fact, details) of its present state."""
-    lines: list[tuple[str, str]] = []
-    if history.reward is not None:
-        lines.append(("reward", f"{history.reward:g}"))
-    if history.step is not None:
-        lines.append(("batch", f"step {history.step}"))
-    if history.advantage is not None:
-        lines.append(("advantage", f"{history.advantage:g}"))
-    lines.append(("state", history.state + (f": {history.reason}" if history.reason else "")))
-    return lines
-
-
 def _read_states(url: str, run: str) -> LedgerStates:
     with store_client(url) as client:
         run = open_run(client, run)
@@ -141,7 +128,7 @@ def _read_states(url: str, run: str) -> LedgerStates:
 
 
 def _reasons(reasons: Sequence[tuple[str, int]]) -> str:
-    """The most frequent reasons, a line each, and how many others there are.
+    """Return the most frequent reasons, a line each, and the number of the others.
 
     >>> print(_reasons([("no time", 9), *((f"reason {n}", 1) for n in range(5))]))
     9 x no time
@@ -159,11 +146,7 @@ def _reasons(reasons: Sequence[tuple[str, int]]) -> str:
 
 
 def _limit(num_bytes: int) -> str:
-    """A bound, or that there is none.
-
-    >>> _limit(20_000), _limit(0)
-    ('20,000 bytes', 'no limit')
-    """
+    """Return a limit as text; 0 is none."""
     return f"{num_bytes:,} bytes" if num_bytes else "no limit"
 
 
@@ -178,19 +161,16 @@ def _when(at_ms: int, now_ms: int) -> str:
     return f"{time.isoformat(sep=' ', timespec='seconds')}, {duration(age_s)} ago"
 
 
-def duration(seconds: float | None) -> str:
-    """A time span in its two largest units.
+def duration(seconds: float) -> str:
+    """Return a time span in its two largest units.
 
-    >>> duration(4000.0), duration(12.3), duration(None)
-    ('1 h 6 min', '12 s', '')
+    >>> duration(4000.0), duration(12.3)
+    ('1 h 6 min', '12 s')
     """
-    if seconds is None:
-        return ""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest_s = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s} s"
     hours, rest_min = divmod(minutes, 60)
-    days, rest_h = divmod(hours, 24)
-    if days:
-        return f"{days} d {rest_h} h"
-    return f"{hours} h {rest_min} min" if hours else f"{minutes} min {rest_s} s"
+    return f"{hours} h {rest_min} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"

@@ -1,4 +1,4 @@
-"""The progress of a job: a bar and figures on a terminal, a line now and then elsewhere."""
+"""The progress of a job: a bar and numbers on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINE_EVERY_S = 10.0
 def progress_lines(
     summary: Summary, *, elapsed_s: float, goal: float | None = None
 ) -> tuple[str, str]:
-    """Return the figures of a job, and its ledger; `goal` is the reward that ends the job."""
+    """Return the numbers of a job, and its ledger; `goal` is the reward that ends the job."""
     minutes, seconds = divmod(int(elapsed_s), 60)
     last = summary.reward_last_tenth
     reward = "-" if last is None else f"{last:.3f}"
@@ -50,13 +50,9 @@ class ProgressDisplay:
     def show(
         self, summary: Summary, *, share: float, elapsed_s: float, goal: float | None = None
     ) -> None:
-        """Replace what is shown; without a terminal, print a line every ten seconds.
+        """Replace the display; without a terminal, print a line every ten seconds.
 
-        Args:
-            summary: the statistics so far.
-            share: finished part of the work, 0 to 1.
-            elapsed_s: since the start of the job.
-            goal: reward that ends the job; None without one.
+        `share` is the finished part of the work, 0 to 1, and `goal` the reward that ends the job.
         """
         lines = progress_lines(summary, elapsed_s=elapsed_s, goal=goal)
         if self._console.is_terminal:

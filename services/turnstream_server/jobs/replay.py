@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
 from rich.console import Console
 
 from turnstream.batching.config import BatchingConfig
@@ -14,9 +9,8 @@ from turnstream.errors import RecordError, TurnstreamError
 from turnstream.store.run.runs import close_run
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.recordings import read_groups
-from turnstream_server.jobs.job import Job, report, training_job
-from turnstream_server.jobs.progress import ProgressDisplay
-from turnstream_server.jobs.services import start_batcher, start_service, write_policy
+from turnstream_server.jobs.job import Job, report, training_job, write_policy
+from turnstream_server.jobs.options import ReplayOptions
 from turnstream_server.jobs.stack import Service
 from turnstream_server.jobs.summary import Summary
 from turnstream_server.models.spec import SmallModelSpec
@@ -25,7 +19,6 @@ from turnstream_server.settings import Settings
 _UNFINISHED = {"open", "sealed", "awaiting_reward", "planned", "stepped"}
 """States of the ledger that are not the end of a trajectory."""
 
-_REFRESH_S = 0.25
 _MAX_POSITIONS = 1 << 17
 _MICRO_BATCH_TOKENS = 16_384
 """One forward pass of the tiny model keeps about 8,192 float32 logits per position: 0.5 GB."""
@@ -33,24 +26,6 @@ _MICRO_BATCH_TOKENS = 16_384
 
 class IncompleteReplayError(TurnstreamError):
     """Not every trajectory of the file is accounted for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOptions:
-    """Options of `turnstream replay`; see its command line for the meaning."""
-
-    recordings: Path
-    tokenizer: Path
-    folder: Path
-    json_path: Path | None
-    max_groups: int
-    num_processes: int
-    batch_groups: int
-    speed: float
-    with_logprobs: bool
-    dump_folder: Path | None
-    max_seconds: float
-    seed: int
 
 
 def run_replay_job(settings: Settings, options: ReplayOptions, console: Console) -> None:
@@ -66,15 +41,21 @@ def run_replay_job(settings: Settings, options: ReplayOptions, console: Console)
         pad_token_id=chat.pad_token_id,
         max_tokens_per_micro_batch=_MICRO_BATCH_TOKENS,
     )
-    with (
-        training_job(settings, options.folder, kind="replay", config=config) as job,
-        ProgressDisplay(console) as display,
-    ):
-        progress = _Progress(job, display, num_trajectories, options.max_seconds)
+
+    def share(summary: Summary) -> float:
+        trained = summary.ledger.get("stepped", 0) + summary.ledger.get("committed", 0)
+        return trained / num_trajectories
+
+    with training_job(settings, options.folder, kind="replay", config=config) as job:
         trainer, replayers = _start_services(job, options, chat)
-        progress.wait_for(replayers)
-        close_run(job.client, job.run, "every recording is published")
-        progress.wait_for([trainer])
+        is_closed = False
+        for _ in job.watch(console, timeout_s=options.max_seconds, share=share):
+            if not is_closed and all(each.status is not None for each in replayers):
+                close_run(job.client, job.run, "every recording is published")
+                is_closed = True
+            if trainer.status is not None:
+                break
+        job.stack.wait_for_all([*replayers, trainer], timeout_s=0.0)
         summary = job.history.summary()
     title = f"replay of {options.recordings.name}"
     report(summary, console, title=title, json_path=options.json_path)
@@ -96,12 +77,11 @@ def _start_services(
         seed=options.seed,
     )
     policy = write_policy(stack.folder, spec)
-    trainer = start_service(
-        stack,
+    trainer = stack.start(
         "trainer",
         "trainer",
         run=run,
-        batcher=start_batcher(stack, name="batcher").address,
+        batcher=stack.start_batcher().address,
         policy=policy,
         folder=stack.folder / "trainer",
         learning_rate=1e-4,
@@ -110,11 +90,10 @@ def _start_services(
         dump=options.dump_folder,
     )
     replayers = [
-        start_service(
-            stack,
+        stack.start(
             "replayer",
             f"replay-{shard}",
-            [str(options.recordings)],
+            str(options.recordings),
             run=run,
             writer=f"replay-{shard}",
             tokenizer=options.tokenizer,
@@ -129,44 +108,16 @@ def _start_services(
     return trainer, replayers
 
 
-class _Progress:
-    """Shows the progress of a replay while it waits for processes."""
-
-    def __init__(
-        self, job: Job, display: ProgressDisplay, num_trajectories: int, timeout_s: float
-    ) -> None:
-        self._job = job
-        self._display = display
-        self._num_trajectories = num_trajectories
-        self._start_s = time.monotonic()
-        self._timeout_s = timeout_s
-
-    def wait_for(self, services: Sequence[Service]) -> None:
-        """Show the progress until these services are done."""
-        timeout_s = self._start_s + self._timeout_s - time.monotonic()
-        for _ in self._job.stack.watch(timeout_s=timeout_s, every_s=_REFRESH_S):
-            if all(service.status is not None for service in services):
-                return
-            summary = self._job.history.summary()
-            num_trained = summary.ledger.get("stepped", 0) + summary.ledger.get("committed", 0)
-            self._display.show(
-                summary,
-                share=num_trained / self._num_trajectories,
-                elapsed_s=time.monotonic() - self._start_s,
-            )
-        for service in services:
-            service.wait(0.0)
-
-
 def check_complete(summary: Summary, *, num_trajectories: int) -> None:
-    """Make sure that every trajectory of the file has come to its end."""
+    """Raise IncompleteReplayError unless every trajectory of the file has come to its end."""
     if summary.trajectories != num_trajectories:
         raise IncompleteReplayError(
             f"the file has {num_trajectories} trajectories, the ledger {summary.trajectories}"
         )
-    unfinished = _UNFINISHED & set(summary.ledger)
+    unfinished = [
+        f"{state} ({summary.ledger[state]})" for state in sorted(_UNFINISHED & {*summary.ledger})
+    ]
     if unfinished:
         raise IncompleteReplayError(
-            "the run ended with trajectories that are "
-            + ", ".join(f"{state} ({summary.ledger[state]})" for state in sorted(unfinished))
+            f"the run ended with trajectories that are {', '.join(unfinished)}"
         )

@@ -1,10 +1,10 @@
-"""Commands that change a run, with their outcome in lines for people."""
+"""Commands that change a run, and their results as text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,7 +16,6 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.configs import open_run
 from turnstream.store.run.revisions import Revisions, read_revisions, revise_config
 from turnstream.store.run.runs import close_run, create_run, pause_run, reopen_run, resume_run
-from turnstream.types import Leftover
 from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
 
 RunCommand = Literal["close", "reopen", "pause", "resume"]
@@ -53,7 +52,7 @@ def _first_config(settings: Sequence[str]) -> BatchingConfig:
 
 
 def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -> Iterator[str]:
-    """Revise the last config of a run, and say what changes."""
+    """Revise the last config of a run, and yield a line for each change."""
     with connect(url) as client:
         run = open_run(client, run)
         before = read_revisions(client, run).last
@@ -68,32 +67,21 @@ def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -
         yield f"  {change.name}: {_text(change.before)} -> {_text(change.after)}"
 
 
-_OUTCOMES: Final = {
-    "close": ("is closed", "was closed before"),
-    "reopen": ("takes groups again", "was not closed"),
-    "pause": ("is paused", "was paused before"),
-    "resume": ("is resumed", "was not paused"),
+_COMMANDS: Final[dict[RunCommand, tuple[Callable[..., bool], str, str]]] = {
+    "close": (close_run, "is closed", "was closed before"),
+    "reopen": (reopen_run, "takes groups again", "was not closed"),
+    "pause": (pause_run, "is paused", "was paused before"),
+    "resume": (resume_run, "is resumed", "was not paused"),
 }
-"""The outcome of each command: the state has changed, or it was so before."""
+"""Each command with its result: the state has changed, or it was so before."""
 
 
-def change_state(
-    url: str, run: str, command: RunCommand, *, reason: str = "", leftover: Leftover | None = None
-) -> str:
-    """Close, reopen, pause or resume a run; return the outcome in words."""
+def change_state(url: str, run: str, command: RunCommand, **options: Any) -> str:
+    """Close, reopen, pause or resume a run; return the result in words."""
+    change, changed, unchanged = _COMMANDS[command]
     with connect(url) as client:
         run = open_run(client, run)
-        match command:
-            case "close":
-                is_new = close_run(client, run, reason, leftover=leftover)
-            case "reopen":
-                is_new = reopen_run(client, run)
-            case "pause":
-                is_new = pause_run(client, run, reason)
-            case "resume":
-                is_new = resume_run(client, run)
-    changed, unchanged = _OUTCOMES[command]
-    return f"run {run} {changed if is_new else unchanged}"
+        return f"run {run} {changed if change(client, run, **options) else unchanged}"
 
 
 def with_settings(config: BatchingConfig, settings: Sequence[str]) -> BatchingConfig:
@@ -156,8 +144,3 @@ def replanned_text(done: Replanned) -> str:
     more = done.num_dead - len(done.dead)
     names = ", ".join(done.dead) + (f" and {more} more" if more else "")
     return f"{steps}, without {names}"
-
-
-def replanned_json(run: str, done: Replanned) -> str:
-    """Return the same as JSON."""
-    return json.dumps({"run": run, **asdict(done)}, indent=2)

@@ -1,4 +1,4 @@
-"""The runs of a store, for people and for programs."""
+"""The runs of a store: a line for each, and one with its settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import redis
 from rich.console import Console
-from rich.table import Table
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RunNotFoundError, UnknownFormatError
@@ -21,23 +20,16 @@ from turnstream.store.run.runs import list_runs
 from turnstream_server.bus.admin.deletion import deleting_since_ms
 from turnstream_server.bus.core.frontier import Frontier
 from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.queries.ledger import run_summary
+from turnstream_server.bus.queries.ledger import RunSummary, run_summary
 from turnstream_server.bus.sessions.observers import read_observers
 from turnstream_server.jobs.ledger import duration
 from turnstream_server.jobs.run_commands import pending_revisions
-from turnstream_server.jobs.screen import facts_table
+from turnstream_server.jobs.screen import facts_table, make_table, shown
 from turnstream_server.jobs.store_client import store_client
 from turnstream_server.jobs.summary import BatchNumbers, numbers_of
 
 _COLUMNS: Final = (
-    "run",
-    "state",
-    "planned",
-    "stepped",
-    "committed",
-    "accepted",
-    "trained",
-    "origin",
+    *("run", "state", "planned", "stepped", "committed", "accepted", "trained", "origin"),
 )
 
 
@@ -48,26 +40,15 @@ def read_runs(url: str) -> list[dict[str, Any]]:
 
 
 def print_runs(url: str, rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print one line per run, from `read_runs`."""
+    """Print a line per run, from `read_runs`; no name is cut or wrapped."""
     if not rows:
         console.print(no_runs(url), soft_wrap=True, highlight=False)
         return
-    cells = [[_cell(row.get(name)) for name in _COLUMNS] for row in rows]
-    for line in aligned([[*_COLUMNS], *cells]):
-        console.print(line, soft_wrap=True, highlight=False)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line per row with aligned columns; no cell is cut or wrapped.
-
-    >>> aligned([["run", "state"], ["maze", "open"]])
-    ['run   state', 'maze  open']
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    table = [_COLUMNS, *([shown(row.get(name)) for name in _COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        line = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+        console.print(line.rstrip(), soft_wrap=True, highlight=False)
 
 
 def no_runs(url: str) -> str:
@@ -96,12 +77,6 @@ def _run_facts(client: redis.Redis, run: str) -> dict[str, Any]:
     }
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
 def progress_facts(frontier: Frontier) -> dict[str, Any]:
     """Return the state, and the planned, stepped and committed steps.
 
@@ -112,11 +87,19 @@ def progress_facts(frontier: Frontier) -> dict[str, Any]:
         state = "closed"
     if frontier.is_finished and frontier.stepped >= frontier.planned:
         state = "finished"
+    return {"state": state} | {
+        name: getattr(frontier, name) for name in ("planned", "stepped", "committed")
+    }
+
+
+def common_facts(client: redis.Redis, seen: RunSummary) -> dict[str, Any]:
+    """Return the opened groups, the policy version, and the numbers of the newest batch."""
+    frontier, version = seen.frontier, seen.newest_version
+    stored = read_plan(client, seen.run, frontier.planned) if frontier.planned else None
     return {
-        "state": state,
-        "planned": frontier.planned,
-        "stepped": frontier.stepped,
-        "committed": frontier.committed,
+        "groups_opened": frontier.num_opened_groups,
+        "policy_version": None if version is None else version.version,
+        "newest_batch": None if stored is None else asdict(numbers_of(stored.manifest)),
     }
 
 
@@ -127,7 +110,7 @@ def read_run(url: str, run: str) -> dict[str, Any]:
         seen = run_summary(client, run)
         revisions = read_revisions(client, run)
         observers = read_observers(client, run)
-        numbers = newest_batch(client, run, seen.frontier)
+        common = common_facts(client, seen)
     config = revisions.config(revisions.in_force)
     frontier = seen.frontier
     steps = progress_facts(frontier)
@@ -135,8 +118,7 @@ def read_run(url: str, run: str) -> dict[str, Any]:
         "run": run,
         "state": steps.pop("state"),
         "steps": steps,
-        "groups_opened": frontier.num_opened_groups,
-        "policy_version": None if seen.newest_version is None else seen.newest_version.version,
+        **common,
         "session_epoch": frontier.session_epoch,
         "dp_world_size": frontier.dp_world_size,
         "planner": seen.planner or None,
@@ -144,7 +126,6 @@ def read_run(url: str, run: str) -> dict[str, Any]:
         "rollbacks": [each._asdict() for each in frontier.rollbacks],
         "origin": None if frontier.origin is None else asdict(frontier.origin),
         "paused": frontier.paused,
-        "newest_batch": None if numbers is None else asdict(numbers),
         "observers": [asdict(each) for each in observers],
         "revision": revisions.in_force,
         "pending_revisions": dict(pending_revisions(revisions)),
@@ -162,7 +143,15 @@ def print_run(content: Mapping[str, Any], console: Console, *, show_all: bool = 
             table.add_row(*row)
     console.print(table)
     if content["observers"]:
-        console.print(_observer_table(content["observers"]))
+        columns = ("observer", "step seen", "silent for", "expires in")
+        rows = [
+            (
+                *(each["name"], each["seen"], duration(each["silent_s"])),
+                duration(each["left_s"]) if each["left_s"] > 0 else "it has expired",
+            )
+            for each in content["observers"]
+        ]
+        console.print(make_table(columns, rows, box=None, pad_edge=False))
     console.print(f"settings, revision {content['revision']} (* differs from the default)")
     table = facts_table()
     for name, value in content["settings"].items():
@@ -176,12 +165,6 @@ def print_run(content: Mapping[str, Any], console: Console, *, show_all: bool = 
         console.print("--all prints the settings at their default")
 
 
-def newest_batch(client: redis.Redis, run: str, frontier: Frontier) -> BatchNumbers | None:
-    """Return the numbers of the newest planned batch; None before the first."""
-    stored = read_plan(client, run, frontier.planned) if frontier.planned else None
-    return None if stored is None else numbers_of(stored.manifest)
-
-
 def changed_names(config: BatchingConfig) -> set[str]:
     """Return the names of the settings that differ from their default, or have none.
 
@@ -193,14 +176,6 @@ def changed_names(config: BatchingConfig) -> set[str]:
         for field in fields(BatchingConfig)
         if field.default is MISSING or getattr(config, field.name) != field.default
     }
-
-
-def _observer_table(observers: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("observer", "step seen", "silent for", "forgotten in", box=None, pad_edge=False)
-    for each in observers:
-        left = duration(each["left_s"]) if each["left_s"] > 0 else "it is gone"
-        table.add_row(each["name"], str(each["seen"]), duration(each["silent_s"]), left)
-    return table
 
 
 def _run_rows(seen: Mapping[str, Any]) -> list[tuple[str, str]]:

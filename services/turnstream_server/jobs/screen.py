@@ -1,8 +1,8 @@
-"""The console of a command, which shows text from users without markup."""
+"""The console of a command, which shows text from users without markup, and its tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any, Final
 
 from rich.console import Console
@@ -20,7 +20,7 @@ _SEEN: Final = {
 class Screen(Console):
     """A console that shows every text as it was written, in lines, tables and titles alike.
 
-    Names, tags, reasons and exceptions are anybody's: "[/INST]" and ":ok:" stand for themselves
+    Names, tags, reasons and exceptions come from users: "[/INST]" and ":ok:" stand for themselves
     and an escape sequence does nothing. Colours belong to styles.
 
     Args:
@@ -32,17 +32,42 @@ class Screen(Console):
         super().__init__(file=file, width=width, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """The text that a line, a title or a cell of a table shows."""
+        """Return the text of a line, a title or a cell."""
         return super().render_str(visible(text), **options)
 
 
 def visible(text: str) -> str:
-    r"""The text, with a picture in the place of each character that a terminal would obey.
+    r"""Return the text with a picture in the place of each character that a terminal would obey.
 
     >>> visible("tool [bash]\tfailed: \x1b[2J")
     'tool [bash]\tfailed: ␛[2J'
     """
     return text.translate(_SEEN)
+
+
+def shown(value: object) -> str:
+    """Return the text of a value.
+
+    >>> [shown(each) for each in (20_000, 0.25, None, "open")]
+    ['20,000', '0.25', '', 'open']
+    """
+    match value:
+        case None:
+            return ""
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)
+
+
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[object]], **options: Any) -> Table:
+    """Return a table of these values; `options` are those of rich."""
+    table = Table(*columns, **options)
+    for row in rows:
+        table.add_row(*map(shown, row))
+    return table
 
 
 def facts_table(rows: Iterable[tuple[str, str]] = ()) -> Table:
@@ -60,23 +85,19 @@ def print_figures(figures: Mapping[str, Any] | None, console: Console) -> None:
     if figures is None:
         return
     if figures["metrics"]:
-        table = Table("metric", "trajectories", "mean", "minimum", "maximum")
-        for name, each in figures["metrics"].items():
-            numbers = [f"{each[part]:g}" for part in ("mean", "minimum", "maximum")]
-            table.add_row(name, f"{each['num_trajectories']:,}", *numbers)
-        console.print(table)
+        columns = ("num_trajectories", "mean", "minimum", "maximum")
+        rows = [
+            (name, *(each[column] for column in columns))
+            for name, each in figures["metrics"].items()
+        ]
+        console.print(make_table(("metric", "trajectories", "mean", "minimum", "maximum"), rows))
     if figures["tags"]:
-        table = Table("tag", "value", "trajectories", "mean reward")
-        for name, tag in figures["tags"].items():
-            for text, each in tag["values"].items():
-                table.add_row(name, text, *_row(each))
-            if tag["other"] is not None:
-                table.add_row(name, "(any other value)", *_row(tag["other"]))
-        console.print(table)
+        rows = [
+            (name, text, each["num_trajectories"], each["reward_mean"])
+            for name, tag in figures["tags"].items()
+            for text, each in {**tag["values"], "(any other value)": tag["other"]}.items()
+            if each is not None
+        ]
+        console.print(make_table(("tag", "value", "trajectories", "mean reward"), rows))
     if figures["num_left_out"]:
         console.print(f"{figures['num_left_out']:,} tags and metrics are not shown")
-
-
-def _row(value: Mapping[str, Any]) -> tuple[str, str]:
-    mean = value["reward_mean"]
-    return f"{value['num_trajectories']:,}", "" if mean is None else f"{mean:g}"

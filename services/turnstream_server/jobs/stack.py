@@ -1,16 +1,14 @@
 """The processes of one job: started in order, watched, and stopped in the reverse order.
 
-Every process runs in a session of its own, so that Ctrl-C reaches the supervisor alone, and holds
-a pipe from it as standard input: when the supervisor is gone, the input ends and the process with
-it (see `end_when_stdin_closes`). The output of a process goes to `logs/<name>.log`.
+Every process runs in a session of its own, so that Ctrl-C reaches the supervisor alone. Its
+standard input is a pipe from the supervisor: when the supervisor is gone, the input ends and the
+process with it (see `end_when_stdin_closes`). The output of a process goes to `logs/<name>.log`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,13 +16,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from turnstream.errors import InvalidConfigError, TurnstreamError
+from turnstream.errors import TurnstreamError
 
 _LOG_LINES_IN_ERRORS = 20
 _POLL_S = 0.05
+_READY_S = 60.0
 _STOP_S = 8.0
+_GRACE_S = 5.0
 
 _DEFAULT_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # models are read from local folders only
@@ -38,7 +38,7 @@ _DEFAULT_ENVIRONMENT = {
 
 
 class ServiceFailedError(TurnstreamError):
-    """A process of the job ended, or was not ready in time; `log_lines` are its last words."""
+    """A process of the job ended, or was not ready in time; `log_lines` are the end of its log."""
 
     def __init__(self, message: str, log_lines: tuple[str, ...] = ()) -> None:
         super().__init__(message, log_lines)
@@ -50,11 +50,16 @@ class ServiceFailedError(TurnstreamError):
 
 
 class Service:
-    """One process of a job."""
+    """One process of a job.
+
+    Attributes:
+        address: "host:port" of a batcher that answers; empty for other services.
+    """
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
         self.name = name
         self.log_path = log_path
+        self.address = ""
         self._process = process
 
     @property
@@ -70,22 +75,22 @@ class Service:
     def check(self) -> None:
         """Raise if the process failed."""
         if self.status:
-            how = f"status {self.status}" if self.status > 0 else _signal_name(-self.status)
+            how = f"status {self.status}" if self.status > 0 else f"signal {-self.status}"
             raise self.failure(f"{self.name} ended with {how}")
 
     def failure(self, message: str) -> ServiceFailedError:
-        """The error that says `message` and where the log is, with its last lines."""
+        """Return the error with this message, the path of the log and its last lines."""
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         lines = tuple(text.splitlines()[-_LOG_LINES_IN_ERRORS:])
         return ServiceFailedError(f"{message}; its log is {self.log_path}", lines)
 
     def ask_to_stop(self) -> None:
-        """SIGTERM; the process stops by itself."""
+        """Send SIGTERM; the process stops by itself."""
         if self.status is None:
             self._process.terminate()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the end, at most until the deadline."""
+        """Wait for the end; ServiceFailedError after `timeout_s`."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -105,12 +110,18 @@ class Stack:
 
     Args:
         folder: the job's folder; logs and temporary files stay inside it.
-        environment: variables of every process, beside those of this one.
+        store_url: store of the services. It travels in the environment, because it may have a
+            password.
+        environment: further variables of every process.
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, store_url: str = "", environment: Mapping[str, str] | None = None
+    ) -> None:
         self.folder = folder
-        self._environment = environment or {}
+        self._environment = dict(environment or {})
+        if store_url:
+            self._environment["TURNSTREAM_REDIS_URL"] = store_url
         self._services: list[Service] = []
 
     def __enter__(self) -> Self:
@@ -120,10 +131,24 @@ class Stack:
         with uninterrupted():
             self.stop()
 
-    def start(self, name: str, arguments: Sequence[str]) -> Service:
-        """Start `turnstream <arguments>` as a process called `name`."""
-        command = [sys.executable, "-P", "-m", "turnstream_server.cli"]
-        return self.start_program(name, [*command, *arguments, "--end-with-stdin"])
+    def start_batcher(self, name: str = "batcher", *, listen: str = "127.0.0.1:0") -> Service:
+        """Start a batcher, and return when it answers."""
+        address_file = self.folder / f"{name}.address"
+        address_file.unlink(missing_ok=True)
+        service = self.start("batcher", name, listen=listen, address_file=address_file)
+        service.address = self.wait_for_file(address_file, of=service, timeout_s=_READY_S)
+        return service
+
+    def start(self, kind: str, name: str, *arguments: str, **options: object) -> Service:
+        """Start `turnstream serve <kind>` as a process called `name`.
+
+        `dump=path` becomes `--dump path`; an option that is None is omitted.
+        """
+        command = [sys.executable, "-P", "-m", "turnstream_server.cli", "serve", kind, *arguments]
+        for option, value in options.items():
+            if value is not None:
+                command += [f"--{option.replace('_', '-')}", str(value)]
+        return self.start_program(name, [*command, "--end-with-stdin"])
 
     def start_program(self, name: str, command: Sequence[str]) -> Service:
         """Start any program; it should end when its standard input does."""
@@ -138,9 +163,8 @@ class Stack:
                 env=self._full_environment(),
                 start_new_session=True,
             )
-        service = Service(name, process, log_path)
-        self._services.append(service)
-        return service
+        self._services.append(Service(name, process, log_path))
+        return self._services[-1]
 
     def check(self) -> None:
         """Raise if any process failed."""
@@ -148,7 +172,7 @@ class Stack:
             service.check()
 
     def wait_for_file(self, path: Path, *, of: Service, timeout_s: float) -> str:
-        """The text of a file that a service writes when it is ready."""
+        """Return the text of a file that a service writes when it is ready."""
         for _ in self.watch(timeout_s=timeout_s):
             if path.is_file():
                 return path.read_text(encoding="utf-8").strip()
@@ -160,13 +184,13 @@ class Stack:
         """Wait until each of these has exited with status 0."""
         for _ in self.watch(timeout_s=timeout_s):
             if all(service.status is not None for service in services):
-                self.check()  # one may have failed since `watch` checked
-                return
+                break
+        self.check()  # one may have failed since `watch` checked
         for service in services:
             service.wait(0.0)
 
     def watch(self, *, timeout_s: float, every_s: float = _POLL_S) -> Iterator[float]:
-        """Seconds since the start, again and again until the deadline; fails with any process."""
+        """Yield the elapsed seconds at intervals until the deadline; raise if a process fails."""
         start_s = time.monotonic()
         while (elapsed_s := time.monotonic() - start_s) < timeout_s:
             self.check()
@@ -174,7 +198,7 @@ class Stack:
             time.sleep(every_s)
 
     def stop(self) -> None:
-        """Stop what still runs, the last started first; kill what does not stop in 8 s."""
+        """Stop the processes, the last started first; kill those that still run after 8 s."""
         for service in reversed(self._services):
             service.ask_to_stop()
         deadline_s = time.monotonic() + _STOP_S
@@ -192,8 +216,18 @@ class Stack:
 
 
 @contextlib.contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """Inside the block SIGTERM and Ctrl-C raise KeyboardInterrupt, so that all is cleaned up.
+def _handling(handler: Any, *numbers: int) -> Iterator[None]:
+    """Handle these signals by `handler` in the block."""
+    before = [signal.signal(number, handler) or signal.SIG_DFL for number in numbers]
+    try:
+        yield
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
+
+
+def terminate_as_interrupt() -> contextlib.AbstractContextManager[None]:
+    """Raise KeyboardInterrupt at SIGTERM and Ctrl-C in the block, so that all is cleaned up.
 
     A Ctrl-C that the caller's shell has ignored stays ignored.
     """
@@ -201,93 +235,29 @@ def terminate_as_interrupt() -> Iterator[None]:
     def interrupt(_signal: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    names = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        names.append(signal.SIGINT)  # no matter whether a module is imported: see __main__.py
-    before = [signal.signal(name, interrupt) for name in names]
-    try:
-        yield
-    finally:
-        for name, handler in zip(names, before, strict=True):
-            signal.signal(name, handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return _handling(interrupt, signal.SIGTERM)
+    return _handling(interrupt, signal.SIGTERM, signal.SIGINT)  # also in an import: see __main__.py
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Inside the block Ctrl-C and SIGTERM do nothing: it undoes what they interrupted before."""
-    names = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(name, signal.SIG_IGN) or signal.SIG_DFL for name in names]
-    try:
-        yield
-    finally:
-        for name, handler in zip(names, before, strict=True):
-            signal.signal(name, handler)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-_GRACE_S = 5.0
+def uninterrupted() -> contextlib.AbstractContextManager[None]:
+    """Ignore Ctrl-C and SIGTERM in the block, which cleans up after an earlier one."""
+    return _handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
 
 
 def end_when_stdin_closes() -> None:
-    """Ask this process to end (SIGTERM) once its standard input ends; end it 5 s later anyway.
+    """Send this process SIGTERM once its standard input ends, and end it 5 s later anyway.
 
-    The supervisor holds the only write end of that pipe and writes nothing, so its death, of
-    whatever kind, is the end of the input. The grace is bounded because a clean stop may be
-    waiting for a store that went with the supervisor.
+    The supervisor holds the only write end of that pipe and writes nothing, so its death is the
+    end of the input. The grace is bounded because a clean stop may be waiting for a store that
+    ended with the supervisor.
     """
-    threading.Thread(target=_watch, name="orphan-watch", daemon=True).start()
 
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(_GRACE_S)
+        os._exit(1)
 
-def _watch() -> None:
-    while os.read(0, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(_GRACE_S)
-    os._exit(1)
-
-
-_MARK = ".turnstream-job"
-
-
-@contextlib.contextmanager
-def job_folder(folder: Path, *, job: str) -> Iterator[Path]:
-    """Lock and empty the folder of a job; its files stay after the job.
-
-    It is made if it is missing, and what an earlier run of the same job left is removed.
-    """
-    folder = folder.absolute()
-    mark = folder / _MARK
-    _check_is_ours(folder, mark, job)
-    folder.mkdir(parents=True, exist_ok=True)
-    with mark.open("a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidConfigError("data_dir", f"another {job} is at work in {folder}") from None
-        _empty(folder)
-        lock.truncate(0)
-        lock.write(f"{job}\n")
-        lock.flush()
-        yield folder
-
-
-def _check_is_ours(folder: Path, mark: Path, job: str) -> None:
-    if not folder.exists():
-        return
-    is_ours = mark.is_file() and mark.read_text(encoding="utf-8").strip() == job
-    if not is_ours and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidConfigError("data_dir", f"{folder} holds something else than a {job}")
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != _MARK:
-            path.unlink()
+    threading.Thread(target=watch, name="orphan-watch", daemon=True).start()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import redis
@@ -19,7 +18,7 @@ from turnstream.store.run.runs import list_runs
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.queries.ledger import run_summary
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
-from turnstream_server.jobs.runs import newest_batch, no_runs, progress_facts
+from turnstream_server.jobs.runs import common_facts, no_runs, progress_facts
 from turnstream_server.jobs.screen import facts_table
 from turnstream_server.jobs.store_client import store_client
 from turnstream_server.jobs.summary import BatchNumbers
@@ -37,7 +36,7 @@ def read_status(url: str, run: str | None) -> list[dict[str, Any]]:
     with store_client(url) as client:
         if run is not None:
             return [_read(client, open_run(client, run))]
-        return [each for name in list_runs(client) if (each := _read_existing(client, name))]
+        return [*_read_all(client)]
 
 
 def print_status(url: str, found: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -75,29 +74,25 @@ def print_reasons(content: Mapping[str, Any], console: Console) -> None:
         console.print(f"{reason['kind']}: {reason['sentence']}", highlight=False, soft_wrap=True)
 
 
-def _read_existing(client: redis.Redis, run: str) -> dict[str, Any] | None:
-    try:
-        return _read(client, run)
-    except RunNotFoundError:  # a deletion is in progress
-        return None
-    except UnknownFormatError as error:
-        logger.warning("%s", error)
-        return None
+def _read_all(client: redis.Redis) -> Iterator[dict[str, Any]]:
+    for run in list_runs(client):
+        try:
+            yield _read(client, run)
+        except RunNotFoundError:  # a deletion is in progress
+            continue
+        except UnknownFormatError as error:
+            logger.warning("%s", error)
 
 
 def _read(client: redis.Redis, run: str) -> dict[str, Any]:
     seen = run_summary(client, run)
-    frontier, version = seen.frontier, seen.newest_version
-    numbers = newest_batch(client, run, frontier)
     return {
         "run": run,
-        **progress_facts(frontier),
-        "groups_opened": frontier.num_opened_groups,
-        "groups_open": frontier.num_open_groups,
+        **progress_facts(seen.frontier),
+        **common_facts(client, seen),
+        "groups_open": seen.frontier.num_open_groups,
         "accepted": seen.ledger.accepted,
         "ledger": {state.value: number for state, number in seen.ledger.by_state.items()},
-        "policy_version": None if version is None else version.version,
-        "newest_batch": None if numbers is None else asdict(numbers),
         "reason": reasons(read_snapshot(client, run))[0]._asdict(),
     }
 
@@ -105,10 +100,9 @@ def _read(client: redis.Redis, run: str) -> dict[str, Any]:
 def _table(url: str, found: Sequence[Mapping[str, Any]]) -> Table | str:
     if not found:
         return no_runs(url)
-    table = facts_table()
-    for number, status in enumerate(found):
-        if number:
-            table.add_row()
+    table = facts_table(_rows(found[0]))
+    for status in found[1:]:
+        table.add_row()
         for row in _rows(status):
             table.add_row(*row)
     return table

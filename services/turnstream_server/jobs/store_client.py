@@ -18,20 +18,11 @@ SILENT_S: Final = 5.0
 
 
 @contextlib.contextmanager
-def store_client(url: str, *, silent_s: float | None = None) -> Iterator[redis.Redis]:
-    """Return a client for as long as the block lasts.
-
-    Args:
-        url: address of the store.
-        silent_s: longest time without an answer; None for SILENT_S.
-
-    Raises:
-        StoreUnavailableError: the store is away or silent, with reasons.
-    """
-    silent_s = SILENT_S if silent_s is None else silent_s
+def store_client(url: str) -> Iterator[redis.Redis]:
+    """Return a client for the block; StoreUnavailableError with reasons for a silent store."""
     began_s = time.monotonic()
     try:
-        with connect(url, silent_s=silent_s) as client:
+        with connect(url, silent_s=SILENT_S) as client:
             yield client
     except StoreUnavailableError as error:
         since_s = time.monotonic() - began_s

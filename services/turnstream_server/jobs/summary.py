@@ -5,26 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 from rich.table import Table
 
 from turnstream.batching.merge.plan import Manifest
 from turnstream.types import SealedTrajectory
-
-
-class SealedFigures(NamedTuple):
-    """Numbers of one sealed trajectory.
-
-    Attributes:
-        wire_bytes: bytes of its turn records, as they are stored.
-        resend_bytes: the same records, did every turn carry its whole context.
-    """
-
-    reward: float
-    num_turns: int
-    wire_bytes: int
-    resend_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,26 +43,21 @@ class BatchNumbers:
     oldest_version: int | None
     newest_version: int | None
 
-    @property
-    def versions(self) -> str:
-        """Return the range of policy versions."""
-        if self.oldest_version is None:
-            return "unknown"
-        if self.oldest_version == self.newest_version:
-            return str(self.oldest_version)
-        return f"{self.oldest_version} to {self.newest_version}"
-
     def rows(self) -> list[tuple[str, str]]:
         """Return (name, value) for people."""
-        reward = "none" if self.mean_reward is None else f"{self.mean_reward:.3f}"
+        versions = "unknown"
+        if self.oldest_version is not None:
+            versions = f"{self.oldest_version} to {self.newest_version}"
+        if self.oldest_version == self.newest_version is not None:
+            versions = str(self.newest_version)
         return [
             ("groups", f"{self.num_groups:,} with {self.num_trajectories:,} trajectories"),
             ("tokens", f"{self.num_tokens:,} in {self.num_rows:,} rows"),
             ("trained tokens", f"{self.num_trained_tokens:,}"),
             ("padding share", f"{self.padding_share:.1%}"),
             ("merge ratio", f"{self.merge_ratio:.2f}"),
-            ("policy versions", self.versions),
-            ("mean reward", reward),
+            ("policy versions", versions),
+            ("mean reward", _shown(self.mean_reward)),
         ]
 
 
@@ -101,7 +81,7 @@ def numbers_of(manifest: Manifest) -> BatchNumbers:
         num_trained_tokens=sum(row.num_trained_tokens for row in rows),
         padding_share=_ratio(num_positions - num_tokens, num_positions),
         merge_ratio=num_turn_tokens / num_tokens if num_tokens else 1.0,
-        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        mean_reward=_mean(rewards),
         oldest_version=min(oldest, default=None),
         newest_version=max(newest, default=None),
     )
@@ -120,7 +100,8 @@ class Summary:
         steps: batches that the trainer acknowledged.
         merge_ratio: tokens of the trained turns sent one by one / tokens of the trained rows.
         padding_share: padding positions of the trained mini-batches, left-padded, 0 to 1.
-        wire_bytes, resend_bytes: sums of the sealed trajectories, see SealedFigures.
+        wire_bytes: stored turn records of the sealed trajectories.
+        resend_bytes: the same records, if every turn had its whole context.
         tokens_per_s: tokens of the trained rows / seconds.
         reward_first_tenth, reward_last_tenth: mean over the sealed trajectories, in the order of
             their seals; None before the first.
@@ -147,42 +128,33 @@ class Summary:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def figures_of_sealed(sealed: SealedTrajectory) -> SealedFigures:
-    """Return the figures of a trajectory, from its seal."""
-    shared_tokens = sum(turn.shared_tokens for turn in sealed.turns)
-    return SealedFigures(
-        reward=_reward(sealed),
-        num_turns=len(sealed.turns),
-        wire_bytes=sealed.num_payload_bytes,
-        resend_bytes=sealed.num_payload_bytes + 4 * shared_tokens,  # token ids are int32
-    )
-
-
 def summarise(
     *,
     num_groups: int,
-    sealed: Sequence[SealedFigures],
-    batches: Mapping[int, BatchNumbers],
+    sealed: Sequence[SealedTrajectory],
+    batches: Sequence[BatchNumbers],
+    planned: int,
     stepped: int,
     ledger: Mapping[str, int],
     elapsed_s: float,
 ) -> Summary:
-    """Return all figures of a job; `batches` are its planned ones by step."""
-    trained = [batch for step, batch in batches.items() if step <= stepped]
-    num_tokens = sum(batch.num_tokens for batch in trained)
-    num_positions = sum(batch.num_positions for batch in trained)
-    first, last = reward_tenths([figures.reward for figures in sealed])
+    """Return the statistics of a job; `batches` are the trained ones."""
+    num_tokens = sum(batch.num_tokens for batch in batches)
+    num_positions = sum(batch.num_positions for batch in batches)
+    wire_bytes = sum(each.num_payload_bytes for each in sealed)
+    shared_tokens = sum(turn.shared_tokens for each in sealed for turn in each.turns)
+    first, last = reward_tenths([each.reward or 0.0 for each in sealed])
     return Summary(
         groups=num_groups,
         trajectories=sum(ledger.values()),
-        turns=sum(figures.num_turns for figures in sealed),
-        sequences=sum(batch.num_rows for batch in trained),
-        batches=len(batches),
+        turns=sum(len(each.turns) for each in sealed),
+        sequences=sum(batch.num_rows for batch in batches),
+        batches=planned,
         steps=stepped,
-        merge_ratio=_ratio(sum(batch.num_turn_tokens for batch in trained), num_tokens),
+        merge_ratio=_ratio(sum(batch.num_turn_tokens for batch in batches), num_tokens),
         padding_share=_ratio(num_positions - num_tokens, num_positions),
-        wire_bytes=sum(figures.wire_bytes for figures in sealed),
-        resend_bytes=sum(figures.resend_bytes for figures in sealed),
+        wire_bytes=wire_bytes,
+        resend_bytes=wire_bytes + 4 * shared_tokens,  # token ids are int32
         tokens_per_s=_ratio(num_tokens, elapsed_s),
         reward_first_tenth=first,
         reward_last_tenth=last,
@@ -196,10 +168,8 @@ def reward_tenths(rewards: Sequence[float]) -> tuple[float | None, float | None]
     >>> reward_tenths([0.0, 1.0] + [0.5] * 17 + [1.0])
     (0.5, 0.75)
     """
-    if not rewards:
-        return None, None
     size = -(-len(rewards) // 10)
-    return sum(rewards[:size]) / size, sum(rewards[-size:]) / size
+    return _mean(rewards[:size]), _mean(rewards[-size:])
 
 
 def summary_table(summary: Summary, *, title: str) -> Table:
@@ -207,34 +177,35 @@ def summary_table(summary: Summary, *, title: str) -> Table:
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
-    for name in ("groups", "trajectories", "turns", "sequences", "batches", "steps"):
-        table.add_row(name, f"{getattr(summary, name):,}")
-    table.add_section()
-    table.add_row("merge ratio", f"{summary.merge_ratio:.2f}")
-    table.add_row("padding share", f"{summary.padding_share:.1%}")
     saved = _ratio(summary.resend_bytes, summary.wire_bytes)
-    table.add_row("bytes sent", f"{summary.wire_bytes:,}")
-    table.add_row("bytes if re-sent", f"{summary.resend_bytes:,} ({saved:.2f} x)")
-    table.add_row("tokens/s", f"{summary.tokens_per_s:,.0f}")
-    table.add_section()
-    table.add_row("reward, first tenth", _shown(summary.reward_first_tenth))
-    table.add_row("reward, last tenth", _shown(summary.reward_last_tenth))
-    table.add_section()
-    for state, count in summary.ledger.items():
-        table.add_row(f"ledger: {state}", f"{count:,}")
+    counts = ("groups", "trajectories", "turns", "sequences", "batches", "steps")
+    for rows in (
+        [(name, f"{getattr(summary, name):,}") for name in counts],
+        [
+            ("merge ratio", f"{summary.merge_ratio:.2f}"),
+            ("padding share", f"{summary.padding_share:.1%}"),
+            ("bytes sent", f"{summary.wire_bytes:,}"),
+            ("bytes if re-sent", f"{summary.resend_bytes:,} ({saved:.2f} x)"),
+            ("tokens/s", f"{summary.tokens_per_s:,.0f}"),
+        ],
+        [
+            ("reward, first tenth", _shown(summary.reward_first_tenth)),
+            ("reward, last tenth", _shown(summary.reward_last_tenth)),
+        ],
+        [(f"ledger: {state}", f"{count:,}") for state, count in summary.ledger.items()],
+    ):
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
     return table
-
-
-def _reward(sealed: SealedTrajectory) -> float:
-    if sealed.reward is not None:
-        return sealed.reward
-    if sealed.reward_components:
-        return sum(sealed.reward_components.values())
-    return sum(sealed.turn_rewards)
 
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def _mean(rewards: Sequence[float]) -> float | None:
+    return sum(rewards) / len(rewards) if rewards else None
 
 
 def _shown(reward: float | None) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import redis
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from turnstream.errors import InvalidConfigError, ReleasedError
+from turnstream.errors import ReleasedError
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
@@ -23,43 +24,27 @@ from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, 
 from turnstream_server.jobs.screen import visible
 from turnstream_server.jobs.store_client import store_client
 
-PROMPT: Final = "prompt"
-SAMPLED: Final = "sampled"
-MASKED: Final = "masked"
-
-_STYLES: Final = {PROMPT: "dim", SAMPLED: "bold green", MASKED: "yellow"}
+_STYLES: Final = {"prompt": "dim", "sampled": "bold green", "masked": "yellow"}
 
 Decode = Callable[[Sequence[int]], str]
 
 
-class Segment(NamedTuple):
-    """Neighbouring tokens of one kind.
-
-    Attributes:
-        kind: "prompt"; "sampled", tokens that are trained; "masked", sampled tokens that are not.
-        token_ids: int32 (N,).
-    """
-
-    kind: str
-    token_ids: NDArray[np.int32]
-
-
-def segments(turn: StoredTurn) -> Iterator[Segment]:
-    """Yield the tokens that a turn adds: its new prompt tokens, then its response.
+def segments(turn: StoredTurn) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """Yield the kind and the tokens of each part of a turn: its new prompt, then its response.
 
     With loss_mask 1 1 0 of the response tokens 5 6 7::
 
         prompt 3 4, response 5 6 7  ->  prompt [3 4], sampled [5 6], masked [7]
     """
     if len(turn.new_prompt_ids):
-        yield Segment(PROMPT, turn.new_prompt_ids)
+        yield "prompt", turn.new_prompt_ids
     mask = turn.loss_mask
     if mask is None:
         mask = np.ones(turn.num_response_tokens, dtype=np.uint8)
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     for start, stop in itertools.pairwise(borders):
         if start < stop:
-            yield Segment(SAMPLED if mask[start] else MASKED, turn.response_ids[start:stop])
+            yield "sampled" if mask[start] else "masked", turn.response_ids[start:stop]
 
 
 def print_text(content: dict[str, Any], console: Console) -> None:
@@ -85,7 +70,9 @@ def read_text(
     url: str, run: str, name: str, *, tokenizer: Path, folder: Path | None = None
 ) -> dict[str, Any]:
     """Return a trajectory with its turns as text, in plain values."""
-    decode = load_decoder(tokenizer)
+    from turnstream_server.generators.chat import load_tokenizer
+
+    decode = functools.partial(load_tokenizer(tokenizer).decode, skip_special_tokens=False)
     with store_client(url) as client:
         run = open_run(client, run)
         history = read_history(client, run, name, folder=folder)
@@ -99,20 +86,6 @@ def read_text(
         "step": history.step,
         "turns": [_turn(turn, decode) for turn in turns],
     }
-
-
-def load_decoder(folder: Path) -> Decode:
-    """Return the function that turns token ids into text, special tokens included."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise InvalidConfigError("--tokenizer", f"{folder} has no tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # nothing narrower: the library raises Exception itself
-        raise InvalidConfigError("--tokenizer", f"{path} is no tokenizer: {error}") from error
-    return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
 
 def _read_turns(client: redis.Redis, run: str, history: TrajectoryHistory) -> list[StoredTurn]:
@@ -137,11 +110,7 @@ def _turn(turn: StoredTurn, decode: Decode) -> dict[str, Any]:
         "policy_versions": [each.version for each in turn.version_runs if each.version is not None],
         "reward": None if turn.rewards is None else float(turn.rewards.sum()),
         "segments": [
-            {
-                "kind": each.kind,
-                "num_tokens": len(each.token_ids),
-                "text": decode(each.token_ids.tolist()),
-            }
-            for each in segments(turn)
+            {"kind": kind, "num_tokens": len(token_ids), "text": decode(token_ids.tolist())}
+            for kind, token_ids in segments(turn)
         ],
     }

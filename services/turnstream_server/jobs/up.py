@@ -1,4 +1,4 @@
-"""`turnstream up`: the store and its batchers, until somebody says stop."""
+"""`turnstream up`: the store and its batchers, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from rich.console import Console
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.bus.core.stores import open_store
-from turnstream_server.jobs.services import start_batcher, store_environment
 from turnstream_server.jobs.stack import Stack
 from turnstream_server.settings import Settings, mask_password
 
@@ -20,20 +19,20 @@ _CHECK_S = 0.5
 def run_up(settings: Settings, *, folder: Path, num_batchers: int, console: Console) -> None:
     """Run until interrupted; print where to connect."""
     folder = folder.absolute()
-    listen = [_listen(settings, number) for number in range(num_batchers)]
+    host, first = settings.batcher_host, settings.batcher_port
+    ports = [first + number if first else 0 for number in range(num_batchers)]
     if settings.redis_url is None:
         _require_free(settings.store_port, host="127.0.0.1", option="--store-port")
-    for address in listen:
-        host, _, port = address.rpartition(":")
-        _require_free(int(port), host=host, option="--port")
+    for port in ports:
+        _require_free(port, host=host, option="--port")
     with_data = settings.model_copy(update={"data_dir": settings.data_dir or folder / "store"})
     with (
         open_store(with_data, port=settings.store_port) as url,
-        Stack(folder, store_environment(url)) as stack,
+        Stack(folder, store_url=url) as stack,
     ):
         found = [f"store    {mask_password(url)}"]
-        for number, address in enumerate(listen):
-            batcher = start_batcher(stack, name=f"batcher-{number}", listen=address)
+        for number, port in enumerate(ports):
+            batcher = stack.start_batcher(f"batcher-{number}", listen=f"{host}:{port}")
             found.append(f"batcher  {batcher.address}")
         found += [
             f"logs     {folder / 'logs'}",
@@ -44,12 +43,6 @@ def run_up(settings: Settings, *, folder: Path, num_batchers: int, console: Cons
         while True:
             stack.check()
             threading.Event().wait(_CHECK_S)
-
-
-def _listen(settings: Settings, number: int) -> str:
-    """Return the address of one of the batchers; their ports follow each other."""
-    port = settings.batcher_port + number if settings.batcher_port else 0
-    return f"{settings.batcher_host}:{port}"
 
 
 def _require_free(port: int, *, host: str, option: str) -> None:

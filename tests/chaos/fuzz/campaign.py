@@ -22,11 +22,10 @@ from fuzz.runs import (
     AFTER,
     NUM_GROUPS,
     HealthyRun,
-    KnownRun,
+    Rows,
     Trained,
     copy_run,
     make_run,
-    offer_run,
     publish,
     run_keys_of,
     train,
@@ -41,12 +40,11 @@ from turnstream.errors import (
 )
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.run.runs import close_run
+from turnstream.store.run.runs import close_run, list_run
 from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.services import StartedBatcher, start_batcher, store_environment
-from turnstream_server.jobs.stack import Stack
+from turnstream_server.jobs.stack import Service, Stack
 
 CHUNK: Final = 16
 """Damaged runs that are offered at once."""
@@ -70,12 +68,14 @@ class Case:
     """One damaged run.
 
     Attributes:
-        run: the run with the rows that it may serve.
+        run: name of the run.
+        rows: rows that it may serve.
         spot: the damage; None in a control chunk.
         trained: the rows and the end that a trainer saw.
     """
 
-    run: KnownRun
+    run: str
+    rows: Rows
     spot: Spot | None
     trained: Trained
 
@@ -110,7 +110,7 @@ class Place(NamedTuple):
     """A store with a batcher, and a client of the store."""
 
     server: EmbeddedServer
-    batcher: StartedBatcher
+    batcher: Service
     client: redis.Redis
 
 
@@ -175,7 +175,7 @@ class Campaign:
             self.report.num_cases += len(cases)
         for case in cases:
             self._judge(case)
-            self._remove(case.run.name)
+            self._remove(case.run)
 
     def _case(self, number: int, *, is_damaged: bool) -> Case:
         """Make a run, copy it to the store under test, and damage it there."""
@@ -185,9 +185,14 @@ class Campaign:
         is_planned = kind in (PLAN, LEDGER)
         server = self._builder.server if is_planned else self._fresh
         source = self._builder.client if is_planned else self._fresh_client
-        case = Case(run=make_run(server.url, name, rng), spot=None, trained=Trained())
+        rows = make_run(server.url, name, rng)
+        case = Case(run=name, rows=rows, spot=None, trained=Trained())
         if is_planned:
-            self._plan(name)
+            wait_until(
+                lambda: read_frontier(source, name).planned == NUM_GROUPS,
+                timeout_s=_READY_S,
+                describe=f"the plans of {name}",
+            )
         if kind == LEDGER:
             address = self._builder.batcher.address
             case.trained = train(address, name, timeout_s=_READY_S, max_steps=NUM_GROUPS - 1)
@@ -197,21 +202,13 @@ class Campaign:
             case.spot = damage_run(self._subject.client, name, kind, rng)
         return case
 
-    def _plan(self, name: str) -> None:
-        client = self._builder.client
-        wait_until(
-            lambda: read_frontier(client, name).planned == NUM_GROUPS,
-            timeout_s=_READY_S,
-            describe=f"the plans of {name}",
-        )
-
     def _train(self, case: Case) -> None:
         """Offer a run, write one more group, close the run, and train it to its end."""
-        name, url = case.run.name, self._subject.server.url
+        name, url = case.run, self._subject.server.url
         before = case.trained
-        offer_run(self._subject.client, name)
+        list_run(self._subject.client, name)  # the batchers find it
         try:
-            case.run = publish(url, case.run, [AFTER], random.Random(name))
+            case.rows |= publish(url, name, [AFTER], random.Random(name))
             close_run(self._subject.client, name)
         except TurnstreamError as error:
             case.trained = Trained(error=error, rows=before.rows)
@@ -223,10 +220,10 @@ class Campaign:
     def _judge(self, case: Case) -> None:
         """Record the violations of one case."""
         forged = case.spot is not None and case.spot.damage.is_forged
-        problems = wrong_rows(case.run, case.trained, checks_reward=not forged)
+        problems = wrong_rows(case.rows, case.trained, checks_reward=not forged)
         problems += _stops(case)
         self.report.outcomes[case.outcome] += 1
-        told = f"{case.run.name} ({case.spot}): "
+        told = f"{case.run} ({case.spot}): "
         error = case.trained.error
         self.report.problems += [f"{told}{each}; ended by {error!r}" for each in problems]
 
@@ -249,7 +246,7 @@ class Campaign:
 
     def _judge_processes(self) -> None:
         report = self.report
-        status = self._subject.batcher.service.status
+        status = self._subject.batcher.status
         if status is not None:
             report.problems.append(f"the batcher has ended with status {status}")
         for name, growth in report.growth_bytes.items():
@@ -261,7 +258,7 @@ class Campaign:
     def _memory(self, what: str) -> dict[str, int]:
         """Return a line of /proc/<pid>/status for each process, in bytes."""
         found: dict[str, int] = {}
-        pids = {"batcher": self._subject.batcher.service.pid, "store": self._subject.server.pid}
+        pids = {"batcher": self._subject.batcher.pid, "store": self._subject.server.pid}
         for name, pid in pids.items():
             status = Path(f"/proc/{pid}/status").read_text()
             (kib,) = re.findall(rf"^{what}:\s+(\d+) kB$", status, re.MULTILINE)
@@ -304,7 +301,6 @@ def _place(folder: Path) -> Iterator[Place]:
     """A store and a batcher of its own."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(EmbeddedServer(folder / "data"))
-        environment = {**store_environment(server.url), **_LEASE}
-        services = stack.enter_context(Stack(folder, environment))
-        batcher = start_batcher(services, name="batcher")
-        yield Place(server, batcher, stack.enter_context(connect(server.url)))
+        services = stack.enter_context(Stack(folder, store_url=server.url, environment=_LEASE))
+        client = stack.enter_context(connect(server.url))
+        yield Place(server, services.start_batcher(), client)

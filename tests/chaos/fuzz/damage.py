@@ -13,6 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import redis
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from turnstream.store.client import keys
 
@@ -26,7 +29,9 @@ HUGE_NUMBERS = (2**31 - 1, 2**31, 2**32 - 1, 2**53 + 1, 2**63 - 1, 2**64 - 1)
 
 _PREFIX = struct.Struct("<2s1sBI")
 _NUM_CRC_BYTES = 4
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT = 0
+_WIDTHS = {0: 0, 1: 8, 2: 0, 5: 4}
+"""Bytes of a field by its wire type: varint, fixed64, bytes, fixed32; 0 if they vary."""
 
 
 class Damage(NamedTuple):
@@ -44,13 +49,7 @@ class Damage(NamedTuple):
 
 def damaged(data: bytes, rng: random.Random) -> Damage:
     """Return the bytes after one random change; a framed record may get a fitting checksum."""
-    ways: list[Callable[[bytes, random.Random], Damage]] = [
-        random_bytes,
-        truncated,
-        flipped_bit,
-        flipped_byte,
-        repeated,
-    ]
+    ways: list[Callable[[bytes, random.Random], Damage]] = [*PLAIN_WAYS]
     if is_framed(data):
         ways += [forged_field, forged_field, forged_header, newer_version]
     return rng.choice(ways)(data, rng)
@@ -68,29 +67,33 @@ def truncated(data: bytes, rng: random.Random) -> Damage:
 
 
 def flipped_bit(data: bytes, rng: random.Random) -> Damage:
-    """Flip one bit.
-
-    >>> flipped_bit(b"", random.Random(0)).data
-    b''
-    """
-    if not data:
-        return Damage("nothing to flip", data)
-    place = rng.randrange(len(data))
-    return Damage("one bit flipped", _with_byte(data, place, data[place] ^ (1 << rng.randrange(8))))
+    """Flip one bit."""
+    return Damage("one bit flipped", _changed_byte(data, rng, 1 << rng.randrange(8)))
 
 
 def flipped_byte(data: bytes, rng: random.Random) -> Damage:
     """Replace one byte by another one."""
+    return Damage("one byte flipped", _changed_byte(data, rng, rng.randrange(1, 256)))
+
+
+def _changed_byte(data: bytes, rng: random.Random, bits: int) -> bytes:
+    """Flip these bits of one byte.
+
+    >>> _changed_byte(b"", random.Random(0), 1), _changed_byte(b"a", random.Random(0), 3)
+    (b'', b'b')
+    """
     if not data:
-        return Damage("nothing to flip", data)
+        return data
     place = rng.randrange(len(data))
-    other = data[place] ^ rng.randrange(1, 256)
-    return Damage("one byte flipped", _with_byte(data, place, other))
+    return data[:place] + bytes([data[place] ^ bits]) + data[place + 1 :]
 
 
 def repeated(data: bytes, rng: random.Random) -> Damage:
     """Write it several times, one after the other."""
     return Damage("repeated", data * rng.choice((2, 3, 50)))
+
+
+PLAIN_WAYS = (random_bytes, truncated, flipped_bit, flipped_byte, repeated)
 
 
 def is_framed(data: bytes) -> bool:
@@ -114,7 +117,7 @@ def forged_header(data: bytes, rng: random.Random) -> Damage:
 def newer_version(data: bytes, rng: random.Random) -> Damage:
     """Write the major version of a newer release."""
     header, body = _split(data)
-    newer = _with_byte(data, 3, rng.randrange(2, 256))
+    newer = data[:3] + bytes([rng.randrange(2, 256)]) + data[4:]
     return Damage("a newer release", _join(newer, header, body), True)
 
 
@@ -143,12 +146,7 @@ def _changed(value: int | bytes, rng: random.Random) -> int | bytes:
     inner = _fields(value)
     if inner and rng.random() < 0.8:
         return damaged_message(value, rng)
-    way = rng.choice((random_bytes, truncated, flipped_bit, flipped_byte, repeated))
-    return way(value, rng).data
-
-
-def _with_byte(data: bytes, place: int, byte: int) -> bytes:
-    return data[:place] + bytes([byte]) + data[place + 1 :]
+    return rng.choice(PLAIN_WAYS)(value, rng).data
 
 
 def _split(record: bytes) -> tuple[bytes, bytes]:
@@ -170,61 +168,35 @@ _Field = tuple[int, int, int | bytes]
 
 
 def _fields(message: bytes) -> list[_Field]:
-    """Return the fields of a protobuf message, in order; none where it does not parse."""
-    found: list[_Field] = []
-    place = 0
+    """Return the fields of a protobuf message, in order; none if it cannot be parsed."""
+    holder = Empty()
     try:
-        while place < len(message):
-            tag, place = _varint(message, place)
-            kind = tag & 7
-            if kind == _VARINT:
-                value, place = _varint(message, place)
-                found.append((tag >> 3, kind, value))
-                continue
-            if kind == _BYTES:
-                length, place = _varint(message, place)
-            else:
-                length = {_FIXED64: 8, _FIXED32: 4}[kind]
-            if place + length > len(message):
-                return []
-            found.append((tag >> 3, kind, message[place : place + length]))
-            place += length
-    except (IndexError, KeyError):
+        holder.ParseFromString(message)
+    except DecodeError:
         return []
-    return found if all(number for number, _, _ in found) else []
-
-
-def _varint(message: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[place]
-        value |= (byte & 0x7F) << shift
-        place, shift = place + 1, shift + 7
-        if byte < 0x80:
-            return value, place
+    found = [(each.field_number, each.wire_type, each.data) for each in UnknownFieldSet(holder)]
+    return [each for each in found if each[1] in _WIDTHS]
 
 
 def _encode(fields: list[_Field]) -> bytes:
     parts: list[bytes] = []
     for number, kind, value in fields:
-        parts.append(_encode_varint(number << 3 | kind))
-        if isinstance(value, int):
-            parts.append(_encode_varint(value % 2**64))
-        elif kind == _BYTES:
-            parts += [_encode_varint(len(value)), value]
+        parts.append(_varint(number << 3 | kind))
+        if isinstance(value, bytes):
+            parts += [_varint(len(value)), value]
+        elif width := _WIDTHS[kind]:
+            parts.append((value % 2 ** (8 * width)).to_bytes(width, "little"))
         else:
-            width = 8 if kind == _FIXED64 else 4
-            parts.append(value[:width].ljust(width, b"\0"))
+            parts.append(_varint(value % 2**64))
     return b"".join(parts)
 
 
-def _encode_varint(value: int) -> bytes:
+def _varint(value: int) -> bytes:
     parts = bytearray()
     while value >= 0x80:
         parts.append(value & 0x7F | 0x80)
         value >>= 7
-    parts.append(value)
-    return bytes(parts)
+    return bytes([*parts, value])
 
 
 class Spot(NamedTuple):

@@ -7,9 +7,9 @@ import random
 import string
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import redis
 
@@ -19,8 +19,8 @@ from turnstream.errors import TurnstreamError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.run.runs import create_run, list_run
-from turnstream.types import Group, RecoveryToken, Turn
+from turnstream.store.run.runs import create_run
+from turnstream.types import RecoveryToken, Trajectory, Turn
 from turnstream.worker import BatchStream
 
 _GROUPS_PER_WRITE = 4
@@ -42,20 +42,15 @@ CONFIG = BatchingConfig(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """A row as it must be served: its letters, with trained ones as capitals, and its reward."""
 
     letters: str
     reward: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownRun:
-    """A run and the row of each of its trajectories, by trajectory id."""
-
-    name: str
-    rows: Mapping[str, Row]
+Rows = dict[str, Row]
+"""The row of each trajectory of a run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,32 +75,26 @@ class Trained:
         return {name.partition("/")[0] for name, _ in self.rows}
 
 
-def make_run(url: str, name: str, rng: random.Random) -> KnownRun:
+def make_run(url: str, name: str, rng: random.Random) -> Rows:
     """Create a run, and publish its groups."""
     with connect(url) as client:
         create_run(client, name, CONFIG)
-    return publish(url, KnownRun(name=name, rows={}), [f"g{i}" for i in range(NUM_GROUPS)], rng)
+    return publish(url, name, [f"g{i}" for i in range(NUM_GROUPS)], rng)
 
 
-def publish(url: str, run: KnownRun, group_ids: list[str], rng: random.Random) -> KnownRun:
-    """Publish groups of random letters; return the run with their rows."""
-    rows = dict(run.rows)
-    with Publisher(url, run.name) as publisher:
+def publish(url: str, run: str, group_ids: list[str], rng: random.Random) -> Rows:
+    """Publish groups of random letters; return their rows."""
+    rows: Rows = {}
+    with Publisher(url, run) as publisher:
         for group_id in group_ids:
-            group, known = _group(group_id, rng)
-            publisher.publish(group).result(30)
-            rows |= known
-    return KnownRun(name=run.name, rows=rows)
-
-
-def _group(group_id: str, rng: random.Random) -> tuple[Group, dict[str, Row]]:
-    members, rows = [], {}
-    for sample in range(GROUP_SIZE):
-        turns, letters = _turns(rng)
-        reward = float(sample) + rng.randrange(100) / 4
-        members.append(testkit.trajectory(*turns, sample=sample, reward=reward))
-        rows[f"{group_id}/{sample}/0"] = Row(letters=letters, reward=reward)
-    return testkit.group(group_id, *members), rows
+            members: list[Trajectory] = []
+            for sample in range(GROUP_SIZE):
+                turns, letters = _turns(rng)
+                reward = float(sample) + rng.randrange(100) / 4
+                members.append(testkit.trajectory(*turns, sample=sample, reward=reward))
+                rows[f"{group_id}/{sample}/0"] = Row(letters, reward)
+            publisher.publish(testkit.group(group_id, *members)).result(30)
+    return rows
 
 
 def _turns(rng: random.Random) -> tuple[list[Turn], str]:
@@ -144,11 +133,6 @@ def run_keys_of(client: redis.Redis, name: str) -> list[bytes]:
     return sorted(found)
 
 
-def offer_run(client: redis.Redis, name: str) -> None:
-    """Let the batchers of the store find the run."""
-    list_run(client, name)
-
-
 def train(
     target: str,
     run: str,
@@ -178,17 +162,17 @@ def _rows_of(mini_batch: Any) -> list[tuple[str, Row]]:
     rows = mini_batch.rows
     found = zip(rows.trajectory_id, testkit.spell(rows), rows.reward, rows.is_padding, strict=True)
     return [
-        (str(name), Row(letters=letters, reward=float(reward)))
+        (str(name), Row(letters, float(reward)))
         for name, letters, reward, is_padding in found
         if not is_padding
     ]
 
 
-def wrong_rows(run: KnownRun, trained: Trained, *, checks_reward: bool) -> list[str]:
+def wrong_rows(rows: Rows, trained: Trained, *, checks_reward: bool) -> list[str]:
     """Return one sentence for each served row that is unknown, changed or a repeat."""
     problems, seen = [], set[str]()
     for name, row in trained.rows:
-        expected = run.rows.get(name)
+        expected = rows.get(name)
         if expected is None:
             problems.append(f"{name} was served, and no generator wrote it")
         elif row.letters != expected.letters:
@@ -248,10 +232,9 @@ class HealthyRun:
 
     def _generate(self) -> None:
         rng, number = random.Random(self._name), 0
-        run = KnownRun(name=self._name, rows={})
         while not self._stops.is_set():
             group_ids = [f"h{number + i}" for i in range(_GROUPS_PER_WRITE)]
-            publish(self._url, run, group_ids, rng)
+            publish(self._url, self._name, group_ids, rng)
             number += _GROUPS_PER_WRITE
             while number - len(self.steps_s) > 20 and not self._stops.wait(0.01):
                 pass

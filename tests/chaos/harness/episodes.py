@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 MAX_TURNS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EpisodeTurn:
+class EpisodeTurn(NamedTuple):
     """One model call of an episode."""
 
     prompt_ids: NDArray[np.int32]
@@ -76,7 +75,7 @@ def episode(
         response = sampled(trajectory, writer=writer, index=index, num_more=num_more)
         forgets = not turns or _number(seed, f"edit{index}") % 5 == 0
         prompt = observed if forgets else np.concatenate([turns[-1].context, observed])
-        turns.append(EpisodeTurn(prompt_ids=prompt, response_ids=response))
+        turns.append(EpisodeTurn(prompt, response))
     spans = _spans(turns)
     columns = tuple(_row(parts) for parts in spans)
     return Episode(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,6 @@ from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import LEASE_S
 from harness.running import InVainError, Stack
-from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError
 from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream.store.run.runs import pause_run, resume_run
@@ -43,6 +43,11 @@ def _one_of(stack: Stack, services: Iterable[Service]) -> Service:
     return stack.rng.choice(living)
 
 
+def _sleep(stack: Stack, services: Iterable[Service], seconds: float) -> None:
+    with asleep(_one_of(stack, services).pid):
+        time.sleep(seconds)
+
+
 def kill_a_batcher(stack: Stack) -> None:
     """Send SIGKILL."""
     _one_of(stack, stack.batchers.values()).kill()
@@ -50,8 +55,7 @@ def kill_a_batcher(stack: Stack) -> None:
 
 def put_a_batcher_to_sleep(stack: Stack) -> None:
     """Send SIGSTOP for twice its lease."""
-    with asleep(_one_of(stack, stack.batchers.values()).pid):
-        stack.pause(2 * LEASE_S)
+    _sleep(stack, stack.batchers.values(), 2 * LEASE_S)
 
 
 def kill_a_rank(stack: Stack) -> None:
@@ -61,8 +65,7 @@ def kill_a_rank(stack: Stack) -> None:
 
 def put_a_rank_to_sleep(stack: Stack) -> None:
     """Send SIGSTOP for a while."""
-    with asleep(_one_of(stack, stack.rig.ranks).pid):
-        stack.pause(stack.rng.uniform(0.5, 2.0))
+    _sleep(stack, stack.rig.ranks, stack.rng.uniform(0.5, 2.0))
 
 
 def kill_a_generator(stack: Stack) -> None:
@@ -72,8 +75,7 @@ def kill_a_generator(stack: Stack) -> None:
 
 def put_a_generator_to_sleep(stack: Stack) -> None:
     """Send SIGSTOP for a while."""
-    with asleep(_one_of(stack, stack.generators.values()).pid):
-        stack.pause(stack.rng.uniform(0.5, 2.0))
+    _sleep(stack, stack.generators.values(), stack.rng.uniform(0.5, 2.0))
 
 
 def kill_the_store(stack: Stack) -> None:
@@ -88,7 +90,7 @@ def cut_the_stores_power(stack: Stack) -> None:
     """
     if stack.durability == "everysec":
         stack.machine.freeze_disk()
-        stack.pause(stack.rng.uniform(0.0, LATE_SYNC_S))
+        time.sleep(stack.rng.uniform(0.0, LATE_SYNC_S))
         if stack.rng.random() < 0.5:
             with contextlib.suppress(InVainError):
                 kill_a_generator(stack)
@@ -98,7 +100,7 @@ def cut_the_stores_power(stack: Stack) -> None:
 def put_the_store_to_sleep(stack: Stack) -> None:
     """Send SIGSTOP for longer than a lease."""
     with asleep(stack.rig.server.pid):
-        stack.pause(stack.rng.uniform(0.5, 2 * LEASE_S))
+        time.sleep(stack.rng.uniform(0.5, 2 * LEASE_S))
 
 
 def lose_replies_of_the_store(stack: Stack) -> None:
@@ -114,7 +116,7 @@ def cut_all_connections_to_the_store(stack: Stack) -> None:
 def silence_the_store(stack: Stack) -> None:
     """Keep connections half-open: requests arrive, replies do not, until all are reset."""
     stack.store.replies.is_silent = True
-    stack.pause(stack.rng.uniform(0.5, 2.0))
+    time.sleep(stack.rng.uniform(0.5, 2.0))
     stack.store.replies.is_silent = False
     stack.store.cut_all()
 
@@ -122,7 +124,7 @@ def silence_the_store(stack: Stack) -> None:
 def slow_the_store_down(stack: Stack) -> None:
     """Delay every reply."""
     stack.store.replies.delay_s = stack.rng.uniform(0.01, 0.1)
-    stack.pause(2.0)
+    time.sleep(2.0)
     stack.store.replies.delay_s = 0.0
 
 
@@ -133,17 +135,17 @@ def cut_transfers_to_the_ranks(stack: Stack) -> None:
 
 def _cut_replies(stack: Stack, proxy: Proxy, *, within_bytes: int) -> None:
     """Cut three replies, one after the other."""
-    before = proxy.replies.num_cuts
+    before = proxy.num_breaks
     for number in range(1, 4):
-        proxy.cut_next_reply(after_bytes=stack.rng.randint(0, within_bytes))
+        proxy.break_next_reply(after_bytes=stack.rng.randint(0, within_bytes))
         with contextlib.suppress(TimeoutError):
             stack.rig.wait(
-                lambda number=number: proxy.replies.num_cuts >= before + number,
+                lambda number=number: proxy.num_breaks >= before + number,
                 "a reply to cut",
                 timeout_s=CUT_S,
             )
-    proxy.replies.cut_after_bytes = None
-    if proxy.replies.num_cuts == before:
+    proxy.spare_next_reply()
+    if proxy.num_breaks == before:
         raise InVainError("no request came")
 
 
@@ -152,7 +154,7 @@ def fill_the_stores_memory(stack: Stack) -> None:
     memory: Any = stack.rig.client.info("memory")
     before = _num_refused(stack)
     stack.rig.client.config_set("maxmemory", memory["used_memory"])
-    stack.pause(2.0)
+    time.sleep(2.0)
     num_refused = _num_refused(stack) - before
     stack.rig.client.config_set("maxmemory", memory["maxmemory"])
     if not num_refused:
@@ -184,7 +186,7 @@ def pause_the_run(stack: Stack) -> None:
     client, run = stack.rig.client, stack.rig.run
     pause_run(client, run, "a fault")
     before = read_frontier(client, run)
-    stack.pause(stack.rng.uniform(0.2, 1.0))
+    time.sleep(stack.rng.uniform(0.2, 1.0))
     if stack.rng.random() < 0.5:
         stack.batchers[stack.rng.choice(list(stack.batchers))].kill()
         stack.mend_services()
@@ -223,7 +225,7 @@ def _store_revision(stack: Stack) -> tuple[int, int]:
     last = read_revisions(client, run).last.config
     wanted = dataclasses.replace(
         last,
-        batch_groups=_other_size(last),
+        batch_groups=MOST_GROUPS if last.batch_groups < MOST_GROUPS else 4,
         max_tokens_per_micro_batch=stack.rng.choice((64, 96, 128)),
     )
     while True:
@@ -232,10 +234,6 @@ def _store_revision(stack: Stack) -> tuple[int, int]:
             return revise_config(client, run, wanted, from_step=from_step), from_step
         except ConflictError:  # the step is already planned
             continue
-
-
-def _other_size(last: BatchingConfig) -> int:
-    return MOST_GROUPS if last.batch_groups < MOST_GROUPS else 4
 
 
 FAULTS: tuple[Fault, ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,7 @@ class Writing:
 def right_history() -> Lines:
     """Two trainers of two ranks: the second begins behind step 2 of the three that the first took.
 
-    Every step has two groups of two, each group a mini-batch of its own. Two observers see all of
-    it: the first is killed when it has seen step 2, and the second sees that again.
+    Every step has two groups of two, each group a mini-batch of its own.
     """
     writing = Writing()
     for group in range(2 * NUM_STEPS):
@@ -44,8 +43,6 @@ def right_history() -> Lines:
         writing.add(who, "planned", step=step, epoch=epoch, manifest=f"m{step}")
     write_session(writing, "first", after_step=0, steps=[1, 2, 3], commits=[2])
     write_session(writing, "second", after_step=2, steps=[3, 4], commits=[4])
-    write_observer(writing, "observer-1", steps=[1, 2], ends=False)
-    write_observer(writing, "observer-2", steps=[2, 3, 4], ends=True)
     return writing.lines
 
 
@@ -101,21 +98,6 @@ def write_session(
         writing.add(names[0], "announced", version=version + step, step=step, **whose[0])
     weights = [f"m{step}" for step in range(1, steps[-1] + 1)]
     writing.add(names[0], "done", weights=weights, **whose[0])
-
-
-def write_observer(writing: Writing, process: str, *, steps: Sequence[int], ends: bool) -> None:
-    """An observer that sees these steps; one that does not end is killed before it has said so."""
-    writing.add(process, "observing", missed=0)
-    for step in steps:
-        for mini_batch in range(2):
-            facts = {"step": step, "mini_batch": mini_batch, "num_mini_batches": 2}
-            names = {"manifest": f"m{step}", "content": f"o{step}-{mini_batch}"}
-            writing.add(process, "observed", **facts, **names)
-        writing.add(process, "seeing", step=step)
-        if ends or step != steps[-1]:
-            writing.add(process, "seen", step=step)
-    if ends:
-        writing.add(process, "observed_all")
 
 
 def share(step: int, mini_batch: int, dp_rank: int) -> dict[str, Any]:

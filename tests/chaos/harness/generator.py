@@ -1,11 +1,8 @@
 """A generator process: publishes groups of known content, and logs every call.
 
-By its options it may do the following:
-
-- It hangs in one trajectory, after its first turn, until a file appears.
-- It helps: it adopts open trajectories and takes refills, without groups of its own.
-- It takes tasks instead of groups of its own, or evaluates now and then.
-- It leaves the rewards of some trajectories to another process (harness.poster).
+Its options let it hang in one trajectory after the first turn, until a file appears; adopt open
+trajectories and play refills, without groups of its own; take tasks, or evaluate now and then; and
+leave the rewards of some trajectories to another process (harness.poster).
 """
 
 from __future__ import annotations
@@ -29,9 +26,7 @@ from turnstream.errors import (
 )
 from turnstream.generator import Publisher
 from turnstream.generator.api.trajectory_writers import TrajectoryWriter
-from turnstream.generator.outbox.receipts import Receipt
 from turnstream.store.client import keys
-from turnstream.types import TrajectoryKey
 from turnstream_server.jobs.stack import end_when_stdin_closes
 
 _POLL_S = 0.05
@@ -80,7 +75,7 @@ def main() -> None:
         log.usage = lambda: _usage(publisher)
         generator = _Generator(publisher, log, options)
         for number in range(options.first, options.first + options.groups):
-            if not generator.go_on(number):
+            if not generator.play(number):
                 break
             threading.Event().wait(options.pause_s)
         if options.helps_until is not None:
@@ -108,26 +103,38 @@ class _Generator:
         self._publisher = publisher
         self._log = log
         self._options = options
-        # A write waits for its answer, and behind it for what the publisher resends before.
+        # A write waits for its answer, after everything that the publisher resends before.
         self._write_s: float = options.timeout_s + 5.0
 
-    def go_on(self, number: int) -> bool:
-        """One group more, and an evaluation now and then; False once the run takes no more.
+    def play(self, number: int) -> bool:
+        """Play one group more, and an evaluation now and then; False once the run is closed.
 
-        Now and then it also looks for what others have left open.
+        Now and then it also adopts trajectories of others.
         """
-        every = self._options.takes_over_every
-        if every and number % every == 0:
-            self.take_over_lapsed()
-        if self._options.takes_tasks:
-            return self._take()
-        every, name = self._options.evaluates_every, f"{self._options.writer}-{number}"
-        if every and number % every == 0 and not self._play(f"{name}-eval", purpose="eval"):
+        options = self._options
+        if options.takes_over_every and number % options.takes_over_every == 0:
+            self._take_over_lapsed()
+        if options.takes_tasks:
+            return self._play_task()
+        every, name = options.evaluates_every, f"{options.writer}-{number}"
+        if every and number % every == 0 and not self._play_group(f"{name}-eval", purpose="eval"):
             return False
-        return self._play(name)
+        return self._play_group(name)
 
-    def _take(self) -> bool:
-        """One task; False once the run takes no more."""
+    def help(self, end: Path) -> None:
+        """Adopt lapsed trajectories and play refills, until a file appears."""
+        while not end.exists():
+            self._take_over_lapsed()
+            self._log.write("asking")
+            try:
+                refill = self._publisher.next_refill(_POLL_S)
+            except NotReadyError:
+                self._log.write("asked_in_vain")
+                continue
+            self._log.write("granted", trajectory=refill.key.trajectory_id)
+            self._play_trajectory(self._publisher.refill_trajectory(refill))
+
+    def _play_task(self) -> bool:
         self._log.write("asking_task", num_samples=self._options.samples)
         try:
             with self._log.waiting("task", deadline_s=_ADMISSION_S + 5.0):
@@ -135,7 +142,7 @@ class _Generator:
         except (EndOfRunError, NotReadyError, PromptsExhaustedError) as error:
             self._log.write("asked_task_in_vain", num_samples=self._options.samples)
             return not isinstance(error, EndOfRunError)
-        except StoreUnavailableError as error:  # it may have been given, and is asked for again
+        except StoreUnavailableError as error:  # a task that was assigned is returned again
             self._log.write("not_answered", error=repr(error))
             return True
         with task:
@@ -148,45 +155,31 @@ class _Generator:
                 payload=task.payload.decode(),
             )
             for writer in task.trajectories:
-                self._play_sample(writer)
+                self._play_trajectory(writer)
         return True
 
-    def _play(self, group_id: str, *, purpose: str = "train") -> bool:
-        """One group; False once the run takes no more."""
+    def _play_group(self, group_id: str, *, purpose: str = "train") -> bool:
         samples: int = self._options.samples
         self._log.write("opening", group=group_id, num_samples=samples, purpose=purpose)
         group = self._publisher.group(group_id, samples, purpose=purpose)
         try:
             with self._log.waiting("admission", deadline_s=_ADMISSION_S + 5.0):
                 group.__enter__()
-        except EndOfRunError:
-            self._log.write("refused", group=group_id, error="EndOfRunError")
-            return False
         except TurnstreamError as error:
-            self._log.write("refused", group=group_id, error=repr(error))
-            return True
+            is_end = isinstance(error, EndOfRunError)
+            self._log.write(
+                "refused", group=group_id, error="EndOfRunError" if is_end else repr(error)
+            )
+            return not is_end
         try:
             self._log.write("opened", group=group_id, num_samples=samples)
             for sample in range(samples):
-                self._play_sample(group.trajectory(sample))
+                self._play_trajectory(group.trajectory(sample))
         finally:
             group.__exit__(None, None, None)
         return True
 
-    def help(self, end: Path) -> None:
-        """Take over what lapses and take what is to be tried again, until a file appears."""
-        while not end.exists():
-            self.take_over_lapsed()
-            self._log.write("asking")
-            try:
-                refill = self._publisher.next_refill(_POLL_S)
-            except NotReadyError:
-                self._log.write("asked_in_vain")
-                continue
-            self._log.write("granted", trajectory=refill.key.trajectory_id)
-            self._play_sample(self._publisher.refill_trajectory(refill))
-
-    def take_over_lapsed(self) -> None:
+    def _take_over_lapsed(self) -> None:
         """Adopt open trajectories of dead generators, except in groups that are left alone."""
         try:
             with self._log.waiting("lapsed", deadline_s=self._write_s):
@@ -195,69 +188,67 @@ class _Generator:
             self._log.write("not_answered", error=repr(error))
             return
         for lapsed in found:
-            if not left_alone(lapsed.key.group_id, one_in=self._options.leaves_one_in):
-                self._take_over(lapsed.key)
+            if left_alone(lapsed.key.group_id, one_in=self._options.leaves_one_in):
+                continue
+            name = lapsed.key.trajectory_id
+            try:
+                with self._log.waiting("adoption", deadline_s=self._write_s):
+                    writer = self._publisher.adopt(*lapsed.key)
+            except (ConflictError, FencedError, StoreUnavailableError) as error:
+                self._log.write("not_taken", trajectory=name, error=repr(error))
+                continue
+            self._log.write(
+                "taken",
+                trajectory=name,
+                num_turns=len(writer.turns),
+                sampled=[turn.response_ids.tolist() for turn in writer.turns],
+                num_samples=self._options.samples,
+            )
+            self._play_trajectory(
+                writer, before=[EpisodeTurn(t.prompt_ids, t.response_ids) for t in writer.turns]
+            )
 
-    def _take_over(self, key: TrajectoryKey) -> None:
-        try:
-            with self._log.waiting("take-over", deadline_s=self._write_s):
-                writer = self._publisher.adopt(*key)
-        except (ConflictError, FencedError, StoreUnavailableError) as error:
-            self._log.write("not_taken", trajectory=key.trajectory_id, error=repr(error))
-        else:
-            self._go_on(writer)
-
-    def _go_on(self, writer: TrajectoryWriter) -> None:
-        name = writer.key.trajectory_id
-        before = [
-            EpisodeTurn(prompt_ids=t.prompt_ids, response_ids=t.response_ids) for t in writer.turns
-        ]
-        sampled = [turn.response_ids.tolist() for turn in before]
-        self._log.write(
-            "taken",
-            trajectory=name,
-            num_turns=len(before),
-            sampled=sampled,
-            num_samples=self._options.samples,
-        )
-        said = self._episode(name, before)
-        self._play_said(writer, name, said, first=len(before))
-
-    def _episode(self, name: str, before: Sequence[EpisodeTurn] = ()) -> Episode:
-        options = self._options
-        return episode(name, writer=options.writer, before=before, num_more=options.more_tokens)
-
-    def _hang(self, name: str) -> None:
-        if name == self._options.hang_in:
-            self._log.write("hanging", trajectory=name)
-            while not self._options.hang_until.exists():
-                threading.Event().wait(_POLL_S)
-
-    def _play_sample(self, writer: TrajectoryWriter) -> None:
-        name = writer.key.trajectory_id
-        self._play_said(writer, name, self._episode(name))
-
-    def _play_said(
-        self, writer: TrajectoryWriter, name: str, said: Episode, *, first: int = 0
+    def _play_trajectory(
+        self, writer: TrajectoryWriter, *, before: Sequence[EpisodeTurn] = ()
     ) -> None:
+        """Write the turns after those of an earlier writer, and seal the trajectory."""
+        name = writer.key.trajectory_id
+        options = self._options
+        said = episode(name, writer=options.writer, before=before, num_more=options.more_tokens)
         try:
-            self._write(writer, name, said, first=first)
+            for index, turn in enumerate(said.turns[len(before) :], len(before)):
+                self._append(writer, index, turn)
+                if index == len(before) and name == options.hang_in:
+                    self._log.write("hanging", trajectory=name)
+                    while not options.hang_until.exists():
+                        threading.Event().wait(_POLL_S)
+            self._seal(writer, said)
         except TurnstreamError as error:
             self._log.write("refused", trajectory=name, error=repr(error))
             if not writer.has_ended:
                 writer.abandon(type(error).__name__)
 
-    def _write(self, writer: TrajectoryWriter, name: str, said: Episode, *, first: int = 0) -> None:
-        for index, turn in enumerate(said.turns[first:], first):
-            self._log.write("appending", trajectory=name, turn=index)
-            receipt = writer.append(
-                turn.prompt_ids, turn.response_ids, policy_version=self._options.version
-            )
-            with self._log.waiting("append", deadline_s=self._write_s):
-                self._wait_for(receipt, name)
-            self._log.write("appended", trajectory=name, turn=index)
-            if index == first:
-                self._hang(name)
+    def _append(self, writer: TrajectoryWriter, index: int, turn: EpisodeTurn) -> None:
+        """Append a turn and wait for its acknowledgement; log the reasons of a long wait."""
+        name = writer.key.trajectory_id
+        self._log.write("appending", trajectory=name, turn=index)
+        receipt = writer.append(
+            turn.prompt_ids, turn.response_ids, policy_version=self._options.version
+        )
+        with self._log.waiting("append", deadline_s=self._write_s):
+            until_s = time.monotonic() + self._write_s
+            while not receipt.is_done and (left_s := until_s - time.monotonic()) > 0:
+                try:
+                    receipt.result(min(left_s, _LONG_S))
+                except NotReadyError as slow:
+                    reasons = [[reason.kind, reason.sentence] for reason in slow.reasons]
+                    if not receipt.is_done:
+                        self._log.write("told_to_wait", trajectory=name, reasons=reasons)
+            receipt.result(0)
+        self._log.write("appended", trajectory=name, turn=index)
+
+    def _seal(self, writer: TrajectoryWriter, said: Episode) -> None:
+        name = writer.key.trajectory_id
         awaits = awaits_reward(name, one_in=self._options.awaits_one_in)
         reward = None if awaits else said.reward
         self._log.write(
@@ -272,21 +263,6 @@ class _Generator:
         with self._log.waiting("seal", deadline_s=self._write_s):
             writer.seal(reward, awaits_reward=awaits)
         self._log.write("sealed", trajectory=name)
-
-    def _wait_for(self, receipt: Receipt, name: str) -> None:
-        """Until the store has it; notes again and again why that takes so long."""
-        until_s = time.monotonic() + self._write_s
-        while not receipt.is_done and (left_s := until_s - time.monotonic()) > 0:
-            try:
-                receipt.result(min(left_s, _LONG_S))
-            except NotReadyError as slow:
-                if not receipt.is_done:
-                    self._log.write(
-                        "told_to_wait",
-                        trajectory=name,
-                        reasons=[[reason.kind, reason.sentence] for reason in slow.reasons],
-                    )
-        receipt.result(0)  # where it was done just when a wait had ended, that it was counts
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+Violations = Iterator[str]
+"""Sentences about what contradicts an invariant."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from harness.history import History, Line
+from harness.history import History, Line, Violations
 from turnstream.store.client import keys
 
 LOSS_S = 5.0
@@ -76,8 +76,6 @@ def _named_losses(logs: Path) -> set[str]:
             found.add(f"{group if '%' in group else keys.encode_name(group)}/{rest}")
     return found
 
-
-Violations = Iterator[str]
 
 NAMED = ("ConflictError", "FencedError", "StoreBehindError")
 """Errors for a generator that lost a trajectory."""

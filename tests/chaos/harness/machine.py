@@ -6,10 +6,9 @@ import contextlib
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,8 @@ _SOURCE = Path(__file__).with_name("shim.c")
 class Machine:
     """The simulated machine of one server, and of other processes with their own clocks.
 
-    Args:
-        folder: folder for the shim and its notes.
-        server: program of the server; None is the embedded one.
-
-    Attributes:
-        binary: the server on this machine, for `EmbeddedServer`.
+    `binary` is the server on this machine, for `EmbeddedServer`; `folder` gets the shim and its
+    notes.
     """
 
     def __init__(self, folder: Path, *, server: Path | None = None) -> None:
@@ -42,7 +37,10 @@ class Machine:
         self._synced.mkdir()
         variables = {**self.environment(), "TS_SYNCED": str(self._synced)}
         environment = " ".join(f'{name}="{value}"' for name, value in variables.items())
-        self.binary = server_with(folder, server or find_binary(), environment=environment)
+        self.binary = folder / "server"
+        program = f'{environment} exec "{server or find_binary()}" "$@"'
+        self.binary.write_text(f"#!/bin/sh\n{program}\n")
+        self.binary.chmod(0o700)
 
     def environment(self, of: str = "store") -> dict[str, str]:
         """Return the variables of a process that uses the clock of this name."""
@@ -126,17 +124,6 @@ def _write_us(path: Path, seconds: float) -> None:
 
 def _append_only_files(data_dir: Path) -> list[Path]:
     return list(data_dir.glob("appendonlydir/*.incr.aof"))
-
-
-def server_with(
-    folder: Path, binary: Path, *, arguments: Sequence[str] = (), environment: str = ""
-) -> Path:
-    """A program that is the server with other arguments or variables, for `EmbeddedServer`."""
-    path = folder / f"server-{len(list(folder.glob('server-*')))}"
-    words = " ".join(arguments)
-    path.write_text(f'#!/bin/sh\n{environment} exec "{binary}" "$@" {words}\n')
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 @contextlib.contextmanager

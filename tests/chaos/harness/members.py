@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from harness.episodes import prompt_payload, sampled
-from harness.history import History, Line, MiniBatchName
-
-Violations = Iterator[str]
+from harness.history import History, Line, MiniBatchName, Violations
 
 
 def groups_have_their_members(history: History) -> Violations:
@@ -27,12 +25,10 @@ def groups_have_their_members(history: History) -> Violations:
                 if len(tried) > 1:
                     yield f"{name}: sample {sample} of {group} is trained as {sorted(tried)}"
             for sample in range(history.members.get(group, 0)):
-                if sample not in by_sample and not _is_excused(history, group, sample):
+                own = f"{group}/{sample}/"
+                is_excused = any(each.startswith(own) for each in history.excused)
+                if sample not in by_sample and not is_excused:
                     yield f"{name}: {group} is trained without its sample {sample}"
-
-
-def _is_excused(history: History, group: str, sample: int) -> bool:
-    return any(name.startswith(f"{group}/{sample}/") for name in history.excused)
 
 
 def rows_are_what_was_said(history: History) -> Violations:
@@ -62,38 +58,34 @@ def rows_are_what_was_said(history: History) -> Violations:
                 yield f"{name}: {trajectory} is {got}, its writers sealed {said}"
 
 
-def acknowledged_turns_are_kept(history: History) -> Violations:
-    """P1: an adopting generator finds every turn that was acknowledged before."""
-    appended: dict[str, list[Line]] = {}
-    for line in history.of("appended", "taken"):
-        trajectory = line["trajectory"]
-        if line.kind == "appended":
-            appended.setdefault(trajectory, []).append(line)
-            continue
-        known = max((each["turn"] + 1 for each in appended.get(trajectory, ())), default=0)
-        if line["num_turns"] < known:
-            yield f"{line.process} found {line['num_turns']} turns of {trajectory}, not {known}"
-    for trajectory in appended:
-        if trajectory.split("/")[0] not in history.members:
-            yield f"turns of {trajectory} were acknowledged, and its group was never opened"
+def adopted_turns_are_those_appended(history: History) -> Violations:
+    """P1: an adopting generator finds every acknowledged turn, each as a generator wrote it.
 
-
-def takers_find_what_was_said(history: History) -> Violations:
-    """Each turn that is found of a trajectory is what a generator before said in that turn."""
+    A store that has lost its newest data may have fewer turns.
+    """
+    known: dict[str, int] = {}
     writers: dict[tuple[str, int], list[str]] = {}
-    for line in history.of("appending", "taken"):
-        trajectory = line["trajectory"]
+    for line in history.of("appending", "appended", "taken"):
+        name = line["trajectory"]
         if line.kind == "appending":
-            turn = trajectory, line["turn"]
+            turn = name, line["turn"]
             writers.setdefault(turn, []).append(line.process.removeprefix("generator-"))
-            continue
-        for index, found in enumerate(line.facts.get("sampled", ())):
-            said = [
-                sampled(trajectory, writer=writer, index=index).tolist()
-                for writer in writers.get((trajectory, index), ())
-            ]
-            if found not in said:
-                yield f"{line.process} found {found} in turn {index} of {trajectory}, not {said}"
+        elif line.kind == "appended":
+            known[name] = max(known.get(name, 0), line["turn"] + 1)
+        else:
+            num_turns = 0 if history.cuts else known.get(name, 0)
+            if line["num_turns"] < num_turns:
+                yield f"{line.process} found {line['num_turns']} turns of {name}, not {num_turns}"
+            for index, found in enumerate(line.facts.get("sampled", ())):
+                said = [
+                    sampled(name, writer=writer, index=index).tolist()
+                    for writer in writers.get((name, index), ())
+                ]
+                if found not in said:
+                    yield f"{line.process} found {found} in turn {index} of {name}, not {said}"
+    for name in known:
+        if not history.cuts and name.split("/")[0] not in history.members:
+            yield f"turns of {name} were acknowledged, and its group was never opened"
 
 
 def steps_are_stepped_by_all_ranks(history: History) -> Violations:
@@ -124,10 +116,6 @@ def _trained(history: History) -> Iterator[tuple[MiniBatchName, dict[str, list[d
         yield name, rows
 
 
-TAKEN = ("POSTED", "DUPLICATE")
-"""Outcomes of a reward that counts."""
-
-
 def awaited_rewards_are_those_posted(history: History) -> Violations:
     """A reward that was acknowledged in time is the one that was trained; one told late is not."""
     taken = rewards_taken(history)
@@ -152,7 +140,7 @@ def rewards_taken(history: History) -> dict[str, set[float]]:
     """Trajectory -> the rewards of which a process was told that they count."""
     found: dict[str, set[float]] = {}
     for line in history.of("posted"):
-        if line["outcome"] in TAKEN:
+        if line["outcome"] in ("POSTED", "DUPLICATE"):
             found.setdefault(line["trajectory"], set()).add(line["reward"])
     return found
 
@@ -167,12 +155,11 @@ def _refused(history: History) -> Iterator[tuple[str, float]]:
 
 
 def _trained_rewards(history: History) -> dict[str, set[float]]:
-    """Trajectory that awaited its reward -> those with which it came to the ranks."""
+    """Return the trained rewards of each trajectory that awaited its reward."""
     found: dict[str, set[float]] = {}
-    for _, lines in history.complete_mini_batches():
-        for row in itertools.chain.from_iterable(line["rows"] for line in lines):
-            if row["trajectory"] in history.awaiting:
-                found.setdefault(row["trajectory"], set()).add(row["reward"])
+    for _, rows in _trained(history):
+        for name in rows.keys() & history.awaiting:
+            found.setdefault(name, set()).update(row["reward"] for row in rows[name])
     return found
 
 

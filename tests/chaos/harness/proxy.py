@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import secrets
 import socket
@@ -26,30 +27,31 @@ class Lane:
 
     Attributes:
         delay_s: delay of every piece.
-        held_until_s: time of `time.monotonic` until which all bytes are held.
-        cut_after_bytes: bytes that pass before one connection is reset; None resets none.
+        held_until_s: time of `time.monotonic` until which all bytes are delayed.
         is_silent: whether bytes are received and not forwarded; the connection stays open.
-        num_cuts: number of reset connections.
-        stop_within: one connection stays open and forwards nothing after the first half of these
-            bytes.
-        stop_after_bytes: bytes that pass before one connection stops in the same way; None stops
-            none.
-        num_stops: number of stopped connections.
-        unanswered: bytes of a request after which no reply is forwarded.
         is_recorded: whether forwarded bytes are also kept in `recorded`, by connection.
     """
 
     delay_s: float = 0.0
     held_until_s: float = 0.0
-    cut_after_bytes: int | None = None
     is_silent: bool = False
-    num_cuts: int = 0
-    stop_within: bytes = b""
-    stop_after_bytes: int | None = None
-    num_stops: int = 0
-    unanswered: bytes = b""
     is_recorded: bool = False
     recorded: list[bytearray] = field(default_factory=list[bytearray])
+
+
+@dataclass(slots=True)
+class _Break:
+    """The end of the replies of a connection.
+
+    Attributes:
+        after_bytes: bytes that pass before it.
+        is_stop: whether the connection stays open and forwards nothing more; otherwise it is reset.
+        is_next: whether it is in the next piece, however short that is.
+    """
+
+    after_bytes: int
+    is_stop: bool = False
+    is_next: bool = False
 
 
 class Proxy:
@@ -61,6 +63,9 @@ class Proxy:
     Attributes:
         requests: from the client to the server.
         replies: from the server to the client.
+        num_breaks: number of connections that were reset or stopped by a request of a test.
+        stop_within: bytes of a request after the first half of which its connection stops.
+        unanswered: bytes of a request after which no reply is forwarded.
     """
 
     def __init__(self, target: str) -> None:
@@ -68,12 +73,15 @@ class Proxy:
         self._server = (address.hostname or "", address.port or 0)
         self.requests = Lane()
         self.replies = Lane()
+        self.num_breaks = 0
+        self.stop_within = b""
+        self.unanswered = b""
         self._lock = threading.Lock()
+        self._next_break: _Break | None = None
+        self._next_connections: deque[int] = deque()
         self._cut_request = b""
         self._cuts: deque[int | None] = deque()
-        self._cut_clients: dict[socket.socket, int] = {}
-        self._bytes_per_connection: deque[int] = deque()
-        self._bytes_left: dict[socket.socket, int] = {}
+        self._breaks: dict[socket.socket, _Break] = {}
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -84,25 +92,35 @@ class Proxy:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        """Reset everything and wait for the threads."""
+        self._is_closed = True
+        _reset(self._listener)
+        self.cut_all()
+        for thread in self._threads:
+            thread.join(10)
 
     @property
     def address(self) -> str:
-        """Where clients connect, "host:port"."""
+        """Return the address for clients, "host:port"."""
         return f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     @property
     def url(self) -> str:
-        """The same for a client of Redis."""
+        """Return the same for a client of Redis."""
         return f"redis://{self.address}/0"
 
-    def cut_next_reply(self, *, after_bytes: int = 0) -> None:
-        """Reset the connection whose reply comes next, after so many bytes of it.
+    def break_next_reply(self, *, after_bytes: int = 0, is_stop: bool = False) -> None:
+        """Reset a connection after so many bytes of replies on any connection, or stop it.
 
-        The request has arrived by then: the server has done what it was asked.
+        The request has arrived by then: the server has done what it asks for.
         """
         with self._lock:
-            self.replies.cut_after_bytes = after_bytes
+            self._next_break = _Break(after_bytes, is_stop)
+
+    def spare_next_reply(self) -> None:
+        """Cancel the break of the next reply."""
+        with self._lock:
+            self._next_break = None
 
     def cut_answers(self, to: bytes, *, after_bytes: Iterable[int | None]) -> None:
         """Reset connections within the answers to requests with these bytes.
@@ -119,7 +137,7 @@ class Proxy:
     def cut_connections(self, *, after_bytes: Iterable[int]) -> None:
         """Reset each of the next connections after a number of answered bytes, in their order."""
         with self._lock:
-            self._bytes_per_connection = deque(after_bytes)
+            self._next_connections = deque(after_bytes)
 
     def cut_all(self) -> None:
         """Reset every connection that is open now."""
@@ -127,14 +145,6 @@ class Proxy:
             opened = list(self._sockets)
         for each in opened:
             _reset(each)
-
-    def close(self) -> None:
-        """Reset everything and wait for the threads."""
-        self._is_closed = True
-        _reset(self._listener)
-        self.cut_all()
-        for thread in self._threads:
-            thread.join(10)
 
     def _accept(self) -> None:
         while not self._is_closed:
@@ -150,8 +160,8 @@ class Proxy:
                 continue
             with self._lock:
                 self._sockets |= {client, server}
-                if self._bytes_per_connection:
-                    self._bytes_left[client] = self._bytes_per_connection.popleft()
+                if self._next_connections:
+                    self._breaks[client] = _Break(self._next_connections.popleft())
             self._start(lambda c=client, s=server: self._pump(c, s, self.requests))
             self._start(lambda c=client, s=server: self._pump(s, c, self.replies))
 
@@ -165,86 +175,50 @@ class Proxy:
                 time.sleep(max(lane.delay_s, lane.held_until_s - time.monotonic()))
                 if lane.is_silent:
                     continue
-                if lane.unanswered and lane.unanswered in data:
-                    self.replies.is_silent = True
-                if (begun := self._begun(lane, data)) is not None:
-                    sink.sendall(begun)
-                    _swallow(source)
-                    break
-                if lane is self.requests:
-                    self._await_answer(source, data)
-                passed, is_cut = self._take(lane, data, sink)
-                sink.sendall(passed)
-                if is_cut:
+                with self._lock:
+                    is_request = lane is self.requests
+                    found = self._request(source, data) if is_request else self._reply(sink, data)
+                    self.num_breaks += found is not None
+                sink.sendall(data if found is None else data[: found.after_bytes])
+                if found is not None:
+                    while found.is_stop and source.recv(_PIECE_BYTES):
+                        pass
                     break
         for each in (source, sink):
             _reset(each)
             with self._lock:
                 self._sockets.discard(each)
-                self._cut_clients.pop(each, None)
-                self._bytes_left.pop(each, None)
+                self._breaks.pop(each, None)
 
-    def _begun(self, lane: Lane, data: bytes) -> bytes | None:
-        """Return the forwarded part of a piece in which the connection stops, or None."""
-        with self._lock:
-            passed = self._passed_before_stop(lane, data)
-            lane.num_stops += passed is not None
-        return passed
-
-    def _passed_before_stop(self, lane: Lane, data: bytes) -> bytes | None:
-        if lane.stop_after_bytes is not None:
-            passed = data[: lane.stop_after_bytes]
-            lane.stop_after_bytes -= len(passed)
-            if len(passed) == len(data):
-                return None
-            lane.stop_after_bytes = None
-            return passed
-        wanted = lane.stop_within
+    def _request(self, client: socket.socket, data: bytes) -> _Break | None:
+        """Return the break within a request; note a break of its answer."""
+        if self.unanswered and self.unanswered in data:
+            self.replies.is_silent = True
+        if self._cuts and self._cut_request in data:
+            after_bytes = self._cuts.popleft()
+            if after_bytes is not None:
+                self._breaks[client] = _Break(after_bytes, is_next=True)
+        wanted = self.stop_within
         if not wanted or wanted not in data:
             return None
-        lane.stop_within = b""
-        return data[: data.index(wanted) + len(wanted) // 2]
+        self.stop_within = b""
+        return _Break(data.index(wanted) + len(wanted) // 2, is_stop=True)
 
-    def _await_answer(self, client: socket.socket, request: bytes) -> None:
-        """Note where the answer to a request is to be cut, if it is."""
-        with self._lock:
-            is_meant = self._cuts and self._cut_request in request
-            after_bytes = self._cuts.popleft() if is_meant else None
-            if after_bytes is not None:
-                self._cut_clients[client] = after_bytes
+    def _reply(self, client: socket.socket, data: bytes) -> _Break | None:
+        """Return the break within a piece of a reply, or count its bytes."""
+        found = self._breaks.get(client) or self._next_break
+        if found is not None and not found.is_next and found.after_bytes >= len(data):
+            found.after_bytes -= len(data)
+            return None
+        if found is self._next_break:
+            self._next_break = None
+        return found
 
-    def _take(self, lane: Lane, data: bytes, sink: socket.socket) -> tuple[bytes, bool]:
-        """Return the bytes to forward, and whether the connection ends after them."""
-        with self._lock:
-            if sink in self._cut_clients:
-                lane.num_cuts += 1
-                return data[: self._cut_clients[sink]], True
-            if sink in self._bytes_left:
-                left = self._bytes_left[sink]
-                self._bytes_left[sink] = left - len(data)
-                lane.num_cuts += left < len(data)
-                return data[:left], left < len(data)
-            if lane.cut_after_bytes is None:
-                return data, False
-            if lane.cut_after_bytes >= len(data):
-                lane.cut_after_bytes -= len(data)
-                return data, False
-            passed = data[: lane.cut_after_bytes]
-            lane.cut_after_bytes = None
-            lane.num_cuts += 1
-            return passed, True
-
-    def _start(self, work: object) -> None:
-        thread = threading.Thread(target=work, daemon=True)  # pyright: ignore[reportArgumentType]
+    def _start(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, daemon=True)
         self._threads = [old for old in self._threads if old.is_alive()]
         self._threads.append(thread)
         thread.start()
-
-
-def _swallow(source: socket.socket) -> None:
-    """Take bytes until their sender is gone."""
-    while source.recv(_PIECE_BYTES):
-        pass
 
 
 def _reset(opened: socket.socket) -> None:
@@ -284,8 +258,8 @@ class Repeated:
     outcomes: tuple[Outcome, ...]
 
 
-class Repeater:
-    """A gRPC server in front of another; a context manager.
+class Repeater(grpc.GenericRpcHandler):
+    """A gRPC server in front of another, for calls of any name; a context manager.
 
     Args:
         target: "host:port" of the batcher.
@@ -302,7 +276,7 @@ class Repeater:
         self._channel = grpc.insecure_channel(target, options=_UNLIMITED)
         self._senders = ThreadPoolExecutor(_MAX_CALLS)
         self._server = grpc.server(ThreadPoolExecutor(_MAX_CALLS), options=_UNLIMITED)
-        self._server.add_generic_rpc_handlers((_AnyCall(self._answer),))
+        self._server.add_generic_rpc_handlers((self,))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     def __enter__(self) -> Self:
@@ -315,7 +289,7 @@ class Repeater:
         self._senders.shutdown()
 
     def send_again(self, calls: Sequence[Repeated], *, num_copies: int) -> list[Repeated]:
-        """These calls once more, all copies of all of them at once."""
+        """Send copies of these calls, all at once."""
         pending = [
             [self._senders.submit(self._send, call.method, call.request) for _ in range(num_copies)]
             for call in calls
@@ -324,6 +298,12 @@ class Repeater:
             Repeated(call.method, call.request, tuple(each.result(_TIMEOUT_S) for each in copies))
             for call, copies in zip(calls, pending, strict=True)
         ]
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        """Return the handler of one method; bytes pass as they are."""
+        return grpc.unary_stream_rpc_method_handler(
+            functools.partial(self._answer, handler_call_details.method)
+        )
 
     def _answer(
         self, method: str, request: bytes, context: grpc.ServicerContext
@@ -348,19 +328,3 @@ class Repeater:
             failed: Any = error
             return Outcome(tuple(messages), failed.code(), failed.details())
         return Outcome(tuple(messages), grpc.StatusCode.OK, "")
-
-
-class _AnyCall(grpc.GenericRpcHandler):
-    """Takes calls of any name; bytes pass as they are."""
-
-    def __init__(
-        self, answer: Callable[[str, bytes, grpc.ServicerContext], Iterator[bytes]]
-    ) -> None:
-        self._answer = answer
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        """The handler of one method."""
-        method = handler_call_details.method
-        return grpc.unary_stream_rpc_method_handler(
-            lambda request, context: self._answer(method, request, context)
-        )

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ def main() -> None:
 
 
 def _train(options: argparse.Namespace, log: ProcessLog) -> None:
-    checkpoints = Checkpoints(options.folder)
-    token, weights = checkpoints.load(from_step=options.from_step)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    token, weights = load_checkpoint(options.folder, from_step=options.from_step)
     with log.waiting("start", deadline_s=options.timeout_s + _SLACK_S):
         stream = BatchStream(
             options.target,
@@ -79,49 +80,47 @@ def _train(options: argparse.Namespace, log: ProcessLog) -> None:
             "held_bytes": stream.statistics().queued_bytes,
             "max_held_bytes": MAX_PREFETCH_BYTES,
         }
-        _Rank(options, log, checkpoints, stream, weights).train(token)
+        _Rank(options, log, stream, weights).train(token)
 
 
 class _Rank:
     def __init__(
-        self,
-        options: argparse.Namespace,
-        log: ProcessLog,
-        checkpoints: Checkpoints,
-        stream: BatchStream,
-        weights: list[str],
+        self, options: argparse.Namespace, log: ProcessLog, stream: BatchStream, weights: list[str]
     ) -> None:
         self._options = options
         self._log = log
-        self._checkpoints = checkpoints
         self._stream = stream
         self._weights = weights
         barrier_s: float | None = options.barrier_s
         self._barrier_s: float = options.timeout_s if barrier_s is None else barrier_s
         self._is_first = options.dp_rank == 0
         self._who = {
-            "session": options.session,
-            "dp_rank": options.dp_rank,
-            "dp_world_size": options.dp_world_size,
+            name: getattr(options, name) for name in ("session", "dp_rank", "dp_world_size")
         }
 
     def train(self, token: str | None) -> None:
-        """From the step after the token on."""
+        """Train from the step after the token on."""
         after_step = RecoveryToken.parse(token).step if token else 0
-        self._log.write("session", token=token, after_step=after_step, **self._who)
+        self._write("session", token=token, after_step=after_step)
         if self._is_first:
             self._announce(after_step, jump=self._options.version_jump)
         while (mini_batch := self._next()) is not None:
-            self._log.write("received", **self._who, **describe(mini_batch))
+            self._write("received", **describe(mini_batch))
             time.sleep(self._options.update_s)
             if mini_batch.is_last:
                 self._end_step(mini_batch)
                 if mini_batch.info.step == self._options.max_steps:
                     break
-        self._log.write("done", weights=self._weights, **self._who)
+        self._write("done", weights=self._weights)
+
+    def _write(self, kind: str, **facts: Any) -> None:
+        self._log.write(kind, **self._who, **facts)
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        return self._log.waiting(what, deadline_s=self._options.timeout_s + _SLACK_S)
 
     def _next(self) -> PulledMiniBatch | None:
-        with self._log.waiting("mini_batch", deadline_s=self._options.timeout_s + _SLACK_S):
+        with self._waiting("mini_batch"):
             return next(self._stream, None)
 
     def _end_step(self, mini_batch: PulledMiniBatch) -> None:
@@ -130,12 +129,12 @@ class _Rank:
         self._weights.append(info.manifest_hash)
         self._meet(str(info.step))
         if self._is_first:
-            self._log.write("updated", step=info.step, manifest=info.manifest_hash, **self._who)
+            self._write("updated", step=info.step, manifest=info.manifest_hash)
             reach("train.after_update")
-        with self._log.waiting("stepped", deadline_s=self._options.timeout_s + _SLACK_S):
+        with self._waiting("stepped"):
             token = self._stream.stepped()
         if self._is_first:
-            self._log.write("stepped", step=info.step, token=str(token), **self._who)
+            self._write("stepped", step=info.step, token=str(token))
             reach("train.after_stepped")
             self._announce(info.step)
         if info.step % self._options.checkpoint_every == 0:
@@ -143,25 +142,22 @@ class _Rank:
 
     def _meet(self, name: str) -> None:
         """Wait until every rank of the session is here."""
-        with self._log.waiting("barrier", deadline_s=self._barrier_s + _SLACK_S):
-            self._wait_for_ranks(name)
-
-    def _wait_for_ranks(self, name: str) -> None:
         folder = self._options.folder / "meetings" / self._options.session / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / str(self._options.dp_rank)).touch()
         deadline = time.monotonic() + self._barrier_s
-        while len(list(folder.iterdir())) < self._options.dp_world_size:
-            if time.monotonic() > deadline:
-                raise PeerLostError(f"step {name}: a rank did not come")
-            time.sleep(_POLL_S)
+        with self._log.waiting("barrier", deadline_s=self._barrier_s + _SLACK_S):
+            while len(list(folder.iterdir())) < self._options.dp_world_size:
+                if time.monotonic() > deadline:
+                    raise PeerLostError(f"step {name}: a rank did not come")
+                time.sleep(_POLL_S)
 
     def _announce(self, step: int, *, jump: int = 1) -> None:
         version = self._stream.newest_version + jump
-        self._log.write("announcing", version=version, step=step, **self._who)
-        with self._log.waiting("announce", deadline_s=self._options.timeout_s + _SLACK_S):
+        self._write("announcing", version=version, step=step)
+        with self._waiting("announce"):
             self._stream.announce_version(version, step=step)
-        self._log.write("announced", version=version, step=step, **self._who)
+        self._write("announced", version=version, step=step)
 
     def _save(self, token: RecoveryToken) -> None:
         """Save on rank 0. It commits last, so that the commit counts when it is logged."""
@@ -169,51 +165,36 @@ class _Rank:
             self._commit(token)
             self._meet(f"{token.step}-saved")
             return
-        self._checkpoints.save(str(token), self._weights)
-        self._log.write("checkpoint", step=token.step, token=str(token), **self._who)
+        path = self._options.folder / f"{token.step:06}.weights"
+        _write(path, json.dumps(self._weights))
+        reach("checkpoint.after_weights")
+        _write(path.with_suffix(".token"), str(token))
+        self._write("checkpoint", step=token.step, token=str(token))
         reach("checkpoint.before_committed")
         self._meet(f"{token.step}-saved")
         self._commit(token)
-        self._log.write("committed", step=token.step, token=str(token), **self._who)
+        self._write("committed", step=token.step, token=str(token))
         reach("checkpoint.after_committed")
 
     def _commit(self, token: RecoveryToken) -> None:
-        with self._log.waiting("committed", deadline_s=self._options.timeout_s + _SLACK_S):
+        with self._waiting("committed"):
             self._stream.committed(token)
 
 
-class Checkpoints:
-    """Checkpoints of two files each; a checkpoint without its token file does not count.
+def load_checkpoint(folder: Path, *, from_step: int = -1) -> tuple[str | None, list[str]]:
+    """Return token and weights of a checkpoint, or None and none; one without token is ignored.
 
-    Args:
-        folder: folder of the trainer, which all its sessions share.
+    It is the newest one for a negative `from_step`, and the beginning of the run for 0.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def load(self, *, from_step: int = -1) -> tuple[str | None, list[str]]:
-        """Token and weights of the newest checkpoint, or of the one after `from_step`.
-
-        Step 0 is the beginning, whatever there is; below 0 is the newest checkpoint.
-        """
-        if from_step == 0:
-            return str(RecoveryToken(lineage="main", step=0, chain_hash="")), []
-        found = sorted(self._folder.glob("*.token"))
-        if from_step > 0:
-            found = [path for path in found if int(path.stem) == from_step]
-        if not found:
-            return None, []
-        weights = json.loads(found[-1].with_suffix(".weights").read_text())
-        return found[-1].read_text(), weights
-
-    def save(self, token: str, weights: list[str]) -> None:
-        """Write a checkpoint."""
-        path = self._folder / f"{RecoveryToken.parse(token).step:06}.weights"
-        _write(path, json.dumps(weights))
-        reach("checkpoint.after_weights")
-        _write(path.with_suffix(".token"), token)
+    if from_step == 0:
+        return str(RecoveryToken(lineage="main", step=0, chain_hash="")), []
+    found = sorted(folder.glob("*.token"))
+    if from_step > 0:
+        found = [path for path in found if int(path.stem) == from_step]
+    if not found:
+        return None, []
+    weights = json.loads(found[-1].with_suffix(".weights").read_text())
+    return found[-1].read_text(), weights
 
 
 def _write(path: Path, text: str) -> None:

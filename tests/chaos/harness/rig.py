@@ -25,10 +25,9 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import close_run, create_run
 from turnstream.types import RecoveryToken
-from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer, free_port
-from turnstream_server.jobs.services import StartedBatcher, start_batcher, store_environment
 from turnstream_server.jobs.stack import Service, Stack
 
 LEASE_S = 1.0
@@ -62,17 +61,12 @@ to any checkpoint."""
 _FOLDER = Path(__file__).parents[1]
 
 
-def _python(module: str, *, is_newer: bool) -> list[str]:
-    """The command that runs a module, by this release or the next."""
-    return [sys.executable, "-P", "-m", *["harness.newer"] * is_newer, module]
-
-
 class _NewerStack(Stack):
-    """Services of the next minor release."""
+    """Processes of the next minor release."""
 
-    def start(self, name: str, arguments: Sequence[str]) -> Service:
-        command = _python("turnstream_server.cli", is_newer=True)
-        return self.start_program(name, [*command, *arguments, "--end-with-stdin"])
+    def start_program(self, name: str, command: Sequence[str]) -> Service:
+        """Start `python -P -m MODULE ...` by that release."""
+        return super().start_program(name, [*command[:3], "harness.newer", *command[3:]])
 
 
 class Rig:
@@ -84,7 +78,6 @@ class Rig:
         config: config of the run.
 
     Attributes:
-        run: name of the run.
         store_url: URL of the store for the processes; a test may put a proxy there.
         excused: see History.
         loses_plans: whether plans are lost or withdrawn, and made again.
@@ -95,17 +88,13 @@ class Rig:
         is_newer: whether they are of the next minor release; see harness.newer.
     """
 
+    run = "chaos"
+
     def __init__(
-        self,
-        folder: Path,
-        server: EmbeddedServer,
-        *,
-        config: BatchingConfig = CONFIG,
-        run: str = "chaos",
+        self, folder: Path, server: EmbeddedServer, *, config: BatchingConfig = CONFIG
     ) -> None:
         self.folder = folder
         self.server = server
-        self.run = run
         self.store_url = server.url
         self.excused: set[str] = set()
         self.loses_plans = False
@@ -122,7 +111,7 @@ class Rig:
         self._host = own_host()
         self._ports: dict[str, int] = {}
         self.client: redis.Redis = connect(server.url)
-        create_run(self.client, run, config)
+        create_run(self.client, self.run, config)
 
     def __enter__(self) -> Self:
         return self
@@ -137,134 +126,139 @@ class Rig:
         for service in self._services:
             service.kill()
 
-    # -- processes ---------------------------------------------------------------------------
-
     def start_batcher(
-        self, name: str = "batcher", *, failpoint: str = "", lease_s: float = LEASE_S
-    ) -> StartedBatcher:
-        """A batcher that answers; the same name again listens at the same address."""
-        stack = self._stack({"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(lease_s)})
-        started = start_batcher(stack, name=name, listen=self.address(name))
-        self._services.append(started.service)
-        return started
+        self,
+        name: str = "batcher",
+        *,
+        failpoint: str = "",
+        lease_s: float = LEASE_S,
+        waits: bool = True,
+    ) -> Service:
+        """Start a batcher; the same name again listens at the same address.
 
-    def begin_batcher(self, name: str, *, failpoint: str = "", lease_s: float = LEASE_S) -> Service:
-        """Start a batcher without waiting for it; it may die before it answers."""
+        Without `waits` it may die before it answers.
+        """
         environment = {"TURNSTREAM_FAILPOINT": failpoint, "TURNSTREAM_LEASE_S": str(lease_s)}
-        arguments = ["serve", "batcher", "--listen", self.address(name)]
-        return self.keep(self._stack(environment).start(name, arguments))
+        stack, listen = self.stack(**environment), self.address(name)
+        if waits:
+            return self.keep(stack.start_batcher(name, listen=listen))
+        return self.keep(stack.start("batcher", name, listen=listen))
 
     def let_batcher_die(self, failpoint: str, *, name: str = "doomed") -> None:
         """Start a batcher, which may die before it answers, and wait for its death."""
-        doomed = self.begin_batcher(name, failpoint=failpoint, lease_s=DOOMED_LEASE_S)
+        doomed = self.start_batcher(name, failpoint=failpoint, lease_s=DOOMED_LEASE_S, waits=False)
         self.wait(lambda: doomed.status is not None, f"the death at {failpoint}")
         assert doomed.status == -signal.SIGKILL, doomed.failure(f"{name} ended otherwise")
 
     def address(self, name: str = "batcher") -> str:
-        """Where a batcher of this name listens, or will."""
+        """Return the address at which a batcher of this name listens."""
         return f"{self._host}:{self._ports.setdefault(name, free_port())}"
 
     def start_generator(self, writer: str = "w", *, groups: int, **options: object) -> Service:
-        """A generator that publishes `groups` groups; see harness.generator for the options."""
+        """Start a generator of so many groups; see harness.generator for the options."""
         arguments = {"url": self.store_url, "run": self.run, "writer": writer, "groups": groups}
         service = self.start(f"generator-{writer}", "harness.generator", {**arguments, **options})
         self._generators[writer] = service
         return service
 
+    def start_helper(self, **options: object) -> Path:
+        """Start a generator that adopts and plays refills until the returned file exists."""
+        end = self.folder / "helped"
+        self.start_generator("helper", groups=0, helps_until=end, **options)
+        return end
+
     def kill_generator(self, writer: str) -> None:
-        """One that would never come to its end."""
+        """Kill a generator that would never end."""
         self._generators[writer].kill()
 
     def start_ranks(
-        self,
-        dp_world_size: int = 1,
-        *,
-        target: str | None = None,
-        targets: Sequence[str] = (),
-        **options: object,
+        self, dp_world_size: int = 1, *, targets: Sequence[str] = (), **options: object
     ) -> list[Service]:
-        """All ranks of a new trainer session, with one batcher for all of them or one for each.
+        """Start all ranks of a new trainer session, each with a batcher if there are `targets`.
 
         See harness.rank for the options.
         """
         session = f"session-{next(self._numbers):03}"
-        targets = targets or [target or self.address()] * dp_world_size
-        arguments = {
-            "run": self.run,
-            "session": session,
-            "folder": self.folder / "trainer",
-            "dp-world-size": dp_world_size,
-        }
-        self.ranks = [
-            self.start(
-                f"{session}-rank-{dp_rank}",
-                "harness.rank",
-                {**arguments, "target": targets[dp_rank], "dp-rank": dp_rank, **options},
-            )
-            for dp_rank in range(dp_world_size)
-        ]
+        common = {"run": self.run, "session": session, "folder": self.folder / "trainer"}
+        common |= {"dp-world-size": dp_world_size, "target": self.address(), **options}
+        self.ranks = []
+        for dp_rank in range(dp_world_size):
+            own: dict[str, object] = {"dp-rank": dp_rank}
+            if targets:
+                own["target"] = targets[dp_rank]
+            name = f"{session}-rank-{dp_rank}"
+            self.ranks.append(self.start(name, "harness.rank", {**common, **own}))
         return self.ranks
 
-    def stack(self, failpoint: str = "") -> Stack:
-        """For any other process of this project."""
-        return self._stack({"TURNSTREAM_FAILPOINT": failpoint})
-
     def keep(self, service: Service) -> Service:
-        """End this process, too, when all end."""
+        """Kill this process with the others."""
         self._services.append(service)
         return service
 
     def start(self, name: str, module: str, options: Mapping[str, object]) -> Service:
-        """A process that logs under this name."""
+        """Start a module of the harness, which logs under this name."""
         log = self.folder / "history" / f"{name}.jsonl"
-        command = [*_python(module, is_newer=self.is_newer), "--log", str(log)]
+        command = [sys.executable, "-P", "-m", module, "--log", str(log)]
         for option, value in options.items():
             command += [f"--{option.replace('_', '-')}", str(value)]
-        return self.keep(self._stack({}).start_program(name, command))
+        return self.keep(self.stack().start_program(name, command))
 
-    def _stack(self, environment: Mapping[str, str]) -> Stack:
+    def stack(self, **environment: str) -> Stack:
+        """Return what starts processes with these variables."""
         folders = (str(_FOLDER), str(_FOLDER.parent), os.environ.get("PYTHONPATH"))
         path = os.pathsep.join(filter(None, folders))
-        common = {**store_environment(self.store_url), "PYTHONPATH": path, **self.environment}
+        variables = {"PYTHONPATH": path, **self.environment, **environment}
         kind = _NewerStack if self.is_newer else Stack
-        self._stacks.append(kind(self.folder, {**common, **environment}))
+        self._stacks.append(kind(self.folder, store_url=self.store_url, environment=variables))
         return self._stacks[-1]
 
-    # -- what there is to see ----------------------------------------------------------------
-
     def history(self) -> History:
-        """Everything that generators and ranks have logged."""
+        """Return everything that generators and ranks have logged."""
         return self._history_of(self._logs.lines())
 
     def plans(self) -> list[Line]:
-        """Every plan that a batcher noted as written."""
+        """Return every plan that a batcher logged as written."""
         return read_plans(self.folder / "logs", run=self.run)
 
     def count(self, kind: str) -> int:
-        """How many lines of a kind were logged."""
+        """Return the number of logged lines of a kind."""
         return self._logs.count(kind)
 
     def ledger(self) -> LedgerCounts:
-        """The ledger's counts, now."""
+        """Return the counts of the ledger."""
         return read_ledger(self.client, self.run)
 
     def counts(self) -> dict[str, int]:
-        """The same as the checker takes them, states without any left out."""
+        """Return the same for the checker, without empty states."""
         ledger = self.ledger()
         states = {str(state): count for state, count in ledger.by_state.items() if count}
         return {"accepted": ledger.accepted, **states}
 
+    def entry(self, trajectory_id: str) -> str:
+        """Return the entry of a trajectory in the ledger; empty without one."""
+        entry: Any = self.client.hget(keys.run_keys(self.run).ledger, trajectory_id)
+        return (entry or b"").decode()
+
+    def trained(self) -> set[str]:
+        """Return the trajectories that a rank has received."""
+        received = self.history().of("received")
+        return {row["trajectory"] for line in received for row in line["rows"]}
+
+    def frontier(self) -> Frontier:
+        """Return the frontier of the run."""
+        return read_frontier(self.client, self.run)
+
     def planned(self) -> int:
-        """The newest batch that has a manifest."""
-        return read_frontier(self.client, self.run).planned
+        """Return the newest step that has a manifest."""
+        return self.frontier().planned
 
     def plan_hashes(self) -> dict[int, str]:
-        """Step -> the hash of its manifest, as the store has it."""
+        """Return the hash of each step's manifest in the store."""
         found: Any = self.client.hgetall(keys.run_keys(self.run).batches)
         return {int(step): entry.decode().partition(":")[2] for step, entry in found.items()}
 
     def digest(self) -> dict[bytes, Any]:
-        """All that the store has, but for leases of batchers, planners and observers, and time."""
+        """Return the content of the store, without leases of services and clocks."""
         own = keys.run_keys(self.run)
         moving = {name.encode() for name in (own.leader, own.clock, own.observers, keys.BATCHERS)}
         names: Any = self.client.keys("*")
@@ -273,7 +267,7 @@ class Rig:
     def wait(
         self, predicate: Callable[[], object], describe: str, *, timeout_s: float = PATIENCE_S
     ) -> None:
-        """Wait until something is so."""
+        """Wait until a predicate holds."""
         wait_until(predicate, timeout_s=timeout_s, describe=describe)
 
     def wait_for_lines(self, kind: str, count: int = 1) -> None:
@@ -281,15 +275,13 @@ class Rig:
         self.wait(lambda: self.count(kind) >= count, f"{count} {kind!r}")
 
     def join(self, services: Sequence[Service] | Service) -> None:
-        """Wait until processes have ended well."""
+        """Wait until processes have exited with status 0."""
         for service in [services] if isinstance(services, Service) else services:
             service.wait(PATIENCE_S)
             service.check()
 
-    # -- shortcuts ----------------------------------------------------------------------------
-
     def end_leases(self, *, ago_s: float = 0.0) -> None:
-        """The leases of all that is open have ended so long ago. Their writers must be dead."""
+        """Let the leases of all open trajectories end so long ago. Their writers must be dead."""
         leases = keys.run_keys(self.run).leases
         now: Any = self.client.time()
         names: Any = self.client.zrange(leases, 0, -1)
@@ -297,43 +289,38 @@ class Rig:
             self.client.zadd(leases, {name: (now[0] - ago_s) * 1000}, xx=True)
 
     def stop_store(self) -> None:
-        """The store ends and has lost nothing; `server.restart` brings it back.
-
-        One that is killed while its disk syncs may not have written what it has acknowledged.
-        """
+        """Stop the store without a loss; `server.restart` starts it again."""
         os.kill(self.server.pid, signal.SIGTERM)
         self.wait(lambda: not self.server.is_running, "the end of the store")
 
     def close_run(self) -> None:
-        """Let generators come to their end."""
+        """Close the run, which ends its generators."""
         close_run(self.client, self.run)
-
-    # -- the end -----------------------------------------------------------------------------
 
     def drain(
         self,
         dp_world_size: int = 1,
         *,
         num_lost: int | None = 0,
-        beside: Sequence[Service] = (),
         **options: object,
     ) -> None:
-        """Complete all generators, close the run, train everything, and prove the invariants.
+        """Wait for all generators, close the run, train it to its end, and prove the invariants.
 
-        Generators lose `num_lost` trajectories to others; None does not count them. Processes
-        `beside` the ranks end with them.
+        Generators lose `num_lost` trajectories to others; None does not count them.
         """
+        for rank in self.ranks:
+            rank.kill()
         ranks = self.start_ranks(dp_world_size, **{"checkpoint_every": 1, **options})
         for generator in self._generators.values():
             generator.wait(PATIENCE_S)
         self.close_run()
-        self.join([*ranks, *beside])
+        self.join(ranks)
         self.check(is_drained=True)
         if num_lost is not None:
             assert len(self.lost_by_generators()) == num_lost, self.lost_by_generators()
 
     def lost_by_generators(self) -> list[str]:
-        """Why generators lost trajectories or groups, unless the run took no more."""
+        """Return the errors of generators that lost trajectories or groups in an open run."""
         refusals = [line for line in self.history().of("refused") if "error" in line.facts]
         ours = [line["error"] for line in refusals if line.process.startswith("generator-")]
         return [error for error in ours if error != "EndOfRunError"]
@@ -345,10 +332,7 @@ class Rig:
         check(self._whole_history(), counts=self.counts(), is_drained=is_drained)
 
     def check_end(self) -> None:
-        """Prove what holds at the end of any test, also of one that wrote to the run itself.
-
-        The ledger adds up, and the logs do not contradict the promise.
-        """
+        """Prove the invariants of any test, also of one that wrote to the run itself."""
         self._kill_all()
         if self.server.is_running:
             self.ledger().check()
@@ -364,7 +348,7 @@ class Rig:
         return History(lines, excused=self.excused, cuts=self.cuts, lost=lost)
 
     def checkpoint_of_store(self) -> int:
-        """The newest step with a checkpoint whose plan the store has; 0 without one."""
+        """Return the newest step with a checkpoint whose plan the store has; 0 without one."""
         hashes = self.plan_hashes()
         for path in sorted((self.folder / "trainer").glob("*.token"), reverse=True):
             token = RecoveryToken.parse(path.read_text())
@@ -374,12 +358,12 @@ class Rig:
 
 
 def config(**fields: Any) -> BatchingConfig:
-    """The usual configuration, but for these fields."""
+    """Return the usual configuration with other values of these fields."""
     return dataclasses.replace(CONFIG, **fields)
 
 
 def damage_turn(rig: Rig, trajectory_id: str) -> None:
-    """Overwrite a byte of the first turn."""
+    """Change a byte of the first turn."""
     turns = keys.trajectory_keys(rig.run, trajectory_id).turns
     entries: Any = rig.client.xrange(turns)
     rig.client.delete(turns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import TypeVar
 from harness.episodes import prompt_payload
 from harness.machine import Machine
 from harness.proxy import Proxy
-from harness.rig import Rig
+from harness.rig import ENDLESS, Rig
 from turnstream.errors import StoreUnavailableError
 from turnstream.store.run.runs import resume_run
 from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
@@ -32,28 +31,23 @@ LATE_S = 12.0
 NUM_PROMPTS = 100
 """Prompts that a run has left, at least half of them: generators never wait for one."""
 
-
 REFUSED = 3
 """Exit status of a rank that got a typed error. It may need an older checkpoint."""
 
 
 class InVainError(Exception):
-    """A fault that took no effect, because it met no process."""
+    """A fault took no effect, because it met no process."""
 
 
 class Draws:
-    """Chance that leaves nothing out: each comes once before any comes again.
-
-    Args:
-        rng: decides the order.
-    """
+    """Random choices of which each comes once before any comes again; `rng` decides the order."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self._bags: dict[str, list[int]] = {}
 
     def draw(self, bag: str, choices: Sequence[Choice]) -> Choice:
-        """One of the choices of a bag."""
+        """Return one of the choices of a bag."""
         left = self._bags.setdefault(bag, [])
         if not left:
             left += self.rng.sample(range(len(choices)), len(choices))
@@ -65,17 +59,10 @@ class Stack:
     """The processes of a long run.
 
     Attributes:
-        rig: rig around the store.
-        machine: machine of the server.
         store: proxy before the store, for generators and batchers.
         door: proxy before the first batcher, for ranks.
         draws: source of all random choices.
-        batchers: batchers, by their names.
-        generators: generators by writer.
-        others: the newest observer and poster.
-        num_others: number of observers and posters so far.
-        num_writers: number of generators so far.
-        durability: durability of the store.
+        poster: the newest process that posts rewards.
         clock_s: error of the store's clock.
     """
 
@@ -84,52 +71,40 @@ class Stack:
     store: Proxy
     door: Proxy
     draws: Draws
+    durability: Durability
     batchers: dict[str, Service] = field(default_factory=dict[str, Service])
     generators: dict[str, Service] = field(default_factory=dict[str, Service])
-    others: dict[str, Service] = field(default_factory=dict[str, Service])
-    num_others: int = 0
-    num_writers: int = 0
-    durability: Durability = "fsync"
+    poster: Service | None = None
+    num_started: int = 0
     clock_s: float = 0.0
 
     @property
     def rng(self) -> random.Random:
-        """Return the source of independent random choices."""
+        """The source of independent random choices."""
         return self.draws.rng
-
-    def start(self) -> None:
-        """Two batchers, two generators, one of which takes tasks, and the ranks of a trainer."""
-        self.batchers["other"] = self.rig.begin_batcher("other")
-        self.batchers["batcher"] = self.rig.start_batcher().service
-        self.give_prompts()
-        for kind in ("own", "task"):
-            self.start_generator(kind)
-        self.start_ranks()
-        for kind in ("poster", "observer"):
-            self.start_beside(kind)
-
-    def start_beside(self, kind: str) -> None:
-        """A process beside them all, of which nothing else depends."""
-        self.num_others += 1
-        name = f"{kind}-{self.num_others:03}"
-        self.others[kind] = {"poster": self._poster, "observer": self._observer}[kind](name)
-
-    def _observer(self, name: str) -> Service:
-        """One that sees what is trained, from the batcher that the ranks do not ask."""
-        target = self.rig.address("other")
-        options = {"target": target, "run": self.rig.run, "observer": "the one"}
-        return self.rig.start(name, "harness.observer", options)
-
-    def _poster(self, writer: str) -> Service:
-        """One that gives generators' trajectories their rewards, some of them too late."""
-        where = {"url": self.rig.store_url, "run": self.rig.run, "writer": writer}
-        when = {"late_s": LATE_S, "hurries_at": self.ends}
-        return self.rig.start(writer, "harness.poster", {**where, **when})
 
     @property
     def ends(self) -> Path:
         """A file that appears when the run is to end."""
         return self.rig.folder / "ends"
+
+    def start(self) -> None:
+        """Start two batchers, two generators, one of which takes tasks, and the ranks."""
+        self.batchers["other"] = self.rig.start_batcher("other", waits=False)
+        self.batchers["batcher"] = self.rig.start_batcher()
+        self.give_prompts()
+        for kind in ("own", "task"):
+            self.start_generator(kind)
+        self.start_ranks()
+        self.start_poster()
+
+    def start_poster(self) -> None:
+        """Start a process that posts rewards, some of them late."""
+        self.num_started += 1
+        writer = f"poster-{self.num_started:03}"
+        options = {"url": self.rig.store_url, "run": self.rig.run, "writer": writer}
+        options |= {"late_s": LATE_S, "hurries_at": self.ends}
+        self.poster = self.rig.start(writer, "harness.poster", options)
 
     def start_generator(self, kind: str) -> None:
         """Start a generator with a new name.
@@ -137,11 +112,11 @@ class Stack:
         The kind "own" brings its prompts, and evaluates now and then. The kind "task" takes tasks
         of the run. Both adopt most of the trajectories of dead generators.
         """
-        writer = f"{kind}{self.num_writers}"
-        self.num_writers += 1
+        writer = f"{kind}{self.num_started}"
+        self.num_started += 1
         more = {"evaluates_every": 8} if kind == "own" else {"takes_tasks": 1}
         more |= {"awaits_one_in": AWAITS_ONE_IN, "takes_over_every": 2, "leaves_one_in": 4}
-        service = self.rig.start_generator(writer, groups=1_000_000, pause_s=0.1, **more)
+        service = self.rig.start_generator(writer, groups=ENDLESS, pause_s=0.1, **more)
         self.generators[writer] = service
 
     def start_ranks(self) -> None:
@@ -161,33 +136,24 @@ class Stack:
     def mend(self) -> None:
         """Restart every process that has ended, as a supervisor does."""
         self.mend_services()
-        self.mend_ranks()
-
-    def mend_services(self) -> None:
-        """The same, but for the ranks."""
-        for name, batcher in self.batchers.items():
-            if batcher.status is not None:
-                self.batchers[name] = self.rig.start_batcher(name).service
-        for writer, generator in list(self.generators.items()):
-            if generator.status is not None:
-                self.replace_generator(writer)
-        for kind, other in list(self.others.items()):
-            if other.status is not None:
-                self.start_beside(kind)
-        self.give_prompts()
-
-    def mend_ranks(self) -> None:
-        """Another session where one has ended."""
         if any(rank.status is not None for rank in self.rig.ranks):
             self.start_ranks()
 
-    def replace_generator(self, writer: str) -> None:
-        """Another one takes a dead generator's place, and anybody what it left open."""
-        del self.generators[writer]
-        self.start_generator(writer.rstrip("0123456789"))
+    def mend_services(self) -> None:
+        """Restart every process that has ended, except ranks."""
+        for name, batcher in self.batchers.items():
+            if batcher.status is not None:
+                self.batchers[name] = self.rig.start_batcher(name)
+        for writer, generator in list(self.generators.items()):
+            if generator.status is not None:
+                del self.generators[writer]
+                self.start_generator(writer.rstrip("0123456789"))
+        if self.poster is not None and self.poster.status is not None:
+            self.start_poster()
+        self.give_prompts()
 
     def give_prompts(self) -> None:
-        """Let no generator be without a prompt. A store that has no room is given them later."""
+        """Add prompts before they run out; a store without memory gets them later."""
         client, run = self.rig.client, self.rig.run
         with contextlib.suppress(StoreUnavailableError):
             counts = read_prompt_counts(client, run)
@@ -216,11 +182,8 @@ class Stack:
             resume_run(self.rig.client, self.rig.run)  # the cut may have taken the last resumption
 
     def strike_beside(self) -> None:
-        """SIGKILL for a generator, or a process beside; another takes its place."""
+        """Kill a generator or the poster, and replace it."""
+        assert self.poster is not None
         generator = self.rng.choice([*self.generators.values()])
-        self.draws.draw("beside", (*self.others.values(), generator)).kill()
+        self.draws.draw("beside", (self.poster, generator)).kill()
         self.mend_services()
-
-    def pause(self, seconds: float) -> None:
-        """Let a fault last."""
-        threading.Event().wait(seconds)

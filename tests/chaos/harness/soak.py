@@ -1,32 +1,36 @@
 """Random faults over a running stack: `make chaos SECONDS=1800`.
 
-Half of the runs use a store with `fsync`, half with `everysec`. After every fault the ranks must
-take another step. At the end the whole run is trained and checked. The seed is printed first, and
-draws the same faults again. The logs of a failed run are kept.
+After every fault the ranks must take another step. At the end the whole run is trained and
+checked. The seed is printed first, and draws the same faults again. Without `--durability` it also
+draws `fsync` or `everysec`. The logs of a failed run are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import math
 import random
 import secrets
 import shutil
+import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import redis
 from rich.console import Console
+from rich.table import Column, Table
 
 from harness.faults import FAULTS
 from harness.losses import refusals_have_a_cause
 from harness.machine import Machine
 from harness.members import trained_prompts
 from harness.proxy import Proxy
-from harness.report import MAX_STORE_BYTES, Report, Survival
 from harness.rig import Rig, config
 from harness.running import Draws, InVainError, Stack
 from harness.stored import archive_is_what_was_trained
@@ -39,6 +43,9 @@ from turnstream_server.embedded import Durability, EmbeddedServer
 RECOVERY_S = 90.0
 """By when a step must be taken after a fault."""
 
+MAX_STORE_BYTES = 1 << 30
+"""Limit of the store's memory, enough for half an hour."""
+
 MODES: tuple[Durability, ...] = ("fsync", "everysec")
 
 CONFIG = config(
@@ -47,39 +54,95 @@ CONFIG = config(
 """Trajectories of killed generators are adopted or abandoned soon."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Length:
-    """How long faults are injected.
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """The results of a long run.
 
     Attributes:
-        seconds: for so long.
-        num_faults: and no more than these.
-        every_s: with so much time between them, about.
+        in_vain: number of faults of each kind that were drawn and took no effect.
+        recoveries_s: seconds until the next step after each fault, by kind.
+        facts: numbers of steps, sessions, trajectories and cuts, and the ledger.
+        most_store_bytes: peak memory of the store.
     """
 
-    seconds: float = math.inf
-    num_faults: int = sys.maxsize
-    every_s: float = 0.0
+    durability: str
+    in_vain: Counter[str] = field(default_factory=Counter[str])
+    recoveries_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    most_store_bytes: int = 0
+
+    def read_memory(self, client: redis.Redis) -> None:
+        """I8: assert that the store's memory is below its limit, if the store answers."""
+        with contextlib.suppress(redis.RedisError, OSError):
+            memory: Any = client.info("memory")
+            self.most_store_bytes = max(self.most_store_bytes, memory["used_memory"])
+        assert self.most_store_bytes < MAX_STORE_BYTES
+
+    def close(self, rig: Rig) -> None:
+        """Read the numbers of a run that has ended."""
+        history = rig.history()
+        faults = {
+            fault.__name__: {
+                "in_vain": self.in_vain[fault.__name__],
+                "survived": len(found),
+                "median_recovery_s": statistics.median(found) if found else 0.0,
+                "longest_recovery_s": max(found, default=0.0),
+            }
+            for fault in FAULTS
+            for found in [self.recoveries_s[fault.__name__]]
+        }
+        self.facts = {
+            "durability": self.durability,
+            "steps": sum(1 for _ in history.of("stepped")),
+            "trainer_sessions": len(history.sessions),
+            "cuts": len(rig.cuts),
+            "acknowledged_trajectories": len(history.acknowledged),
+            "taken_over": sum(1 for _ in history.of("taken")),
+            "archived_and_released_steps": read_frontier(rig.client, rig.run).released,
+            "rewards": Counter(line["outcome"].lower() for line in history.of("posted")),
+            "ledger": rig.counts(),
+            "most_store_bytes": self.most_store_bytes,
+            "faults": faults,
+        }
+
+    def table(self) -> Table:
+        """Return a table for the terminal."""
+        facts = {name: value for name, value in self.facts.items() if name != "faults"}
+        title = ", ".join(f"{name} {value}" for name, value in facts.items())
+        columns = ("in vain", "survived", "median s", "longest s")
+        table = Table(Column("fault", no_wrap=True), *columns, title=title)
+        for name, numbers in self.facts["faults"].items():
+            table.add_row(name, *(f"{number:.4g}" for number in numbers.values()))
+        return table
 
 
 def soak(
-    folder: Path, *, length: Length, seed: int, durability: Durability | None = None
+    folder: Path,
+    *,
+    seed: int,
+    durability: Durability,
+    seconds: float = 1e9,
+    num_faults: int = sys.maxsize,
+    every_s: float = 0.0,
 ) -> Report:
     """Inject faults, then train all and check everything.
 
-    Every kind of fault comes once before any comes again. The seed also draws the durability where
-    none is given.
+    Every kind of fault comes once before any comes again.
+
+    Args:
+        folder: receives data and logs.
+        seed: draws the faults.
+        durability: durability of the store.
+        seconds: duration of the faults.
+        num_faults: limit of their number.
+        every_s: mean time between two faults.
 
     Raises:
         TimeoutError: no step was taken after a fault.
         HistoryError: the history contradicts the promise.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
-    durability = durability or rng.choice(MODES)
-    machine = Machine(folder)
-    survivals = {fault.__name__: Survival() for fault in FAULTS}
-    report = Report(durability=durability, seconds=length.seconds, survivals=survivals)
+    machine, report = Machine(folder), Report(durability=durability)
     with (
         EmbeddedServer(
             folder / "store",
@@ -98,37 +161,37 @@ def soak(
             machine=machine,
             store=store,
             door=door,
-            draws=Draws(rng),
+            draws=Draws(random.Random(seed)),
             durability=durability,
         )
         stack.start()
-        _inject(stack, report, length=length)
+        deadline_s = time.monotonic() + seconds
+        _await_step(stack, report, after="the start")
+        for number in range(num_faults):
+            if time.monotonic() > deadline_s:
+                break
+            if number % 2:
+                stack.strike_beside()
+            recovery_s = _inject(stack, report)
+            time.sleep(max(0.0, stack.rng.uniform(0.5, 1.5) * every_s - recovery_s))
         _finish(stack, report)
     return report
 
 
-def _inject(stack: Stack, report: Report, *, length: Length) -> None:
-    deadline_s = time.monotonic() + length.seconds
-    _await_step(stack, report, after="the start")
-    for number in range(length.num_faults):
-        if time.monotonic() > deadline_s:
-            break
-        if number % 2:
-            stack.strike_beside()
-        fault = stack.draws.draw("faults", FAULTS)
-        survival = report.survivals[fault.__name__]
-        try:
-            fault(stack)
-        except InVainError:
-            survival.num_in_vain += 1
-            _await_step(stack, report, after=f"{fault.__name__}, which was in vain")
-            continue
-        survival.num_injected += 1
-        began_s = time.monotonic()
-        _await_step(stack, report, after=fault.__name__)
-        survival.recoveries_s.append(time.monotonic() - began_s)
-        until_next_s = stack.rng.uniform(0.5, 1.5) * length.every_s
-        stack.pause(max(0.0, until_next_s - survival.recoveries_s[-1]))
+def _inject(stack: Stack, report: Report) -> float:
+    """Inject one fault; return the seconds until the next step."""
+    fault = stack.draws.draw("faults", FAULTS)
+    name = fault.__name__
+    try:
+        fault(stack)
+    except InVainError:
+        report.in_vain[name] += 1
+        _await_step(stack, report, after=f"{name}, which was in vain")
+        return 0.0
+    began_s = time.monotonic()
+    _await_step(stack, report, after=name)
+    report.recoveries_s[name].append(time.monotonic() - began_s)
+    return report.recoveries_s[name][-1]
 
 
 def _await_step(stack: Stack, report: Report, *, after: str) -> None:
@@ -136,60 +199,37 @@ def _await_step(stack: Stack, report: Report, *, after: str) -> None:
 
     def is_taken() -> bool:
         stack.mend()
-        report.look(stack.rig.client)
+        report.read_memory(stack.rig.client)
         return stack.rig.count("stepped") > before
 
     stack.rig.wait(is_taken, f"a step after {after}", timeout_s=RECOVERY_S)
 
 
 def _finish(stack: Stack, report: Report) -> None:
-    """Generators stop, all that is sealed is trained, and the history is proved."""
+    """Stop the generators, train everything that is sealed, and prove the history."""
     rig = stack.rig
     stack.ends.touch()
     for rank in rig.ranks:
         rank.kill()
     stack.mend_services()
     close_run(rig.client, rig.run)  # which ends the generators
-    beside = [stack.others["observer"]]
     first = rig.checkpoint_of_store() if rig.cuts else -1
-    rig.drain(2, timeout_s=30, from_step=first, num_lost=None, beside=beside)
-    _check_refusals(rig)
-    _check_prompts(rig)
-    _check_evaluations(rig)
-    _check_archive(rig)
-    report.look(rig.client)
-    report.close(stack)
-
-
-def _check_refusals(rig: Rig) -> None:
-    """Every refusal names an error, and has a cause."""
-    refused = [*refusals_have_a_cause(rig.history())]
-    assert not refused, refused
-
-
-def _check_prompts(rig: Rig) -> None:
-    """Each prompt is left, or was trained once."""
-    counts = read_prompt_counts(rig.client, rig.run)
-    assert counts.num_given == 0, counts
-    assert counts.num_trained == len(trained_prompts(rig.history())), counts
-
-
-def _check_evaluations(rig: Rig) -> None:
-    """The results are of as many trajectories as the ledger says."""
-    results = eval_results(rig.client, rig.run)
-    assert sum(each.num_trajectories for each in results) == rig.counts().get("evaluated", 0)
-
-
-def _check_archive(rig: Rig) -> None:
-    """Every released step is in a file."""
+    rig.drain(2, timeout_s=30, from_step=first, num_lost=None)
+    history = rig.history()
+    assert [*refusals_have_a_cause(history)] == []
+    prompts = read_prompt_counts(rig.client, rig.run)
+    assert (prompts.num_given, prompts.num_trained) == (0, len(trained_prompts(history))), prompts
+    num_evaluated = sum(each.num_trajectories for each in eval_results(rig.client, rig.run))
+    assert num_evaluated == rig.counts().get("evaluated", 0)
     released = read_frontier(rig.client, rig.run).released
     folder = rig.folder / "archive"
-    wrong = [*archive_is_what_was_trained(rig.history(), folder, run=rig.run, released=released)]
-    assert not wrong, wrong
+    assert [*archive_is_what_was_trained(history, folder, run=rig.run, released=released)] == []
+    report.read_memory(rig.client)
+    report.close(rig)
 
 
 def main() -> None:
-    """The long run."""
+    """Run the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--every-s", type=float, default=5.0)
@@ -198,19 +238,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
+    durability = options.durability or random.Random(seed).choice(MODES)
     console = Console()
     console.print(f"seed {seed}")
     folder = Path(tempfile.mkdtemp(prefix="turnstream-chaos-"))
-    length = Length(seconds=options.seconds, every_s=options.every_s)
+    times = {"seconds": options.seconds, "every_s": options.every_s}
     try:
-        report = soak(folder, length=length, seed=seed, durability=options.durability)
-    except BaseException:  # also of one that somebody has stopped
-        console.print(f"what every process did is kept in {folder}")
+        report = soak(folder, seed=seed, durability=durability, **times)
+    except BaseException:  # also of an interrupted one
+        console.print(f"logs of all processes: {folder}")
         raise
     shutil.rmtree(folder)
     console.print(report.table())
     if options.json is not None:
-        text = json.dumps({"seed": seed, **report.facts()}, indent=2)
+        text = json.dumps({"seed": seed, **times, **report.facts}, indent=2)
         options.json.write_text(f"{text}\n", encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import redis
 
 from harness.episodes import episode, row_name
-from harness.history import History, Line
+from harness.history import History, Line, Violations
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
@@ -87,8 +87,6 @@ def content_of(client: redis.Redis, name: bytes | str) -> Any:
     }
     return readers[kind](name)
 
-
-Violations = Iterator[str]
 
 _COLUMNS = ("trajectory_id", "sequence_index", "input_ids", "loss_mask", "prompt_length", "reward")
 

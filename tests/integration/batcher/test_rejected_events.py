@@ -16,7 +16,7 @@ from turnstream.store.client import keys
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import ConfigRevised, GroupOpened, TurnShape
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
-from turnstream_server.jobs.dead_letters import print_dead_letters
+from turnstream_server.jobs.dead_letters import list_dead_letters, print_dead_letters
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(120)]
 
@@ -125,7 +125,7 @@ async def test_event_of_a_distant_time_does_not_stop_the_run(house: Any) -> None
     assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
     assert [each.name for each in house.dead_letters(run).events] == [event_id]
     shown = io.StringIO()
-    print_dead_letters(house.url, run, Console(file=shown, width=200))
+    print_dead_letters(list_dead_letters(house.url, run), Console(file=shown, width=200))
     assert f"{2**63} ms" in shown.getvalue()
 
 

@@ -99,6 +99,7 @@ def test_pause_keeps_the_first_reason_until_resume(
     paused = turnstream("run", "pause", run, "--reason", "the disk is full")
     again = turnstream("run", "pause", run, "--reason", "another")
     reason = read_frontier(client, run).paused
+    why = json.loads(turnstream("why", run, "--json").out)["reasons"][0]
     resumed = turnstream("run", "resume", run)
 
     assert not_paused == Told(0, f"run {run} was not paused\n", "")
@@ -106,6 +107,7 @@ def test_pause_keeps_the_first_reason_until_resume(
     assert again == Told(0, f"run {run} was paused before\n", "")
     assert resumed == Told(0, f"run {run} is resumed\n", "")
     assert (reason, read_frontier(client, run).paused) == ("the disk is full", None)
+    assert (why["kind"], why["facts"]) == ("run_paused", {"reason": "the disk is full"})
 
 
 def test_replan_prints_the_withdrawn_steps_as_text_and_json(
@@ -141,17 +143,6 @@ def test_replan_without_batcher_fails_and_keeps_the_request(
     request = read_frontier(client, run).replan
     assert request is not None
     assert request.step == 7
-
-
-def test_why_names_a_pause_with_its_reason_as_json(
-    client: redis.Redis, run: str, turnstream: Shell
-) -> None:
-    turnstream("run", "pause", run, "--reason", "the disk is full")
-
-    told = turnstream("why", run, "--json")
-
-    first = json.loads(told.out)["reasons"][0]
-    assert (first["kind"], first["facts"]) == ("run_paused", {"reason": "the disk is full"})
 
 
 def test_revise_prints_each_change_and_show_prints_it_as_pending(

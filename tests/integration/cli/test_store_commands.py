@@ -30,33 +30,27 @@ from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
 from turnstream_server.bus.planning.groups import grant_refill
 
 
-def test_runs_lists_every_run_of_the_store(url: str) -> None:
-    with connect(url) as client:
-        create_run(client, "maze", config())
-        create_run(client, "guess it/2", config())
-        close_run(client, "maze")
-
-    shown = CliRunner().invoke(cli.app, ["run", "list"])
-
-    lines = [line.split() for line in shown.output.splitlines()]
-    assert [line[:4] for line in lines[1:]] == [
-        ["guess", "it/2", "open", "0"],
-        ["maze", "closed", "0", "0"],
-    ]
-
-
-def test_run_list_never_truncates_a_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_list_shows_every_run_and_never_truncates_a_name(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     name = "qwen3-8b-grpo-2026-11-23-seed-17-lr-1e-6-maze-with-tools-and-a-long-name"
     with connect(url) as client:
-        create_run(client, name, config())
+        for run in ("maze", "guess it/2", name):
+            create_run(client, run, config())
+        close_run(client, "maze")
 
     shown = CliRunner().invoke(cli.app, ["run", "list"])
     as_json = CliRunner().invoke(cli.app, ["run", "list", "--json"])
 
-    assert any(name in line for line in shown.output.splitlines())
-    assert [each["run"] for each in json.loads(as_json.output)] == [name]
-    assert json.loads(as_json.output)[0]["state"] == "open"
+    lines = [line.split() for line in shown.output.splitlines()]
+    assert [line[:3] for line in lines[1:]] == [
+        ["guess", "it/2", "open"],
+        ["maze", "closed", "0"],
+        [name, "open", "0"],
+    ]
+    states = {each["run"]: each["state"] for each in json.loads(as_json.output)}
+    assert states == {"guess it/2": "open", "maze": "closed", name: "open"}
 
 
 def test_created_run_has_its_settings_and_may_be_created_again(url: str) -> None:
@@ -266,19 +260,14 @@ def test_why_lists_a_live_writer_and_a_group_with_one_refill(url: str) -> None:
     assert 0 < found[2]["facts"]["lease_left_s"] <= 60
 
 
-def test_why_reports_a_finished_run(url: str) -> None:
+def test_why_reports_an_idle_and_a_finished_run(url: str) -> None:
     with connect(url) as client:
         create_run(client, "maze", config())
+        idle = reasons_of("maze")
         close_run(client, "maze")
 
+    assert [each["kind"] for each in idle] == ["no_planner", "out_of_data"]
     assert [each["kind"] for each in reasons_of("maze")] == ["run_finished"]
-
-
-def test_why_without_planner_and_groups(url: str) -> None:
-    with connect(url) as client:
-        create_run(client, "maze", config())
-
-    assert [each["kind"] for each in reasons_of("maze")] == ["no_planner", "out_of_data"]
 
 
 def test_evals_prints_a_line_for_each_version(url: str) -> None:

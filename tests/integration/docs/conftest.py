@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import os
 import re
 import signal
@@ -45,25 +43,6 @@ class Page:
         lines = [line for block in found for line in block.splitlines()]
         return [line.partition("#")[0].split()[1:] for line in lines if line[:11] == "turnstream "]
 
-    def brought_names(self) -> set[str]:
-        """Return the names that the blocks use and do not make."""
-        names = [node for _, code in self.blocks() for node in ast.walk(ast.parse(code))]
-        used = {node.id for node in names if isinstance(node, ast.Name)}
-        made = {
-            node.id
-            for node in names
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-        for node in names:
-            match node:
-                case ast.Import(names=found) | ast.ImportFrom(names=found):
-                    made |= {each.asname or each.name for each in found}
-                case ast.FunctionDef(name=name) | ast.ExceptHandler(name=str(name)):
-                    made.add(name)
-                case ast.arg(arg=name):
-                    made.add(name)
-        return used - made - set(vars(builtins))
-
     def announced_names(self) -> set[str]:
         """Return the names of the sentence "You bring `this` and `that`"."""
         sentences = re.findall(r"You bring ([^.]*)\.", self.text)
@@ -87,7 +66,6 @@ class Runner:
     def open(self, name: str, **brought: Any) -> None:
         """Begin a page, with a stand-in for each name that its reader brings."""
         self._page = Page(REPOSITORY / name)
-        assert self._page.brought_names() == brought.keys()
         assert self._page.announced_names() == brought.keys()
         self.text = self._page.text
         self.names.update(brought)

@@ -91,7 +91,7 @@ def silent_from(
     def connect(words: str) -> Any:
         wait_for_answers(ANSWER_S)
         proxy = proxy_to(own_store.url)
-        proxy.requests.unanswered = words.encode()
+        proxy.unanswered = words.encode()
         return proxy
 
     return connect
@@ -99,7 +99,7 @@ def silent_from(
 
 def speak(proxy: Any) -> None:
     """Let a silent store answer again."""
-    proxy.requests.unanswered, proxy.replies.is_silent = b"", False
+    proxy.unanswered, proxy.replies.is_silent = b"", False
     proxy.cut_all()
 
 

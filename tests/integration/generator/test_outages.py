@@ -68,7 +68,7 @@ def test_a_reply_lost_after_the_write_was_applied_leaves_one_copy(
         episode.seal(1.0)
         after_seal = publisher.statistics()
 
-    assert proxy.replies.num_cuts == 2
+    assert proxy.num_breaks == 2
     assert (after_append.num_duplicates, after_append.num_retries) == (1, 1)
     assert (after_seal.num_duplicates, after_seal.num_trajectories) == (2, 1)
     assert store.read(run).spelled(KEY) == [("ab", "c"), ("abc", "d")]
@@ -87,12 +87,12 @@ def test_a_group_whose_replies_are_lost_anywhere_arrives_once(
         publisher.publish(group("first")).result(10)
         for number in range(num_answered):
             publisher.publish(group(f"before-{number}"))
-        proxy.cut_next_reply()
+        proxy.break_next_reply()
         publisher.publish(group("g")).result(10)
 
     stored = store.read(run)
     num_trajectories = 2 * (num_answered + 2)
-    assert proxy.replies.num_cuts == 1
+    assert proxy.num_breaks == 1
     assert stored.counts() == {"accepted": num_trajectories, "sealed": num_trajectories}
     assert len(stored.events()) == 3 * (num_answered + 2)
     assert stored.spelled(KEY) == [("ab", "cd")]

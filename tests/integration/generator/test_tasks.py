@@ -119,7 +119,7 @@ def test_lost_reply_neither_loses_nor_doubles_a_task(
             for trajectory in second.trajectories:
                 write(trajectory)
 
-    assert proxy.replies.num_cuts == 1
+    assert proxy.num_breaks == 1
     assert (first.group_id, second.group_id) == ("a#1", "b#1")
     assert store.read(run).counts() == {"accepted": 4, "sealed": 4}
     assert read_prompt_counts(store.client, run).num_given == 2

@@ -21,9 +21,11 @@ from turnstream.types import SealedTrajectory, Status, TrajectoryKey, Trajectory
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators.chat import ChatTokenizer
+from turnstream_server.generators.config import ReplayConfig
 from turnstream_server.generators.recordings import read_groups
-from turnstream_server.generators.replay import ReplayConfig, run_replay
+from turnstream_server.generators.replay import run_replay
 from turnstream_server.jobs.history import RunHistory
+from turnstream_server.jobs.job import write_policy
 from turnstream_server.models.spec import SmallModelSpec
 
 NewRun = Callable[..., str]
@@ -137,11 +139,11 @@ def test_a_recording_without_a_turn_is_abandoned_with_the_reason(
 
 
 def test_log_probabilities_are_sent_where_a_policy_is_given(
-    client: redis.Redis, replay: Callable[..., ReplayConfig]
+    client: redis.Redis, replay: Callable[..., ReplayConfig], tmp_path: Path
 ) -> None:
     policy = SmallModelSpec(vocab_size=400, hidden_size=8, intermediate_size=8, num_heads=1)
 
-    config = replay(line("maze/1", 0), policy=policy)
+    config = replay(line("maze/1", 0), policy=write_policy(tmp_path, policy))
 
     assert sealed(client, config.run)[TrajectoryKey("maze/1", 0)].has_logprobs
 

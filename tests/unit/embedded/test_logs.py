@@ -26,24 +26,17 @@ def test_a_line_names_service_logger_and_facts() -> None:
     assert "INFO    batcher some.module: planned run step=3 groups=8\n" in stream.getvalue()
 
 
-def test_lines_below_the_level_are_dropped() -> None:
-    stream = io.StringIO()
-    configure_logging("WARNING", service="batcher", stream=stream)
-
-    logging.getLogger("some.module").info("planned")
-
-    assert stream.getvalue() == ""
-
-
-def test_configuring_again_replaces_the_lines_of_before() -> None:
+def test_another_configuration_replaces_stream_and_level() -> None:
     first, second = io.StringIO(), io.StringIO()
-    configure_logging("INFO", service="batcher", stream=first)
+    configure_logging("DEBUG", service="batcher", stream=first)
     configure_logging("INFO", service="batcher", stream=second)
 
     logging.getLogger("some.module").info("planned")
+    logging.getLogger("some.module").debug("dropped")
 
     assert first.getvalue() == ""
     assert second.getvalue().count("planned") == 1
+    assert "dropped" not in second.getvalue()
 
 
 def test_an_exception_is_shown_with_its_traceback() -> None:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.generators.environments.guessing import (
+from turnstream_server.generators.guessing import (
     HIGHER,
     INVALID,
     LOWER,

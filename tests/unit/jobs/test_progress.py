@@ -5,13 +5,15 @@ import io
 import pytest
 from rich.console import Console
 
+from testkit import sealed
 from turnstream_server.jobs.progress import ProgressDisplay, progress_lines
-from turnstream_server.jobs.summary import SealedFigures, summarise
+from turnstream_server.jobs.summary import summarise
 
 SUMMARY = summarise(
     num_groups=1,
-    sealed=[SealedFigures(reward=0.5, num_turns=1, wire_bytes=1, resend_bytes=1)],
-    batches={},
+    sealed=[sealed(reward=0.5)],
+    batches=[],
+    planned=7,
     stepped=7,
     ledger={"open": 3, "committed": 1},
     elapsed_s=1.0,
@@ -19,17 +21,16 @@ SUMMARY = summarise(
 
 
 def test_progress_shows_time_step_reward_and_ledger() -> None:
-    figures, ledger = progress_lines(SUMMARY, elapsed_s=75.0, goal=0.6)
+    numbers, ledger = progress_lines(SUMMARY, elapsed_s=75.0, goal=0.6)
 
-    assert figures == "1:15  step 7  reward 0.500 of 0.600  0 tokens/s"
+    assert numbers == "1:15  step 7  reward 0.500 of 0.600  0 tokens/s"
     assert ledger == "ledger: open 3, committed 1"
 
 
-def test_a_terminal_shows_the_newest_progress_and_nothing_at_the_end() -> None:
+def test_terminal_shows_the_newest_progress() -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100)
 
-    with ProgressDisplay(console) as display:
+    with ProgressDisplay(Console(file=out, force_terminal=True, width=100)) as display:
         display.show(SUMMARY, share=0.5, elapsed_s=75.0)
         shown = out.getvalue()
 
@@ -37,21 +38,15 @@ def test_a_terminal_shows_the_newest_progress_and_nothing_at_the_end() -> None:
     assert "ledger: open 3" in shown
 
 
-def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("every_s", "num_lines"), [(0.0, 2), (10.0, 0)])
+def test_log_file_gets_a_line_at_intervals(
+    monkeypatch: pytest.MonkeyPatch, every_s: float, num_lines: int
+) -> None:
     out = io.StringIO()
-    monkeypatch.setattr("turnstream_server.jobs.progress._LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("turnstream_server.jobs.progress._LINE_EVERY_S", every_s)
 
     with ProgressDisplay(Console(file=out, width=60)) as display:
-        display.show(SUMMARY, share=0.5, elapsed_s=75.0)
-        display.show(SUMMARY, share=0.5, elapsed_s=75.0)
+        for _ in range(2):
+            display.show(SUMMARY, share=0.5, elapsed_s=75.0)
 
-    assert len(out.getvalue().splitlines()) == 2
-
-
-def test_a_log_file_is_not_flooded() -> None:
-    out = io.StringIO()
-
-    with ProgressDisplay(Console(file=out)) as display:
-        display.show(SUMMARY, share=0.5, elapsed_s=75.0)
-
-    assert out.getvalue() == ""
+    assert len(out.getvalue().splitlines()) == num_lines

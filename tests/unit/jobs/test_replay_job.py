@@ -7,19 +7,19 @@ from turnstream_server.jobs.summary import Summary, summarise
 
 
 def summary(**ledger: int) -> Summary:
-    return summarise(num_groups=1, sealed=[], batches={}, stepped=0, ledger=ledger, elapsed_s=0)
+    return summarise(
+        num_groups=1, sealed=[], batches=[], planned=0, stepped=0, ledger=ledger, elapsed_s=0
+    )
 
 
-def test_a_replay_is_complete_when_every_trajectory_came_to_an_end() -> None:
+def test_replay_is_complete_when_every_trajectory_has_ended() -> None:
     check_complete(summary(committed=6, incomplete=1, abandoned=1), num_trajectories=8)
 
-
-def test_a_trajectory_that_is_missing_in_the_ledger_is_an_error() -> None:
     with pytest.raises(IncompleteReplayError, match="the file has 8 trajectories, the ledger 7"):
         check_complete(summary(committed=7), num_trajectories=8)
 
 
 @pytest.mark.parametrize("state", ["open", "sealed", "awaiting_reward", "planned", "stepped"])
-def test_a_trajectory_that_is_still_on_its_way_is_an_error(state: str) -> None:
+def test_trajectory_that_has_not_ended_is_an_error(state: str) -> None:
     with pytest.raises(IncompleteReplayError, match=rf"trajectories that are {state} \(2\)"):
         check_complete(summary(committed=6, **{state: 2}), num_trajectories=8)

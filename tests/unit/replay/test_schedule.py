@@ -5,20 +5,21 @@ from pathlib import Path
 import pytest
 
 from turnstream.errors import InvalidConfigError
+from turnstream_server.generators.config import ReplayConfig
 from turnstream_server.generators.recordings import Message, RecordedGroup, Recording
-from turnstream_server.generators.replay import ReplayConfig, groups_of_shard, schedule
+from turnstream_server.generators.replay import groups_of_shard, schedule
 
 
 def recording(num_turns: int, *, sample: int = 0, times: tuple[float, ...] = ()) -> Recording:
     """A user message before every reply."""
-    messages = (Message("user", "?"), Message("assistant", "!")) * num_turns
+    messages = [Message(role="user", content="?"), Message(role="assistant", content="!")]
     return Recording(
         prompt_uid="a",
         sample=sample,
         reward=0.0,
-        messages=messages,
-        turns=tuple(range(1, 2 * num_turns, 2)),
-        times=times,
+        messages=messages * num_turns,
+        turns=[*range(1, 2 * num_turns, 2)],
+        times=[*times],
     )
 
 

@@ -18,12 +18,14 @@ PAGE: Final = 1_000
 """Entries of one reply: a few hundred kilobytes, and a millisecond of the server."""
 
 
-def stream_entries(client: redis.Redis, stream: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the id and the record of every entry of a stream, in order.
+def stream_entries(
+    client: redis.Redis, stream: str, *, after: str = ""
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the id and the record of every entry of a stream after an id, in order.
 
     The record of an entry without one is empty, which every reader refuses.
     """
-    start = "-"
+    start = f"({after}" if after else "-"
     while True:
         with reading(stream), translating():
             entries: Any = client.xrange(stream, min=start, count=PAGE)

@@ -226,7 +226,7 @@ async def test_observer_keeps_released_steps_and_drops_withdrawn_ones(house, rep
     await trainer.start("a")
     first = await trainer.get(1)
     history = RunHistory(house.client, run)
-    history.refresh()
+    history.summary()
     await trainer.committed(await trainer.stepped(first))
     await house.publish(run, of_3("g2"))
     await look.until(lambda: look.planned(run) == 3 and look.num_kept_plans(run) == 2)

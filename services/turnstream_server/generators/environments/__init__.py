@@ -1,1 +1,0 @@
-"""Built-in environments: pure functions from tokens to tokens and a reward."""

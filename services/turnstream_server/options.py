@@ -1,0 +1,88 @@
+"""Options of the command line that several commands share, and commands made of dataclasses.
+
+A dataclass of settings declares each option once: the type, the default and the help of a field
+are those of the option.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+Settings = TypeVar("Settings")
+
+Redis = Annotated[
+    str,
+    typer.Option(
+        "--redis",
+        metavar="URL",
+        help="Address of the store. Default: TURNSTREAM_REDIS_URL, or redis://127.0.0.1:7379.",
+        show_default=False,
+    ),
+]
+Run = Annotated[str, typer.Option("--run", help="Name of the run; it must exist.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SummaryFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the summary here.")
+]
+Recordings = Annotated[
+    Path, typer.Argument(metavar="FILE", help="Recorded trajectories, JSON lines or .gz.")
+]
+TokenizerFolder = Annotated[Path, typer.Option(help="Folder of the tokenizer.")]
+Groups = Annotated[int, typer.Option("--groups", min=0, help="Number of groups; 0: all.")]
+Dump = Annotated[
+    Path | None, typer.Option("--dump", help="Folder for the rows of every mini-batch trained on.")
+]
+Threads = Annotated[
+    int, typer.Option("--threads", min=0, help="Threads of torch; 0: the default of torch.")
+]
+
+
+def with_options(
+    kind: Callable[..., Settings],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator for a command that takes a dataclass: each annotated field is an option.
+
+    Further parameters of the command stay options of their own.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    annotated = [each for each in fields(kind) if hasattr(hints[each.name], "__metadata__")]  # pyright: ignore[reportArgumentType]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *others = inspect.signature(command, eval_str=True).parameters.values()
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            given = {each.name: values.pop(each.name) for each in annotated}
+            settings = kind(**{name: value for name, value in given.items() if value is not None})
+            command(settings, **values)
+
+        parameters = [
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_default(each),
+                annotation=hints[each.name],
+            )
+            for each in annotated
+        ]
+        others = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in others]
+        run.__signature__ = inspect.Signature([*parameters, *others])  # pyright: ignore[reportAttributeAccessIssue]
+        run.__annotations__ = {each.name: each.annotation for each in (*parameters, *others)}
+        return run
+
+    return decorate
+
+
+def _default(field: Any) -> Any:
+    """Return the default of an option; None for one that is made at each start."""
+    if field.default is not MISSING:
+        return field.default
+    return inspect.Parameter.empty if field.default_factory is MISSING else None
