@@ -22,8 +22,8 @@ import redis
 from hypothesis import Phase, settings
 
 from testkit import wait_until
+from testkit.stored_keys import declared_type
 from turnstream.batching.config import BatchingConfig
-from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find_binary
@@ -184,7 +184,7 @@ def _undeclared(client: redis.Redis, checked: set[bytes]) -> dict[str, str]:
     new = [name for name in names if name not in checked]
     types = {name.decode(): _type(client, name) for name in new}
     checked.update(new)
-    return {name: kind for name, kind in types.items() if keys.declared_type(name) != kind}
+    return {name: kind for name, kind in types.items() if declared_type(name) != kind}
 
 
 def _type(client: redis.Redis, name: bytes) -> str:

@@ -12,6 +12,7 @@ import redis.asyncio
 from harness.stored import content_of
 from testkit import config, sealed
 from testkit.scripts import script
+from testkit.stored_keys import declared_type
 from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
@@ -106,7 +107,7 @@ async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(
     names = keys.run_keys(run)
     for part in names._fields:  # whatever else a run may have
         name = getattr(names, part)
-        kind = keys.declared_type(name)
+        kind = declared_type(name)
         if part not in ("deleted", "doomed") and not client.exists(name):
             client.zadd(name, {"x": 1}) if kind == "zset" else client.hset(name, "x", 1)
     other = f"{run}-other"

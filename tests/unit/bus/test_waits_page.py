@@ -15,6 +15,7 @@ from turnstream.errors import WaitKind, WaitReason
 from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.generator.outbox.outbox_waits import no_space, not_on_disk, of_writes
 from turnstream.generator.outbox.trajectory_queue import Lane, PendingTurn
+from turnstream.store.run.tasks import PromptCounts
 from turnstream.store.waits.awaited import (
     admission_awaited,
     no_refill,
@@ -93,7 +94,7 @@ MOMENTS = [
         at_plans="3:10:24,4:40:28",
         untrained=(("filtered", 560),),
     ),
-    of(num_waiting=0, newest_version=4, prompts_added=500, prompts_filtered=20),
+    of(num_waiting=0, newest_version=4, prompts=PromptCounts(num_added=500, num_filtered=20)),
     of(planned=6, behind=(1, 3)),
     of(planned=5),
     of(planned=6, released=4, stored=48_211, planned_bytes=150_000, config=SMALL),

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit.stored_keys import declared_type
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 
@@ -60,7 +61,7 @@ def test_every_key_is_declared(run: str, group_id: str) -> None:
     payload = keys.trajectory_keys(run, keys.trajectory_id(TrajectoryKey(group_id, 1)))
 
     everything = (*keys.run_keys(run), *payload, keys.RUNS, keys.NEWS)
-    declared = [keys.declared_type(key) for key in everything]
+    declared = [declared_type(key) for key in everything]
 
     assert None not in declared
 
@@ -69,4 +70,4 @@ def test_every_key_is_declared(run: str, group_id: str) -> None:
     "key", ["ts:{r}:turns", "ts:{r/g/0/0}:events", "ts:{r/g}:turns", "other", "ts:{r}:events:x"]
 )
 def test_any_other_key_is_not_declared(key: str) -> None:
-    assert keys.declared_type(key) is None
+    assert declared_type(key) is None

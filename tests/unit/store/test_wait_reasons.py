@@ -9,6 +9,7 @@ import pytest
 
 from testkit.snapshots import scanned, snapshot
 from turnstream.errors import WaitKind, WaitReason
+from turnstream.store.run.tasks import PromptCounts
 from turnstream.store.waits.awaited import no_refill
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.store.waits.wait_snapshot import (
@@ -179,15 +180,15 @@ def test_unknown_times_and_versions_are_left_out() -> None:
 
 
 def test_run_with_all_prompts_done_reports_it_until_closed() -> None:
-    done = scanned(num_waiting=0, prompts_added=9, prompts_filtered=2)
+    done = scanned(num_waiting=0, prompts=PromptCounts(num_added=9, num_filtered=2))
 
     assert the(WaitKind.PROMPTS_EXHAUSTED, done).sentence == (
         "all 9 prompts of the run are done, 2 of them filtered: add others, or close the run"
     )
     for change in (
-        {"prompts_left": 1},
-        {"prompts_given": 1},
-        {"prompts_added": 0},
+        {"prompts": PromptCounts(num_added=9, num_left=1)},
+        {"prompts": PromptCounts(num_added=9, num_given=1)},
+        {"prompts": PromptCounts()},
         {"is_closed": True},
     ):
         assert WaitKind.PROMPTS_EXHAUSTED not in kinds(replace(done, **change))
@@ -246,10 +247,10 @@ def test_open_members_are_a_reason_only_if_something_waits_for_them() -> None:
     for waits in (
         snapshot(groups=groups),
         snapshot(**fed, num_open=1, config={"max_open_groups": 1}),
-        snapshot(**fed, prompts_given=1),
+        snapshot(**fed, prompts=PromptCounts(num_given=1)),
     ):
         assert WaitKind.MEMBER_OPEN in kinds(waits)
-    assert kinds(scanned(**fed, prompts_given=1)) == [WaitKind.NOTHING_WRONG]
+    assert kinds(scanned(**fed, prompts=PromptCounts(num_given=1))) == [WaitKind.NOTHING_WRONG]
 
 
 def test_missing_samples_rewards_and_refills_are_named() -> None:

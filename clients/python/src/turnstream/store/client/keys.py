@@ -138,11 +138,6 @@ NEWS = "ts:news"
 BATCHERS = "ts:batchers"
 """Sorted set of the addresses at which batchers answer."""
 
-_GLOBAL_TYPES = {RUNS: "set", NEWS: "stream", BATCHERS: "zset"}
-
-_STREAMS = {"events", "plan", "wake", "versions", "damaged", "evalgroups"}
-_SORTED_SETS = {"leases", "deadlines", "refills", "rejected", "again"}
-_TRAJECTORY_TYPES = {"turns": "stream", "meta": "hash"}
 _KEY = re.compile(
     r"ts:\{(?P<name>[^{}/~]+)(?P<trajectory>/[^{}/]+/\d+/\d+)?\}(?P<number>~\d+)?:(?P<part>[a-z]+)"
 )
@@ -209,19 +204,6 @@ class RunKeys(NamedTuple):
         )
 
     @property
-    def of_next_task(self) -> tuple[str, ...]:
-        """The keys of the script next_task."""
-        return (
-            *(self.prompts, self.tasks, self.again, self.frontier, self.config, self.groups),
-            *(self.ledger, self.wake, self.members, self.refills, self.over),
-        )
-
-    @property
-    def of_open_task(self) -> tuple[str, ...]:
-        """The keys of the script open_task."""
-        return (self.prompts, self.tasks, self.again, *self.of_open_group)
-
-    @property
     def of_post_sealed(self) -> tuple[str, ...]:
         """The keys of the script post_sealed."""
         return (
@@ -255,7 +237,7 @@ class TrajectoryKeys(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def run_keys(run: str) -> RunKeys:
-    """The keys of the run with this (plain) id; InvalidConfigError where no run can have it.
+    """Return the keys of the run with this (plain) id; InvalidConfigError if no run can have it.
 
     >>> run_keys("maze").ledger, run_keys("maze~2").ledger
     ('ts:{maze}:ledger', 'ts:{maze}~2:ledger')
@@ -265,7 +247,7 @@ def run_keys(run: str) -> RunKeys:
 
 
 def trajectory_keys(run: str, trajectory_id: str) -> TrajectoryKeys:
-    """The keys of one trajectory's payload.
+    """Return the keys of one trajectory's payload.
 
     >>> trajectory_keys("maze~2", "g/0/0").turns
     'ts:{maze/g/0/0}~2:turns'
@@ -276,7 +258,7 @@ def trajectory_keys(run: str, trajectory_id: str) -> TrajectoryKeys:
 
 
 def incarnation_key(run: str) -> str:
-    """The key that all runs of this run's name share; see the table above.
+    """Return the key that all runs of this run's name share; see the table above.
 
     >>> incarnation_key("maze"), incarnation_key("maze~2")
     ('ts:{maze}:incarnation', 'ts:{maze}:incarnation')
@@ -286,13 +268,13 @@ def incarnation_key(run: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _encoded_parts(run: str) -> tuple[str, str]:
-    """The name inside the braces of a key, and what follows them."""
+    """Return the name inside the braces of a key, and what follows them."""
     name, tilde, number = encode_run(run).partition("~")
     return name, tilde + number
 
 
 def trajectory_id(key: TrajectoryKey) -> str:
-    """The trajectory's name inside its run.
+    """Return the trajectory's name inside its run.
 
     >>> trajectory_id(TrajectoryKey("g/1", sample=3))
     'g%2F1/3/0'
@@ -301,7 +283,7 @@ def trajectory_id(key: TrajectoryKey) -> str:
 
 
 def parse_trajectory_id(text: str) -> TrajectoryKey:
-    """The key that `trajectory_id` was given.
+    """Return the key of an id.
 
     >>> parse_trajectory_id("g%2F1/3/0")
     TrajectoryKey(group_id='g/1', sample=3, attempt=0)
@@ -311,7 +293,7 @@ def parse_trajectory_id(text: str) -> TrajectoryKey:
 
 
 def readable_name(trajectory_id: str) -> str:
-    """A trajectory's id as people read it.
+    """Return a trajectory's id as people read it.
 
     >>> readable_name("task-7%231/0/0")
     'task-7#1/0/0'
@@ -321,7 +303,7 @@ def readable_name(trajectory_id: str) -> str:
 
 
 def run_of(key: str) -> RunId:
-    """The (plain) id of the run that a key is of.
+    """Return the (plain) id of the run that a key is of.
 
     >>> run_of("ts:{a%2Fb}:ledger"), run_of("ts:{a/g/0/0}~2:meta")
     ('a/b', 'a~2')
@@ -330,24 +312,3 @@ def run_of(key: str) -> RunId:
     if match is None:
         raise ValueError(f"{key!r} is the key of no run")
     return RunId(decode_name(match["name"]) + (match["number"] or ""))
-
-
-def declared_type(key: str) -> str | None:
-    """The Redis type that a key of this name must have; None if no such key is declared.
-
-    >>> declared_type("ts:{a}~2:ledger"), declared_type("ts:{a/g/0/0}:meta"), declared_type("a")
-    ('hash', 'hash', None)
-    """
-    if key in _GLOBAL_TYPES:
-        return _GLOBAL_TYPES[key]
-    match = _KEY.fullmatch(key)
-    if match is None:
-        return None
-    part = match["part"]
-    if match["trajectory"]:
-        return _TRAJECTORY_TYPES.get(part)
-    if part == "incarnation":
-        return "string"
-    if part not in RunKeys._fields:
-        return None
-    return "stream" if part in _STREAMS else "zset" if part in _SORTED_SETS else "hash"

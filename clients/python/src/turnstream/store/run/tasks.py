@@ -15,7 +15,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Argument, Command, Script, run_command
-from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
+from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream.store.run.groups import OPEN_GROUP, group_size
 from turnstream.store.run.revisions import read_revisions
 from turnstream.types import GroupOpened, TrajectoryKey
@@ -31,7 +31,7 @@ _MAX_BYTES_PER_CALL: Final = 1_000_000
 _FIRST_LIMIT: Final = 2**53
 """Limit of the numbers of prompts: the store counts them in floats of 64 bits."""
 
-_COUNTED: Final = (b"added", b"next", b"done", b"filtered")
+PROMPT_FIELDS: Final = ("added", "next", "done", "filtered")
 
 _LONGEST_SUFFIX: Final = "#" + "9" * 9
 """Longest suffix of a group's name: the number of the visit."""
@@ -76,11 +76,11 @@ class PromptCounts:
         num_filtered: prompts whose group carried no signal.
     """
 
-    num_added: int
-    num_left: int
-    num_given: int
-    num_trained: int
-    num_filtered: int
+    num_added: int = 0
+    num_left: int = 0
+    num_given: int = 0
+    num_trained: int = 0
+    num_filtered: int = 0
 
     @property
     def is_exhausted(self) -> bool:
@@ -94,6 +94,9 @@ class PromptCounts:
             f"{self.num_added} added, {self.num_left} left, {self.num_given} given out, "
             f"{self.num_trained} trained, {self.num_filtered} filtered"
         )
+
+
+NO_PROMPTS: Final = PromptCounts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,14 +186,15 @@ def read_prompt_counts(client: redis.Redis, run: str) -> PromptCounts:
     names = keys.run_keys(find_run(client, run))
     with reading(f"{names.prompts} or {names.again}"), translating():
         pipeline = client.pipeline(transaction=True)
-        pipeline.hmget(names.prompts, _COUNTED)
+        pipeline.hmget(names.prompts, PROMPT_FIELDS)
         pipeline.zcard(names.again)
         found: Any = pipeline.execute()
-    stored = StoredHash(names.prompts, dict(zip(_COUNTED, found[0], strict=True)))
-    added, last, done, filtered = (
-        stored.parsed(field.decode(), parsed_number, 0) for field in _COUNTED
-    )
-    num_again: int = found[1]
+        return prompt_counts(*found)
+
+
+def prompt_counts(stored: Sequence[bytes | None], num_again: int) -> PromptCounts:
+    """Return the counts from the fields PROMPT_FIELDS of `prompts`, and the size of `again`."""
+    added, last, done, filtered = (parsed_number(value or b"0") for value in stored)
     return PromptCounts(
         num_added=added,
         num_left=added - last + num_again,
@@ -202,7 +206,12 @@ def read_prompt_counts(client: redis.Redis, run: str) -> PromptCounts:
 
 def next_task_command(run: str) -> Command:
     """Return the call that reads the next task; nothing is sent."""
-    return _NEXT_TASK(keys.run_keys(run).of_next_task)
+    names = keys.run_keys(run)
+    where = (
+        *(names.prompts, names.tasks, names.again, names.frontier, names.config, names.groups),
+        *(names.ledger, names.wake, names.members, names.refills, names.over),
+    )
+    return _NEXT_TASK(where)
 
 
 def parse_offer(reply: Sequence[Any]) -> OfferedTask | NoTask:
@@ -246,7 +255,8 @@ def open_numbered_command(run: str, number: int, *words: Argument) -> Command:
     names = keys.run_keys(run)
     if not number:
         return OPEN_GROUP(names.of_open_group, *words)
-    return OPEN_TASK(names.of_open_task, number, *words)
+    where = (names.prompts, names.tasks, names.again, *names.of_open_group)
+    return OPEN_TASK(where, number, *words)
 
 
 def parse_task(task: OfferedTask, reply: Sequence[Any]) -> TakenTask | NoTask:

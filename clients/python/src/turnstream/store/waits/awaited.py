@@ -41,8 +41,9 @@ def no_task(why: str, snapshot: WaitSnapshot | None, *, waited_s: float) -> list
     """Return that there was no task, and the causes."""
     facts: dict[str, Fact] = {"waited_s": waited_s}
     if snapshot is not None:
-        facts |= {"prompts": snapshot.prompts_added, "left": snapshot.prompts_left}
-        facts["given"] = snapshot.prompts_given
+        prompts = snapshot.prompts
+        facts |= {"prompts": prompts.num_added, "left": prompts.num_left}
+        facts["given"] = prompts.num_given
     return [wait_reason(WaitKind.NO_TASK, facts, why=why), *reasons(snapshot)]
 
 

@@ -14,6 +14,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.fullness import FIRST_ESTIMATE, store_trouble
 from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
 from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
+from turnstream.store.run.tasks import prompt_counts
 from turnstream.store.waits.wait_snapshot import (
     MAX_NAMED,
     Durations,
@@ -78,6 +79,8 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitSnapshot:
         open_members, groups = _groups(parts[b"leases"], now_ms)
     with reading(names.times):
         durations = _durations(now_ms, frontier.fields, *parts[b"step_times"])
+    with reading(names.prompts):
+        prompts = prompt_counts(parts[b"prompts"], parts[b"num_again"])
     with reading(names.config):
         config = decode_config(parts[b"config"], run=run)
     return WaitSnapshot(
@@ -86,7 +89,7 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitSnapshot:
         **_progress(frontier),
         **_planner(StoredHash(names.leader, _pairs(parts[b"leader"])), parts[b"last_ids"], now_ms),
         **_bytes(StoredHash(names.budget, _pairs(parts[b"budget"])), parts[b"server"]),
-        **_prompts(names.prompts, parts[b"prompts"], parts[b"num_again"]),
+        prompts=prompts,
         num_refills=parts[b"num_refills"],
         refills=tuple(
             (keys.parse_trajectory_id(name.decode()), max(0, now_ms - int(ms)) / 1_000)
@@ -136,17 +139,6 @@ def _bytes(budget: StoredHash, server: Sequence[Any]) -> dict[str, Any]:
         "server_used": int(used),
         "server_max": int(most),
         "store_trouble": store_trouble({"aof_last_write_status": (aof_status or b"ok").decode()}),
-    }
-
-
-def _prompts(key: str, stored: Sequence[bytes | None], num_again: int) -> dict[str, Any]:
-    with reading(key):
-        added, last, done, filtered = (parsed_number(value or b"0") for value in stored)
-    return {
-        "prompts_added": added,
-        "prompts_left": added - last + num_again,
-        "prompts_given": last - num_again - done,
-        "prompts_filtered": filtered,
     }
 
 

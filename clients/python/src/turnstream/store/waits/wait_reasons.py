@@ -249,9 +249,9 @@ def _of_shortage(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
         newest = snapshot.newest_version
         facts |= {"opened_s": snapshot.durations.opened_s, "newest_version": newest}
         yield wait_reason(WaitKind.OUT_OF_DATA, facts, newest=newest_policy(newest))
-    has_prompts = snapshot.prompts_left or snapshot.prompts_given
-    if snapshot.prompts_added and not has_prompts and not snapshot.is_closed:
-        facts = {"prompts": snapshot.prompts_added, "filtered": snapshot.prompts_filtered}
+    prompts = snapshot.prompts
+    if prompts.is_exhausted and not snapshot.is_closed:
+        facts = {"prompts": prompts.num_added, "filtered": prompts.num_filtered}
         yield wait_reason(WaitKind.PROMPTS_EXHAUSTED, facts)
     for (group_id, sample, attempt), since_s in snapshot.refills:
         facts = {"group": group_id, "sample": sample, "attempt": attempt, "since_s": since_s}

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.fullness import FIRST_ESTIMATE, LEAST_ESTIMATE, Bytes
+from turnstream.store.run.tasks import NO_PROMPTS, PromptCounts
 from turnstream.types import TrajectoryKey
 
 MAX_NAMED: Final = 8
@@ -128,8 +129,6 @@ class WaitSnapshot:
         store_trouble: why the store takes no writes; empty if it does.
         estimate: usual bytes of a trajectory.
         server_used, server_max: bytes of the server; 0 for no limit.
-        prompts_left, prompts_given: prompts without a group, and with one that is not finished.
-        prompts_filtered: done prompts whose group carried no signal.
         num_refills: granted attempts that no generator has taken.
         refills: the oldest of them with the seconds since each was granted.
         newest_version: newest policy version; None before the first.
@@ -170,10 +169,7 @@ class WaitSnapshot:
     estimate: int = FIRST_ESTIMATE
     server_used: int = 0
     server_max: int = 0
-    prompts_added: int = 0
-    prompts_left: int = 0
-    prompts_given: int = 0
-    prompts_filtered: int = 0
+    prompts: PromptCounts = NO_PROMPTS
     num_refills: int = 0
     refills: tuple[tuple[TrajectoryKey, float], ...] = ()
     newest_version: int | None = None
@@ -211,7 +207,7 @@ class WaitSnapshot:
     def waits_for_members(self) -> bool:
         """Whether the trainer, or the generator that asks, waits for groups that are open."""
         is_full = 0 < self.config.max_open_groups <= self.num_open
-        return self.is_starved or (not self.is_scanned and (is_full or self.prompts_given > 0))
+        return self.is_starved or (not self.is_scanned and (is_full or self.prompts.num_given > 0))
 
     def bytes_for(self, num_samples: int = 1) -> Bytes:
         """Return the bytes used and allowed, with the need of a group of so many samples."""
