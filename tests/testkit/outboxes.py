@@ -9,14 +9,7 @@ from redis.exceptions import ResponseError
 
 from testkit.turns import turn
 from turnstream.generator.encode.encoder import TrajectoryDraft
-from turnstream.generator.outbox.calls import (
-    Call,
-    HeartbeatCall,
-    NoteCall,
-    ReserveCall,
-    Round,
-    WaitsCall,
-)
+from turnstream.generator.outbox.calls import Call, Round
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectory_queue import Lane
@@ -107,7 +100,7 @@ class OutboxDriver:
         beats = [
             _well(call)
             for call in sent.calls[len(answers) :]
-            if isinstance(call, HeartbeatCall | NoteCall | ReserveCall | WaitsCall)
+            if not call.is_write or call.command.script.name == "note_conflict"
         ]
         self.outbox.answered(sent, replies=[*loads, *answers, *beats], now_s=self.now_s)
         return sent
@@ -147,11 +140,15 @@ class OutboxDriver:
 
 def _well(call: Call) -> Any:
     """Return the reply to a call that belongs to no trajectory."""
-    if isinstance(call, HeartbeatCall):
-        return [60_000, *[b"OK"] * len(call.lanes)]
-    if isinstance(call, WaitsCall):
-        return ResponseError("NORUN no such run")
-    return call.sizes if isinstance(call, ReserveCall) else 1
+    match call.command.script.name:
+        case "heartbeat":
+            return [60_000, *[b"OK"] * (len(call.command.args) // 2)]
+        case "read_waits":
+            return ResponseError("NORUN no such run")
+        case "reserve":
+            return [int(size) for size in call.command.args[2::3]]
+        case _:
+            return 1
 
 
 def driver_with_lane(*, sync: str = "everysec", **limits: Any) -> tuple[OutboxDriver, Lane]:

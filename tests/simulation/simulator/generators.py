@@ -62,7 +62,7 @@ def _has_found_out(process: Process, outbox: Outbox, acknowledged: set[str]) -> 
     if not acknowledged.isdisjoint(waiting):
         return False  # a group without admission may only wait if it was never open
     has_met = outbox._incarnation == process.world.store.run_id
-    return outbox._reposts.is_empty and (has_met or outbox._resend_buffer.is_settled)
+    return outbox.run_calls.is_settled and (has_met or outbox._resend_buffer.is_settled)
 
 
 async def _work(

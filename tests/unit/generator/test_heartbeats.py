@@ -15,8 +15,13 @@ from turnstream.errors import (
     RunNotFoundError,
 )
 from turnstream.generator.outbox.heartbeats import Heartbeats
+from turnstream.generator.outbox.target import TargetRun
 from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.types import TrajectoryKey
+
+
+def heartbeats() -> Heartbeats:
+    return Heartbeats(TargetRun("r"), "w", lambda _, __: None)
 
 
 def test_leases_are_renewed_every_third_of_the_length_that_the_store_names() -> None:
@@ -36,7 +41,7 @@ def test_leases_are_renewed_every_third_of_the_length_that_the_store_names() -> 
 
 def test_new_trajectory_reads_the_lease_length_soon() -> None:
     # The leases of the run had become shorter, and the next trajectory was abandoned.
-    beats = Heartbeats()
+    beats = heartbeats()
     first, second = (
         Lane(TrajectoryKey("g", sample), f"g/{sample}/0", epoch=1) for sample in range(2)
     )
@@ -157,16 +162,16 @@ def test_ending_trajectory_ignores_a_fenced_heartbeat() -> None:
 
 
 def test_more_leases_than_one_call_takes_travel_in_several() -> None:
-    beats = Heartbeats()
+    beats = heartbeats()
     key = TrajectoryKey("g", 0)
     lanes = [Lane(key, f"{n}", epoch=1) for n in range(600)]
     for lane in lanes:
         beats.opened(lane, now_s=0.0)
 
-    calls = beats.due(1.0)
+    names = [call.command.args[::2] for call in beats.take(1.0)]
 
-    assert [len(call.lanes) for call in calls] == [256, 256, 88]
-    assert [lane for call in calls for lane in call.lanes] == lanes
+    assert [len(each) for each in names] == [256, 256, 88]
+    assert [name for each in names for name in each] == [lane.trajectory_id for lane in lanes]
 
 
 def slept(driver: OutboxDriver, *, lease_s: float) -> None:

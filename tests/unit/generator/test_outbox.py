@@ -231,7 +231,7 @@ def test_fail_all_settles_every_write_and_keeps_idle_trajectories() -> None:
     driver.request(opened=asking)
     sent = driver.take_round()
     driver.request(opened=opened)
-    driver.outbox.close_run("", closing)
+    driver.outbox.run_calls.close_run("", closing)
 
     driver.outbox.fail_all(StoreUnavailableError("enough"))
     driver.outbox.answered(sent, replies=[1], now_s=driver.now_s)

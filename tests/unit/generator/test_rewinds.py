@@ -16,7 +16,7 @@ from turnstream.types import GroupOpened, TrajectoryKey
 def restart(driver: OutboxDriver) -> None:
     """Lose a round; the next answer comes from a restarted store."""
     if driver.outbox.is_idle:
-        driver.outbox.close_run("", Delivery())
+        driver.outbox.run_calls.close_run("", Delivery())
     driver.reconnect()
     driver.answer()
 
@@ -332,7 +332,7 @@ def test_late_answer_to_a_repeated_reward_is_reported_as_lost(
 ) -> None:
     driver = OutboxDriver(keep_s=5.0)
     command = reward_command("r", TrajectoryKey("g", 7), 1.0, None)
-    driver.outbox.post_reward(RewardPost(command, Delivery()))
+    driver.outbox.run_calls.post_reward(RewardPost(command, Delivery()))
     driver.answer(first.encode())
     driver.request()
 
@@ -371,7 +371,7 @@ def test_restart_is_counted_only_if_another_server_answers(
 
     connect(driver, b"first")
     driver.answer([3])
-    driver.outbox.close_run("", Delivery())
+    driver.outbox.run_calls.close_run("", Delivery())
     driver.reconnect()
     connect(driver, second)
 

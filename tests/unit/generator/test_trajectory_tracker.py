@@ -171,7 +171,7 @@ def test_payload_decides_whether_a_released_group_lost_the_trajectory(
     driver.seal(lane)
     driver.answer(2)
     driver.answer([b"OK"])
-    driver.outbox.close_run("", Delivery())
+    driver.outbox.run_calls.close_run("", Delivery())
 
     driver.reconnect()
     driver.answer()
@@ -194,7 +194,7 @@ def test_turns_whose_seal_was_found_posted_are_kept_for_the_next_restart() -> No
     driver.answer([b"CONFLICT [sealed] g/0/0 is already sealed"])
     driver.answer([b"DUPLICATE"])
 
-    driver.outbox.close_run("", Delivery())
+    driver.outbox.run_calls.close_run("", Delivery())
     driver.reconnect()
     driver.answer()
     driver.answer([1], b"OK")
@@ -212,7 +212,7 @@ def test_finished_group_is_opened_first_after_every_restart() -> None:
     asked: list[list[str]] = []
 
     for num_closings in (1, 2):
-        driver.outbox.close_run("", Delivery())
+        driver.outbox.run_calls.close_run("", Delivery())
         driver.reconnect()
         driver.answer()
         over = ResponseError("CONFLICT [name] group g is finished: a name is used once")

@@ -273,7 +273,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         command = reward_command(self._outbox.run, key, reward, reward_components)
         receipt = self._sender.loop_receipt()
         post = RewardPost(command, receipt)
-        self._sender.put(lambda: self._outbox.post_reward(post))
+        self._sender.put(lambda: self._outbox.run_calls.post_reward(post))
         await receipt
         return RewardOutcome(post.outcome)
 
@@ -346,7 +346,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         checked_setting(reason, field="reason")
         await self._flush(None)
         receipt = self._sender.loop_receipt()
-        self._sender.put(lambda: self._outbox.close_run(reason, receipt))
+        self._sender.put(lambda: self._outbox.run_calls.close_run(reason, receipt))
         await receipt
 
     async def _close(self, timeout_s: float | None) -> None:

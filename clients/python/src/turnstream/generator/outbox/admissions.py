@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
-from turnstream.generator.outbox.calls import WaitsCall
-from turnstream.generator.outbox.outbox_waits import MAX_NAMED
+from turnstream.generator.outbox.calls import Call, admission_command
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.records.events import encode_event
 from turnstream.store.client.replies import Refusal, parse_refusal, wake_id
 from turnstream.store.waits.awaited import admission_awaited
-from turnstream.store.waits.read_waits import parse_waits
+from turnstream.store.waits.read_waits import parse_waits, waits_command
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 from turnstream.types import GroupOpened, TrajectoryKey
+
+MAX_NAMED: Final = 8
+"""Trajectories, and groups, that the reasons of a wait name."""
 
 ASKS_BEFORE_S: Final = 1.0
 """Seconds before the end of a wait at which the store is asked for the reasons."""
@@ -85,7 +88,25 @@ class Admissions:
         self._tracker.resend_buffer.keep(opening, now_s=now_s)
         return lanes
 
-    def granted(self, admission: Admission, answers: Sequence[Any], now_s: float) -> None:
+    def take(self) -> list[Call]:
+        """Return the calls that request admissions."""
+        taken = list(self._queues.admissions)
+        self._queues.admissions.clear()
+        return [
+            Call(
+                admission_command(self._tracker.run, self._tracker.writer, each),
+                partial(self._granted, each),
+                partial(self._refuse, each),
+                partial(self._put_back, each),
+            )
+            for each in taken
+        ]
+
+    def _put_back(self, admission: Admission) -> None:
+        if not admission.has_timed_out:
+            self._queues.admissions.appendleft(admission)
+
+    def _granted(self, admission: Admission, answers: Sequence[Any], now_s: float) -> None:
         """Open the members of an admitted group; a refused member fails."""
         if admission.has_timed_out:
             self._abandon_late(admission, answers)
@@ -104,7 +125,7 @@ class Admissions:
         self._tracker.resend_buffer.keep(admission, now_s=now_s)
         admission.opened.settle(None, first_error)
 
-    def refused(self, admission: Admission, refused: Refusal, now_s: float) -> None:
+    def _refuse(self, admission: Admission, refused: Refusal, now_s: float) -> None:
         """Let a refused group wait for capacity, or fail it."""
         if admission.has_timed_out:
             return
@@ -151,7 +172,7 @@ class Admissions:
         """The last known state of the run; None if there is none."""
         return self._waits
 
-    def due(self, now_s: float, *, is_full: bool) -> list[WaitsCall]:
+    def due(self, now_s: float, *, is_full: bool) -> list[Call]:
         """Return the call that reads the reasons of a wait that may end soon.
 
         A full store is asked every few seconds, until it takes writes.
@@ -159,14 +180,19 @@ class Admissions:
         is_old = self._asked_s is None or now_s - self._asked_s >= ASKS_EVERY_S
         may_end_soon = self._timeout_s < ASKS_BEFORE_S and len(self._queues.admissions) > 0
         is_due = (is_full and is_old) or may_end_soon or self.asks_in_s(now_s) == 0
-        return [WaitsCall()] if is_due else []
+        if not is_due:
+            return []
+        command = waits_command(self._tracker.run)
+        return [Call(command, self._answered, self._not_answered, is_write=False)]
 
-    def answered(self, answer: Any, now_s: float) -> None:
-        """Record the state of the run; None if the store refused to return it."""
+    def _answered(self, answer: Any, now_s: float) -> None:
+        """Record the state of the run."""
         self._waits, self._asked_s = None, now_s
-        if answer is not None:
-            with contextlib.suppress(TurnstreamError):  # it must not hide that a wait ends
-                self._waits = parse_waits(self._tracker.run, answer)
+        with contextlib.suppress(TurnstreamError):  # it must not hide that a wait ends
+            self._waits = parse_waits(self._tracker.run, answer)
+
+    def _not_answered(self, _: Refusal, now_s: float) -> None:
+        self._waits, self._asked_s = None, now_s
 
     def why_waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
         """Return why groups wait for admission; only those of `delivery` if it is set."""

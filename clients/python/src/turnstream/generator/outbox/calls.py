@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 from redis.exceptions import ResponseError
 
 from turnstream.errors import InvalidConfigError
-from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RewardPost
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import SETTINGS, unsafe_setting
-from turnstream.store.client.replies import error_text
+from turnstream.store.client.replies import Refusal, error_text
 from turnstream.store.client.scripts import Argument, Command, Script, pack
-from turnstream.store.run.budget import RESERVE, reserve_command, settled_lease
+from turnstream.store.run.budget import RESERVE, settled_lease
 from turnstream.store.run.configs import read_config_command
 from turnstream.store.run.groups import OPEN_GROUP, group_size
 from turnstream.store.run.leases import heartbeat_command, take_over_command
-from turnstream.store.run.rewards import POST_REWARD, addressed
+from turnstream.store.run.rewards import POST_REWARD
 from turnstream.store.run.runs import close_command
 from turnstream.store.run.tasks import OPEN_TASK, open_numbered_command
-from turnstream.store.waits.read_waits import READ_WAITS, waits_command
+from turnstream.store.waits.read_waits import READ_WAITS
 from turnstream.types import TrajectoryAbandoned
 
 _APPEND = Script("append", "turnstream.generator.outbox")
@@ -56,77 +55,25 @@ _FIRST_WORDS: Final[Sequence[Sequence[Argument]]] = (
 _RUN_ID = re.compile(rb"\brun_id:(\w+)")
 
 
-class PayloadCall(NamedTuple):
-    """Store the first `num_turns` waiting turns of a lane, and its seal if `seals`."""
-
-    lane: Lane
-    num_turns: int
-    seals: bool
+def _nothing() -> None:
+    pass
 
 
-class SealsCall(NamedTuple):
-    """Post the seals of these trajectories to the run."""
+class Call(NamedTuple):
+    """A call of a round, and what follows from its reply.
 
-    lanes: Sequence[Lane]
+    Attributes:
+        accept: handles an answer, and the time.
+        refuse: handles a refusal, and the time.
+        put_back: queues the call again, before all others.
+        is_write: a receipt waits for it.
+    """
 
-
-class AbandonCall(NamedTuple):
-    """Abandon a trajectory."""
-
-    lane: Lane
-
-
-class CloseCall(NamedTuple):
-    """Close the run to new groups."""
-
-    reason: str
-    receipt: Delivery
-
-
-class ConfigCall(NamedTuple):
-    """Read the configuration of the run."""
-
-    receipt: Delivery
-
-
-class WaitsCall(NamedTuple):
-    """Read the state of the run, for groups that wait for admission."""
-
-
-class NoteCall(NamedTuple):
-    """Count a write that was refused for its content."""
-
-    trajectory_id: str
-    reason: str
-    token: str
-
-
-class ReserveCall(NamedTuple):
-    """Reserve this number of bytes for each of these open trajectories."""
-
-    lanes: Sequence[Lane]
-    sizes: Sequence[int]
-
-
-class HeartbeatCall(NamedTuple):
-    """Renew the leases of open trajectories."""
-
-    lanes: Sequence[Lane]
-
-
-class TakeOverCall(NamedTuple):
-    """Adopt a trajectory again that was this writer's before."""
-
-    lane: Lane
-
-
-RunCall = RewardPost | CloseCall | ConfigCall | TakeOverCall | NoteCall
-"""Calls whose order in a round has no meaning, each repeated until it is answered."""
-
-DueCall = ReserveCall | HeartbeatCall | WaitsCall
-"""Calls that are not repeated: their makers make new ones when they are due."""
-
-Call = Admission | PayloadCall | SealsCall | AbandonCall | RunCall | DueCall
+    command: Command
+    accept: Callable[[Any, float], None]
+    refuse: Callable[[Refusal, float], None]
+    put_back: Callable[[], None] = _nothing
+    is_write: bool = True
 
 
 class Round(NamedTuple):
@@ -140,16 +87,20 @@ class Round(NamedTuple):
     """
 
     calls: Sequence[Call]
-    commands: Sequence[Command]
     loads_scripts: bool
     is_grouped: bool = False
     pointer: str = ""
 
     @property
+    def commands(self) -> list[Command]:
+        """Return the command of each call."""
+        return [call.command for call in self.calls]
+
+    @property
     def num_replies(self) -> int:
         """How many replies will come."""
         num_others = (2 if self.is_grouped else 0) + (1 if self.pointer else 0)
-        return self._num_first + len(self.commands) + num_others
+        return self._num_first + len(self.calls) + num_others
 
     def pack(self) -> bytes:
         """The bytes to send."""
@@ -204,52 +155,15 @@ class Round(NamedTuple):
     @property
     def is_heartbeat(self) -> bool:
         """Whether it has no write that a receipt waits for."""
-        return all(isinstance(call, DueCall) for call in self.calls)
+        return not any(call.is_write for call in self.calls)
 
     @property
     def _num_first(self) -> int:
         return len(_FIRST_WORDS) if self.loads_scripts else 0
 
 
-def command_of(call: Call, *, run: str, writer: str) -> Command:
-    """Return the command of a call, for this run and writer."""
-    match call:
-        case PayloadCall():
-            return _payload(call, run, writer)
-        case SealsCall(lanes):
-            return _seals(lanes, run, writer)
-        case Admission():
-            return _admission(call, run, writer)
-        case AbandonCall(lane):
-            return _abandon(lane, run, writer)
-        case ReserveCall(lanes, sizes):
-            sized = zip(lanes, sizes, strict=True)
-            wanted = [(lane.trajectory_id, lane.epoch, size) for lane, size in sized]
-            return reserve_command(run, wanted, writer=writer)
-        case HeartbeatCall(lanes):
-            leases = [(lane.trajectory_id, lane.epoch) for lane in lanes]
-            return heartbeat_command(run, leases, writer=writer)
-        case WaitsCall():
-            return waits_command(run)
-        case _:
-            return _of_run(call, run, writer)
-
-
-def _of_run(call: RunCall, run: str, writer: str) -> Command:
-    match call:
-        case RewardPost(command=command):
-            return addressed(command, run)
-        case CloseCall(reason, _):
-            return close_command(run, reason)
-        case ConfigCall():
-            return read_config_command(run)
-        case NoteCall():
-            return _NOTE_CONFLICT((keys.run_keys(run).conflicts,), *call)
-        case TakeOverCall(lane):
-            return take_over_command(run, lane.trajectory_id, writer=writer)
-
-
-def _admission(admission: Admission, run: str, writer: str) -> Command:
+def admission_command(run: str, writer: str, admission: Admission) -> Command:
+    """Return the call that requests the admission of a group."""
     group = admission.group
     arguments = (
         keys.encode_name(group.group_id),
@@ -261,17 +175,18 @@ def _admission(admission: Admission, run: str, writer: str) -> Command:
     return open_numbered_command(run, admission.prompt_number, *arguments)
 
 
-def _payload(call: PayloadCall, run: str, writer: str) -> Command:
-    lane = call.lane
-    records = [sent.turn.record for sent in itertools.islice(lane.pending, call.num_turns)]
-    if call.seals:
+def payload_command(run: str, writer: str, lane: Lane, *, num_turns: int, seals: bool) -> Command:
+    """Return the call that stores the first waiting turns of a lane, and its seal if `seals`."""
+    records = [sent.turn.record for sent in itertools.islice(lane.pending, num_turns)]
+    if seals:
         records.append(lane.seal_record)
     lease = f"{lane.epoch}{'/' if lane.is_placed else ':'}{writer}"
     payload = keys.trajectory_keys(run, lane.trajectory_id)
-    return _APPEND(payload, lease, lane.num_acknowledged, int(call.seals), *records)
+    return _APPEND(payload, lease, lane.num_acknowledged, int(seals), *records)
 
 
-def _seals(lanes: Sequence[Lane], run: str, writer: str) -> Command:
+def seals_command(run: str, writer: str, lanes: Sequence[Lane]) -> Command:
+    """Return the call that posts the seals of these lanes to the run."""
     arguments: list[Argument] = []
     for lane in lanes:
         lease = settled_lease(
@@ -284,9 +199,15 @@ def _seals(lanes: Sequence[Lane], run: str, writer: str) -> Command:
     return _POST_SEALED(keys.run_keys(run).of_post_sealed, *arguments)
 
 
-def _abandon(lane: Lane, run: str, writer: str) -> Command:
+def abandon_command(run: str, writer: str, lane: Lane) -> Command:
+    """Return the call that abandons a trajectory."""
     names = keys.run_keys(run)
     reason = lane.abandon_reason or ""
     record = encode_event(TrajectoryAbandoned(key=lane.key, reason=reason))
     run_keys = (names.ledger, names.counts, names.events, names.leases)
     return _ABANDON(run_keys, lane.trajectory_id, f"{lane.epoch}:{writer}", reason, record)
+
+
+def note_command(run: str, trajectory_id: str, reason: str, token: str) -> Command:
+    """Return the call that counts a write which was refused for its content."""
+    return _NOTE_CONFLICT((keys.run_keys(run).conflicts,), trajectory_id, reason, token)

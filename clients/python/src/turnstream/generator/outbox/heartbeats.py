@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from turnstream.generator.outbox.calls import Call, HeartbeatCall, ReserveCall
+from turnstream.errors import RunNotFoundError, TurnstreamError
+from turnstream.generator.outbox.calls import Call
+from turnstream.generator.outbox.target import TargetRun
 from turnstream.generator.outbox.trajectory_queue import Lane
-from turnstream.store.run.budget import with_block
-from turnstream.store.run.leases import MAX_HEARTBEATS
+from turnstream.store.client.replies import Refusal, parse_refusal
+from turnstream.store.run.budget import reserve_command, with_block
+from turnstream.store.run.leases import MAX_HEARTBEATS, heartbeat_command
 
 BEATS_PER_LEASE = 3
 """Two of them may be lost before a lease ends."""
@@ -25,10 +30,24 @@ _FIRST_LEASE_S = 60.0
 _MAX_LANES = 256  # lanes of one call, which blocks the store for a quarter of a millisecond
 
 
-class Heartbeats:
-    """The leases of one publisher. Its owner sends what is due and hands in the answers."""
+_logger = logging.getLogger(__name__)
 
-    def __init__(self) -> None:
+
+class Heartbeats:
+    """The leases of one publisher.
+
+    Args:
+        target: the run.
+        writer: owner of the leases.
+        fail: ends a trajectory with an error.
+    """
+
+    def __init__(
+        self, target: TargetRun, writer: str, fail: Callable[[Lane, TurnstreamError], None]
+    ) -> None:
+        self._target = target
+        self._writer = writer
+        self._fail = fail
         self._open: dict[Lane, None] = {}
         self._interval_s = _FIRST_INTERVAL_S
         self._due_s = 0.0
@@ -52,13 +71,43 @@ class Heartbeats:
         """Stop renewing the lease of a trajectory."""
         self._open.pop(lane, None)
 
-    def due(self, now_s: float) -> list[HeartbeatCall]:
+    def take(self, now_s: float) -> list[Call]:
         """Return the calls to send now: none, or the leases of all open trajectories."""
         if not self._open or now_s < self._due_s:
             return []
-        lanes = iter(self._open)
-        num_calls = -(-len(self._open) // MAX_HEARTBEATS)
-        return [HeartbeatCall(list(islice(lanes, MAX_HEARTBEATS))) for _ in range(num_calls)]
+        self.sent(now_s)
+        return [self._call(lanes) for lanes in _in_parts(self._open, MAX_HEARTBEATS)]
+
+    def _call(self, lanes: Sequence[Lane]) -> Call:
+        leases = [(lane.trajectory_id, lane.epoch) for lane in lanes]
+        return Call(
+            heartbeat_command(self._target.run, leases, writer=self._writer),
+            partial(self._renewed, lanes),
+            partial(self._not_renewed, lanes),
+            self.failed,
+            is_write=False,
+        )
+
+    def _renewed(self, lanes: Sequence[Lane], answers: Sequence[Any], _: float) -> None:
+        """Handle renewed and lost leases.
+
+        A lost lease of an ending lane is no failure, because its end may be stored already. It is
+        one if the trajectory was abandoned before its first write.
+        """
+        lease_ms, *states = answers
+        self.answered(lease_s=lease_ms / 1000)
+        for lane, state in zip(lanes, states, strict=True):
+            if state == b"OK":
+                continue
+            refused = parse_refusal(state.decode())
+            if not lane.is_ending or _is_gone_unwritten(lane, refused):
+                self._fail(lane, refused.error)
+
+    def _not_renewed(self, lanes: Sequence[Lane], refused: Refusal, _: float) -> None:
+        _logger.warning("run %s: leases cannot be renewed: %s", self._target.run, refused.error)
+        if isinstance(refused.error, RunNotFoundError):
+            for lane in [lane for lane in lanes if not lane.is_ending]:
+                self._fail(lane, refused.error)
 
     def sent(self, now_s: float) -> None:
         """Record that heartbeats were sent; the next follow after the interval."""
@@ -86,12 +135,11 @@ class Heartbeats:
 
 
 class Reservations:
-    """Bytes that one publisher must reserve. Its owner sends due calls and passes the answers back.
+    """Bytes that one publisher must reserve; no write waits for a reservation."""
 
-    The store refuses no reservation, so no write waits for one.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, target: TargetRun, writer: str) -> None:
+        self._target = target
+        self._writer = writer
         self._grown: dict[Lane, None] = {}
 
     def grew(self, lane: Lane) -> None:
@@ -103,27 +151,49 @@ class Reservations:
         """Reserve no more bytes for a trajectory."""
         self._grown.pop(lane, None)
 
-    def due(self) -> list[ReserveCall]:
+    def take(self) -> list[Call]:
         """Return the calls to send now."""
-        lanes = iter(self._grown)
-        calls: list[ReserveCall] = []
-        while some := list(islice(lanes, _MAX_LANES)):
-            sizes = [
-                lane.num_bytes if lane.is_ending else with_block(lane.num_bytes) for lane in some
-            ]
-            calls.append(ReserveCall(some, sizes))
+        grown = _in_parts(self._grown, _MAX_LANES)
         self._grown.clear()
-        return calls
+        return [self._call(lanes) for lanes in grown]
 
-    def answered(self, lanes: Sequence[Lane], answers: Sequence[Any]) -> None:
-        """Record the bytes that the store has reserved."""
+    def _call(self, lanes: Sequence[Lane]) -> Call:
+        wanted = [
+            (
+                lane.trajectory_id,
+                lane.epoch,
+                lane.num_bytes if lane.is_ending else with_block(lane.num_bytes),
+            )
+            for lane in lanes
+        ]
+        return Call(
+            reserve_command(self._target.run, wanted, writer=self._writer),
+            partial(self._reserved, lanes),
+            self._refused,
+            partial(self._failed, lanes),
+            is_write=False,
+        )
+
+    def _reserved(self, lanes: Sequence[Lane], answers: Sequence[Any], _: float) -> None:
         for lane, num_bytes in zip(lanes, answers, strict=True):
             lane.reserved_bytes = max(lane.reserved_bytes, num_bytes)
 
-    def failed(self, calls: Sequence[Call]) -> None:
-        """Send unanswered reservations again, with the size of that time."""
-        for call in calls:
-            if isinstance(call, ReserveCall):
-                for lane in call.lanes:
-                    if lane.error is None:
-                        self.grew(lane)
+    def _refused(self, refused: Refusal, _: float) -> None:
+        _logger.warning("run %s: no bytes can be reserved: %s", self._target.run, refused.error)
+
+    def _failed(self, lanes: Sequence[Lane]) -> None:
+        """Reserve again for these lanes, since the call was not answered."""
+        for lane in lanes:
+            if lane.error is None:
+                self.grew(lane)
+
+
+def _is_gone_unwritten(lane: Lane, refused: Refusal) -> bool:
+    """Whether a lane would write its first turns for nothing: its seal cannot be stored."""
+    is_gone = refused.fact in ("abandoned", "unknown")
+    return is_gone and bool(lane.pending) and not lane.is_placed
+
+
+def _in_parts(lanes: Iterable[Lane], size: int) -> list[list[Lane]]:
+    left = iter(lanes)
+    return list(iter(lambda: list(islice(left, size)), []))

@@ -1,14 +1,12 @@
-"""Counts what a publisher does, and the bytes that are on their way."""
+"""Counts of a publisher, and its unacknowledged bytes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 
-from turnstream.errors import WaitReason
-from turnstream.generator.encode.encoder import TurnRecord
-from turnstream.generator.outbox.outbox_waits import no_space
 from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.types import TurnShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +61,16 @@ class InflightCounts:
 
     Args:
         max_inflight_bytes: bound of what is accepted and not acknowledged, see `has_capacity_...`.
+
+    Attributes:
+        inflight_bytes: unacknowledged bytes of open trajectories.
+        held_bytes: unacknowledged bytes of trajectories that are not admitted.
     """
 
     def __init__(self, max_inflight_bytes: int) -> None:
-        self._max_inflight_bytes = max_inflight_bytes
-        self._inflight_bytes = 0
-        self._held_bytes = 0  # trajectories that are not admitted
+        self.max_inflight_bytes = max_inflight_bytes
+        self.inflight_bytes = 0
+        self.held_bytes = 0
         self._wait_s = 0.0
         self._counts: Counter[str] = Counter()
 
@@ -77,21 +79,13 @@ class InflightCounts:
 
         Groups that wait for admission do not count: it may depend on this trajectory.
         """
-        total_bytes = self._inflight_bytes + num_bytes
-        return self._inflight_bytes == 0 or total_bytes <= self._max_inflight_bytes
+        total_bytes = self.inflight_bytes + num_bytes
+        return self.inflight_bytes == 0 or total_bytes <= self.max_inflight_bytes
 
     def has_capacity_for_group(self, num_bytes: int) -> bool:
         """Return whether a whole group may be added; always, while nothing is in flight."""
-        held_bytes = self._inflight_bytes + self._held_bytes
-        return held_bytes == 0 or held_bytes + num_bytes <= self._max_inflight_bytes
-
-    def capacity_reason(self) -> WaitReason:
-        """Return the reason for a lack of space."""
-        return no_space(
-            inflight_bytes=self._inflight_bytes,
-            held_bytes=self._held_bytes,
-            max_inflight_bytes=self._max_inflight_bytes,
-        )
+        held_bytes = self.inflight_bytes + self.held_bytes
+        return held_bytes == 0 or held_bytes + num_bytes <= self.max_inflight_bytes
 
     def add(self, name: str, number: int = 1) -> None:
         """Count something by its name in PublisherStatistics."""
@@ -104,19 +98,18 @@ class InflightCounts:
     def accepted(self, lane: Lane, num_bytes: int) -> None:
         """Add accepted bytes; a negative number removes them."""
         if lane.epoch:
-            self._inflight_bytes += num_bytes
+            self.inflight_bytes += num_bytes
         else:
-            self._held_bytes += num_bytes
+            self.held_bytes += num_bytes
 
-    def acknowledged(self, lane: Lane, turn: TurnRecord) -> None:
+    def acknowledged(self, lane: Lane, shape: TurnShape, *, num_bytes: int) -> None:
         """Count a turn that the store acknowledged."""
-        num_bytes = len(turn.record)
         self.accepted(lane, -num_bytes)
         counts = self._counts
         counts["num_turns"] += 1
         counts["wire_bytes"] += num_bytes
-        counts["resend_bytes"] += num_bytes + 4 * turn.shape.shared_tokens
-        counts["turn_tokens"] += turn.shape.num_tokens
+        counts["resend_bytes"] += num_bytes + 4 * shape.shared_tokens
+        counts["turn_tokens"] += shape.num_tokens
 
     def statistics(self, **resend_buffer: int) -> PublisherStatistics:
         """Return the counts so far, with those of the resend buffer."""
@@ -124,6 +117,6 @@ class InflightCounts:
             **self._counts,
             **resend_buffer,
             wait_s=self._wait_s,
-            inflight_bytes=self._inflight_bytes + self._held_bytes,
-            max_inflight_bytes=self._max_inflight_bytes,
+            inflight_bytes=self.inflight_bytes + self.held_bytes,
+            max_inflight_bytes=self.max_inflight_bytes,
         )

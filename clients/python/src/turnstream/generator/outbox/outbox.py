@@ -13,10 +13,10 @@ first to last::
     heartbeats   of all open lanes when they are due; alone after a long silence
     waits        the state of the run, for groups whose wait is about to time out
 
-Replies go to the groups that request admission (`admissions.py`) or to the trajectories
-(`trajectories.py`), by type of call (`answers.py`). Acknowledged writes are kept until they are on
-disk (`resend.py`). A new connection first reads the server's run id. If the server was
-restarted, the kept writes return to the queues before all others (`resend.py`).
+Each call has the handlers of its reply, in `admissions.py`, `trajectories.py`, `heartbeats.py` or
+`run_calls.py`. Acknowledged writes are kept until they are on disk (`resend.py`). A new connection
+first reads the server's run id. If the server was restarted, the kept writes return to the queues
+before all others.
 
 If the store syncs before it answers, a round is one transaction and costs one sync. Not
 thread-safe: the owner holds a lock.
@@ -33,23 +33,16 @@ from redis.exceptions import NoScriptError, ResponseError
 from turnstream.errors import StoreUnavailableError, TurnstreamError
 from turnstream.generator.encode.encoder import SealMaker, TurnRecord
 from turnstream.generator.outbox.admissions import Admissions
-from turnstream.generator.outbox.answers import Answers
-from turnstream.generator.outbox.calls import (
-    Call,
-    CloseCall,
-    ConfigCall,
-    HeartbeatCall,
-    Round,
-    command_of,
-)
+from turnstream.generator.outbox.calls import Call, Round
 from turnstream.generator.outbox.inflight import InflightCounts, PublisherStatistics
 from turnstream.generator.outbox.outage import Outage, first_of
+from turnstream.generator.outbox.outbox_waits import WaitMessages
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES, Reposts, ResendBuffer
+from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES, ResendBuffer
+from turnstream.generator.outbox.run_calls import RunCalls
 from turnstream.generator.outbox.target import TargetRun
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane, PendingTurn, RewardPost
-from turnstream.generator.outbox.wait_message import WaitMessages
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane, PendingTurn
 from turnstream.store.client.deadlines import is_silence
 from turnstream.store.client.replies import is_passing, translate
 from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
@@ -61,15 +54,8 @@ _logger = logging.getLogger(__name__)
 class Outbox:
     """Writes on their way to one run.
 
-    Args:
-        run: the run, or its id.
-        writer: owner of the leases of its trajectories.
-        max_inflight_bytes: see InflightCounts.
-        timeout_s: how long the store may be away or full before everything fails.
-        admission_timeout_s: how long a group may wait for admission.
-        jitter: returns numbers from 0 to 1.
-        address: of the store, for messages.
-        keep_s, max_kept_bytes: see ResendBuffer.
+    Its arguments are those of `Publisher`. `jitter` returns numbers from 0 to 1; `address` is that of
+    the store, for messages.
 
     Attributes:
         target: the run, whose id is read before anything else is sent.
@@ -98,12 +84,15 @@ class Outbox:
         self._resend_buffer = ResendBuffer(keep_s=keep_s, max_bytes=max_kept_bytes)
         # The same writer may have more than one outbox: their notes differ by a nonce.
         self.tracker = TrajectoryTracker(
-            self.run, inflight=self.inflight, resend_buffer=self._resend_buffer, nonce=jitter()
+            self.target,
+            writer,
+            inflight=self.inflight,
+            resend_buffer=self._resend_buffer,
+            nonce=jitter(),
         )
         self._queues = self.tracker.queues
         self.admissions = Admissions(self.tracker, timeout_s=admission_timeout_s)
-        self._reposts = Reposts(timeout_s)
-        self._answers = Answers(self.tracker, self.admissions, self._reposts)
+        self.run_calls = RunCalls(self.tracker, timeout_s=timeout_s)
         self.timeout_s = timeout_s
         self.admission_timeout_s = admission_timeout_s
         self.outage = Outage(timeout_s, jitter=jitter, address=address)
@@ -127,7 +116,7 @@ class Outbox:
     @property
     def extra_columns(self) -> tuple[DeclaredColumn, ...] | None:
         """Return the declared columns of the run; None before `learn_columns` was answered."""
-        return self._answers.extra_columns
+        return self.run_calls.extra_columns
 
     def admit(
         self,
@@ -185,18 +174,6 @@ class Outbox:
         elif not lane.pending:
             self._queues.abandons.append(lane)
 
-    def post_reward(self, post: RewardPost) -> None:
-        """Post a reward; the answer settles its receipt."""
-        self._queues.of_run.append(post)
-
-    def close_run(self, reason: str, receipt: Delivery) -> None:
-        """Close the run to new groups."""
-        self._queues.of_run.append(CloseCall(reason, receipt))
-
-    def learn_columns(self, receipt: Delivery) -> None:
-        """Ask what the run declares."""
-        self._queues.of_run.append(ConfigCall(receipt))
-
     @property
     def is_idle(self) -> bool:
         """Whether everything accepted is acknowledged or has failed."""
@@ -210,7 +187,7 @@ class Outbox:
     @property
     def is_on_disk(self) -> bool:
         """Whether, beyond that, the store has had the time to sync what it acknowledged."""
-        return self.is_idle and self._resend_buffer.is_settled and self._reposts.is_empty
+        return self.is_idle and self._resend_buffer.is_settled and self.run_calls.is_settled
 
     def take_losses(self) -> list[TurnstreamError]:
         """Return, once, the errors of acknowledged trajectories that the store lost for good."""
@@ -237,23 +214,37 @@ class Outbox:
         is_known = self._scripts_known or self._resend_buffer.is_settled
         if not is_known or not (self.target.is_found or self._queues.is_empty):
             return self._empty_round()  # acknowledged writes must be restored first
-        heartbeats = self.tracker.heartbeats.due(now_s)
-        self._queues.of_run.extend(self._reposts.due(now_s))
-        asks = self.admissions.due(now_s, is_full=self.outage.is_full)
-        calls = [*self.tracker.take(heartbeats, now_s), *asks]
+        calls = self._take_calls(now_s)
         if not calls:
             return self._empty_round() if self._resend_buffer.pause_s(now_s) == 0 else None
-        if heartbeats:
-            self.tracker.heartbeats.sent(now_s)
-        commands = [command_of(call, run=self.run, writer=self.writer) for call in calls]
         self._round = Round(
             calls,
-            commands,
             loads_scripts=not self._scripts_known,
             is_grouped=self._syncs_each_write and not self._was_aborted and len(calls) > 1,
         )
-        self.outage.sent(len(calls))
+        self.outage.num_calls = len(calls)
         return self._round
+
+    def _take_calls(self, now_s: float) -> list[Call]:
+        """Return the calls to send now, first to last.
+
+        After a silence longer than a lease, only heartbeats are sent. A late write could otherwise
+        create a trajectory again that was abandoned and released.
+        """
+        tracker = self.tracker
+        beats = tracker.heartbeats.take(now_s)
+        asks = self.admissions.due(now_s, is_full=self.outage.is_full)
+        if tracker.heartbeats.has_slept(now_s):
+            return [*beats, *asks]
+        return [
+            *tracker.take_endings(),
+            *self.admissions.take(),
+            *tracker.take_payload(),
+            *self.run_calls.take(now_s),
+            *tracker.reservations.take(),
+            *beats,
+            *asks,
+        ]
 
     def expire(self, now_s: float) -> None:
         """End the waits that have timed out.
@@ -273,8 +264,8 @@ class Outbox:
 
     def _empty_round(self) -> Round:
         """Return a round without calls, which finds the server instance and the id of the run."""
-        self._round = Round((), (), loads_scripts=True, pointer=self.target.pointer)
-        self.outage.sent(0)
+        self._round = Round((), loads_scripts=True, pointer=self.target.pointer)
+        self.outage.num_calls = 0
         return self._round
 
     def pause_s(self, now_s: float) -> float | None:
@@ -282,12 +273,12 @@ class Outbox:
         expires_s, away_s = self.admissions.pause_s(now_s), self.outage.pause_s(now_s)
         if away_s > 0:
             return first_of(expires_s, away_s)
-        parts = (self.tracker.heartbeats, self._resend_buffer, self._reposts)
+        parts = (self.tracker.heartbeats, self._resend_buffer, self.run_calls)
         due_s = [part.pause_s(now_s) for part in parts]
         return first_of(expires_s, *due_s, self.admissions.asks_in_s(now_s))
 
     def wakes_in_s(self, now_s: float) -> float | None:
-        """Return the seconds until `next_round` is to be called again: for a round, or to warn."""
+        """Return the seconds until `next_round` is to be called again, for a round or a warning."""
         return first_of(self.pause_s(now_s), self.why.warns_in_s(now_s))
 
     def answered(self, sent: Round, *, replies: Sequence[Any], now_s: float) -> None:
@@ -297,7 +288,7 @@ class Outbox:
             return
         if not self._ends(sent):
             return
-        self.outage.answered(now_s)
+        self.outage.answered_s = now_s
         back: list[Call] = []
         trouble = "" if sent.calls else sent.trouble(replies)
         is_new, self._scripts_known = not self._scripts_known, not is_passing(trouble)
@@ -305,7 +296,7 @@ class Outbox:
             self._compare_server(sent, replies, is_new=is_new)
         for call, answer in sent.answers(replies):
             if not isinstance(answer, ResponseError):
-                self._answers.accept(call, answer, now_s)
+                call.accept(answer, now_s)
                 continue
             refused = self.target.refusal(answer)
             is_unknown = isinstance(answer, NoScriptError)
@@ -316,29 +307,29 @@ class Outbox:
                 trouble = trouble or ("" if is_loading else f"{refused.code} {refused.message}")
                 self._scripts_known = self._scripts_known and not is_unknown
             else:
-                self._answers.refuse(call, refused, now_s)
-        self._put_back(back)
+                call.refuse(refused, now_s)
+        self.inflight.add("num_retries", len(back))
+        _put_back(back)
         # A full store refuses a transaction with one append in it; single calls free memory.
         self._was_aborted = sent.is_aborted(replies) or (self._was_aborted and bool(trouble))
         if self._scripts_known:
             self._resend_buffer.prove(self.outage.sent_s)
         if trouble:
-            self._back_off(trouble, now_s, self.outage.refused)
+            self._back_off(trouble, now_s, since_s=now_s)
         else:
-            self.outage.took()
+            self.outage.end()
 
     def lost(self, sent: Round, *, error: Exception, now_s: float) -> None:
         """The connection failed: nothing is known of what the round asked for."""
         if not self._ends(sent):
             return
-        self._put_back(sent.calls)
-        self.inflight.add("num_retries", not sent.calls)
+        self.inflight.add("num_retries", len(sent.calls) or 1)
+        _put_back(sent.calls)
         self._scripts_known = False
         reason = translate(error)
         if isinstance(reason, StoreUnavailableError):
-            outage = self.outage
-            failed = outage.unanswered if is_silence(error) else outage.lost
-            self._back_off(str(reason), now_s, failed)
+            is_silent = is_silence(error)
+            self._back_off(str(reason), now_s, since_s=self.outage.sent_s, is_silent=is_silent)
         else:
             self.fail_all(reason)
 
@@ -368,7 +359,7 @@ class Outbox:
 
     def _end_all(self, error_of: Callable[[Lane | Admission | str], TurnstreamError]) -> None:
         if self._round is not None:
-            self._queues.put_back(self._round.calls)
+            _put_back(self._round.calls)
             self._scripts_known = not self._ends(self._round)
         self.woken()
         self.tracker.fail_all(error_of)
@@ -378,28 +369,28 @@ class Outbox:
         if self._round is not sent:
             return False
         self._round = None
-        self.outage.ended()
+        self.outage.num_calls = None
         return True
 
-    def _put_back(self, calls: Sequence[Call]) -> None:
-        """Calls that must be repeated."""
-        self.inflight.add("num_retries", len(calls))
-        self._queues.put_back(calls)
-        self.tracker.reservations.failed(calls)
-        if any(isinstance(call, HeartbeatCall) for call in calls):
-            self.tracker.heartbeats.failed()
-
-    def _back_off(self, trouble: str, now_s: float, failed: Callable[[str, float], bool]) -> None:
+    def _back_off(
+        self, trouble: str, now_s: float, *, since_s: float, is_silent: bool = False
+    ) -> None:
         """Pause before the next round; fail everything if the outage lasted too long."""
         if not self.outage.is_failing:
             _logger.warning("run %s: the store takes no writes: %s", self.run, trouble)
-        if failed(trouble, now_s):
+        if self.outage.failed(trouble, now_s, since_s=since_s, is_silent=is_silent):
             self._fail_overdue(trouble, now_s)
 
     def _fail_overdue(self, trouble: str, now_s: float) -> None:
         """The store was away, or silent, for too long."""
         message = f"the store took no writes for {self.timeout_s:g} s: {trouble}"
         _logger.error("run %s: %s", self.run, message)
-        error_of = self.why.given_up(message, now_s)
-        self.outage.took()
+        error_of = self.why.errors_of_failed(message, now_s)
+        self.outage.end()
         self._end_all(error_of)
+
+
+def _put_back(calls: Sequence[Call]) -> None:
+    """Queue unanswered calls again, before all others and in the same order."""
+    for call in reversed(calls):
+        call.put_back()

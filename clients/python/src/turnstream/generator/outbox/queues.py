@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator
 from typing import Any
 
-from turnstream.generator.outbox.calls import (
-    AbandonCall,
-    Call,
-    HeartbeatCall,
-    PayloadCall,
-    ReserveCall,
-    RunCall,
-    SealsCall,
-    WaitsCall,
-)
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RunCall
 
 _MAX_ROUND_BYTES = 1 << 20  # enough to hide the round trip, small in the server's buffers
 _MAX_SEALS = 256  # a script can unpack some thousand values, not more
@@ -57,42 +47,33 @@ class Queues:
             lane.is_queued = True
             self._payload.append(lane)
 
-    def take(self) -> list[Call]:
-        """Return the calls of the next round."""
-        calls: list[Call] = [AbandonCall(lane) for lane in _drained(self.abandons)]
-        if self.seals:
-            num_seals = min(len(self.seals), _MAX_SEALS)
-            calls.append(SealsCall([self.seals.popleft() for _ in range(num_seals)]))
-        calls += _drained(self.admissions)
+    def take_abandons(self) -> list[Lane]:
+        """Remove and return the lanes to abandon."""
+        return _drained(self.abandons)
+
+    def take_seals(self) -> list[Lane]:
+        """Remove and return the lanes whose seals the next round posts."""
+        return [self.seals.popleft() for _ in range(min(len(self.seals), _MAX_SEALS))]
+
+    def take_payload(self) -> Iterator[tuple[Lane, int, bool]]:
+        """Remove and yield lanes, with the number of turns to send, and whether the seal is sent.
+
+        The caller sends each before it takes the next.
+        """
         num_bytes = 0
         while self._payload and num_bytes < _MAX_ROUND_BYTES:
             lane = self._payload.popleft()
             lane.is_queued = False
             if lane.error is None:  # else a call would create its payload stream again
-                call, num_call_bytes = _payload_call(lane)
-                calls.append(call)
-                num_bytes += num_call_bytes
-        return [*calls, *_drained(self.of_run)]
+                num_turns, num_lane_bytes = _num_sendable(lane)
+                num_bytes += num_lane_bytes
+                yield lane, num_turns, lane.seal is not None and num_turns == len(lane.pending)
 
-    def put_back(self, calls: Sequence[Call]) -> None:
-        """Queue unanswered calls again, before all others and in the same order."""
-        for call in reversed(calls):
-            match call:
-                case PayloadCall(lane):
-                    if not lane.is_queued:  # it may be queued for later turns
-                        lane.is_queued = True
-                        self._payload.appendleft(lane)
-                case SealsCall(lanes):
-                    self.seals.extendleft(reversed(lanes))
-                case Admission():
-                    if not call.has_timed_out:
-                        self.admissions.appendleft(call)
-                case AbandonCall(lane):
-                    self.abandons.appendleft(lane)
-                case HeartbeatCall() | ReserveCall() | WaitsCall():
-                    pass  # they are due again, see Heartbeats, Reservations and Admissions
-                case _:
-                    self.of_run.appendleft(call)
+    def put_back_payload(self, lane: Lane) -> None:
+        """Queue a lane again, before all others; it may be queued for later turns."""
+        if not lane.is_queued:
+            lane.is_queued = True
+            self._payload.appendleft(lane)
 
     def withdraw(self, lanes: Container[Lane]) -> None:
         """Remove these lanes from all queues."""
@@ -137,8 +118,8 @@ class Queues:
         self._payload.clear()
 
 
-def _payload_call(lane: Lane) -> tuple[PayloadCall, int]:
-    """Return the records that a lane can send in this round, and their bytes."""
+def _num_sendable(lane: Lane) -> tuple[int, int]:
+    """Return how many turns of a lane fit in a round, and their bytes."""
     num_turns = 0
     num_bytes = 0
     for turn, _, _ in lane.pending:
@@ -146,10 +127,7 @@ def _payload_call(lane: Lane) -> tuple[PayloadCall, int]:
             break
         num_turns += 1
         num_bytes += len(turn.record)
-    seals = lane.seal is not None and num_turns == len(lane.pending)
-    if seals and lane.seal is not None:
-        lane.seal_record = lane.seal(lane.epoch)
-    return PayloadCall(lane, num_turns, seals), num_bytes
+    return num_turns, num_bytes
 
 
 def _drained(queue: deque[Any]) -> list[Any]:

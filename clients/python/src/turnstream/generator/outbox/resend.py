@@ -15,11 +15,10 @@ from typing import Final, NamedTuple
 
 from turnstream.errors import StoreBehindError, TurnstreamError
 from turnstream.generator.encode.encoder import TurnRecord
-from turnstream.generator.outbox.calls import CloseCall, TakeOverCall
 from turnstream.generator.outbox.inflight import InflightCounts
 from turnstream.generator.outbox.queues import Queues
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RewardPost
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RunCall
 from turnstream.store.client.replies import Refusal
 from turnstream.types import TrajectoryKey
 
@@ -27,7 +26,6 @@ KEEP_S: Final = 5.0
 """The store syncs every second, and postpones a write for up to two more while its disk is slow."""
 
 MAX_KEPT_BYTES: Final = 64 * 1024 * 1024
-REPOST_EVERY_S: Final = 0.5
 
 
 class KeptTurn(NamedTuple):
@@ -49,7 +47,7 @@ class Ended(NamedTuple):
     lane: Lane
 
 
-Acknowledged = Admission | Adopted | KeptTurn | Ended | CloseCall | RewardPost
+Acknowledged = Admission | Adopted | KeptTurn | Ended | RunCall
 
 
 class _Kept(NamedTuple):
@@ -147,10 +145,12 @@ class Rewound(NamedTuple):
     Attributes:
         closed: those that must be opened, or adopted, before their turns may follow.
         open: those that the store knows from before.
+        adopted: those of `closed` that must be adopted.
     """
 
     closed: list[Lane]
     open: list[Lane]
+    adopted: list[Lane]
 
 
 def rewind(kept: Iterable[Acknowledged], *, queues: Queues, inflight: InflightCounts) -> Rewound:
@@ -172,7 +172,7 @@ def rewind(kept: Iterable[Acknowledged], *, queues: Queues, inflight: InflightCo
                 turns.setdefault(lane, []).append(turn)
             case Ended(lane):
                 turns.setdefault(lane, [])
-            case _:
+            case RunCall():
                 queues.of_run.append(each)
     members = [lane for admission in admissions for lane in admission.lanes if lane.epoch]
     closed = _unfailed([*members, *adopted])
@@ -195,8 +195,7 @@ def rewind(kept: Iterable[Acknowledged], *, queues: Queues, inflight: InflightCo
             is_again=True,
         )
         queues.admissions.appendleft(again)
-    queues.of_run.extend(TakeOverCall(lane) for lane in adopted if lane in closed)
-    return Rewound(list(closed), opened)
+    return Rewound(list(closed), opened, [lane for lane in adopted if lane in closed])
 
 
 def _unfailed(lanes: Iterable[Lane]) -> dict[Lane, None]:
@@ -265,42 +264,3 @@ def _is_finished(refused: Refusal) -> bool:
 def _is_without(refused: Refusal) -> bool:
     """Whether the group of a lane takes no member any more, and the ledger does not have it."""
     return refused.code == "CONFLICT" and refused.fact in ("group", "name")
-
-
-class Reposts:
-    """Rewards that are posted again, repeatedly, until their trajectory is there again.
-
-    Args:
-        timeout_s: how long.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._waiting: list[RewardPost] = []
-        self._due_s = 0.0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether none waits."""
-        return not self._waiting
-
-    def add(self, post: RewardPost, *, now_s: float) -> bool:
-        """Post it again later; False after its deadline."""
-        if post.until_s is None:
-            post.until_s = now_s + self._timeout_s
-        if now_s >= post.until_s:
-            return False
-        self._waiting.append(post)
-        self._due_s = now_s + REPOST_EVERY_S
-        return True
-
-    def due(self, now_s: float) -> list[RewardPost]:
-        """Remove and return those to post now."""
-        if now_s < self._due_s:
-            return []
-        due, self._waiting = self._waiting, []
-        return due
-
-    def pause_s(self, now_s: float) -> float | None:
-        """Seconds until one is posted; None if none waits."""
-        return max(0.0, self._due_s - now_s) if self._waiting else None

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from functools import partial
 
 from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
 from turnstream.generator.outbox.calls import (
     Call,
-    CloseCall,
-    ConfigCall,
-    HeartbeatCall,
-    NoteCall,
-    PayloadCall,
+    abandon_command,
+    note_command,
+    payload_command,
+    seals_command,
 )
 from turnstream.generator.outbox.heartbeats import Heartbeats, Reservations
 from turnstream.generator.outbox.inflight import InflightCounts
@@ -34,9 +33,12 @@ from turnstream.generator.outbox.resend import (
     rewind,
     why_refused,
 )
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RewardPost
+from turnstream.generator.outbox.target import TargetRun
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RunCall
 from turnstream.store.client import keys
 from turnstream.store.client.replies import Refusal, parse_refusal
+from turnstream.store.client.scripts import Command
+from turnstream.store.run.leases import take_over_command
 from turnstream.types import TrajectoryKey
 
 _logger = logging.getLogger(__name__)
@@ -46,7 +48,8 @@ class TrajectoryTracker:
     """The trajectories of one publisher, from their first write to their end.
 
     Args:
-        run: name of the run.
+        target: the run.
+        writer: owner of the leases.
         inflight: counts of the publisher.
         resend_buffer: resend buffer of acknowledged writes.
         nonce: part of the ids of its conflict notes; several publishers may share a writer name.
@@ -57,18 +60,30 @@ class TrajectoryTracker:
     """
 
     def __init__(
-        self, run: str, *, inflight: InflightCounts, resend_buffer: ResendBuffer, nonce: float
+        self,
+        target: TargetRun,
+        writer: str,
+        *,
+        inflight: InflightCounts,
+        resend_buffer: ResendBuffer,
+        nonce: float,
     ) -> None:
-        self.run = run
+        self.target = target
+        self.writer = writer
         self.inflight = inflight
         self.resend_buffer = resend_buffer
         self.queues = Queues()
-        self.heartbeats = Heartbeats()
-        self.reservations = Reservations()
+        self.heartbeats = Heartbeats(target, writer, self.fail)
+        self.reservations = Reservations(target, writer)
         self.losses: list[TurnstreamError] = []
         self.unended: dict[Lane, None] = {}
         self._nonce = nonce
         self._num_conflicts = 0
+
+    @property
+    def run(self) -> str:
+        """The id of the run; its name until it is found."""
+        return self.target.run
 
     def begin(self, key: TrajectoryKey) -> Lane:
         """Return a new lane that is not open."""
@@ -122,22 +137,21 @@ class TrajectoryTracker:
             return error
         return None
 
-    def stored(self, call: PayloadCall, *, num_new: int, now_s: float) -> None:
-        """Record that the store has the payload of a call."""
-        lane = call.lane
+    def _stored(self, lane: Lane, num_turns: int, seals: bool, num_new: int, now_s: float) -> None:
+        """Record that the store has the payload of a call, of which `num_new` records are new."""
         lane.is_placed = True
-        for _ in range(call.num_turns):
+        for _ in range(num_turns):
             turn, receipt, is_again = lane.pending.popleft()
             self.resend_buffer.keep(KeptTurn(lane, turn), now_s=now_s)
             if is_again:
                 self.inflight.add("num_resent")
             else:
-                self.inflight.acknowledged(lane, turn)
+                self.inflight.acknowledged(lane, turn.shape, num_bytes=len(turn.record))
             if receipt is not None:
                 receipt.settle(lane.key)
-        lane.num_acknowledged += call.num_turns
-        self.inflight.add("num_duplicates", call.num_turns + call.seals - num_new)
-        if call.seals:
+        lane.num_acknowledged += num_turns
+        self.inflight.add("num_duplicates", num_turns + seals - num_new)
+        if seals:
             self.resend_buffer.keep(Ended(lane), now_s=now_s)
             self.queues.seals.append(lane)
         else:
@@ -150,7 +164,7 @@ class TrajectoryTracker:
         elif lane.abandon_reason is not None:
             self.queues.abandons.append(lane)
 
-    def posted(self, lanes: Sequence[Lane], answers: Sequence[bytes], now_s: float) -> None:
+    def _posted(self, lanes: Sequence[Lane], answers: Sequence[bytes], now_s: float) -> None:
         """Handle the answer to each posted seal."""
         for lane, answer in zip(lanes, answers, strict=True):
             text = answer.decode()
@@ -170,21 +184,6 @@ class TrajectoryTracker:
             self.inflight.add("num_trajectories")
             self.inflight.add("merged_tokens", lane.merged_tokens)
         self.end_well(lane, now_s)
-
-    def renewed(self, lanes: Sequence[Lane], answers: Sequence[Any]) -> None:
-        """Handle renewed and lost leases.
-
-        A lost lease of an ending lane is no failure, because its end may be stored already. It is
-        one if the trajectory was abandoned before its first write.
-        """
-        lease_ms, *states = answers
-        self.heartbeats.answered(lease_s=lease_ms / 1000)
-        for lane, state in zip(lanes, states, strict=True):
-            if state == b"OK":
-                continue
-            refused = parse_refusal(state.decode())
-            if not lane.is_ending or _is_gone_unwritten(lane, refused):
-                self.fail(lane, refused.error)
 
     def refuse(self, lane: Lane, refused: Refusal, now_s: float) -> None:
         """Fail a lane of which the store refused something, unless the store has it all."""
@@ -209,15 +208,66 @@ class TrajectoryTracker:
             return True
         return False
 
-    def take(self, heartbeats: Sequence[HeartbeatCall], now_s: float) -> list[Call]:
-        """Return the calls to send now, first to last.
+    def take_endings(self) -> list[Call]:
+        """Return the calls that abandon trajectories and post seals."""
+        queues = self.queues
+        calls = [
+            Call(
+                abandon_command(self.run, self.writer, lane),
+                partial(self._abandoned, lane),
+                partial(self.refuse, lane),
+                partial(queues.abandons.appendleft, lane),
+            )
+            for lane in queues.take_abandons()
+        ]
+        if lanes := queues.take_seals():
+            posting = Call(
+                seals_command(self.run, self.writer, lanes),
+                partial(self._posted, lanes),
+                partial(self._not_posted, lanes),
+                lambda: queues.seals.extendleft(reversed(lanes)),
+            )
+            calls.append(posting)
+        return calls
 
-        After a silence longer than a lease, only heartbeats are sent. A late write could otherwise
-        create a trajectory again that was abandoned and released.
-        """
-        if self.heartbeats.has_slept(now_s):
-            return [*heartbeats]
-        return [*self.queues.take(), *self.reservations.due(), *heartbeats]
+    def take_payload(self) -> list[Call]:
+        """Return one call per trajectory with waiting turns, and its seal if it ends there."""
+        calls: list[Call] = []
+        for lane, num_turns, seals in self.queues.take_payload():
+            if seals and lane.seal is not None:
+                lane.seal_record = lane.seal(lane.epoch)
+            storing = Call(
+                payload_command(self.run, self.writer, lane, num_turns=num_turns, seals=seals),
+                partial(self._stored, lane, num_turns, seals),
+                partial(self.refuse, lane),
+                partial(self.queues.put_back_payload, lane),
+            )
+            calls.append(storing)
+        return calls
+
+    def _abandoned(self, lane: Lane, _: object, now_s: float) -> None:
+        self.inflight.add("num_abandoned", not lane.has_ended)
+        self.end_well(lane, now_s)
+
+    def _not_posted(self, lanes: Sequence[Lane], refused: Refusal, _: float) -> None:
+        for lane in lanes:
+            self.fail(lane, refused.error)
+
+    def _adopt_again(self, lane: Lane) -> None:
+        """Queue the adoption of a lane that was adopted before a restart."""
+
+        def accept(answer: Sequence[int], now_s: float) -> None:
+            self.resend_buffer.keep(Adopted(lane), now_s=now_s)
+            self.opened(lane, answer[0], now_s)
+
+        def refuse(refused: Refusal, now_s: float) -> None:
+            self.refuse(lane, refused, now_s)
+            self.resend_buffer.keep(Adopted(lane), now_s=now_s)
+
+        def command() -> Command:
+            return take_over_command(self.run, lane.trajectory_id, writer=self.writer)
+
+        self.queues.of_run.append(RunCall(command, accept, refuse))
 
     def rewind(self, *, is_other: bool) -> None:
         """Return all kept writes to the queues, before everything that waits.
@@ -234,6 +284,8 @@ class TrajectoryTracker:
                 self.run,
                 len(rewound.closed) + len(rewound.open),
             )
+        for lane in rewound.adopted:
+            self._adopt_again(lane)
         for lane in (*rewound.closed, *rewound.open):
             self.unended[lane] = None
         for lane in rewound.closed:
@@ -300,9 +352,9 @@ class TrajectoryTracker:
         queues = self.queues
         opened = [(each.opened, error_of(each)) for each in queues.admissions]
         calls = [
-            (call.receipt, _call_in_words(call))
+            (call.receipt, call.what)
             for call in queues.of_run
-            if isinstance(call, RewardPost | CloseCall | ConfigCall)
+            if call.receipt is not None and not call.receipt.is_done
         ]
         queues.clear()
         for lane in list(self.unended):
@@ -327,20 +379,11 @@ class TrajectoryTracker:
         if isinstance(error, ConflictError):
             self._num_conflicts += 1
             token = f"{self._nonce}:{self._num_conflicts}"
-            self.queues.of_run.append(NoteCall(lane.trajectory_id, str(error), token))
-
-
-def _call_in_words(call: RewardPost | CloseCall | ConfigCall) -> str:
-    match call:
-        case RewardPost():
-            return f"the reward of {call.name}"
-        case CloseCall():
-            return "the closing of the run"
-        case ConfigCall():
-            return "the question what the run declares"
-
-
-def _is_gone_unwritten(lane: Lane, refused: Refusal) -> bool:
-    """Whether a lane would write its first turns for nothing: its seal cannot be stored."""
-    is_gone = refused.fact in ("abandoned", "unknown")
-    return is_gone and bool(lane.pending) and not lane.is_placed
+            note = RunCall(
+                lambda: note_command(self.run, lane.trajectory_id, str(error), token),
+                lambda _, __: None,
+                lambda refused, _: _logger.warning(
+                    "run %s: a conflict is not counted: %s", self.run, refused.error
+                ),
+            )
+            self.queues.of_run.append(note)

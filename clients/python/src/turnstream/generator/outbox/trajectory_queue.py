@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from turnstream.errors import TurnstreamError
 from turnstream.generator.encode.encoder import SealMaker, TurnRecord
 from turnstream.generator.outbox.receipts import Delivery
+from turnstream.store.client.replies import Refusal
 from turnstream.store.client.scripts import Command
 from turnstream.store.run.budget import FIRST_BYTES
 from turnstream.types import GroupOpened, TrajectoryKey
@@ -114,6 +115,25 @@ class Admission:
     has_timed_out: bool = False
     prompt_number: int = 0
     is_again: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RunCall:
+    """A call for which no other call waits.
+
+    Attributes:
+        command: returns the call, once the id of the run is known.
+        accept: handles an answer, and the time.
+        refuse: handles a refusal, and the time.
+        receipt: receipt of the first answer.
+        what: the call in words, for errors.
+    """
+
+    command: Callable[[], Command]
+    accept: Callable[[Any, float], None]
+    refuse: Callable[[Refusal, float], None]
+    receipt: Delivery | None = None
+    what: str = ""
 
 
 @dataclass(slots=True, eq=False)

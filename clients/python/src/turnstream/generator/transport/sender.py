@@ -93,7 +93,7 @@ class Sender(Generic[_Receipt]):
         """Return the extra columns of the run, which is asked for them once."""
         while (columns := self._outbox.extra_columns) is None:
             receipt = self.loop_receipt()
-            self.put(lambda receipt=receipt: self._outbox.learn_columns(receipt))
+            self.put(lambda receipt=receipt: self._outbox.run_calls.learn_columns(receipt))
             await receipt
         return columns
 

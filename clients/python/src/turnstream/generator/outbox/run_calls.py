@@ -1,0 +1,145 @@
+"""Calls for which no other call waits: rewards, the closing of the run, its configuration.
+
+No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from turnstream.errors import RejectedError, TurnstreamError
+from turnstream.generator.outbox.calls import Call
+from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.trajectories import TrajectoryTracker
+from turnstream.generator.outbox.trajectory_queue import RewardPost, RunCall
+from turnstream.store.client.replies import Refusal
+from turnstream.store.run.configs import parse_config, read_config_command
+from turnstream.store.run.rewards import RewardOutcome, addressed
+from turnstream.store.run.runs import close_command
+from turnstream.types import DeclaredColumn
+
+_REPOST_EVERY_S: Final = 0.5
+
+
+class RunCalls:
+    """The calls of one publisher that belong to its run.
+
+    Args:
+        tracker: its trajectories, whose queue of such calls is shared.
+        timeout_s: how long a reward is posted again while a restarted store lacks its trajectory.
+
+    Attributes:
+        extra_columns: declared columns of the run; None before they were read.
+    """
+
+    def __init__(self, tracker: TrajectoryTracker, *, timeout_s: float) -> None:
+        self.extra_columns: tuple[DeclaredColumn, ...] | None = None
+        self._tracker = tracker
+        self._queue = tracker.queues.of_run
+        self._timeout_s = timeout_s
+        self._reposts: list[RunCall] = []
+        self._reposts_due_s = 0.0
+
+    def take(self, now_s: float) -> list[Call]:
+        """Return the calls to send now."""
+        if now_s >= self._reposts_due_s:
+            self._queue.extend(self._reposts)
+            self._reposts = []
+        taken = list(self._queue)
+        self._queue.clear()
+        return [
+            Call(each.command(), each.accept, each.refuse, partial(self._queue.appendleft, each))
+            for each in taken
+        ]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no reward waits to be posted again."""
+        return not self._reposts
+
+    def pause_s(self, now_s: float) -> float | None:
+        """Seconds until a reward is posted again; None if none waits."""
+        return max(0.0, self._reposts_due_s - now_s) if self._reposts else None
+
+    def close_run(self, reason: str, receipt: Delivery) -> None:
+        """Close the run to new groups."""
+
+        def closed(_: object, now_s: float) -> None:
+            _settle_once(receipt)
+            self._tracker.resend_buffer.keep(call, now_s=now_s)
+
+        call = RunCall(
+            lambda: close_command(self._tracker.target.run, reason),
+            closed,
+            partial(_refuse, receipt),
+            receipt,
+            "the closing of the run",
+        )
+        self._queue.append(call)
+
+    def learn_columns(self, receipt: Delivery) -> None:
+        """Read what the run declares."""
+        what = "the question what the run declares"
+        call = RunCall(
+            lambda: read_config_command(self._tracker.target.run),
+            partial(self._accept_config, receipt),
+            partial(_refuse, receipt),
+            receipt,
+            what,
+        )
+        self._queue.append(call)
+
+    def post_reward(self, post: RewardPost) -> None:
+        """Post a reward; the answer settles its receipt."""
+        call = RunCall(
+            lambda: addressed(post.command, self._tracker.target.run),
+            lambda answer, now_s: self._accept_reward(call, post, answer.decode(), now_s),
+            lambda refused, now_s: self._refuse_reward(call, post, refused.error, now_s),
+            post.receipt,
+            f"the reward of {post.name}",
+        )
+        self._queue.append(call)
+
+    def _accept_config(self, receipt: Delivery, answer: Sequence[bytes], _: float) -> None:
+        try:
+            self.extra_columns = parse_config(answer, run=self._tracker.run)[1].extra_columns
+        except TurnstreamError as error:
+            _settle_once(receipt, error)
+        else:
+            _settle_once(receipt)
+
+    def _accept_reward(self, call: RunCall, post: RewardPost, outcome: str, now_s: float) -> None:
+        before, post.outcome = post.outcome, outcome
+        self._tracker.resend_buffer.keep(call, now_s=now_s)
+        if not before:
+            _settle_once(post.receipt)
+        elif outcome == RewardOutcome.LATE != before:
+            error = RejectedError(f"the group of {post.name} went on without it")
+            self._tracker.lose("a reward", error)
+
+    def _refuse_reward(
+        self, call: RunCall, post: RewardPost, error: TurnstreamError, now_s: float
+    ) -> None:
+        """Report a refused reward; after a restart, post it until its trajectory is there again."""
+        if not post.outcome:
+            _settle_once(post.receipt, error)
+            return
+        if post.until_s is None:
+            post.until_s = now_s + self._timeout_s
+        if now_s >= post.until_s:
+            self._tracker.lose("a reward", error)
+            return
+        self._reposts.append(call)
+        self._reposts_due_s = now_s + _REPOST_EVERY_S
+
+
+def _refuse(receipt: Delivery, refused: Refusal, _: float) -> None:
+    _settle_once(receipt, refused.error)
+
+
+def _settle_once(receipt: Delivery, error: TurnstreamError | None = None) -> None:
+    """Settle a receipt that an answer before a restart may have settled."""
+    if not receipt.is_done:
+        receipt.settle(None, error)
