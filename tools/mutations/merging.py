@@ -22,13 +22,6 @@ MERGING = (
         ("test_merge_laws",),
     ),
     Mutation(
-        "splitting gives a turn log-probabilities that it never had",
-        "merge/merging.py",
-        "return None if np.isnan(logprobs).any() else logprobs",
-        "return logprobs",
-        ("test_merge_laws",),
-    ),
-    Mutation(
         "tokens observed between two turns are trained",
         "merge/columns.py",
         "np.tile(np.array([False, True])",

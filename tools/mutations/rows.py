@@ -112,13 +112,6 @@ ROWS = (
         "if False:",
         ("test_assemble",),
     ),
-    Mutation(
-        "rows without log-probabilities beside others get zeros",
-        "rows/assemble.py",
-        "missing = np.where(rows.loss_mask.values, np.float32(np.nan), np.float32(0))",
-        "missing = np.zeros(len(rows.loss_mask.values), np.float32)",
-        ("test_assemble",),
-    ),
     # ----------------------------------------------------------------------------------
     # mini-batches
     Mutation(

@@ -115,7 +115,7 @@ SCORES = (
     Mutation(
         "whitening takes in what stands before a slice",
         "scoring/token_advantages.py",
-        "    values, loss_mask = flat(values), flat(loss_mask)\n",
+        "    values, loss_mask = values.flat(), loss_mask.flat()\n",
         "",
         ("test_token_advantages",),
     ),

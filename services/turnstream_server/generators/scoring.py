@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from turnstream import types
-from turnstream.batching.merge.merging import merge_turns, split_sequences
+from turnstream.batching.merge.merging import merge_turns
 from turnstream.types import Turn
 from turnstream_server.models.logprobs import PaddedRows, response_logprobs
 
@@ -24,10 +24,12 @@ def score_turns(model: PreTrainedModel, turns: Sequence[Turn]) -> list[Turn]:
 
     Turns that continue each other are one row, so a conversation costs one forward pass.
     """
-    rows = merge_turns(turns)
-    return split_sequences(
-        [dataclasses.replace(row, logprobs=_logprobs(model, row)) for row in rows]
-    )
+    scored = list(turns)
+    for row in merge_turns(turns):
+        logprobs = _logprobs(model, row)
+        for index, (begin, end) in zip(row.turns, row.turn_spans, strict=True):
+            scored[index] = dataclasses.replace(turns[index], logprobs=logprobs[begin:end])
+    return scored
 
 
 @torch.no_grad()

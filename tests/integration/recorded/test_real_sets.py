@@ -23,8 +23,9 @@ from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.layouts.jagged import jagged
 from turnstream.batching.layouts.packed import packed
 from turnstream.batching.layouts.padded import left_padded, right_padded
-from turnstream.batching.merge.merging import merge_turns, store_turns
+from turnstream.batching.merge.merging import merge_turns
 from turnstream.batching.merge.plan import MiniBatchPlan
+from turnstream.batching.merge.storing import store_turns
 from turnstream.batching.packing.bins import pack
 from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.batching.planning.report import MergeReport, merge_report

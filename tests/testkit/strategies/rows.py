@@ -67,12 +67,14 @@ def operation_mini_batches(draw: st.DrawFn) -> MiniBatch:
 
 @st.composite
 def extra_columns(draw: st.DrawFn, rows: Rows) -> dict[str, ExtraColumn]:
-    """Declared columns of any extent, dtype and shape; some inert rows have no value."""
+    """Declared columns of any extent, dtype and shape."""
     columns: dict[str, ExtraColumn] = {}
     for name in sorted(draw(st.sets(st.sampled_from(["routes", "images", "teacher"])))):
         extent: Extent = draw(st.sampled_from(get_args(Extent)))
-        shape = draw(st.sampled_from([(), (2,), (2, 3)]))
-        dtype = draw(st.sampled_from([np.uint8, np.int16, np.int64, np.float16, np.float32]))
+        is_route = extent == "first_tokens"
+        shape = draw(st.sampled_from([(1, 2), (2, 3)] if is_route else [(), (2,), (2, 3)]))
+        dtypes = [np.uint8, np.int16, np.int32, *([] if is_route else [np.float16, np.float32])]
+        dtype = draw(st.sampled_from(dtypes))
         lengths = [draw(_num_values(extent, rows=rows, row=row)) for row in range(len(rows))]
         offsets = np.cumsum([0, *lengths]).astype(np.int32)
         count = int(offsets[-1]) * int(np.prod(shape, dtype=np.int64))
@@ -90,7 +92,7 @@ def _num_values(extent: Extent, *, rows: Rows, row: int) -> st.SearchStrategy[in
         "row": st.just(1),
         "items": st.integers(0, 3),
     }
-    return counts[extent] | st.just(0) if rows.is_padding[row] else counts[extent]
+    return counts[extent]
 
 
 def _like(column: Ragged[Any]) -> Callable[[NDArray[np.float32]], Ragged[np.float32]]:

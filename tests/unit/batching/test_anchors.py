@@ -7,7 +7,7 @@ import pytest
 
 from testkit import turn
 from turnstream.batching.merge.anchors import anchor_hash
-from turnstream.batching.merge.merging import store_turns
+from turnstream.batching.merge.storing import store_turns
 from turnstream.errors import InvalidTurnError
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from testkit import assert_same, rows, spell, turn
 from testkit.planning import planned_rows
 from testkit.strategies import chains, trees
-from turnstream.batching.merge.merging import merge_turns, store_turns
+from turnstream.batching.merge.merging import merge_turns
 from turnstream.batching.merge.plan import GroupPlan, TrajectoryPlan
-from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows
+from turnstream.batching.merge.storing import store_turns
+from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.errors import CorruptRecordError
 from turnstream.store.client.keys import trajectory_id
 from turnstream.types import Ragged, Rows, Status, StoredTurn, TrajectoryKey, Turn, VersionRun
@@ -207,18 +208,6 @@ def test_refuses_tokens_of_other_lengths_than_planned(field: str) -> None:
 
     with pytest.raises(CorruptRecordError, match=r"tokens \(2, 5, 2\), planned were"):
         assemble_rows([replace(group, trajectories=(wrong,))], payload, first_row_id=0)
-
-
-# --------------------------------------------------------------------------------------
-# rows of rows
-
-
-def test_parts_without_logprobs_get_nan_beside_parts_with() -> None:
-    joined = concatenate_rows([rows("abCd"), rows("abCdE", logprobs=None)])
-
-    assert joined.logprobs is not None
-    np.testing.assert_array_equal(joined.logprobs[0], np.array([-0.5, 0], np.float32))
-    np.testing.assert_array_equal(joined.logprobs[1], np.array([np.nan, 0, np.nan], np.float32))
 
 
 # --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from testkit import turn
 from turnstream.batching.merge.columns import RowPieces, shared_pieces, token_columns
-from turnstream.batching.merge.merging import store_turns
+from turnstream.batching.merge.storing import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
 
 
@@ -28,7 +28,7 @@ def test_a_turn_that_follows_a_later_one_is_refused() -> None:
 
 def test_more_tokens_than_int32_offsets_count_are_refused() -> None:
     (one,) = store_turns([turn("a", "B")])
-    wide = RowPieces(2**31 - 1, [one.token_ids], [one], [(0, 1)])
+    wide = RowPieces([one], [0], [one], 2**31 - 1, [one.token_ids], [(0, 1)])
 
     with pytest.raises(BatchingError, match="2147483648 values in one mini-batch"):
         token_columns([wide])

@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import assert_same, extra_column, rows
 from testkit.strategies import extra_columns, scored_rows
-from turnstream.batching.layouts.extra_layouts import (
-    PlacedColumn,
-    jagged_extras,
-    left_padded_extras,
-    packed_extras,
-    right_padded_extras,
-)
-from turnstream.errors import RowTooLongError
+from turnstream.batching.layouts.jagged import jagged
+from turnstream.batching.layouts.packed import packed
+from turnstream.batching.layouts.padded import left_padded, right_padded
+from turnstream.batching.layouts.slots import PlacedColumn
 from turnstream.types import ExtraColumn, Rows
 
-IDS = np.array([[[1, 2]], [[3, 4]], [[5, 6]]], np.uint8)
 BATCH = rows(
     *("abC", "a|b"),
     is_padding=[False, True],
     extras={
         "images": extra_column("items", np.arange(4, dtype=np.float32).reshape(2, 2), [0, 2, 2]),
-        "positions": extra_column("token", np.arange(10, 25).reshape(5, 3), [0, 3, 5]),
-        "routes": extra_column("first_tokens", IDS[:2], [0, 2, 2]),
-        "style": extra_column("row", np.array([7], np.int8), [0, 1, 1]),
-        "teacher": extra_column("response_token", np.array([-0.5], np.float32), [0, 1, 1]),
     },
 )
 
 
-def lists(column: PlacedColumn) -> Any:
-    return column.values.tolist()
+def left_extras(batch: Rows, *, width: int, response_width: int) -> Mapping[str, PlacedColumn]:
+    widths = {"width": width, "response_width": response_width}
+    return left_padded(batch, pad_token_id=0, **widths).extras
 
 
 def test_case_11_routes_are_at_the_first_tokens_with_dummies_elsewhere() -> None:
@@ -45,7 +37,7 @@ def test_case_11_routes_are_at_the_first_tokens_with_dummies_elsewhere() -> None
     captured = extra_column("first_tokens", np.full((6, 1, 2), 3, np.uint8), [0, 2, 6])
     batch = rows("abC", "a|bcd", extras={"routes": captured})
 
-    routes = left_padded_extras(batch, width=4, response_width=3)["routes"]
+    routes = left_extras(batch, width=4, response_width=3)["routes"]
 
     assert routes.values[:, :, 0].tolist() == [
         [[0, 1], [3, 3], [3, 3], [0, 1]],
@@ -57,27 +49,11 @@ def test_case_11_routes_are_at_the_first_tokens_with_dummies_elsewhere() -> None
 
 
 def test_items_stand_in_order_and_are_counted_by_row() -> None:
-    images = left_padded_extras(BATCH, width=4, response_width=2)["images"]
+    images = left_extras(BATCH, width=4, response_width=2)["images"]
 
-    assert lists(images) == [[0.0, 1.0], [2.0, 3.0]]
+    assert images.values.tolist() == [[0.0, 1.0], [2.0, 3.0]]
     assert images.num_items_B is not None
     assert images.num_items_B.tolist() == [2, 0]
-
-
-def test_rows_without_extra_columns_have_none_in_any_layout() -> None:
-    plain = rows("abC")
-
-    assert left_padded_extras(plain, width=3, response_width=1) == {}
-    assert right_padded_extras(plain, width=3) == {}
-    assert packed_extras(plain, bins=[[0], []]) == [{}, {}]
-    assert jagged_extras(plain) == {}
-
-
-def test_rows_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(RowTooLongError):
-        left_padded_extras(BATCH, width=2, response_width=1)
-    with pytest.raises(RowTooLongError):
-        right_padded_extras(BATCH, width=2)
 
 
 # --------------------------------------------------------------------------------------
@@ -91,7 +67,7 @@ def slow(column: ExtraColumn, batch: Rows, row: int) -> list[Any]:
     num_tokens, num_response = int(batch.input_ids.lengths[row]), len(batch.loss_mask[row])
     counts = {"token": num_tokens, "first_tokens": num_tokens, "response_token": num_response}
     count = {**counts, "row": 1}.get(column.per, len(values))
-    if column.per == "first_tokens" and column.shape and column.dtype.kind in "iu":
+    if column.per == "first_tokens":
         zero = np.zeros(column.shape, column.dtype)
         zero[...] = np.arange(column.shape[-1])
         zero = zero.tolist()
@@ -115,10 +91,10 @@ def test_every_layout_has_the_values_that_one_loop_per_token_finds(
     cut = data.draw(st.integers(0, len(batch)))
     bins = [list(order[:cut]), list(order[cut:])]
 
-    left = left_padded_extras(batch, width=width, response_width=response_width)
-    right = right_padded_extras(batch, width=width)
-    flat = jagged_extras(batch)
-    parts = packed_extras(batch, bins=bins, alignment=alignment)
+    left = left_extras(batch, width=width, response_width=response_width)
+    right = right_padded(batch, width=width, pad_token_id=0).extras
+    flat = jagged(batch).extras
+    parts = [one.extras for one in packed(batch, bins=bins, pad_token_id=0, alignment=alignment)]
 
     for name, column in batch.extras.items():
         token, response, item = 0, 0, 0
@@ -157,7 +133,7 @@ def packed_slowly(
     column: ExtraColumn, batch: Rows, rows_of_bin: list[int], alignment: int
 ) -> list[Any]:
     zero = np.zeros(column.shape, column.dtype)
-    if column.per == "first_tokens" and column.shape and column.dtype.kind in "iu":
+    if column.per == "first_tokens":
         zero[...] = np.arange(column.shape[-1])
     line: list[Any] = []
     for row in rows_of_bin:
@@ -179,7 +155,7 @@ def packed_slowly(
 def test_missing_mask_marks_uncaptured_values(batch: Rows) -> None:
     width = int(batch.input_ids.lengths.max(initial=0)) + 1
 
-    placed = left_padded_extras(batch, width=width, response_width=width)
+    placed = left_extras(batch, width=width, response_width=width)
 
     for name, column in batch.extras.items():
         is_missing = placed[name].is_missing

@@ -20,10 +20,10 @@ from testkit.columns import (
     with_columns,
 )
 from turnstream.batching.config.declarations import no_values
-from turnstream.batching.merge.extras import ExtraIndex
 from turnstream.batching.merge.merged_extras import whole_extras
-from turnstream.batching.merge.merging import merge_turns, store_turns
+from turnstream.batching.merge.merging import merge_turns
 from turnstream.batching.merge.prefix import PrefixMatch
+from turnstream.batching.merge.storing import ExtraIndex, store_turns
 from turnstream.errors import InvalidTurnError, UnmergeableColumnError
 from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece
 
@@ -31,7 +31,7 @@ DIFFERING = replace(STYLE, is_constant=False)
 
 
 def column_of(rows: Any, name: str) -> list[Any]:
-    return [row.extras[name].values.tolist() for row in rows]
+    return [row.extras[name].tolist() for row in rows]
 
 
 def test_position_ids_of_shared_tokens_travel_once_and_concatenate_along_the_row() -> None:
@@ -49,7 +49,7 @@ def test_position_ids_of_shared_tokens_travel_once_and_concatenate_along_the_row
         (3, 3),
     ]
     assert spell([row]) == ["abCdEF"]
-    assert row.extras["positions"].values.tolist() == positions.tolist()
+    assert row.extras["positions"].tolist() == positions.tolist()
 
 
 def test_a_token_has_the_choice_of_the_first_turn_that_captured_it() -> None:
@@ -64,8 +64,7 @@ def test_a_token_has_the_choice_of_the_first_turn_that_captured_it() -> None:
     (row,) = merge_turns(turns, extra_columns=[ROUTES])
 
     assert [piece.num_shared for piece in (t.extras["routes"] for t in stored)] == [0, 2]
-    assert row.extras["routes"].values.tolist() == routes(1, 2, 3, 4).tolist()
-    assert row.extras["routes"].ends == (2, 4)
+    assert row.extras["routes"].tolist() == routes(1, 2, 3, 4).tolist()
 
 
 def test_turn_without_items_keeps_those_of_its_shared_tokens() -> None:
@@ -89,6 +88,40 @@ def test_prompt_that_diverges_in_a_turn_without_new_items_keeps_them() -> None:
 
     assert spell(rows) == ["abCdeF", "abcdxY"]
     assert column_of(rows, "images") == [images(1).tolist()] * 2
+
+
+def test_choices_of_tokens_that_are_not_shared_are_stored_again() -> None:
+    captured = [routes(1, 2, 3), routes(1, 2, 9)]
+    turns = [
+        with_columns(turn("abc", "D"), routes=captured[0]),
+        with_columns(turn("abx", "Y"), routes=captured[1]),
+    ]
+
+    rows = merge_turns(turns, extra_columns=[ROUTES])
+
+    assert column_of(rows, "routes") == [values.tolist() for values in captured]
+
+
+@pytest.mark.parametrize(
+    ("texts", "numbers", "expected"),
+    [
+        (["ab|C", "abcd|E"], [(1,), (2,)], ["abC", "abcdE"]),  # another image
+        (["ab|C", "abcd|E"], [(), (1,)], ["abCdE"]),
+        (["ab|C", "ax|Y", "axq|Z"], [(1, 2), (1, 3), (1, 2)], ["abC", "axY", "axqZ"]),
+    ],
+)
+def test_row_has_the_items_of_its_last_turn(
+    texts: list[str], numbers: list[tuple[int, ...]], expected: list[str]
+) -> None:
+    turns = [
+        with_columns(turn(*text.split("|")), images=images(*own))
+        for text, own in zip(texts, numbers, strict=True)
+    ]
+
+    rows = merge_turns(turns, extra_columns=[IMAGES])
+
+    assert spell(rows) == expected
+    assert column_of(rows, "images") == [images(*numbers[row.turns[-1]]).tolist() for row in rows]
 
 
 def test_turn_stored_without_items_has_none_and_inherits_none() -> None:
@@ -121,8 +154,8 @@ def test_case_21_routes_and_images_are_carried_through_the_merge() -> None:
     (row,) = merge_turns([first, second], extra_columns=[IMAGES, ROUTES])
 
     assert spell([row]) == ["abCdE"]
-    assert row.extras["routes"].values.tolist() == routes(1, 2, 3, 4).tolist()
-    assert row.extras["images"].values.tolist() == images(1, 2).tolist()
+    assert row.extras["routes"].tolist() == routes(1, 2, 3, 4).tolist()
+    assert row.extras["images"].tolist() == images(1, 2).tolist()
 
 
 def test_case_11_negative_choice_is_refused() -> None:
@@ -185,7 +218,7 @@ def test_whole_values_of_a_token_column_are_those_of_the_row(given: str) -> None
     for number, extras in enumerate(whole):
         if extras:
             (row,) = merge_turns(turns[: number + 1], extra_columns=[column])
-            assert extras["positions"].tolist() == row.extras["positions"].values.tolist()
+            assert extras["positions"].tolist() == row.extras["positions"].tolist()
 
 
 @pytest.mark.parametrize("held", [None, 1])

@@ -14,11 +14,8 @@ from testkit import assert_same, mini_batch_info
 from testkit.planning import assembled_rows
 from testkit.shares import join_shares, rank_share
 from testkit.strategies import chains, declared_columns, trees, with_extras
-from turnstream.batching.merge.merging import (
-    merge_turns,
-    split_sequences,
-    store_turns,
-)
+from turnstream.batching.merge.merging import merge_turns
+from turnstream.batching.merge.storing import store_turns
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import (
     NO_PARENT,
@@ -30,16 +27,14 @@ from turnstream.types import (
 
 
 def column_of(rows: Any, name: str) -> list[Any]:
-    return [row.extras[name].values.tolist() for row in rows]
+    return [row.extras[name].tolist() for row in rows]
 
 
 @st.composite
-def episodes(
-    draw: st.DrawFn, *, agrees: bool = False
-) -> tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]]:
+def episodes(draw: st.DrawFn) -> tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]]:
     declared = draw(declared_columns())
     turns = draw(chains() | trees())
-    return draw(with_extras(turns, declared, agrees=agrees)), declared
+    return draw(with_extras(turns, declared)), declared
 
 
 def linked_slowly(
@@ -162,40 +157,6 @@ def test_rows_have_what_loops_over_lists_find(
         assert [values.tolist() for values in found.values] == expected
         if column.per != "first_tokens":
             assert found.dtype == column.numpy_dtype
-
-
-@given(episode=episodes(agrees=True))
-def test_merge_then_split_is_the_identity(
-    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]],
-) -> None:
-    turns, declared = episode
-
-    split = split_sequences(merge_turns(turns, extra_columns=declared))
-
-    for one, again in zip(turns, split, strict=True):
-        given = {name: v.tolist() for name, v in one.extras.items() if len(v)}
-        assert {name: v.tolist() for name, v in again.extras.items() if len(v)} == given
-
-
-@given(episode=episodes())
-def test_merging_what_was_split_gives_the_same_rows(
-    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]],
-) -> None:
-    declared = tuple(replace(column, is_optional=True) for column in episode[1])
-    rows = merge_turns(items_given(*episode), extra_columns=declared)
-
-    split = [widened(one, declared) for one in split_sequences(rows)]
-    again = merge_turns(items_given(split, declared), extra_columns=declared)
-
-    assert [row.turns for row in again] == [row.turns for row in rows]
-    for column in declared:
-        assert column_of(again, column.name) == column_of(rows, column.name)
-
-
-def widened(one: Turn, declared: Sequence[DeclaredColumn]) -> Turn:
-    """Router choices in the declared type again."""
-    types = {column.name: column.dtype for column in declared}
-    return replace(one, extras={n: v.astype(types[n]) for n, v in one.extras.items()})
 
 
 @given(episode=episodes(), world=st.integers(1, 3))

@@ -89,40 +89,22 @@ def test_inert_rows_of_operations_have_targets_without_weight_and_extras_without
     assert share.extras["x"].dtype == np.int16
 
 
-def test_parts_without_values_per_token_get_those_that_say_the_same():
-    advantages = Ragged.from_rows([[9.0, 0.0, 8.0]], np.float32)
-    weights = Ragged.from_rows([[0.5, 0.0, 0.25]], np.float32)
-    plain = rows("abCdE", "x|yZ", first_row_id=1, advantages=[2.0, -3.0])
-    part = replace(rows("abCdE"), advantages=advantages, token_weights=weights)
-
-    joined = concatenate_rows([part, plain])
-
-    assert joined.advantages
-    assert joined.token_weights
-    assert [row.tolist() for row in joined.advantages] == [[9, 0, 8], [2, 0, 2], [0, -3]]
-    assert [row.tolist() for row in joined.token_weights] == [[0.5, 0, 0.25], [1, 0, 1], [0, 1]]
-
-
 @pytest.mark.parametrize(
     ("reason", "parts"),
     [
-        ("row 7 has no operations", [operation_rows("AB"), rows("abC", first_row_id=7)]),
-        ("row 7 has no extra column 'x'", [with_extra(rows("aB")), rows("abC", first_row_id=7)]),
+        ("operations to concatenate: OperationColumns and None", [operation_rows("AB"), rows("C")]),
         (
-            r"target_ids have \(2,\) and \(\) values per token",
+            r"extras .*: the columns \['x'\] and the columns \[\]",
+            [with_extra(rows("aB")), rows("C")],
+        ),
+        (
+            r"target_ids .*: int64\[\] and int64\[2\]",
             [operation_rows("AB"), operation_rows("C", num_targets=2, first_row_id=2)],
         ),
+        ("per .*: 'items' and 'row'", [with_extra(rows("aB")), with_extra(rows("aB"), per="row")]),
         (
-            "extra column 'x' is .*'row', 'int16'.* and .*'items', 'int16'",
-            [with_extra(rows("aB")), with_extra(rows("aB"), per="row")],
-        ),
-        (
-            "extra column 'x' is .*int16.* and .*int32",
-            [with_extra(rows("aB"), dtype=np.int32), with_extra(rows("aB"))],
-        ),
-        (
-            r"extra column 'x' is .*\(3,\).* and .*\(2,\)",
-            [with_extra(rows("aB")), with_extra(rows("aB"), shape=(3,))],
+            r"values .*: int32\[2\] and int16\[3\]",
+            [with_extra(rows("aB"), dtype=np.int32), with_extra(rows("aB"), shape=(3,))],
         ),
     ],
 )

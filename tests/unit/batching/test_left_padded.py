@@ -4,11 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from testkit import assert_same, rows
-from testkit.strategies import scored_rows
 from turnstream.batching.layouts.padded import LeftPadded, left_padded, left_padded_column
 from turnstream.batching.rows.assemble import take_rows
 from turnstream.errors import RowTooLongError
@@ -127,77 +124,6 @@ def test_a_mask_counts_its_columns_also_beyond_int16(width: int) -> None:
     assert np.argwhere(padded.attention_mask_BT).tolist() == [[0, width - 2], [0, width - 1]]
     assert np.argwhere(padded.response_mask_BR).tolist() == [[0, width - 1]]
     assert padded.position_ids_BT[0, -2:].tolist() == [0, 1]
-
-
-def slow_left_padded(batch: Rows, *, width: int, response_width: int) -> LeftPadded:
-    """Token by token."""
-    num_rows = len(batch)
-    ids_BT = np.full((num_rows, width), PAD, np.int64)
-    attention_BT = np.zeros((num_rows, width), np.bool_)
-    response_BR = np.zeros((num_rows, response_width), np.bool_)
-    mask_BR = np.zeros((num_rows, response_width), np.bool_)
-    rewards_BR = np.zeros((num_rows, response_width), np.float32)
-    logprobs_BR = np.zeros((num_rows, response_width), np.float32)
-    advantages_BR = np.zeros((num_rows, response_width), np.float32)
-    weights_BR = np.zeros((num_rows, response_width), np.float32)
-    for b in range(num_rows):
-        ids = batch.input_ids[b].tolist()
-        for t, token in enumerate(reversed(ids), start=1):
-            ids_BT[b, -t] = token
-            attention_BT[b, -t] = True
-        for t in range(1, len(batch.loss_mask[b]) + 1):
-            trained = bool(batch.loss_mask[b][-t])
-            response_BR[b, -t] = True
-            mask_BR[b, -t] = trained
-            rewards_BR[b, -t] = batch.rewards[b][-t]
-            logprobs_BR[b, -t] = batch.logprobs[b][-t] if batch.logprobs is not None else 0
-            advantage = batch.advantage[b] if batch.advantages is None else batch.advantages[b][-t]
-            advantages_BR[b, -t] = advantage if trained else 0
-            if batch.token_weights is not None:
-                weights_BR[b, -t] = batch.token_weights[b][-t]
-    return LeftPadded(
-        input_ids_BT=ids_BT,
-        attention_mask_BT=attention_BT,
-        response_mask_BR=response_BR,
-        loss_mask_BR=mask_BR,
-        logprobs_BR=None if batch.logprobs is None else logprobs_BR,
-        rewards_BR=rewards_BR,
-        advantages_BR=advantages_BR,
-        token_weights_BR=None if batch.token_weights is None else weights_BR,
-    )
-
-
-@given(scored_rows(), st.integers(0, 3), st.integers(0, 3))
-def test_agrees_with_placing_token_by_token(batch: Rows, more: int, more_response: int) -> None:
-    response_width = int(batch.loss_mask.lengths.max(initial=0)) + more_response
-    width = max(int(batch.input_ids.lengths.max(initial=0)), response_width) + more
-
-    found = pad(batch, width=width, response_width=response_width)
-
-    assert_same(found, slow_left_padded(batch, width=width, response_width=response_width))
-    assert not found.advantages_BR[~found.loss_mask_BR].view(np.uint32).any()  # -0.0 is not 0.0
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 3))
-@settings(max_examples=20)
-def test_long_rows_agree_with_placing_token_by_token(seed: int, num_rows: int) -> None:
-    # From some hundred tokens on a row is copied, where short ones go through their mask.
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, 1500, (num_rows, 2)).tolist()
-    batch = rows(*["a" * prompt + "|" + "bB" * (count // 2) for prompt, count in lengths])
-    numbers = rng.standard_normal(len(batch.rewards.values)).astype(np.float32)
-    batch = replace(
-        batch,
-        rewards=Ragged(numbers, batch.rewards.offsets),
-        logprobs=Ragged(-abs(numbers), batch.rewards.offsets),
-        advantage=rng.standard_normal(num_rows).astype(np.float32),
-    )
-    response_width = int(batch.loss_mask.lengths.max())
-    width = int(batch.input_ids.lengths.max())
-
-    found = pad(batch)
-
-    assert_same(found, slow_left_padded(batch, width=width, response_width=response_width))
 
 
 @pytest.mark.parametrize("num_tokens", [3, 700])

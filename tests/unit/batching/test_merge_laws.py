@@ -13,12 +13,11 @@ from turnstream.batching.merge.columns import TokenColumns, stored_row, token_co
 from turnstream.batching.merge.merging import (
     merge_turns,
     plan_sequences,
-    split_sequences,
-    store_turns,
     turn_prompts,
 )
 from turnstream.batching.merge.plan import SequenceShape
-from turnstream.types import Ragged, Sequence, Turn, VersionRun
+from turnstream.batching.merge.storing import store_turns
+from turnstream.types import Ragged, Sequence, Turn
 
 
 def slow_merge(turns: tuple[Turn, ...]) -> list[tuple[list[int], list[list[float]]]]:
@@ -109,40 +108,6 @@ def test_tokens_in_are_tokens_out(turns: tuple[Turn, ...]) -> None:
     assert sorted(index for row in rows for index in row.turns) == list(range(len(turns)))
     responses = sum(len(own.response_ids) for own in turns)
     assert sum(end - begin for row in rows for begin, end in row.turn_spans) == responses
-
-
-@given(trees(max_turns=6))
-def test_merging_then_splitting_is_the_identity(turns: tuple[Turn, ...]) -> None:
-    rows = merge_turns(turns)
-
-    split = split_sequences(rows)
-
-    row_has_logprobs = {index: row.logprobs is not None for row in rows for index in row.turns}
-    expected = [plain(own, in_row_with_logprobs=row_has_logprobs[i]) for i, own in enumerate(turns)]
-    assert_same([plain(own, in_row_with_logprobs=False) for own in split], expected)
-
-
-def plain(own: Turn, *, in_row_with_logprobs: bool) -> Turn:
-    """A turn with everything spelled out that None stands for."""
-    num_tokens = len(own.response_ids)
-    loss_mask = np.ones(num_tokens, np.uint8) if own.loss_mask is None else own.loss_mask
-    logprobs = own.logprobs
-    if logprobs is None and in_row_with_logprobs and not loss_mask.any():
-        logprobs = np.zeros(num_tokens, np.float32)
-    runs: list[VersionRun] = []
-    for run in own.version_runs:
-        if runs and runs[-1].version == run.version:
-            runs[-1] = VersionRun(run.version, runs[-1].num_tokens + run.num_tokens)
-        else:
-            runs.append(run)
-    return Turn(
-        prompt_ids=own.prompt_ids,
-        response_ids=own.response_ids,
-        logprobs=logprobs,
-        loss_mask=loss_mask,
-        rewards=np.zeros(num_tokens, np.float32) if own.rewards is None else own.rewards,
-        version_runs=tuple(runs) if any(run.version is not None for run in runs) else (),
-    )
 
 
 @given(trees(max_turns=6))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from testkit import mini_batch_info, turn
+from testkit import turn
 from testkit.columns import (
     IMAGES,
     POSITIONS,
@@ -20,14 +20,11 @@ from testkit.columns import (
     with_columns,
 )
 from testkit.planning import assembled_rows
-from turnstream.batching.merge.merging import store_turns
-from turnstream.batching.rows.assemble import concatenate_rows, take_rows
+from turnstream.batching.merge.storing import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
-from turnstream.records.batches import encode_mini_batch
 from turnstream.types import (
     DeclaredColumn,
     ExtraPiece,
-    MiniBatch,
     Rows,
     Turn,
 )
@@ -39,13 +36,17 @@ from turnstream.types import (
 @pytest.mark.parametrize(
     ("column", "piece", "message"),
     [
-        (POSITIONS, ExtraPiece(0, np.zeros((2, 3), np.int32)), "0 shared and 2 own"),
+        (
+            POSITIONS,
+            ExtraPiece(0, np.zeros((2, 3), np.int32)),
+            "has 2 values for 2 prompt and 1 response tokens",
+        ),
         (POSITIONS, ExtraPiece(0, np.zeros((3, 3), np.int64)), "int64"),
         (TEACHER, None, "turn 0 has none"),
-        (TEACHER, ExtraPiece(0, np.zeros(2, np.float32)), "0 shared and 2 own"),
-        (ROUTES, ExtraPiece(0, routes(1, 2, 3, 4)), "4 values for a row of 3 tokens"),
+        (TEACHER, ExtraPiece(0, np.zeros(2, np.float32)), "has 2 values for 1 response tokens"),
+        (ROUTES, ExtraPiece(0, routes(1, 2, 3, 4)), "has 4 values for 1 to 3 first tokens"),
         (ROUTES, ExtraPiece(0, routes(1).astype(np.int64)), "int64"),
-        (STYLE, ExtraPiece(0, np.zeros(2, np.int8)), "0 shared and 2 own"),
+        (STYLE, ExtraPiece(0, np.zeros(2, np.int8)), "has 2 values for the turn, which has one"),
         (IMAGES, ExtraPiece(3, images(1)), "turn 0 follows turn -1"),
     ],
 )
@@ -116,26 +117,3 @@ def test_case_11_choices_are_stored_and_merged_in_the_narrowest_type() -> None:
     assert [t.extras["routes"].values.dtype for t in stored] == [np.uint8, np.int16]
     assert assembled(turns, [ROUTES]).extras["routes"].dtype == np.int16
     assert assembled(turns[:1], [ROUTES]).extras["routes"].dtype == np.uint8
-
-
-def test_choices_of_different_types_are_joined_in_the_wider() -> None:
-    small = assembled([with_columns(turn("ab", "C"), routes=routes(1))], [ROUTES])
-    large = assembled([with_columns(turn("ab", "C"), routes=routes(300))], [ROUTES])
-
-    joined = concatenate_rows([small, large]).extras["routes"]
-
-    assert joined.dtype == np.int16
-    assert [values.tolist() for values in joined.values] == [
-        routes(1).tolist(),
-        routes(300).tolist(),
-    ]
-    assert take_rows(concatenate_rows([small, large]), [1]).extras["routes"].dtype == np.int16
-
-
-def test_the_content_hash_covers_extra_columns() -> None:
-    def content_hash(number: int) -> str:
-        rows = assembled([with_columns(turn("ab", "C"), images=images(number))], [IMAGES])
-        return encode_mini_batch(MiniBatch(rows=rows, info=mini_batch_info(rows))).content_hash
-
-    assert content_hash(1) == content_hash(1)
-    assert content_hash(1) != content_hash(2)

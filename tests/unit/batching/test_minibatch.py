@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, extra_column, rows, spell
 from testkit.shares import rank_share
-from turnstream.batching.layouts.extra_layouts import left_padded_extras
 from turnstream.batching.layouts.outputs import join_by_row_id, response_values_left_padded
+from turnstream.batching.layouts.padded import left_padded
 from turnstream.batching.packing.balance import largest_part
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.assemble import concatenate_rows, take_rows
@@ -64,7 +64,7 @@ def test_case_31_padding_of_a_mini_batch_is_no_row() -> None:
 
 def test_case_32_an_inert_row_is_empty_in_every_column() -> None:
     # The reference copies the other fields of row 0, with uids pad0 and pad1, and flags True.
-    inert = inert_rows([-5, -6], pad_token_id=9, has_logprobs=True)
+    inert = inert_rows([-5, -6], pad_token_id=9, like=rows("aB"))
 
     assert inert.row_id.tolist() == [-5, -6]
     assert inert.trajectory_id == ["inert-5/0/0", "inert-6/0/0"]
@@ -126,7 +126,7 @@ def test_case_32_inert_row_has_only_dummy_routes() -> None:
     routes = extra_column("first_tokens", np.full((2, 1, 2), 3, np.uint8), [0, 2])
     (_, padded) = shares(rows("abC", extras={"routes": routes}), 2)
 
-    placed = left_padded_extras(padded, width=3, response_width=1)["routes"]
+    placed = left_padded(padded, width=3, response_width=1, pad_token_id=0).extras["routes"]
 
     assert placed.values.tolist() == [[[[0, 1]]] * 3]
     assert placed.is_missing is not None

@@ -11,8 +11,8 @@ from testkit import assert_same, config, rows, sealed, shape, turn
 from testkit.planning import plan, ready
 from testkit.shares import join_shares, rank_share
 from turnstream.batching.layouts.padded import left_padded
-from turnstream.batching.merge.merging import store_turns
 from turnstream.batching.merge.plan import ASSEMBLY_VERSION, SequenceShape
+from turnstream.batching.merge.storing import store_turns
 from turnstream.batching.planning.plan_batch import num_groups_to_plan
 from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.errors import BatchingError, InvalidConfigError

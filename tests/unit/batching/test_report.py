@@ -8,8 +8,8 @@ import pytest
 from testkit import config, sealed, shape, turn
 from testkit.planning import plan, ready
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.merge.merging import store_turns
 from turnstream.batching.merge.plan import Manifest
+from turnstream.batching.merge.storing import store_turns
 from turnstream.batching.planning.report import MergeBreak, PlanReport, merge_report, plan_report
 from turnstream.types import NO_PARENT, TrajectoryKey, Turn, TurnShape
 

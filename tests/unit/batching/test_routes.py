@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnstream.batching.merge.merged_extras import dummy_choice, narrowed
+from turnstream.batching.merge.storing import narrowed
 from turnstream.errors import InvalidTurnError
 
 
@@ -39,16 +39,3 @@ def test_case_11_an_expert_that_no_type_of_theirs_holds_is_refused(
 ) -> None:
     with pytest.raises(InvalidTurnError, match=f"^routes: {message}"):
         narrowed(np.array([[[0, expert]]], np.int64))
-
-
-def test_the_experts_of_the_dummy_choice_are_distinct_in_every_layer() -> None:
-    dummy = dummy_choice((2, 3), np.dtype(np.uint8))
-
-    assert (dummy.tolist(), dummy.dtype) == ([[0, 1, 2], [0, 1, 2]], np.uint8)
-
-
-@pytest.mark.parametrize(("shape", "dtype"), [((), np.uint8), ((2,), np.float32)])
-def test_invalid_list_of_experts_has_zeros(shape: tuple[int, ...], dtype: Any) -> None:
-    dummy = dummy_choice(shape, np.dtype(dtype))
-
-    assert (dummy.tolist(), dummy.dtype) == (np.zeros(shape).tolist(), dtype)

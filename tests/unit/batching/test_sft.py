@@ -13,7 +13,6 @@ from turnstream.batching.layouts.sft import (
     LossScale,
     SupervisedBins,
     bin_sequences,
-    loss_scales,
     packed_supervised,
     scaled_weights,
     supervised_rows,
@@ -99,8 +98,15 @@ def test_fractions_are_summed_and_small_sums_are_not_scaled_up() -> None:
     # The reference truncates the sum of 2.5 to 2.
     batch = learn("aaaa", "aa", "aa", weights=[[0, 1, 1, 0.5], [0, 0.25], [0, 0]])
 
-    assert loss_scales(batch, loss_scale="own_targets").tolist() == [1 / 2.5, 1, 1]
-    assert loss_scales(batch, loss_scale="all_targets").tolist() == [1 / 2.75] * 3
+    own = scaled_weights(batch, loss_scale="own_targets")
+    scaled = scaled_weights(batch, loss_scale="all_targets")
+
+    assert [row.tolist() for row in own] == [
+        pytest.approx([0.4, 0.4, 0.2]),
+        pytest.approx([0.25]),
+        [],
+    ]
+    assert scaled.values.sum() == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

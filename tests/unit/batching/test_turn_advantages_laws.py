@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit.denominators import row_scales
-from testkit.planning import Payload, plan, stored_group
+from testkit.planning import plan, stored_group
 from testkit.shares import budgeted_passes, rank_share
 from testkit.strategies import chains, trees
 from turnstream.batching.config import BatchingConfig
@@ -21,9 +21,9 @@ from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.layouts.jagged import jagged
 from turnstream.batching.layouts.packed import packed
 from turnstream.batching.layouts.padded import left_padded, right_padded
-from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
+from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.packing.microbatch import Budget
-from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
+from turnstream.batching.rows.assemble import assemble_rows, take_rows
 from turnstream.types import Rows, SealedTrajectory, Turn
 
 SMALL = st.integers(-4, 4).map(float)
@@ -155,25 +155,6 @@ def rows_slowly(
     return rows
 
 
-def assembled_in_halves(manifest: Manifest, payload: Payload) -> Rows:
-    """The rows of a group that two assemblers share."""
-    own = manifest.groups[0].trajectories
-    cut = len(own) // 2
-    parts: list[tuple[tuple[TrajectoryPlan, ...], int]] = [
-        (own[:cut], 0),
-        (own[cut:], sum(len(each.sequences) for each in own[:cut])),
-    ]
-    return concatenate_rows(
-        [
-            assemble_rows(
-                [replace(manifest.groups[0], trajectories=part)], payload, first_row_id=first
-            )
-            for part, first in parts
-            if part
-        ]
-    )
-
-
 @settings(max_examples=30)
 @given(anchored_groups(), configs_of_gigpo(), st.integers(1, 3), st.data())
 def test_every_layout_rank_and_pass_has_what_loops_over_turns_give(
@@ -183,7 +164,7 @@ def test_every_layout_rank_and_pass_has_what_loops_over_turns_give(
     cut: dict[str, Any] = {"dp_world_size": dp_world_size}
 
     manifest = plan(ready, of=of)
-    whole = assembled_in_halves(manifest, payload)
+    whole = assemble_rows(manifest.groups, payload, first_row_id=0)
 
     by_row = rows_slowly(manifest, episodes, of, ready)
     scaling: dict[str, Any] = {

@@ -16,11 +16,8 @@ from testkit import assert_same, mini_batch, mini_batch_info, rows, spell
 from testkit.arrow import Edit, edited, read_arrow, with_column, with_metadata, without_column
 from testkit.strategies import mini_batches
 from turnstream.errors import BatchingError, CorruptRecordError, RecordError, UnknownFormatError
-from turnstream.records.batches import (
-    COLUMNS,
-    decode_mini_batch,
-    encode_mini_batch,
-)
+from turnstream.records.batches import decode_mini_batch, encode_mini_batch
+from turnstream.records.checks import ROW_COLUMNS
 from turnstream.types import MiniBatch, Ragged, Rows
 
 
@@ -191,12 +188,12 @@ def test_any_bytes_are_refused_with_a_typed_error(content: bytes):
     ("reason", "edit"),
     [
         ("not exactly one column 'weight'", without_column("weight")),
-        ("'sample' is int64", with_column("sample", pa.array([0, 1], pa.int64()))),
+        ("sample is int64, not int32", with_column("sample", pa.array([0, 1], pa.int64()))),
         (
-            "'loss_mask' is list",
+            "loss_mask is lists of int8, not lists of uint8",
             with_column("loss_mask", pa.array([[1], [1]], pa.list_(pa.int8()))),
         ),
-        ("'weight' has 1 nulls", with_column("weight", pa.array([1, None], pa.float32()))),
+        ("1 nulls among float", with_column("weight", pa.array([1, None], pa.float32()))),
         (
             "1 nulls among uint8",
             with_column("loss_mask", pa.array([[1], [None]], pa.list_(pa.uint8()))),
@@ -231,7 +228,7 @@ def test_mini_batch_that_contradicts_itself_is_refused(reason: str, edit: Edit):
         ("sample has 1 rows of 2", {"sample": np.zeros(1, np.int32)}),
         ("sample is int64, not int32", {"sample": np.zeros(2, np.int64)}),
         ("status has 3 rows of 2", {"status": ["", "", ""]}),
-        ("rewards is float64", {"rewards": Ragged.from_rows([[0], [0]], np.float64)}),
+        ("rewards is lists of float64", {"rewards": Ragged.from_rows([[0], [0]], np.float64)}),
         ("rewards has not one value", {"rewards": Ragged.from_rows([[0], [0, 0]], np.float32)}),
         ("run_versions and run_counts", {"run_versions": Ragged.from_rows([[0, 0], []], np.int64)}),
         ("version_runs do not cover", {"run_counts": Ragged.from_rows([[2], [1]], np.int32)}),
@@ -252,9 +249,7 @@ def test_row_wider_than_its_metadata_is_not_encoded():
 
 
 def test_every_column_of_rows_is_encoded():
-    sent = {*COLUMNS} - {"version_runs"} | {"run_versions", "run_counts"}
-
-    assert sent | {"operations", "extras"} == set(Rows.__dataclass_fields__)
+    assert {*ROW_COLUMNS, "operations", "extras"} == set(Rows.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(

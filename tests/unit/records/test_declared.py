@@ -52,9 +52,9 @@ def with_extras() -> MiniBatch:
     extras = {
         "patches": extra_column("items", np.ones((3, 4), np.float16), [0, 3, 3, 3]),
         "routes": extra_column("first_tokens", routes, [0, 4, 5, 5]),
-        "score": extra_column("row", np.array([0.5, 1.5], np.float64), [0, 1, 2, 2]),
+        "score": extra_column("row", np.array([0.5, 1.5, 0], np.float64), [0, 1, 2, 3]),
         "teacher_logprobs": extra_column(
-            "response_token", np.full(4, -0.5, np.float32), [0, 3, 4, 4]
+            "response_token", np.array([-0.5] * 4 + [0], np.float32), [0, 3, 4, 5]
         ),
     }
     return mini_of(replace(built, extras=extras))
@@ -132,7 +132,7 @@ HASHES = {
     "tokens": "c3fabd11d84be516c8287891d2236f47b2f35c4629226066641f1af997f6bb6a",
     "operations": "ba2bc90edc8324fa29763cab48d9b43c13a64992b8433ab6eefbba74bfbff95f",
     "operations_of_several": "b6e2923fbdfc5ffe777f1469534f4528220143e774bb5ceb4982b5b695d0658d",
-    "extras": "374dc5e742513eea0f06463728a52c6948f542cf56c8acf6797fe29a26057262",
+    "extras": "bc5f736f87f34d692f18358c0acc98a44a49d9aac253b6f759492ba365fa66fc",
 }
 GOLDEN_BATCHES = {
     "tokens": with_tokens(),
@@ -168,22 +168,22 @@ INT32 = pa.int32()
         ("'target_ids'", with_operations(), without_column("target_ids")),
         ("'request_id'", with_operations(), without_column("request_id")),
         (
-            "target_ids is int32",
+            "target_ids is lists of int32",
             with_operations(),
             with_column("target_ids", pa.array(ONE_PER_TOKEN, pa.list_(INT32))),
         ),
         (
-            "'datum_index' is int64",
+            "datum_index is int64",
             with_operations(),
             with_column("datum_index", pa.array([0, 1, 0], pa.int64())),
         ),
         (
-            "'request_id' is string with 1 nulls",
+            "1 nulls among string",
             with_operations(),
             with_column("request_id", pa.array(["a", "a", None])),
         ),
         (
-            "0 nulls in a column of type int64",
+            "target_ids is int64, not lists of int64",
             with_operations(),
             with_column("target_ids", pa.array([1, 2, 3])),
         ),
@@ -202,7 +202,7 @@ INT32 = pa.int32()
             ),
         ),
         (
-            "no mini-batch",
+            "lists of string",
             with_extras(),
             with_column("extra.patches", pa.array([["a"], [], []], pa.list_(pa.string()))),
         ),

@@ -28,7 +28,7 @@ def mini_of(built: Rows) -> MiniBatch:
         ("advantages has not one value", {"advantages": Ragged.from_rows([[1], [1]], np.float32)}),
         ("advantages has 1 rows of 2", {"advantages": Ragged.from_rows([[1, 1, 1]], np.float32)}),
         (
-            "token_weights is float64, not float32",
+            "token_weights is lists of float64, not lists of float32",
             {"token_weights": Ragged.from_rows([[1, 1, 1], [1]], np.float64)},
         ),
     ],
@@ -50,7 +50,7 @@ ONE_PER_TOKEN = [[1, 1, 1], [1, 1], [1, 1]]
         ("row 1 has no request_id", {"request_id": ["a", "", ""]}),
         ("datum_index is int64", {"datum_index": np.zeros(3, np.int64)}),
         ("datum_index has 1 rows", {"datum_index": np.zeros(1, np.int32)}),
-        ("target_ids is int32", {"target_ids": Ragged.from_rows(ONE_PER_TOKEN, np.int32)}),
+        ("target_ids is lists of int32", {"target_ids": Ragged.from_rows(ONE_PER_TOKEN, np.int32)}),
         (
             "target_ids has not one value per token",
             {"target_ids": Ragged.from_rows([[1, 1], [1], [1]], np.int64)},
@@ -113,7 +113,13 @@ def test_row_of_an_operation_has_neither_prompt_nor_trajectory(
         (
             "3 values, one per first_tokens",
             "x",
-            extra_column("first_tokens", np.ones(3), [0, 0, 3, 3]),
+            extra_column("first_tokens", np.ones((3, 1, 2), np.uint8), [0, 0, 3, 3]),
+        ),
+        ("float32 values", "x", extra_column("first_tokens", np.ones(3, np.float32), [0] * 4)),
+        (
+            r"values of shape \(2,\)",
+            "x",
+            extra_column("first_tokens", np.ones((3, 2), np.uint8), [0] * 4),
         ),
         (
             "2 values, one per response_token",

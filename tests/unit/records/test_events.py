@@ -12,7 +12,14 @@ from testkit.strategies import events, sealed_trajectories
 from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.records.framing import EVENT, read_header, write_frame
-from turnstream.types import Event, RunClosed, SealedTrajectory, TrajectoryKey, TurnShape
+from turnstream.types import (
+    Event,
+    GroupOpened,
+    RunClosed,
+    SealedTrajectory,
+    TrajectoryKey,
+    TurnShape,
+)
 from turnstream.wire.v1 import records_pb2 as wire
 
 
@@ -71,6 +78,21 @@ def test_event_of_an_unknown_kind_is_of_a_newer_release():
 
     with pytest.raises(UnknownFormatError, match=r"newer release .*, with an unknown kind"):
         decode_event(record)
+
+
+@pytest.mark.parametrize(
+    ("event", "field"),
+    [
+        (GroupOpened(group_id="g0", prompt_uid="p", num_samples=1), "purpose"),
+        (RunClosed(reason="enough"), "leftover"),
+    ],
+)
+def test_unknown_text_is_of_a_newer_release(event: Event, field: str):
+    message = wire.Event.FromString(read_header(encode_event(event), kind=EVENT))
+    setattr(getattr(message, message.WhichOneof("event") or ""), field, "distil")
+
+    with pytest.raises(UnknownFormatError, match=r"newer release .*, with the value 'distil'"):
+        decode_event(write_frame(EVENT, message.SerializeToString()))
 
 
 @pytest.mark.parametrize(

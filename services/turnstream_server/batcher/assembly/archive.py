@@ -26,6 +26,7 @@ ROW_GROUP_ROWS: Final = 4_096
 """Rows that a reader unpacks at once; with tens of thousands of tokens a row that is hundreds of
 megabytes already."""
 
+_FLOATS: Final = pa.list_(pa.field("item", pa.float32(), nullable=False))
 _LABELS: Final = {"tags": pa.string(), "metrics": pa.float64()}
 
 
@@ -96,7 +97,7 @@ def _rows_of(share: EncodedMiniBatch, *, mini_batch: int) -> pa.Table:
     columns = dict(zip(table.column_names, table.columns, strict=True))
     columns.setdefault("rewards", _zeros_like(columns["loss_mask"]))
     for name in ("logprobs", "advantages"):
-        columns.setdefault(name, pa.nulls(len(table), COLUMNS[name]))
+        columns.setdefault(name, pa.nulls(len(table), _FLOATS))
     columns["mini_batch"] = pa.array([mini_batch] * len(table), pa.int32())
     first = [name for name in ("mini_batch", *COLUMNS) if name in columns]
     order = [*first, *(name for name in columns if name not in first)]
@@ -108,7 +109,7 @@ def _zeros_like(lists: pa.ChunkedArray) -> pa.ListArray:
     ends = np.cumsum(pc.call_function("list_value_length", [lists]).to_numpy(), dtype=np.int32)
     offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
     zeros = pa.array(np.zeros(ends[-1] if len(ends) else 0, np.float32))
-    return pa.ListArray.from_arrays(offsets, zeros, COLUMNS["rewards"])
+    return pa.ListArray.from_arrays(offsets, zeros, _FLOATS)
 
 
 def _with_labels(url: str, batch: PlannedBatch, table: pa.Table) -> pa.Table:

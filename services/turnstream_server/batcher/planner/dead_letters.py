@@ -19,8 +19,7 @@ from turnstream.errors import (
     TurnstreamError,
     UnknownFormatError,
 )
-from turnstream.records.event_limits import check_key
-from turnstream.records.events import decode_event, key_of_seal
+from turnstream.records.events import check_key, decode_event, key_of_seal
 from turnstream.store.client import keys
 from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.assembly.payload import Damage

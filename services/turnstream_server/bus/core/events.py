@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import redis
 import redis.asyncio
 
-from turnstream.records.event_limits import MAX_EVENT_BYTES
+from turnstream.records.events import MAX_EVENT_BYTES
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
 

@@ -1,6 +1,7 @@
-"""Conversion between numpy and Arrow, without a copy of numbers, and the hash of a record batch.
+"""Columns as Arrow arrays and back, without a copy of numbers, and the hash of a record batch.
 
-Values of more than one dimension are nested fixed-size lists: their type has the shape.
+Values of more than one dimension are nested fixed-size lists: their type has the shape. The items
+of a list are never null.
 """
 
 # pyarrow has neither stubs nor annotations, so all its values are unknown to the checker.
@@ -11,7 +12,7 @@ Values of more than one dimension are nested fixed-size lists: their type has th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,57 +22,46 @@ from numpy.typing import NDArray
 from turnstream.errors import CorruptRecordError
 from turnstream.types import Ragged
 
-
-def list_of(values: pa.DataType) -> pa.DataType:
-    """Return the type of a list of these values; its items are never null."""
-    return pa.list_(pa.field("item", values, nullable=False))
+Column = Sequence[str] | NDArray[Any] | Ragged[Any]
 
 
-def numbers_to_arrow(values: NDArray[Any], kind: pa.DataType) -> pa.Array:
-    """Return the numbers as Arrow; a view where they already have this type."""
-    buffer = pa.py_buffer(np.ascontiguousarray(values, kind.to_pandas_dtype()))
-    return pa.Array.from_buffers(kind, len(values), [None, buffer])
+def to_arrow(column: Column) -> pa.Array:
+    """Return a column of texts, numbers or lists as Arrow; numbers are a view."""
+    if isinstance(column, Ragged):
+        own = column.flat()
+        return list_to_arrow(own.offsets, _values_to_arrow(own.values))
+    if isinstance(column, np.ndarray):
+        return _values_to_arrow(column)
+    return pa.array(column, pa.string())
 
 
-def nullable_to_arrow(
-    values: NDArray[Any], kind: pa.DataType, *, is_valid: NDArray[np.bool_]
-) -> pa.Array:
+def _values_to_arrow(values: NDArray[Any]) -> pa.Array:
+    """Return values of shape (N, *shape) as fixed-size lists of shape `shape`."""
+    values = np.ascontiguousarray(values)
+    kind = pa.from_numpy_dtype(values.dtype)
+    stored = np.packbits(values, bitorder="little") if values.dtype == np.bool_ else values
+    array = pa.Array.from_buffers(kind, values.size, [None, pa.py_buffer(stored)])
+    for dimension in range(values.ndim - 1, 0, -1):
+        kind = pa.list_(pa.field("item", kind, nullable=False), values.shape[dimension])
+        num_lists = int(np.prod(values.shape[:dimension], dtype=np.int64))
+        array = pa.Array.from_buffers(kind, num_lists, [None], children=[array])
+    return array
+
+
+def nullable_to_arrow(values: NDArray[Any], *, is_valid: NDArray[np.bool_]) -> pa.Array:
     """Return the numbers with nulls where they are not valid, and zeros under the nulls."""
     if is_valid.all():
-        return numbers_to_arrow(values, kind)
+        return to_arrow(values)
     validity = pa.py_buffer(np.packbits(is_valid, bitorder="little"))
-    filled = pa.py_buffer(np.where(is_valid, values, 0).astype(kind.to_pandas_dtype()))
-    return pa.Array.from_buffers(kind, len(values), [validity, filled])
+    filled = pa.py_buffer(np.where(is_valid, values, values.dtype.type(0)))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [validity, filled])
 
 
-def list_to_arrow(offsets: NDArray[np.int32], values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return lists of type `kind`: row b is `values[offsets[b]:offsets[b + 1]]`."""
+def list_to_arrow(offsets: NDArray[np.int32], values: pa.Array) -> pa.Array:
+    """Return lists: row b is `values[offsets[b]:offsets[b + 1]]`."""
+    kind = pa.list_(pa.field("item", values.type, nullable=False))
     buffer = pa.py_buffer(np.ascontiguousarray(offsets))
     return pa.Array.from_buffers(kind, len(offsets) - 1, [None, buffer], children=[values])
-
-
-def compact(column: Ragged[Any]) -> Ragged[Any]:
-    """Return the column in a buffer with its own rows alone.
-
-    A slice of the Arrow array would also send some bytes of other rows.
-    """
-    first, end = int(column.offsets[0]), int(column.offsets[-1])
-    if not first and end == len(column.values):
-        return column
-    return Ragged(column.values[first:end], column.offsets - first)
-
-
-def ragged_to_arrow(column: Ragged[Any]) -> pa.Array:
-    """Return a list column; values of shape (N, *shape) are fixed-size lists of shape `shape`."""
-    column = compact(column)
-    flat = np.ascontiguousarray(column.values)
-    kind = pa.from_numpy_dtype(flat.dtype)
-    values = pa.Array.from_buffers(kind, flat.size, [None, pa.py_buffer(flat)])
-    for dimension in range(flat.ndim - 1, 0, -1):
-        kind = pa.list_(pa.field("item", kind, nullable=False), flat.shape[dimension])
-        num_lists = int(np.prod(flat.shape[:dimension], dtype=np.int64))
-        values = pa.Array.from_buffers(kind, num_lists, [None], children=[values])
-    return list_to_arrow(column.offsets, values, list_of(kind))
 
 
 def column_of(batch: pa.RecordBatch, name: str) -> pa.Array:
@@ -82,27 +72,15 @@ def column_of(batch: pa.RecordBatch, name: str) -> pa.Array:
     return batch.column(position)
 
 
-def list_from_arrow(column: pa.Array) -> tuple[pa.Array, NDArray[np.int32]]:
-    """Return the values of a list column's own rows, and their offsets from 0 on."""
-    if not len(column):
-        return column.values.slice(0, 0), np.zeros(1, np.int32)
-    offsets = column.offsets.to_numpy()
-    first, end = int(offsets[0]), int(offsets[-1])
-    return column.values.slice(first, end - first), offsets - first if first else offsets
-
-
-def numbers(values: pa.Array) -> NDArray[Any]:
-    """Return a view of the numbers; a null is a CorruptRecordError."""
-    if values.null_count:
-        raise CorruptRecordError(f"{values.null_count} nulls among {values.type} values")
-    return values.to_numpy()
-
-
-def ragged_from_arrow(column: pa.Array) -> Ragged[Any]:
-    """Return a list column as views; nulls, or another type, are a CorruptRecordError."""
-    if not pa.types.is_list(column.type) or column.null_count:
-        raise CorruptRecordError(f"{column.null_count} nulls in a column of type {column.type}")
-    values, offsets = list_from_arrow(column)
+def from_arrow(array: pa.Array) -> Any:
+    """Return a column of texts, numbers or lists, numbers as views; nulls are refused."""
+    if array.null_count:
+        raise CorruptRecordError(f"{array.null_count} nulls among {array.type} values")
+    if pa.types.is_string(array.type):
+        return array.to_pylist()
+    if not pa.types.is_list(array.type):
+        return array.to_numpy(zero_copy_only=not pa.types.is_boolean(array.type))
+    values, offsets = list_from_arrow(array)
     shape: list[int] = [len(values)]
     while pa.types.is_fixed_size_list(values.type):
         if values.null_count:
@@ -110,7 +88,18 @@ def ragged_from_arrow(column: pa.Array) -> Ragged[Any]:
         size = values.type.list_size
         shape.append(size)
         values = values.values.slice(values.offset * size, len(values) * size)
-    return Ragged(numbers(values).reshape(shape), offsets)
+    if not pa.types.is_primitive(values.type):
+        raise CorruptRecordError(f"lists of {values.type}")
+    return Ragged(from_arrow(values).reshape(shape), offsets)
+
+
+def list_from_arrow(column: pa.Array) -> tuple[pa.Array, NDArray[np.int32]]:
+    """Return the values of a list column's own rows, and their offsets from 0 on."""
+    if not len(column):
+        return column.values.slice(0, 0), np.zeros(1, np.int32)
+    offsets = column.offsets.to_numpy()
+    first, end = int(offsets[0]), int(offsets[-1])
+    return column.values.slice(first, end - first), offsets - first if first else offsets
 
 
 def content_hash(batch: pa.RecordBatch) -> str:

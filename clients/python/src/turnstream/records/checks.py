@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, get_args
+from typing import Any, Final, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.types import Extent, ExtraColumn, MiniBatch, MiniBatchInfo, Ragged, Rows
+from turnstream.types.extras import EXTRA_DTYPES, ROUTE_DTYPES, num_values
 
-_TEXTS: Final = ("trajectory_id", "group_id", "prompt_uid", "status")
-_DTYPES: Final = {
-    name: np.dtype(kind)
-    for kind, names in {
-        np.int64: ("row_id", "trajectory_num_tokens", "group_num_tokens", "run_versions"),
-        np.int32: (
-            *("sample", "attempt", "sequence_index", "prompt_length", "input_ids", "run_counts"),
-        ),
-        np.bool_: ("is_last", "is_padding"),
-        np.uint8: ("loss_mask",),
-        np.float32: (
-            *("weight", "reward", "advantage", "logprobs", "rewards", "advantages"),
-            "token_weights",
-        ),
-    }.items()
-    for name in names
+ROW_COLUMNS: Final = {
+    "row_id": "int64",
+    "trajectory_id": "text",
+    "group_id": "text",
+    "prompt_uid": "text",
+    "sample": "int32",
+    "attempt": "int32",
+    "sequence_index": "int32",
+    "is_last": "bool",
+    "is_padding": "bool",
+    "status": "text",
+    "weight": "float32",
+    "reward": "float32",
+    "prompt_length": "int32",
+    "trajectory_num_tokens": "int64",
+    "group_num_tokens": "int64",
+    "input_ids": "lists of int32",
+    "loss_mask": "lists of uint8",
+    "logprobs": "lists of float32",
+    "rewards": "lists of float32",
+    "run_versions": "lists of int64",
+    "run_counts": "lists of int32",
+    "advantage": "float32",
+    "advantages": "lists of float32",
+    "token_weights": "lists of float32",
 }
+"""Kind of every column of `Rows`, in the order in which they travel."""
+
+OPERATION_COLUMNS: Final = {
+    "request_id": "text",
+    "datum_index": "int32",
+    "target_ids": "lists of int64",
+    "target_weights": "lists of float32",
+}
+
 _PER_RESPONSE_TOKEN: Final = ("loss_mask", "logprobs", "rewards", "advantages", "token_weights")
-_EXTRA_DTYPES: Final = [
-    *map(np.dtype, (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)),
-    *map(np.dtype, (np.uint64, np.int64, np.float16, np.float32, np.float64)),
-]
 
 
 def contradiction(mini_batch: MiniBatch) -> str:
     """Return the first contradiction, in words; "" if there is none."""
     rows, info = mini_batch.rows, mini_batch.info
     return (
-        _of_columns(rows)
+        _of_columns(rows, ROW_COLUMNS, num_rows=len(rows))
         or _of_lengths(rows)
         or _of_runs(rows)
         or _of_operations(rows)
@@ -48,19 +62,27 @@ def contradiction(mini_batch: MiniBatch) -> str:
     )
 
 
-def _of_columns(rows: Rows) -> str:
-    for name in Rows.__dataclass_fields__:
-        column = getattr(rows, name)
-        if column is None or name in ("operations", "extras"):
+def _of_columns(values: object, kinds: dict[str, str], *, num_rows: int) -> str:
+    for name, kind in kinds.items():
+        column = getattr(values, name)
+        if column is None:
             continue
-        if len(column) != len(rows):
-            return f"{name} has {len(column)} rows of {len(rows)}"
-        if name in _TEXTS:
-            continue
-        values: NDArray[Any] = getattr(column, "values", column)
-        if values.dtype != _DTYPES[name]:
-            return f"{name} is {values.dtype}, not {_DTYPES[name]}"
+        found = _kind_of(column)
+        # Targets may have several values per token.
+        if found != kind and not (name.startswith("target_") and found.startswith(f"{kind}[")):
+            return f"{name} is {found}, not {kind}"
+        if len(column) != num_rows:
+            return f"{name} has {len(column)} rows of {num_rows}"
     return ""
+
+
+def _kind_of(column: Any) -> str:
+    if isinstance(column, Ragged):
+        return f"lists of {_kind_of(cast('Ragged[Any]', column).values)}"
+    if isinstance(column, np.ndarray):
+        array = cast("NDArray[Any]", column)
+        return f"{array.dtype}{list(array.shape[1:]) if array.ndim > 1 else ''}"
+    return "text"
 
 
 def _of_lengths(rows: Rows) -> str:
@@ -89,34 +111,22 @@ def _of_operations(rows: Rows) -> str:
     operations = rows.operations
     if operations is None:
         return ""
+    if wrong := _of_columns(operations, OPERATION_COLUMNS, num_rows=len(rows)):
+        return wrong
     ids, weights = operations.target_ids, operations.target_weights
-    for name in ("request_id", "datum_index"):
-        num_rows = len(getattr(operations, name))
-        if num_rows != len(rows):
-            return f"{name} has {num_rows} rows of {len(rows)}"
-    for name, values, dtype in (
-        ("datum_index", operations.datum_index, np.int32),
-        ("target_ids", ids.values, np.int64),
-        ("target_weights", weights.values, np.float32),
-    ):
-        if values.dtype != dtype:
-            return f"{name} is {values.dtype}, not {np.dtype(dtype)}"
     for name, column in (("target_ids", ids), ("target_weights", weights)):
         if not np.array_equal(column.lengths, rows.input_ids.lengths):
             return f"{name} has not one value per token"
     shapes = ids.values.shape[1:], weights.values.shape[1:]
     if shapes[0] != shapes[1] or len(shapes[0]) > 1 or 0 in shapes[0]:
         return f"target_ids and target_weights have {shapes[0]} and {shapes[1]} values per token"
-    return _of_operation_rows(rows, operations.request_id)
-
-
-def _of_operation_rows(rows: Rows, request_id: Sequence[str]) -> str:
     for row in np.flatnonzero(~rows.is_padding).tolist():
-        if not request_id[row]:
+        request_id = operations.request_id[row]
+        if not request_id:
             return f"row {rows.row_id[row]} has no request_id, others have"
         if rows.prompt_length[row] or rows.trajectory_id[row]:
             return (
-                f"row {rows.row_id[row]} of operation {request_id[row]!r} has a prompt of "
+                f"row {rows.row_id[row]} of operation {request_id!r} has a prompt of "
                 f"{rows.prompt_length[row]} tokens and trajectory {rows.trajectory_id[row]!r}: "
                 "it may have neither"
             )
@@ -134,40 +144,32 @@ def _of_extras(rows: Rows) -> str:
 
 
 def _of_extra(column: ExtraColumn, *, rows: Rows) -> str:
-    if column.per not in get_args(Extent):
-        return f"one value per {column.per!r}, not per {' or '.join(get_args(Extent))}"
-    if column.dtype not in _EXTRA_DTYPES:
-        return f"{column.dtype} values"
-    if 0 in column.shape:
+    per, kind = column.per, _kind_of(column.values)
+    if per not in get_args(Extent):
+        return f"one value per {per!r}, not per {' or '.join(get_args(Extent))}"
+    is_route = per == "first_tokens"
+    if not kind.startswith("lists of") or str(column.dtype) not in (
+        ROUTE_DTYPES if is_route else EXTRA_DTYPES
+    ):
+        return f"{kind} values"
+    if 0 in column.shape or (is_route and len(column.shape) != 2):
         return f"values of shape {column.shape}"
     found_B = column.values.lengths
     if len(found_B) != len(rows):
         return f"{len(found_B)} rows of {len(rows)}"
-    wrong_B = ~_is_legal(found_B, per=column.per, rows=rows)
-    if wrong_B.any():
-        row = int(np.flatnonzero(wrong_B)[0])
+    num_tokens_B, num_response_B = rows.input_ids.lengths, rows.loss_mask.lengths
+    expected = num_values(per, num_tokens=num_tokens_B, num_response=num_response_B)
+    if expected is None:
+        is_wrong_B = found_B > num_tokens_B if is_route else np.zeros(len(rows), np.bool_)
+    else:
+        is_wrong_B = found_B != expected
+    if is_wrong_B.any():
+        row = int(np.flatnonzero(is_wrong_B)[0])
         return (
-            f"{found_B[row]} values, one per {column.per}, for row {rows.row_id[row]} of "
-            f"{rows.prompt_length[row]} + {rows.loss_mask.lengths[row]} tokens"
+            f"{found_B[row]} values, one per {per}, for row {rows.row_id[row]} of "
+            f"{rows.prompt_length[row]} + {num_response_B[row]} tokens"
         )
     return ""
-
-
-def _is_legal(num_values_B: NDArray[np.int32], *, per: Extent, rows: Rows) -> NDArray[np.bool_]:
-    """Return whether each row (B,) may have so many values; an inert row may always have none."""
-    num_tokens_B = rows.input_ids.lengths
-    match per:
-        case "token":
-            legal_B = num_values_B == num_tokens_B
-        case "first_tokens":
-            legal_B = num_values_B <= num_tokens_B
-        case "response_token":
-            legal_B = num_values_B == _response_lengths(rows)
-        case "row":
-            legal_B = num_values_B == 1
-        case "items":
-            legal_B = num_values_B >= 0
-    return legal_B | (rows.is_padding & (num_values_B == 0))
 
 
 def _of_counts(rows: Rows, info: MiniBatchInfo) -> str:

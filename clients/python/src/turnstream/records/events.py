@@ -1,14 +1,15 @@
-"""The events of a run as records: the plan depends on them and on their order."""
+"""The events of a run as records: the plan depends on them and on their order.
+
+No plan can hold an event that exceeds the limits on its values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final, cast
 
 from google.protobuf.message import DecodeError
 
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
-from turnstream.records.event_limits import check_event, check_key, check_num_turns
 from turnstream.records.framing import EVENT, MAJOR_VERSION, read_header, write_frame
 from turnstream.records.values import read_value, to_message
 from turnstream.types import (
@@ -34,7 +35,20 @@ from turnstream.types import (
     VersionAnnounced,
     VersionRun,
 )
+from turnstream.types.names import encode_name
 from turnstream.wire.v1 import records_pb2 as wire
+
+MAX_EVENT_BYTES: Final = 1 << 20
+"""Longest record of an event."""
+
+MAX_TURNS: Final = 10_000
+"""Turns of one trajectory, at most."""
+
+MAX_TURN_TOKENS: Final = 2**31 - 1
+"""Tokens of one turn's whole prompt and response, at most: rows are indexed with int32."""
+
+MAX_NUMBER: Final = 2**31 - 1
+"""Largest number of a sample or an attempt."""
 
 _STATUSES: Final = {status.value: status for status in Status}
 
@@ -57,6 +71,10 @@ _NAMES: Final[dict[type, str]] = {
 }
 _KINDS: Final[dict[str, type[Any]]] = {name: kind for kind, name in _NAMES.items()}
 
+_SCALARS: Final = ("lease_epoch", "num_payload_bytes", "has_logprobs", "awaits_reward")
+_OPTIONAL: Final = ("reward", "oldest_version", "newest_version")
+_MAPS: Final = ("reward_components", "sampling", "tags", "metrics")
+
 
 def encode_event(event: Event) -> bytes:
     """Return the record of an event; the same event always has the same bytes.
@@ -73,10 +91,10 @@ def encode_event(event: Event) -> bytes:
 def decode_event(record: bytes) -> Event:
     """Return the event of a record."""
     name, message = _parse(record)
-    if name == "trajectory_sealed":
-        check_num_turns(len(message.turns))
+    if name == "trajectory_sealed" and len(message.turns) > MAX_TURNS:
+        raise CorruptRecordError(f"a seal has {len(message.turns)} turns, more than {MAX_TURNS}")
     event = _decode_message(name, message)
-    check_event(event)
+    _check_event(event)
     return event
 
 
@@ -96,13 +114,6 @@ def key_of_seal(record: bytes) -> TrajectoryKey | None:
     except (DecodeError, RecordError):
         return None
     return key
-
-
-def _decode_status(text: str) -> Status:
-    status = _STATUSES.get(text)
-    if status is None:
-        raise CorruptRecordError(f"{text!r} is no status of a trajectory")
-    return status
 
 
 def _parse(record: bytes) -> tuple[str, Any]:
@@ -134,19 +145,15 @@ def _encode_seal(event: SealedTrajectory) -> wire.TrajectorySealed:
     turns = zip(
         *(event.turns, event.turn_rewards, event.payload_crcs, versions, anchors), strict=True
     )
-    return wire.TrajectorySealed(  # an empty map costs a microsecond, None nothing
+    values: dict[str, Any] = {name: getattr(event, name) for name in _SCALARS + _OPTIONAL}
+    for name in _MAPS:  # an empty map costs a microsecond, None nothing
+        values[name] = getattr(event, name) or None
+    return wire.TrajectorySealed(
         key=to_message(event.key),
-        lease_epoch=event.lease_epoch,
         status=event.status.value,
-        reward=event.reward,
-        reward_components=event.reward_components or None,
         turns=[
             wire.TurnShape(
-                parent_turn=shape.parent_turn,
-                shared_tokens=shape.shared_tokens,
-                num_new_prompt_tokens=shape.num_new_prompt_tokens,
-                num_response_tokens=shape.num_response_tokens,
-                num_trained_tokens=shape.num_trained_tokens,
+                **shape._asdict(),
                 reward=reward,
                 payload_crc=crc,
                 trained_versions=[wire.VersionRun(version=v, count=n) for v, n in own],
@@ -154,49 +161,34 @@ def _encode_seal(event: SealedTrajectory) -> wire.TrajectorySealed:
             )
             for shape, reward, crc, own, anchor in turns
         ],
-        oldest_version=event.oldest_version,
-        newest_version=event.newest_version,
-        num_payload_bytes=event.num_payload_bytes,
-        has_logprobs=event.has_logprobs,
-        sampling=event.sampling or None,
-        tags=event.tags or None,
-        metrics=event.metrics or None,
-        awaits_reward=event.awaits_reward,
+        **values,
     )
 
 
 def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
     shapes: list[TurnShape] = []
     for turn in message.turns:
-        shape = TurnShape(
-            turn.parent_turn,
-            turn.shared_tokens,
-            turn.num_new_prompt_tokens,
-            turn.num_response_tokens,
-            turn.num_trained_tokens,
-        )
+        shape = TurnShape(*[getattr(turn, name) for name in TurnShape._fields])
         _check_shape(shape, earlier=shapes)
         shapes.append(shape)
     anchors = [turn.anchor if turn.HasField("anchor") else None for turn in message.turns]
+    status = _STATUSES.get(message.status)
+    if status is None:
+        raise CorruptRecordError(f"{message.status!r} is no status of a trajectory")
+    values: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS}
+    for name in _OPTIONAL:
+        values[name] = getattr(message, name) if message.HasField(name) else None
+    for name in _MAPS:  # maps of a message have no order of their own
+        values[name] = dict(sorted(getattr(message, name).items()))
     return SealedTrajectory(
         key=read_value(TrajectoryKey, message.key),
-        lease_epoch=message.lease_epoch,
-        status=_decode_status(message.status),
-        reward=message.reward if message.HasField("reward") else None,
-        reward_components=_by_name(message.reward_components),
+        status=status,
         turns=tuple(shapes),
         turn_rewards=tuple([turn.reward for turn in message.turns]),
         payload_crcs=tuple([turn.payload_crc for turn in message.turns]),
         anchors=() if set(anchors) <= {None} else tuple(anchors),
         turn_versions=_decode_versions(message, shapes),
-        oldest_version=message.oldest_version if message.HasField("oldest_version") else None,
-        newest_version=message.newest_version if message.HasField("newest_version") else None,
-        num_payload_bytes=message.num_payload_bytes,
-        has_logprobs=message.has_logprobs,
-        sampling=_by_name(message.sampling),
-        tags=_by_name(message.tags),
-        metrics=_by_name(message.metrics),
-        awaits_reward=message.awaits_reward,
+        **values,
     )
 
 
@@ -238,6 +230,50 @@ def _check_shape(shape: TurnShape, *, earlier: list[TurnShape]) -> None:
         )
 
 
-def _by_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the map in order of name: maps of a message have no order of their own."""
-    return dict(sorted(values.items())) if values else {}
+def _check_event(event: Event) -> None:
+    """Check that a plan and the ledger can hold the values."""
+    match event:
+        case SealedTrajectory():
+            check_key(event.key)
+            for index, turn in enumerate(event.turns):
+                if turn.num_tokens > MAX_TURN_TOKENS:
+                    raise CorruptRecordError(
+                        f"turn {index} of a seal has {turn.num_tokens} tokens, "
+                        f"more than {MAX_TURN_TOKENS}"
+                    )
+        case GroupOpened():
+            _check_group(event)
+        case DeadlineFired(awaited=None):
+            _check_name(event.group_id)
+        case DeadlineFired(awaited=TrajectoryKey() as key):
+            check_key(key)
+        case PlansWithdrawn():
+            for key in event.dead:
+                check_key(key)
+        case TrajectoryAbandoned() | TrajectoryDied() | RefillGranted() | RewardPosted():
+            check_key(event.key)
+        case _:
+            pass
+
+
+def check_key(key: TrajectoryKey) -> None:
+    """Check the name of a trajectory's group, and the numbers of its sample and attempt."""
+    _check_name(key.group_id)
+    for field, number in (("sample", key.sample), ("attempt", key.attempt)):
+        if not 0 <= number <= MAX_NUMBER:
+            raise CorruptRecordError(f"{field} {number} of a trajectory is not in 0..{MAX_NUMBER}")
+
+
+def _check_group(event: GroupOpened) -> None:
+    _check_name(event.group_id)
+    if not 1 <= event.num_needed <= event.num_samples:
+        raise CorruptRecordError(
+            f"a group of {event.num_samples} samples needs {event.num_needed} of them"
+        )
+
+
+def _check_name(group_id: str) -> None:
+    try:
+        encode_name(group_id)
+    except ValueError as error:
+        raise CorruptRecordError(f"no group has this name: {error}") from error

@@ -79,22 +79,23 @@ def decode_turn(record: bytes) -> StoredTurn:
         header = wire.TurnHeader.FromString(frame.header)
     except DecodeError as error:
         raise CorruptRecordError(f"the header of a turn is unreadable: {error}") from error
-    arrays, extras = _views(record, frame, header.arrays)
-    if "token_ids" not in arrays:
+    pieces = _pieces(record, frame, header.arrays)
+    if "token_ids" not in pieces:
         raise CorruptRecordError(f"turn {header.index} has no token_ids")
     turn = StoredTurn(
         index=header.index,
         parent_turn=header.parent_turn,
         shared_tokens=header.shared_tokens,
-        token_ids=arrays["token_ids"],
         num_response_tokens=header.num_response_tokens,
-        logprobs=arrays.get("logprobs"),
-        loss_mask=arrays.get("loss_mask"),
-        rewards=arrays.get("rewards"),
         version_runs=tuple(_version_runs(header.version_runs)),
         payload_crc=frame.crc,
-        extras=extras,
         anchor=header.anchor if header.HasField("anchor") else None,
+        **{name: pieces[name].values if name in pieces else None for name in _TYPES},
+        extras={
+            name.removeprefix(EXTRA_PREFIX): piece
+            for name, piece in pieces.items()
+            if name.startswith(EXTRA_PREFIX)
+        },
     )
     contradiction = _contradiction(turn)
     if contradiction:
@@ -112,46 +113,33 @@ def _arrays_worth_sending(turn: StoredTurn) -> Iterable[tuple[str, NDArray[Any]]
         yield "loss_mask", np.ascontiguousarray(turn.loss_mask)
 
 
-def _views(
-    record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]
-) -> tuple[dict[str, NDArray[Any]], dict[str, ExtraPiece]]:
-    """Return the known arrays, and the extra columns; skip others."""
-    arrays: dict[str, NDArray[Any]] = {}
-    extras: dict[str, ExtraPiece] = {}
+def _pieces(record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]) -> dict[str, ExtraPiece]:
+    """Return name to array as views, each with the number of values that the parent has."""
+    pieces: dict[str, ExtraPiece] = {}
     start = frame.body_start
     for spec in specs:
-        name, shape = spec.name, spec.shape
+        name, shape = spec.name, tuple(spec.shape)
+        dtype = _DTYPES.get(spec.dtype)
+        if dtype is None:
+            raise CorruptRecordError(f"an array has the dtype {spec.dtype!r}, which is no number")
         num_values = prod(shape)
-        num_bytes = num_values * _num_value_bytes(spec.dtype)
+        num_bytes = num_values * dtype.itemsize
         if start + num_bytes > frame.body_stop:
             raise CorruptRecordError(f"array {name!r} of {num_bytes} bytes leaves its record")
-        known = _TYPES.get(name)
-        if known is not None:
-            if spec.dtype != known.name or len(shape) != 1 or name in arrays:
-                raise CorruptRecordError(f"array {name!r} is declared {spec.dtype}{list(shape)}")
-            arrays[name] = np.frombuffer(record, known.dtype, num_values, start)
-        elif name.startswith(EXTRA_PREFIX):
-            column = name.removeprefix(EXTRA_PREFIX)
-            if not shape or column in extras:
-                raise CorruptRecordError(f"array {name!r} is declared {spec.dtype}{list(shape)}")
-            dtype = np.dtype(spec.dtype).newbyteorder("<")
-            values = np.frombuffer(record, dtype, num_values, start).reshape(shape)
-            extras[column] = ExtraPiece(spec.num_shared, values)
+        if name in pieces:
+            raise CorruptRecordError(f"array {name!r} is declared twice")
+        values = np.frombuffer(record, dtype, num_values, start)
+        pieces[name] = ExtraPiece(
+            spec.num_shared, values if len(shape) == 1 else values.reshape(shape)
+        )
         start += num_bytes
     if start != frame.body_stop:
         raise CorruptRecordError(f"{frame.body_stop - start} stray bytes after the arrays")
-    return arrays, extras
+    return pieces
 
 
 # A table: numpy accepts "2f4" and much more as a type, or raises other errors.
-_VALUE_BYTES: Final = {np.dtype(code).name: np.dtype(code).itemsize for code in "?bBhHiIqQefd"}
-
-
-def _num_value_bytes(dtype_name: str) -> int:
-    num_bytes = _VALUE_BYTES.get(dtype_name)
-    if num_bytes is None:
-        raise CorruptRecordError(f"an array has the dtype {dtype_name!r}, which is no number")
-    return num_bytes
+_DTYPES: Final = {np.dtype(code).name: np.dtype(f"<{code}") for code in "?bBhHiIqQefd"}
 
 
 def _version_runs(runs: Iterable[wire.VersionRun]) -> Iterable[VersionRun]:

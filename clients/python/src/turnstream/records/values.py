@@ -75,9 +75,9 @@ def _reader(hint: Any) -> _Read:
         read = _reader(arguments[1])
         return lambda stored: {name: read(stored[name]) for name in sorted(stored.keys())}
     if origin is Literal:
-        return lambda stored: _known_text(stored, arguments)
+        return _reader_of_texts({text: text for text in arguments})
     if issubclass(hint, StrEnum):
-        return hint
+        return _reader_of_texts({each.value: each for each in hint})
     return _reader_of_fields(hint) if _has_fields(hint) else _reader_of_scalar(hint)
 
 
@@ -116,7 +116,11 @@ def _reader_of_scalar(kind: type[Any]) -> _Read:
     return read
 
 
-def _known_text(stored: object, known: tuple[object, ...]) -> Any:
-    if stored not in known:
-        raise UnknownFormatError("a record", MAJOR_VERSION, MAJOR_VERSION, f"the value {stored!r}")
-    return stored
+def _reader_of_texts(known: Mapping[str, Any]) -> _Read:
+    def read(stored: Any) -> Any:
+        if stored not in known:
+            what = f"the value {stored!r}"
+            raise UnknownFormatError("a record", MAJOR_VERSION, MAJOR_VERSION, what)
+        return known[stored]
+
+    return read

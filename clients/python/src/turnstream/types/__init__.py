@@ -22,7 +22,7 @@ from turnstream.types.events import (
     TrajectoryDied,
     VersionAnnounced,
 )
-from turnstream.types.extras import DeclaredColumn, Extent, ExtraPiece, SequenceColumn
+from turnstream.types.extras import DeclaredColumn, Extent, ExtraPiece
 from turnstream.types.rows import (
     Denominators,
     ExtraColumn,
@@ -91,7 +91,6 @@ __all__ = [
     "RunReopened",
     "SealedTrajectory",
     "Sequence",
-    "SequenceColumn",
     "Spread",
     "Status",
     "StoredTurn",

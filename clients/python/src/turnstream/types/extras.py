@@ -17,13 +17,13 @@ items           every item of its prompt, such as the         every item of its 
 ==============  ============================================  =====================================
 
 The values of a turn cover its whole prompt. Values that an earlier turn of the trajectory has are
-found and sent once. See `turnstream.batching.merge.extras`.
+found and sent once. See `turnstream.batching.merge.storing`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ EXTRA_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32"
 
 ROUTE_DTYPES = ("uint8", "int16", "int32")
 """Types of router choices; they are sent in the narrowest sufficient one."""
+
+_Count = TypeVar("_Count", int, NDArray[np.int32])
 
 _MAX_NAME_LENGTH = 64
 _MAX_DIMENSIONS = 4
@@ -142,6 +144,16 @@ class DeclaredColumn:
         )
 
 
+def num_values(per: Extent, *, num_tokens: _Count, num_response: _Count) -> _Count | int | None:
+    """Return the number of values of a row or a turn; None where its lengths do not say it."""
+    counts: dict[Extent, _Count | int] = {
+        "token": num_tokens,
+        "response_token": num_response,
+        "row": 1,
+    }
+    return counts.get(per)
+
+
 class ExtraPiece(NamedTuple):
     """The values of an extra column in a stored turn.
 
@@ -150,21 +162,6 @@ class ExtraPiece(NamedTuple):
 
     num_shared: int
     values: NDArray[Any]
-
-
-class SequenceColumn(NamedTuple):
-    """An extra column of one merged row.
-
-    Attributes:
-        per: unit that has one value.
-        values: in order.
-        ends: for "first_tokens" and "items" alone: end of the values of every turn's own prompt +
-            response, counted in values. The lengths of the row do not determine them.
-    """
-
-    per: Extent
-    values: NDArray[Any]
-    ends: tuple[int, ...] = ()
 
 
 def _is_name(name: str) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError, UnknownFormatError
-from turnstream.types.extras import Extent, SequenceColumn
+from turnstream.types.extras import Extent
 from turnstream.types.tag_statistics import Figures
 from turnstream.types.turns import VersionRun
 
@@ -51,6 +51,13 @@ class Ragged(Generic[Scalar]):
     def lengths(self) -> NDArray[np.int32]:
         """int32 (B,), the length of every row."""
         return np.diff(self.offsets)
+
+    def flat(self) -> Ragged[Scalar]:
+        """Return the same rows with offsets from 0 on; those of a slice begin elsewhere."""
+        first, end = int(self.offsets[0]), int(self.offsets[-1])
+        if not first and end == len(self.values):
+            return self
+        return Ragged(self.values[first:end], self.offsets - self.offsets[0])
 
     @classmethod
     def from_rows(cls, rows: abc.Sequence[Any], dtype: type[Scalar]) -> Ragged[Scalar]:
@@ -100,7 +107,7 @@ class Sequence:
         rewards: float32 (T - P,).
         version_runs: which weights sampled the response, covering T - P tokens.
         turn_spans: begin and end of every turn's own response, counted in response tokens.
-        extras: declared columns, sorted by their names.
+        extras: values of declared columns, sorted by their names.
     """
 
     turns: tuple[int, ...]
@@ -111,7 +118,7 @@ class Sequence:
     rewards: NDArray[np.float32]
     version_runs: tuple[VersionRun, ...]
     turn_spans: tuple[tuple[int, int], ...] = ()
-    extras: abc.Mapping[str, SequenceColumn] = field(default_factory=dict[str, SequenceColumn])
+    extras: abc.Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
 
 
 class Denominators(NamedTuple):
@@ -150,7 +157,7 @@ class ExtraColumn:
     """An extra column: router choices, images, a teacher's log-probabilities.
 
     Attributes:
-        per: unit of a row that has one value. Inert rows may have none.
+        per: unit of a row that has one value.
         values: row by row; a value is a number, or an array of the same `shape` everywhere.
     """
 

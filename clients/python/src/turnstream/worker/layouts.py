@@ -20,11 +20,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from turnstream.batching.layouts.extra_layouts import (
-    jagged_extras,
-    packed_extras,
-    right_padded_extras,
-)
 from turnstream.batching.layouts.jagged import Jagged, jagged
 from turnstream.batching.layouts.outputs import (
     ResponseValues,
@@ -38,7 +33,6 @@ from turnstream.types import MiniBatch
 from turnstream.worker.tensors import (
     RowTensors,
     as_tensor,
-    extra_tensors,
     layout_tensors,
     map_tensors,
     moved,
@@ -197,7 +191,6 @@ def right_padded_to_torch(
         micro_batch_rows=info.micro_batches,
         prompt_lengths=tuple(layout.prompt_length_B.tolist()),
         response_lengths=tuple(layout.response_length_B.tolist()),
-        extras=extra_tensors(right_padded_extras(rows, width=info.width)),
     )
     return moved(tensors, device)
 
@@ -223,10 +216,9 @@ def packed_to_torch(
     bins = info.micro_batches
     alignment = info.alignment if alignment is None else alignment
     layouts = packed(rows, bins=bins, pad_token_id=info.pad_token_id, alignment=alignment)
-    extras = packed_extras(rows, bins=bins, alignment=alignment)
     share = per_row(mini_batch)
     parts: list[PackedTensors] = []
-    for rows_of_bin, layout, placed in zip(bins, layouts, extras, strict=True):
+    for rows_of_bin, layout in zip(bins, layouts, strict=True):
         picked = torch.tensor(rows_of_bin, dtype=torch.int64)
         own = {name: v[picked] for name, v in share.items() if isinstance(v, Tensor)}
         tensors = PackedTensors(
@@ -234,7 +226,6 @@ def packed_to_torch(
             **layout_tensors(layout),
             max_length=layout.max_length,
             layout=layout,
-            extras=extra_tensors(placed),
         )
         parts.append(moved(tensors, device))
     return parts
@@ -250,7 +241,6 @@ def jagged_to_torch(
         **layout_tensors(layout),
         scoring_tokens_M=as_tensor(layout.scoring_tokens_M),
         layout=layout,
-        extras=extra_tensors(jagged_extras(mini_batch.rows)),
     )
     return moved(tensors, device)
 

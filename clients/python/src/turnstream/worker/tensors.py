@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from turnstream.batching.layouts.extra_layouts import PlacedColumn, left_padded_extras
 from turnstream.batching.layouts.outputs import ResponseValues, response_values_left_padded
 from turnstream.batching.layouts.padded import left_padded
+from turnstream.batching.layouts.slots import PlacedColumn
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators, Extent, MiniBatch
 
@@ -30,7 +30,7 @@ Layout = TypeVar("Layout", bound="RowTensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExtraTensor:
-    """An extra column in one layout, shaped as in `turnstream.batching.layouts.extra_layouts`.
+    """An extra column in one layout, shaped as in `turnstream.batching.layouts.slots`.
 
     Attributes:
         per: unit that has one value.
@@ -226,14 +226,18 @@ def to_torch(
 ) -> LeftPaddedTensors:
     """Return the rows of a mini-batch as tensors, on the CPU or copied to `device`."""
     rows, info = mini_batch.rows, mini_batch.info
-    widths = {"width": info.width, "response_width": info.response_width}
+    layout = left_padded(
+        rows,
+        width=info.width,
+        response_width=info.response_width,
+        pad_token_id=info.pad_token_id,
+    )
     tensors = LeftPaddedTensors(
         **per_row(mini_batch),
-        **layout_tensors(left_padded(rows, pad_token_id=info.pad_token_id, **widths)),
+        **layout_tensors(layout),
         micro_batch_rows=info.micro_batches,
         row_lengths=tuple(rows.input_ids.lengths.tolist()),
         response_lengths=tuple(rows.loss_mask.lengths.tolist()),
-        extras=extra_tensors(left_padded_extras(rows, **widths)),
     )
     return moved(tensors, device)
 
@@ -254,24 +258,22 @@ def per_row(mini_batch: MiniBatch) -> dict[str, Any]:
 def layout_tensors(layout: DataclassInstance) -> dict[str, Any]:
     """Return name to tensor for the arrays of a layout, except those of `per_row`."""
     named = {each.name: getattr(layout, each.name) for each in fields(layout)}
-    return {
+    extras: Mapping[str, PlacedColumn] = named.pop("extras")
+    tensors = {
         name: None if values is None else as_tensor(values)
         for name, values in named.items()
         if not name.endswith("_B")
     }
+    return {**tensors, "extras": {name: _extra_tensor(c) for name, c in extras.items()}}
 
 
-def extra_tensors(placed: Mapping[str, PlacedColumn]) -> dict[str, ExtraTensor]:
-    """Return the extra columns as tensors on the CPU, in the same order."""
-    return {
-        name: ExtraTensor(
-            per=column.per,
-            values=as_tensor(column.values),
-            is_missing=None if column.is_missing is None else as_tensor(column.is_missing),
-            num_items=() if column.num_items_B is None else tuple(column.num_items_B.tolist()),
-        )
-        for name, column in placed.items()
-    }
+def _extra_tensor(column: PlacedColumn) -> ExtraTensor:
+    return ExtraTensor(
+        per=column.per,
+        values=as_tensor(column.values),
+        is_missing=None if column.is_missing is None else as_tensor(column.is_missing),
+        num_items=() if column.num_items_B is None else tuple(column.num_items_B.tolist()),
+    )
 
 
 def as_tensor(values: NDArray[Any]) -> Tensor:

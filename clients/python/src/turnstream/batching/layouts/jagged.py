@@ -5,17 +5,20 @@ Shapes: N tokens of all rows, M response tokens of all rows, B rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.layouts.slots import masked_scalars, require_aligned
-from turnstream.batching.merge.buffers import empty_in_one_piece, flat
+from turnstream.batching.layouts.slots import (
+    PlacedColumn,
+    SlotLine,
+    masked_scalars,
+    require_aligned,
+)
+from turnstream.batching.merge.buffers import empty_in_one_piece
 from turnstream.types import Rows
-
-Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,7 +37,8 @@ class Jagged:
         logprobs_M: float32; None if no row has any. A view of what arrived, as are `rewards_M`.
         rewards_M: float32, token rewards.
         advantages_M: float32, 0.0 where the loss mask is not set.
-        token_weights_M: float32, what a token counts for; None where that is 1.
+        token_weights_M: float32, weight of each token; None where that is 1.
+        extras: extra columns, by name.
         row_id_B: int64.
         prompt_length_B: int32, in tokens.
     """
@@ -50,6 +54,7 @@ class Jagged:
     row_id_B: NDArray[np.int64]
     prompt_length_B: NDArray[np.int32]
     token_weights_M: NDArray[np.float32] | None = None
+    extras: Mapping[str, PlacedColumn] = field(default_factory=dict[str, PlacedColumn])
 
     @property
     def scoring_tokens_M(self) -> NDArray[np.int64]:
@@ -65,9 +70,9 @@ class Jagged:
 
 
 def jagged(rows: Rows) -> Jagged:
-    """The rows as they are; only what changes its type is copied."""
+    """Return the rows as they are; only columns that change their type are copied."""
     require_aligned(rows)
-    ids, mask = flat(rows.input_ids), flat(rows.loss_mask)
+    ids, mask = rows.input_ids.flat(), rows.loss_mask.flat()
     ids_N, positions_N, advantages_M = empty_in_one_piece(
         (ids.values.shape, np.int64),
         (ids.values.shape, np.int64),
@@ -80,17 +85,20 @@ def jagged(rows: Rows) -> Jagged:
     if rows.advantages is None:
         masked_scalars(np.repeat(rows.advantage, mask.lengths), mask_M, advantages_M)
     else:
-        masked_scalars(flat(rows.advantages).values, mask_M, advantages_M)
+        masked_scalars(rows.advantages.flat().values, mask_M, advantages_M)
+    order: NDArray[np.int64] = np.arange(len(rows), dtype=np.int64)
+    line = SlotLine(rows, order=order, starts=ids.offsets[:-1].astype(np.int64))
     return Jagged(
         input_ids_N=ids_N,
         position_ids_N=positions_N,
         offsets=ids.offsets.astype(np.int64),
         response_offsets=mask.offsets.astype(np.int64),
         loss_mask_M=mask_M,
-        logprobs_M=None if rows.logprobs is None else flat(rows.logprobs).values,
-        rewards_M=flat(rows.rewards).values,
+        logprobs_M=None if rows.logprobs is None else rows.logprobs.flat().values,
+        rewards_M=rows.rewards.flat().values,
         advantages_M=advantages_M,
         row_id_B=rows.row_id,
         prompt_length_B=rows.prompt_length,
-        token_weights_M=None if rows.token_weights is None else flat(rows.token_weights).values,
+        token_weights_M=None if rows.token_weights is None else rows.token_weights.flat().values,
+        extras=line.extras(ids.values.shape, on_responses=lambda values: values.flat().values),
     )

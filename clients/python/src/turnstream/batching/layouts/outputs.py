@@ -29,16 +29,17 @@ from turnstream.types import Ragged, Rows
 ResponseValues = dict[int, NDArray[Any]]
 """Row id to the values of its response tokens; real rows only. Views where possible."""
 
+_Numbers = Sequence[int] | NDArray[np.integer]
+
 
 def response_values_left_padded(
     values_BR: NDArray[Any], *, row_ids: Sequence[int], response_lengths: Sequence[int]
 ) -> ResponseValues:
-    """The last values of every row."""
-    num_rows, width = _shape(values_BR, len(row_ids))
-    require_fits(np.array(response_lengths), width)
-    line = values_BR.reshape(num_rows * width, *values_BR.shape[2:])
-    first_slots = [(row + 1) * width - length for row, length in enumerate(_ints(response_lengths))]
-    return _cut(line, row_ids=row_ids, first_slots=first_slots, lengths=response_lengths)
+    """Return the last values of every row."""
+    line, starts_B = _line(values_BR, row_ids)
+    lengths_B, width = np.array(response_lengths, np.int64), values_BR.shape[1]
+    require_fits(lengths_B, width)
+    return _cut(line, row_ids, starts_B + width - lengths_B, lengths_B)
 
 
 def response_values_right_padded(
@@ -48,57 +49,50 @@ def response_values_right_padded(
     prompt_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> ResponseValues:
-    """The values of every row from the column before its response on."""
-    num_rows, width = _shape(values_BT, len(row_ids))
-    prompts, responses = _ints(prompt_lengths), _ints(response_lengths)
-    require_fits(np.array(prompts) + np.array(responses), width)
-    line = values_BT.reshape(num_rows * width, *values_BT.shape[2:])
-    starts = range(0, num_rows * width, width) if width else [0] * num_rows
-    return _cut_shifted(line, row_ids=row_ids, starts=starts, prompts=prompts, lengths=responses)
+    """Return the values of every row from the column before its response on."""
+    line, starts_B = _line(values_BT, row_ids)
+    prompts_B, lengths_B = np.array(prompt_lengths, np.int64), np.array(response_lengths, np.int64)
+    require_fits(prompts_B + lengths_B, values_BT.shape[1])
+    return _cut_shifted(line, row_ids, starts_B, prompts_B, lengths_B)
 
 
 def response_values_packed(values_N: NDArray[Any], bin_of_rows: Packed) -> ResponseValues:
-    """The values of every row of a bin from the slot before its response on."""
+    """Return the values of every row of a bin from the slot before its response on."""
     num_slots = len(bin_of_rows.input_ids_N)
     if len(values_N) != num_slots:
         raise BatchingError(f"{len(values_N)} values for {num_slots} slots")
     return _cut_shifted(
         values_N,
-        row_ids=bin_of_rows.row_id_B.tolist(),
-        starts=bin_of_rows.cu_seqlens[:-1].tolist(),
-        prompts=bin_of_rows.prompt_length_B.tolist(),
-        lengths=bin_of_rows.response_length_B.tolist(),
+        bin_of_rows.row_id_B,
+        bin_of_rows.cu_seqlens[:-1],
+        bin_of_rows.prompt_length_B,
+        bin_of_rows.response_length_B,
     )
 
 
 def response_values_jagged(values_M: NDArray[Any], rows: Jagged) -> ResponseValues:
-    """The values of every row by its response offsets."""
-    if len(values_M) != rows.response_offsets[-1]:
-        raise BatchingError(
-            f"{len(values_M)} values for {rows.response_offsets[-1]} response tokens"
-        )
-    return _cut(
-        values_M,
-        row_ids=rows.row_id_B.tolist(),
-        first_slots=rows.response_offsets[:-1].tolist(),
-        lengths=np.diff(rows.response_offsets).tolist(),
-    )
+    """Return the values of every row by its response offsets."""
+    offsets = rows.response_offsets
+    if len(values_M) != offsets[-1]:
+        raise BatchingError(f"{len(values_M)} values for {offsets[-1]} response tokens")
+    return _cut(values_M, rows.row_id_B, offsets[:-1], np.diff(offsets))
 
 
 def join_by_row_id(parts: Iterable[Mapping[int, NDArray[Any]]], rows: Rows) -> Ragged[Any]:
-    """One column beside those of `rows`, from the parts that passes and ranks gave, in any order.
+    """Return a column for `rows`, from the parts of passes and ranks in any order.
 
     Inert rows have zeros.
     """
-    found: dict[int, NDArray[Any]] = {}
+    found: ResponseValues = {}
     for part in parts:
         for row_id, values in part.items():
             _add(found, row_id, values)
     any_values = next(iter(found.values()), np.empty(0, np.float32))
     dtype, shape = any_values.dtype, any_values.shape[1:]
-    column: list[NDArray[Any]] = []
+    column: list[NDArray[Any]] = [np.empty((0, *shape), dtype)]
+    lengths = lengths_of(rows).tolist()
     for row_id, is_inert, length in zip(
-        rows.row_id.tolist(), rows.is_padding.tolist(), lengths_of(rows).tolist(), strict=True
+        rows.row_id.tolist(), rows.is_padding.tolist(), lengths, strict=True
     ):
         values = np.zeros((length, *shape), dtype) if is_inert else found.pop(row_id, None)
         if values is None:
@@ -108,43 +102,41 @@ def join_by_row_id(parts: Iterable[Mapping[int, NDArray[Any]]], rows: Rows) -> R
         column.append(values)
     if found:
         raise BatchingError(f"values came for rows that are not here: {sorted(found)[:8]}")
-    values = np.concatenate(column) if column else np.empty((0, *shape), dtype)
-    return Ragged(values, offsets_of([len(own) for own in column]))
+    return Ragged(np.concatenate(column), offsets_of(lengths))
 
 
 def _cut_shifted(
     line: NDArray[Any],
-    *,
-    row_ids: Sequence[int],
-    starts: Sequence[int],
-    prompts: Sequence[int],
-    lengths: Sequence[int],
+    row_ids: _Numbers,
+    starts_B: NDArray[np.integer],
+    prompts_B: NDArray[np.integer],
+    lengths_B: NDArray[np.integer],
 ) -> ResponseValues:
-    first_slots = [start + prompt - 1 for start, prompt in zip(starts, prompts, strict=True)]
-    cut = _cut(line, row_ids=row_ids, first_slots=first_slots, lengths=lengths)
-    for row_id, start, prompt, length in zip(row_ids, starts, prompts, lengths, strict=True):
-        if prompt == 0 and length and row_id >= 0:
-            if line.dtype.kind != "f":
-                raise BatchingError(
-                    f"row {row_id} has no prompt: its first value is unknown, and {line.dtype} has "
-                    "no NaN to say so"
-                )
-            unknown = np.full((1, *line.shape[1:]), np.nan, line.dtype)
-            cut[row_id] = np.concatenate([unknown, line[start : start + length - 1]])
+    cut = _cut(line, row_ids, starts_B + prompts_B - 1, lengths_B)
+    for row in np.flatnonzero((prompts_B == 0) & (lengths_B > 0)).tolist():
+        row_id, start = int(row_ids[row]), int(starts_B[row])
+        if row_id < 0:
+            continue
+        if line.dtype.kind != "f":
+            raise BatchingError(
+                f"row {row_id} has no prompt: its first value is unknown, and {line.dtype} has "
+                "no NaN to say so"
+            )
+        unknown = np.full((1, *line.shape[1:]), np.nan, line.dtype)
+        cut[row_id] = np.concatenate([unknown, line[start : start + int(lengths_B[row]) - 1]])
     return cut
 
 
 def _cut(
     line: NDArray[Any],
-    *,
-    row_ids: Sequence[int],
-    first_slots: Sequence[int],
-    lengths: Sequence[int],
+    row_ids: _Numbers,
+    starts_B: NDArray[np.integer],
+    lengths_B: NDArray[np.integer],
 ) -> ResponseValues:
     cut: ResponseValues = {}
-    for row_id, first, length in zip(_ints(row_ids), first_slots, _ints(lengths), strict=True):
-        if row_id >= 0:
-            _add(cut, row_id, line[first : first + length])
+    for row_id, start, length in zip(row_ids, starts_B.tolist(), lengths_B.tolist(), strict=True):
+        if row_id >= 0:  # int: a dictionary of numpy numbers would print, and pickle, as such
+            _add(cut, int(row_id), line[start : start + length])
     return cut
 
 
@@ -154,12 +146,10 @@ def _add(to: ResponseValues, row_id: int, values: NDArray[Any]) -> None:
     to[row_id] = values
 
 
-def _shape(values: NDArray[Any], num_rows: int) -> tuple[int, int]:
-    if len(values) != num_rows:
-        raise BatchingError(f"values of {len(values)} rows for {num_rows} row ids")
-    return num_rows, values.shape[1]
-
-
-def _ints(values: Sequence[int]) -> list[int]:
-    """Also of arrays: a dictionary of numpy numbers would print, and pickle, as such."""
-    return [int(value) for value in values]
+def _line(values: NDArray[Any], row_ids: Sequence[int]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the values of a rectangle on one line, and where each row begins."""
+    num_rows, width = values.shape[:2]
+    if num_rows != len(row_ids):
+        raise BatchingError(f"values of {num_rows} rows for {len(row_ids)} row ids")
+    line = values.reshape(num_rows * width, *values.shape[2:])
+    return line, np.arange(num_rows, dtype=np.int64) * width

@@ -6,14 +6,19 @@ Shapes: N slots of a bin, B rows of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.layouts.slots import SlotLine, require_aligned, response_lengths
+from turnstream.batching.layouts.slots import (
+    PlacedColumn,
+    SlotLine,
+    require_aligned,
+    response_lengths,
+)
 from turnstream.errors import BatchingError
 from turnstream.types import Rows
 
@@ -36,6 +41,7 @@ class Packed:
         rewards_N: float32, token rewards.
         advantages_N: float32, 0.0 where the loss mask is not set.
         token_weights_N: float32, weight of each token; None where that is 1.
+        extras: extra columns, by name.
         row_id_B: int64.
         prompt_length_B, response_length_B: int32, in tokens.
     """
@@ -52,6 +58,7 @@ class Packed:
     prompt_length_B: NDArray[np.int32]
     response_length_B: NDArray[np.int32]
     token_weights_N: NDArray[np.float32] | None = None
+    extras: Mapping[str, PlacedColumn] = field(default_factory=dict[str, PlacedColumn])
 
     @property
     def max_length(self) -> int:
@@ -62,59 +69,67 @@ class Packed:
 def packed(
     rows: Rows, *, bins: Sequence[Sequence[int]], pad_token_id: int, alignment: int = 1
 ) -> list[Packed]:
-    """One value per bin; its rows in the order of the bin. All share one piece of memory."""
+    """Return one value per bin, its rows in order. All share one piece of memory."""
     require_aligned(rows)
     order, lengths, starts = line_up(rows, bins=bins, alignment=alignment)
-    columns = _columns(rows, order=order, lengths=lengths, starts=starts, pad_token_id=pad_token_id)
-    bounds = np.cumsum([0, *map(len, bins)]).tolist()
-    return [_cut(columns, starts, first, last) for first, last in itertools.pairwise(bounds)]
-
-
-def _columns(
-    rows: Rows,
-    *,
-    order: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    pad_token_id: int,
-) -> dict[str, NDArray[Any] | None]:
-    """All columns of `Packed` but one, of all bins together."""
+    shape = (int(starts[-1]),)
     line = SlotLine(rows, order=order, starts=starts[:-1])
     token_lengths = rows.input_ids.lengths[order]
-    columns = line.columns(
-        (int(starts[-1]),),
+    placed = line.columns(
+        shape,
         pad_token_id=pad_token_id if np.any(token_lengths < lengths) else 0,
         advantage=np.repeat(rows.advantage[order], lengths),
     )
-    positions_N: NDArray[np.int64] = np.zeros(int(starts[-1]), np.int64)
+    positions_N: NDArray[np.int64] = np.zeros(shape, np.int64)
     line.place_positions(positions_N, lengths=lengths)
-    return {
-        **{f"{name}_N": column for name, column in columns.items()},
+    columns = {
+        **{f"{name}_N": column for name, column in placed.items()},
         "position_ids_N": positions_N,
         "length_B": token_lengths,
         "row_id_B": rows.row_id[order],
         "prompt_length_B": rows.prompt_length[order],
         "response_length_B": response_lengths(rows)[order],
     }
+    extras = line.extras(shape)
+    bounds = np.cumsum([0, *map(len, bins)]).tolist()
+    return [_cut(columns, extras, starts[a : b + 1], a) for a, b in itertools.pairwise(bounds)]
 
 
 def _cut(
-    columns: dict[str, NDArray[Any] | None], starts: NDArray[np.int64], first: int, last: int
+    columns: Mapping[str, NDArray[Any] | None],
+    extras: Mapping[str, PlacedColumn],
+    starts: NDArray[np.int64],
+    first_row: int,
 ) -> Packed:
-    """The bin of the rows [first, last) of the line: views of the columns."""
-    parts = {"N": slice(int(starts[first]), int(starts[last])), "B": slice(first, last)}
+    """Return the bin of the rows that begin at these slots: views of the columns."""
+    slots = slice(int(starts[0]), int(starts[-1]))
+    rows = slice(first_row, first_row + len(starts) - 1)
     own: dict[str, Any] = {
-        name: None if column is None else column[parts[name[-1]]]
+        name: None if column is None else column[slots if name.endswith("_N") else rows]
         for name, column in columns.items()
     }
-    cu_seqlens = (starts[first : last + 1] - starts[first]).astype(np.int32)
-    return Packed(cu_seqlens=cu_seqlens, **own)
+    return Packed(
+        cu_seqlens=(starts - starts[0]).astype(np.int32),
+        extras={name: _cut_extra(column, slots, rows) for name, column in extras.items()},
+        **own,
+    )
+
+
+def _cut_extra(column: PlacedColumn, slots: slice, rows: slice) -> PlacedColumn:
+    counts = column.num_items_B
+    if counts is not None:
+        items = slice(int(counts[: rows.start].sum()), int(counts[: rows.stop].sum()))
+        return replace(column, values=column.values[items], num_items_B=counts[rows])
+    if column.per == "row":
+        return replace(column, values=column.values[rows])
+    is_missing = None if column.is_missing is None else column.is_missing[slots]
+    return replace(column, values=column.values[slots], is_missing=is_missing)
 
 
 def line_up(
     rows: Rows, *, bins: Sequence[Sequence[int]], alignment: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Rows in the order of their bins: positions, slots that each takes, and starts (one more)."""
+    """Return rows in the order of bins: positions, slots of each, and first slots (one more)."""
     if alignment < 1:
         raise BatchingError(f"alignment={alignment} must be at least 1")
     order = np.array([row for rows_of_bin in bins for row in rows_of_bin], np.int64)

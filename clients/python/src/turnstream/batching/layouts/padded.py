@@ -5,18 +5,19 @@ Shapes: B rows, T columns (`width`), R response columns (`response_width`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.layouts.slots import (
+    PlacedColumn,
     SlotLine,
     masked_scalars,
     place_rows,
     require_aligned,
-    require_per_token,
     response_lengths,
 )
 from turnstream.batching.merge.buffers import zeros_in_one_piece
@@ -43,6 +44,7 @@ class LeftPadded:
         rewards_BR: float32, token rewards.
         advantages_BR: float32, 0.0 where the loss mask is not set.
         token_weights_BR: float32, weight of each token; None where that is 1.
+        extras: extra columns, by name.
     """
 
     input_ids_BT: NDArray[np.int64]
@@ -53,6 +55,7 @@ class LeftPadded:
     rewards_BR: NDArray[np.float32]
     advantages_BR: NDArray[np.float32]
     token_weights_BR: NDArray[np.float32] | None = None
+    extras: Mapping[str, PlacedColumn] = field(default_factory=dict[str, PlacedColumn])
 
     @property
     def position_ids_BT(self) -> NDArray[np.int64]:
@@ -96,6 +99,10 @@ def left_padded(rows: Rows, *, width: int, response_width: int, pad_token_id: in
         _right_align(rows.advantages, response_BR, advantages_BR)
         masked_scalars(advantages_BR, mask_BR, advantages_BR)
     weights = rows.token_weights
+
+    def on_responses(values: Ragged[Any]) -> NDArray[Any]:
+        return left_padded_column(values, rows, response_width=response_width)
+
     return LeftPadded(
         input_ids_BT=ids_BT,
         attention_mask_BT=attention_BT,
@@ -104,16 +111,23 @@ def left_padded(rows: Rows, *, width: int, response_width: int, pad_token_id: in
         logprobs_BR=None if rows.logprobs is None else logprobs_BR,
         rewards_BR=rewards_BR,
         advantages_BR=advantages_BR,
-        token_weights_BR=None
-        if weights is None
-        else left_padded_column(weights, rows, response_width=response_width),
+        token_weights_BR=None if weights is None else on_responses(weights),
+        extras=_left_padded_extras(rows, width=width, on_responses=on_responses),
     )
+
+
+def _left_padded_extras(
+    rows: Rows, *, width: int, on_responses: Callable[[Ragged[Any]], NDArray[Any]]
+) -> dict[str, PlacedColumn]:
+    if not rows.extras:
+        return {}
+    order: NDArray[np.int64] = np.arange(len(rows), dtype=np.int64)
+    line = SlotLine(rows, order=order, starts=(order + 1) * width - rows.input_ids.lengths)
+    return line.extras((len(rows), width), on_responses=on_responses)
 
 
 def left_padded_column(values: Ragged[Any], rows: Rows, *, response_width: int) -> NDArray[Any]:
     """Return a column of response tokens, (B, R) in the dtype of the values, 0 before them."""
-    require_per_token(values, rows, name="the column")
-    require_fits(values.lengths, response_width)
     shape = (len(rows), response_width, *values.values.shape[1:])
     placed_BR: NDArray[Any] = np.zeros(shape, values.values.dtype)
     response_BR: NDArray[np.bool_] = np.empty(shape[:2], np.bool_)
@@ -136,7 +150,7 @@ def suffix_mask(lengths_B: NDArray[np.int32], into_BW: NDArray[np.bool_]) -> Non
     )
 
 
-def require_fits(lengths_B: NDArray[np.int32], limit: int) -> None:
+def require_fits(lengths_B: NDArray[np.integer], limit: int) -> None:
     """Refuse rows above the limit."""
     if lengths_B.max(initial=0) > limit:
         row = int(np.argmax(lengths_B > limit))
@@ -185,6 +199,7 @@ class RightPadded:
         rewards_BT: float32, token rewards.
         advantages_BT: float32, 0.0 where the loss mask is not set.
         token_weights_BT: float32, weight of each token; None where that is 1.
+        extras: extra columns, by name.
         row_id_B: int64.
         prompt_length_B, response_length_B: int32, in tokens.
     """
@@ -199,6 +214,7 @@ class RightPadded:
     prompt_length_B: NDArray[np.int32]
     response_length_B: NDArray[np.int32]
     token_weights_BT: NDArray[np.float32] | None = None
+    extras: Mapping[str, PlacedColumn] = field(default_factory=dict[str, PlacedColumn])
 
     @property
     def position_ids_BT(self) -> NDArray[np.int64]:
@@ -219,6 +235,7 @@ def right_padded(rows: Rows, *, width: int, pad_token_id: int) -> RightPadded:
     attention_BT: NDArray[np.bool_] = np.empty(shape, np.bool_)
     prefix_mask(lengths_B, attention_BT)
     return RightPadded(
+        extras=line.extras(shape),
         **{f"{name}_BT": column for name, column in columns.items()},
         attention_mask_BT=attention_BT,
         row_id_B=rows.row_id,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from turnstream.batching.layouts.packed import line_up
 from turnstream.batching.layouts.padded import prefix_mask
 from turnstream.batching.layouts.slots import SlotLine, require_aligned
-from turnstream.batching.merge.buffers import flat, offsets_of, row_sums, zeros_in_one_piece
+from turnstream.batching.merge.buffers import offsets_of, row_sums, zeros_in_one_piece
 from turnstream.batching.packing.bins import Bins, Method, OverLong, grow_bins, pack
 from turnstream.batching.rows.plain_rows import plain_rows
 from turnstream.errors import BatchingError
@@ -64,31 +64,53 @@ def supervised_rows(
 
     A token weight multiplies the token's cross-entropy; a token of weight 0 is not learned.
     """
-    input_ids, token_weights = flat(input_ids), flat(token_weights)
+    input_ids, token_weights = input_ids.flat(), token_weights.flat()
     _check(input_ids, token_weights)
-    prompt_lengths = _lengths_before_first_target(token_weights)
-    weights = _without_prompts(token_weights, prompt_lengths)
-    return _rows(input_ids, weights, first_row_id=first_row_id)
-
-
-def loss_scales(rows: Rows, *, loss_scale: LossScale) -> NDArray[np.float64]:
-    """Return float64 (B,): the factor for the weights of every row.
-
-    A sum below 1 counts as 1, so that a row of little weight does not grow.
-    """
-    return _scales(_target_weights(rows), loss_scale)
+    starts_B, lengths_B = input_ids.offsets[:-1], input_ids.lengths
+    positions_N = np.arange(len(input_ids.values)) - np.repeat(starts_B, lengths_B)
+    # Without a target, a row is all prompt.
+    targets = np.flatnonzero((token_weights.values != 0) & (positions_N > 0))
+    first_B = np.append(targets, len(positions_N))[np.searchsorted(targets, starts_B)]
+    prompts_B = np.minimum(first_B - starts_B, lengths_B)
+    is_response_N = positions_N >= np.repeat(prompts_B, lengths_B)
+    weights = Ragged(
+        token_weights.values[is_response_N].astype(np.float32), offsets_of(lengths_B - prompts_B)
+    )
+    mask = Ragged((weights.values != 0).view(np.uint8), weights.offsets)
+    rows = plain_rows(
+        input_ids, mask, num_trained_B=row_sums(mask, np.int64), first_row_id=first_row_id
+    )
+    names = [str(row_id) for row_id in rows.row_id.tolist()]
+    return replace(
+        rows,
+        trajectory_id=[f"{name}/0/0" for name in names],
+        group_id=names,
+        status=[str(Status.COMPLETED)] * len(rows),
+        advantage=np.ones(len(rows), np.float32),
+        token_weights=weights,
+    )
 
 
 def scaled_weights(rows: Rows, *, loss_scale: LossScale) -> Ragged[np.float32]:
-    """Weights of the response tokens, scaled: the loss is the sum of them * -log-probability.
+    """Return weights of the response tokens: the loss is the sum of them * -log-probability.
 
-    Without token weights, the weight of a token is its mask.
+    Without token weights, the weight of a token is its mask. A sum below 1 counts as 1, so that a
+    row of little weight does not grow.
     """
-    weights = _target_weights(rows)
-    scales_B = _scales(weights, loss_scale).astype(np.float32)
+    mask = rows.loss_mask.flat()
+    values = mask.values.astype(np.float32)
+    if rows.token_weights is not None:
+        values = rows.token_weights.flat().values * mask.values
+    weights = Ragged(values, mask.offsets)
+    if loss_scale == "none":
+        return weights
     if loss_scale == "own_targets":
-        return Ragged(weights.values * np.repeat(scales_B, weights.lengths), weights.offsets)
-    return Ragged(weights.values * scales_B.max(initial=0.0), weights.offsets)
+        sums_B = np.maximum(row_sums(weights, np.float64), 1.0)
+        return Ragged(
+            values * np.repeat((1.0 / sums_B).astype(np.float32), mask.lengths), mask.offsets
+        )
+    scale = np.float32(1.0 / max(values.sum(dtype=np.float64), 1.0))
+    return Ragged(values * scale, mask.offsets)
 
 
 def bin_sequences(
@@ -139,7 +161,7 @@ def packed_supervised(
     if pad_token_id:
         ids_KW[...] = pad_token_id
     line = SlotLine(rows, order=order, starts=starts)
-    line.place_ids(ids_KW.reshape(num_slots))
+    line.place_tokens(rows.input_ids, ids_KW.reshape(num_slots))
     line.place_positions(positions_KW.reshape(num_slots), lengths=lengths)
     prefix_mask(np.diff(bin_starts).astype(np.int32), attention_KW)
     line.clear_padding(attention_KW.reshape(num_slots), lengths=lengths)
@@ -160,23 +182,6 @@ def packed_supervised(
     )
 
 
-def _target_weights(rows: Rows) -> Ragged[np.float32]:
-    """0.0 where masked."""
-    mask = flat(rows.loss_mask)
-    if rows.token_weights is None:
-        return Ragged(mask.values.astype(np.float32), mask.offsets)
-    return Ragged(flat(rows.token_weights).values * mask.values, mask.offsets)
-
-
-def _scales(weights: Ragged[np.float32], loss_scale: LossScale) -> NDArray[np.float64]:
-    if loss_scale == "none":
-        return np.ones(len(weights))
-    if loss_scale == "own_targets":
-        return 1.0 / np.maximum(row_sums(weights, np.float64), 1.0)
-    total = weights.values.sum(dtype=np.float64)
-    return np.full(len(weights), 1.0 / max(total, 1.0))
-
-
 def _check(input_ids: Ragged[np.int32], token_weights: Ragged[Any]) -> None:
     lengths_B, found_B = input_ids.lengths, token_weights.lengths
     if len(found_B) != len(lengths_B):
@@ -193,45 +198,3 @@ def _check(input_ids: Ragged[np.int32], token_weights: Ragged[Any]) -> None:
     if len(places):
         row = bisect.bisect_right(token_weights.offsets.tolist(), int(places[0])) - 1
         raise BatchingError(f"token_weights of sequence {row}: a weight is no finite float32")
-
-
-def _lengths_before_first_target(weights: Ragged[Any]) -> NDArray[np.int32]:
-    """int32 (B,): tokens before the first that is learned, from the second on; all if none is."""
-    is_target: NDArray[np.bool_] = weights.values != 0
-    lengths: list[int] = []
-    for row in Ragged(is_target, weights.offsets):
-        at = int(row[1:].argmax()) + 1 if len(row) > 1 else len(row)
-        lengths.append(at if at < len(row) and row[at] else len(row))
-    return np.array(lengths, np.int32)
-
-
-def _without_prompts(weights: Ragged[Any], prompt_lengths: NDArray[np.int32]) -> Ragged[np.float32]:
-    offsets = offsets_of(weights.lengths - prompt_lengths)
-    values: NDArray[np.float32] = np.empty(int(offsets[-1]), np.float32)
-    begins, ends = weights.offsets[:-1] + prompt_lengths, weights.offsets[1:]
-    pieces = [
-        weights.values[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
-    ]
-    np.concatenate(pieces or [values], out=values, casting="same_kind")
-    return Ragged(values, offsets)
-
-
-def _rows(input_ids: Ragged[np.int32], weights: Ragged[np.float32], *, first_row_id: int) -> Rows:
-    num_rows = len(input_ids)
-    is_target: NDArray[np.bool_] = weights.values != 0
-    mask = Ragged(is_target.view(np.uint8), weights.offsets)
-    rows = plain_rows(
-        input_ids,
-        mask,
-        num_trained_B=row_sums(mask, np.int64),
-        first_row_id=first_row_id,
-    )
-    names = [str(row_id) for row_id in rows.row_id.tolist()]
-    return replace(
-        rows,
-        trajectory_id=[f"{name}/0/0" for name in names],
-        group_id=names,
-        status=[str(Status.COMPLETED)] * num_rows,
-        advantage=np.ones(num_rows, np.float32),
-        token_weights=weights,
-    )

@@ -11,19 +11,54 @@ response token (mask, log-probability, reward, advantage) stand one slot before 
 The last slot of a row scores nothing. No slot scores the first token of a row, so a row that
 trains it is refused.
 
-Shapes: N slots, B rows.
+**Extra columns** in every layout:
+
+==============  ==================  ==================  =====================  ====================
+extent          left-padded         right-padded        packed, per bin        jagged
+==============  ==================  ==================  =====================  ====================
+token           (B, T)              (B, T)              (N,)                   (N,)
+first_tokens    (B, T), is_missing  (B, T), is_missing  (N,), is_missing       (N,), is_missing
+response_token  (B, R)              (B, T), shifted     (N,), shifted          (M,)
+row             (B,)                (B,)                (B,)                   (B,)
+items           (I,), num_items_B   (I,), num_items_B   (I,), num_items_B      (I,), num_items_B
+==============  ==================  ==================  =====================  ====================
+
+The shape of one value follows. Padding is 0. Where no router choice was captured, the dummy choice
+0, 1 .. topk-1 stands, whose experts are distinct, as kernels require.
+
+Shapes: N slots, B rows, T columns, R response columns, M response tokens and I items of all rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.merge.buffers import zeros_in_one_piece
+from turnstream.batching.rows.assemble import picked_column
 from turnstream.errors import BatchingError
-from turnstream.types import Ragged, Rows
+from turnstream.types import Extent, Ragged, Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedColumn:
+    """An extra column in one layout.
+
+    Attributes:
+        per: extent of one value.
+        values: shaped as the table above says, in the type of the column.
+        is_missing: bool, for "first_tokens" alone: no choice was captured there.
+        num_items_B: int32, for "items" alone: number of values of every row.
+    """
+
+    per: Extent
+    values: NDArray[Any]
+    is_missing: NDArray[np.bool_] | None = None
+    num_items_B: NDArray[np.int32] | None = None
 
 
 class SlotLine:
@@ -40,11 +75,10 @@ class SlotLine:
         self._is_unscored = (prompts == 0) & (rows.input_ids.lengths[order] > 0)
         self._first_slots = (starts + np.maximum(prompts - 1, 0)).tolist()
 
-    def place_ids(self, into_N: NDArray[np.int64]) -> None:
-        """Tokens, each in its own slot."""
-        ids = self._rows.input_ids
-        begins, ends = ids.offsets[self._order], ids.offsets[self._order + 1]
-        place_rows(ids.values, begins.tolist(), ends.tolist(), self._starts.tolist(), into_N)
+    def place_tokens(self, values: Ragged[Any], into_N: NDArray[Any]) -> None:
+        """Write values of tokens, each in the slot of its token."""
+        begins, ends = values.offsets[self._order], values.offsets[self._order + 1]
+        place_rows(values.values, begins.tolist(), ends.tolist(), self._starts.tolist(), into_N)
 
     def clear_padding(self, into_N: NDArray[np.bool_], *, lengths: NDArray[np.integer]) -> None:
         """Clear the slots after the tokens of rows that take `lengths` slots."""
@@ -55,13 +89,13 @@ class SlotLine:
             )
 
     def place_positions(self, into_N: NDArray[np.int64], *, lengths: NDArray[np.integer]) -> None:
-        """0, 1, 2 ... from the first slot of every row, `lengths` of them."""
+        """Write 0, 1, 2 ... from the first slot of every row on, `lengths` of them."""
         counting: NDArray[np.int64] = np.arange(lengths.max(initial=0), dtype=np.int64)
         begins = [0] * len(lengths)
         place_rows(counting, begins, lengths.tolist(), self._starts.tolist(), into_N)
 
     def place_responses(self, values: Ragged[Any], into_N: NDArray[Any]) -> None:
-        """Values of response tokens, each in the slot that scores its token."""
+        """Write values of response tokens, each in the slot that scores its token."""
         begins = values.offsets[self._order] + self._is_unscored
         ends = values.offsets[self._order + 1]
         place_rows(values.values, begins.tolist(), ends.tolist(), self._first_slots, into_N)
@@ -73,7 +107,7 @@ class SlotLine:
 
         `advantage` broadcasts to the shape; it is read where the rows have no `advantages`.
         """
-        rows = self._rows
+        rows, weights = self._rows, self._rows.token_weights
         ids, rewards, advantages, logprobs, mask = zeros_in_one_piece(
             (shape, np.int64),
             (shape, np.float32),
@@ -83,7 +117,7 @@ class SlotLine:
         )
         if pad_token_id:
             ids[...] = pad_token_id
-        self.place_ids(ids.reshape(-1))
+        self.place_tokens(rows.input_ids, ids.reshape(-1))
         self.place_responses(rows.loss_mask, mask.reshape(-1).view(np.uint8))
         if rows.rewards.values.any():
             self.place_responses(rows.rewards, rewards.reshape(-1))
@@ -100,16 +134,58 @@ class SlotLine:
             "logprobs": None if rows.logprobs is None else logprobs,
             "rewards": rewards,
             "advantages": advantages,
-            "token_weights": self._token_weights(shape),
+            "token_weights": None if weights is None else self._shifted(weights, shape),
         }
 
-    def _token_weights(self, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
-        weights = self._rows.token_weights
-        if weights is None:
-            return None
-        placed: NDArray[np.float32] = np.zeros(shape, np.float32)
-        self.place_responses(weights, placed.reshape(-1))
+    def extras(
+        self,
+        shape: tuple[int, ...],
+        *,
+        on_responses: Callable[[Ragged[Any]], NDArray[Any]] | None = None,
+    ) -> dict[str, PlacedColumn]:
+        """Return the extra columns in order of name, with the slots of the line in a shape.
+
+        `on_responses` places values of response tokens; None places them in the slots.
+        """
+        placed: dict[str, PlacedColumn] = {}
+        for name, column in sorted(self._rows.extras.items()):
+            values = column.values
+            is_missing = num_items_B = None
+            match column.per:
+                case "token":
+                    found = self._zeros(values, shape)
+                    self.place_tokens(values, _line(found, shape))
+                case "first_tokens":
+                    found, is_missing = self._zeros(values, shape), np.ones(shape, np.bool_)
+                    found[...] = np.arange(column.shape[-1])
+                    self.place_tokens(values, _line(found, shape))
+                    none_missing = Ragged(np.zeros(len(values.values), np.bool_), values.offsets)
+                    self.place_tokens(none_missing, is_missing.reshape(-1))
+                case "response_token":
+                    found = on_responses(values) if on_responses else self._shifted(values, shape)
+                case "row":
+                    found = values.flat().values[self._order]
+                case "items":
+                    picked = picked_column(values, self._order)
+                    found, num_items_B = picked.values, picked.lengths
+            placed[name] = PlacedColumn(
+                per=column.per, values=found, is_missing=is_missing, num_items_B=num_items_B
+            )
         return placed
+
+    def _shifted(self, values: Ragged[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        placed = self._zeros(values, shape)
+        self.place_responses(values, _line(placed, shape))
+        return placed
+
+    def _zeros(self, values: Ragged[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        return np.zeros((*shape, *values.values.shape[1:]), values.values.dtype)
+
+
+def _line(placed: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return the slots of a shape on one line, as a view."""
+    num_slots = int(np.prod(shape, dtype=np.int64))
+    return placed.reshape(num_slots, *placed.shape[len(shape) :])
 
 
 def masked_scalars(
@@ -171,7 +247,15 @@ def require_aligned(rows: Rows) -> None:
         dtype = _DTYPES.get(name, _FLOAT32)
         if column.values.dtype != dtype:
             raise BatchingError(f"{name} is {column.values.dtype}, not {dtype}")
-        require_per_token(column, rows, name=name)
+        found_B = column.lengths
+        if len(found_B) != len(lengths_B):
+            raise BatchingError(f"{name} has {len(found_B)} rows, the others have {len(lengths_B)}")
+        if not np.array_equal(found_B, lengths_B):
+            row = int(np.flatnonzero(found_B != lengths_B)[0])
+            raise BatchingError(
+                f"{name} of row {rows.row_id[row]}: {found_B[row]} values for "
+                f"{lengths_B[row]} response tokens"
+            )
     if rows.loss_mask.values.max(initial=0) > 1:
         raise BatchingError(f"loss_mask: {rows.loss_mask.values.max()} is neither 0 nor 1")
     begins_B = rows.loss_mask.offsets[:-1]
@@ -181,18 +265,4 @@ def require_aligned(rows: Rows) -> None:
         raise BatchingError(
             f"row {rows.row_id[trained[0]]} trains its first token, which no token before it "
             "scores: its prompt is empty"
-        )
-
-
-def require_per_token(values: Ragged[np.generic], rows: Rows, *, name: str) -> None:
-    """Refuse a column with anything but one value per response token."""
-    lengths_B = response_lengths(rows)
-    found_B = values.lengths
-    if len(found_B) != len(lengths_B):
-        raise BatchingError(f"{name} has {len(found_B)} rows, the others have {len(lengths_B)}")
-    if not np.array_equal(found_B, lengths_B):
-        row = int(np.flatnonzero(found_B != lengths_B)[0])
-        raise BatchingError(
-            f"{name} of row {rows.row_id[row]}: {found_B[row]} values for "
-            f"{lengths_B[row]} response tokens"
         )

@@ -45,12 +45,6 @@ def _carved(
     ]
 
 
-def flat(column: Ragged[Scalar]) -> Ragged[Scalar]:
-    """The same rows with offsets from 0 on: a slice of a larger column begins elsewhere."""
-    begin, end = int(column.offsets[0]), int(column.offsets[-1])
-    return Ragged(column.values[begin:end], column.offsets - column.offsets[0])
-
-
 def offsets_of(lengths: ArrayLike) -> NDArray[np.int32]:
     """Return int32 (B + 1,): the offsets of rows of these lengths, (B,)."""
     bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -26,15 +26,19 @@ class RowPieces(NamedTuple):
     """One row, not yet copied together.
 
     Attributes:
+        stored: all turns of its trajectory.
+        indices: the merged turns, each the parent of the next.
+        turns: the same as values.
         prompt_length: P, in tokens.
         ids: int32 pieces of prompt + response, in order.
-        turns: merged turns, in order.
         spans: begin and end of every turn's own response, counted in response tokens.
     """
 
+    stored: Sequence[StoredTurn]
+    indices: Sequence[int]
+    turns: list[StoredTurn]
     prompt_length: int
     ids: list[NDArray[np.int32]]
-    turns: list[StoredTurn]
     spans: list[tuple[int, int]]
 
 
@@ -62,17 +66,16 @@ def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPiece
     prompt_length = num_tokens + len(first.token_ids) - first.num_response_tokens
     if len(indices) == 1:
         ids.append(first.token_ids)
-        return RowPieces(prompt_length, ids, [first], [(0, first.num_response_tokens)])
-    spans: list[tuple[int, int]] = []
-    turns: list[StoredTurn] = []
-    for index in indices:
-        turn = stored[index]
+        spans = [(0, first.num_response_tokens)]
+        return RowPieces(stored, indices, [first], prompt_length, ids, spans)
+    spans = list[tuple[int, int]]()
+    turns = [stored[index] for index in indices]
+    for turn in turns:
         num_tokens += len(turn.token_ids)
         end = num_tokens - prompt_length
         spans.append((end - turn.num_response_tokens, end))
         ids.append(turn.token_ids)
-        turns.append(turn)
-    return RowPieces(prompt_length, ids, turns, spans)
+    return RowPieces(stored, indices, turns, prompt_length, ids, spans)
 
 
 def shared_pieces(stored: Sequence[StoredTurn], index: int) -> list[NDArray[np.int32]]:
@@ -125,10 +128,10 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
         ((num_tokens,), np.uint8),
     )
     np.concatenate([ids[:0], *[piece for row in rows for piece in row.ids]], out=ids)
-    _write_mask(mask, turns, responses)
-    _write_rewards(rewards, turns, responses)
+    _write(mask, turns, responses, field="loss_mask")
+    _write(rewards, turns, responses, field="rewards")
     if has_logprobs:
-        _write_logprobs(logprobs, turns, responses)
+        _write(logprobs, turns, responses, field="logprobs")
     row_of_turn = np.repeat(np.arange(len(rows)), np.diff(offsets))
     versions, run_counts = _run_columns(turns, gaps, counts, row_of_turn, lengths_B)
     return TokenColumns(
@@ -160,56 +163,22 @@ def _sampled(gaps: list[int], counts: list[int]) -> NDArray[np.bool_] | None:
     return np.repeat(pattern, np.array([gaps, counts], np.int64).T.ravel())
 
 
-def _write_mask(
-    into: NDArray[np.uint8], turns: Sequence[StoredTurn], responses: _Responses
-) -> None:
-    counts, is_sampled = responses
-    masks = [turn.loss_mask for turn in turns]
-    if all(mask is None for mask in masks):
-        into[:] = 1 if is_sampled is None else is_sampled
-        return
-    ones = np.ones(max(counts), np.uint8)
-    given = [
-        ones[:count] if mask is None else mask for mask, count in zip(masks, counts, strict=True)
-    ]
-    _write(into, given, responses, field="loss_mask")
-    if into.max(initial=0) > 1:
-        raise _not_held(given, into.dtype, field="loss_mask")
-
-
-def _write_logprobs(
-    into: NDArray[np.float32], turns: Sequence[StoredTurn], responses: _Responses
-) -> None:
-    given = [
-        _missing_logprobs(turn.loss_mask, count) if turn.logprobs is None else turn.logprobs
-        for turn, count in zip(turns, responses.counts, strict=True)
-    ]
-    _write(into, given, responses, field="logprobs")
-
-
-def _write_rewards(
-    into: NDArray[np.float32], turns: Sequence[StoredTurn], responses: _Responses
-) -> None:
-    arrays = [turn.rewards for turn in turns]
-    if all(array is None for array in arrays):
-        into.fill(0)
-        return
-    zeros = np.zeros(max(responses.counts), np.float32)
-    given = [
-        zeros[:count] if array is None else array
-        for array, count in zip(arrays, responses.counts, strict=True)
-    ]
-    _write(into, given, responses, field="rewards")
-
-
 def _write(
-    into: NDArray[Any], arrays: Sequence[NDArray[Any]], responses: _Responses, *, field: str
+    into: NDArray[Any], turns: Sequence[StoredTurn], responses: _Responses, *, field: str
 ) -> None:
-    """Concatenate the arrays, with zeros where tokens were observed.
+    """Concatenate the arrays of the turns, with zeros where tokens were observed.
 
     Thousands of short responses cost less in two copies than with thousands of short zeros.
     """
     counts, is_sampled = responses
+    arrays = [getattr(turn, field) for turn in turns]
+    if not any(array is not None for array in arrays):
+        into[:] = 0 if field == "rewards" else 1 if is_sampled is None else is_sampled
+        return
+    arrays = [
+        _missing(turn, field=field) if array is None else array
+        for turn, array in zip(turns, arrays, strict=True)
+    ]
     found = [*map(len, arrays)]
     if found != counts:
         at = next(i for i, count in enumerate(counts) if found[i] != count)
@@ -218,15 +187,30 @@ def _write(
         with np.errstate(over="raise"):
             if is_sampled is None:
                 np.concatenate(arrays, out=into)
-                return
-            values = np.concatenate(arrays, dtype=into.dtype)
+            else:
+                values = np.concatenate(arrays, dtype=into.dtype)
+                into.fill(0)
+                into[is_sampled] = values
     except (TypeError, FloatingPointError) as error:
-        raise _not_held(arrays, into.dtype, field=field) from error
-    into.fill(0)
-    into[is_sampled] = values
+        raise _unfit_value(arrays, into.dtype, field=field) from error
+    if into.dtype == np.uint8 and into.max(initial=0) > 1:
+        raise _unfit_value(arrays, into.dtype, field=field)
 
 
-def _not_held(
+def _missing(turn: StoredTurn, *, field: str) -> NDArray[Any]:
+    """Return what stands for an array that a turn lacks, where another turn has one."""
+    count = turn.num_response_tokens
+    if field == "loss_mask":
+        return np.ones(count, np.uint8)
+    if field == "rewards":
+        return np.zeros(count, np.float32)
+    unknown = np.full(count, np.nan, np.float32)
+    if turn.loss_mask is not None:
+        unknown[turn.loss_mask == 0] = 0.0
+    return unknown
+
+
+def _unfit_value(
     arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any], *, field: str
 ) -> InvalidTurnError:
     """Name a value that a column of this type cannot hold; a mask holds 0 and 1."""
@@ -240,13 +224,6 @@ def _not_held(
             return InvalidTurnError(field, f"{array[wrong[0]]} at response token {wrong[0]} {why}")
     types = sorted({array.dtype.name for array in arrays} - {dtype.name})
     return InvalidTurnError(field, f"is {', '.join(types)}, not {dtype}")
-
-
-def _missing_logprobs(loss_mask: NDArray[np.uint8] | None, count: int) -> NDArray[np.float32]:
-    unknown = np.full(count, np.nan, np.float32)
-    if loss_mask is not None:
-        unknown[loss_mask == 0] = 0.0
-    return unknown
 
 
 def _run_columns(

@@ -1,4 +1,4 @@
-"""Merge the turns of a trajectory into rows, and cut rows into turns again.
+"""Merge the turns of a trajectory into rows.
 
 With O for observed and A for sampled tokens, and one turn in each pair of brackets::
 
@@ -21,16 +21,10 @@ import collections.abc as abc
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.merge.anchors import anchor_hash
 from turnstream.batching.merge.columns import OBSERVED, stored_row, token_columns
-from turnstream.batching.merge.extras import ExtraIndex, LinkedTurn
-from turnstream.batching.merge.merged_extras import (
-    MergedRow,
-    merged_sequence_columns,
-    split_columns,
-)
+from turnstream.batching.merge.merged_extras import merged_columns
 from turnstream.batching.merge.plan import SequenceShape
-from turnstream.batching.merge.prefix import PrefixIndex
+from turnstream.batching.merge.storing import store_turns
 from turnstream.types import (
     DeclaredColumn,
     Sequence,
@@ -72,38 +66,6 @@ def _sequence_shape(turns: list[int], shapes: abc.Sequence[TurnShape]) -> Sequen
     )
 
 
-def store_turns(
-    turns: abc.Sequence[Turn], *, extra_columns: abc.Sequence[DeclaredColumn] = ()
-) -> list[StoredTurn]:
-    """Return the stored form of every turn: the tokens that no earlier turn of it holds."""
-    known, extras = PrefixIndex(), ExtraIndex(extra_columns)
-    stored: list[StoredTurn] = []
-    for index, turn in enumerate(turns):
-        linked = extras.link(turn, known.matches(turn.prompt_ids))
-        known.add(linked.match, turn.prompt_ids, turn.response_ids)
-        extras.add(turn, linked)
-        stored.append(stored_turn(turn, linked, index=index))
-    return stored
-
-
-def stored_turn(turn: Turn, linked: LinkedTurn, *, index: int) -> StoredTurn:
-    """Return the stored form of a turn: the tokens and values that no earlier turn holds."""
-    parent_turn, shared_tokens = linked.match
-    return StoredTurn(
-        index=index,
-        parent_turn=parent_turn,
-        shared_tokens=shared_tokens,
-        token_ids=np.concatenate((turn.prompt_ids[shared_tokens:], turn.response_ids)),
-        num_response_tokens=len(turn.response_ids),
-        logprobs=turn.logprobs,
-        loss_mask=turn.loss_mask,
-        rewards=turn.rewards,
-        version_runs=turn.version_runs,
-        extras=linked.pieces,
-        anchor=anchor_hash(turn.anchor),
-    )
-
-
 def turn_prompts(stored: abc.Sequence[StoredTurn]) -> list[NDArray[np.int32]]:
     """Return int32 (P,) per turn: the full prompts of stored turns."""
     contexts: list[NDArray[np.int32]] = []
@@ -128,12 +90,7 @@ def merge_turns(
     stored = store_turns(turns, extra_columns=extra_columns)
     planned = plan_sequences([turn.shape for turn in stored], merge=True)
     pieces = [stored_row(stored, row.turns) for row in planned]
-    columns = token_columns(pieces)
-    merged = [
-        MergedRow(stored, row.turns, own.spans, row.num_tokens)
-        for row, own in zip(planned, pieces, strict=True)
-    ]
-    extras = merged_sequence_columns(merged, extra_columns)
+    columns, extras = token_columns(pieces), merged_columns(pieces, extra_columns)
     return [
         Sequence(
             turns=row.turns,
@@ -144,46 +101,10 @@ def merge_turns(
             rewards=columns.rewards[number],
             version_runs=_version_runs(columns.run_versions[number], columns.run_counts[number]),
             turn_spans=tuple(pieces[number].spans),
-            extras=extras[number],
+            extras={name: column.values[number] for name, column in extras.items()},
         )
         for number, row in enumerate(planned)
     ]
-
-
-def split_sequences(sequences: abc.Sequence[Sequence]) -> list[Turn]:
-    """Return the turns that were merged into the rows of a trajectory, in order.
-
-    Values that a row does not keep return in plain form: a mask of ones or rewards of 0 for none,
-    and one run for neighbours of one version. A turn without log-probabilities has none again,
-    unless it has no trained token.
-    """
-    turns: dict[int, Turn] = {}
-    for sequence in sequences:
-        spans = zip(sequence.turns, sequence.turn_spans, strict=True)
-        for place, (index, (begin, end)) in enumerate(spans):
-            response = sequence.prompt_length + begin, sequence.prompt_length + end
-            turns[index] = Turn(
-                prompt_ids=sequence.input_ids[: response[0]],
-                response_ids=sequence.input_ids[slice(*response)],
-                logprobs=_turn_logprobs(sequence, begin, end),
-                loss_mask=sequence.loss_mask[begin:end],
-                rewards=sequence.rewards[begin:end],
-                version_runs=_cut_runs(sequence.version_runs, begin, end),
-                extras=split_columns(
-                    sequence.extras,
-                    place=place,
-                    prompt_length=sequence.prompt_length,
-                    span=(begin, end),
-                ),
-            )
-    return [turns[index] for index in sorted(turns)]
-
-
-def _turn_logprobs(sequence: Sequence, begin: int, end: int) -> NDArray[np.float32] | None:
-    if sequence.logprobs is None:
-        return None
-    logprobs = sequence.logprobs[begin:end]
-    return None if np.isnan(logprobs).any() else logprobs
 
 
 def _version_runs(versions: NDArray[np.int64], counts: NDArray[np.int32]) -> tuple[VersionRun, ...]:
@@ -191,16 +112,3 @@ def _version_runs(versions: NDArray[np.int64], counts: NDArray[np.int32]) -> tup
         VersionRun(None if version == OBSERVED else version, count)
         for version, count in zip(versions.tolist(), counts.tolist(), strict=True)
     )
-
-
-def _cut_runs(runs: abc.Sequence[VersionRun], begin: int, end: int) -> tuple[VersionRun, ...]:
-    """The runs of the tokens in [begin, end); none if no version is known there."""
-    cut: list[VersionRun] = []
-    start = 0
-    for version, num_tokens in runs:
-        stop = start + num_tokens
-        count = min(stop, end) - max(start, begin)
-        if count > 0:
-            cut.append(VersionRun(version, count))
-        start = stop
-    return tuple(cut) if any(run.version is not None for run in cut) else ()

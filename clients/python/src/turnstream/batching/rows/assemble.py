@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -18,20 +18,17 @@ from turnstream.batching.merge.columns import (
     stored_row,
     token_columns,
 )
-from turnstream.batching.merge.merged_extras import MergedRow, merged_columns
+from turnstream.batching.merge.merged_extras import merged_columns
 from turnstream.batching.merge.plan import GroupPlan, SequenceShape, TrajectoryPlan
 from turnstream.batching.scoring.advantages import broadcast_turns
 from turnstream.errors import BatchingError, CorruptRecordError
 from turnstream.types import (
     DeclaredColumn,
-    ExtraColumn,
-    OperationColumns,
     Ragged,
     Rows,
     StoredTurn,
     TrajectoryKey,
 )
-from turnstream.types.extras import ROUTE_DTYPES
 
 Value = TypeVar("Value")
 
@@ -66,40 +63,21 @@ def assemble_rows(
     rows = replace(rows, advantages=_turn_advantages(planned, pieces, columns))
     if not extra_columns:
         return rows
-    merged = [
-        MergedRow(payload[trajectory.key], row.turns, piece.spans, row.num_tokens)
-        for (trajectory, row), piece in zip(planned, pieces, strict=True)
-    ]
-    return replace(rows, extras=merged_columns(merged, extra_columns))
+    return replace(rows, extras=merged_columns(pieces, extra_columns))
 
 
 def concatenate_rows(parts: Sequence[Rows]) -> Rows:
-    """Return the rows of all parts, in order.
-
-    Where only some parts have log-probabilities, the others get NaN at their trained tokens. Where
-    only some have `advantages` or `token_weights`, the others get `advantage` and 1 at their
-    trained tokens. Inert rows may lack operations and extra columns; other rows must agree in them.
-    """
+    """Return the rows of all parts, in order; they have the same columns."""
     if not parts:
         raise BatchingError("no rows to concatenate")
     if len(parts) == 1:
         return parts[0]
-    values: dict[str, Any] = {
-        field.name: _concatenated([getattr(part, field.name) for part in parts])
-        for field in fields(Rows)
-        if field.name not in _OPTIONAL
-    }
-    for name, stand_in in _STAND_INS.items():
-        columns = [getattr(part, name) for part in parts]
-        filled = [stand_in(parts[i]) if c is None else c for i, c in enumerate(columns)]
-        values[name] = None if all(c is None for c in columns) else joined_column(filled)
-    return Rows(**values, operations=joined_operations(parts), extras=joined_extras(parts))
+    return _joined(parts, name="rows")
 
 
 def take_rows(rows: Rows, positions: Sequence[int]) -> Rows:
-    """The rows at these positions, in this order."""
-    index = np.array(positions, np.int64)
-    return Rows(**{field.name: _taken(getattr(rows, field.name), index) for field in fields(Rows)})
+    """Return the rows at these positions, in this order."""
+    return _taken(rows, np.array(positions, np.int64))
 
 
 def _check_payload(trajectory: TrajectoryPlan, turns: Sequence[StoredTurn]) -> None:
@@ -164,12 +142,7 @@ def _rows(
         prompt_length=np.array([row.prompt_length for _, row in planned], np.int32),
         trajectory_num_tokens=np.repeat(np.array(trained, np.int64), num_rows),
         group_num_tokens=np.repeat(_group_totals(trajectories, trained), num_rows),
-        input_ids=columns.input_ids,
-        loss_mask=columns.loss_mask,
-        logprobs=columns.logprobs,
-        rewards=columns.rewards,
-        run_versions=columns.run_versions,
-        run_counts=columns.run_counts,
+        **{each.name: getattr(columns, each.name) for each in fields(columns)},
     )
 
 
@@ -204,147 +177,67 @@ def _group_totals(
     return np.array([totals[group.group_id] for group, _ in trajectories], np.int64)
 
 
-def _logprobs(rows: Rows) -> Ragged[np.float32]:
-    missing = np.where(rows.loss_mask.values, np.float32(np.nan), np.float32(0))
-    return Ragged(missing, rows.loss_mask.offsets)
-
-
-def _advantages(rows: Rows) -> Ragged[np.float32]:
-    mask = rows.loss_mask
-    per_token = np.repeat(rows.advantage, mask.lengths)
-    trained = mask.values[mask.offsets[0] : mask.offsets[-1]]
-    return Ragged(np.where(trained, per_token, np.float32(0)), mask.offsets - mask.offsets[0])
-
-
-def _token_weights(rows: Rows) -> Ragged[np.float32]:
-    return Ragged(rows.loss_mask.values.astype(np.float32), rows.loss_mask.offsets)
-
-
-_STAND_INS: dict[str, Callable[[Rows], Ragged[np.float32]]] = {
-    "logprobs": _logprobs,
-    "advantages": _advantages,
-    "token_weights": _token_weights,
-}
-_OPTIONAL = (*_STAND_INS, "operations", "extras")
-
-
-def _concatenated(columns: Sequence[Any]) -> Any:
-    if isinstance(columns[0], Ragged):
-        return joined_column(columns)
-    if isinstance(columns[0], np.ndarray):
-        return np.concatenate(columns)
-    return [text for column in columns for text in column]
-
-
-def _taken(column: Any, positions: NDArray[np.int64]) -> Any:
-    if isinstance(column, Ragged):
-        return picked_column(cast("Ragged[Any]", column), positions)
-    if isinstance(column, np.ndarray):
-        return cast("NDArray[Any]", column)[positions]
-    if isinstance(column, OperationColumns):
-        return OperationColumns(
-            **{f.name: _taken(getattr(column, f.name), positions) for f in fields(column)}
-        )
-    if isinstance(column, Mapping):
-        return picked_extras(cast("Mapping[str, ExtraColumn]", column), positions)
-    return None if column is None else [column[row] for row in positions.tolist()]
-
-
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def joined_column(columns: Sequence[Ragged[Scalar]]) -> Ragged[Scalar]:
-    """The rows of all columns, in order."""
+    """Return the rows of all columns, in order."""
     offsets = offsets_of(np.concatenate([column.lengths for column in columns]))
-    values = [column.values[column.offsets[0] : column.offsets[-1]] for column in columns]
-    return Ragged(np.concatenate(values), offsets)
+    return Ragged(np.concatenate([column.flat().values for column in columns]), offsets)
+
+
+def _joined(columns: Sequence[Any], *, name: str) -> Any:
+    """Return the concatenation of columns, or a value with that of each of its columns."""
+    first, *others = columns
+    for column in others:
+        if _kind(column) != _kind(first):
+            raise BatchingError(f"{name} to concatenate: {_kind(first)} and {_kind(column)}")
+    if first is None or isinstance(first, str):
+        return first
+    if isinstance(first, Ragged):
+        return joined_column(columns)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(columns)
+    if isinstance(first, Mapping):
+        keys = cast("Mapping[str, Any]", first)
+        return {k: _joined([each[k] for each in columns], name=f"{name}[{k!r}]") for k in keys}
+    if is_dataclass(first):
+        names = [each.name for each in fields(first)]
+        return type(first)(**{n: _joined([getattr(c, n) for c in columns], name=n) for n in names})
+    return [text for column in columns for text in column]
+
+
+def _kind(column: Any) -> str:
+    """Return what columns must have in common to be concatenated."""
+    if isinstance(column, Ragged):
+        values = cast("Ragged[Any]", column).values
+        return f"{values.dtype}{list(values.shape[1:])}"
+    if isinstance(column, Mapping):
+        return f"the columns {sorted(cast('Mapping[str, Any]', column))}"
+    return repr(column) if isinstance(column, str) else type(column).__name__
+
+
+def _taken(column: Any, positions: NDArray[np.int64]) -> Any:
+    """Return the rows of a column at these positions, or a value with those of its columns."""
+    if column is None or isinstance(column, str):
+        return column
+    if isinstance(column, Ragged):
+        return picked_column(cast("Ragged[Any]", column), positions)
+    if isinstance(column, np.ndarray):
+        return cast("NDArray[Any]", column)[positions]
+    if isinstance(column, Mapping):
+        named = cast("Mapping[str, Any]", column)
+        return {name: _taken(each, positions) for name, each in named.items()}
+    if is_dataclass(column):
+        named = {each.name: getattr(column, each.name) for each in fields(column)}
+        return type(column)(**{name: _taken(each, positions) for name, each in named.items()})
+    return [column[row] for row in positions.tolist()]
 
 
 def picked_column(column: Ragged[Scalar], positions: NDArray[np.int64]) -> Ragged[Scalar]:
-    """The rows at these positions, in this order."""
+    """Return the rows at these positions, in this order."""
     starts = column.offsets[positions].tolist()
     stops = column.offsets[positions + 1].tolist()
     pieces = [column.values[start:stop] for start, stop in zip(starts, stops, strict=True)]
     values = np.concatenate(pieces) if pieces else column.values[:0]
     return Ragged(values, offsets_of(column.lengths[positions]))
-
-
-def picked_extras(
-    extras: Mapping[str, ExtraColumn], positions: NDArray[np.int64]
-) -> dict[str, ExtraColumn]:
-    """The rows at these positions, of every column."""
-    return {
-        name: replace(column, values=picked_column(column.values, positions))
-        for name, column in extras.items()
-    }
-
-
-def joined_operations(parts: Sequence[Rows]) -> OperationColumns | None:
-    """Return the operation columns of all parts; inert rows have targets 0 of weight 0."""
-    known = next((part.operations for part in parts if part.operations is not None), None)
-    if known is None:
-        return None
-    shape = known.target_ids.values.shape[1:]
-    columns: list[OperationColumns] = []
-    for part in parts:
-        own = part.operations or _inert_operations(part, shape=shape)
-        if own.target_ids.values.shape[1:] != shape:
-            raise BatchingError(
-                f"target_ids have {own.target_ids.values.shape[1:]} and {shape} values per token"
-            )
-        columns.append(own)
-    return OperationColumns(
-        request_id=[text for own in columns for text in own.request_id],
-        datum_index=np.concatenate([own.datum_index for own in columns]),
-        target_ids=joined_column([own.target_ids for own in columns]),
-        target_weights=joined_column([own.target_weights for own in columns]),
-    )
-
-
-def joined_extras(parts: Sequence[Rows]) -> dict[str, ExtraColumn]:
-    """Return every extra column of all parts, sorted; inert rows without one have no values."""
-    known = {name: column for part in reversed(parts) for name, column in part.extras.items()}
-    return {name: _joined_extra(name, known[name], parts) for name in sorted(known)}
-
-
-def _joined_extra(name: str, known: ExtraColumn, parts: Sequence[Rows]) -> ExtraColumn:
-    columns: list[Ragged[Any]] = []
-    for part in parts:
-        own = part.extras.get(name) or _inert_extra(part, like=known, name=name)
-        if _declaration(own) != _declaration(known):
-            raise BatchingError(
-                f"extra column {name!r} is {_declaration(own)} and {_declaration(known)}"
-            )
-        columns.append(own.values)
-    return replace(known, values=joined_column(columns))
-
-
-def _declaration(column: ExtraColumn) -> tuple[str, str, tuple[int, ...]]:
-    dtype = column.dtype.name
-    if column.per == "first_tokens" and dtype in ROUTE_DTYPES:
-        dtype = "router choices"  # in the narrowest type of each part; joined in the widest
-    return column.per, dtype, column.shape
-
-
-def _inert_operations(part: Rows, *, shape: tuple[int, ...]) -> OperationColumns:
-    _require_inert(part, lacking="operations")
-    ids = part.input_ids
-    offsets = ids.offsets - ids.offsets[0]
-    return OperationColumns(
-        request_id=[""] * len(part),
-        datum_index=np.zeros(len(part), np.int32),
-        target_ids=Ragged(np.zeros((offsets[-1], *shape), np.int64), offsets),
-        target_weights=Ragged(np.zeros((offsets[-1], *shape), np.float32), offsets),
-    )
-
-
-def _inert_extra(part: Rows, *, like: ExtraColumn, name: str) -> ExtraColumn:
-    _require_inert(part, lacking=f"extra column {name!r}")
-    offsets = np.zeros(len(part) + 1, np.int32)
-    return replace(like, values=Ragged(like.values.values[:0], offsets))
-
-
-def _require_inert(part: Rows, *, lacking: str) -> None:
-    real = np.flatnonzero(~part.is_padding)
-    if len(real):
-        raise BatchingError(f"row {part.row_id[real[0]]} has no {lacking}, others have")

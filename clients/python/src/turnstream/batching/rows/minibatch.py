@@ -91,10 +91,7 @@ def take_share(
     if not padding:
         return share
     row_ids = [inert_row_id(step, mini_batch, position) for position in padding]
-    has_logprobs = rows.logprobs is not None
-    inert = inert_rows(
-        row_ids, pad_token_id=pad_token_id, has_logprobs=has_logprobs, extras=rows.extras
-    )
+    inert = inert_rows(row_ids, pad_token_id=pad_token_id, like=rows)
     return concatenate_rows([share, inert])
 
 

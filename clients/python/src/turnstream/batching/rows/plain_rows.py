@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.merge.merged_extras import inert_columns
 from turnstream.errors import BatchingError
-from turnstream.types import ExtraColumn, Ragged, Rows
+from turnstream.types import Extent, OperationColumns, Ragged, Rows
+from turnstream.types.extras import num_values
 
 INERT_LENGTH = 2
 INERT_RESPONSE_LENGTH = 1
@@ -22,8 +21,6 @@ _MINI_BATCH_BITS = 12
 
 MAX_INERT_ROWS = 1 << _POSITION_BITS
 """Bound for one mini-batch: the id of an inert row contains its position."""
-
-_NO_EXTRAS: Mapping[str, ExtraColumn] = MappingProxyType({})
 
 
 def plain_rows(
@@ -81,16 +78,11 @@ def inert_row_id(step: int, mini_batch: int, position: int) -> int:
     return -1 - ((((step << _MINI_BATCH_BITS) | mini_batch) << _POSITION_BITS) | position)
 
 
-def inert_rows(
-    row_ids: list[int],
-    *,
-    pad_token_id: int,
-    has_logprobs: bool,
-    extras: Mapping[str, ExtraColumn] = _NO_EXTRAS,
-) -> Rows:
+def inert_rows(row_ids: list[int], *, pad_token_id: int, like: Rows) -> Rows:
     """Return rows that count nowhere: two tokens, mask 0, no reward, weight 0.
 
-    Each is a group of its own, named by its row id. They have the columns that the other rows have.
+    Each is a group of its own, named by its row id. They have the columns of the rows `like`, with
+    zeros, and with neither items nor captured router choices.
     """
     num_rows = len(row_ids)
     ones = np.arange(num_rows + 1, dtype=np.int32)
@@ -102,6 +94,7 @@ def inert_rows(
         first_row_id=0,
     )
     names = [f"inert{row_id}" for row_id in row_ids]
+    optional = {name: getattr(like, name) for name in ("logprobs", "advantages", "token_weights")}
     return replace(
         rows,
         row_id=np.array(row_ids, np.int64),
@@ -111,8 +104,30 @@ def inert_rows(
         is_last=np.zeros(num_rows, np.bool_),
         is_padding=np.ones(num_rows, np.bool_),
         weight=np.zeros(num_rows, np.float32),
-        logprobs=Ragged(np.zeros(num_rows, np.float32), ones) if has_logprobs else None,
         run_versions=Ragged(np.full(num_rows, -1, np.int64), ones),
         run_counts=Ragged(np.ones(num_rows, np.int32), ones),
-        extras=inert_columns(extras, [INERT_LENGTH] * num_rows, [1] * num_rows),
+        **{
+            name: None if column is None else _zeros(column, "response_token", num_rows)
+            for name, column in optional.items()
+        },
+        operations=like.operations and _no_operations(like.operations, num_rows),
+        extras={
+            name: replace(column, values=_zeros(column.values, column.per, num_rows))
+            for name, column in like.extras.items()
+        },
+    )
+
+
+def _zeros(like: Ragged[Any], per: Extent, num_rows: int) -> Ragged[Any]:
+    count = num_values(per, num_tokens=INERT_LENGTH, num_response=INERT_RESPONSE_LENGTH) or 0
+    values = np.zeros((num_rows * count, *like.values.shape[1:]), like.values.dtype)
+    return Ragged(values, np.arange(num_rows + 1, dtype=np.int32) * np.int32(count))
+
+
+def _no_operations(like: OperationColumns, num_rows: int) -> OperationColumns:
+    return OperationColumns(
+        request_id=[""] * num_rows,
+        datum_index=np.zeros(num_rows, np.int32),
+        target_ids=_zeros(like.target_ids, "token", num_rows),
+        target_weights=_zeros(like.target_weights, "token", num_rows),
     )

@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.config.values import Estimator, SingletonAdvantage
-from turnstream.batching.merge.buffers import flat
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
 from turnstream.types import Ragged
 
@@ -138,7 +137,7 @@ def broadcast_turns(
     Each row has one turn at least. `ends` counts the response tokens of a row up to the end of each
     turn's response.
     """
-    loss_mask = flat(loss_mask)
+    loss_mask = loss_mask.flat()
     counts_N = np.diff(ends.values, prepend=0)
     first = ends.offsets[:-1]
     counts_N[first] = ends.values[first]

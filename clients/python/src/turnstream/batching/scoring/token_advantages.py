@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.merge.buffers import flat, offsets_of
+from turnstream.batching.merge.buffers import offsets_of
 from turnstream.batching.scoring.advantages import WHITENING_EPSILON
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
 from turnstream.types import Ragged, Rows
@@ -87,7 +87,7 @@ def whiten_tokens(values: Ragged[np.float32], *, loss_mask: Ragged[np.uint8]) ->
 
     Pass the rows of all ranks.
     """
-    values, loss_mask = flat(values), flat(loss_mask)
+    values, loss_mask = values.flat(), loss_mask.flat()
     is_trained = loss_mask.values.astype(np.bool_)
     white = np.zeros(len(values.values), np.float32)
     trained = values.values[is_trained].astype(np.float64)
@@ -115,7 +115,7 @@ class _Chain:
 
     def __init__(self, rows: Rows, *, estimator: str) -> None:
         _require_whole(rows, estimator=estimator)
-        self._mask = flat(rows.loss_mask)
+        self._mask = rows.loss_mask.flat()
         self._is_trained = self._mask.values.astype(np.bool_)
         ends = np.concatenate(([0], np.cumsum(self._is_trained)))[self._mask.offsets]
         self._num_trained_B = np.diff(ends)
@@ -169,7 +169,7 @@ class _Chain:
     def _aligned(self, values: Ragged[np.float32]) -> NDArray[np.float32]:
         if not np.array_equal(values.lengths, self._mask.lengths):
             raise BatchingError("one value per response token is needed, row by row")
-        return flat(values).values
+        return values.flat().values
 
 
 def _require_whole(rows: Rows, *, estimator: str) -> None:

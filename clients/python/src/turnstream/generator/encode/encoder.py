@@ -8,13 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from turnstream.batching.merge.anchors import anchor_hash
-from turnstream.batching.merge.extras import ExtraIndex, LinkedTurn
-from turnstream.batching.merge.merging import plan_sequences, stored_turn
+from turnstream.batching.merge.merging import plan_sequences
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
+from turnstream.batching.merge.storing import ExtraIndex, LinkedTurn, stored_turn
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode import checks, group_checks
-from turnstream.records.event_limits import MAX_EVENT_BYTES, MAX_TURNS
-from turnstream.records.events import encode_event
+from turnstream.records.events import MAX_EVENT_BYTES, MAX_TURNS, encode_event
 from turnstream.records.turns import encode_turn
 from turnstream.types import (
     DeclaredColumn,
