@@ -68,7 +68,7 @@ COLUMNS = (
     Mutation(
         "a real row without operations passes for an inert one",
         "rows/assemble.py",
-        "if _kind(column) != _kind(first):",
+        "if _kind(other) != _kind(first):",
         "if False:",
         ("test_joining",),
     ),

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from turnstream.batching.layouts.slots import (
     PlacedColumn,
     SlotLine,
-    masked_scalars,
     place_rows,
     require_aligned,
+    response_arrays,
+    response_columns,
     response_lengths,
 )
-from turnstream.batching.merge.buffers import zeros_in_one_piece
 from turnstream.errors import RowTooLongError
 from turnstream.types import Ragged, Rows
 
@@ -72,33 +72,20 @@ def left_padded(rows: Rows, *, width: int, response_width: int, pad_token_id: in
     require_fits(rows.input_ids.lengths, width)
     require_fits(rows.loss_mask.lengths, response_width)
     tokens, responses = (len(rows), width), (len(rows), response_width)
-    ids_BT, rewards_BR, advantages_BR, logprobs_BR, attention_BT, response_BR, mask_BR = (
-        zeros_in_one_piece(
-            (tokens, np.int64),
-            (responses, np.float32),
-            (responses, np.float32),
-            (responses if rows.logprobs is not None else (0, 0), np.float32),
-            (tokens, np.bool_),
-            (responses, np.bool_),
-            (responses, np.bool_),
-        )
+    ids_BT, attention_BT, response_BR, *arrays = response_arrays(
+        rows, responses, (tokens, np.int64), (tokens, np.bool_), (responses, np.bool_)
+    )
+    suffix_mask(rows.input_ids.lengths, attention_BT)
+    suffix_mask(rows.loss_mask.lengths, response_BR)
+    columns = response_columns(
+        rows,
+        arrays,
+        advantage=rows.advantage[:, None],
+        place=lambda values, into_BR: _right_align(values, response_BR, into_BR),
     )
     if pad_token_id:
         _fill_left(rows.input_ids.lengths, ids_BT, pad_token_id)
-    suffix_mask(rows.input_ids.lengths, attention_BT)
-    suffix_mask(rows.loss_mask.lengths, response_BR)
     _right_align(rows.input_ids, attention_BT, ids_BT)
-    _right_align(rows.loss_mask, response_BR, mask_BR.view(np.uint8))
-    if rows.rewards.values.any():
-        _right_align(rows.rewards, response_BR, rewards_BR)
-    if rows.logprobs is not None:
-        _right_align(rows.logprobs, response_BR, logprobs_BR)
-    if rows.advantages is None:
-        masked_scalars(rows.advantage[:, None], mask_BR, advantages_BR)
-    else:
-        _right_align(rows.advantages, response_BR, advantages_BR)
-        masked_scalars(advantages_BR, mask_BR, advantages_BR)
-    weights = rows.token_weights
 
     def on_responses(values: Ragged[Any]) -> NDArray[Any]:
         return left_padded_column(values, rows, response_width=response_width)
@@ -107,11 +94,7 @@ def left_padded(rows: Rows, *, width: int, response_width: int, pad_token_id: in
         input_ids_BT=ids_BT,
         attention_mask_BT=attention_BT,
         response_mask_BR=response_BR,
-        loss_mask_BR=mask_BR,
-        logprobs_BR=None if rows.logprobs is None else logprobs_BR,
-        rewards_BR=rewards_BR,
-        advantages_BR=advantages_BR,
-        token_weights_BR=None if weights is None else on_responses(weights),
+        **{f"{name}_BR": column for name, column in columns.items()},
         extras=_left_padded_extras(rows, width=width, on_responses=on_responses),
     )
 

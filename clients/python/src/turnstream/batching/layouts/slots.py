@@ -31,14 +31,14 @@ Shapes: N slots, B rows, T columns, R response columns, M response tokens and I 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.merge.buffers import zeros_in_one_piece
+from turnstream.batching.merge.buffers import Shaped, zeros_in_one_piece
 from turnstream.batching.rows.assemble import picked_column
 from turnstream.errors import BatchingError
 from turnstream.types import Extent, Ragged, Rows
@@ -107,35 +107,16 @@ class SlotLine:
 
         `advantage` broadcasts to the shape; it is read where the rows have no `advantages`.
         """
-        rows, weights = self._rows, self._rows.token_weights
-        ids, rewards, advantages, logprobs, mask = zeros_in_one_piece(
-            (shape, np.int64),
-            (shape, np.float32),
-            (shape, np.float32),
-            (shape if rows.logprobs is not None else (0,), np.float32),
-            (shape, np.bool_),
-        )
+
+        def place(values: Ragged[Any], into: NDArray[Any]) -> None:
+            self.place_responses(values, into.reshape(-1))
+
+        ids, *arrays = response_arrays(self._rows, shape, (shape, np.int64))
+        columns = response_columns(self._rows, arrays, advantage=advantage, place=place)
         if pad_token_id:
             ids[...] = pad_token_id
-        self.place_tokens(rows.input_ids, ids.reshape(-1))
-        self.place_responses(rows.loss_mask, mask.reshape(-1).view(np.uint8))
-        if rows.rewards.values.any():
-            self.place_responses(rows.rewards, rewards.reshape(-1))
-        if rows.logprobs is not None:
-            self.place_responses(rows.logprobs, logprobs.reshape(-1))
-        if rows.advantages is None:
-            masked_scalars(advantage, mask, advantages)
-        else:
-            self.place_responses(rows.advantages, advantages.reshape(-1))
-            masked_scalars(advantages, mask, advantages)
-        return {
-            "input_ids": ids,
-            "loss_mask": mask,
-            "logprobs": None if rows.logprobs is None else logprobs,
-            "rewards": rewards,
-            "advantages": advantages,
-            "token_weights": None if weights is None else self._shifted(weights, shape),
-        }
+        self.place_tokens(self._rows.input_ids, ids.reshape(-1))
+        return {"input_ids": ids, **columns}
 
     def extras(
         self,
@@ -186,6 +167,50 @@ def _line(placed: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Return the slots of a shape on one line, as a view."""
     num_slots = int(np.prod(shape, dtype=np.int64))
     return placed.reshape(num_slots, *placed.shape[len(shape) :])
+
+
+def response_arrays(rows: Rows, shape: tuple[int, ...], *others: Shaped) -> list[NDArray[Any]]:
+    """Return arrays of zeros: the others, and those that `response_columns` fills."""
+    return zeros_in_one_piece(
+        *others,
+        (shape, np.float32),
+        (shape, np.float32),
+        (shape if rows.logprobs is not None else (0,), np.float32),
+        (shape if rows.token_weights is not None else (0,), np.float32),
+        (shape, np.bool_),
+    )
+
+
+def response_columns(
+    rows: Rows,
+    arrays: Sequence[NDArray[Any]],
+    *,
+    advantage: NDArray[np.float32],
+    place: Callable[[Ragged[Any], NDArray[Any]], None],
+) -> dict[str, Any]:
+    """Return name to column of response tokens, in these arrays.
+
+    `place` writes values of response tokens. `advantage` is read without `rows.advantages`.
+    """
+    rewards, advantages, logprobs, weights, mask = arrays
+    place(rows.loss_mask, mask.view(np.uint8))
+    if rows.rewards.values.any():
+        place(rows.rewards, rewards)
+    if rows.logprobs is not None:
+        place(rows.logprobs, logprobs)
+    if rows.token_weights is not None:
+        place(rows.token_weights, weights)
+    if rows.advantages is not None:
+        place(rows.advantages, advantages)
+        advantage = advantages
+    masked_scalars(advantage, mask, advantages)
+    return {
+        "loss_mask": mask,
+        "logprobs": None if rows.logprobs is None else logprobs,
+        "rewards": rewards,
+        "advantages": advantages,
+        "token_weights": None if rows.token_weights is None else weights,
+    }
 
 
 def masked_scalars(

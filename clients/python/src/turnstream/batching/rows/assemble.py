@@ -72,12 +72,13 @@ def concatenate_rows(parts: Sequence[Rows]) -> Rows:
         raise BatchingError("no rows to concatenate")
     if len(parts) == 1:
         return parts[0]
-    return _joined(parts, name="rows")
+    return _each_column(parts, _joined, name="rows")
 
 
 def take_rows(rows: Rows, positions: Sequence[int]) -> Rows:
     """Return the rows at these positions, in this order."""
-    return _taken(rows, np.array(positions, np.int64))
+    index = np.array(positions, np.int64)
+    return _each_column([rows], lambda columns: _taken(columns, index), name="rows")
 
 
 def _check_payload(trajectory: TrajectoryPlan, turns: Sequence[StoredTurn]) -> None:
@@ -186,25 +187,22 @@ def joined_column(columns: Sequence[Ragged[Scalar]]) -> Ragged[Scalar]:
     return Ragged(np.concatenate([column.flat().values for column in columns]), offsets)
 
 
-def _joined(columns: Sequence[Any], *, name: str) -> Any:
-    """Return the concatenation of columns, or a value with that of each of its columns."""
-    first, *others = columns
-    for column in others:
-        if _kind(column) != _kind(first):
-            raise BatchingError(f"{name} to concatenate: {_kind(first)} and {_kind(column)}")
+def _each_column(values: Sequence[Any], change: Callable[[list[Any]], Any], *, name: str) -> Any:
+    """Return a value like the given ones, whose columns are `change(columns)` of theirs."""
+    first, *others = values
+    for other in others:
+        if _kind(other) != _kind(first):
+            raise BatchingError(f"{name} to concatenate: {_kind(first)} and {_kind(other)}")
     if first is None or isinstance(first, str):
         return first
-    if isinstance(first, Ragged):
-        return joined_column(columns)
-    if isinstance(first, np.ndarray):
-        return np.concatenate(columns)
     if isinstance(first, Mapping):
         keys = cast("Mapping[str, Any]", first)
-        return {k: _joined([each[k] for each in columns], name=f"{name}[{k!r}]") for k in keys}
-    if is_dataclass(first):
+        return {k: _each_column([each[k] for each in values], change, name=k) for k in keys}
+    if is_dataclass(first) and not isinstance(first, Ragged):
         names = [each.name for each in fields(first)]
-        return type(first)(**{n: _joined([getattr(c, n) for c in columns], name=n) for n in names})
-    return [text for column in columns for text in column]
+        columns = {n: [getattr(each, n) for each in values] for n in names}
+        return type(first)(**{n: _each_column(columns[n], change, name=n) for n in names})
+    return change(list(values))
 
 
 def _kind(column: Any) -> str:
@@ -217,20 +215,20 @@ def _kind(column: Any) -> str:
     return repr(column) if isinstance(column, str) else type(column).__name__
 
 
-def _taken(column: Any, positions: NDArray[np.int64]) -> Any:
-    """Return the rows of a column at these positions, or a value with those of its columns."""
-    if column is None or isinstance(column, str):
-        return column
+def _joined(columns: list[Any]) -> Any:
+    if isinstance(columns[0], Ragged):
+        return joined_column(columns)
+    if isinstance(columns[0], np.ndarray):
+        return np.concatenate(columns)
+    return [text for column in columns for text in column]
+
+
+def _taken(columns: list[Any], positions: NDArray[np.int64]) -> Any:
+    (column,) = columns
     if isinstance(column, Ragged):
         return picked_column(cast("Ragged[Any]", column), positions)
     if isinstance(column, np.ndarray):
         return cast("NDArray[Any]", column)[positions]
-    if isinstance(column, Mapping):
-        named = cast("Mapping[str, Any]", column)
-        return {name: _taken(each, positions) for name, each in named.items()}
-    if is_dataclass(column):
-        named = {each.name: getattr(column, each.name) for each in fields(column)}
-        return type(column)(**{name: _taken(each, positions) for name, each in named.items()})
     return [column[row] for row in positions.tolist()]
 
 
