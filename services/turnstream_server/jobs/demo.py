@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rich.console import Console
 
@@ -27,17 +26,6 @@ _MARGIN = 1.02
 """Factor above the goal at which the job ends: games under way still count after that."""
 
 
-class Verdict(NamedTuple):
-    """Whether the policy has learned, and in words.
-
-    `goal` is the mean reward that the last tenth has to reach; None before the first reward.
-    """
-
-    has_learned: bool
-    goal: float | None
-    words: str
-
-
 def run_demo(settings: Settings, options: DemoOptions, console: Console) -> int:
     """Train until the reward has risen; print the summary and write it.
 
@@ -57,11 +45,10 @@ def run_demo(settings: Settings, options: DemoOptions, console: Console) -> int:
         job.stack.wait_for_all(services, timeout_s=_CLOSING_S)
         summary = job.history.summary()
     report(summary, console, title="demo", json_path=options.json_path)
-    verdict = judge(summary, best_reward=GAME.best_mean_reward)
-    outcome = "learned" if verdict.has_learned else "not learned"
-    console.print(f"{outcome}: {verdict.words}", soft_wrap=True)
+    has_learned, words = judge(summary)
+    console.print(f"{'learned' if has_learned else 'not learned'}: {words}", soft_wrap=True)
     console.print(_NEXT, soft_wrap=True, highlight=False)
-    return 0 if verdict.has_learned else 1
+    return 0 if has_learned else 1
 
 
 def introduction(job: Job) -> str:
@@ -79,27 +66,29 @@ def introduction(job: Job) -> str:
 
 def _watch(job: Job, options: DemoOptions, console: Console) -> None:
     """Show the progress until the policy has learned, or the time is up."""
-
-    def goal_of(summary: Summary) -> float | None:
-        return judge(summary, best_reward=GAME.best_mean_reward).goal
-
-    def share(summary: Summary) -> float:
-        return (summary.reward_last_tenth or 0.0) / (goal_of(summary) or 1.0)
-
-    for summary in job.watch(console, timeout_s=options.max_seconds, share=share, goal=goal_of):
-        if summary.trajectories >= _MIN_TRAJECTORIES and share(summary) >= _MARGIN:
+    for summary in job.watch(console, timeout_s=options.max_seconds, goal=goal_of):
+        goal, last = goal_of(summary), summary.reward_last_tenth or 0.0
+        if goal and summary.trajectories >= _MIN_TRAJECTORIES and last >= _MARGIN * goal:
             break
 
 
-def judge(summary: Summary, *, best_reward: float) -> Verdict:
-    """Return whether the mean reward has doubled and reached its share of the best policy's."""
-    first, last = summary.reward_first_tenth, summary.reward_last_tenth
-    if first is None or last is None:
-        return Verdict(False, None, "no game was finished")
-    goal = max(2 * first, SHARE_OF_BEST * best_reward)
+def goal_of(summary: Summary) -> float | None:
+    """Return the mean reward that the last tenth has to reach; None before the first reward.
+
+    It is twice that of the first tenth, and a share of the best policy's.
+    """
+    first = summary.reward_first_tenth
+    return None if first is None else max(2 * first, SHARE_OF_BEST * GAME.best_mean_reward)
+
+
+def judge(summary: Summary) -> tuple[bool, str]:
+    """Return whether the policy has learned, and the reason."""
+    first, last, goal = summary.reward_first_tenth, summary.reward_last_tenth, goal_of(summary)
+    if first is None or last is None or goal is None:
+        return False, "no game was finished"
     reached = f"mean reward {last:.3f} in the last tenth, {first:.3f} in the first"
-    wanted = f"wanted: {goal:.3f} (twice the first tenth, and {SHARE_OF_BEST} of {best_reward:g})"
-    return Verdict(last >= goal, goal, f"{reached}; {wanted}")
+    best = f"{SHARE_OF_BEST} of {GAME.best_mean_reward:g}"
+    return last >= goal, f"{reached}; wanted: {goal:.3f} (twice the first tenth, and {best})"
 
 
 def _start_services(job: Job, options: DemoOptions, *, groups: int) -> Sequence[Service]:

@@ -20,7 +20,7 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server.bus.core.stores import open_store
 from turnstream_server.jobs.history import RunHistory
-from turnstream_server.jobs.progress import ProgressDisplay
+from turnstream_server.jobs.progress import progress_display, progress_text
 from turnstream_server.jobs.stack import Stack
 from turnstream_server.jobs.summary import Summary, summary_table
 from turnstream_server.models.spec import SmallModelSpec
@@ -45,17 +45,16 @@ class Job:
         console: Console,
         *,
         timeout_s: float,
-        share: Callable[[Summary], float],
         goal: Callable[[Summary], float | None] = lambda _: None,
     ) -> Iterator[Summary]:
         """Yield and show the summary at intervals until the deadline; raise if a process fails.
 
-        `share` is the finished part of the work, 0 to 1, and `goal` the reward that ends the job.
+        `goal` is the reward that ends the job.
         """
-        with ProgressDisplay(console) as display:
+        with progress_display(console) as show:
             for elapsed_s in self.stack.watch(timeout_s=timeout_s, every_s=_REFRESH_S):
                 summary = self.history.summary()
-                display.show(summary, share=share(summary), elapsed_s=elapsed_s, goal=goal(summary))
+                show(progress_text(summary, elapsed_s=elapsed_s, goal=goal(summary)))
                 yield summary
 
 

@@ -41,15 +41,10 @@ def run_replay_job(settings: Settings, options: ReplayOptions, console: Console)
         pad_token_id=chat.pad_token_id,
         max_tokens_per_micro_batch=_MICRO_BATCH_TOKENS,
     )
-
-    def share(summary: Summary) -> float:
-        trained = summary.ledger.get("stepped", 0) + summary.ledger.get("committed", 0)
-        return trained / num_trajectories
-
     with training_job(settings, options.folder, kind="replay", config=config) as job:
         trainer, replayers = _start_services(job, options, chat)
         is_closed = False
-        for _ in job.watch(console, timeout_s=options.max_seconds, share=share):
+        for _ in job.watch(console, timeout_s=options.max_seconds):
             if not is_closed and all(each.status is not None for each in replayers):
                 close_run(job.client, job.run, "every recording is published")
                 is_closed = True

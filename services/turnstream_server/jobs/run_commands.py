@@ -42,13 +42,8 @@ def _first_config(settings: Sequence[str]) -> BatchingConfig:
         raise InvalidConfigError(
             "batch_groups", "it is missing; write --set batch_groups=8: the groups of one step"
         )
-    try:
-        batch_groups = int(given["batch_groups"])
-    except ValueError as error:
-        text = given["batch_groups"]
-        raise InvalidConfigError("batch_groups", f"{text!r} is no whole number") from error
-    default = BatchingConfig(batch_groups=batch_groups, mini_batch_groups=batch_groups)
-    return with_settings(default, settings)
+    first = BatchingConfig(batch_groups=1, mini_batch_groups=1)
+    return with_settings(first, [f"mini_batch_groups={given['batch_groups']}", *settings])
 
 
 def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -> Iterator[str]:

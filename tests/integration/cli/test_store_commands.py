@@ -74,7 +74,7 @@ def test_created_run_has_its_settings_and_may_be_created_again(url: str) -> None
     ("words", "message"),
     [
         ([], "batch_groups: it is missing; write --set batch_groups=8"),
-        (["--set", "batch_groups=many"], "batch_groups: 'many' is no whole number"),
+        (["--set", "batch_groups=many"], "batch_groups: 'many' is not a whole number"),
         (["--set", "batch_groups=8", "--set", "estimater=rloo"], "estimater: is no setting"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from testkit import sealed
-from turnstream_server.jobs.progress import ProgressDisplay, progress_lines
+from turnstream_server.jobs.progress import progress_display, progress_text
 from turnstream_server.jobs.summary import summarise
 
 SUMMARY = summarise(
@@ -21,21 +21,19 @@ SUMMARY = summarise(
 
 
 def test_progress_shows_time_step_reward_and_ledger() -> None:
-    numbers, ledger = progress_lines(SUMMARY, elapsed_s=75.0, goal=0.6)
+    text = progress_text(SUMMARY, elapsed_s=75.0, goal=0.6)
 
-    assert numbers == "1:15  step 7  reward 0.500 of 0.600  0 tokens/s"
-    assert ledger == "ledger: open 3, committed 1"
+    numbers = "1:15  step 7  reward 0.500 of 0.600  0 tokens/s"
+    assert text == f"{numbers}  ledger: open 3, committed 1"
 
 
 def test_terminal_shows_the_newest_progress() -> None:
     out = io.StringIO()
 
-    with ProgressDisplay(Console(file=out, force_terminal=True, width=100)) as display:
-        display.show(SUMMARY, share=0.5, elapsed_s=75.0)
-        shown = out.getvalue()
+    with progress_display(Console(file=out, force_terminal=True, width=100)) as show:
+        show("step 7")
 
-    assert "step 7" in shown
-    assert "ledger: open 3" in shown
+    assert "step 7" in out.getvalue()
 
 
 @pytest.mark.parametrize(("every_s", "num_lines"), [(0.0, 2), (10.0, 0)])
@@ -45,8 +43,8 @@ def test_log_file_gets_a_line_at_intervals(
     out = io.StringIO()
     monkeypatch.setattr("turnstream_server.jobs.progress._LINE_EVERY_S", every_s)
 
-    with ProgressDisplay(Console(file=out, width=60)) as display:
+    with progress_display(Console(file=out, width=60)) as show:
         for _ in range(2):
-            display.show(SUMMARY, share=0.5, elapsed_s=75.0)
+            show("step 7")
 
     assert len(out.getvalue().splitlines()) == num_lines
