@@ -15,7 +15,7 @@ from harness.forging import (
     Lines,
     change,
     edit_row,
-    every_share,
+    edit_shares,
     lose_group,
     renamed,
     right_history,
@@ -33,11 +33,10 @@ OTHER = TRAINED + 1
 
 
 def repeat_batch(lines: Lines) -> Lines:
-    def repeat(facts: dict[str, Any]) -> dict[str, Any]:
-        same = share(1, facts["mini_batch"], facts["dp_rank"])
-        return {"rows": same["rows"]} if facts["step"] == 4 else {}
+    def rows(facts: dict[str, Any]) -> dict[str, Any]:
+        return {"rows": share(1, facts["mini_batch"], facts["dp_rank"])["rows"]}
 
-    return every_share(lines, repeat)
+    return edit_shares(lines, rows, step=4)
 
 
 def skip_step(lines: Lines) -> Lines:
@@ -45,12 +44,10 @@ def skip_step(lines: Lines) -> Lines:
 
 
 def split_group(lines: Lines) -> Lines:
-    def swap(facts: dict[str, Any]) -> dict[str, Any]:
-        if facts["step"] != 1 or facts["dp_rank"] != 1:
-            return {}
+    def rows(facts: dict[str, Any]) -> dict[str, Any]:
         return {"rows": share(1, 1 - facts["mini_batch"], 1)["rows"]}
 
-    return every_share(lines, swap)
+    return edit_shares(lines, rows, step=1, dp_rank=1)
 
 
 def share_row(lines: Lines) -> Lines:
@@ -102,13 +99,11 @@ def leave_member_out(lines: Lines) -> Lines:
 
 
 def train_two_attempts(lines: Lines) -> Lines:
-    def add(facts: dict[str, Any]) -> dict[str, Any]:
-        if (facts["step"], facts["mini_batch"], facts["dp_rank"]) != (1, 0, 0):
-            return {}
+    def rows(facts: dict[str, Any]) -> dict[str, Any]:
         again = {**facts["rows"][0], "row": 99, "trajectory": "g0/0/1"}
         return {"rows": [*facts["rows"], again]}
 
-    return every_share(lines, add)
+    return edit_shares(lines, rows, step=1, mini_batch=0, dp_rank=0)
 
 
 def train_fenced_writer(lines: Lines) -> Lines:
@@ -130,12 +125,8 @@ def lose_turn(lines: Lines) -> Lines:
     return [*lines, Line("w", "appended", 100.0, turn), Line("h", "taken", 101.0, taken)]
 
 
-def change_manifest(*, of_rank: int | None) -> Corrupt:
-    def other(facts: dict[str, Any]) -> dict[str, Any]:
-        is_meant = facts["step"] == 4 and of_rank in (None, facts["dp_rank"])
-        return {"manifest": "m9"} if is_meant else {}
-
-    return lambda lines: every_share(lines, other)
+def change_manifest(**where: Any) -> Corrupt:
+    return lambda lines: edit_shares(lines, lambda _: {"manifest": "m9"}, step=4, **where)
 
 
 def drop_last_mini_batch(lines: Lines) -> Lines:
@@ -206,8 +197,8 @@ CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("adopted_turns_are_those_appended", lose_turn),
     ("adopted_turns_are_those_appended", take_over(said_by="u")),
     ("steps_are_stepped_by_all_ranks", drop_last_mini_batch),
-    ("steps_are_stepped_by_all_ranks", change_manifest(of_rank=1)),
-    ("steps_are_stepped_by_all_ranks", change_manifest(of_rank=None)),
+    ("steps_are_stepped_by_all_ranks", change_manifest(dp_rank=1)),
+    ("steps_are_stepped_by_all_ranks", change_manifest()),
     ("nothing_else_is_trained", lambda ls: change(ls, "opening", purpose="eval")),
     ("nothing_else_is_trained", change_payload_of_task),
     ("prompts_are_trained_once", lambda ls: renamed(ls, {"g0": "p%231", "g5": "p%232"})),

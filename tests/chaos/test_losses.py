@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.checker import HistoryError, check
-from harness.forging import Lines, every_share, lose_group, right_history
+from harness.forging import Lines, edit_shares, lose_group, right_history
 from harness.history import History, Line
 from harness.losses import lost_trajectories, refusals_have_a_cause
 
 
 def plan_later_steps_again(lines: Lines) -> Lines:
     """Return a history whose second session has other contents of step 3."""
-
-    def again(facts: dict[str, Any]) -> dict[str, Any]:
-        is_again = (facts["session"], facts["step"]) == ("second", 3)
-        return {"content": f"new {facts['content']}"} if is_again else {}
-
-    return every_share(lines, again)
+    return edit_shares(
+        lines, lambda facts: {"content": f"new {facts['content']}"}, session="second", step=3
+    )
 
 
 @pytest.mark.parametrize(

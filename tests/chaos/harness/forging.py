@@ -68,7 +68,7 @@ def write_group(writing: Writing, group: str) -> None:
 
 
 def lose_group(lines: Lines) -> Lines:
-    """The lines with a group that is sealed and never trained."""
+    """Return the lines with a group that is sealed and never trained."""
     writing = Writing()
     write_group(writing, "g99")
     later = [replace(line, at=line.at + 10.0) for line in writing.lines]
@@ -139,31 +139,38 @@ def rows_of(group: str) -> list[dict[str, Any]]:
 
 
 def change(lines: Lines, kind: str, position: int = 0, **facts: Any) -> Lines:
-    """The lines with other facts in one line of a kind."""
+    """Return the lines with other facts in one line of a kind."""
     chosen = [line for line in lines if line.kind == kind][position]
     return [line.but(**facts) if line is chosen else line for line in lines]
 
 
 def without(lines: Lines, kind: str, position: int = 0) -> Lines:
-    """The lines without one of a kind."""
+    """Return the lines without one of a kind."""
     chosen = [line for line in lines if line.kind == kind][position]
     return [line for line in lines if line is not chosen]
 
 
-def every_share(lines: Lines, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> Lines:
-    """The lines with the facts of every received share edited."""
-    return [line.but(**edit(line.facts)) if line.kind == "received" else line for line in lines]
+def edit_shares(
+    lines: Lines, edit: Callable[[dict[str, Any]], dict[str, Any]], **where: Any
+) -> Lines:
+    """Return the lines with other facts in the received shares that have these facts."""
+    return [
+        line.but(**edit(line.facts))
+        if line.kind == "received" and where.items() <= line.facts.items()
+        else line
+        for line in lines
+    ]
 
 
 def edit_row(lines: Lines, position: int = 0, **facts: Any) -> Lines:
-    """The lines with other facts in the first row of a received share."""
+    """Return the lines with other facts in the first row of a received share."""
     share = [line for line in lines if line.kind == "received"][position]
     first, *others = share["rows"]
     return change(lines, "received", position, rows=[{**first, **facts}, *others])
 
 
 def renamed(lines: Lines, names: Mapping[str, str]) -> Lines:
-    """The lines with other names of groups."""
+    """Return the lines with other names of groups."""
 
     def told(facts: dict[str, Any]) -> dict[str, Any]:
         text = json.dumps(facts)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import secrets
 import socket
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -263,16 +262,16 @@ class Repeater(grpc.GenericRpcHandler):
 
     Args:
         target: "host:port" of the batcher.
-        num_copies: how often the first, second, ... call of each method is sent, and round again.
+        num_copies: how often each call is sent.
 
     Attributes:
         address: where clients connect, "host:port".
         calls: all that came, in the order in which they ended.
     """
 
-    def __init__(self, target: str, *, num_copies: tuple[int, ...] = (3, 2, 1)) -> None:
+    def __init__(self, target: str, *, num_copies: int = 3) -> None:
         self.calls: list[Repeated] = []
-        self._copies = defaultdict[str, Iterator[int]](lambda: itertools.cycle(num_copies))
+        self._num_copies = num_copies
         self._channel = grpc.insecure_channel(target, options=_UNLIMITED)
         self._senders = ThreadPoolExecutor(_MAX_CALLS)
         self._server = grpc.server(ThreadPoolExecutor(_MAX_CALLS), options=_UNLIMITED)
@@ -308,12 +307,9 @@ class Repeater(grpc.GenericRpcHandler):
     def _answer(
         self, method: str, request: bytes, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        copies = [
-            self._senders.submit(self._send, method, request)
-            for _ in range(next(self._copies[method]))
-        ]
-        outcomes = tuple(copy.result(_TIMEOUT_S) for copy in copies)
-        self.calls.append(Repeated(method, request, outcomes))
+        (repeated,) = self.send_again([Repeated(method, request, ())], num_copies=self._num_copies)
+        outcomes = repeated.outcomes
+        self.calls.append(repeated)
         yield from outcomes[0].messages
         if outcomes[0].code is not grpc.StatusCode.OK:
             context.abort(outcomes[0].code, outcomes[0].details)
