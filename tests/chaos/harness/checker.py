@@ -17,12 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from harness.history import History, Line, Violations
-from harness.leaders import (
-    stale_sessions_are_refused,
-    steps_have_one_leader,
-    versions_are_never_reused,
-)
-from harness.members import (
+from harness.invariants import (
     adopted_turns_are_those_appended,
     awaited_rewards_are_those_posted,
     evaluations_add_up,
@@ -32,7 +27,10 @@ from harness.members import (
     prompts_are_trained_once,
     rewards_taken,
     rows_are_what_was_said,
+    stale_sessions_are_refused,
     steps_are_stepped_by_all_ranks,
+    steps_have_one_leader,
+    versions_are_never_reused,
 )
 
 SLACK_S = 3.0

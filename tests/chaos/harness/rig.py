@@ -15,7 +15,7 @@ import redis
 
 from harness.checker import check
 from harness.history import History, Line, Logs
-from harness.leaders import read_plans
+from harness.invariants import read_plans
 from harness.losses import lost_trajectories
 from harness.proxy import own_host
 from harness.stored import content_of

@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from harness.faults import FAULTS
+from harness.invariants import trained_prompts
 from harness.losses import refusals_have_a_cause
 from harness.machine import Machine
-from harness.members import trained_prompts
 from harness.proxy import Proxy
 from harness.rig import Rig, config
 from harness.running import Draws, InVainError, Stack
