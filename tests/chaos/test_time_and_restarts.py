@@ -45,9 +45,8 @@ def test_clock_that_jumps_by_an_hour_ends_no_lease(
 
     for wrong_by_s in jumps:
         stepped = rig.count("stepped")
-        machine.set_clock(wrong_by_s=wrong_by_s)
-        rig.wait(lambda w=wrong_by_s: _is_wrong_by(rig, before, w), "the jump")
-        _wait_for_a_look(rig)
+        _jump(rig, machine, before, wrong_by_s)
+        _wait_for_timekeeper(rig)
         rig.wait_for_lines("stepped", stepped + 2)
 
     end.touch()
@@ -81,14 +80,13 @@ def test_clock_that_jumps_by_an_hour_ends_no_deadline_and_no_observer(
         publisher.flush(10)
 
         for step, wrong_by_s in enumerate(jumps, start=1):
-            machine.set_clock(wrong_by_s=wrong_by_s)
-            rig.wait(lambda w=wrong_by_s: _is_wrong_by(rig, before, w), "the jump")
-            _wait_for_a_look(rig)
+            _jump(rig, machine, before, wrong_by_s)
+            _wait_for_timekeeper(rig)
             if wrong_by_s == max(jumps):  # it has gone ahead
                 batcher.kill()
                 rig.start_batcher()
                 for _ in range(2):
-                    _wait_for_a_look(rig)
+                    _wait_for_timekeeper(rig)
             publisher.publish(group(f"g{step}")).result(10)
             assert next(observer).info.step == step
             observer.seen()
@@ -101,41 +99,45 @@ def test_clock_that_jumps_by_an_hour_ends_no_deadline_and_no_observer(
         hangs.seal(1.0)
 
 
-def _wait_for_a_look(rig: Rig) -> None:
-    """Until the timekeeper has looked at the store's clock as it is now, and done what was due."""
+def _wait_for_timekeeper(rig: Rig) -> None:
+    """Wait until the timekeeper has read the new time and acted on it."""
 
-    def looked_ms() -> int:
+    def read_ms() -> int:
         at_ms: Any = rig.client.hget(keys.run_keys(rig.run).clock, "at_ms")
         return int(at_ms or 0)
 
     now: Any = rig.client.time()
-    rig.wait(lambda: abs(looked_ms() / 1000 - now[0]) < HOUR_S / 2, "a look at the clock")
-    first_ms = looked_ms()
-    rig.wait(lambda: looked_ms() != first_ms, "the look after it")
+    rig.wait(lambda: abs(read_ms() / 1000 - now[0]) < HOUR_S / 2, "the new time")
+    first_ms = read_ms()
+    rig.wait(lambda: read_ms() != first_ms, "the time after it")
 
 
-def _is_wrong_by(rig: Rig, before: tuple[int, int], wrong_by_s: float) -> bool:
-    now: Any = rig.client.time()
-    return abs(now[0] - before[0] - wrong_by_s) < HOUR_S / 2
+def _jump(rig: Rig, machine: Machine, before: tuple[int, int], wrong_by_s: float) -> None:
+    """Set the store's clock, and wait until the store has the new time."""
+
+    def has_jumped() -> bool:
+        now: Any = rig.client.time()
+        return abs(now[0] - before[0] - wrong_by_s) < HOUR_S / 2
+
+    machine.set_clock(wrong_by_s=wrong_by_s)
+    rig.wait(has_jumped, "the jump")
 
 
 def test_leader_that_died_before_the_clock_went_back_has_a_successor(
     start_rig: Callable[..., Rig], tmp_path: Path
 ) -> None:
-    # Fault 24: its lease ends an hour after the end of the world, by the clock that it was made by.
+    # Fault 24: its lease ends an hour from now, by the clock of that time.
     machine = Machine(tmp_path)
     rig = start_rig(binary=machine.binary)
     before: Any = rig.client.time()
-    machine.set_clock(wrong_by_s=HOUR_S)
-    rig.wait(lambda: _is_wrong_by(rig, before, HOUR_S), "the jump")
+    _jump(rig, machine, before, HOUR_S)
     doomed = rig.start_batcher("doomed", failpoint="plan.before_write")
     rig.start_generator(groups=8)
     rig.wait(lambda: doomed.status is not None, "the leader's death")
     leader: Any = rig.client.hgetall(keys.run_keys(rig.run).leader)
     assert (leader[b"epoch"], rig.planned()) == (b"1", 0)
 
-    machine.set_clock(wrong_by_s=0)
-    rig.wait(lambda: _is_wrong_by(rig, before, 0), "the jump back")
+    _jump(rig, machine, before, 0.0)
     left_s = int(leader[b"expires_ms"]) / 1000 - before[0]
     rig.start_batcher()
 
