@@ -10,7 +10,6 @@ import redis
 
 from testkit.run_driver import Drive, RunDriver
 from testkit.scripts import script
-from testkit.tasks import next_task
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import LARGEST_GROUP
 from turnstream.errors import (
@@ -52,20 +51,6 @@ def test_largest_group_opens_whole_with_all_samples(drive: Drive) -> None:
     assert epochs == [1] * LARGEST_GROUP
     assert run.counts() == {"accepted": LARGEST_GROUP, "open": LARGEST_GROUP}
     assert run.client.zcard(run.keys.leases) == run.client.hlen(run.keys.held) == LARGEST_GROUP
-
-
-def test_next_task_opens_largest_group_whole(drive: Drive) -> None:
-    # The script failed after its first write, no generator got the task, and each further call
-    # filled the run with one more group of 327 MB.
-    run = drive(max_samples=LARGEST_GROUP)
-    add_prompts(
-        run.client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=LARGEST_GROUP)]
-    )
-
-    task: Any = next_task(run.client, run.name, writer="w")
-
-    assert len(task.epochs) == LARGEST_GROUP
-    assert run.counts() == {"accepted": LARGEST_GROUP, "open": LARGEST_GROUP}
 
 
 def test_many_seals_posted_at_once_count_whole(drive: Drive) -> None:
@@ -161,16 +146,6 @@ def test_prompts_above_stored_revision_are_refused(run: RunDriver) -> None:
 
     with pytest.raises(InvalidTurnError, match="4 samples, above max_samples=3"):
         add_prompts(run.client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=4)])
-
-
-def test_revised_max_samples_opens_larger_groups(drive: Drive) -> None:
-    # The limit is a setting of the run, so that a run with larger groups can open them.
-    run = drive(batch_groups=2)
-    config = BatchingConfig(batch_groups=2, mini_batch_groups=2, max_samples=2000)
-    revise_config(run.client, run.name, config, from_step=1)
-    run.client.hset(run.keys.config, "newest", 2)
-
-    assert run.do(run.open_group("g/1999/0", num_samples=2000)) == [1]
 
 
 def test_known_group_stays_open_below_a_lowered_limit(drive: Drive) -> None:

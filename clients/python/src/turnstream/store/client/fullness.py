@@ -37,7 +37,7 @@ def store_trouble(facts: Mapping[str, Any]) -> str:
 
 
 class Bytes(NamedTuple):
-    """Bytes of a server and of one run, as of one moment.
+    """Bytes of a server and of one run, at one time.
 
     Attributes:
         used: bytes that the server uses.
@@ -45,7 +45,7 @@ class Bytes(NamedTuple):
         reserved: held by open trajectories of the run.
         stored: held by sealed trajectories that are in no batch.
         planned: held by the batches of the run.
-        needed: bytes of the group that is to begin next.
+        needed: bytes of the next group.
         max_bytes: the setting of the run; 0 for no limit.
     """
 
@@ -63,15 +63,12 @@ class Bytes(NamedTuple):
         return 0 < self.allowed <= self.used
 
     @property
-    def by(self) -> str:
-        """The holders, by type."""
-        return (
-            f"{self.reserved:,} bytes by open trajectories, {self.stored:,} by sealed ones, "
-            f"{self.planned:,} by planned steps"
-        )
+    def held(self) -> int:
+        """Bytes of the run."""
+        return self.reserved + self.stored + self.planned
 
     def why_full(self, *, is_urgent: bool) -> str:
-        """Return that the store refuses writes, or that open trajectories leave no room.
+        """Return that the store refuses writes, or that open trajectories hold the free bytes.
 
         Empty where neither holds. Open trajectories count where they hold more than half of what is
         held, or of the memory for new groups: steps of the trainer release none of their bytes.
@@ -85,21 +82,20 @@ class Bytes(NamedTuple):
         if self.refuses_writes:
             return (
                 f"the store is full: it uses {self.used:,} bytes, maxmemory is {self.allowed:,}, "
-                f"and it refuses writes; this run holds {self.by}: raise maxmemory, or abandon "
-                "open trajectories"
+                f"and it refuses writes; this run holds {self._holders}: raise maxmemory, or "
+                "abandon open trajectories"
             )
         if self._is_over_budget(is_urgent=is_urgent) and 2 * self.reserved > self.held:
             return (
-                f"the byte budget of the run is full: {self.held:,} of max_bytes="
-                f"{self.max_bytes:,} are held, {self.by}; a group needs {self.needed:,}: seal or "
-                "abandon open trajectories, or revise max_bytes"
+                f"the byte budget of the run is full: {self._budget}: seal or abandon open "
+                "trajectories, or revise max_bytes"
             )
         usable = self._usable(is_urgent=is_urgent)
         if self._is_over_memory(usable) and 2 * self.reserved > usable:
             return (
                 f"the store is full: it uses {self.used:,} of {self.allowed:,} bytes, of which new "
-                f"groups may have {usable:,.0f}; this run holds {self.by}; a group needs "
-                f"{self.needed:,}: seal or abandon open trajectories, or raise maxmemory"
+                f"groups may have {usable:,.0f}; {self._need}: seal or abandon open trajectories, "
+                "or raise maxmemory"
             )
         return ""
 
@@ -114,21 +110,28 @@ class Bytes(NamedTuple):
         """
         if self._is_over_budget(is_urgent=is_urgent):
             return (
-                f"{self.held:,} of max_bytes={self.max_bytes:,} are held, {self.by}; a group needs "
-                f"{self.needed:,}; a step releases its bytes when it is committed and no longer "
+                f"{self._budget}; a step releases its bytes when it is committed and no longer "
                 "retained"
             )
         if self._is_over_memory(self._usable(is_urgent=is_urgent)):
-            return (
-                f"the server uses {self.used:,} of its {self.allowed:,} bytes; this run holds "
-                f"{self.by}; a group needs {self.needed:,}"
-            )
+            return f"the server uses {self.used:,} of its {self.allowed:,} bytes; {self._need}"
         return ""
 
     @property
-    def held(self) -> int:
-        """Bytes of the run."""
-        return self.reserved + self.stored + self.planned
+    def _holders(self) -> str:
+        return (
+            f"{self.reserved:,} bytes by open trajectories, {self.stored:,} by sealed ones, "
+            f"{self.planned:,} by planned steps"
+        )
+
+    @property
+    def _budget(self) -> str:
+        held = f"{self.held:,} of max_bytes={self.max_bytes:,} are held"
+        return f"{held}, {self._holders}; a group needs {self.needed:,}"
+
+    @property
+    def _need(self) -> str:
+        return f"this run holds {self._holders}; a group needs {self.needed:,}"
 
     def _usable(self, *, is_urgent: bool) -> float:
         return self.allowed * (1 - (RESERVE / 2 if is_urgent else RESERVE))

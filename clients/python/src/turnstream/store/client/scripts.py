@@ -109,12 +109,11 @@ def run_command(client: redis.Redis, command: Command) -> Any:
 def run_commands(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
     """Return the replies of scripts that are called in one round trip, refusals among them."""
     with translating():
-        replies = _send(client, commands)
-        start = _first_unknown(replies)
-        if start is not None:
-            for source in _sources(commands[start:]):
+        replies = _pipeline(client, commands).execute(raise_on_error=False)
+        if unknown := _from_unknown(replies, commands):
+            for source in {command.script.source for command in unknown}:
                 client.script_load(source)
-            replies[start:] = _send(client, commands[start:])
+            replies[-len(unknown) :] = _pipeline(client, unknown).execute(raise_on_error=False)
     return [_translated(*each) for each in zip(replies, commands, strict=True)]
 
 
@@ -139,43 +138,32 @@ async def run_command_async(client: redis.asyncio.Redis, command: Command) -> An
 async def run_commands_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Any]:
     """Call scripts like `run_commands`, for asyncio."""
     with translating():
-        replies = await _send_async(client, commands)
-        start = _first_unknown(replies)
-        if start is not None:
-            for source in _sources(commands[start:]):
+        replies = await _pipeline(client, commands).execute(raise_on_error=False)
+        if unknown := _from_unknown(replies, commands):
+            for source in {command.script.source for command in unknown}:
                 await client.script_load(source)
-            replies[start:] = await _send_async(client, commands[start:])
+            again = await _pipeline(client, unknown).execute(raise_on_error=False)
+            replies[-len(unknown) :] = again
     return [_translated(*each) for each in zip(replies, commands, strict=True)]
 
 
-def _send(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
+def _pipeline(client: redis.Redis | redis.asyncio.Redis, commands: Sequence[Command]) -> Any:
     pipeline = client.pipeline(transaction=False)
     for command in commands:
         pipeline.execute_command(*command.words)
-    return pipeline.execute(raise_on_error=False)
+    return pipeline
 
 
-async def _send_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Any]:
-    pipeline = client.pipeline(transaction=False)
-    for command in commands:
-        pipeline.execute_command(*command.words)
-    return await pipeline.execute(raise_on_error=False)
-
-
-def _first_unknown(replies: Sequence[Any]) -> int | None:
-    """Return the index of the first script that the server did not know.
+def _from_unknown(replies: Sequence[Any], commands: Sequence[Command]) -> Sequence[Command]:
+    """Return the calls from the first script on that the server did not know.
 
     Later calls may have been refused because it was left out, so all of them are sent again;
     finished ones are answered as duplicates.
     """
     for position, reply in enumerate(replies):
         if isinstance(reply, NoScriptError):
-            return position
-    return None
-
-
-def _sources(commands: Sequence[Command]) -> set[str]:
-    return {command.script.source for command in commands}
+            return commands[position:]
+    return ()
 
 
 @contextlib.contextmanager
@@ -184,7 +172,7 @@ def _translating(command: Command) -> Iterator[None]:
         with translating():
             yield
     except RunNotFoundError as error:
-        raise _unknown_run(command) from error
+        raise no_such_run(run_of(command.keys[0])) from error
 
 
 def _full(
@@ -206,8 +194,4 @@ def _translated(reply: Any, command: Command) -> Any:
     if not isinstance(reply, (RedisError, OSError)):
         return reply
     error = translate(reply)
-    return _unknown_run(command) if isinstance(error, RunNotFoundError) else error
-
-
-def _unknown_run(command: Command) -> RunNotFoundError:
-    return no_such_run(run_of(command.keys[0]))
+    return no_such_run(run_of(command.keys[0])) if isinstance(error, RunNotFoundError) else error

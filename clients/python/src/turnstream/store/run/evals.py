@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -48,13 +49,10 @@ def version_field(version: int | None) -> str:
     return _UNKNOWN if version is None else str(version)
 
 
-def _read_groups(client: redis.Redis, stream: str) -> list[EvalGroup]:
-    groups: list[EvalGroup] = []
-    start = "-"
-    while True:
+def _read_groups(client: redis.Redis, stream: str) -> Iterator[EvalGroup]:
+    page: Any = [(b"", {})]
+    while page:
+        start = f"({page[-1][0].decode()}" if page[-1][0] else "-"
         with translating():
-            page: Any = client.xrange(stream, start, "+", count=_PAGE)
-        groups += [decode_eval_group(fields[b"r"]) for _, fields in page]
-        if len(page) < _PAGE:
-            return groups
-        start = f"({page[-1][0].decode()}"
+            page = client.xrange(stream, start, "+", count=_PAGE)
+        yield from (decode_eval_group(fields[b"r"]) for _, fields in page)

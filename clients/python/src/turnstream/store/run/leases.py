@@ -103,15 +103,12 @@ def _list(run: str, *, max_count: int, until_ms: int | None = None) -> Command:
 
 
 def _parse(reply: Sequence[Any]) -> list[LapsedTrajectory]:
-    lapsed: list[LapsedTrajectory] = []
-    for trajectory_id, entry, ended_ms in zip(*[iter(reply)] * 3, strict=True):
-        _, epoch, writer = entry.decode().split(":", 2)
-        lapsed.append(
-            LapsedTrajectory(
-                key=keys.parse_trajectory_id(trajectory_id.decode()),
-                writer=keys.decode_name(writer),
-                epoch=int(epoch),
-                ended_ms=ended_ms,
-            )
+    return [
+        LapsedTrajectory(
+            key=keys.parse_trajectory_id(trajectory_id.decode()),
+            writer=keys.decode_name(entry.decode().split(":", 2)[2]),
+            epoch=int(entry.split(b":", 2)[1]),
+            ended_ms=ended_ms,
         )
-    return lapsed
+        for trajectory_id, entry, ended_ms in zip(*[iter(reply)] * 3, strict=True)
+    ]

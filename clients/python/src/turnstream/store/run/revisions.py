@@ -65,10 +65,10 @@ class Revisions:
 
     def revision(self, number: int) -> Revision:
         """Return the revision of this number."""
-        for each in self.stored:
-            if each.number == number:
-                return each
-        raise RunNotFoundError(f"the run has no config revision {number}")
+        found = next((each for each in self.stored if each.number == number), None)
+        if found is None:
+            raise RunNotFoundError(f"the run has no config revision {number}")
+        return found
 
     def config(self, number: int) -> BatchingConfig:
         """Return the config of this number."""
@@ -76,8 +76,7 @@ class Revisions:
 
     def put_in_force_by(self, event_id: str) -> Revision | None:
         """Return the revision that this event announced, or None."""
-        found = [each for each in self.stored if each.announced_at == event_id]
-        return found[0] if found else None
+        return next((each for each in self.stored if each.announced_at == event_id), None)
 
     def was_put_in_force(self, number: int, event_id: str) -> bool:
         """Return whether this event put a revision in force."""

@@ -60,9 +60,9 @@ def post_reward(
         RunNotFoundError: no such run, or it was deleted.
         StoreUnavailableError: the store cannot be reached.
     """
-    command = reward_command(run, key, reward, reward_components)
-    command = addressed(command, find_run(client, run))
-    return RewardOutcome(run_command(client, command).decode())
+    command = reward_command(run, key, reward, reward_components)  # checks before it asks
+    reply = run_command(client, addressed(command, find_run(client, run)))
+    return RewardOutcome(reply.decode())
 
 
 async def post_reward_async(
@@ -74,8 +74,9 @@ async def post_reward_async(
     reward_components: Mapping[str, float] | None = None,
 ) -> RewardOutcome:
     """Post a reward like `post_reward`, for asyncio."""
-    command = reward_command(run, key, reward, reward_components)
-    command = addressed(command, await find_run_async(client, run))
+    command = addressed(
+        reward_command(run, key, reward, reward_components), await find_run_async(client, run)
+    )
     return RewardOutcome((await run_command_async(client, command)).decode())
 
 
@@ -93,12 +94,7 @@ def reward_command(
     outcome = None if reward is None else finite_number(reward, field="reward")
     name = _trajectory_id(key)
     record = encode_event(RewardPosted(key=key, reward=outcome, reward_components=components))
-    return POST_REWARD(
-        keys.run_keys(run).of_post_reward,
-        name,
-        record[-4:].hex(),
-        record,
-    )
+    return POST_REWARD(keys.run_keys(run).of_post_reward, name, record[-4:].hex(), record)
 
 
 def addressed(command: Command, run: str) -> Command:

@@ -9,10 +9,7 @@ import redis.asyncio
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import changed_settings
-from turnstream.errors import (
-    ConflictError,
-    InvalidConfigError,
-)
+from turnstream.errors import ConflictError, InvalidConfigError
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
@@ -54,13 +51,13 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
 
 
 def _other_config(run: str, stored: BatchingConfig, config: BatchingConfig) -> ConflictError:
-    changes = [
+    changes = "; ".join(
         f"{change.name} is {change.before!r}, not {change.after!r}"
         for change in changed_settings(stored, config)
-    ]
+    )
     return ConflictError(
-        f"run {run} exists with another config: {'; '.join(changes)}. Open it with its own "
-        f"settings, change them with `turnstream run revise`, or use another name"
+        f"run {run} exists with another config: {changes}. Open it with its own settings, change "
+        "them with `turnstream run revise`, or use another name"
     )
 
 
@@ -75,10 +72,10 @@ def list_run(client: redis.Redis, run: str) -> None:
     """List a run that was created, and announce it to the batchers."""
     with translating():
         client.sadd(keys.RUNS, keys.encode_run(run))
-    tell_batchers(client, run)
+    announce_run(client, run)
 
 
-def tell_batchers(client: redis.Redis, run: str) -> None:
+def announce_run(client: redis.Redis, run: str) -> None:
     """Announce that a run needs a planner: it is new, or was reopened."""
     with translating():
         words = ("MAXLEN", "~", _NUM_NEWS, "*", "n", keys.encode_run(run))
@@ -152,12 +149,12 @@ def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:
     Returns:
         False if it was paused before; the first reason stays.
     """
-    return bool(run_command(client, _set_paused(find_run(client, run), 1, reason)))
+    return _set_paused(client, run, 1, reason)
 
 
 def resume_run(client: redis.Redis, run: str) -> bool:
     """End the pause of a run; return whether it was paused."""
-    return bool(run_command(client, _set_paused(find_run(client, run), 0, "")))
+    return _set_paused(client, run, 0, "")
 
 
 def reopen_run(client: redis.Redis, run: str) -> bool:
@@ -167,11 +164,11 @@ def reopen_run(client: redis.Redis, run: str) -> bool:
     record = encode_event(RunReopened())
     command = _REOPEN_RUN((names.frontier, names.events, names.wake), record)
     was_closed = bool(run_command(client, command))
-    tell_batchers(client, run)  # one that began after the run had ended has let it lie
+    announce_run(client, run)  # a batcher that started after the end does not follow it
     return was_closed
 
 
-def _set_paused(run: str, is_paused: int, reason: str) -> Command:
-    names = keys.run_keys(run)
+def _set_paused(client: redis.Redis, run: str, is_paused: int, reason: str) -> bool:
+    names = keys.run_keys(find_run(client, run))
     text = checked_setting(reason, field="reason")
-    return _SET_PAUSED((names.frontier, names.wake), is_paused, text)
+    return bool(run_command(client, _SET_PAUSED((names.frontier, names.wake), is_paused, text)))

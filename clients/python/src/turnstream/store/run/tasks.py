@@ -268,10 +268,9 @@ def parse_task(task: OfferedTask, reply: Sequence[Any]) -> TakenTask | NoTask:
     return TakenTask(task=task, epochs=epochs)
 
 
-def _check_uid(prompt_uid: object) -> None:
-    if not isinstance(prompt_uid, str) or not prompt_uid:
-        raise InvalidTurnError("prompt_uid", f"{shown(prompt_uid)} is no text, or empty")
-    checked_text(prompt_uid, field="prompt_uid")
+def _check_uid(prompt_uid: str) -> None:
+    if not checked_text(prompt_uid, field="prompt_uid"):
+        raise InvalidTurnError("prompt_uid", f"{shown(prompt_uid)} is empty")
     try:
         keys.encode_name(prompt_uid + _LONGEST_SUFFIX)
     except ValueError as error:
