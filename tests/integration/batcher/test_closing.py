@@ -1,12 +1,15 @@
-"""Leftover groups of a closed run, and the end of the run."""
+"""Closed, reopened and paused runs, and the end of a run."""
+
+import asyncio
 
 import pytest
 
 from testkit import group, wait_until_async
-from turnstream.errors import EndOfRunError
+from turnstream.errors import EndOfRunError, NotReadyError
+from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.credits import credit
-from turnstream.store.run.runs import close_run, reopen_run
+from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
 from turnstream.types import Purpose, TrajectoryState
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.ledger import read_ledger
@@ -147,3 +150,115 @@ async def test_evaluation_that_outlasts_its_run_is_ended_by_a_later_batcher(hous
     await house.start_batcher()
 
     await evaluation_ends(client, run)
+
+
+async def test_a_closed_run_ends_with_a_short_batch_and_then_an_end(house):
+    _, trainer = await house.started(
+        *(group(f"g{i}") for i in range(3)), closes=True, batch_groups=2
+    )
+
+    sizes = []
+    for step in (1, 2):
+        (pulled,) = await trainer.get(step)
+        sizes.append(len(pulled.rows))
+        await trainer.stepped([pulled])
+
+    assert sizes == [4, 2]
+    with pytest.raises(EndOfRunError):
+        await trainer.get(3)
+
+
+async def test_end_of_run_is_reported_once_the_last_batch_is_stepped(house):
+    _, trainer = await house.started(group("g0"), closes=True, batch_groups=1)
+    last = await trainer.get(1)
+
+    waiting = asyncio.create_task(trainer.get(2))
+    # Calls of one connection arrive in order.
+    await trainer.refused(2, words="^step 2: 1 steps are planned, 0 are stepped; ")
+    await trainer.stepped(last)
+
+    with pytest.raises(EndOfRunError):
+        await waiting
+
+
+async def test_a_closed_run_does_not_end_while_a_group_is_open(house):
+    run, trainer = await house.serve(batch_groups=2)
+    await trainer.start()
+
+    with Publisher(house.url, run) as publisher, publisher.group("late", 2) as members:
+        await house.publish(run, group("g0"), closes=True)
+        await trainer.refused(1, words="1 of 2 groups ready, 1 open$")
+        for sample in range(2):
+            with members.trajectory(sample) as writer:
+                writer.append([1, 2], [3])
+                writer.seal(reward=float(sample))
+    (pulled,) = await trainer.get(1)
+
+    assert pulled.mini_batch.rows.group_id == ["g0", "g0", "late", "late"]
+
+
+async def test_batcher_started_after_the_end_serves_a_call_for_the_run(house):
+    run = house.create_run(batch_groups=1)
+    replica = await house.start_batcher()
+    first = house.trainer(replica, run)
+    await house.publish(run, group("g0"), closes=True)
+    await first.start("first")
+    before = await first.get(1)
+    await first.stepped(before)
+    with pytest.raises(EndOfRunError):
+        await first.get(2)
+    await replica.stop()
+
+    second = await house.start_trainer(run, session="second")
+    after = await second.get(1)
+
+    assert after[0].header == before[0].header
+
+
+def publish_in_time(house, run, group_id, admission_timeout_s):
+    with Publisher(house.url, run, admission_timeout_s=admission_timeout_s) as publisher:
+        publisher.publish(group(group_id)).result(10)
+
+
+async def test_new_group_waits_for_its_deadline_and_reports_the_pause(house, client):
+    run = house.create_run(batch_groups=1)
+    pause_run(client, run, "the judge is down")
+
+    with pytest.raises(NotReadyError, match="the run is paused: the judge is down"):
+        await asyncio.to_thread(publish_in_time, house, run, "g0", 0.3)
+
+
+async def test_trainer_gets_planned_batches_and_then_the_pause(house, client):
+    run, trainer = await house.serve(batch_groups=1, max_planned_ahead=0)
+    await trainer.start()
+    await house.publish(run, group("g0"), group("g1"))
+    first = await trainer.get(1)
+
+    pause_run(client, run, "maintenance")
+    await trainer.stepped(first)
+    again = await trainer.get(1)
+    await trainer.refused(2, words="^step 2: .*; the run is paused: maintenance")
+    waiting = asyncio.create_task(trainer.get(2))
+    resume_run(client, run)
+    (second,) = await waiting
+
+    assert again[0].header == first[0].header
+    assert second.mini_batch.info.step == 2
+
+
+async def test_no_plan_is_written_once_a_run_is_paused(house, client, caplog):
+    run = house.create_run(batch_groups=1)
+
+    async def pause(manifest):
+        pause_run(client, run)
+
+    trainer = await house.start_trainer(run, before_write=pause)
+    await house.publish(run, group("g0"))
+
+    await wait_until_async(
+        lambda: read_frontier(client, run).paused is not None, describe="the pause"
+    )
+    await trainer.refused(1, words="the run is paused")
+
+    assert read_frontier(client, run).planned == 0
+    assert "failed" not in caplog.text

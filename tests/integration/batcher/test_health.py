@@ -1,13 +1,21 @@
-"""Health by the protocol of gRPC, as a balancer or a probe reads it."""
+"""Health of a store that is away, and the reports of a full one."""
+
+from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+import redis
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from turnstream.errors import NotReadyError, StoreFullError, WaitKind
+from turnstream.generator import Publisher
+from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream_server.batcher.serving.health import TROUBLE
 from turnstream_server.batcher.serving.servicer import SERVICE
 
@@ -68,3 +76,108 @@ async def test_watch_turns_red_when_the_replica_stops(replica, stub):
 
     assert (before, await next_state(stream)) == (SERVING, NOT_SERVING)
     await stopped
+
+
+NUM_OPEN = 8
+
+
+class FullStore:
+    """A run whose open trajectories have filled the store, and their publisher."""
+
+    def __init__(self, house: Any, client: redis.Redis) -> None:
+        self.client = client
+        self.run = house.create_run(batch_groups=NUM_OPEN)
+        add_prompts(client, self.run, [Prompt(prompt_uid="p", payload=b"", num_samples=2)])
+        self.publisher = Publisher(
+            house.url, self.run, writer="gen-7", timeout_s=2.5, admission_timeout_s=1.5
+        )
+        self.writers = [
+            self.publisher.trajectory(f"g{n}", 0, num_samples=1) for n in range(NUM_OPEN)
+        ]
+        for writer in self.writers:
+            writer.__enter__()
+            writer.append([1], [2] * 3000, policy_version=0)
+        self.publisher.flush(20)
+
+    def fill(self) -> None:
+        """Let the store have less memory than it uses."""
+        memory: Any = self.client.info("memory")
+        self.client.config_set("maxmemory", memory["used_memory"] - 200_000)
+
+    def close(self) -> None:
+        """Let it have memory again, and leave."""
+        self.client.config_set("maxmemory", 0)
+        for writer in self.writers:
+            if not writer.has_ended:
+                writer.abandon("over")
+        self.publisher.close()
+
+
+@pytest.fixture
+def full(house: Any) -> Iterator[FullStore]:
+    store = FullStore(house, house.client)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+async def full_with_batcher(house: Any) -> AsyncIterator[tuple[FullStore, Any, Any]]:
+    replica = await house.start_batcher()
+    store = await asyncio.to_thread(FullStore, house, house.client)
+    trainer = house.trainer(replica, store.run)
+    await trainer.start()
+    store.fill()
+    yield store, replica, trainer
+    await asyncio.to_thread(store.close)
+
+
+def says_full(text: str) -> bool:
+    """Whether a sentence names the bytes used and allowed, and what holds them, by type."""
+    names = ("full", "it uses ", "maxmemory is ", "by open trajectories", "by sealed ones")
+    return all(name in text for name in names) and "away" not in text
+
+
+def test_publisher_waits_on_full_store_say_full(full: FullStore) -> None:
+    full.fill()
+    full.writers[0].append([1] + [2] * 3000 + [3], [4] * 3000, policy_version=0)
+
+    with pytest.raises(NotReadyError) as flushed:
+        full.publisher.flush(timeout_s=1.5)
+    with pytest.raises(StoreFullError) as sealed:
+        full.writers[0].seal(reward=1.0)
+
+    for error in (flushed.value, sealed.value):
+        assert [reason.kind for reason in error.reasons] == ["not_acknowledged", "store_full"]
+        assert says_full(error.reasons[1].sentence)
+        reserved = error.reasons[1].facts["reserved"]
+        assert isinstance(reserved, int)
+        assert reserved >= NUM_OPEN * 16_384
+    assert says_full(str(sealed.value))
+
+
+def test_group_and_task_waits_on_full_store_say_full(full: FullStore) -> None:
+    full.fill()
+
+    with pytest.raises(NotReadyError) as grouped, full.publisher.group("new", 2):
+        pass
+    with pytest.raises(NotReadyError) as tasked:
+        full.publisher.next_task(wait_s=0.5)
+
+    for error, kind in ((grouped.value, WaitKind.NO_ADMISSION), (tasked.value, WaitKind.NO_TASK)):
+        assert [reason.kind for reason in error.reasons[:2]] == [kind, "store_full"]
+        assert all(says_full(reason.sentence) for reason in error.reasons[:2])
+
+
+async def test_batcher_of_full_store_says_full(
+    full_with_batcher: tuple[FullStore, Any, Any],
+) -> None:
+    _, replica, trainer = full_with_batcher
+
+    told = await trainer.refused(1, words="^step 1: .*; the store is full")
+    async with grpc.aio.insecure_channel(replica.address) as channel:
+        stub: Any = HealthStub(channel)
+        health = await stub.Check(HealthCheckRequest(), timeout=60)
+
+    assert told.reasons[0].kind == "store_full"
+    assert says_full(told.reasons[0].sentence)
+    assert health.status == HealthCheckResponse.SERVING

@@ -105,19 +105,6 @@ async def test_json_has_every_reason_and_the_table_counts_the_rest(house):
     assert "and 2 others, of 2 trajectories" in screen.getvalue()
 
 
-async def test_the_history_of_a_trained_trajectory_names_its_batch(house):
-    run, trainer = await house.started(group("a"), group("b"), batch_groups=2, mini_batch_groups=1)
-    await trainer.committed(await trainer.stepped(await trainer.get(1)))
-
-    seen = await history(house, run, "b/1/0")
-
-    assert [seen[name] for name in ("state", "step", "reward")] == ["committed", 1, 0.0]
-    assert seen["advantage"] == pytest.approx(-0.7071, abs=1e-3)
-    assert [each["name"] for each in seen["events"]] == [
-        *("group opened", "sealed", "planned", "stepped", "committed"),
-    ]
-
-
 async def test_history_of_an_abandoned_trajectory_has_the_reason(house):
     run = house.create_run(batch_groups=2)
 

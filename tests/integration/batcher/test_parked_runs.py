@@ -186,7 +186,7 @@ async def test_parked_run_is_led_again_for_every_kind_of_work(
         if kind != "reopen":  # a replica that starts takes no part in a finished run
             await until_led(house, run, after=epoch)
             epoch = await until_parked(house, run)
-        await trainer.move_to(last)
+        await trainer.move_to(last.address)
         await first.stop()
 
     await act(house, run, trainer, words)

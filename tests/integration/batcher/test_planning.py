@@ -1,12 +1,30 @@
+"""Which groups a leader plans, and which decisions it writes."""
+
+from __future__ import annotations
+
 import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from testkit import group, stored_turn, trajectory, turn
+from testkit import group, stored_turn, trajectory, turn, wait_until_async
+from turnstream.batching.fold.decisions import GroupCut, GroupDropped, MemberDropped
 from turnstream.batching.merge.plan import Manifest
-from turnstream.types import TrajectoryState
+from turnstream.batching.planning.plan_batch import event_order
+from turnstream.records.events import encode_event
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
+from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.types import BatchDue, Group, TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.planner import chain
+from turnstream_server.batcher.planner.decisions import DecisionWriter
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
+from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.bus.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -92,3 +110,140 @@ async def test_oddities_of_the_batches_are_logged_once(house, caplog):
             "the next batches are not reported"
         )
     ]
+
+
+GONE = GroupDropped(group_id="gone", state=TrajectoryState.FILTERED, reason="why", keys=())
+CUT = GroupCut(group_id="there", reason="enough")
+
+
+@pytest.fixture
+async def client(house: Any) -> AsyncIterator[Any]:
+    async with connect_async(house.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def run(house: Any) -> str:
+    """A run with the group "there"."""
+    run = house.create_run()
+    await house.publish(run, group("there"))
+    return run
+
+
+@pytest.fixture
+async def settler(client: Any, run: str) -> DecisionWriter:
+    leadership = await acquire_leadership(client, run, owner="p", lease_s=60)
+    term = Term(client, run, leadership.epoch)
+    return DecisionWriter(term)
+
+
+async def test_released_group_may_lack_only_the_ends_of_its_members(settler):
+    late = MemberDropped(
+        key=TrajectoryKey("gone", 2), state=TrajectoryState.SURPLUS, reason="too late"
+    )
+
+    assert await settler.without_settled([late, GONE, CUT]) == [late, CUT]
+
+
+async def test_a_group_that_cannot_be_settled_keeps_no_other_from_it(settler, client, run, caplog):
+    await settler.carry_out([GONE, CUT])
+
+    assert await client.hget(keys.run_keys(run).groups, "there") == b"2:decided"
+    assert "cannot be settled: group gone is unknown, or finished" in caplog.text
+
+
+def of_version(name: str, version: int) -> Group:
+    """A group of two whose tokens one version sampled."""
+    members = [
+        trajectory(turn("ab", "CD", version=version), sample=sample, reward=float(sample))
+        for sample in range(2)
+    ]
+    return group(name, *members)
+
+
+def names(pulled: Any) -> list[str]:
+    return sorted(set(pulled.mini_batch.rows.group_id))
+
+
+async def train(trainer: Any, step: int) -> Any:
+    """Pull a step, acknowledge it and announce the version of that number."""
+    pulled = await trainer.get(step)
+    await trainer.stepped(pulled)
+    await trainer.announce_version(step, step=step)
+    return pulled[0]
+
+
+async def test_groups_that_are_too_old_expire_and_make_room_for_fresh_ones(house):
+    run, trainer = await house.serve(batch_groups=1, max_staleness=1, max_age_policy="drop")
+    await trainer.start()
+    await trainer.announce_version(0, step=0)
+    for step in (1, 2):
+        await house.publish(run, of_version(f"g{step}", step - 1))
+        await train(trainer, step)
+
+    # Four groups may be live after step 2, and two of them are trained: these are more.
+    await house.publish(run, *(of_version(f"late{i}", 0) for i in range(6)), of_version("new", 2))
+    fresh = await train(trainer, 3)
+
+    assert names(fresh) == ["new"]
+    ledger = read_ledger(house.client, run)
+    ledger.check()
+    assert ledger.by_state[TrajectoryState.EXPIRED] == 12
+    assert read_frontier(house.client, run).num_live_groups == 3
+
+
+@pytest.mark.parametrize("is_led_anew", [False, True])
+async def test_tokens_of_undone_weights_age_from_the_rollback_step(house, is_led_anew):
+    run = house.create_run(
+        batch_groups=1, max_staleness=2, max_age_policy="drop", retain_checkpoints=5
+    )
+    replica = await house.start_batcher()
+    trainer = house.trainer(replica, run)
+    await trainer.start()
+    tokens = []
+    for step in range(1, 5):
+        await house.publish(run, of_version(f"g{step}", step - 1))
+        tokens.append(await trainer.stepped(await trainer.get(step)))
+        await trainer.committed(tokens[-1])
+    await trainer.announce_version(4, step=4)
+
+    await trainer.start("back", token=str(tokens[0]))
+    for step in (2, 3, 4):
+        await trainer.stepped(await trainer.get(step))
+    if is_led_anew:
+        await replica.stop()
+        trainer = house.trainer(await house.start_batcher(), run)
+        trainer.session_epoch = 2
+    await house.publish(run, of_version("undone", 4), of_version("new", 5))
+    (fresh,) = await trainer.get(5)
+
+    assert names(fresh) == ["new"]
+
+
+async def test_config_of_the_snapshot_chooses_groups_for_unplanned_steps_only(
+    house,
+):
+    run = house.create_run(batch_groups=1, selection="oldest_weights")
+    often = Upkeep(snapshot_steps=1)
+    config = replace(read_revisions(house.client, run).last.config, batch_groups=2)
+    revise_config(house.client, run, config, from_step=2)
+    first = await house.start_batcher(lease_s=0.5, upkeep=often)
+    trainer = house.trainer(first, run)
+    await house.publish(run, group("g0"), group("g1"), group("g2"))
+    await trainer.start("a")
+    await trainer.stepped(await trainer.get(1))
+    await trainer.stepped(await trainer.get(2))
+    await first.stop()
+    await house.publish(run, group("g3"), group("g4"))
+    late: Any = house.client.xadd(keys.run_keys(run).events, {"r": encode_event(BatchDue(step=2))})
+
+    await house.start_batcher(upkeep=often)
+
+    async def planned():
+        return read_plan(house.client, run, 3)
+
+    third = await wait_until_async(planned)
+    assert third is not None
+    manifest = third.manifest
+    assert [each.group_id for each in manifest.groups] == ["g3", "g4"]
+    assert event_order(manifest.last_event_id) > event_order(late.decode())

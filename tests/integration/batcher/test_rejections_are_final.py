@@ -298,7 +298,7 @@ async def test_closed_run_ends_although_a_planned_seal_is_rejected_later(house: 
     events = keys.run_keys(run).events
     house.change_records(events, lambda records: [*records[:-1], records[-1][:-1]])
 
-    await trainer.move_to(await house.start_batcher())
+    await trainer.move_to((await house.start_batcher()).address)
     await trainer.stepped(pulled)
     close_run(house.client, run)
 

@@ -1,3 +1,5 @@
+"""The view of a run, and waits for its batches."""
+
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
@@ -7,15 +9,18 @@ import pytest
 import redis.asyncio
 
 import testkit
-from turnstream.errors import NotReadyError
+from testkit import group, ids, wait_until_async
+from turnstream.errors import BatcherUnavailableError, NotReadyError
+from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.store.run.configs import read_config_async
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.serving import calls
 from turnstream_server.bus.core.frontier import read_frontier_async
 
-pytestmark = [pytest.mark.redis]
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 class SlowClient:
@@ -123,3 +128,124 @@ async def test_waiting_on_an_ended_view_does_not_spin(view, ends):
 
     assert not has_changed
     assert asyncio.get_running_loop().time() - started_s > 0.15
+
+
+async def test_waiting_call_is_woken_by_the_group_that_completes_the_batch(house):
+    run, trainer = await house.started(group("g0"), batch_groups=2)
+    waiting = asyncio.create_task(trainer.get(1))
+
+    await house.publish(run, group("g1"))
+    (pulled,) = await waiting
+
+    assert len(pulled.rows) == 4
+
+
+async def test_a_deadline_ends_the_wait_and_says_what_is_missing(house):
+    _, trainer = await house.started(group("g0"), batch_groups=3)
+
+    await trainer.refused(1, words="^step 1: .*; step 1.*: 1 of 3 groups ready")
+
+
+async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
+    run, trainer = await house.serve(batch_groups=2)
+    await trainer.start()
+    with (
+        Publisher(house.url, run, writer="gen-7") as publisher,
+        publisher.trajectory("g0", 0, num_samples=1) as member,
+    ):
+        member.append(ids("ab"), ids("c"))
+        told = await trainer.refused(1, words="0 of 2 groups ready, 1 open")
+        member.abandon("over")
+
+    first, second = told.reasons
+    assert (first.kind, first.facts["needed"], first.facts["open"]) == ("too_few_ready", 2, 1)
+    assert second.kind == "member_open"
+    assert second.facts["writer"] == "gen-7"
+    assert second.sentence.startswith("group g0 (0 of 1 members) waits for sample 0 of generator")
+
+
+async def test_ranks_with_the_same_wait_share_one_read(house, monkeypatch):
+    monkeypatch.setattr(calls, "_READ_EVERY_S", 600.0)
+    run, trainer = await house.serve()
+    await trainer.start()
+
+    async def wait(wait_s):
+        with pytest.raises(NotReadyError) as caught:
+            await trainer.get(1, wait_s=wait_s)
+        return caught.value.reasons
+
+    with (
+        Publisher(house.url, run) as publisher,
+        publisher.trajectory("g0", 0, num_samples=1) as member,
+    ):
+        member.append(ids("ab"), ids("c"))
+        told = await asyncio.gather(*[wait(0.05 * rank) for rank in range(8)])
+        member.abandon("over")
+
+    left_s = {reason.facts["lease_left_s"] for each in told for reason in each[1:]}
+    assert [len(each) for each in told] == [2] * 8
+    assert len(left_s) == 1
+
+
+async def test_replica_that_does_not_plan_reports_missing_groups(house):
+    run = house.create_run(batch_groups=3)
+    await house.start_batcher()
+    await _is_led(house, run)
+    follower = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"))
+    await follower.start()
+
+    await follower.refused(1, words="step 1.*: 1 of 3 groups ready")
+
+
+async def _is_led(house, run):
+    """Wait until somebody plans a run."""
+    await wait_until_async(
+        lambda: bool(house.client.hget(keys.run_keys(run).leader, "owner")), describe="a leader"
+    )
+
+
+async def test_the_batcher_bounds_the_wait_that_a_call_asks_for(house):
+    run = house.create_run()
+    trainer = await house.start_trainer(run, wait_max_s=0.05)
+
+    with pytest.raises(NotReadyError):
+        await asyncio.wait_for(trainer.get(1, wait_s=1000), timeout=20)
+
+
+async def test_a_replica_that_stops_sends_waiting_calls_away(house):
+    run = house.create_run()
+    replica = await house.start_batcher()
+    trainer = house.trainer(replica, run)
+    await trainer.start()
+    waiting = asyncio.create_task(trainer.get(1))
+    with pytest.raises(NotReadyError):  # calls of one connection arrive in order
+        await trainer.get(1, wait_s=0.05)
+
+    await replica.stop()
+
+    with pytest.raises(BatcherUnavailableError, match="this replica stops"):
+        await waiting
+
+
+async def test_unreadable_reasons_do_not_replace_the_error_of_a_wait(house):
+    run, trainer = await house.serve(batch_groups=2)
+    await trainer.start()
+    house.client.zadd(keys.run_keys(run).refills, {"no trajectory": 1})
+
+    told = await trainer.refused(1, words="^step 1: 0 steps are planned, 0 are stepped$")
+
+    assert told.reasons == ()
+
+
+async def test_reasons_of_former_runs_are_dropped(house, monkeypatch):
+    watch = calls.ReasonCache(house.url)
+    first = await watch.reasons(house.create_run())
+
+    monkeypatch.setattr(calls, "_READ_EVERY_S", 0.0)
+    others = [await watch.reasons(house.create_run()) for _ in range(5)]
+    watch.close()
+
+    assert first
+    assert all(others)
+    assert len(watch._reads) == 1

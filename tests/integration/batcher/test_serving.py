@@ -1,10 +1,22 @@
+"""Batches as ranks and observers get them, and announced versions."""
+
+import asyncio
 import dataclasses
 from collections import Counter
 
 import pytest
 
 from testkit import group, trajectory, turn
+from turnstream.batching.rows import minibatch
+from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
+from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream.worker.tensors import to_torch
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.serving.servicer import BatchesServicer
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.sessions.observers import declare_observer
+from turnstream_server.bus.sessions.versions import newest_version
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -115,3 +127,74 @@ def _lettered(group_id: str, *responses: str):
         for sample, response in enumerate(responses)
     ]
     return group(group_id, *members)
+
+
+NUM_RANKS = 8
+
+
+async def test_ranks_of_one_mini_batch_share_one_cut(house, monkeypatch):
+    _, trainer = await house.started(
+        group("g0"),
+        group("g1"),
+        batch_groups=2,
+        mini_batch_groups=1,
+        session="s",
+        dp_world_size=NUM_RANKS,
+    )
+    num_cuts, balance = [], minibatch.balance
+
+    def counted(weights, **options):
+        num_cuts.append(options["num_parts"])
+        return balance(weights, **options)
+
+    monkeypatch.setattr(minibatch, "balance", counted)
+    pulled = await asyncio.gather(*[trainer.get(1, dp_rank=rank) for rank in range(NUM_RANKS)])
+
+    assert [len(share) for share in pulled] == [2] * NUM_RANKS
+    assert num_cuts == [NUM_RANKS, NUM_RANKS]
+    real = [share[index].mini_batch.info.num_real_rows for share in pulled for index in (0, 1)]
+    assert sum(real) == 4
+
+
+@pytest.mark.parametrize(("asks", "is_alive"), [(1, True), (2, False)])
+async def test_observer_is_alive_if_it_asks_for_the_next_unseen_step(house, asks, is_alive):
+    run = house.create_run(batch_groups=1, max_staleness=9, max_planned_ahead=3)
+    caller = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"), group("g1"))
+    silent = b"0:99999999999999:600000"
+    async with connect_async(house.url) as client:
+        observers = keys.run_keys(run).observers
+        await declare_observer(client, run, observer="o", first_step=1, expiry_s=600)
+        await client.hset(observers, "o", silent)
+
+        (pulled,) = await caller.get(asks, observer="o")
+        entry = await client.hget(observers, "o")
+
+    assert pulled.mini_batch.info.step == asks
+    assert (entry != silent) == is_alive
+
+
+async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(house):
+    run, trainer = await house.started(
+        group("g1"), group("g2"), batch_groups=1, retain_checkpoints=5
+    )
+    tokens = [await trainer.stepped(await trainer.get(step)) for step in (1, 2)]
+
+    async with connect_async(house.url) as client:
+        before = await read_frontier_async(client, run)
+        views = {run: RunView(client, run, frontier=before, on_stepped=lambda _: None)}
+        await trainer.start("back", token=str(tokens[0]))
+        request = wire.AnnounceVersionRequest(
+            run=run, version=5, step=1, session_epoch=trainer.session_epoch
+        )
+
+        async def find(run: str) -> RunView:
+            return views[run]
+
+        await BatchesServicer(client, find).announce_version(request)
+
+        announced = await newest_version(client, run)
+
+    assert before.lineage == "main"
+    assert announced is not None
+    assert (announced.version, announced.lineage) == (5, "main-1")

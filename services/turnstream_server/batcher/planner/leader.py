@@ -26,13 +26,12 @@ from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.payload import DamagedPayloadError
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.chain import PlanChain
-from turnstream_server.batcher.planner.dead_letters import DeadLetterWriter, FoldBrokenError
+from turnstream_server.batcher.planner.decisions import DecisionWriter, FoldBrokenError
 from turnstream_server.batcher.planner.event_loop import LoopShare
 from turnstream_server.batcher.planner.listener import RunListener
 from turnstream_server.batcher.planner.replanning import Replanner
 from turnstream_server.batcher.planner.revising import ConfigInForce
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.planner.settling import Settler
 from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, Upkeep
 from turnstream_server.bus.core.events import PAGE_EVENTS, EventEntry
 from turnstream_server.bus.leadership.leadership import Position, Term
@@ -71,8 +70,7 @@ class Leader:
         self._fold = RunFold(self._config)
         self._selector = Selector(self._config)
         self._listener = RunListener(term.client, term.run, after_step=0)
-        self._dead_letters = DeadLetterWriter(term)
-        self._settler = Settler(term, self._dead_letters)
+        self._decisions = DecisionWriter(term)
         self._chain = PlanChain(term, view, self._in_force)
         self._replanner = Replanner(term, view, assembler)
         self._share = LoopShare()
@@ -106,11 +104,11 @@ class Leader:
         try:
             await self._lead()
         except FoldBrokenError:
-            await self._dead_letters.write()
+            await self._decisions.write()
             raise
 
     async def _lead(self) -> None:
-        await self._dead_letters.load()
+        await self._decisions.load()
         await self._replay()
         await self._view.refresh()
         logger.info(
@@ -149,8 +147,8 @@ class Leader:
                 decisions += await self._pass_all(planned, through=entry.event_id)
                 await self._share.after(entry)
             self._snapshots.count_events(len(events))
-            await self._dead_letters.write()
-        await self._carry_out(await self._settler.without_settled(decisions))
+            await self._decisions.write()
+        await self._carry_out(await self._decisions.without_settled(decisions))
 
     async def _restore(self) -> None:
         """Continue from the snapshot, if there is one."""
@@ -221,7 +219,7 @@ class Leader:
 
     async def _apply(self, entry: EventEntry) -> list[Decision]:
         """Fold an event and return the decisions; reject an event that cannot be read or folded."""
-        event = self._dead_letters.read(entry) or self._in_force.revision_of_event(entry.event_id)
+        event = self._decisions.read(entry) or self._in_force.revision_of_event(entry.event_id)
         if event is None:
             return []
         if isinstance(event, ConfigRevised):
@@ -229,7 +227,7 @@ class Leader:
         try:
             return self._fold_in(entry.event_id, event)
         except Exception as error:  # noqa: BLE001 - raised again where not due to the event
-            self._dead_letters.reject_unfoldable(entry.event_id, event, error)
+            self._decisions.reject_unfoldable(entry.event_id, event, error)
             return []
 
     def _fold_in(self, event_id: str, event: Event) -> list[Decision]:
@@ -246,7 +244,9 @@ class Leader:
 
     async def _carry_out(self, decisions: Iterable[Decision]) -> None:
         """Write the decisions that still hold to the ledger; repeats change nothing."""
-        await self._settler.carry_out([each for each in decisions if self._fold.still_holds(each)])
+        await self._decisions.carry_out(
+            [each for each in decisions if self._fold.still_holds(each)]
+        )
 
     async def _plan_due_batches(self) -> None:
         while groups := await self._next_groups():
@@ -316,7 +316,7 @@ class Leader:
             await self._assembler.check(batch)
         except DamagedPayloadError as error:
             logger.warning("run %s: %s", self._view.run, error)
-            await self._dead_letters.mark_dead(error.damages)
+            await self._decisions.mark_dead(error.damages)
             return False
         self._prepare(batch)
         reach("plan.before_write")

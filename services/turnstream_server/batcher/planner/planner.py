@@ -13,7 +13,7 @@ from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError, Un
 from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.replies import translating
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.planner.dead_letters import FoldBrokenError
+from turnstream_server.batcher.planner.decisions import FoldBrokenError
 from turnstream_server.batcher.planner.event_loop import first_of
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.batcher.planner.listener import RunListener

@@ -1,4 +1,4 @@
-"""Limits of time and statuses of errors, for all calls of the service."""
+"""Answers of all calls: limits of time, statuses of errors, and reasons of waits."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 import grpc.aio
 import redis.asyncio
 
-from turnstream.errors import InvalidConfigError, StoreUnavailableError, TurnstreamError
+from turnstream.errors import (
+    InvalidConfigError,
+    StoreUnavailableError,
+    TurnstreamError,
+    WaitReason,
+)
 from turnstream.records.statuses import error_to_status
 from turnstream.store.client.cancellation import cancel_all
-from turnstream.store.client.connection import address_of_client
+from turnstream.store.client.connection import address_of_client, connect
 from turnstream.store.waits.awaited import store_silent
 from turnstream.store.waits.bounded_call import unanswered
+from turnstream.store.waits.wait_reasons import reasons
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +33,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _ANSWER_SHARE: Final = 0.2
 """Share of a caller's deadline that is kept for the answer that the store is silent."""
+
+MAX_REASONS: Final = 4
+"""A header of the answer carries them, and its size is limited."""
+
+_READ_EVERY_S: Final = 5.0
+"""Many ranks wait for the same, and a read scans the ledger."""
+
+_READ_TIMEOUT_S: Final = 0.8
+"""Longest wait for a read, well within the time that a Get has for its answer."""
 
 _LEAST_ANSWER_S: Final = 1.0
 """Time for a Get that has waited to read the reason from the store."""
@@ -91,3 +107,48 @@ async def bounded_by_store(
         since_s = time.monotonic() - began_s
         why = error.reasons or [unanswered(error, address=address, since_s=since_s)]
         raise StoreUnavailableError(error.message, why, error.retry_after_s) from error
+
+
+class _Read(NamedTuple):
+    """A read of the reasons of one run, finished or in progress."""
+
+    began_s: float
+    task: asyncio.Task[list[WaitReason]]
+
+
+class ReasonCache:
+    """Reads the reasons why the runs of a store wait."""
+
+    def __init__(self, url: str) -> None:
+        self._client = connect(url)
+        self._reads: dict[str, _Read] = {}
+
+    async def reasons(self, run: str) -> list[WaitReason]:
+        """Return the reasons why a run waits, the most important first, a few seconds old at most.
+
+        They accompany an error, and must not replace it: nothing is returned if they cannot be
+        read, or not in time.
+        """
+        now_s = asyncio.get_running_loop().time()
+        oldest_s = now_s - _READ_EVERY_S
+        for name, read in [*self._reads.items()]:
+            if read.began_s < oldest_s and read.task.done():
+                del self._reads[name]
+        if run not in self._reads:
+            self._reads[run] = _Read(now_s, asyncio.create_task(self._read(run)))
+        done, _ = await asyncio.wait([self._reads[run].task], timeout=_READ_TIMEOUT_S)
+        return done.pop().result() if done else []
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    async def _read(self, run: str) -> list[WaitReason]:
+        try:
+            snapshot = await asyncio.to_thread(read_snapshot, self._client, run)
+        except TurnstreamError:
+            return []
+        except Exception:
+            logger.exception("the reasons why run %s waits could not be read", run)
+            return []
+        return reasons(snapshot)[:MAX_REASONS]

@@ -28,11 +28,10 @@ from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.event_loop import background, first_of
 from turnstream_server.batcher.planner.parking import PARK_AFTER_S, ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
-from turnstream_server.batcher.planner.reason_cache import ReasonCache
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
-from turnstream_server.batcher.serving.calls import RunningCalls
+from turnstream_server.batcher.serving.calls import ReasonCache, RunningCalls
 from turnstream_server.batcher.serving.get import BatchSender
 from turnstream_server.batcher.serving.health import StoreHealth
 from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry

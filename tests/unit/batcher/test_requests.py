@@ -1,4 +1,4 @@
-"""Which error a rank is refused with, that calls with what it knows from another time."""
+"""Checks of a call, and the messages of its answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from turnstream.errors import FencedError, StoreBehindError, UnknownFormatError
+from turnstream.records.batches import EncodedMiniBatch
 from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream_server.batcher.serving.get import CHUNK_BYTES, data_messages, header_message
 from turnstream_server.batcher.serving.request_checks import check_caller
 from turnstream_server.batcher.serving.requests import parse_token
 from turnstream_server.bus.core.frontier import Frontier
@@ -53,3 +55,30 @@ def test_rank_gets_the_name_of_the_newer_session() -> None:
 def test_token_of_a_newer_release_is_refused_as_such() -> None:
     with pytest.raises(UnknownFormatError, match=r"recovery token was written by a newer release"):
         parse_token("v2:main:7:ab12")
+
+
+def test_a_data_message_is_the_very_bytes_that_protobuf_would_write():
+    data = bytes(range(256)) * 3
+
+    messages = list(data_messages(memoryview(data)))
+
+    assert messages == [wire.GetChunk(data=data).SerializeToString()]
+
+
+def test_data_is_cut_into_chunks_that_join_to_the_whole():
+    data = b"abcdefgh" * (CHUNK_BYTES // 4) + b"rest"
+
+    chunks = [wire.GetChunk.FromString(m).data for m in data_messages(memoryview(data))]
+
+    assert [len(chunk) for chunk in chunks] == [CHUNK_BYTES, CHUNK_BYTES, 4]
+    assert b"".join(chunks) == data
+
+
+def test_the_header_names_the_mini_batch_and_what_will_come():
+    share = EncodedMiniBatch(data=memoryview(b"12345"), content_hash="ab", num_bytes=5)
+
+    message = header_message(share, step=7, mini_batch=1, num_mini_batches=2)
+
+    assert wire.GetChunk.FromString(message).header == wire.MiniBatchHeader(
+        step=7, mini_batch=1, num_mini_batches=2, num_bytes=5, content_hash="ab"
+    )

@@ -1,6 +1,7 @@
-"""Rejection of events that a leader cannot read or fold; the run continues without them.
+"""Decisions of a leader, written to the ledger: rejected events, ends with reasons, and refills.
 
-A rejection is decided once, in the store. Each later leader of the run, of any release, reads the
+An event that cannot be read or folded is rejected, and the run continues without it. A rejection is
+decided once, in the store. Each later leader of the run, of any release, reads the
 decisions before it folds the events, and passes over the same ones.
 """
 
@@ -12,8 +13,10 @@ from typing import Final, NamedTuple
 
 from redis.exceptions import RedisError
 
+from turnstream.batching.fold.decisions import Decision, MemberDropped, RefillWanted
 from turnstream.errors import (
     BatchingError,
+    ConflictError,
     CorruptRecordError,
     RecordError,
     TurnstreamError,
@@ -26,7 +29,9 @@ from turnstream_server.batcher.assembly.payload import Damage
 from turnstream_server.bus.core.events import EventEntry
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning import trajectories
+from turnstream_server.bus.planning.groups import Settlement, grant_refill, settle_groups
 from turnstream_server.bus.planning.trajectories import Rejection
+from turnstream_server.bus.release.release import compact_groups
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
@@ -80,8 +85,8 @@ def read_entry(entry: EventEntry) -> Event | UnreadableEvent:
     return UnreadableEvent(f"what was posted for it is {_described(event)}", key)
 
 
-class DeadLetterWriter:
-    """Rejects events and marks trajectories as dead, for one term of a run's leader."""
+class DecisionWriter:
+    """Reads events, and writes decisions on them, for one term of a run's leader."""
 
     def __init__(self, term: Term) -> None:
         self._term = term
@@ -142,6 +147,53 @@ class DeadLetterWriter:
         reach("reject.after")
         self._noted.clear()
 
+    async def carry_out(self, decisions: Iterable[Decision]) -> None:
+        """Write decisions; those that another leader has written already change nothing."""
+        settled: list[Settlement] = []
+        refills: list[RefillWanted] = []
+        for decision in decisions:
+            if isinstance(decision, RefillWanted):
+                refills.append(decision)
+            else:
+                settled.append(decision)
+                logger.debug("run %s: %s", self._term.run, decision)
+        await self._settle(settled)
+        for wanted in refills:
+            await self._grant(wanted)
+
+    async def without_settled(self, decisions: list[Decision]) -> list[Decision]:
+        """Return the decisions whose group is still in the ledger, or whose member may be.
+
+        A member of a released group may be left: it was sealed when its group was decided, or
+        later.
+        """
+        groups = [keys.encode_name(_group_of(each)) for each in decisions]
+        names = list(dict.fromkeys(groups))
+        gone = await compact_groups(self._term.client, self._term.run, names)
+        return [
+            each
+            for each, group in zip(decisions, groups, strict=True)
+            if isinstance(each, MemberDropped) or group not in gone
+        ]
+
+    async def _settle(self, settled: list[Settlement]) -> None:
+        await self.write()
+        if settled:
+            reach("settle.before")
+        try:
+            await settle_groups(self._term, settled)
+        except ConflictError as error:  # the rest of them was settled
+            logger.warning("a group of run %s cannot be settled: %s", self._term.run, error)
+        if settled:
+            reach("settle.after")
+
+    async def _grant(self, wanted: RefillWanted) -> None:
+        reach("grant_refill.before")
+        is_new = await grant_refill(self._term, wanted)
+        reach("grant_refill.after")
+        if is_new:
+            logger.info("refill %d of group %s: %s", wanted.number, wanted.key.group_id, wanted.key)
+
     async def mark_dead(self, damages: Iterable[Damage]) -> None:
         """Mark sealed trajectories as dead, with the reason.
 
@@ -178,3 +230,9 @@ def _described(event: Event) -> str:
     if isinstance(event, SealedTrajectory):
         return f"the seal of {event.key}"
     return f"a {type(event).__name__}"
+
+
+def _group_of(decision: Decision) -> str:
+    if isinstance(decision, MemberDropped | RefillWanted):
+        return decision.key.group_id
+    return decision.group_id

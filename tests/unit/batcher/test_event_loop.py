@@ -1,0 +1,140 @@
+"""Races in the event loop, its settings, and the clock of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from turnstream_server.batcher.planner.event_loop import first_of
+from turnstream_server.batcher.planner.timekeeper import SteadyClock
+
+
+async def _give(number: int) -> int:
+    return number
+
+
+async def _fail() -> int:
+    raise ValueError("failed")
+
+
+async def test_first_of_simultaneous_results_counts() -> None:
+    # Which one counted was a matter of where they lay in memory.
+    given = {await first_of(*map(_give, range(5))) for _ in range(100)}
+
+    assert given == {0}
+
+
+async def test_first_failure_is_raised_after_the_others_have_ended() -> None:
+    is_over = asyncio.Event()
+
+    async def wait_for_ever() -> int:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_over.set()
+        return 0
+
+    with pytest.raises(ValueError, match="failed"):
+        await first_of(wait_for_ever(), _fail())
+
+    assert is_over.is_set()
+
+
+async def test_second_cancellation_still_waits_for_the_others() -> None:
+    # They continued alone, and a connection that one of them made stayed open.
+    is_ending, may_end, is_over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def end_slowly() -> int:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        is_ending.set()
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await may_end.wait()
+        is_over.set()
+        return 0
+
+    racing = asyncio.create_task(first_of(end_slowly()))
+    await asyncio.sleep(0)
+    racing.cancel()
+    await is_ending.wait()
+    racing.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await racing
+
+    assert is_over.is_set()
+
+
+LOOK = """
+import gc, json, sys
+from turnstream_server.batcher.serving.service import tune_process
+
+usual = [sys.getswitchinterval(), *gc.get_threshold()]
+tune_process()
+tuned = [sys.getswitchinterval(), *gc.get_threshold()]
+print(json.dumps([usual, tuned, gc.get_freeze_count(), len(gc.get_objects())]))
+"""
+
+
+def test_a_batcher_process_stops_its_loop_for_less_than_usual() -> None:
+    command = [sys.executable, "-c", LOOK]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    usual, tuned, num_frozen, num_looked_through = json.loads(done.stdout)
+
+    assert tuned[0] < usual[0] / 5
+    assert tuned[1] > usual[1]
+    assert num_looked_through < num_frozen / 10
+
+
+def read(clock: SteadyClock, *, server_s: float, now_s: float) -> float:
+    """For how long the clock is steady."""
+    return round(clock.read(server_ms=round(server_s * 1000), now_s=now_s).steady_s, 6)
+
+
+def test_a_clock_that_is_read_often_is_steady_since_the_first_time() -> None:
+    clock = SteadyClock(tolerance_s=1.0)
+
+    steady_s = [read(clock, server_s=5000 + second / 2, now_s=second / 2) for second in range(5)]
+
+    assert steady_s == [0, 0.5, 1.0, 1.5, 2.0]
+
+
+def test_silence_longer_than_the_tolerance_restarts_the_clock() -> None:
+    clock = SteadyClock(tolerance_s=1.0)
+    read(clock, server_s=5000, now_s=0)
+
+    within = read(clock, server_s=5001, now_s=1.0)
+    beyond = read(clock, server_s=5002.1, now_s=2.1)
+    after = read(clock, server_s=5002.6, now_s=2.6)
+
+    assert (within, beyond, after) == (1.0, 0, 0.5)
+
+
+def test_clock_jump_in_either_direction_restarts_the_clock() -> None:
+    for jump_s in (3600, -3600):
+        clock = SteadyClock(tolerance_s=1.0)
+        read(clock, server_s=5000, now_s=0)
+        read(clock, server_s=5000.5, now_s=0.5)
+
+        jumped = read(clock, server_s=5001 + jump_s, now_s=1.0)
+        after = read(clock, server_s=5001.5 + jump_s, now_s=1.5)
+
+        assert (jumped, after) == (0, 0.5)
+
+
+def test_small_jumps_add_up() -> None:
+    clock = SteadyClock(tolerance_s=1.0)
+
+    steady_s = [
+        read(clock, server_s=5000 + 0.9 * second, now_s=0.5 * second) for second in range(6)
+    ]
+
+    assert steady_s == [0, 0.5, 1.0, 0, 0.5, 1.0]
