@@ -103,12 +103,12 @@ async def test_seal_with_a_lost_answer_counts_after_the_run_released_it(
     trainer = await house.start_trainer(run, upkeep=small)
 
     with Proxy(house.url) as proxy:
-        proxy.requests.unanswered = script("post_sealed").sha.encode()
+        proxy.unanswered = script("post_sealed").sha.encode()
         sealing = asyncio.create_task(asyncio.to_thread(_seal, proxy.url, run))
         pulled = await trainer.get(1, wait_s=60)
         await trainer.committed(await trainer.stepped(pulled))
         await _released(house.url, run)
-        proxy.requests.unanswered, proxy.replies.is_silent = b"", False
+        proxy.unanswered, proxy.replies.is_silent = b"", False
         proxy.cut_all()
         statistics = await sealing
 

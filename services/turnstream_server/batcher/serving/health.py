@@ -19,7 +19,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from turnstream.errors import TurnstreamError
 from turnstream.store.client.fullness import store_trouble
 from turnstream.store.client.replies import translating
-from turnstream_server.batcher.planner.event_loop import first_of
+from turnstream_server.batcher.planner.event_loop import first_of, repeat
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,11 @@ class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttribute
 
     async def keep_updating(self) -> None:
         """Read the state of the store every second, until cancelled."""
-        while True:
-            await asyncio.sleep(_EVERY_S)
-            await self.update()
+        await repeat(self._update_later, what="the health of the store is not read")
+
+    async def _update_later(self) -> None:
+        await asyncio.sleep(_EVERY_S)
+        await self.update()
 
     async def Check(  # noqa: N802 - name of the protocol
         self, request: HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
