@@ -248,15 +248,8 @@ class EmbeddedServer:
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         assert self._lock is not None
-        sync = "always" if self._durability == "fsync" else "everysec"
-        command = [
-            *(str(self._binary or find_binary()), "--bind", "127.0.0.1", "--port", str(self._port)),
-            *("--daemonize", "no", "--save", "", "--appendonly", "yes", "--appendfsync", sync),
-            *("--maxmemory-policy", "noeviction", "--maxmemory", str(self._max_memory_bytes)),
-            *("--auto-aof-rewrite-min-size", "256mb"),
-        ]
         server = subprocess.Popen(  # noqa: S603 - our own binary and arguments
-            ["/bin/sh", "-c", _LAUNCHER, "turnstream-server", *command],
+            ["/bin/sh", "-c", _LAUNCHER, "turnstream-server", *self._command()],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -270,6 +263,15 @@ class EmbeddedServer:
             self._watcher = _Watcher(server.pid, self._temporary_dir)
             go.write(b"go\n")
         return server
+
+    def _command(self) -> list[str]:
+        sync = "always" if self._durability == "fsync" else "everysec"
+        return [
+            *(str(self._binary or find_binary()), "--bind", "127.0.0.1", "--port", str(self._port)),
+            *("--daemonize", "no", "--save", "", "--appendonly", "yes", "--appendfsync", sync),
+            *("--maxmemory-policy", "noeviction", "--maxmemory", str(self._max_memory_bytes)),
+            *("--auto-aof-rewrite-min-size", "256mb"),
+        ]
 
     def _end(self, *, timeout_s: float) -> None:
         """End the server's process, then its watcher."""

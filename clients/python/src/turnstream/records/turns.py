@@ -82,6 +82,7 @@ def decode_turn(record: bytes) -> StoredTurn:
     pieces = _pieces(record, frame, header.arrays)
     if "token_ids" not in pieces:
         raise CorruptRecordError(f"turn {header.index} has no token_ids")
+    columns: dict[str, Any] = {name: pieces[name].values for name in _TYPES if name in pieces}
     turn = StoredTurn(
         index=header.index,
         parent_turn=header.parent_turn,
@@ -90,7 +91,7 @@ def decode_turn(record: bytes) -> StoredTurn:
         version_runs=tuple(_version_runs(header.version_runs)),
         payload_crc=frame.crc,
         anchor=header.anchor if header.HasField("anchor") else None,
-        **{name: pieces[name].values if name in pieces else None for name in _TYPES},
+        **columns,
         extras={
             name.removeprefix(EXTRA_PREFIX): piece
             for name, piece in pieces.items()
