@@ -31,8 +31,8 @@ MERGING = (
     Mutation(
         "an array shorter than its response is taken",
         "merge/columns.py",
-        "if found != counts:",
-        "if sum(found) > sum(counts):",
+        "if len(array) != turn.num_response_tokens:",
+        "if len(array) > turn.num_response_tokens:",
         ("test_merge",),
     ),
     Mutation(

@@ -86,7 +86,7 @@ def _kind_of(column: Any) -> str:
 
 
 def _of_lengths(rows: Rows) -> str:
-    lengths_B = _response_lengths(rows)
+    lengths_B = rows.response_lengths
     if np.any(rows.prompt_length < 0) or np.any(lengths_B < 0):
         return "prompt_length is not within its row"
     for name in _PER_RESPONSE_TOKEN:
@@ -102,7 +102,7 @@ def _of_runs(rows: Rows) -> str:
     ends = np.concatenate([[0], np.cumsum(rows.run_counts.values, dtype=np.int64)])
     covered_B = np.diff(ends[rows.run_counts.offsets])
     is_unknown_B = rows.run_counts.lengths == 0
-    if not np.all(is_unknown_B | (covered_B == _response_lengths(rows))):
+    if not np.all(is_unknown_B | (covered_B == rows.response_lengths)):
         return "version_runs do not cover the response"
     return ""
 
@@ -191,14 +191,10 @@ def _of_counts(rows: Rows, info: MiniBatchInfo) -> str:
 
 def _of_widths(rows: Rows, info: MiniBatchInfo) -> str:
     width = int(rows.input_ids.lengths.max(initial=0))
-    response_width = int(_response_lengths(rows).max(initial=0))
+    response_width = int(rows.response_lengths.max(initial=0))
     if width > info.width or response_width > info.response_width:
         return (
             f"width {info.width} and response_width {info.response_width} are said, "
             f"but a row has {width} tokens and a response {response_width}"
         )
     return ""
-
-
-def _response_lengths(rows: Rows) -> NDArray[np.int32]:
-    return rows.input_ids.lengths - rows.prompt_length

@@ -36,6 +36,7 @@ from turnstream.records.framing import (
 from turnstream.types import TrajectoryKey
 
 _KEY_COLUMNS: Final = {"groups", "members"}
+_BATCH: Final = ("step", "manifest_hash", "lineage")
 
 _SHOWN: Final = 8
 _UUID: Final = re.compile(r"\b([0-9A-Fa-f]{8})(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b", re.ASCII)
@@ -113,27 +114,20 @@ def _beginning(found: re.Match[str]) -> str:
 
 def encode_batch(batch: CompactBatch) -> bytes:
     """Return the record of a batch; the same batch always has the same bytes."""
-    columns = {
-        "step": batch.step,
-        "manifest_hash": batch.manifest_hash,
-        "lineage": batch.lineage,
-        **_key_columns(batch.trajectories),
-    }
+    columns = {name: getattr(batch, name) for name in _BATCH} | _key_columns(batch.trajectories)
     return write_frame(COMPACT, _packed(columns), [np.array(batch.crcs, "<u4")])
 
 
 def decode_batch(record: bytes) -> CompactBatch:
     """Return the batch of a record."""
-    columns, array = _unpacked(record, kind=COMPACT, known={"step", "manifest_hash", "lineage"})
+    columns, array = _unpacked(record, kind=COMPACT, known={*_BATCH})
     trajectories = _keys(columns)
     if 4 * len(trajectories) != len(array):
         raise CorruptRecordError(
             f"{len(trajectories)} trajectories of a batch have {len(array)} bytes of CRCs"
         )
     return CompactBatch(
-        step=columns["step"],
-        manifest_hash=columns["manifest_hash"],
-        lineage=columns["lineage"],
+        **{name: columns[name] for name in _BATCH},
         trajectories=trajectories,
         crcs=tuple(np.frombuffer(array, "<u4").tolist()),
     )

@@ -34,7 +34,7 @@ MAJOR_VERSION: Final = 0
 """Version of all kinds except compact records."""
 
 COMPACT_VERSION: Final = 1
-"""Version of compact records; version 0 had packed columns, which this release does not read."""
+"""The only version of compact records that this release reads."""
 
 TURN: Final = b"T"
 EVENT: Final = b"E"
@@ -55,6 +55,7 @@ _NAMES: Final = {
     ENDS: "compact ends",
     EVALUATION: "evaluation",
 }
+_VERSIONS: Final = {COMPACT: COMPACT_VERSION, ENDS: COMPACT_VERSION}
 _PREFIX: Final = struct.Struct("<2s1sBI")
 _CRC: Final = struct.Struct("<I")
 
@@ -70,8 +71,7 @@ class Frame(NamedTuple):
 
 def write_frame(kind: bytes, header: bytes, body: Iterable[NDArray[Any]] = ()) -> bytes:
     """Return the record of a header and contiguous little-endian arrays; each is copied once."""
-    version = COMPACT_VERSION if kind in (COMPACT, ENDS) else MAJOR_VERSION
-    prefix = _PREFIX.pack(b"TS", kind, version, len(header))
+    prefix = _PREFIX.pack(b"TS", kind, _VERSIONS.get(kind, MAJOR_VERSION), len(header))
     parts: list[Any] = [prefix, header, bytes(-len(header) % 8), *body]
     crc = 0
     for part in parts:
@@ -98,10 +98,8 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
     if zlib.crc32(memoryview(record)[:body_stop]) != crc:
         raise CorruptRecordError(f"the checksum of a {name} record of {len(record)} bytes differs")
     # After the checksum: damage must not look like another release.
-    if kind in (COMPACT, ENDS):
-        check_format(name, version, newest=COMPACT_VERSION, oldest=COMPACT_VERSION)
-    else:
-        check_format(name, version, newest=MAJOR_VERSION)
+    only = _VERSIONS.get(kind, MAJOR_VERSION)
+    check_format(name, version, newest=only, oldest=only)
     header_stop = _PREFIX.size + num_header_bytes
     body_start = header_stop + -num_header_bytes % 8
     if body_start > body_stop:

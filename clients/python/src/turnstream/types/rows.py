@@ -235,6 +235,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.row_id)
 
+    @property
+    def response_lengths(self) -> NDArray[np.int32]:
+        """int32 (B,), response tokens of every row, by its tokens and its prompt."""
+        return self.input_ids.lengths - self.prompt_length
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatchInfo:

@@ -38,7 +38,7 @@ class Jagged:
         rewards_M: float32, token rewards.
         advantages_M: float32, 0.0 where the loss mask is not set.
         token_weights_M: float32, weight of each token; None where that is 1.
-        extras: extra columns, by name.
+        extras: name to extra column.
         row_id_B: int64.
         prompt_length_B: int32, in tokens.
     """

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from turnstream.batching.layouts.jagged import Jagged
 from turnstream.batching.layouts.packed import Packed
 from turnstream.batching.layouts.padded import require_fits
-from turnstream.batching.layouts.slots import response_lengths as lengths_of
 from turnstream.batching.merge.buffers import offsets_of
 from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
@@ -90,7 +89,7 @@ def join_by_row_id(parts: Iterable[Mapping[int, NDArray[Any]]], rows: Rows) -> R
     any_values = next(iter(found.values()), np.empty(0, np.float32))
     dtype, shape = any_values.dtype, any_values.shape[1:]
     column: list[NDArray[Any]] = [np.empty((0, *shape), dtype)]
-    lengths = lengths_of(rows).tolist()
+    lengths = rows.response_lengths.tolist()
     for row_id, is_inert, length in zip(
         rows.row_id.tolist(), rows.is_padding.tolist(), lengths, strict=True
     ):

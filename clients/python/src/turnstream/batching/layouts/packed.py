@@ -17,7 +17,6 @@ from turnstream.batching.layouts.slots import (
     PlacedColumn,
     SlotLine,
     require_aligned,
-    response_lengths,
 )
 from turnstream.errors import BatchingError
 from turnstream.types import Rows
@@ -41,7 +40,7 @@ class Packed:
         rewards_N: float32, token rewards.
         advantages_N: float32, 0.0 where the loss mask is not set.
         token_weights_N: float32, weight of each token; None where that is 1.
-        extras: extra columns, by name.
+        extras: name to extra column.
         row_id_B: int64.
         prompt_length_B, response_length_B: int32, in tokens.
     """
@@ -88,7 +87,7 @@ def packed(
         "length_B": token_lengths,
         "row_id_B": rows.row_id[order],
         "prompt_length_B": rows.prompt_length[order],
-        "response_length_B": response_lengths(rows)[order],
+        "response_length_B": rows.response_lengths[order],
     }
     extras = line.extras(shape)
     bounds = np.cumsum([0, *map(len, bins)]).tolist()

@@ -19,7 +19,6 @@ from turnstream.batching.layouts.slots import (
     require_aligned,
     response_arrays,
     response_columns,
-    response_lengths,
 )
 from turnstream.errors import RowTooLongError
 from turnstream.types import Ragged, Rows
@@ -44,7 +43,7 @@ class LeftPadded:
         rewards_BR: float32, token rewards.
         advantages_BR: float32, 0.0 where the loss mask is not set.
         token_weights_BR: float32, weight of each token; None where that is 1.
-        extras: extra columns, by name.
+        extras: name to extra column.
     """
 
     input_ids_BT: NDArray[np.int64]
@@ -182,7 +181,7 @@ class RightPadded:
         rewards_BT: float32, token rewards.
         advantages_BT: float32, 0.0 where the loss mask is not set.
         token_weights_BT: float32, weight of each token; None where that is 1.
-        extras: extra columns, by name.
+        extras: name to extra column.
         row_id_B: int64.
         prompt_length_B, response_length_B: int32, in tokens.
     """
@@ -223,5 +222,5 @@ def right_padded(rows: Rows, *, width: int, pad_token_id: int) -> RightPadded:
         attention_mask_BT=attention_BT,
         row_id_B=rows.row_id,
         prompt_length_B=rows.prompt_length,
-        response_length_B=response_lengths(rows),
+        response_length_B=rows.response_lengths,
     )

@@ -245,11 +245,6 @@ _DTYPES = {"loss_mask": np.dtype(np.uint8)}
 _FLOAT32 = np.dtype(np.float32)
 
 
-def response_lengths(rows: Rows) -> NDArray[np.int32]:
-    """Return int32 (B,): response tokens of every row, by its tokens and its prompt."""
-    return rows.input_ids.lengths - rows.prompt_length
-
-
 def require_aligned(rows: Rows) -> None:
     """Refuse rows that disagree with themselves.
 
@@ -258,7 +253,7 @@ def require_aligned(rows: Rows) -> None:
     """
     if rows.advantage.dtype != _FLOAT32:
         raise BatchingError(f"advantage is {rows.advantage.dtype}, not float32")
-    lengths_B = response_lengths(rows)
+    lengths_B = rows.response_lengths
     if rows.prompt_length.min(initial=0) < 0 or lengths_B.min(initial=0) < 0:
         row = int(np.flatnonzero((rows.prompt_length < 0) | (lengths_B < 0))[0])
         raise BatchingError(

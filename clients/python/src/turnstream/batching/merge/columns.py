@@ -115,7 +115,7 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
     gaps_N[1:] -= ends_N[:-1]
     gaps_N[offsets[:-1]] = 0
     gaps, counts = gaps_N.tolist(), (ends_N - begins_N).tolist()
-    responses = _Responses(counts, _sampled(gaps, counts))
+    is_sampled = _sampled(gaps, counts)
     lengths_B = ends_N[offsets[1:] - 1]
     bounds = offsets_of(lengths_B)
     id_bounds = offsets_of(lengths_B + np.array([row.prompt_length for row in rows], np.int64))
@@ -128,10 +128,10 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
         ((num_tokens,), np.uint8),
     )
     np.concatenate([ids[:0], *[piece for row in rows for piece in row.ids]], out=ids)
-    _write(mask, turns, responses, field="loss_mask")
-    _write(rewards, turns, responses, field="rewards")
+    _write(mask, turns, is_sampled, field="loss_mask")
+    _write(rewards, turns, is_sampled, field="rewards")
     if has_logprobs:
-        _write(logprobs, turns, responses, field="logprobs")
+        _write(logprobs, turns, is_sampled, field="logprobs")
     row_of_turn = np.repeat(np.arange(len(rows)), np.diff(offsets))
     versions, run_counts = _run_columns(turns, gaps, counts, row_of_turn, lengths_B)
     return TokenColumns(
@@ -144,19 +144,8 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
     )
 
 
-class _Responses(NamedTuple):
-    """Places of the values of N turns in a column of response tokens.
-
-    Attributes:
-        counts: N, response tokens.
-        is_sampled: per token, False where it was observed; None where none was.
-    """
-
-    counts: list[int]
-    is_sampled: NDArray[np.bool_] | None
-
-
 def _sampled(gaps: list[int], counts: list[int]) -> NDArray[np.bool_] | None:
+    """Return, per response token, False where it was observed; None where none was."""
     if not any(gaps):
         return None
     pattern = np.tile(np.array([False, True]), len(counts))
@@ -164,13 +153,16 @@ def _sampled(gaps: list[int], counts: list[int]) -> NDArray[np.bool_] | None:
 
 
 def _write(
-    into: NDArray[Any], turns: Sequence[StoredTurn], responses: _Responses, *, field: str
+    into: NDArray[Any],
+    turns: Sequence[StoredTurn],
+    is_sampled: NDArray[np.bool_] | None,
+    *,
+    field: str,
 ) -> None:
     """Concatenate the arrays of the turns, with zeros where tokens were observed.
 
     Thousands of short responses cost less in two copies than with thousands of short zeros.
     """
-    counts, is_sampled = responses
     arrays = [getattr(turn, field) for turn in turns]
     if not any(array is not None for array in arrays):
         into[:] = 0 if field == "rewards" else 1 if is_sampled is None else is_sampled
@@ -179,10 +171,11 @@ def _write(
         _missing(turn, field=field) if array is None else array
         for turn, array in zip(turns, arrays, strict=True)
     ]
-    found = [*map(len, arrays)]
-    if found != counts:
-        at = next(i for i, count in enumerate(counts) if found[i] != count)
-        raise InvalidTurnError(field, f"{found[at]} values for {counts[at]} response tokens")
+    for turn, array in zip(turns, arrays, strict=True):
+        if len(array) != turn.num_response_tokens:
+            raise InvalidTurnError(
+                field, f"{len(array)} values for {turn.num_response_tokens} response tokens"
+            )
     try:
         with np.errstate(over="raise"):
             if is_sampled is None:

@@ -15,7 +15,7 @@ under which its log-probability was taken. The model reads the last sampled toke
 with the next prompt, so its choice is the next turn's.
 
 **Items.** A turn without items keeps those of the tokens it shares. Items that differ from those of
-a row's last turn mean another image: such a turn shares nothing with that turn.
+a row's last turn mean another image. Then the turn shares nothing with that turn.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Known(NamedTuple):
 
     Attributes:
         num_shared, counts: values shared with the parent, and all values.
-        digests: of the values of columns per row and per item.
+        digests: SHA-256 of the values per row and per item.
     """
 
     match: PrefixMatch
