@@ -17,13 +17,8 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
-def load_policy(
-    source: PolicySource,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> PreTrainedModel:
-    """Return the model in evaluation mode (no dropout) on `device`. Only local files are read.
+def load_policy(source: PolicySource, *, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """Return the model, float32, in evaluation mode (no dropout). Only local files are read.
 
     Raises:
         InvalidConfigError: the folder holds no model, or the spec is not one of transformers.
@@ -36,7 +31,7 @@ def load_policy(
     except (OSError, ValueError, KeyError) as error:
         raise InvalidConfigError("policy", f"{source} does not load: {error}") from error
     made.requires_grad_(True)
-    return cast(PreTrainedModel, made.to(device=device, dtype=dtype).eval())  # pyright: ignore[reportCallIssue]
+    return cast(PreTrainedModel, made.to(device=device, dtype=torch.float32).eval())  # pyright: ignore[reportCallIssue]
 
 
 def save_policy(model: PreTrainedModel, folder: Path) -> None:

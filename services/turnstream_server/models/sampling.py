@@ -57,23 +57,32 @@ def sample_batch(
         return []
     ids_BT, attention_BT = _left_padded(prompts, device=model.device)
     stop_S = torch.tensor(sorted(stop_ids), dtype=torch.long, device=model.device)
-    ended_B = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
-    tokens: list[Tensor] = []
-    logprobs: list[Tensor] = []
-    ended: list[Tensor] = []
+    is_stopped_B = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
+    length_B = torch.zeros(len(prompts), dtype=torch.long, device=model.device)
+    columns: list[tuple[Tensor, Tensor]] = []
     cache = None
-    while len(tokens) < max_new_tokens and not bool(ended_B.all()):
+    while len(columns) < max_new_tokens and not bool(is_stopped_B.all()):
         output = _forward(model, ids_BT, attention_BT, cache=cache)
         cache = output.past_key_values
         logprobs_BV = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)
         ids_BT = torch.multinomial(logprobs_BV.exp(), 1, generator=generator)
-        ended.append(ended_B)
-        tokens.append(ids_BT)
-        logprobs.append(logprobs_BV.gather(1, ids_BT))
-        ended_B = ended_B | torch.isin(ids_BT[:, 0], stop_S)
+        columns.append((ids_BT, logprobs_BV.gather(1, ids_BT)))
+        length_B += ~is_stopped_B
+        is_stopped_B = is_stopped_B | torch.isin(ids_BT[:, 0], stop_S)
         if attention_BT is not None:
             attention_BT = torch.cat([attention_BT, torch.ones_like(ids_BT)], dim=1)
-    return _responses(tokens, logprobs, ended, is_stopped_B=ended_B)
+    tokens_BR, logprobs_BR = (torch.cat(each, dim=1).cpu() for each in zip(*columns, strict=True))
+    responses = zip(
+        tokens_BR.int().numpy(),
+        logprobs_BR.numpy(),
+        length_B.tolist(),
+        is_stopped_B.tolist(),
+        strict=True,
+    )
+    return [
+        SampledResponse(tokens[:length], logprobs[:length], is_stopped)
+        for tokens, logprobs, length, is_stopped in responses
+    ]
 
 
 def _forward(model: PreTrainedModel, ids_BT: Tensor, attention_BT: Tensor | None, *, cache: object):
@@ -105,21 +114,3 @@ def _left_padded(
     is_ragged = not attention_BT.all()
     attention = torch.from_numpy(attention_BT).to(device) if is_ragged else None
     return torch.from_numpy(ids_BT).to(device), attention
-
-
-def _responses(
-    tokens: Sequence[Tensor],
-    logprobs: Sequence[Tensor],
-    ended: Sequence[Tensor],
-    *,
-    is_stopped_B: Tensor,
-) -> list[SampledResponse]:
-    """Return each row up to its stop token; `ended[j]` marks rows that ended before column j."""
-    tokens_BR = torch.cat(list(tokens), dim=1).int().cpu().numpy()
-    logprobs_BR = torch.cat(list(logprobs), dim=1).cpu().numpy()
-    length_B = (~torch.stack(list(ended), dim=1)).sum(dim=1).tolist()
-    stopped_B = is_stopped_B.tolist()
-    return [
-        SampledResponse(tokens_BR[row, :length], logprobs_BR[row, :length], stopped)
-        for row, (length, stopped) in enumerate(zip(length_B, stopped_B, strict=True))
-    ]

@@ -8,9 +8,8 @@ of it is on disk, so a folder with that name is complete.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -31,8 +30,7 @@ _ABOUT = "checkpoint.json"
 _STATE = "state.pt"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A complete checkpoint: a folder of weights, and their position in the run's history."""
 
     folder: Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """Statistics of one optimizer update. Means weigh each of its trained tokens equally.
+    """Statistics of one optimizer update.
 
     Attributes:
         loss: loss of the whole mini-batch.
         gradient_norm: before clipping.
         is_applied: False if the gradient was not finite: the weights are unchanged.
         num_recomputed_rows: rows without behaviour log-probabilities.
-        ratio: current / behaviour probability.
+        ratio: mean of current / behaviour probability over the trained tokens.
         kl: estimate of KL(behaviour || current), in nats.
         clipped_share: share of the ratios outside the clip range; 0 to 1.
-        logprob: log-probability under the weights before the update, in nats.
+        logprob: mean log-probability under the weights before the update, in nats.
     """
 
     loss: float
@@ -74,17 +74,18 @@ class Engine:
 
     def update(self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation) -> UpdateReport:
         """Apply one optimizer step on the rows of a mini-batch and return its statistics."""
-        num_tokens = mini_batch.info.denominators.num_tokens
         parts = mini_batch.to_torch(self.model.device).micro_batches()
         self._optimizer.zero_grad(set_to_none=True)
         sums = torch.stack([self._backward(part, aggregation=aggregation) for part in parts])
         loss, num_recomputed, *token_sums = sums.sum(dim=0).tolist()
-        ratio, kl, clipped, logprob = (total / max(1, num_tokens) for total in token_sums)
+        num_tokens = max(1, mini_batch.info.denominators.num_tokens)
+        ratio, kl, clipped_share, logprob = (total / num_tokens for total in token_sums)
         learning_rate = self._next_learning_rate()
         gradient_norm = self._step(learning_rate)
         is_applied = math.isfinite(gradient_norm)
         if not is_applied:
-            logger.warning("step %s: gradient is not finite, update skipped", mini_batch.info.step)
+            step = mini_batch.info.step
+            logger.warning("step %s: gradient is not finite, update skipped", step)
         return UpdateReport(
             loss=loss,
             gradient_norm=gradient_norm,
@@ -93,7 +94,7 @@ class Engine:
             num_recomputed_rows=int(num_recomputed),
             ratio=ratio,
             kl=kl,
-            clipped_share=clipped,
+            clipped_share=clipped_share,
             logprob=logprob,
         )
 
@@ -107,18 +108,35 @@ class Engine:
         self.num_updates = state["num_updates"]
 
     def _backward(self, part: LeftPaddedTensors, *, aggregation: Aggregation) -> Tensor:
-        """Add the gradient of one micro-batch; return loss, recomputed rows and token sums."""
+        """Add the gradient of one micro-batch; return its loss and its sums for the report.
+
+        The clipped policy gradient has the behaviour policy as the old one ("bypass"). A row
+        without behaviour log-probabilities takes the current ones in their place. These are of the
+        weights before the update, so its ratio is 1 and its gradient the plain policy gradient.
+        """
+        mask_BR, objective = part.loss_mask_BR, self._objective
         current_BR = response_logprobs(
-            self.model,
-            part,
-            mask_BR=part.loss_mask_BR,
-            temperature=self._objective.temperature,
+            self.model, part, mask_BR=mask_BR, temperature=objective.temperature
         )
-        losses = policy_loss(current_BR, part, objective=self._objective)
-        loss = aggregate(losses.loss_BR, part, mode=aggregation, denominators=part.denominators)
+        old_BR, is_recomputed_B = _old_logprobs(current_BR.detach(), part)
+        loss_BR = ppo_clip(
+            current_BR,
+            old_BR=old_BR,
+            advantages_BR=part.advantages_BR,
+            mask_BR=mask_BR,
+            clip_low=objective.clip_low,
+            clip_high=objective.clip_high,
+            dual_clip=objective.dual_clip or None,
+        )
+        loss = aggregate(loss_BR, part, mode=aggregation, denominators=part.denominators)
         loss.backward()
-        numbers = torch.stack([loss.detach().double(), losses.num_recomputed_rows.double()])
-        return torch.cat([numbers, losses.token_sums])
+        with torch.no_grad():
+            ratio_BR = clipped_exp(log_ratio(current_BR, old_BR, mask_BR=mask_BR))
+            is_kept_BR = ratio_BR.clamp(1 - objective.clip_low, 1 + objective.clip_high) == ratio_BR
+            kl_BR = kl_k3(old_BR, reference_BR=current_BR, mask_BR=mask_BR)
+            columns = (ratio_BR, kl_BR, ~is_kept_BR, current_BR)
+            sums = [(column * mask_BR).sum(dtype=torch.float64) for column in columns]
+        return torch.stack([loss.detach().double(), is_recomputed_B.sum().double(), *sums])
 
     def _next_learning_rate(self) -> float:
         share = min(1.0, (self.num_updates + 1) / max(1, self._config.num_warmup_updates))
@@ -135,51 +153,6 @@ class Engine:
             self._optimizer.step()
         self.num_updates += 1
         return norm
-
-
-class TokenLosses(NamedTuple):
-    """Losses of a micro-batch, and its sums for the metrics.
-
-    Attributes:
-        loss_BR: with gradient, exactly 0 where nothing is trained.
-        token_sums: float64 (4,), over the trained tokens: ratio, KL(behaviour || current), number
-            of ratios outside the clip range, log-probability.
-        num_recomputed_rows: rows that came without the log-probabilities of their trained tokens.
-    """
-
-    loss_BR: Tensor
-    token_sums: Tensor
-    num_recomputed_rows: Tensor
-
-
-def policy_loss(
-    current_BR: Tensor, part: LeftPaddedTensors, *, objective: ObjectiveConfig
-) -> TokenLosses:
-    """Return the clipped policy gradient with the behaviour policy as the old one ("bypass").
-
-    A row without behaviour log-probabilities takes the current ones in their place. These are of
-    the weights before the update, so its ratio is 1 and its gradient the plain policy gradient.
-    """
-    mask_BR = part.loss_mask_BR
-    old_BR, missing_B = _old_logprobs(current_BR.detach(), part)
-    loss_BR = ppo_clip(
-        current_BR,
-        old_BR=old_BR,
-        advantages_BR=part.advantages_BR,
-        mask_BR=mask_BR,
-        clip_low=objective.clip_low,
-        clip_high=objective.clip_high,
-        dual_clip=objective.dual_clip or None,
-    )
-    with torch.no_grad():
-        ratio_BR = clipped_exp(log_ratio(current_BR, old_BR, mask_BR=mask_BR))
-        outside_BR = (ratio_BR < 1 - objective.clip_low) | (ratio_BR > 1 + objective.clip_high)
-        kl_BR = kl_k3(old_BR, reference_BR=current_BR, mask_BR=mask_BR)
-        columns = (ratio_BR, kl_BR, outside_BR.double(), current_BR)
-        token_sums = torch.stack(
-            [(column * mask_BR).sum(dtype=torch.float64) for column in columns]
-        )
-    return TokenLosses(loss_BR, token_sums, missing_B.sum())
 
 
 def _old_logprobs(current_BR: Tensor, part: LeftPaddedTensors) -> tuple[Tensor, Tensor]:

@@ -58,33 +58,6 @@ def _publish(url: str, run: str, groups: Sequence[str]) -> None:
 
 @pytest.mark.redis
 @pytest.mark.grpc
-def test_a_run_is_trained_to_its_end_and_every_trajectory_is_committed(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: Callable[..., str],
-    batcher: str,
-    tmp_path: Path,
-) -> None:
-    run = new_run(client, batch_groups=2, max_staleness=100)
-    _publish(server.url, run, ["g1", "g2", "g3", "g4", "g5", "g6"])
-    close_run(client, run)
-
-    train(_config(batcher, run, tmp_path))
-
-    ledger = read_ledger(client, run)
-    assert ledger.by_state[TrajectoryState.COMMITTED] == ledger.accepted == 12
-    announced = newest_version(client, run)
-    assert announced is not None
-    assert (announced.version, announced.step) == (3, 3)
-    lines = _metrics(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert [line["reward_mean"] for line in lines] == [0.5, 0.5, 0.5]
-    assert lines[0]["num_rows"] == 4
-    assert lines[2]["logprob"] != lines[0]["logprob"]
-
-
-@pytest.mark.redis
-@pytest.mark.grpc
 def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
     server: EmbeddedServer,
     client: redis.Redis,
@@ -107,9 +80,14 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
     before = read_ledger(client, broken).by_state
     train(_config(batcher, broken, tmp_path / "broken"))
 
+    announced = newest_version(client, whole)
+    assert announced is not None
+    assert (announced.version, announced.step) == (4, 4)
     assert before[TrajectoryState.COMMITTED] == before[TrajectoryState.STEPPED] == 8
     assert read_ledger(client, broken).by_state[TrajectoryState.COMMITTED] == 16
     lines = _metrics(tmp_path / "broken")
+    assert {line["reward_mean"] for line in lines} == {0.5}
+    assert (lines[0]["num_rows"], lines[0]["num_trajectories"]) == (4, 4)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 3, 4]
     # Version 5 names the weights of step 2 again: 3 and 4 stay taken.
     assert [line["version"] for line in lines] == [1, 2, 3, 4, 6, 7]

@@ -12,7 +12,6 @@ import pytest
 import testkit
 from turnstream.errors import (
     BatcherUnavailableError,
-    FencedError,
     InvalidConfigError,
     NotReadyError,
     RejectedError,
@@ -148,17 +147,6 @@ def test_stepped_is_retried_after_a_temporary_refusal(batcher: Any, refusal: Exc
     assert [call[0] for call in batcher.calls].count("Stepped") == 3
 
 
-def test_failed_stepped_can_be_retried(batcher: Any) -> None:
-    batcher.add_step(1, "abC")
-
-    with open_stream(batcher) as stream:
-        next(stream)
-        batcher.refusals = [FencedError("a newer session")]
-        with pytest.raises(FencedError):
-            stream.stepped()
-        assert stream.stepped().step == 1
-
-
 # --------------------------------------------------------------------- waiting
 
 
@@ -184,15 +172,6 @@ def not_ready(stream: BatchStream) -> tuple[NotReadyError, float] | None:
     except NotReadyError as error:
         return error, time.monotonic() - started_s
     raise AssertionError("there is no batch")
-
-
-def test_stream_can_be_iterated_again_after_a_timeout(batcher: Any, retried: Any) -> None:
-    with retried(lambda: open_stream(batcher, timeout_s=0.4)) as stream:
-        with pytest.raises((NotReadyError, BatcherUnavailableError)):
-            next(stream)
-        batcher.add_step(1, "abC")
-
-        assert texts(retried(lambda: next(stream))) == ["abC"]
 
 
 def test_long_poll_that_ends_at_once_causes_no_busy_loop(

@@ -92,28 +92,6 @@ def test_left_padded_extras_equal_the_published_columns(start_batcher: Any, publ
     assert extras["pixel_values"].num_items == (3, 0)
 
 
-def test_packed_extras_equal_the_published_columns(start_batcher: Any, published: str) -> None:
-    with BatchStream(start_batcher().target, published) as stream:
-        mini_batch = next(stream)
-
-    (part,) = mini_batch.to_torch_packed(alignment=4)
-    (one_pass,) = mini_batch.to_torch().micro_batches()
-    assert part.cu_seqlens.tolist() == [0, 8, 12]
-    assert part.extras["positions"].values[8:11].tolist() == np.arange(9).reshape(3, 3).tolist()
-    assert part.extras["routes"].values.tolist() == [
-        *ROUTES,
-        *[DUMMY] * 3,
-        *[*ROUTES[:2], DUMMY, DUMMY],
-    ]
-    assert part.extras["teacher"].values.tolist() == [
-        *(0, -0.25, -1.0, -0.75, 0, 0, 0, 0),
-        *(0, -0.25, 0, 0),
-    ]
-    assert part.extras["pixel_values"].num_items == (3, 0)
-    for name, extra in mini_batch.to_torch().extras.items():
-        assert one_pass.extras[name].values.tolist() == extra.values.tolist()
-
-
 def test_rank_without_real_rows_has_every_column(start_batcher: Any, published: str) -> None:
     options: Any = {"dp_world_size": 3, "session": "s"}
 
@@ -144,14 +122,3 @@ async def test_asyncio_publisher_takes_the_same_columns(server: Any, run: str) -
             )
         await (await writer.append(testkit.ids("ab"), testkit.ids("c"), extras=FIRST))
         await writer.seal(1.0)
-
-
-def test_published_group_is_refused_by_column_and_turn(server: Any, run: str) -> None:
-    arrays = {"positions": np.zeros((2, 3), np.int64)}
-    turn = testkit.turn("ab", "C", extras=arrays)
-
-    with (
-        Publisher(server.url, run) as publisher,
-        pytest.raises(InvalidTurnError, match=r"trajectories\[0\].turns\[0\].extras\['positions'"),
-    ):
-        publisher.publish(testkit.group("g", testkit.trajectory(turn)))

@@ -37,18 +37,12 @@ def run(client: redis.Redis, new_run: NewRun) -> str:
 
 @pytest.fixture
 def publish(server: Any, run: str) -> Iterator[Callable[..., None]]:
-    """`publish(num_groups, closes=...)` sends groups of two trajectories."""
+    """`publish(num_groups)` sends groups of two trajectories."""
     with Publisher(server.url, run) as publisher:
 
-        def send(num_groups: int, *, closes: bool = False) -> None:
+        def send(num_groups: int) -> None:
             for _ in range(num_groups):
-                members = [
-                    testkit.trajectory(testkit.turn("ab", "CD"), sample=n, reward=float(n))
-                    for n in range(2)
-                ]
-                publisher.publish(testkit.group(f"g{next(_numbers)}", *members)).result(10)
-            if closes:
-                publisher.close_run()
+                publisher.publish(testkit.group(f"g{next(_numbers)}")).result(10)
 
         yield send
 

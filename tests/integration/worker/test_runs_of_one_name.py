@@ -52,11 +52,7 @@ def create(client: redis.Redis, name: str, *, batch_groups: int = 1) -> None:
 def publish(url: str, name: str, *group_ids: str, closes: bool = False) -> None:
     with Publisher(url, name) as publisher:
         for group_id in group_ids:
-            members = [
-                testkit.trajectory(testkit.turn("ab", "CD"), sample=n, reward=float(n))
-                for n in range(2)
-            ]
-            publisher.publish(testkit.group(group_id, *members)).result(10)
+            publisher.publish(testkit.group(group_id)).result(10)
         if closes:
             publisher.close_run()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +23,6 @@ from turnstream.errors import (
 )
 from turnstream.types import Denominators
 from turnstream.worker import BatchStream, StreamStatistics
-from turnstream.worker import stream as worker_stream
 
 pytestmark = pytest.mark.grpc
 
@@ -210,24 +208,6 @@ def test_internal_error_of_the_batcher_is_raised_after_3_attempts(batcher: Any) 
     assert batcher.calls.count(("Get", 1)) == 3
 
 
-def test_silent_get_is_ended_and_retried(batcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_stream, "STALL_GRACE_S", 0.1)
-    released = threading.Event()
-
-    def silent(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        yield next(messages)
-        released.wait(20)
-
-    batcher.add_step(1, "abC")
-    batcher.faults = [silent]
-
-    # A later answer may take a second and a half.
-    with open_stream(batcher, timeout_s=6.0) as stream:
-        assert texts(next(stream)) == ["abC"]
-        assert stream.statistics().num_retries == 1
-    released.set()
-
-
 @pytest.mark.parametrize("num_messages", [0, 1])
 def test_silent_batcher_is_reported_at_the_deadline(batcher: Any, num_messages: int) -> None:
     released = threading.Event()
@@ -245,20 +225,6 @@ def test_silent_batcher_is_reported_at_the_deadline(batcher: Any, num_messages: 
         assert [reason.kind for reason in caught.value.reasons] == ["no_batch", "batcher_silent"]
         assert texts(next(stream)) == ["abC"]  # the silent Get was ended and repeated
     released.set()
-
-
-def test_slow_trainer_does_not_count_as_a_silent_batcher(batcher: Any) -> None:
-    # A paused reader is not a silent batcher: the queue is full, nothing is being read.
-    batcher.add_step(1, "abC", num_mini_batches=4)
-
-    with open_stream(batcher, timeout_s=1.0, max_prefetch_bytes=1) as stream:
-        testkit.wait_until(lambda: stream.statistics().queued_mini_batches == 1)
-        time.sleep(1.5)
-        seen = [next(stream).info.mini_batch for _ in range(4)]
-
-        assert stream.statistics().num_retries == 0
-
-    assert seen == [0, 1, 2, 3]
 
 
 # --------------------------------------------------------------------- faults to order

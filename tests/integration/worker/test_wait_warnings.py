@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -54,20 +53,6 @@ def test_publisher_warns_once_of_a_group_without_admission(
     [warning] = [each for each in warnings(caplog) if "for admission" in each]
     assert warning.startswith("run waits: group g1 has waited")
     assert "1 groups are live, 1 are allowed after step 0" in warning
-
-
-async def test_asyncio_publisher_warns_of_the_same_wait(
-    run: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    publisher = run.async_publisher(admission_timeout_s=600.0)
-    await (await publisher.publish(group("g0")))
-    await publisher.publish(group("g1"))
-
-    await asyncio.to_thread(wait_until, lambda: warnings(caplog), describe="a warning")
-
-    assert "group g1 has waited" in warnings(caplog)[0]
-    with pytest.raises(NotReadyError):
-        await publisher.close(0.1)
 
 
 def test_publisher_warns_of_a_wrong_store_address(caplog: pytest.LogCaptureFixture) -> None:

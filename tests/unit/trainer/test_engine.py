@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import testkit
-from testkit.training import ADVANTAGES, TEXTS, make_engine, make_mini_batch, pulled
+from testkit.training import make_engine, make_mini_batch, pulled
 from turnstream.batching.config.values import Aggregation
 from turnstream.types import Ragged
 from turnstream.worker import PulledMiniBatch
@@ -37,56 +37,6 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches(
     assert report.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
     assert report.ratio == pytest.approx(expected.ratio, rel=1e-5)
     torch.testing.assert_close(_gradients(other), _gradients(one), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (0.5, 0.5, 1, 1), (4 / 7, 3 / 7, 1, 1)], ids=str)
-def test_the_loss_weighs_rows_as_shipped(weights: tuple[float, ...]) -> None:
-    # The first two rows are one trajectory, of 4 and 3 trained tokens.
-    texts = ("abCDEF", "xYZW", "hijKLM", "pqRsT")
-    share = np.array(weights, np.float32)
-    rows = testkit.rows(*texts, group_ids=["g"] * 4, advantages=ADVANTAGES, logprobs=-4.5)
-    alone = [
-        _loss_alone(make_engine(), text, advantage)
-        for text, advantage in zip(texts, ADVANTAGES, strict=True)
-    ]
-    rows = replace(
-        rows,
-        weight=share,
-        trajectory_id=["g/0/0", "g/0/0", "g/1/0", "g/2/0"],
-        trajectory_num_tokens=np.array([7, 7, 3, 2], np.int64),
-    )
-    mini_batch = pulled(rows, micro_batches=((3, 0), (1, 2)))
-
-    report = make_engine().update(mini_batch, aggregation="seq_mean_token_mean")
-
-    expected = sum(w * own for w, own in zip(weights, alone, strict=True)) / sum(weights)
-    assert report.loss == pytest.approx(expected, rel=1e-5)
-
-
-def _loss_alone(engine: Engine, text: str, advantage: float) -> float:
-    own = testkit.rows(text, advantages=[advantage], logprobs=-4.5)
-    return engine.update(pulled(own), aggregation="seq_mean_token_mean").loss
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
-def test_inert_rows_contribute_exactly_nothing(aggregation: Aggregation) -> None:
-    with_pads = testkit.rows(
-        *TEXTS,
-        "a|b",
-        "a|b",
-        group_ids=["g0", "g0", "g1", "g1", "", ""],
-        advantages=[*ADVANTAGES, 0.0, 0.0],
-        logprobs=-4.5,
-        is_padding=[False] * 4 + [True] * 2,
-    )
-    padded = pulled(with_pads, micro_batches=((0, 1, 2, 3), (4, 5)))
-    one, other = make_engine(), make_engine()
-
-    expected = one.update(make_mini_batch(), aggregation=aggregation)
-    report = other.update(padded, aggregation=aggregation)
-
-    assert report.loss == expected.loss
-    assert torch.equal(_gradients(other), _gradients(one))
 
 
 def test_a_mini_batch_of_inert_rows_alone_changes_nothing() -> None:

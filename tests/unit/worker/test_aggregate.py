@@ -62,31 +62,6 @@ def test_averaged_over_undoes_the_average_of_two_ranks() -> None:
     assert ((on_rank_0 + on_rank_1) / 2).item() == pytest.approx(3.428571, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("mode", "coefficients"),
-    [
-        # batch-assembly, edge case 38: masks 111, 001, 011, 000 of prompts (0, 2), (2, 4).
-        ("token_mean", [1 / 6, 1 / 6, 1 / 6]),
-        # The reference counts the fully masked row: .08333, .25, .125 and .025.
-        ("seq_mean_token_mean", [1 / 9, 1 / 3, 1 / 6]),
-        ("constant", [1 / 30, 1 / 30, 1 / 30]),
-        ("prompt_mean", [0.125, 0.125, 0.25]),
-    ],
-)
-def test_aggregate_matches_edge_case_38(mode: Any, coefficients: list[float]) -> None:
-    masks = ["111", "001", "011", "000"]
-    part = tensors_of(masks, groups=["p", "p", "q", "q"], length_constant=10)
-    loss_BR = torch.zeros(4, 3, requires_grad=True)
-
-    aggregate(loss_BR, part, mode=mode, denominators=part.denominators).backward()
-
-    expected = [
-        [c * (m == "1") for m in mask] for c, mask in zip([*coefficients, 0.0], masks, strict=True)
-    ]
-    assert loss_BR.grad is not None
-    np.testing.assert_allclose(loss_BR.grad.numpy(), expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_micro_batch_of_inert_rows_has_a_differentiable_loss_of_0(mode: Any) -> None:
     denominators = tensors_of(MASKS, length_constant=8).denominators
@@ -100,17 +75,6 @@ def test_micro_batch_of_inert_rows_has_a_differentiable_loss_of_0(mode: Any) -> 
     assert total.item() == 0.0
     assert loss_BR.grad is not None
     assert loss_BR.grad.tolist() == [[0.0], [0.0]]
-
-
-def test_inert_row_contributes_exactly_0() -> None:
-    part = tensors_of(["11", "11"])
-    part = replace(part, is_padding_B=torch.tensor([False, True]))
-
-    total = aggregate(
-        torch.ones(2, 2), part, mode="seq_mean_token_sum", denominators=part.denominators
-    )
-
-    assert total.item() == 1.0
 
 
 def test_aggregate_refuses_losses_of_another_shape() -> None:
@@ -141,13 +105,6 @@ def test_aggregate_refuses_a_mode_without_a_denominator(
 
     assert caught.value.field == missing
     assert f"aggregation={mode!r}" in caught.value.message
-
-
-def test_aggregate_refuses_constant_without_trained_tokens_too() -> None:
-    part = tensors_of(["00", "0"])
-
-    with pytest.raises(InvalidConfigError, match="length_constant"):
-        aggregate(torch.ones(2, 2), part, mode="constant", denominators=part.denominators)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from testkit.logprob_cases import Case, cases, clipped_exp
 from turnstream.worker import corrections
 
 # The vector of the definitions: four tokens of one row.
@@ -45,29 +46,6 @@ def test_correction_matches_the_golden_vector(
     result = getattr(corrections, name)(OLD, behaviour_BR=BEHAVIOUR, mask_BR=ALL, **options)
 
     assert [round(value, 4) for value in result[0].tolist()] == expected
-
-
-# batch-assembly, edge case 41: old -1, rollout -1, -3, -1, mask 110, beside an on-policy row.
-OLD_41 = torch.full((2, 3), -1.0)
-ROLLOUT_41 = torch.tensor([[-1.0, -3.0, -1.0], [-1.0, -1.0, -1.0]])
-MASK_41 = torch.tensor([[1, 1, 0], [1, 1, 1]])
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "row_0"),
-    [
-        ("tis", {"cap": 2.0}, [1, 2, 1]),
-        ("tis", {"level": "sequence", "cap": 5.0}, [5, 5, 5]),
-        ("mis", {"low": 0.5, "high": 2.0}, [1, 0, 1]),
-        ("mis", {"level": "geometric", "low": 0.99, "high": 1.01}, [0, 0, 0]),
-        ("mis", {"level": "sequence", "low": 0.5, "high": 2.0}, [0, 0, 0]),
-        ("row_veto", {"high": 5.0}, [0, 0, 0]),
-    ],
-)
-def test_correction_matches_edge_case_41(name: str, options: Any, row_0: list[float]) -> None:
-    result = getattr(corrections, name)(OLD_41, behaviour_BR=ROLLOUT_41, mask_BR=MASK_41, **options)
-
-    assert result.tolist() == [row_0, [1, 1, 1]]
 
 
 def test_mis_vetoes_a_row_with_an_almost_impossible_token() -> None:
@@ -115,47 +93,14 @@ def test_rescaled_weights_have_a_mean_of_1_over_all_ranks() -> None:
 # --------------------------------------------------------------------- against loops
 
 
-class Case(NamedTuple):
-    """Random log-probabilities; values at masked positions have no effect."""
-
-    old: np.ndarray
-    behaviour: np.ndarray
-    current: np.ndarray
-    advantages: np.ndarray
-    mask: np.ndarray
-
-    def corrected(self, name: str, **options: Any) -> Tensor:
-        """Return the weights of a correction against the behaviour policy."""
-        return getattr(corrections, name)(
-            torch.from_numpy(self.old).requires_grad_(),
-            behaviour_BR=torch.from_numpy(self.behaviour),
-            mask_BR=torch.from_numpy(self.mask),
-            **options,
-        )
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    shape = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    near_and_far = rng.choice([0.1, 60.0], shape)  # an outlier among tokens that are kept
-    spread = draw(st.sampled_from([1e-4, 0.1, 3.0, 60.0]) | st.just(near_and_far))
-    behaviour = -rng.exponential(2.0, shape)
-    mask = rng.random(shape) < draw(st.sampled_from([0.0, 0.6, 1.0]))
-    case = Case(
-        old=behaviour + rng.normal(0, spread, shape),
-        behaviour=behaviour,
-        current=behaviour + rng.normal(0, spread, shape),
-        advantages=rng.normal(0, 1, (shape[0], 1)) * np.ones(shape),
-        mask=mask,
+def corrected(case: Case, name: str, **options: Any) -> Tensor:
+    """Return the weights of a correction against the behaviour policy."""
+    return getattr(corrections, name)(
+        torch.from_numpy(case.old).requires_grad_(),
+        behaviour_BR=torch.from_numpy(case.behaviour),
+        mask_BR=torch.from_numpy(case.mask),
+        **options,
     )
-    for values in (case.old, case.behaviour, case.current):
-        values[~mask] = rng.choice([np.nan, np.inf, 0.0])
-    return case
-
-
-def clipped_exp(exponent: float) -> float:
-    return math.exp(max(-20.0, min(20.0, exponent)))
 
 
 def loop_ratios(case: Case, level: str) -> np.ndarray:
@@ -185,7 +130,7 @@ levels = st.sampled_from(["token", "sequence", "geometric"])
 
 @given(cases(), levels)
 def test_tis_equals_the_loop(case: Case, level: Any) -> None:
-    actual = case.corrected("tis", level=level, cap=2.0, floor=0.1)
+    actual = corrected(case, "tis", level=level, cap=2.0, floor=0.1)
 
     assert_equal_where_trained(actual, loop_ratios(case, level).clip(0.1, 2.0), case)
 
@@ -195,7 +140,7 @@ def test_icepop_equals_the_loop(case: Case) -> None:
     ratios = loop_ratios(case, "token")
     expected = ratios * ((ratios >= 0.5) & (ratios <= 5.0))
 
-    assert_equal_where_trained(case.corrected("icepop"), expected, case)
+    assert_equal_where_trained(corrected(case, "icepop"), expected, case)
 
 
 @given(cases(), levels)
@@ -207,7 +152,7 @@ def test_mis_equals_the_loop(case: Case, level: Any) -> None:
         if any(token_ratios[row][case.mask[row]] < 1e-4):
             expected[row] = 0.0
 
-    assert_equal_where_trained(case.corrected("mis", level=level), expected, case)
+    assert_equal_where_trained(corrected(case, "mis", level=level), expected, case)
 
 
 # Between the wider bounds a row may be whose tokens are not, and the other way round.
@@ -217,7 +162,7 @@ def test_seq_mask_tis_equals_the_loop(case: Case, bounds: Any) -> None:
     is_kept = (rows >= bounds.get("low", 0.999)) & (rows <= bounds.get("high", 1.002))
     expected = loop_ratios(case, "token") * is_kept
 
-    assert_equal_where_trained(case.corrected("seq_mask_tis", **bounds), expected, case)
+    assert_equal_where_trained(corrected(case, "seq_mask_tis", **bounds), expected, case)
 
 
 @given(cases())
@@ -257,20 +202,3 @@ def test_rescaled_weights_of_0_stay_0(weight_sum: Any) -> None:
     scaled = corrections.rescaled(torch.zeros(1, 2), weight_sum=weight_sum, num_tokens=2)
 
     assert scaled.tolist() == [[0, 0]]
-
-
-# --------------------------------------------------------------------- the vector, once more
-
-
-@pytest.mark.parametrize(("advantage", "delta", "kept"), [(-1, 0.1, 0), (-1, 0.3, 1), (1, 0.1, 1)])
-def test_opsm_matches_the_golden_vector(advantage: float, delta: float, kept: int) -> None:
-    # The mean of old - current, as of p - b of the vector, is 0.3 (less a rounding error).
-    found = corrections.opsm(
-        BEHAVIOUR,
-        old_BR=OLD,
-        advantages_BR=torch.full((1, 4), float(advantage)),
-        mask_BR=ALL,
-        delta=delta + 1e-12,
-    )
-
-    assert found.tolist() == [[kept] * 4]

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import testkit
 from testkit.shares import budgeted_passes, rank_share
@@ -54,38 +53,6 @@ def score_by_token(ids: Tensor, positions: Tensor, may_attend: Tensor) -> Tensor
 def score_by_position(ids: Tensor, positions: Tensor, may_attend: Tensor) -> Tensor:
     """Logits that depend on the token and its position."""
     return score_by_token(ids, positions, may_attend) * (1 + positions[..., None])
-
-
-@pytest.fixture(scope="module")
-def qwen2() -> PreTrainedModel:
-    """One layer of a real architecture with a free attention mask."""
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            initializer_range=0.5,
-        )
-    ).eval()
-
-
-def scored_by(model: PreTrainedModel) -> Score:
-    def score(ids: Tensor, positions: Tensor, may_attend: Tensor) -> Tensor:
-        flat = ids.ndim == 1
-        ids_BT, positions_BT, seen_BTT = (
-            value[None] if flat else value for value in (ids, positions, may_attend)
-        )
-        bias_B1TT = torch.zeros(seen_BTT.shape).masked_fill(~seen_BTT, -1e9)[:, None]
-        logits_BTV = model(
-            input_ids=ids_BT, position_ids=positions_BT, attention_mask=bias_B1TT
-        ).logits
-        return logits_BTV[0] if flat else logits_BTV
-
-    return score
 
 
 def causal(attended_BT: Tensor) -> Tensor:
@@ -213,48 +180,6 @@ def test_loss_is_independent_of_layout_ranks_micro_batches_and_order(
     want = join_by_row_id(values, batch)
     assert found.offsets.tolist() == want.offsets.tolist()
     np.testing.assert_allclose(found.values, want.values, atol=1e-4)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("limit", [0, 12])
-def test_real_model_has_the_same_gradient_in_all_layouts(
-    layout: Any, limit: int, qwen2: PreTrainedModel
-) -> None:
-    # Attention is kept inside each row: by padding, or by comparing the rows of two slots.
-    batch = testkit.rows("abCdEF", "a|bC", "abcdefGHI", "xyZ", "kLmN", "a|b")
-    score = scored_by(qwen2)
-    results: list[tuple[float, Tensor]] = []
-    for run, cuts in ((left_loss, (1, 0)), (layout, (2, limit))):
-        qwen2.zero_grad()
-        world, max_tokens = cuts
-        shares = cut(batch, world=world, limit=max_tokens)
-        losses = [run(share, score, mode="token_mean")[0] for share in shares]
-        total = torch.stack(losses).sum()
-        total.backward()
-        results.append((total.item(), torch.cat([_gradient(p) for p in qwen2.parameters()])))
-
-    (expected, expected_gradient), (found, gradient) = results
-    assert expected_gradient.abs().max() > 1e-3
-    assert found == pytest.approx(expected, rel=1e-5)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-5)
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.flatten().clone()
-
-
-def test_packed_loss_changes_if_rows_attend_to_each_other(qwen2: PreTrainedModel) -> None:
-    [share] = cut(testkit.rows("abCdEF", "abcdefGHI"), world=1, limit=0)
-    score = scored_by(qwen2)
-
-    def unaware(ids: Tensor, positions: Tensor, may_attend: Tensor) -> Tensor:
-        return score(ids, positions, torch.ones_like(may_attend).tril())
-
-    apart, _ = packed_loss(share, score, mode="token_mean")
-    mixed, _ = packed_loss(share, unaware, mode="token_mean")
-
-    assert abs(apart.item() - mixed.item()) > 1e-3
 
 
 # --------------------------------------------------------------------------------------

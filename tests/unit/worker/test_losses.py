@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,46 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from testkit.logprob_cases import Case, cases, clipped_exp
 from turnstream.errors import BatchingError
 from turnstream.worker import losses
-
-
-class Case(NamedTuple):
-    """Random log-probabilities; values at masked positions have no effect."""
-
-    current: np.ndarray
-    old: np.ndarray
-    behaviour: np.ndarray
-    advantages: np.ndarray
-    mask: np.ndarray
-
-    def tensors(self, *, skips: str = "") -> dict[str, Any]:
-        """Return the values as tensors, by argument name."""
-        values = self._asdict()
-        return {f"{n}_BR": torch.from_numpy(v) for n, v in values.items() if n != skips}
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    shape = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    spread = draw(st.sampled_from([1e-4, 0.2, 3.0, 60.0]))
-    behaviour = -rng.exponential(2.0, shape)
-    mask = rng.random(shape) < draw(st.sampled_from([0.0, 0.6, 1.0]))
-    case = Case(
-        current=behaviour + rng.normal(0, spread, shape),
-        old=behaviour + rng.normal(0, spread, shape),
-        behaviour=behaviour,
-        advantages=rng.choice([-2.0, -0.3, 0.0, 0.7, 1.5], shape),
-        mask=mask,
-    )
-    for values in case[:4]:
-        values[~mask] = rng.choice([np.nan, np.inf, 0.0])
-    return case
-
-
-def clipped_exp(exponent: float) -> float:
-    return math.exp(max(-20.0, min(20.0, exponent)))
 
 
 def ratio(case: Case, row: int, t: int) -> float:
@@ -249,20 +212,6 @@ def test_exponents_are_clipped_to_20(gap: float) -> None:
 
 
 # --------------------------------------------------------------------- log-probabilities
-
-
-def test_response_logprobs_score_each_token_by_the_column_before_it() -> None:
-    torch.manual_seed(0)
-    logits_BTV = torch.randn(2, 6, 11)
-    input_ids_BT = torch.randint(0, 11, (2, 6))
-
-    actual = losses.response_logprobs(logits_BTV, input_ids_BT=input_ids_BT, response_width=3)
-
-    for row in range(2):
-        for j, t in enumerate((3, 4, 5)):
-            logprobs_V = torch.log_softmax(logits_BTV[row, t - 1], dim=-1)
-            expected = logprobs_V[input_ids_BT[row, t]].item()
-            assert actual[row, j].item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_response_logprobs_accept_the_last_columns_alone() -> None:

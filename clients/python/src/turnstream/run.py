@@ -29,6 +29,7 @@ class Run:
     """A run, from `Service.create_run` or `Service.run`.
 
     After its deletion every call raises RunNotFoundError, even if another run has the name by then.
+    A store that cannot be reached is a StoreUnavailableError.
 
     Attributes:
         name: as it was created.
@@ -42,20 +43,13 @@ class Run:
 
     @property
     def config(self) -> BatchingConfig:
-        """The settings in force, read from the store.
-
-        Raises:
-            RunNotFoundError: the run was deleted.
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """The settings in force, read from the store."""
         return read_config(self._client, self._id)[1]
 
     def publisher(self, writer: str | None = None, **options: Any) -> Publisher:
         """Return a publisher, which streams trajectories from threads.
 
-        Args:
-            writer: name of this generator; see `Publisher`.
-            **options: the other arguments of `Publisher`.
+        `writer` names this generator; `options` are the other arguments of `Publisher`.
         """
         return Publisher(self._url, self._id, writer=writer, **options)
 
@@ -93,7 +87,6 @@ class Run:
         Raises:
             InvalidConfigError: a rank outside the world, or ranks without a session.
             MissingExtraError: grpcio or pyarrow is not installed.
-            RunNotFoundError: the run was deleted.
             StoreBehindError: the store does not have the step of `state`.
             BatcherUnavailableError: no batcher answered for `timeout_s`.
         """
@@ -118,15 +111,10 @@ class Run:
         return Batches(stream)
 
     def add_prompts(self, prompts: Sequence[Prompt], *, first: int | None = None) -> int:
-        """Give the run prompts, which `Publisher.next_task` takes one by one.
+        """Add prompts, which `Publisher.next_task` takes in order; return their total number.
 
-        Args:
-            prompts: in the order in which they are given out.
-            first: number of the first of them, from 1. A call that is repeated with the same
-                number adds nothing twice.
-
-        Returns:
-            The number of prompts that the run was given so far.
+        `first` is the number of the first of them, from 1. A call that is repeated with the same
+        number adds nothing twice.
         """
         return add_prompts(self._client, self._id, prompts, first=first)
 
@@ -141,15 +129,11 @@ class Run:
         *,
         reward_components: Mapping[str, float] | None = None,
     ) -> RewardOutcome:
-        """Give a trajectory that was sealed with `awaits_reward` its reward."""
+        """Post the reward of a trajectory that was sealed with `awaits_reward`."""
         return post_reward(self._client, self._id, key, reward, reward_components=reward_components)
 
     def wait_for_version(self, *, above: int = -1, timeout_s: float = 600.0) -> VersionAnnounced:
-        """Wait for a policy version above `above`; return the newest one.
-
-        Raises:
-            NotReadyError: none was announced within `timeout_s`.
-        """
+        """Wait for a policy version above `above`; return the newest, or raise NotReadyError."""
         return wait_for_version(self._client, self._id, above=above, timeout_s=timeout_s)
 
     def revise(self, *, from_step: int, **settings: Any) -> int:
@@ -163,7 +147,7 @@ class Run:
         return revise_config(self._client, self._id, config, from_step=from_step)
 
     def pause(self, reason: str = "") -> bool:
-        """Let no group begin and no step be planned; return whether that is new."""
+        """Start no group and plan no step until `resume`; return whether that is new."""
         return runs.pause_run(self._client, self._id, reason)
 
     def resume(self) -> bool:
@@ -171,7 +155,7 @@ class Run:
         return runs.resume_run(self._client, self._id)
 
     def close(self, reason: str = "", *, leftover: Leftover = "short") -> None:
-        """Let no new group begin. Batches end after the last step; see `leftover`.
+        """Start no new group. Batches end after the last step; see `leftover`.
 
         Args:
             reason: for people.

@@ -46,25 +46,14 @@ def connect(url: str | None = None) -> Service:
 
 
 class Service:
-    """A store with runs; a context manager. `turnstream.connect` makes it.
-
-    Args:
-        url: address of the store.
-
-    Attributes:
-        url: address of the store.
-    """
+    """The store at `url`, with its runs; a context manager. `turnstream.connect` makes it."""
 
     def __init__(self, url: str) -> None:
         self.url = checked_url(url)
         self._client = connect_to_store(url)
 
     def ping(self) -> None:
-        """Check that the store answers.
-
-        Raises:
-            StoreUnavailableError: it does not; names its address and the command that starts one.
-        """
+        """Check that the store answers; the error names its address, and how to start one."""
         try:
             with translating():
                 self._client.ping()
@@ -88,28 +77,18 @@ class Service:
         Raises:
             InvalidConfigError: names the setting that is unknown or cannot have this value.
             ConflictError: the run exists with other settings.
-            StoreUnavailableError: the store cannot be reached.
         """
         runs.create_run(self._client, name, _config(config, settings))
         return self.run(name)
 
     def run(self, name: str) -> Run:
-        """Open the run that has this name now.
-
-        Raises:
-            RunNotFoundError: no such run.
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Open the run that has this name now, or raise RunNotFoundError."""
         run_id = find_run(self._client, name)
         read_config(self._client, run_id)
         return Run(self._client, self.url, run_id)
 
     def runs(self) -> list[str]:
-        """Return the names of all runs, sorted.
-
-        Raises:
-            StoreUnavailableError: the store cannot be reached.
-        """
+        """Return the names of all runs, sorted."""
         return sorted({run.name for run in runs.list_runs(self._client)})
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class Share:
 
 
 class BatcherCalls:
-    """The calls of one share to the batcher. One without an answer goes to the next replica."""
+    """The calls of one share to a batcher, and to the next replica if that one does not answer."""
 
     def __init__(self, target: str, *, share: Share, timeout_s: float) -> None:
         self.target = target
@@ -127,7 +127,7 @@ class BatcherCalls:
     def get(
         self, step: int, *, wait_s: float, previous_hash: str = "", manifest_hash: str = ""
     ) -> Iterator[bytes]:
-        """Return the raw messages of a step; read them to their end. A full queue may pause them.
+        """Return the raw messages of a step; read them to their end.
 
         `previous_hash` is the manifest of the step before, and `manifest_hash` that of the
         mini-batches of this step so far; the batcher refuses others.

@@ -31,7 +31,6 @@ from turnstream.errors import (
 )
 from turnstream.records.batches import decode_mini_batch
 from turnstream.store.client.backoff import pause_after
-from turnstream.types import MiniBatchInfo
 from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
 from turnstream.worker._calls import BatcherCalls, error_of, retry_delay_s
 from turnstream.worker.steps import PulledMiniBatch
@@ -86,6 +85,9 @@ class Prefetcher:
 
     Temporary failures are retried without end, so that a trainer may work for an hour between two
     mini-batches. `take` raises every other failure.
+
+    Attributes:
+        queue: mini-batches that were not taken.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Prefetcher:
         """
         self.progress = Progress(first_step)
         self.max_bytes = max_bytes
-        self._queue: deque[PulledMiniBatch] = deque()
+        self.queue: deque[PulledMiniBatch] = deque()
         self._arriving_bytes = 0
         self._failure: BaseException | None = None
         self._changed = threading.Condition()  # guards the three above
@@ -115,15 +117,10 @@ class Prefetcher:
         self._thread.start()
 
     @property
-    def num_queued(self) -> int:
-        """Mini-batches in the queue."""
-        return len(self._queue)
-
-    @property
     def queued_bytes(self) -> int:
         """Bytes of the queue, and of the mini-batch that is arriving."""
         with self._changed:
-            return self._arriving_bytes + sum(each.num_bytes for each in self._queue)
+            return self._arriving_bytes + sum(each.num_bytes for each in self.queue)
 
     def take(self, *, timeout_s: float) -> PulledMiniBatch | None:
         """Return the oldest mini-batch, or None after `timeout_s`.
@@ -135,13 +132,13 @@ class Prefetcher:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._queue or self._failure or self._closed.is_set(), timeout=timeout_s
+                lambda: self.queue or self._failure or self._closed.is_set(), timeout=timeout_s
             )
             if self._closed.is_set():
                 raise RejectedError("the stream was closed")
-            if self._queue:
+            if self.queue:
                 self._changed.notify_all()
-                return self._queue.popleft()
+                return self.queue.popleft()
             if self._failure is not None:
                 raise self._failure
             return None
@@ -150,7 +147,7 @@ class Prefetcher:
         """End the pending call, the connection and the thread."""
         self._closed.set()
         with self._changed:
-            self._queue.clear()
+            self.queue.clear()
             self._changed.notify_all()
         self._calls.close()
         if threading.current_thread() is not self._thread:
@@ -167,7 +164,7 @@ class Prefetcher:
             with self._changed:
                 self._failure = error
                 if isinstance(error, _ENDS_OF_SESSION):
-                    self._queue.clear()
+                    self.queue.clear()
                 self._changed.notify_all()
 
     def _pull(self) -> None:
@@ -227,7 +224,7 @@ class Prefetcher:
             self._changed.wait_for(
                 lambda: (
                     self._closed.is_set()
-                    or not self._queue
+                    or not self.queue
                     or self.queued_bytes + header.num_bytes <= self.max_bytes
                 )
             )
@@ -238,15 +235,20 @@ class Prefetcher:
     def _enqueue(self, header: MiniBatchHeader, data: memoryview) -> None:
         """Check a complete mini-batch and queue it."""
         mini_batch = decode_mini_batch(data.toreadonly(), expected_hash=header.content_hash)
-        info = mini_batch.info
-        self._check_identity(info)
+        info, progress, share = mini_batch.info, self.progress, self._calls.share
+        found = (info.run, info.step, info.mini_batch, info.dp_rank, info.dp_world_size)
+        index = len(progress.hashes)
+        wanted = (share.run, progress.step, index, share.dp_rank, share.dp_world_size)
+        if found != wanted:
+            raise CorruptRecordError(
+                f"(run, step, mini-batch, dp_rank, dp_world_size) {found} came instead of {wanted}"
+            )
         check_share(
             mini_batch.rows,
             info.denominators,
             dp_world_size=info.dp_world_size,
             row_weights=self._row_weights,
         )
-        progress = self.progress
         progress.hashes.append(header.content_hash)
         progress.manifest_hash = info.manifest_hash
         progress.num_mini_batches += 1
@@ -260,19 +262,9 @@ class Prefetcher:
             num_bytes=header.num_bytes,
         )
         with self._changed:
-            self._queue.append(pulled)
+            self.queue.append(pulled)
             self._arriving_bytes = 0
             self._changed.notify_all()
-
-    def _check_identity(self, info: MiniBatchInfo) -> None:
-        share = self._calls.share
-        found = (info.run, info.step, info.mini_batch, info.dp_rank, info.dp_world_size)
-        index = len(self.progress.hashes)
-        wanted = (share.run, self.progress.step, index, share.dp_rank, share.dp_world_size)
-        if found != wanted:
-            raise CorruptRecordError(
-                f"(run, step, mini-batch, dp_rank, dp_world_size) {found} came instead of {wanted}"
-            )
 
     def _recover(self, error: TurnstreamError) -> None:
         """Wait until the same Get may succeed; raise `error` if it never can."""
@@ -284,7 +276,9 @@ class Prefetcher:
         if isinstance(error, NotReadyError):
             progress.answered_s = time.monotonic()
             has_waited = progress.answered_s - progress.asked_s >= self._wait_s / 2
-            self._repeat_steps()
+            # The store may wait for a step that it has lost. The next Get gets the same error.
+            with contextlib.suppress(UnavailableError):
+                self._calls.repeat_stepped(timeout_s=REPEAT_STEPS_S)
             if has_waited:
                 progress.num_failures = 0
                 return
@@ -299,11 +293,6 @@ class Prefetcher:
                 extra={"step": progress.step, "delay_s": delay_s, "error": str(error)},
             )
         self._closed.wait(delay_s)
-
-    def _repeat_steps(self) -> None:
-        """Acknowledge steps again: the store may wait for one that it has lost."""
-        with contextlib.suppress(UnavailableError):  # the next Get gets the same error
-            self._calls.repeat_stepped(timeout_s=REPEAT_STEPS_S)
 
     def _retry_delay_s(self, error: TurnstreamError) -> float | None:
         """Return the seconds before the next attempt; None where none can succeed."""

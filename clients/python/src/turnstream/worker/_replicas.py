@@ -81,15 +81,6 @@ def addresses_of(target: str) -> tuple[str, ...]:
     return tuple(scheme + address for address in addresses)
 
 
-def _wait_for_answer(call: grpc.Future) -> None:
-    """Return once the replica has answered, with an error or not; else raise grpc.RpcError."""
-    try:
-        call.result()
-    except grpc.RpcError as error:
-        if cast("grpc.Call", error).code() in NO_ANSWER:
-            raise
-
-
 class Replicas:
     """The replica to call, and the next one if it does not answer. Thread-safe.
 
@@ -140,7 +131,9 @@ class Replicas:
                 # A stream must not be the first call of a channel: if its attempt to connect
                 # fails, the socket stays open, also after the channel is closed.
                 check = channel.unary_unary(_HEALTH_CHECK).future(b"", timeout=ALIVE_WITHIN_S)
-            _wait_for_answer(check)
+            error = check.exception()
+            if isinstance(error, grpc.RpcError) and cast("grpc.Call", error).code() in NO_ANSWER:
+                raise error
             with self._lock:
                 self._is_alive = channel is self._get_channel
 

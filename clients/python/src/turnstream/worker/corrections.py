@@ -1,14 +1,12 @@
 """Importance weights for the difference between the sampling and the training policy.
 
 Every function returns weights (B, R) without gradient; multiply a token loss of
-`turnstream.worker.losses` by them. A weight of 0 drops a token. `old` are the trainer's own
-log-probabilities of the sampled tokens, `behaviour` those of the inference engine. Both are read
-only where `mask_BR` is set; weights elsewhere are finite and without meaning. Loss denominators
-stay as shipped (see `losses.aggregate`).
+`turnstream.worker.losses` by them. A weight of 0 drops a token; loss denominators stay as shipped.
+`old` are the trainer's own log-probabilities of the sampled tokens, `behaviour` those of the
+inference engine. Both are read only where `mask_BR` is set; weights elsewhere have no meaning.
 
-A "row" is one sequence: a trajectory that was split into several has a ratio for each. Tensors of
-packed and jagged rows have the shape (N,) or (M,). Ratios of whole rows then need
-`row_of=part.row_of`, the row of each token; it is None in other layouts.
+A trajectory that was split into rows has a ratio for each row. Tensors of packed and jagged rows
+are flat. Ratios of whole rows then need `row_of=part.row_of`; it is None in other layouts.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ def tis(
 ) -> Tensor:
     """Return the truncated ratio, (B, R): max(floor, min(ratio, cap)).
 
-    Truncated importance sampling (https://fengyao.notion.site/off-policy-rl). slime also sets a
-    floor; 0 sets none.
+    Truncated importance sampling (https://fengyao.notion.site/off-policy-rl). slime sets a floor.
     """
     ratio_BR = importance_ratio(
         old_BR, behaviour_BR=behaviour_BR, mask_BR=mask_BR, level=level, row_of=row_of
@@ -93,8 +90,8 @@ def mis(
     """Return 1 where the ratio is in [low, high], else 0, (B, R); 0 for rows with a vetoed token.
 
     Masked importance sampling. Multiply by `tis` to mask and to weight. By default, ratios from 0.5
-    to 2 pass, or from 0.9999 to 1.0001 for the geometric ratio. One trained token whose own ratio
-    is below `veto_below` drops its whole row: another policy must have sampled it.
+    to 2 pass, or from 0.9999 to 1.0001 for the geometric ratio. A trained token with a ratio below
+    `veto_below` drops its row: another policy must have sampled it.
     """
     rows: Any = {"behaviour_BR": behaviour_BR, "mask_BR": mask_BR, "row_of": row_of}
     lowest, highest = _MIS_BOUNDS[level]

@@ -13,13 +13,7 @@ from turnstream.errors import InvalidConfigError
 
 
 class Launch(NamedTuple):
-    """One process of a trainer.
-
-    Attributes:
-        dp_rank: data-parallel rank of this process.
-        dp_world_size: number of ranks.
-        session: name of this start of the trainer, the same on all ranks; "" for one rank.
-    """
+    """One process of a trainer; `session` names this start on all ranks, and is "" for one rank."""
 
     dp_rank: int
     dp_world_size: int
@@ -57,11 +51,10 @@ def _session(environment: Mapping[str, str]) -> str:
     """Return a name that all ranks of this start share, and no other start has."""
     restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
+    parts = (run_id, restart)
     if environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE", "?"):
-        parts = (socket.gethostname(), _launcher(), run_id, restart)
-    elif run_id != "none":
-        parts = (run_id, restart)
-    else:
+        parts = (socket.gethostname(), _launcher(), *parts)
+    elif run_id == "none":
         raise InvalidConfigError(
             "session",
             "several ranks need a name in common that is new at each start: give `session`, or "
@@ -82,9 +75,7 @@ def _launcher() -> str:
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, "")
-    if not text:
-        return default
     try:
-        return int(text)
+        return int(text) if text else default
     except ValueError:
         raise InvalidConfigError(name, f"{text!r} in the environment is no number") from None

@@ -14,8 +14,7 @@ Shapes: B rows, T columns, N slots of a bin or tokens of all rows, M response to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,10 +30,10 @@ from turnstream.batching.layouts.packed import Packed, packed
 from turnstream.batching.layouts.padded import right_padded
 from turnstream.types import MiniBatch
 from turnstream.worker.tensors import (
+    PaddedTensors,
     RowTensors,
     as_tensor,
     layout_tensors,
-    map_tensors,
     moved,
     on_cpu,
     per_row,
@@ -42,13 +41,8 @@ from turnstream.worker.tensors import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RightPaddedTensors(RowTensors):
-    """Rows that all begin in the first column; columns as in `batching.layout.RightPadded`.
-
-    Attributes:
-        micro_batch_rows: row positions, one tuple per forward pass; as many on every rank.
-        prompt_lengths, response_lengths: lengths of the rows, in tokens; on the host.
-    """
+class RightPaddedTensors(PaddedTensors):
+    """Rows that all begin in the first column; as in `batching.layouts.padded.RightPadded`."""
 
     _shape = "BT"
 
@@ -59,49 +53,27 @@ class RightPaddedTensors(RowTensors):
     rewards_BT: Tensor
     advantages_BT: Tensor
     token_weights_BT: Tensor | None = None
-    micro_batch_rows: tuple[tuple[int, ...], ...]
-    prompt_lengths: tuple[int, ...]
-    response_lengths: tuple[int, ...]
 
     def response_values(self, values_BT: Tensor) -> ResponseValues:
         """Return the values of the response tokens of every real row, by row id, on the CPU.
 
         Column t of the values belongs to the token in column t + 1.
         """
+        lengths = zip(self.row_lengths, self.response_lengths, strict=True)
         return response_values_right_padded(
             on_cpu(values_BT),
             row_ids=self.row_id_B.tolist(),
-            prompt_lengths=self.prompt_lengths,
+            prompt_lengths=[whole - response for whole, response in lengths],
             response_lengths=self.response_lengths,
         )
 
-    def micro_batches(self) -> Iterator[RightPaddedTensors]:
-        """Yield one value per forward pass, each trimmed to its own longest row."""
-        for rows in self.micro_batch_rows:
-            yield self._cut(rows)
-
-    def _cut(self, rows: tuple[int, ...]) -> RightPaddedTensors:
-        prompts = tuple(self.prompt_lengths[row] for row in rows)
-        responses = tuple(self.response_lengths[row] for row in rows)
-        width = max((p + r for p, r in zip(prompts, responses, strict=True)), default=0)
-        picked = torch.tensor(rows, dtype=torch.int64, device=self.row_id_B.device)
-
-        def cut(name: str, values: Tensor) -> Tensor:
-            return (values[:, :width] if name.endswith("T") else values)[picked]
-
-        columns = {name: slice(width) for name in ("token", "first_tokens", "response_token")}
-        return replace(
-            map_tensors(self, cut),
-            micro_batch_rows=(tuple(range(len(rows))),),
-            prompt_lengths=prompts,
-            response_lengths=responses,
-            extras={name: extra.cut(rows, columns=columns) for name, extra in self.extras.items()},
-        )
+    def _columns(self, width: int, response_width: int) -> dict[str, slice]:
+        return {"T": slice(width)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedTensors(RowTensors):
-    """Concatenated rows of one micro-batch; tensors as in `batching.packed.Packed`.
+    """Concatenated rows of one micro-batch; tensors as in `batching.layouts.packed.Packed`.
 
     Attributes:
         max_length: slots of the longest row.
@@ -136,7 +108,7 @@ class PackedTensors(RowTensors):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JaggedTensors(RowTensors):
-    """Rows as flat values and offsets; tensors as in `batching.jagged.Jagged`.
+    """Rows as flat values and offsets; tensors as in `batching.layouts.jagged.Jagged`.
 
     Attributes:
         scoring_tokens_M: int64, position in N whose logits score the response token; -1 for none.
@@ -189,8 +161,8 @@ def right_padded_to_torch(
         **per_row(mini_batch),
         **layout_tensors(layout),
         micro_batch_rows=info.micro_batches,
-        prompt_lengths=tuple(layout.prompt_length_B.tolist()),
-        response_lengths=tuple(layout.response_length_B.tolist()),
+        row_lengths=tuple(rows.input_ids.lengths.tolist()),
+        response_lengths=tuple(rows.loss_mask.lengths.tolist()),
     )
     return moved(tensors, device)
 
@@ -205,8 +177,8 @@ def packed_to_torch(
 
     Args:
         mini_batch: its micro-batches are the bins.
-        alignment: every row begins at a multiple of this: `batching.packed.sequence_alignment`;
-            None for that of the run, which its micro-batches have capacity for.
+        alignment: every row begins at a multiple of this; None for that of the run, which its
+            micro-batches have capacity for.
         device: None for the CPU.
 
     Raises:

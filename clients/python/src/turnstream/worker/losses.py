@@ -5,8 +5,8 @@ Every function takes tensors of shape (B, R): B rows, R response positions, righ
 value and gradient are exactly 0. Log-probabilities are natural, of the sampled token:
 
     behaviour   under the policy that sampled the token: the generator's numbers
-    old         under the weights at the start of the step: the trainer's numbers.
-    current     under the weights being trained; the only one with a gradient.
+    old         under the weights at the start of the step: the trainer's numbers
+    current     under the weights in training; the only one with a gradient
 
 A run that does not recompute passes `behaviour` for `old`. Exponents are clipped to +-20, so that
 one extreme token makes a large number and not an infinity.
@@ -147,8 +147,7 @@ def gspo(
 ) -> Tensor:
     """Return the clipped loss, (B, R), with one ratio per row: exp(mean of current - old).
 
-    GSPO (arXiv:2507.18071). A trajectory that was split into rows has a ratio per row. Packed and
-    jagged tensors need `row_of=part.row_of`, the row of each token.
+    GSPO (arXiv:2507.18071). Packed and jagged tensors need `row_of=part.row_of`.
     """
     exponent_BR = log_ratio(current_BR, old_BR, mask_BR=mask_BR)
     ratio_B1 = clipped_exp(mean_over_row(exponent_BR, mask_BR=mask_BR, row_of=row_of))

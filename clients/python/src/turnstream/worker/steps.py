@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 class PulledMiniBatch(MiniBatch):
     """One rank's rows of one optimizer update, checked on arrival.
 
-    The tensors of each layout are on the CPU, or copied to `device`. To a CUDA device the copies
-    use pinned memory and do not block.
+    Tensors are on the CPU, or copied to `device`: through pinned memory to a CUDA device.
 
     Attributes:
         content_hash: hex SHA-256 over columns and metadata; equal for every replica and retry.
@@ -194,9 +193,6 @@ class Batches:
     """The steps of a run, in order, as made by `Run.batches`; it raises what `BatchStream` does.
 
     Every rank iterates, and calls `done()` and `commit()` of every step; no barrier is needed.
-
-    Args:
-        stream: closed with this.
     """
 
     def __init__(self, stream: BatchStream) -> None:

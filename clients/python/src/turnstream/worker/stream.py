@@ -200,7 +200,7 @@ class MiniBatches:
         return StreamStatistics(
             num_mini_batches=progress.num_mini_batches,
             num_bytes=progress.num_bytes,
-            queued_mini_batches=prefetcher.num_queued,
+            queued_mini_batches=len(prefetcher.queue),
             queued_bytes=prefetcher.queued_bytes,
             max_prefetch_bytes=prefetcher.max_bytes,
             num_retries=progress.num_retries,

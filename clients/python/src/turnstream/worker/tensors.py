@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -127,7 +127,63 @@ class RowTensors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LeftPaddedTensors(RowTensors):
+class PaddedTensors(RowTensors):
+    """Rows that are padded to one width.
+
+    Attributes:
+        micro_batch_rows: row positions, one tuple per forward pass; as many on every rank.
+        row_lengths, response_lengths: lengths of the rows, in tokens; on the host.
+    """
+
+    micro_batch_rows: tuple[tuple[int, ...], ...]
+    row_lengths: tuple[int, ...]
+    response_lengths: tuple[int, ...]
+
+    def micro_batches(self) -> Iterator[Self]:
+        """Yield one value per forward pass, trimmed to its own longest row and longest response.
+
+        Adjacent rows are views; others are copied.
+        """
+        for rows in self.micro_batch_rows:
+            yield self._cut(rows)
+
+    def _columns(self, width: int, response_width: int) -> dict[str, slice]:
+        """Return the columns that remain, by the last letter of the name of a tensor."""
+        raise NotImplementedError
+
+    def _cut(self, rows: tuple[int, ...]) -> Self:
+        row_lengths = tuple(self.row_lengths[row] for row in rows)
+        response_lengths = tuple(self.response_lengths[row] for row in rows)
+        columns = self._columns(max(row_lengths, default=0), max(response_lengths, default=0))
+        picked = self._index(rows)
+
+        def cut(name: str, values: Tensor) -> Tensor:
+            own = columns.get(name[-1])
+            return (values if own is None else values[:, own])[picked]
+
+        of_extras = {
+            "token": columns["T"],
+            "first_tokens": columns["T"],
+            "response_token": columns.get("R", columns["T"]),
+        }
+        return replace(
+            map_tensors(self, cut),
+            micro_batch_rows=(tuple(range(len(rows))),),
+            row_lengths=row_lengths,
+            response_lengths=response_lengths,
+            extras={name: each.cut(rows, columns=of_extras) for name, each in self.extras.items()},
+        )
+
+    def _index(self, rows: tuple[int, ...]) -> slice | Tensor:
+        """Return the index of these rows: a slice, which copies nothing, for adjacent ones."""
+        start = rows[0] if rows else 0
+        if rows == tuple(range(start, start + len(rows))):
+            return slice(start, start + len(rows))
+        return torch.tensor(rows, device=self.row_id_B.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeftPaddedTensors(PaddedTensors):
     """Rows that all end in the last column: `[PAD .. prompt response]`.
 
     Column j of a response tensor is column T - R + j of `input_ids_BT`. Inert rows fill the share
@@ -143,8 +199,6 @@ class LeftPaddedTensors(RowTensors):
         rewards_BR: float32, token rewards.
         advantages_BR: float32, 0.0 where not trained.
         token_weights_BR: float32, weight of each token in the loss; None where it is 1.
-        micro_batch_rows: row positions, one tuple per forward pass; as many on every rank.
-        row_lengths, response_lengths: lengths of the rows, in tokens; on the host.
     """
 
     _shape = "BR"
@@ -157,9 +211,6 @@ class LeftPaddedTensors(RowTensors):
     rewards_BR: Tensor
     advantages_BR: Tensor
     token_weights_BR: Tensor | None = None
-    micro_batch_rows: tuple[tuple[int, ...], ...]
-    row_lengths: tuple[int, ...]
-    response_lengths: tuple[int, ...]
 
     @property
     def position_ids_BT(self) -> Tensor:
@@ -179,46 +230,9 @@ class LeftPaddedTensors(RowTensors):
             response_lengths=self.response_lengths,
         )
 
-    def micro_batches(self) -> Iterator[LeftPaddedTensors]:
-        """Yield one value per forward pass, trimmed to its own longest row and longest response.
-
-        Adjacent rows are views; others are copied.
-        """
-        for rows in self.micro_batch_rows:
-            yield self._cut(rows)
-
-    def _cut(self, rows: tuple[int, ...]) -> LeftPaddedTensors:
-        lengths = tuple(self.row_lengths[row] for row in rows)
-        responses = tuple(self.response_lengths[row] for row in rows)
-        first_column = {
-            "T": self.input_ids_BT.shape[1] - max(lengths, default=0),
-            "R": self.response_width - max(responses, default=0),
-        }
-        picked = self._index(rows)
-
-        def cut(name: str, values: Tensor) -> Tensor:
-            start = first_column.get(name[-1])
-            return (values if start is None else values[:, start:])[picked]
-
-        columns = {
-            "token": slice(first_column["T"], None),
-            "first_tokens": slice(first_column["T"], None),
-            "response_token": slice(first_column["R"], None),
-        }
-        return replace(
-            map_tensors(self, cut),
-            micro_batch_rows=(tuple(range(len(rows))),),
-            row_lengths=lengths,
-            response_lengths=responses,
-            extras={name: extra.cut(rows, columns=columns) for name, extra in self.extras.items()},
-        )
-
-    def _index(self, rows: tuple[int, ...]) -> slice | Tensor:
-        """Return the index of these rows: a slice, which copies nothing, for adjacent ones."""
-        start = rows[0] if rows else 0
-        if rows == tuple(range(start, start + len(rows))):
-            return slice(start, start + len(rows))
-        return torch.tensor(rows, device=self.row_id_B.device)
+    def _columns(self, width: int, response_width: int) -> dict[str, slice]:
+        first = self.input_ids_BT.shape[1] - width
+        return {"T": slice(first, None), "R": slice(self.response_width - response_width, None)}
 
 
 def to_torch(
