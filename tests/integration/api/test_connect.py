@@ -46,19 +46,6 @@ def test_group_is_written_through_one_import(service: Any, client: Any, new_name
     assert new_name in service.runs()
 
 
-async def test_group_is_written_with_the_asyncio_publisher(
-    service: Any, client: Any, new_name: str
-) -> None:
-    run = service.create_run(new_name, batch_groups=1)
-
-    async with run.async_publisher() as publisher, publisher.group("g", num_samples=2) as group:
-        for trajectory in group:
-            await trajectory.append(ids("ab"), ids("CD"), logprobs=[-0.5, -0.25], policy_version=0)
-            await trajectory.seal(reward=1.0)
-
-    assert read_ledger(client, new_name).by_state[TrajectoryState.SEALED] == 2
-
-
 def test_update_takes_all_groups_of_a_step_by_default(service: Any, new_name: str) -> None:
     run = service.create_run(new_name, batch_groups=8, estimator="grpo")
 

@@ -85,11 +85,6 @@ class Pair:
             for name in names:
                 publisher.publish(group(name, *members)).result(30)
 
-    @property
-    def num_connections(self) -> int:
-        """Number of established TCP connections to both replicas."""
-        return self.first.num_connections + self.second.num_connections
-
     def frontier(self, run: str) -> Frontier:
         """Return how far the run is."""
         with connect(self.server.url) as client:
@@ -206,31 +201,6 @@ def test_acknowledgements_continue_with_the_other_replica(pair: Pair, acknowledg
     assert (token.step, second.info.step, frontier.stepped) == (1, 2, 2)
     assert frontier.committed == (acknowledges == "committed")
     assert (version is not None) == (acknowledges == "announce_version")
-
-
-@pytest.mark.parametrize("timeout_s", [3.0, NOTICED_S])
-def test_wait_ends_at_its_deadline_if_both_replicas_are_frozen(
-    pair: Pair, timeout_s: float
-) -> None:
-    run = pair.create_run(f"both {timeout_s}")
-    pair.publish(run, "g1")
-    num_connections = pair.num_connections
-    with BatchStream(pair.target, run, timeout_s=timeout_s) as stream:
-        next(stream)
-
-        with pair.first.frozen(), pair.second.frozen():
-            errors = [ending(stream.stepped), ending(lambda: next(stream))]
-        stream.stepped()
-
-    wait_until(
-        lambda: pair.num_connections == num_connections, describe="the end of all connections"
-    )
-    silent_or_away = {WaitKind.BATCHER_SILENT, WaitKind.BATCHER_AWAY}
-    assert [error.reasons[0].kind for error in errors] == ["not_acknowledged", "no_batch"]
-    for error in errors:
-        assert error.reasons[1].kind in silent_or_away
-        assert error.reasons[1].facts["address"] == pair.target
-    assert pair.frontier(run).stepped == 1
 
 
 def ending(call: Callable[[], object]) -> UnavailableError:

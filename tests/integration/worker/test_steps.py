@@ -156,21 +156,6 @@ def test_unfinished_step_blocks_the_next_one(run: Any) -> None:
             next(batches)
 
 
-def test_metrics_of_a_step_are_plain_numbers(run: Any) -> None:
-    publish(run, 1)
-    with run.batches() as batches:
-        step = next(batches)
-        rows = [mini_batch.rows for mini_batch in step]
-
-    numbers = step.metrics
-    assert {type(value) for value in numbers.values()} <= {int, float}
-    assert numbers["num_groups"] == 2
-    assert numbers["num_tokens"] == sum(int(each.input_ids.lengths.sum()) for each in rows)
-    assert 0 <= numbers["padding_share"] < 1
-    assert numbers["merge_ratio"] >= 1
-    assert numbers["wait_s"] >= 0
-
-
 def test_deleted_run_begins_no_session_of_the_next_run_of_its_name(
     server: Any, service: Any, run: Any
 ) -> None:

@@ -200,16 +200,6 @@ def test_cut_metrics_line_is_closed_before_the_next_one(tmp_path: Path) -> None:
     assert json.loads(lines[2])["step"] == 1
 
 
-def test_half_written_files_of_a_killed_trainer_are_removed(tmp_path: Path) -> None:
-    leftover = tmp_path / "weights" / ".unfinished-x"
-    leftover.mkdir(parents=True)
-    stream = StreamInMemory(last_step=1)
-
-    _train(stream, tmp_path)
-
-    assert not leftover.exists()
-
-
 def test_count_below_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="checkpoint_every"):
         _config(tmp_path, checkpoint_every=0)

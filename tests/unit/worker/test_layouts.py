@@ -254,18 +254,6 @@ def test_response_values_exclude_inert_rows() -> None:
     assert {row_id: own.tolist() for row_id, own in values.items()} == {0: [1], 1: [3, 4]}
 
 
-def test_packed_micro_batch_holds_its_own_row_tensors() -> None:
-    batch = testkit.rows("abC", "aBCD", "a|b", is_padding=[False, False, True])
-    info = testkit.mini_batch_info(batch, micro_batches=((1,), (2, 0)))
-
-    first, second = packed_to_torch(MiniBatch(rows=batch, info=info))
-
-    assert (first.row_id_B.tolist(), second.row_id_B.tolist()) == ([1], [-3, 0])
-    assert (first.weight_B.tolist(), second.weight_B.tolist()) == ([1], [0, 1])
-    assert first.trajectory_num_tokens_B.tolist() == [3]
-    assert second.is_padding_B.tolist() == [True, False]
-
-
 def test_pulled_mini_batch_converts_to_every_layout() -> None:
     from turnstream.worker import PulledMiniBatch
 

@@ -50,6 +50,7 @@ def test_step_metrics_weigh_a_small_mini_batch_by_its_size() -> None:
 
     metrics = _metrics(_pulled([(small, 7), (large, 6)]))
 
+    assert {type(value) for value in metrics.values()} <= {int, float}
     assert metrics["merge_ratio"] == pytest.approx(958 / 952)
     assert metrics["padding_share"] == pytest.approx(50 / 1002)
 

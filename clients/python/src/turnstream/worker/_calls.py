@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -53,30 +52,29 @@ First = TypeVar("First", wire.StartReply, wire.ObserveReply)
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """One rank's share of a run, for its trainer or an observer."""
-
-    run: str
-    dp_rank: int
-    dp_world_size: int
-    observer: str = ""
-
-    def __post_init__(self) -> None:
-        checked_setting(self.run, field="run")
-        checked_setting(self.observer, field="observer")
-        if not 0 <= self.dp_rank < self.dp_world_size:
-            raise InvalidConfigError(
-                "dp_rank", f"{self.dp_rank} is not in a world of {self.dp_world_size}"
-            )
-
-
 class BatcherCalls:
-    """The calls of one share to a batcher, and to the next replica if that one does not answer."""
+    """The calls of one rank of a trainer or an observer to a batcher.
 
-    def __init__(self, target: str, *, share: Share, timeout_s: float) -> None:
+    A call without an answer goes to the next replica.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        run: str,
+        dp_rank: int,
+        dp_world_size: int,
+        *,
+        timeout_s: float,
+        observer: str = "",
+    ) -> None:
+        if not 0 <= dp_rank < dp_world_size:
+            raise InvalidConfigError("dp_rank", f"{dp_rank} is not in a world of {dp_world_size}")
         self.target = target
-        self.share = share
+        self.run = checked_setting(run, field="run")
+        self.dp_rank = dp_rank
+        self.dp_world_size = dp_world_size
+        self._observer = checked_setting(observer, field="observer")
         self._timeout_s = timeout_s
         self._session_epoch = 0
         self._session = ""
@@ -89,9 +87,9 @@ class BatcherCalls:
     def start(self, *, recovery_token: str, session: str) -> wire.StartReply:
         """Begin a session, or resume it; later calls carry its epoch and its run id."""
         request = wire.StartRequest(
-            run=self.share.run,
+            run=self.run,
             recovery_token=checked_setting(recovery_token, field="recovery_token"),
-            dp_world_size=self.share.dp_world_size,
+            dp_world_size=self.dp_world_size,
             session=checked_setting(session, field="session"),
         )
         what = "the beginning of a trainer session"
@@ -102,12 +100,12 @@ class BatcherCalls:
     def observe(self, *, first_step: int, expiry_s: float) -> wire.ObserveReply:
         """Register the observer of this share, or resume it."""
         request = wire.ObserveRequest(
-            run=self.share.run,
-            observer=self.share.observer,
+            run=self.run,
+            observer=self._observer,
             first_step=first_step,
             expiry_s=expiry_s,
         )
-        what = f"the beginning of observer {self.share.observer}"
+        what = f"the beginning of observer {self._observer}"
         return self._begin("Observe", request, wire.ObserveReply, what=what)
 
     def _begin(self, method: str, request: Message, first: type[First], *, what: str) -> First:
@@ -121,7 +119,7 @@ class BatcherCalls:
             self.close()
             raise
         if reply.run:  # a batcher of an older release does not send it
-            self.share = replace(self.share, run=reply.run)
+            self.run = reply.run
         return reply
 
     def get(
@@ -135,10 +133,10 @@ class BatcherCalls:
         request = wire.GetRequest(
             **self._identity(),
             step=step,
-            dp_rank=self.share.dp_rank,
-            dp_world_size=self.share.dp_world_size,
+            dp_rank=self.dp_rank,
+            dp_world_size=self.dp_world_size,
             wait_s=wait_s,
-            observer=self.share.observer,
+            observer=self._observer,
             previous_hash=previous_hash,
             manifest_hash=manifest_hash,
         )
@@ -156,14 +154,14 @@ class BatcherCalls:
     def _identity(self) -> dict[str, Any]:
         """Return the fields that the requests of a session have in common."""
         return {
-            "run": self.share.run,
+            "run": self.run,
             "session_epoch": self._session_epoch,
             "session": self._session,
         }
 
     def observed(self, step: int) -> None:
         """Report that the observer has seen every batch up to `step`."""
-        request = wire.ObservedRequest(run=self.share.run, observer=self.share.observer, step=step)
+        request = wire.ObservedRequest(run=self.run, observer=self._observer, step=step)
         self._repeat("Observed", request, wire.ObservedReply, what=f"step {step} as seen")
 
     def stepped(self, step: int, *, manifest_hash: str) -> str:
@@ -177,7 +175,7 @@ class BatcherCalls:
             **self._identity(),
             step=step,
             manifest_hash=manifest_hash,
-            dp_rank=self.share.dp_rank,
+            dp_rank=self.dp_rank,
         )
         what = f"step {step} as stepped"
         reply = self._repeat("Stepped", request, wire.SteppedReply, what=what, timeout_s=timeout_s)
@@ -188,7 +186,7 @@ class BatcherCalls:
         request = wire.CommittedRequest(
             **self._identity(),
             recovery_token=checked_setting(recovery_token, field="recovery_token"),
-            dp_rank=self.share.dp_rank,
+            dp_rank=self.dp_rank,
         )
         what = f"the checkpoint {recovery_token}"
         self._after_lost_steps(

@@ -235,10 +235,10 @@ class Prefetcher:
     def _enqueue(self, header: MiniBatchHeader, data: memoryview) -> None:
         """Check a complete mini-batch and queue it."""
         mini_batch = decode_mini_batch(data.toreadonly(), expected_hash=header.content_hash)
-        info, progress, share = mini_batch.info, self.progress, self._calls.share
+        info, progress, calls = mini_batch.info, self.progress, self._calls
         found = (info.run, info.step, info.mini_batch, info.dp_rank, info.dp_world_size)
         index = len(progress.hashes)
-        wanted = (share.run, progress.step, index, share.dp_rank, share.dp_world_size)
+        wanted = (calls.run, progress.step, index, calls.dp_rank, calls.dp_world_size)
         if found != wanted:
             raise CorruptRecordError(
                 f"(run, step, mini-batch, dp_rank, dp_world_size) {found} came instead of {wanted}"

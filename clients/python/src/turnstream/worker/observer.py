@@ -14,12 +14,10 @@ from __future__ import annotations
 import logging
 
 from turnstream.errors import InvalidConfigError
-from turnstream.worker._calls import BatcherCalls, Share
+from turnstream.worker._calls import BatcherCalls
 from turnstream.worker.stream import GIB, MiniBatches
 
 logger = logging.getLogger(__name__)
-
-EXPIRY_S = 600.0
 
 LEAST_EXPIRY_S = 10.0
 """With less, an observer that waits for data could expire between two of its calls."""
@@ -28,12 +26,10 @@ LEAST_EXPIRY_S = 10.0
 class ObserverStream(MiniBatches):
     """Mini-batches of a run in order, from the first step that this observer has not seen.
 
-    An observer changes neither planning nor versions nor the ledger. Payload that it has not seen
-    is kept until it calls `seen`. It expires after `expiry_s` without a call, or with one batch;
-    waiting for a batch is no silence. The time advances while a batcher leads the run.
-
-    A new observer with the name of an expired one starts after the last stepped step. The steps it
-    missed are logged as a warning. `first_step` asks for those that are still retained.
+    Payload that it has not seen is kept until it calls `seen`. It expires after `expiry_s` without
+    a call, or with one batch; waiting for a batch is no silence. The time advances while a batcher
+    leads the run. A new observer with the name of an expired one starts after the last stepped
+    step, and logs the missed steps. `first_step` asks for those that are still retained.
 
     Iteration raises the errors of `BatchStream`, and:
         ObserverExpiredError: it was silent for longer than `expiry_s`.
@@ -51,7 +47,7 @@ class ObserverStream(MiniBatches):
         dp_world_size: int = 1,
         *,
         first_step: int | None = None,
-        expiry_s: float = EXPIRY_S,
+        expiry_s: float = 600.0,
         timeout_s: float = 600.0,
         max_prefetch_bytes: int = GIB,
     ) -> None:
@@ -74,12 +70,13 @@ class ObserverStream(MiniBatches):
             RunNotFoundError: no run of that name.
             BatcherUnavailableError: no batcher answered for `timeout_s`.
         """
-        share = Share(run=run, dp_rank=dp_rank, dp_world_size=dp_world_size, observer=observer)
         if first_step is not None and first_step < 1:
             raise InvalidConfigError("first_step", f"{first_step}; steps count from 1")
         if not expiry_s >= LEAST_EXPIRY_S:
             raise InvalidConfigError("expiry_s", f"{expiry_s} is not at least {LEAST_EXPIRY_S} s")
-        calls = BatcherCalls(target, share=share, timeout_s=timeout_s)
+        calls = BatcherCalls(
+            target, run, dp_rank, dp_world_size, timeout_s=timeout_s, observer=observer
+        )
         reply = calls.observe(first_step=first_step or 0, expiry_s=expiry_s)
         super().__init__(calls, reply, max_prefetch_bytes=max_prefetch_bytes, timeout_s=timeout_s)
         self.missed = range(reply.first_missed or reply.next_step, reply.next_step)

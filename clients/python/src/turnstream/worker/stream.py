@@ -1,18 +1,12 @@
 """An iterator of the mini-batches of a run, and the acknowledgements of a trainer.
 
-In a training loop::
-
-    with BatchStream("localhost:7600", "my-run", recovery_token=checkpoint.get("token")) as stream:
-        for mini_batch in stream:
-            tensors = mini_batch.to_torch(device)
-            for part in tensors.micro_batches():
-                loss = my_loss(model, part, tensors.denominators)
-                loss.backward()
-            optimizer.step()
-            if mini_batch.is_last:
-                token = stream.stepped()
-                if save(model, token=str(token)):
-                    stream.committed(token)
+with BatchStream("localhost:7600", "my-run", recovery_token=checkpoint.get("token")) as stream:
+    for mini_batch in stream:
+        train(mini_batch.to_torch(device), mini_batch.denominators)
+        if mini_batch.is_last:
+            token = stream.stepped()
+            save(model, token=str(token))
+            stream.committed(token)
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ from turnstream.store.waits.sentences import wait_reason
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types import MiniBatchInfo, RecoveryToken
 from turnstream.wire.v1.batches_pb2 import ObserveReply, StartReply
-from turnstream.worker._calls import BatcherCalls, Share, reasons_of
+from turnstream.worker._calls import BatcherCalls, reasons_of
 from turnstream.worker._prefetch import Prefetcher
 from turnstream.worker.steps import PulledMiniBatch
 
@@ -91,7 +85,6 @@ class MiniBatches:
 
     Attributes:
         config: settings of the run.
-        lineage: the history of the run at the start of the stream.
     """
 
     def __init__(
@@ -108,7 +101,6 @@ class MiniBatches:
         except BaseException:
             calls.close()
             raise
-        self.lineage = first.lineage
         self._calls = calls
         self._timeout_s = timeout_s
         # The deadline of an iteration is after several answers, so that its error has the reason.
@@ -158,7 +150,7 @@ class MiniBatches:
 
     def _missing(self, waited_s: float) -> UnavailableError:
         """Return the error for a mini-batch that did not come within the time."""
-        progress, run, target = self._prefetcher.progress, self._calls.share.run, self._calls.target
+        progress, run, target = self._prefetcher.progress, self._calls.run, self._calls.target
         waited = f"step {progress.step} of run {run!r} did not come within {round(waited_s, 1):g} s"
         facts = {"run": run, "step": progress.step, "waited_s": waited_s}
         wanted = wait_reason(WaitKind.NO_BATCH, facts)
@@ -226,7 +218,7 @@ class MiniBatches:
         self._finished, self._last_acknowledged = None, info.step
 
     def _require_rank_0(self, call: str) -> None:
-        dp_rank = self._calls.share.dp_rank
+        dp_rank = self._calls.dp_rank
         if dp_rank != 0:
             raise RejectedError(f"{call}() is for dp_rank 0 alone, and this is dp_rank {dp_rank}")
 
@@ -279,12 +271,11 @@ class BatchStream(MiniBatches):
             StoreBehindError: the store does not have the token, or has lost the run.
             BatcherUnavailableError: no batcher answered for `timeout_s`.
         """
-        share = Share(run=run, dp_rank=dp_rank, dp_world_size=dp_world_size)
         if dp_world_size > 1 and not session:
             raise InvalidConfigError(
                 "session", f"{dp_world_size} ranks need a name in common to be one trainer"
             )
-        calls = BatcherCalls(target, share=share, timeout_s=timeout_s)
+        calls = BatcherCalls(target, run, dp_rank, dp_world_size, timeout_s=timeout_s)
         reply = calls.start(
             recovery_token="" if recovery_token is None else str(recovery_token),
             session=session or uuid.uuid4().hex,
@@ -355,7 +346,7 @@ class BatchStream(MiniBatches):
             if not (self._last_acknowledged or self._prefetcher.progress.num_mini_batches):
                 raise
             raise StoreBehindError(
-                f"the store has lost run {self._calls.share.run!r}, or it was deleted: "
+                f"the store has lost run {self._calls.run!r}, or it was deleted: "
                 f"this trainer had stepped to {self._last_acknowledged} "
                 f"and committed {self._newest_committed}"
             ) from error
