@@ -25,30 +25,6 @@ def split(name: str) -> tuple[str, str]:
     return header[0], text[header.end() :]
 
 
-def test_the_scripts_of_generators_are_these() -> None:
-    assert [
-        *("abandon.lua", "add_prompts.lua", "append.lua", "close_run.lua", "create_run.lua"),
-        *(
-            "heartbeat.lua",
-            "list_batchers.lua",
-            "list_lapsed.lua",
-            "list_refills.lua",
-            "next_task.lua",
-        ),
-        *("note_conflict.lua", "open_group.lua", "open_task.lua"),
-        *(
-            "post_reward.lua",
-            "post_sealed.lua",
-            "read_config.lua",
-            "read_group.lua",
-            "read_waits.lua",
-            "register_batcher.lua",
-            "reopen_run.lua",
-        ),
-        *("reserve.lua", "revise_config.lua", "set_paused.lua", "take_over.lua"),
-    ] == NAMES
-
-
 def includers(part: str) -> list[str]:
     """The scripts that include a part, of both packages."""
     line = re.compile(rf"^-- include: (?:[\w.]+/)?{re.escape(part)}$", re.MULTILINE)

@@ -3,11 +3,8 @@ from __future__ import annotations
 import pytest
 
 from testkit.run_driver import RunDriver
-from turnstream.errors import (
-    ConflictError,
-    FencedError,
-    TurnGapError,
-)
+from testkit.scripts import script
+from turnstream.errors import ConflictError, FencedError, TurnGapError
 
 pytestmark = pytest.mark.redis
 
@@ -97,3 +94,18 @@ def test_a_seal_cannot_cut_off_stored_turns(run: RunDriver) -> None:
 
     with pytest.raises(ConflictError, match="turn 1 is stored, not the seal"):
         run.do(run.append(TURN_0, SEAL, seals=True))
+
+
+def test_repeated_conflict_is_counted_once(run: RunDriver) -> None:
+    note = script("note_conflict")
+
+    counted = [
+        run.do(note((run.keys.conflicts,), name, "turn 0 has another content", token))
+        for name, token in (("g/0/0", "a:1"), ("g/0/0", "a:1"), ("g/1/0", "a:2"))
+    ]
+
+    assert counted == [1, 0, 1]
+    assert run.client.hmget(run.keys.conflicts, "num", "last") == [
+        b"2",
+        b"g/1/0: turn 0 has another content",
+    ]

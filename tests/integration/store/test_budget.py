@@ -1,4 +1,4 @@
-"""Bytes are reserved when a group is opened, and a group waits where there is no room for it."""
+"""Bytes are reserved when a group is opened; a group waits if there are too few."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ def test_evaluation_above_the_budget_is_refused_without_a_wait(drive: Drive) -> 
 
 
 @pytest.mark.parametrize("num_samples", ["4:eval", "3:eval", "1"])
-def test_a_group_that_was_open_before_needs_no_room_again(drive: Drive, num_samples: str) -> None:
-    # Less was allowed since: what a power cut had taken could not be sent again.
+def test_a_group_that_was_open_before_needs_no_bytes_again(drive: Drive, num_samples: str) -> None:
+    # After a lower limit, groups that a power cut had lost could not be sent again.
     run = drive(batch_groups=1, max_staleness=1000, max_bytes=3 * FIRST_ESTIMATE)
     run.do(run.open_group("a/0/0", group="a", num_samples=3))
 

@@ -200,7 +200,7 @@ def test_refill_precedes_the_next_prompt_with_its_own_payload(run: RunDriver) ->
     assert after.task.group.prompt_uid == "b"
 
 
-def test_says_why_there_is_no_task(run: RunDriver) -> None:
+def test_missing_task_has_its_reason(run: RunDriver) -> None:
     before = wait(run)
     add_prompts(run.client, run.name, [prompt("a"), prompt("b")])
     take(run)
@@ -214,14 +214,7 @@ def test_says_why_there_is_no_task(run: RunDriver) -> None:
     assert given.why == "no prompt is left: 2 of 2 are given out and not done"
     assert done.why == "all 2 prompts of the run are done"
     assert [each.is_exhausted for each in (before, given, done)] == [False, False, True]
-    assert before.wake_id == "0-0" != done.wake_id
-
-
-def test_new_prompts_wake_those_who_wait(run: RunDriver) -> None:
-
-    add_prompts(run.client, run.name, [prompt("a")])
-
-    assert run.client.xlen(run.keys.wake) == 1
+    assert before.wake_id == "0-0" != given.wake_id  # new prompts wake waiting generators
 
 
 def test_a_closed_run_gives_out_no_prompt_and_takes_none(run: RunDriver) -> None:

@@ -53,7 +53,6 @@ def run(client: redis.Redis, new_run: NewRun) -> str:
 def test_posted_reward_of_a_wrong_type_is_refused(
     client: redis.Redis, run: str, reward: Any
 ) -> None:
-    # The function of the store had a check of its own: 10**400 raised OverflowError.
     with pytest.raises(InvalidTurnError) as error:
         post_reward(client, run, TrajectoryKey("g", 0), reward)
 
@@ -73,8 +72,6 @@ def test_posted_reward_of_a_wrong_type_is_refused(
 def test_add_prompts_refuses_wrong_types_by_field_and_value(
     client: redis.Redis, run: str, field: str, given: dict[str, Any]
 ) -> None:
-    # `add_prompts(client, 5, [])` raised TypeError, `[None]` AttributeError from inside, and
-    # `first="1"` was sent as it was.
     with pytest.raises(REFUSED) as error:
         add_prompts(client, **{"run": run, "prompts": [PROMPT], **given})
 
@@ -93,8 +90,6 @@ def test_add_prompts_refuses_wrong_types_by_field_and_value(
     ids=shown,
 )
 def test_prompt_refuses_wrong_types_by_field_and_value(field: str, given: dict[str, Any]) -> None:
-    # A prompt of 10**400 samples was accepted, and the store could not count them. A number that
-    # Python refuses to print raised ValueError from inside.
     with pytest.raises(InvalidTurnError) as error:
         replace(PROMPT, **given)
 
@@ -105,8 +100,6 @@ def test_prompt_refuses_wrong_types_by_field_and_value(field: str, given: dict[s
 def test_functions_of_the_store_refuse_a_run_that_is_no_text(
     client: redis.Redis, name: Any
 ) -> None:
-    # `credit(client, 5)` and `post_reward(client, [], key, 1.0)` raised TypeError from inside.
-    # The name of a run was looked up before it was checked.
     with pytest.raises(InvalidConfigError) as error:
         credit(client, name)
     is_refused(error, "run", name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +144,7 @@ class Supervisor:
             process = slot.process
             if process is not None and process.task.done() and not process.is_dead:
                 self._look_at_end(slot, process)
-            if process is None or process.is_over or self._is_given_up(slot, process):
+            if process is None or process.is_over or self._is_replaced(slot, process):
                 self._refill(slot)
 
     def _look_at_end(self, slot: Slot, process: Process) -> None:
@@ -154,7 +154,7 @@ class Supervisor:
         self.world.kill(process)
         slot.start_at_s = self.world.now_s + self.world.rng.random()
 
-    def _is_given_up(self, slot: Slot, process: Process) -> bool:
+    def _is_replaced(self, slot: Slot, process: Process) -> bool:
         """Whether another is started beside one that sleeps or hangs: it comes back as a zombie."""
         back_s = max(process.asleep_until_s, process.hangs_until_s)
         return back_s - self.world.now_s > _PATIENCE_S and slot.name == "trainer"
@@ -173,7 +173,7 @@ class Supervisor:
 
 
 def slots(drawn: Schedule) -> list[Slot]:
-    """Those whom a run needs."""
+    """Return the places of the processes that are started again."""
     return [
         *[Slot(f"batcher-{'ab'[n]}", services.batcher) for n in range(drawn.num_batchers)],
         *[Slot(f"generator-{n}-", generators.generator) for n in range(drawn.num_generators)],
@@ -184,17 +184,14 @@ def slots(drawn: Schedule) -> list[Slot]:
 
 
 def start_operators(world: World, shared: SharedState, drawn: Schedule) -> list[Process]:
-    """Begin those who are not started again; those who are gone with the storm."""
+    """Start the processes that end with the faults."""
+    mains = (
+        ("operator", operators.pauser, drawn.has_operator),
+        ("reviser", operators.reviser, drawn.has_reviser),
+        ("reopener", operators.reopener, drawn.has_reopener),
+    )
     return [
         world.start(name, lambda process, main=main: main(process, shared))
-        for name, main in _operators(drawn)
+        for name, main, is_there in mains
+        if is_there
     ]
-
-
-def _operators(drawn: Schedule) -> Iterator[tuple[str, _Main]]:
-    if drawn.has_operator:
-        yield "operator", operators.pauser
-    if drawn.has_reviser:
-        yield "reviser", operators.reviser
-    if drawn.has_reopener:
-        yield "reopener", operators.reopener

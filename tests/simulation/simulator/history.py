@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import TurnGapError
 from turnstream.store.client import keys
 from turnstream.types import RecoveryToken, TrajectoryKey
@@ -40,7 +39,6 @@ class History:
         most_withdrawn: the newest step that was trained by a withdrawn plan.
         releasable: the newest step that may be released.
         newest_said: the newest step that the current session acknowledged, or tried to.
-        intended: step -> plans that were checked, and maybe not written.
         revised: acknowledged configs by number: first step, config.
         refusals: errors of callers, by type.
         mixed: refusals that no caller may get.
@@ -59,7 +57,6 @@ class History:
     planned: dict[int, str] = field(default_factory=dict)
     all_trained: set[tuple[int, str]] = field(default_factory=set)
     checkpoints: list[RecoveryToken] = field(default_factory=list)
-    intended: dict[int, list[Manifest]] = field(default_factory=dict)
     most_withdrawn: int = 0
     releasable: int = 0
     newest_said: int = 0
@@ -99,13 +96,12 @@ class History:
     def withdrew(self, first: int) -> None:
         """The plans from a step on are void."""
         self.most_withdrawn = max(self.most_withdrawn, *self.ever_trained, 0)
-        for known in (self.planned, self.trained, self.ever_trained, self.intended):
+        for known in (self.planned, self.trained, self.ever_trained):
             for step in [step for step in known if step >= first]:
                 del known[step]
 
     def went_back(self, synced_s: float) -> None:
         """The store came back as it was at a time."""
-        self.intended.clear()
         for trained in (self.trained, self.ever_trained):
             for step in [step for step, own in trained.items() if self.planned.get(step) != own]:
                 del trained[step]

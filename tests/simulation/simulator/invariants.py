@@ -64,13 +64,12 @@ class Invariants:
     def _check_state(self) -> None:
         self._let_plans_fall()
         self._blame_all(ledger_adds_up(self.writes))
-        self._blame_all(self._frontier_holds())
-        self._blame_all(self._leaders_stay_apart())
-        self._blame_all(self._snapshot_holds())
-        self._blame_all(self._payload_holds())
-        self._blame_all(self._writers_stay_apart())
-        self._blame_all(self._revisions_hold())
-        self._blame_all(self._end_holds())
+        for check in (
+            *(self._frontier_holds, self._leaders_stay_apart, self._snapshot_holds),
+            *(self._payload_holds, self._writers_stay_apart, self._revisions_hold),
+            self._end_holds,
+        ):
+            self._blame_all(check())
 
     def _let_plans_fall(self) -> None:
         """Lower the recorded numbers of the newest plan after a withdrawal."""

@@ -31,7 +31,6 @@ def plan_holds(writes: RunWrites, manifest: Manifest, own_hash: str) -> Violatio
             yield f"step {manifest.step} trains the evaluation {group.group_id}"
     yield from _mini_batches_hold(manifest)
     yield from _has_its_config(writes, manifest)
-    yield from _was_intended(writes, manifest)
 
 
 def _group_holds(writes: RunWrites, manifest: Manifest, group: GroupPlan) -> Violations:
@@ -57,27 +56,6 @@ def _has_its_config(writes: RunWrites, manifest: Manifest) -> Violations:
     due = max(number for number, first in writes.revisions() if first <= manifest.step)
     if manifest.config_revision != due:
         yield f"step {manifest.step} has the config {manifest.config_revision}, and not {due}"
-
-
-def _was_intended(writes: RunWrites, manifest: Manifest) -> Violations:
-    """A leader that was about to write the plan of this step had the same plan."""
-    if any(each.surplus != "drop" or each.chooses_by_event for each in writes.shared.ever_in_force):
-        return  # later events may change it; see `history_repeats`
-    if writes.shared.rotten:
-        return  # so may what died of damage
-    for intended in writes.shared.history.intended.pop(manifest.step, ()):
-        if (
-            intended.previous_hash != manifest.previous_hash
-            or intended.revision < manifest.revision
-            or intended.config_revision < manifest.config_revision
-        ):
-            continue  # its plans were withdrawn, or its config was revised
-        if _names(intended) != _names(manifest):
-            yield f"step {manifest.step} is not what a leader before was about to plan"
-
-
-def _names(manifest: Manifest) -> list[list[str]]:
-    return [[keys.trajectory_id(each.key) for each in g.trajectories] for g in manifest.groups]
 
 
 def _mean_of_others(rewards: Sequence[float], own: float) -> float | None:

@@ -34,7 +34,7 @@ async def batcher(process: Process, shared: SharedState) -> None:
     parked = ParkedRuns(AsyncClient(process), after_s=shared.park_after_s)
     planner = RunPlanner(
         view,
-        _HesitatingAssembler(process, shared),
+        _HesitatingAssembler(process),
         keeper=keeper,
         upkeep=shared.upkeep,
         parked=parked,
@@ -43,18 +43,15 @@ async def batcher(process: Process, shared: SharedState) -> None:
 
 
 class _HesitatingAssembler(Assembler):
-    """Records each checked plan, and may delay its writing."""
+    """May delay the writing of a checked plan: much may happen in between."""
 
-    def __init__(self, process: Process, shared: SharedState) -> None:
+    def __init__(self, process: Process) -> None:
         super().__init__(URL, max_cache_bytes=1 << 16)
-        self._shared = shared
         self._random = process.world.rng.random
 
     async def check(self, batch: PlannedBatch) -> None:
         """Check a plan as always, then hesitate."""
         await super().check(batch)
-        manifest = batch.manifest
-        self._shared.history.intended.setdefault(manifest.step, []).append(manifest)
         if self._random() < _HESITATES:
             await asyncio.sleep(self._random() * _LONGEST_HESITATION_S)
 

@@ -61,29 +61,14 @@ def test_scanned_run_without_obstacles_is_healthy(changes: dict[str, Any], state
     assert (found.kind, found.sentence) == (WaitKind.NOTHING_WRONG, f"nothing is wrong: {state}")
 
 
-@pytest.mark.parametrize(
-    ("planner", "left_s", "sentence"),
-    [
-        ("", 0.0, "no batcher plans the run"),
-        ("p", -3.0, "no batcher plans the run: the lease of p ended 3 s ago"),
-    ],
-)
-def test_run_without_a_planner_reports_that_first(
-    planner: str, left_s: float, sentence: str
-) -> None:
-    found = reasons(snapshot(planner=planner, planner_left_s=left_s))
-
-    assert (found[0].kind, found[0].sentence) == (WaitKind.NO_PLANNER, sentence)
-
-
 def test_store_without_writes_precedes_its_consequences() -> None:
     found = reasons(snapshot(planner="", store_trouble="its disk is full"))
 
-    assert kinds(snapshot(planner="", store_trouble="its disk is full"))[:2] == [
+    assert [each.kind for each in found[:2]] == [
         WaitKind.STORE_REFUSES_WRITES,
         WaitKind.NO_PLANNER,
     ]
-    assert found[0].sentence == "its disk is full; nothing new is acknowledged"
+    assert found[1].sentence == "no batcher plans the run"
 
 
 @pytest.mark.parametrize(
@@ -113,61 +98,15 @@ def test_damaged_payload_has_the_command_until_it_is_solved() -> None:
     found = reasons(scanned(planned=3, damage=damage))[0]
 
     assert found.kind is WaitKind.PAYLOAD_DAMAGED
-    assert found.sentence == (
-        "step 3: damaged payload of g/0/0; `turnstream run replan maze` sets it aside, "
-        "and plans again without it"
-    )
     assert found.facts == {"step": 3, "damage": "step 3: damaged payload of g/0/0"}
     for solved in (scanned(damage=damage), scanned(planned=3, stepped=3, damage=damage)):
         assert WaitKind.PAYLOAD_DAMAGED not in kinds(solved)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"num_live": 16}, "16 groups are live, 16 are allowed after step 2"),
-        (
-            {"num_open": 3, "config": {"max_open_groups": 3}},
-            "3 groups are open, max_open_groups is 3",
-        ),
-    ],
-)
-def test_run_out_of_capacity_says_when_the_last_group_was_opened(
-    changes: dict[str, Any], sentence: str
-) -> None:
-    found = the(WaitKind.OUT_OF_CAPACITY, snapshot(durations=Durations(opened_s=95.2), **changes))
-
-    assert found.sentence == f"{sentence}; the last was opened 95 s ago"
-    assert found.facts["since_s"] == 95.2
 
 
 def test_one_group_below_the_limits_is_within_capacity() -> None:
     free = snapshot(num_live=15, num_open=2, config={"max_open_groups": 3})
 
     assert WaitKind.OUT_OF_CAPACITY not in kinds(free)
-
-
-def test_paused_run_is_a_reason() -> None:
-    found = the(WaitKind.RUN_PAUSED, snapshot(paused="the judge is down"))
-
-    assert found.sentence == (
-        "the run is paused: the judge is down; no group starts, no batch is planned"
-    )
-
-
-def test_step_that_lacks_groups_says_for_how_long_it_waits() -> None:
-    lasting = Durations(step_s=95.2, opened_s=130.0)
-
-    few = the(WaitKind.TOO_FEW_READY, snapshot(durations=lasting))
-    none = the(WaitKind.OUT_OF_DATA, snapshot(durations=lasting, num_waiting=0, newest_version=6))
-
-    assert few.sentence == "step 3 waits for 95 s: 1 of 4 groups ready, 1 open"
-    assert few.facts == {"step": 3, "ready": 1, "needed": 4, "since_s": 95.2, "open": 1}
-    assert none.sentence == (
-        "step 3 waits for 95 s: 1 of 4 groups ready, and no generator has a group open; "
-        "the last was opened 130 s ago; the newest policy version is 6"
-    )
-    assert (none.facts["since_s"], none.facts["opened_s"]) == (95.2, 130.0)
 
 
 def test_unknown_times_and_versions_are_left_out() -> None:
@@ -224,19 +163,12 @@ def test_bounded_number_of_lapsed_generators_is_named_largest_first() -> None:
 def test_group_names_the_member_it_waits_for(
     member: OpenMember, kind: WaitKind, lease: str
 ) -> None:
-    group = replace(GROUP, open_members=(member,), deadline_left_s=20.0)
     unscanned = WaitingGroup(group_id="g", open_members=(member,))
 
-    found = the(kind, scanned(groups=(group,)))
+    found = the(kind, snapshot(groups=(unscanned,)))
 
-    assert found.sentence == (
-        "group g (1 of 2 members) waits for sample 1 of generator w for 90 s: "
-        f"{lease}; its deadline is in 20 s"
-    )
+    assert found.sentence == f"group g waits for sample 1 of generator w: {lease}"
     assert found.facts["writer"] == "w"
-    assert the(kind, snapshot(groups=(unscanned,))).sentence == (
-        f"group g waits for sample 1 of generator w: {lease}"
-    )
 
 
 def test_open_members_are_a_reason_only_if_something_waits_for_them() -> None:
@@ -251,38 +183,6 @@ def test_open_members_are_a_reason_only_if_something_waits_for_them() -> None:
     ):
         assert WaitKind.MEMBER_OPEN in kinds(waits)
     assert kinds(scanned(**fed, prompts=PromptCounts(num_given=1))) == [WaitKind.NOTHING_WRONG]
-
-
-def test_missing_samples_rewards_and_refills_are_named() -> None:
-    group = replace(GROUP, age_s=None, awaited=(REWARD,), not_started=(3,))
-    seen = scanned(groups=(group,), refills=REFILLS)
-
-    assert the(WaitKind.MEMBER_NOT_STARTED, seen).sentence == (
-        "group g (1 of 2 members) waits for sample 3: no generator has started it"
-    )
-    assert the(WaitKind.REWARD_AWAITED, seen).sentence == (
-        "group g (1 of 2 members) waits for the reward of sample 0, which is sealed for 12 s; "
-        "its deadline is in 4 s"
-    )
-    assert the(WaitKind.REFILL_OPEN, seen).sentence == (
-        "attempt 2 of sample 1 of group g was granted 33 s ago, and no generator takes it"
-    )
-
-
-def test_low_pass_rate_says_why_groups_were_dropped() -> None:
-    seen = scanned(
-        num_opened=31,
-        num_live=19,
-        planned_groups=17,
-        at_plans="1:0:10,2:5:14",
-        untrained=(("filtered: all rewards are equal", 40), ("abandoned: why", 2)),
-    )
-
-    assert the(WaitKind.PASS_RATE_LOW, seen).sentence == (
-        "12 of the 20 groups that were decided since step 1 was planned were dropped; "
-        "trajectories that ended untrained, of the whole run: "
-        "40 x filtered: all rewards are equal, 2 x abandoned: why"
-    )
 
 
 @pytest.mark.parametrize(("dropped", "planned"), [(10, 9), (2, 0)])
@@ -413,16 +313,3 @@ def test_memory_of_the_server_is_counted_for_every_sample(num_samples: int, is_f
     seen = snapshot(num_ready=4, server_max=1_000_000, server_used=770_000)
 
     assert kinds(seen, group=group) == [WaitKind.OUT_OF_BYTES] * is_full
-
-
-def test_holders_of_the_bytes_are_listed() -> None:
-    limits: dict[str, Any] = {**OFFERED, "config": {"max_bytes": 150_000}}
-
-    (found,) = reasons(scanned(planned_bytes=100_000, reserved=40_000, **limits))
-
-    assert found.sentence == (
-        "140,000 of max_bytes=150,000 are held, 40,000 bytes by open trajectories, 0 by sealed "
-        "ones, 100,000 by planned steps; a group needs 20,000; a step releases its bytes when it "
-        "is committed and no longer retained"
-    )
-    assert found.facts["max_bytes"] == 150_000

@@ -1,4 +1,4 @@
-"""Closing that comes to its end, whoever is cancelled meanwhile."""
+"""Closing that completes although its caller is cancelled."""
 
 from __future__ import annotations
 
