@@ -116,7 +116,7 @@ async def test_losing_the_leadership_ends_the_term_and_no_other(house):
     assert was_held
 
 
-async def test_short_outage_of_the_store_costs_no_leadership(house_at, own_server):
+async def test_short_outage_of_the_store_costs_no_leadership(house_at, own_server, caplog):
     run = house_at(own_server.url).create_run()
     async with connect_async(own_server.url) as client:
         keeper = LeadershipKeeper(own_server.url, owner="p", lease_s=LEASE_S)
@@ -124,6 +124,7 @@ async def test_short_outage_of_the_store_costs_no_leadership(house_at, own_serve
             await acquire_leadership(client, run, owner="p", lease_s=LEASE_S)
             hold = asyncio.create_task(keeper.hold(run, 1))
             await asyncio.to_thread(own_server.kill)
+            await wait_until_async(lambda: "leaderships cannot be renewed" in caplog.text)
             await asyncio.to_thread(own_server.restart)
             await is_renewed(own_server.url, run, 1)
             was_held = not hold.done()

@@ -123,6 +123,7 @@ STRANGE = [
         for name in ("logprobs", "rewards")
         for value in (float("nan"), -float("inf"), 3e38)
     ),
+    stored(DAMAGED, [encode_turn(stored_turn("ab", "CDEFG")), RECORDS[1]]),
     with_values(token_ids=np.array([1, 2, 3, -4, 5], np.int32)),
 ]
 """Inconsistent records with valid checksums."""
@@ -186,6 +187,7 @@ async def test_corruption_found_by_a_checksum_is_rejected_and_the_rest_trains(
 @search
 @given(damage=st.one_of(st.sampled_from(STRANGE), st.builds(forged, seeds, places)))
 @example(damage=STRANGE[0])
+@example(damage=STRANGE[-2])
 @example(damage=with_record(-1, write_frame(EVENT, b"")))
 async def test_inconsistency_with_valid_checksums_stops_no_run(
     train: Train, damage: Stored
