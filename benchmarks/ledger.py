@@ -117,7 +117,7 @@ class RunWriter:
         names = self._names
         store.run(self._call("acquire_leader", (names.frontier, names.leader), "bench", 10**9))
         start = (names.frontier, names.batches, names.wake, names.sessions)
-        start += (names.events, names.versions, names.ranks)
+        start += (names.events, names.ranks, names.times)
         store.run(self._call("start_session", start, "s", 1, "", ""))
         self._hash_before = ""
         self._kept: list[Planned] = []

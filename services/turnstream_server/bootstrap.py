@@ -62,7 +62,7 @@ def start_batcher(
     from turnstream_server.batcher.assembly.archive import archive_step
     from turnstream_server.batcher.planner.snapshotting import Upkeep
     from turnstream_server.batcher.serving.service import BatcherOptions, run_batcher
-    from turnstream_server.bus.release.ledger_files import LedgerFolder
+    from turnstream_server.bus.release.compact_records import LedgerFolder
 
     redis_url = store_url(settings, redis_url)
     configure_logging(settings.log_level, service="batcher")

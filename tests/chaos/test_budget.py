@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from harness.rig import Rig, config
-from turnstream_server.bus.queries.budget import read_budget
+from turnstream_server.bus.queries.ledger import read_budget
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -25,7 +25,7 @@ def test_producers_of_a_slow_trainer_wait_within_the_budget(
     looks: list[int] = []
 
     def look() -> None:
-        looks.append(read_budget(rig.client, rig.run).held.total)
+        looks.append(read_budget(rig.client, rig.run).held)
 
     rig.wait(lambda: look() or num_waits(rig) > 0, "producers that wait")
     (slow,) = rig.start_ranks(1, checkpoint_every=1, update_s=0.1)

@@ -20,7 +20,7 @@ from turnstream_server.batcher.assembly.archive import archive_step
 from turnstream_server.batcher.assembly.local import assemble_batch, read_planned_batch
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import StoredManifest, read_plan
-from turnstream_server.bus.queries.states import state_of_step
+from turnstream_server.bus.queries.ledger import state_of_step
 from turnstream_server.bus.release.compact_records import read_past_batch
 from turnstream_server.jobs.screen import facts_table, make_table, print_figures
 from turnstream_server.jobs.store_client import store_client

@@ -14,7 +14,7 @@ from rich.console import Console
 from turnstream.store.client import keys
 from turnstream.store.run.configs import open_run
 from turnstream_server.bus.core.scan import server_ms
-from turnstream_server.bus.queries.states import TOP_REASONS, LedgerStates, read_states
+from turnstream_server.bus.queries.ledger import TOP_REASONS, LedgerStates, read_states
 from turnstream_server.bus.queries.trajectory_history import read_history
 from turnstream_server.jobs.screen import make_table, shown
 from turnstream_server.jobs.store_client import store_client
@@ -32,7 +32,7 @@ def print_ledger(url: str, run: str, console: Console) -> None:
     )
     table.add_section()
     counts, budget, origin = seen.counts, seen.budget, seen.frontier.origin
-    table.add_row("accepted", shown(counts.accepted), shown(budget.held.total))
+    table.add_row("accepted", shown(counts.accepted), shown(budget.held))
     if origin is not None:
         where = f"by {origin.run}, up to step {origin.step}"
         table.add_row("of these", shown(origin.num_trajectories), "", where)
@@ -46,9 +46,8 @@ def print_ledger(url: str, run: str, console: Console) -> None:
     if seen.prompts.num_added:
         console.print(f"prompts: {seen.prompts.sentence}")
     console.print(f"budget of the run: {_limit(budget.max_bytes)}")
-    server = f"{budget.server_used:,} bytes of {_limit(budget.server_max)}"
-    console.print(f"memory of the server: {server}")
-    if why_full := budget.bytes.why_full(is_urgent=False):
+    console.print(f"memory of the server: {budget.used:,} bytes of {_limit(budget.allowed)}")
+    if why_full := budget.why_full(is_urgent=False):
         console.print(why_full, highlight=False, soft_wrap=True)
 
 
@@ -78,8 +77,8 @@ def ledger_json(url: str, run: str) -> str:
             name: getattr(seen.prompts, f"num_{name}")
             for name in ("added", "left", "given", "trained", "filtered")
         },
-        "budget": asdict(seen.budget),
-        "full": seen.budget.bytes.why_full(is_urgent=False),
+        "budget": seen.budget._asdict(),
+        "full": seen.budget.why_full(is_urgent=False),
     }
     return json.dumps(content, indent=2)
 

@@ -44,7 +44,7 @@ from turnstream_server import failpoints
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.batcher.serving.service import BatcherOptions
 from turnstream_server.batcher.serving.service import serving
-from turnstream_server.bus.release.ledger_files import LedgerFolder
+from turnstream_server.bus.release.compact_records import LedgerFolder
 
 url, failpoint, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 failpoints.arm(failpoint)

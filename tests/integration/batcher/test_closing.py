@@ -95,8 +95,8 @@ async def test_a_run_that_is_reopened_takes_no_group_beyond_its_staleness(
 
 async def is_settled(client, run):
     """Whether the ledger knows of what was dropped: nothing ready is left but what is kept."""
-    frontier = read_frontier(client, run)
-    return frontier.leftover != "drop" or frontier.num_live_groups == 0
+    leftover = client.hget(keys.run_keys(run).frontier, "leftover")
+    return leftover != b"drop" or read_frontier(client, run).num_live_groups == 0
 
 
 async def is_finished(client, run):

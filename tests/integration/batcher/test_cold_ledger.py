@@ -15,7 +15,7 @@ from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError, read_history
-from turnstream_server.bus.release.ledger_files import LedgerFileError, LedgerFolder
+from turnstream_server.bus.release.compact_records import LedgerFileError, LedgerFolder
 from turnstream_server.jobs.batches import read_batch
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

@@ -18,8 +18,7 @@ from turnstream.types import TrajectoryState
 from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.budget import parse_held, read_budget
-from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.bus.queries.ledger import read_budget, read_ledger
 from turnstream_server.jobs.batches import read_batch, write_batch
 from turnstream_server.jobs.ledger import history_json, ledger_json
 
@@ -46,9 +45,9 @@ def held_ids(url: str, run: str) -> set[str]:
     """Trajectories for which the run holds bytes, as many as its sums say."""
     with connect(url) as client:
         entries: Any = client.hgetall(keys.run_keys(run).held)
-        sums = read_budget(client, run).held
-    reserved = sum(size for is_open, size in map(parse_held, entries.values()) if is_open)
-    stored = sum(size for is_open, size in map(parse_held, entries.values()) if not is_open)
+        sums = read_budget(client, run)
+    reserved = sum(int(value[1:]) for value in entries.values() if value.startswith(b"r"))
+    stored = sum(int(value) for value in entries.values() if not value.startswith(b"r"))
     assert (sums.reserved, sums.stored + sums.planned) == (reserved, stored)
     return {name.decode() for name in entries}
 

@@ -16,7 +16,7 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving.servicer import BatchesServicer
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.sessions.observers import declare_observer
-from turnstream_server.bus.sessions.versions import newest_version
+from turnstream_server.bus.sessions.sessions import newest_version
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -19,6 +19,7 @@ from turnstream.records.compact import CompactEnds, compact_batch, encode_batch,
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
+from turnstream.store.client.fullness import Bytes
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.budget import reserve_command, settled_lease
 from turnstream.store.run.groups import group_size
@@ -44,7 +45,7 @@ from turnstream_server.bus.planning.manifests import (
     write_manifest,
 )
 from turnstream_server.bus.planning.trajectories import mark_dead
-from turnstream_server.bus.queries.ledger import read_ledger_async
+from turnstream_server.bus.queries.ledger import LedgerCounts, read_budget, read_ledger
 from turnstream_server.bus.release.release import (
     advance_watermark,
     finish_batches,
@@ -76,7 +77,7 @@ def start_run(
     async def start(async_client: redis.asyncio.Redis, **fields: Any) -> RunDriver:
         name = new_run(client, **{"batch_groups": 1, "max_staleness": 1000, **fields})
         leadership = await acquire_leadership(async_client, name, owner="p", lease_s=60)
-        return RunDriver(async_client, name, leadership.epoch)
+        return RunDriver(async_client, name, leadership.epoch, store=client)
 
     return start
 
@@ -105,13 +106,17 @@ class RunDriver:
 
     Attributes:
         client: of the store.
+        store: a client that is not of asyncio.
         name: of the run.
         leader_epoch: of the planner "p".
         manifests: by step.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, name: str, leader_epoch: int) -> None:
+    def __init__(
+        self, client: redis.asyncio.Redis, name: str, leader_epoch: int, *, store: redis.Redis
+    ) -> None:
         self.client = client
+        self.store = store
         self.name = name
         self.keys = keys.run_keys(name)
         self.leader_epoch = leader_epoch
@@ -343,9 +348,17 @@ class RunDriver:
         found = await read_frontier_async(self.client, self.name)
         return found.planned, found.stepped, found.committed
 
+    def ledger(self) -> LedgerCounts:
+        """The counts of the ledger."""
+        return read_ledger(self.store, self.name)
+
+    def held(self) -> Bytes:
+        """The bytes that the run holds."""
+        return read_budget(self.store, self.name)
+
     async def trained(self) -> tuple[int, int, int]:
         """How many trajectories are planned, stepped, committed; all states must add up."""
-        counts = await read_ledger_async(self.client, self.name)
+        counts = self.ledger()
         counts.check()
         return (
             counts.by_state[TrajectoryState.PLANNED],

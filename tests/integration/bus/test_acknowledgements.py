@@ -13,9 +13,9 @@ from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.sessions.sessions import (
     acknowledge_committed,
     acknowledge_stepped,
+    announce_version,
     start_session,
 )
-from turnstream_server.bus.sessions.versions import announce_version
 
 pytestmark = pytest.mark.redis
 

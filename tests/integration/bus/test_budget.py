@@ -19,7 +19,7 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.queries.budget import read_budget, read_held_async
+from turnstream_server.bus.queries.ledger import read_budget
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.release.release import advance_watermark
 from turnstream_server.bus.sessions.observers import declare_observer, note_observed
@@ -62,8 +62,8 @@ class _Life:
                 break
             self.num_opened += 1
             begun.append(group_id)
-            held = await read_held_async(self.run.client, self.run.name)
-            self.most_held = max(self.most_held, held.total)
+            held = self.run.held()
+            self.most_held = max(self.most_held, held.held)
         for group_id in begun:
             size = self.size(group_id)
             for sample in range(2):
@@ -170,7 +170,7 @@ async def test_budget_below_the_kept_steps_is_reported_as_too_small(
 
     small = byte_reasons(client, run.name, max_bytes=10_000)
 
-    assert read_budget(client, run.name).held.planned == 2 * (1_000_000 + OVERHEAD)
+    assert read_budget(client, run.name).planned == 2 * (1_000_000 + OVERHEAD)
     assert "max_bytes=10,000 is less than the 1 retained steps take" in small["budget_too_small"]
     assert "2,008,192 of max_bytes=10,000 are held" in small["out_of_bytes"]
     assert byte_reasons(client, run.name) == {}
@@ -218,7 +218,7 @@ async def test_reservations_of_unopened_samples_are_released_with_their_group(ru
     await run.plan("planned")
     await run.settle("dropped", TrajectoryState.FILTERED, 0, 1)
 
-    held = await read_held_async(run.client, run.name)
+    held = run.held()
     assert held.reserved == 0
 
 
@@ -230,10 +230,10 @@ async def test_an_evaluation_holds_bytes_until_its_payload_is_released(run: Any)
     await run.carry_out(
         GroupEvaluated(group_id="e", keys=(TrajectoryKey("e", 0),), result=None, total=None)
     )
-    ended = await read_held_async(run.client, run.name)
+    ended = run.held()
     woken = await run.last_wake_up()
     await release_payload(run.client, run.name, ["e/0/0", "e/1/0"])
 
     assert (ended.reserved, ended.stored) == (65_536, 1_000 + OVERHEAD)
     assert woken != before
-    assert (await read_held_async(run.client, run.name)).total == 0
+    assert run.held().held == 0

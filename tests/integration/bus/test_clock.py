@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from turnstream.store.run import clock
-from turnstream_server.bus.leadership.clock import RunClock
+from turnstream_server.bus.leadership.leadership import RunClock
 
 pytestmark = pytest.mark.redis
 

@@ -24,7 +24,6 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
-from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 
@@ -199,7 +198,7 @@ async def test_a_group_that_is_decided_has_no_deadline(timed: Any, how: str) -> 
         await timed.carry_out(GroupCut(group_id="a", reason="enough"))
 
     assert await members_of(timed, "deadlines") == []
-    (await read_ledger_async(timed.client, timed.name)).check()
+    timed.ledger().check()
 
 
 async def test_a_refill_is_granted_once_and_gives_the_group_a_new_deadline(timed: Any) -> None:
@@ -289,7 +288,7 @@ async def test_one_of_many_takes_a_refill(timed: Any) -> None:
     assert (refill.num_samples, refill.num_needed) == (3, 2)
     assert await timed.client.hget(timed.keys.ledger, refill.key.trajectory_id) == b"open:1:w1"
     assert await members_of(timed, "refills") == []
-    (await read_ledger_async(timed.client, timed.name)).check()
+    timed.ledger().check()
 
 
 async def test_refill_of_a_dropped_group_is_refused(timed: Any) -> None:
@@ -303,7 +302,7 @@ async def test_refill_of_a_dropped_group_is_refused(timed: Any) -> None:
 async def test_a_late_reward_completes_a_trajectory_once(timed: Any) -> None:
     await timed.open("a")
     await timed.seal("a", 0, awaits_reward=True)
-    awaiting = await read_ledger_async(timed.client, timed.name)
+    awaiting = timed.ledger()
 
     outcomes = [await timed.post_reward("a", 0, 0.5) for _ in range(2)]
     with pytest.raises(ConflictError, match="another reward was posted for a/0/0"):
@@ -311,7 +310,7 @@ async def test_a_late_reward_completes_a_trajectory_once(timed: Any) -> None:
 
     assert outcomes == [RewardOutcome.POSTED, RewardOutcome.DUPLICATE]
     assert awaiting.by_state[TrajectoryState.AWAITING_REWARD] == 1
-    counts = await read_ledger_async(timed.client, timed.name)
+    counts = timed.ledger()
     counts.check()
     assert counts.by_state[TrajectoryState.SEALED] == 1
     posted = RewardPosted(key=TrajectoryKey("a", 0), reward=0.5)
@@ -326,7 +325,7 @@ async def test_a_seal_that_awaits_its_reward_may_be_posted_twice(timed: Any) -> 
     answers += await timed.seal("a", 0, awaits_reward=True)
 
     assert answers == [b"OK", b"DUPLICATE"]
-    (await read_ledger_async(timed.client, timed.name)).check()
+    timed.ledger().check()
 
 
 async def test_a_reward_after_the_decision_is_counted_and_changes_nothing(timed: Any) -> None:
@@ -338,7 +337,7 @@ async def test_a_reward_after_the_decision_is_counted_and_changes_nothing(timed:
     outcomes = [await timed.post_reward("a", 0, 0.5) for _ in range(2)]
 
     assert outcomes == [RewardOutcome.LATE, RewardOutcome.LATE]
-    counts = await read_ledger_async(timed.client, timed.name)
+    counts = timed.ledger()
     counts.check()
     assert (counts.num_late_rewards, len(await timed.events())) == (1, num_events)
     assert await timed.client.hget(timed.keys.ledger, "a/0/0") == b"incomplete:why"

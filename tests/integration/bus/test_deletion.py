@@ -37,7 +37,7 @@ from turnstream_server.bus.leadership.snapshots import save_snapshot
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.release.release import advance_watermark
 from turnstream_server.bus.sessions.observers import declare_observer
-from turnstream_server.bus.sessions.versions import announce_version
+from turnstream_server.bus.sessions.sessions import announce_version
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis]

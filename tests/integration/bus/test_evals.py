@@ -13,7 +13,6 @@ from turnstream.store.run.evals import eval_results
 from turnstream.types import EvalGroup, EvalResult, Purpose, Spread, TrajectoryKey
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.planning.groups import settle_groups
-from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 
@@ -56,7 +55,7 @@ async def test_an_evaluation_ends_with_its_result_and_what_is_open_is_surplus(
     assert await run.client.hget(run.keys.groups, "e") == b"3:evaluated"
     assert await run.client.zcard(run.keys.leases) == 0
     assert await run.client.zcard(run.keys.deadlines) == 0
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
     frontier = await read_frontier_async(run.client, run.name)
     assert (frontier.num_opened_groups, frontier.num_live_groups) == (0, 0)
     (result,) = eval_results(client, run.name)
@@ -74,7 +73,7 @@ async def test_reward_after_the_deadline_of_its_evaluation_is_surplus(run: Any) 
 
     entry = await run.client.hget(run.keys.ledger, "e/1/0")
     assert entry == b"surplus:its evaluation ended without it"
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
 
 
 async def test_ending_an_evaluation_again_changes_nothing(run: Any) -> None:

@@ -16,7 +16,6 @@ from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.snapshots import save_snapshot
 from turnstream_server.bus.planning.manifests import write_manifest
-from turnstream_server.bus.queries.ledger import read_ledger_async
 from turnstream_server.bus.release.release import finish_batches, fold_batches
 
 pytestmark = pytest.mark.redis
@@ -40,7 +39,7 @@ async def test_a_folded_batch_leaves_its_names_and_a_fingerprint_of_each_group(
     assert batch.trajectories == (TrajectoryKey("g1", 0), TrajectoryKey("g1", 1))
     assert await released.hash_of("over") == fingerprints("g1")
     assert await released.client.xlen(released.keys.plan) == 3
-    (await read_ledger_async(released.client, released.name)).check()
+    released.ledger().check()
 
 
 async def test_folding_again_changes_nothing(released: Any) -> None:
@@ -66,7 +65,7 @@ async def test_trajectory_of_another_batch_stays_although_a_call_names_it(releas
 
 async def test_the_states_add_up_after_every_act_of_the_release(released: Any) -> None:
     async def check() -> None:
-        counts = await read_ledger_async(released.client, released.name)
+        counts = released.ledger()
         counts.check()
         assert counts.by_state[TrajectoryState.COMMITTED] == 6
 
@@ -154,7 +153,7 @@ async def test_planner_continues_after_the_last_batch_when_all_are_folded(
     await released.plan_steps(1)
 
     assert (await read_frontier_async(released.client, released.name)).planned == 5
-    (await read_ledger_async(released.client, released.name)).check()
+    released.ledger().check()
 
 
 async def test_plan_of_a_finished_batch_is_refused(released: Any) -> None:

@@ -12,7 +12,6 @@ from turnstream.errors import ConflictError
 from turnstream.records.compact import decode_ends
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.admin.dead_letters import discard_trajectory
-from turnstream_server.bus.queries.ledger import read_ledger_async
 from turnstream_server.bus.release.release import DROPPED, find_ended, finished_groups
 
 pytestmark = pytest.mark.redis
@@ -105,7 +104,7 @@ async def test_folded_ends_leave_counts_of_their_reasons_and_fingerprints(run: A
     (record,) = (await run.hash_of("ended")).values()
     members = ("a", 0), ("a", 1), ("b", 0)
     assert decode_ends(record).trajectories == tuple(TrajectoryKey(*each) for each in members)
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
     with pytest.raises(ConflictError, match="is finished"):
         await run.open("a")
 
@@ -246,7 +245,7 @@ async def test_seal_of_a_member_of_a_finished_group_is_surplus(
 
     assert await run.seal("a", 1) == [b"SURPLUS"]
 
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
 
 
 async def test_surplus_of_a_group_that_is_gone_can_still_be_settled(released: Any) -> None:
@@ -290,7 +289,7 @@ async def test_folding_removes_members_deadlines_refills_and_leases(
     assert {
         name: await run.client.exists(getattr(run.keys, name)) for name in left
     } == dict.fromkeys(left, 0)
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
 
 
 async def test_no_event_is_written_for_a_finished_group(run: Any) -> None:

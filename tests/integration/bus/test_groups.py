@@ -11,7 +11,6 @@ from turnstream.errors import ConflictError
 from turnstream.types import BatchDue, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.planning.announcements import announce_due
-from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 
@@ -36,7 +35,7 @@ async def test_a_dropped_group_ends_its_sealed_trajectories_with_the_reason(run:
         b"a/2/0": b"abandoned:crashed",
     }
     assert await run.client.hget(run.keys.groups, "a") == b"3:filtered"
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
 
 
 async def test_a_dropped_group_makes_room_for_another_once(run: Any) -> None:
@@ -88,7 +87,7 @@ async def test_surplus_leaves_the_rest_of_its_group_in_the_plan(run: Any) -> Non
         b"a/2/0": b"surplus:why",
     }
     assert (await read_frontier_async(run.client, run.name)).num_live_groups == 1
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
 
 
 async def test_a_group_that_is_in_a_batch_cannot_be_dropped(run: Any) -> None:
@@ -113,7 +112,7 @@ async def test_a_seal_that_comes_after_its_group_was_dropped_is_surplus(run: Any
 
     assert await run.seal("a", 1) == [b"SURPLUS"]
 
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
 
 
 async def test_a_dead_trajectory_is_set_aside_and_told_to_the_plan_once(run: Any) -> None:
@@ -129,7 +128,7 @@ async def test_a_dead_trajectory_is_set_aside_and_told_to_the_plan_once(run: Any
     assert (await states(run))[b"a/0/0"] == b"dead:checksum"
     died = (await run.events())[-1]
     assert (died.key, died.reason) == (TrajectoryKey("a", 0), "checksum")
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
 
 
 @pytest.mark.parametrize("state", ["open", "planned", "unknown"])
@@ -200,7 +199,7 @@ async def test_open_members_of_a_planned_group_are_surplus(run: Any) -> None:
         b"a/2/0": reason,
         b"a/3/0": reason,
     }
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
 
 
 async def test_members_are_settled_each_with_its_own_reason(run: Any) -> None:
@@ -219,7 +218,7 @@ async def test_members_are_settled_each_with_its_own_reason(run: Any) -> None:
     assert (found[b"a/0/0"], found[b"a/1/0"]) == (b"surplus:x", b"incomplete:y")
     assert found[b"a/2/0"].startswith(b"open:")
     assert await run.client.hget(run.keys.groups, "a") == b"3:open"
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
 
 
 async def test_a_group_that_went_on_is_decided_again_without_a_word(run: Any) -> None:
@@ -241,7 +240,7 @@ async def test_a_group_that_expires_makes_room_for_another(run: Any) -> None:
     assert await run.client.hget(run.keys.groups, "a") == b"2:expired"
     frontier = await read_frontier_async(run.client, run.name)
     assert (frontier.num_opened_groups, frontier.num_live_groups) == (1, 0)
-    ledger = await read_ledger_async(run.client, run.name)
+    ledger = run.ledger()
     ledger.check()
     assert ledger.by_state[TrajectoryState.EXPIRED] == 2
 

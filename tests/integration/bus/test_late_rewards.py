@@ -18,7 +18,6 @@ from turnstream.types import RewardPosted, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning.deadlines import fire_deadlines
-from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 
@@ -63,7 +62,7 @@ async def live_until(run: Any, stage: str) -> None:
 
 
 async def num_late(run: Any) -> int:
-    counts = await read_ledger_async(run.client, run.name)
+    counts = run.ledger()
     counts.check()
     return counts.num_late_rewards
 

@@ -20,7 +20,6 @@ from turnstream.store.run.leases import (
 )
 from turnstream.types import TrajectoryAbandoned, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.planning.deadlines import abandon_lapsed
-from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 
@@ -80,7 +79,7 @@ async def test_lapsed_trajectory_is_abandoned_with_an_event_and_a_reason(run: An
         TrajectoryAbandoned(key=TrajectoryKey("a", 0), reason=REASON)
     ]
     assert await run.client.zrange(run.keys.leases, 0, -1) == [b"a/1/0"]
-    counts = await read_ledger_async(run.client, run.name)
+    counts = run.ledger()
     counts.check()
     assert (counts.by_state[TrajectoryState.OPEN], counts.by_state[TrajectoryState.ABANDONED]) == (
         1,
@@ -206,7 +205,7 @@ async def test_stored_seal_counts_if_its_writer_died_before_the_event(
     (_, fields), *_ = (await run.client.xrange(run.keys.events))[1:]
     assert fields == {b"r": seal, b"t": b"a/0/0"}
     assert await run.client.zcard(run.keys.leases) == 0
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
 
 
 async def test_late_seal_of_a_writer_that_lost_its_trajectory_is_refused(run: Any) -> None:
@@ -220,7 +219,7 @@ async def test_late_seal_of_a_writer_that_lost_its_trajectory_is_refused(run: An
     await give_up(run)
 
     assert (await ledger(run))[b"a/0/0"] == b"abandoned:the lease of second ended"
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
 
 
 async def test_more_than_a_page_is_abandoned_page_by_page(run: Any) -> None:
@@ -231,7 +230,7 @@ async def test_more_than_a_page_is_abandoned_page_by_page(run: Any) -> None:
     has_more = [await give_up(run), await give_up(run)]
 
     assert has_more == [True, False]
-    counts = await read_ledger_async(run.client, run.name)
+    counts = run.ledger()
     counts.check()
     assert counts.by_state[TrajectoryState.ABANDONED] == num_samples
 
@@ -244,4 +243,4 @@ async def test_abandoned_sample_can_be_retried_as_another_attempt(run: Any) -> N
     await run.open("a", num_samples=1, attempt=1)
 
     assert await run.seal("a", 0, attempt=1) == [b"OK"]
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()

@@ -11,11 +11,9 @@ from turnstream.types import TrajectoryState, VersionAnnounced
 from turnstream_server.bus.queries.ledger import (
     LedgerMismatchError,
     read_ledger,
-    read_ledger_async,
     run_summary,
 )
-from turnstream_server.bus.sessions.sessions import acknowledge_committed
-from turnstream_server.bus.sessions.versions import announce_version
+from turnstream_server.bus.sessions.sessions import acknowledge_committed, announce_version
 
 pytestmark = pytest.mark.redis
 
@@ -36,7 +34,7 @@ async def test_every_accepted_trajectory_is_in_one_state(run: Any) -> None:
     await run.step(session, 2)
     await acknowledge_committed(run.client, run.name, session_epoch=1, token=first)
 
-    counts = await read_ledger_async(run.client, run.name)
+    counts = run.ledger()
 
     counts.check()
     assert counts.accepted == 12
@@ -59,7 +57,6 @@ async def test_the_ledger_of_a_new_run_is_empty(run: Any, client: redis.Redis) -
     counts.check()
     assert counts.accepted == 0
     assert set(counts.by_state) == set(TrajectoryState)
-    assert counts == await read_ledger_async(run.client, run.name)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +70,7 @@ async def test_a_ledger_that_was_changed_by_hand_does_not_add_up(
     if state == "planned":  # the sum still fits
         await run.client.hincrby(run.keys.counts, "sealed", -change)
 
-    counts = await read_ledger_async(run.client, run.name)
+    counts = run.ledger()
 
     with pytest.raises(LedgerMismatchError, match="accepted"):
         counts.check()

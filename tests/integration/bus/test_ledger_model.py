@@ -35,8 +35,6 @@ from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.admin.dead_letters import discard_trajectory_command
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.leadership import Term, acquire_leadership, release_leadership
-from turnstream_server.bus.queries.budget import parse_held, read_held_async
-from turnstream_server.bus.queries.ledger import read_ledger_async
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -330,7 +328,7 @@ class _Life(RuleBasedStateMachine):
                 expected[PLANNED] -= len(keys)
                 expected[state] += len(keys)
 
-        counts = self.loop.run(read_ledger_async(self.client, self.run.name))
+        counts = self.run.ledger()
 
         counts.check()
         assert counts.accepted == len(self.trajectories)
@@ -350,8 +348,11 @@ class _Life(RuleBasedStateMachine):
     @invariant()
     def what_is_held_is_what_is_not_released_and_its_sums_are_kept(self) -> None:
         entries = self.loop.run(self.awaited(lambda: self.client.hgetall(self.run.keys.held)))
-        kept = self.loop.run(read_held_async(self.client, self.run.name))
-        held = {name.decode(): parse_held(value) for name, value in entries.items()}
+        kept = self.run.held()
+        held = {
+            name.decode(): (value[:1] == b"r", int(value.strip(b"r")))
+            for name, value in entries.items()
+        }
 
         keys = (self.trajectories.keys() | self.not_begun) - self.released
         assert held.keys() == {TrajectoryKey(*key).trajectory_id for key in keys}

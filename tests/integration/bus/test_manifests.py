@@ -14,7 +14,6 @@ from turnstream.types import TrajectoryState
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.leadership import acquire_leadership, release_leadership
 from turnstream_server.bus.planning.manifests import read_manifest, read_manifests
-from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 
@@ -180,7 +179,7 @@ async def test_a_batch_may_name_more_trajectories_than_lua_can_unpack(run: Any) 
 
     await run.plan(*groups)
 
-    counts = await read_ledger_async(run.client, run.name)
+    counts = run.ledger()
     counts.check()
     assert counts.by_state[TrajectoryState.PLANNED] == 9_000
     assert set(await run.client.hvals(run.keys.ledger)) == {b"planned:1"}
@@ -202,6 +201,6 @@ async def test_planning_and_settling_continue_on_a_full_server(run: Any) -> None
     finally:
         await run.client.config_set("maxmemory", 0)
 
-    counts = await read_ledger_async(run.client, run.name)
+    counts = run.ledger()
     counts.check()
     assert counts.by_state[TrajectoryState.STEPPED] == 2

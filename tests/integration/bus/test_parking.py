@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from turnstream.store.client.scripts import run_command_async
-from turnstream_server.bus.leadership.clock import RunClock
 from turnstream_server.bus.leadership.leadership import (
     Position,
+    RunClock,
     acquire_leadership,
     park_leadership,
     renew_command,

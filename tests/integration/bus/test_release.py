@@ -15,7 +15,6 @@ from turnstream.store.client.scripts import run_command_async
 from turnstream.types import RecoveryToken
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.snapshots import save_snapshot, trim_events
-from turnstream_server.bus.queries.budget import read_held_async
 from turnstream_server.bus.release.release import read_release_state
 from turnstream_server.bus.sessions.observers import (
     declare_observer,
@@ -225,7 +224,7 @@ async def test_more_payload_than_one_call_takes_is_deleted_and_released(run: Any
     ]
     assert metas == [{b"released": b"over"}] * 300
     assert await run.hash_of("held") == {}
-    assert (await read_held_async(run.client, run.name)).total == 0
+    assert run.held().held == 0
 
 
 async def test_released_bytes_leave_the_sum_they_were_counted_in(run: Any) -> None:
@@ -238,7 +237,7 @@ async def test_released_bytes_leave_the_sum_they_were_counted_in(run: Any) -> No
 
     for members in ([("g1", 0), ("g1", 1)], [("a", 0)], [("a", 1), ("a", 2)]):
         await run.release(*members)
-        held = await read_held_async(run.client, run.name)
+        held = run.held()
         parts.append((held.planned > 0, held.reserved > 0, held.stored > 0))
 
     assert parts == [(False, True, True), (False, False, True), (False, False, False)]

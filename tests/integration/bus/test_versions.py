@@ -7,7 +7,7 @@ import redis.asyncio
 
 from turnstream.errors import ConflictError, FencedError, InvalidConfigError, RunNotFoundError
 from turnstream.types import VersionAnnounced
-from turnstream_server.bus.sessions.versions import announce_version, newest_version
+from turnstream_server.bus.sessions.sessions import announce_version, newest_version
 
 pytestmark = pytest.mark.redis
 

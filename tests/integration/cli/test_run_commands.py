@@ -76,10 +76,8 @@ def test_close_ends_a_run_once_and_keeps_the_leftover(
 
     assert first == Told(0, f"run {run} is closed\n", "")
     assert again == Told(0, f"run {run} was closed before\n", "")
-    assert (read_frontier(client, run).is_closed, read_frontier(client, run).leftover) == (
-        True,
-        "carry",
-    )
+    closed, leftover = client.hmget(keys.run_keys(run).frontier, "closed", "leftover")
+    assert (closed, leftover) == (b"1", b"carry")
 
 
 def test_reopen_opens_a_closed_run_once(client: redis.Redis, run: str, turnstream: Shell) -> None:
@@ -203,7 +201,7 @@ def test_close_refuses_an_unknown_or_another_leftover(
     assert unknown == Told(1, "", "error: leftover: 'keep' is not one of short, carry, drop\n")
     assert is_open
     assert other == Told(1, "", "error: the run was closed with leftover=drop, not carry\n")
-    assert read_frontier(client, run).leftover == "drop"
+    assert client.hget(keys.run_keys(run).frontier, "leftover") == b"drop"
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,7 @@ from turnstream.types import (
     VersionAnnounced,
 )
 from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.bus.sessions.sessions import start_session
-from turnstream_server.bus.sessions.versions import announce_version
+from turnstream_server.bus.sessions.sessions import announce_version, start_session
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators import live
 from turnstream_server.generators.config import LiveGeneratorConfig

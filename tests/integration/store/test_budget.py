@@ -13,7 +13,7 @@ from turnstream.errors import GroupTooLargeError, RejectedError
 from turnstream.store.client.fullness import FIRST_ESTIMATE
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.budget import FIRST_BYTES, reserve_command, settled_lease
-from turnstream_server.bus.queries.budget import read_budget
+from turnstream_server.bus.queries.ledger import read_budget
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -47,7 +47,7 @@ def grow(run: Any, trajectory_id: str, num_bytes: int, *, epoch: int = 1, writer
 
 
 def held(run: Any) -> tuple[int, int, int]:
-    bytes_held = read_budget(run.client, run.name).held
+    bytes_held = read_budget(run.client, run.name)
     return bytes_held.reserved, bytes_held.stored, bytes_held.planned
 
 

@@ -24,7 +24,7 @@ from turnstream.store.client.scripts import run_command
 from turnstream.store.run.budget import settled_lease
 from turnstream.store.run.revisions import revise_config
 from turnstream.store.run.tasks import Prompt, add_prompts
-from turnstream_server.bus.queries.budget import read_budget
+from turnstream_server.bus.queries.ledger import read_budget
 
 pytestmark = pytest.mark.redis
 
@@ -177,7 +177,7 @@ def test_publisher_refuses_groups_above_max_samples(run: RunDriver) -> None:
             pass
 
     assert run.ledger() == {}
-    assert read_budget(run.client, run.name).held.reserved == 0
+    assert read_budget(run.client, run.name).reserved == 0
 
 
 def test_refill_of_no_sample_is_refused_before_any_write(run: RunDriver) -> None:

@@ -32,9 +32,9 @@ from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.sessions.sessions import (
     TrainerSession,
     acknowledge_committed,
+    announce_version,
     start_session,
 )
-from turnstream_server.bus.sessions.versions import announce_version
 
 _LONGEST_WAIT_S = 1.0
 _HANGS = 0.15

@@ -20,7 +20,7 @@ from turnstream.records.framing import EVENT, write_frame
 from turnstream.types import GroupOpened, RewardPosted, RunClosed, TrajectoryKey
 from turnstream.wire.v1 import records_pb2 as wire
 from turnstream_server.batcher.planner.decisions import UnreadableEvent, read_entry
-from turnstream_server.bus.core.events import EventEntry
+from turnstream_server.bus.core.scan import EventEntry
 from turnstream_server.bus.planning.manifests import encode_for_store
 
 SEAL = sealed("g", sample=1)

@@ -20,7 +20,7 @@ from turnstream.types import SealedTrajectory
 from turnstream_server.batcher.assembly.local import assemble_batch, read_planned_batch
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.bus.planning.trajectories import read_seals
-from turnstream_server.bus.release.ledger_files import write_durably
+from turnstream_server.bus.release.compact_records import write_durably
 
 ROW_GROUP_ROWS: Final = 4_096
 """Rows that a reader unpacks at once; with tens of thousands of tokens a row that is hundreds of

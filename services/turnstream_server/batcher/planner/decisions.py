@@ -26,7 +26,7 @@ from turnstream.records.events import check_key, decode_event, key_of_seal
 from turnstream.store.client import keys
 from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.assembly.payload import Damage
-from turnstream_server.bus.core.events import EventEntry
+from turnstream_server.bus.core.scan import EventEntry
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning import trajectories
 from turnstream_server.bus.planning.groups import Settlement, grant_refill, settle_groups

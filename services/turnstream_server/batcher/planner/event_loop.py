@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from turnstream.errors import TurnstreamError
 from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.cancellation import cancel_all
-from turnstream_server.bus.core.events import EventEntry
+from turnstream_server.bus.core.scan import EventEntry
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from turnstream_server.batcher.planner.replanning import Replanner
 from turnstream_server.batcher.planner.revising import ConfigInForce
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, Upkeep
-from turnstream_server.bus.core.events import PAGE_EVENTS, EventEntry
+from turnstream_server.bus.core.scan import PAGE_EVENTS, EventEntry
 from turnstream_server.bus.leadership.leadership import Position, Term
 from turnstream_server.bus.planning.announcements import announce_due, finish_run
 from turnstream_server.bus.planning.manifests import StoredManifest

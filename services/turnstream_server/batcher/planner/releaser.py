@@ -27,7 +27,7 @@ from turnstream_server.bus.admin.dead_letters import discard_oldest
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.leadership import Term, note_trouble
 from turnstream_server.bus.planning.manifests import StoredManifest, read_manifests
-from turnstream_server.bus.release.ledger_files import (
+from turnstream_server.bus.release.compact_records import (
     move_to_file,
     read_hot_records,
     write_ledger_file,

@@ -18,7 +18,7 @@ from turnstream_server.bus.leadership.snapshots import (
     save_snapshot,
     trim_events,
 )
-from turnstream_server.bus.release.ledger_files import LedgerFolder
+from turnstream_server.bus.release.compact_records import LedgerFolder
 from turnstream_server.bus.release.release import compact_groups
 from turnstream_server.failpoints import reach
 

@@ -17,8 +17,7 @@ import redis.asyncio
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.replies import translating
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.bus.leadership.clock import LONGEST_MOST_S, RunClock
-from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.leadership import LONGEST_MOST_S, RunClock, Term
 from turnstream_server.bus.planning.deadlines import (
     abandon_lapsed,
     end_orphaned,

@@ -29,9 +29,10 @@ from turnstream_server.bus.sessions.sessions import (
     TrainerSession,
     acknowledge_committed,
     acknowledge_stepped,
+    announce_version,
+    newest_version,
     start_session,
 )
-from turnstream_server.bus.sessions.versions import announce_version, newest_version
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)

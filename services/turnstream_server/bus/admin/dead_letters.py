@@ -5,6 +5,7 @@ A release discards the oldest trajectories above the `max_dead_bytes` of their r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -97,15 +98,18 @@ def read_dead_letters(client: redis.Redis, run: str) -> DeadLetters:
     """Return the dead letters of a run; they are read one after the other."""
     names = keys.run_keys(run)
     _, config = read_config(client, run)
-    letters = [*hash_fields(client, names.letters)]
-    found = [_read_trajectory(client, names, *letter) for letter in letters]
+    found = [
+        letter
+        for name, value in hash_fields(client, names.letters)
+        if (letter := _read_trajectory(client, names, name, value)) is not None
+    ]
     with translating():
         counts: Any = client.hmget(names.counts, "discarded", "dead_bytes")
         events: Any = client.xrange(names.damaged)
     num_discarded, num_bytes = (int(count or 0) for count in counts)
     return DeadLetters(
         run=run,
-        trajectories=tuple(sorted(filter(None, found), key=lambda each: each.since_ms)),
+        trajectories=tuple(sorted(found, key=lambda each: each.since_ms)),
         events=tuple(_event(*entry) for entry in events),
         num_discarded=num_discarded,
         num_bytes=num_bytes,
@@ -116,25 +120,20 @@ def read_dead_letters(client: redis.Redis, run: str) -> DeadLetters:
 def read_kept(client: redis.Redis, run: str) -> KeptDeadLetters | None:
     """Return the number of dead letters of a run, and the newest; None if it keeps none."""
     names = keys.run_keys(run)
-    kept = {name: _since_and_bytes(value) for name, value in hash_fields(client, names.letters)}
+    letters = dict(hash_fields(client, names.letters))
     with translating():
         num_events: Any = client.xlen(names.damaged)
         last: Any = client.xrevrange(names.damaged, count=1)
-    found = [_event(*entry) for entry in last]
-    if kept:
-        newest = max(kept, key=lambda name: (kept[name], name))
-        with translating():
-            entry: Any = client.hget(names.ledger, newest)
-        found.append(_trajectory(newest, entry or b"", *kept[newest]))
+    found = [(f"event {entry_id.decode()}", _event(entry_id, fields)) for entry_id, fields in last]
+    if letters:
+        newest = max(letters, key=lambda name: (_since_and_bytes(letters[name]), name))
+        letter = _read_trajectory(client, names, newest, letters[newest])
+        found += [] if letter is None else [(keys.readable_name(newest), letter)]
     if not found:
         return None
-    letter = max(found, key=lambda each: each.since_ms)
-    is_event = letter.name not in kept
+    shown, letter = max(found, key=lambda each: each[1].since_ms)
     return KeptDeadLetters(
-        num_trajectories=len(kept),
-        num_events=num_events,
-        newest=f"event {letter.name}" if is_event else keys.readable_name(letter.name),
-        reason=letter.reason,
+        num_trajectories=len(letters), num_events=num_events, newest=shown, reason=letter.reason
     )
 
 
@@ -262,11 +261,6 @@ def _since_and_bytes(value: bytes) -> tuple[int, int]:
     return int(since_ms), int(num_bytes)
 
 
-def _trajectory(name: str, entry: bytes, since_ms: int, num_bytes: int) -> DeadLetter:
-    reason = entry.decode().removeprefix("dead:")
-    return DeadLetter(name=name, reason=reason, since_ms=since_ms, num_bytes=num_bytes)
-
-
 def _event(entry_id: bytes, fields: dict[bytes, bytes]) -> DeadLetter:
     return DeadLetter(
         name=entry_id.decode(),
@@ -284,30 +278,32 @@ def _read_trajectory(
         entry: Any = client.hget(names.ledger, trajectory_id)
     if entry is None or entry.startswith(b"dead:discarded"):
         return None
-    return _trajectory(trajectory_id, entry, *_since_and_bytes(value))
+    since_ms, num_bytes = _since_and_bytes(value)
+    reason = entry.decode().removeprefix("dead:")
+    return DeadLetter(name=trajectory_id, reason=reason, since_ms=since_ms, num_bytes=num_bytes)
+
+
+def _record(record: bytes, decode: Callable[[bytes], StoredTurn | Event]) -> DeadRecord:
+    if not record:
+        return DeadRecord(record, None, "is not stored")
+    try:
+        return DeadRecord(record, decode(record), "")
+    except RecordError as error:
+        return DeadRecord(record, None, str(error))
 
 
 def _read_turn(record: bytes, sealed_crc: int | None) -> DeadRecord:
-    if not record:
-        return DeadRecord(record, None, "is not stored")
-    try:
-        turn = decode_turn(record)
-    except RecordError as error:
-        return DeadRecord(record, None, str(error))
-    problem = ""
-    if sealed_crc not in (None, turn.payload_crc):
-        problem = f"the checksum is {turn.payload_crc:08x}, the seal has {sealed_crc:08x}"
-    return DeadRecord(record, turn, problem)
+    found = _record(record, decode_turn)
+    turn = found.content
+    if not isinstance(turn, StoredTurn) or sealed_crc in (None, turn.payload_crc):
+        return found
+    problem = f"the checksum is {turn.payload_crc:08x}, the seal has {sealed_crc:08x}"
+    return found._replace(problem=problem)
 
 
 def _read_seal(record: bytes, trajectory_id: str) -> DeadRecord:
-    if not record:
-        return DeadRecord(record, None, "is not stored")
-    try:
-        event = decode_event(record)
-    except RecordError as error:
-        return DeadRecord(record, None, str(error))
-    key = keys.parse_trajectory_id(trajectory_id)
-    if not isinstance(event, SealedTrajectory) or event.key != key:
-        return DeadRecord(record, None, f"it is not the seal of {key}")
-    return DeadRecord(record, event, "")
+    found, key = _record(record, decode_event), keys.parse_trajectory_id(trajectory_id)
+    seal = found.content
+    if seal is None or (isinstance(seal, SealedTrajectory) and seal.key == key):
+        return found
+    return DeadRecord(record, None, f"it is not the seal of {key}")

@@ -235,33 +235,30 @@ def _next_row_id(client: redis.Redis, run: str, step: int) -> int | None:
 
 
 def _read_versions(client: redis.Redis, run: str, *, through_step: int) -> _Versions:
-    """Return the versions that were announced up to a step, with the steps of their ages."""
-    known, forks = VersionSteps(), _read_forks(client, run)
+    """Return the versions that were announced up to a step, with the steps of their ages.
+
+    A version from before a rollback is at most as new as the step of that rollback.
+    """
+    known, rollbacks = VersionSteps(), read_frontier(client, run).rollbacks
     records: dict[int, tuple[str, bytes]] = {}
     for _, record in stream_entries(client, keys.run_keys(run).versions):
         announced = decode_event(record)
         assert isinstance(announced, VersionAnnounced)  # nothing else is written there
         known.announce(announced)
         records[announced.version] = (announced.lineage, record)
-    made_by = {
-        version: min([step, *(fork for newest, fork in forks if version <= newest)])
-        for version, step in known.steps.items()
-    }
-    steps = {version: step for version, step in made_by.items() if step <= through_step}
+    steps: dict[int, int] = {}
+    for version, made_after in known.steps.items():
+        lineage = records[version][0]
+        later = itertools.takewhile(lambda each, own=lineage: each.lineage != own, rollbacks)
+        step = min([made_after, *(rollback.step for rollback in later)])
+        if step <= through_step:
+            steps[version] = step
     return _Versions(
         records=[(version, records[version][1]) for version in steps],
         steps=steps,
         lineage=records[max(steps)][0] if steps else "",
         highest=max(records, default=-1),
     )
-
-
-def _read_forks(client: redis.Redis, run: str) -> list[tuple[int, int]]:
-    """Return the newest version and the target step of each rollback."""
-    with translating():
-        found: Any = client.hget(keys.run_keys(run).frontier, "forks")
-    pairs = [pair.split(":") for pair in (found or b"").decode().split(",") if pair]
-    return [(int(version), int(step)) for version, step in pairs]
 
 
 def _not_retained(step: int, frontier: Frontier) -> ReleasedError:

@@ -62,14 +62,6 @@ class Rollback(NamedTuple):
         return cls(lineage, int(step), int(stepped))
 
 
-class PayloadDamage(NamedTuple):
-    """Payload of a planned batch that was damaged; the sentence names trajectories and defects."""
-
-    step: int
-    manifest_hash: str
-    sentence: str
-
-
 class ReplanRequest(NamedTuple):
     """A request to plan again from a damaged step on; 0 for the first one."""
 
@@ -102,18 +94,15 @@ class Frontier:
         num_opened_groups: groups ever opened.
         num_live_groups: opened groups that were not dropped untrained.
         num_open_groups: live groups that are neither decided nor planned.
-        num_planned_groups: live groups that are in a batch.
         is_closed: no group will be opened any more.
         released: newest batch that is no longer retained; 0 before the first.
         origin: origin of a forked run; else None.
         version_floor: the highest version that the origin has announced; -1: none.
         next_revision: first step of the next config that is not in force; 0 without one.
-        leftover: see RunClosed; only of a closed run.
         is_finished: the run is closed, and no batch follows `planned`.
         paused: reason of the pause; None if the run is not paused.
         rollbacks: the newest rollbacks, the last one first.
         lost_session: the step in which the store differs from a rank of the session; "" for none.
-        damage: the last payload damage that a rank met, until its plan is withdrawn; None without.
         replan: a request to plan again that no leader has answered yet.
         withdrawn: plans that were withdrawn because of damage.
     """
@@ -130,16 +119,13 @@ class Frontier:
     is_closed: bool
     released: int = 0
     num_open_groups: int = 0
-    num_planned_groups: int = 0
     origin: Origin | None = None
     version_floor: int = -1
     next_revision: int = 0
     paused: str | None = None
-    leftover: str = "short"
     is_finished: bool = False
     rollbacks: tuple[Rollback, ...] = ()
     lost_session: str = ""
-    damage: PayloadDamage | None = None
     replan: ReplanRequest | None = None
     withdrawn: Withdrawn = NONE_WITHDRAWN
 
@@ -191,7 +177,7 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
     if not fields:
         raise no_such_run(run)
     stored = StoredHash(keys.run_keys(run).frontier, fields)
-    number = partial(stored.parsed, parse=parsed_number, default=0)
+    number = stored.number
     number_needed = partial(stored.needed, parse=parsed_number)
     return Frontier(
         planned=number("planned"),
@@ -206,16 +192,13 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         is_closed=stored.needed("closed", bytes) == b"1",
         released=number("released"),
         num_open_groups=number("open_groups"),
-        num_planned_groups=number("planned_groups"),
         origin=stored.parsed("origin", lambda value: Origin.parse(value.decode()), None),
         version_floor=stored.parsed("version_floor", parsed_number, -1),
         next_revision=number("next_revision"),
-        leftover=stored.parsed("leftover", bytes.decode, "") or "short",
         is_finished=fields.get(b"finished") == b"1",
         paused=stored.parsed("paused", bytes.decode, None),
         rollbacks=stored.parsed("rollbacks", _rollbacks, ()),
         lost_session=_sentence(fields.get(b"session_lost", b"")),
-        damage=stored.parsed("damaged", _damage, None),
         replan=stored.parsed("replan", _replan, None),
         withdrawn=stored.parsed("withdrawn", _withdrawn, Withdrawn()),
     )
@@ -224,11 +207,6 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
 def _sentence(value: bytes) -> str:
     """Return the text after the step; it may quote damaged bytes."""
     return value.decode(errors="replace").partition(":")[2]
-
-
-def _damage(value: bytes) -> PayloadDamage:
-    step, manifest_hash, sentence = value.decode().split(":", 2)
-    return PayloadDamage(int(step), manifest_hash, sentence)
 
 
 def _replan(value: bytes) -> ReplanRequest:

@@ -1,21 +1,90 @@
-"""Streams and hashes of a run read page by page, so that no reply grows with the run."""
+"""Events, streams and hashes of a run, read in slices of a bounded size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 import redis
+import redis.asyncio
 
 from turnstream.errors import RecordError
-from turnstream.records.events import decode_event
+from turnstream.records.events import MAX_EVENT_BYTES, decode_event
+from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
 from turnstream.store.client.stored_values import reading
 from turnstream.types import Event
-from turnstream_server.bus.core.events import read_events
+
+PAGE_EVENTS: Final = 400
+"""Events of one slice, at most."""
+
+PAGE_BYTES: Final = 1 << 18
+"""Bytes of the entries of one slice, at most; one entry may be longer."""
 
 PAGE: Final = 1_000
 """Entries of one reply: a few hundred kilobytes, and a millisecond of the server."""
+
+_READ_EVENTS = Script("read_events", "turnstream_server.bus.core")
+
+
+class EventEntry(NamedTuple):
+    """An event as it is stored.
+
+    Attributes:
+        record: empty where `problem` says why.
+        posted_for: id of the trajectory that a generator posted it for; empty where none did.
+        problem: why the entry has no record; empty where it has one.
+    """
+
+    event_id: str
+    record: bytes
+    posted_for: str = ""
+    problem: str = ""
+
+
+async def read_events_async(
+    client: redis.asyncio.Redis, run: str, *, after: str
+) -> list[EventEntry]:
+    """Return the next events after an id, at most one slice; none at the end."""
+    return _entries(await run_command_async(client, _command(run, after)))
+
+
+def read_events(client: redis.Redis, run: str) -> Iterator[EventEntry]:
+    """Yield all events of a run in order, read slice by slice."""
+    after = "0-0"
+    while entries := _entries(run_command(client, _command(run, after))):
+        yield from entries
+        after = entries[-1].event_id
+
+
+def event_entry(event_id: bytes, fields: Mapping[bytes, bytes]) -> EventEntry:
+    """Return the entry with these fields."""
+    size = sum(len(name) + len(value) for name, value in fields.items())
+    record = None if size > MAX_EVENT_BYTES else fields.get(b"r")
+    return _entry(event_id, record, fields.get(b"t"), size)
+
+
+def _command(run: str, after: str) -> Command:
+    where = (keys.run_keys(run).events,)
+    return _READ_EVENTS(where, after, PAGE_EVENTS, PAGE_BYTES, MAX_EVENT_BYTES)
+
+
+def _entries(reply: Any) -> list[EventEntry]:
+    return [_entry(*each) for each in reply]
+
+
+def _entry(
+    event_id: bytes, record: bytes | None, posted_for: bytes | None, size: int
+) -> EventEntry:
+    problem = ""
+    if record is None and size > MAX_EVENT_BYTES:
+        problem = f"an event of {size} bytes, more than {MAX_EVENT_BYTES}"
+    elif record is None:
+        problem = "the entry of an event has no field r"
+    # Bytes that are no UTF-8 become a text that names no trajectory.
+    text = (posted_for or b"").decode(errors="backslashreplace")
+    return EventEntry(event_id.decode(), record or b"", text, problem)
 
 
 def stream_entries(

@@ -1,10 +1,10 @@
-"""The leadership of a run: a lease by the server's clock, and a fencing number."""
+"""The leadership of a run: a lease with a fencing number, and the clock that a leader keeps."""
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import redis.asyncio
 
@@ -15,6 +15,9 @@ _ACQUIRE = Script("acquire_leader", "turnstream_server.bus.leadership")
 _RENEW = Script("renew_leader", "turnstream_server.bus.leadership")
 _RELEASE = Script("release_leader", "turnstream_server.bus.leadership")
 _NOTE = Script("note_trouble", "turnstream_server.bus.leadership")
+
+LONGEST_MOST_S: Final = 15.0
+"""Longest delay of a deadline that starts while the store's clock jumps: see run_clock.lua."""
 
 Trouble = Literal["planning_trouble", "release_trouble"]
 """The part of its work that a leader cannot do."""
@@ -146,3 +149,37 @@ async def note_trouble(
     """
     command = _NOTE((keys.run_keys(run).leader,), owner, what, trouble)
     return bool(await run_command_async(client, command))
+
+
+_TICK = LeaderScript("tick_clock", "leadership", "clock")
+
+
+class RunClock:
+    """Counts the time of one run during one leadership term.
+
+    Between two ticks at most `most_s` counts. A leader that stood still does not know the deadlines
+    that were set in between.
+    """
+
+    def __init__(self, term: Term, *, most_s: float) -> None:
+        self._term = term
+        self._most_s = most_s
+        self._ms: float | None = None
+        self._ticked_s = 0.0
+
+    async def tick(self, *, server_ms: int, own_s: float) -> None:
+        """Write the time of the run to the store; `server_ms` and `own_s` are of one moment."""
+        ms = None if self._ms is None else self._ms + self._since_ms(own_s)
+        own_ms = "" if ms is None else int(ms)
+        most_ms = round(self._most_s * 1_000)
+        kept_ms: int = await _TICK.run(self._term, own_ms, server_ms, most_ms)
+        self._ms = max(ms or 0, kept_ms)
+        self._ticked_s = own_s
+
+    def at(self, own_s: float) -> int:
+        """Return the run's time at a time of our own clock, in ms, rounded down."""
+        assert self._ms is not None, "a clock tells the time after its first tick"
+        return int(self._ms + self._since_ms(own_s))
+
+    def _since_ms(self, own_s: float) -> float:
+        return min(own_s - self._ticked_s, self._most_s) * 1_000

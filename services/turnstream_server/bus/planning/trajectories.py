@@ -14,7 +14,7 @@ from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
-from turnstream_server.bus.core.events import read_events_async
+from turnstream_server.bus.core.scan import read_events_async
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
 _MARK_DEAD = LeaderScript("mark_dead", "planning", "ledger counts events letters deadlines held")

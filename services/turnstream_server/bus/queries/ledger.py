@@ -1,22 +1,38 @@
-"""Counts of the accepted trajectories of a run by state; they always add up."""
+"""The ledger of a run: exact counts, reasons and bytes of each state, and the byte budget."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import redis
-import redis.asyncio
 
 from turnstream.errors import TurnstreamError
 from turnstream.store.client import keys
-from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
+from turnstream.store.client.fullness import FIRST_ESTIMATE, Bytes
+from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import Script, run_command
 from turnstream.store.client.stored_values import StoredHash, damaged, parsed_number, reading
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import newest_version
+from turnstream.store.run.tasks import PromptCounts, read_prompt_counts
 from turnstream.types import TrajectoryState, VersionAnnounced
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
+from turnstream_server.bus.core.scan import hash_fields
+from turnstream_server.bus.release.compact_records import past_reasons
+
+TOP_REASONS: Final = 5
+
+STATES_WITH_REASON: Final = frozenset(
+    {
+        *(TrajectoryState.FILTERED, TrajectoryState.EXPIRED, TrajectoryState.SURPLUS),
+        *(TrajectoryState.INCOMPLETE, TrajectoryState.ABANDONED, TrajectoryState.DEAD),
+        TrajectoryState.EVALUATED,
+    }
+)
+"""Ends of a trajectory that is not trained; the ledger says why."""
 
 _READ = Script("read_ledger", "turnstream_server.bus.queries")
 _FOLLOW_FROM_THE_FRONTIER = (
@@ -95,18 +111,11 @@ class RunSummary:
 
 def read_ledger(client: redis.Redis, run: str) -> LedgerCounts:
     """Return the counts of a run in one round trip."""
-    command = _read(run)
-    with reading(" or ".join(command.keys)):
-        reply = run_command(client, command)
-    return _parse(run, reply)
-
-
-async def read_ledger_async(client: redis.asyncio.Redis, run: str) -> LedgerCounts:
-    """Return the counts of a run like `read_ledger`, for asyncio."""
-    command = _read(run)
-    with reading(" or ".join(command.keys)):
-        reply = await run_command_async(client, command)
-    return _parse(run, reply)
+    names = keys.run_keys(run)
+    where = (names.frontier, names.batches, names.counts, names.conflicts)
+    with reading(" or ".join(where)):
+        reply = run_command(client, _READ(where))
+    return _parse(names, reply)
 
 
 def run_summary(client: redis.Redis, run: str) -> RunSummary:
@@ -123,18 +132,12 @@ def run_summary(client: redis.Redis, run: str) -> RunSummary:
     )
 
 
-def _read(run: str) -> Command:
-    names = keys.run_keys(run)
-    return _READ((names.frontier, names.batches, names.counts, names.conflicts))
-
-
-def _parse(run: str, reply: list[Any]) -> LedgerCounts:
-    names = keys.run_keys(run)
+def _parse(names: keys.RunKeys, reply: list[Any]) -> LedgerCounts:
     until_stepped, until_committed, until_planned, flat, (num_conflicts, last_conflict) = reply
     if None in (until_stepped, until_committed, until_planned):
         raise damaged(names.batches, "", "the entry of a step is no number of trajectories")
     stored = StoredHash(names.counts, dict(zip(flat[::2], flat[1::2], strict=True)))
-    counts = {name: stored.parsed(name, parsed_number, 0) for name in _COUNTS}
+    counts = {name: stored.number(name) for name in _COUNTS}
     conflicts = StoredHash(
         names.conflicts, {b"num": num_conflicts or b"0", b"last": last_conflict or b""}
     )
@@ -151,3 +154,134 @@ def _parse(run: str, reply: list[Any]) -> LedgerCounts:
         num_conflicts=conflicts.needed("num", parsed_number),
         last_conflict=conflicts.needed("last", bytes.decode),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFacts:
+    """The trajectories of one state.
+
+    Attributes:
+        reasons: all reasons with their numbers, the most frequent first.
+        held_bytes: their bytes in the store, reserved or stored.
+    """
+
+    state: TrajectoryState
+    count: int
+    reasons: tuple[tuple[str, int], ...]
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerStates:
+    """A run's ledger by state; its parts are read one after the other.
+
+    Attributes:
+        counts: the numbers at one time.
+        states: the states that occur, in their order in time.
+        prompts: counts of the run's prompts.
+        budget: bytes and limits; samples without a trajectory have reservations, too.
+    """
+
+    run: str
+    frontier: Frontier
+    counts: LedgerCounts
+    states: tuple[StateFacts, ...]
+    prompts: PromptCounts
+    budget: Bytes
+
+
+def read_states(client: redis.Redis, run: str) -> LedgerStates:
+    """Return the ledger of a run by state.
+
+    Raises:
+        CorruptRecordError: a field is damaged; names its key.
+    """
+    frontier = read_frontier(client, run)
+    reasons, held_bytes = _read_entries(client, run, frontier)
+    counts = read_ledger(client, run)
+    return LedgerStates(
+        run=run,
+        frontier=frontier,
+        counts=counts,
+        states=tuple(
+            StateFacts(
+                state=state,
+                count=count,
+                reasons=tuple(sorted(reasons[state].items(), key=lambda each: (-each[1], each[0]))),
+                held_bytes=held_bytes[state],
+            )
+            for state, count in counts.by_state.items()
+            if count
+        ),
+        prompts=read_prompt_counts(client, run),
+        budget=read_budget(client, run),
+    )
+
+
+def _read_entries(
+    client: redis.Redis, run: str, frontier: Frontier
+) -> tuple[defaultdict[TrajectoryState, Counter[str]], Counter[TrajectoryState]]:
+    """Return the reasons and the bytes of each state, compact records included."""
+    names = keys.run_keys(run)
+    reasons: defaultdict[TrajectoryState, Counter[str]] = defaultdict(Counter)
+    held_bytes: Counter[TrajectoryState] = Counter()
+    held = {name: _held(names.held, name, value) for name, value in hash_fields(client, names.held)}
+    for trajectory_id, value in hash_fields(client, names.ledger):
+        with reading(names.ledger, trajectory_id):
+            state, rest = parse_entry(value, frontier)
+        held_bytes[state] += held.get(trajectory_id, 0)
+        if state in STATES_WITH_REASON:
+            reasons[state][rest] += 1
+    for end, number in past_reasons(client, run):
+        name, _, reason = end.partition(":")
+        with reading(names.reasons, end):
+            state = TrajectoryState(name)
+        reasons[state][reason] += number
+    return reasons, held_bytes
+
+
+def _held(key: str, name: str, value: bytes) -> int:
+    with reading(key, name):
+        return parsed_number(value.removeprefix(b"r"))  # r: reserved
+
+
+def read_budget(client: redis.Redis, run: str) -> Bytes:
+    """Return the bytes of a run and their limits; the parts are read one after the other.
+
+    `needed` is the usual size of a trajectory.
+    """
+    _, config = read_config(client, run)
+    name = keys.run_keys(run).budget
+    with reading(name), translating():
+        fields: Any = client.execute_command("HGETALL", name)
+        memory: Any = client.info("memory")
+    stored = StoredHash(name, fields)
+    return Bytes(
+        used=int(memory.get("used_memory", 0)),
+        allowed=int(memory.get("maxmemory", 0)),
+        reserved=stored.number("reserved"),
+        stored=stored.number("stored"),
+        planned=stored.number("planned"),
+        needed=stored.parsed("estimate", parsed_number, FIRST_ESTIMATE),
+        max_bytes=config.max_bytes,
+    )
+
+
+def parse_entry(value: bytes, frontier: Frontier) -> tuple[TrajectoryState, str]:
+    """Return the state of a ledger entry, and its epoch and writer, step, or reason.
+
+    Raises:
+        ValueError: the entry is damaged.
+    """
+    name, _, rest = value.decode().partition(":")
+    state = TrajectoryState(name)
+    if state is TrajectoryState.PLANNED:
+        state = state_of_step(parsed_number(rest.encode()), frontier)
+    return state, rest
+
+
+def state_of_step(step: int, frontier: Frontier) -> TrajectoryState:
+    """Return the state of the trajectories of a planned batch, which follows from the frontier."""
+    if step <= frontier.committed:
+        return TrajectoryState.COMMITTED
+    return TrajectoryState.STEPPED if step <= frontier.stepped else TrajectoryState.PLANNED

@@ -9,9 +9,12 @@ from typing import Any, Final, TypeVar
 
 import redis
 
+from turnstream.errors import RecordError
+from turnstream.records.snapshots import decode_snapshot
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_command
+from turnstream.store.client.stored_values import reading
 from turnstream.store.run import clock
 from turnstream.store.waits.read_waits import parse_waits, waits_command
 from turnstream.store.waits.wait_reasons import UNSEALED
@@ -26,9 +29,8 @@ from turnstream.store.waits.wait_snapshot import (
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.admin.dead_letters import read_kept
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
-from turnstream_server.bus.core.group_open_times import openings_in_snapshot
 from turnstream_server.bus.core.scan import PAGE, entry_ms, hash_fields, readable_events, server_ms
-from turnstream_server.bus.queries.states import STATES_WITH_REASON, TOP_REASONS, parse_entry
+from turnstream_server.bus.queries.ledger import STATES_WITH_REASON, TOP_REASONS, parse_entry
 from turnstream_server.bus.release.compact_records import past_reasons
 from turnstream_server.bus.sessions.observers import read_observers
 
@@ -273,3 +275,20 @@ def _ago_s(ms: int | None, now_ms: int) -> float | None:
 
 def _left_s(ms: int | None, now_ms: int) -> float | None:
     return None if ms is None else (ms - now_ms) / 1_000
+
+
+def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str, int]:
+    """Return when each open or ready group was opened, in ms, from the snapshot of the planner."""
+    name = keys.run_keys(run).snapshot
+    with reading(name), translating():
+        record: Any = client.hget(name, "record")
+    if record is None:
+        return {}
+    try:
+        with reading(name, "record"):
+            groups = decode_snapshot(record).fold.groups
+            # A group whose plan was withdrawn has no time there.
+            opened = {keys.encode_name(name): entry_ms(g.opened_by) for name, g in groups.items()}
+    except RecordError:
+        return {}  # damaged, or of a newer release
+    return {name: opened_ms for name, opened_ms in opened.items() if opened_ms}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from turnstream.types import (
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.bus.core.scan import entry_ms, hash_fields, readable_events, stream_entries
 from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.queries.states import STATES_WITH_REASON, parse_entry
+from turnstream_server.bus.queries.ledger import STATES_WITH_REASON, parse_entry
 from turnstream_server.bus.release.compact_records import find_past_end, find_past_step
 
 
@@ -89,36 +88,24 @@ def read_history(
         TrajectoryNotFoundError: it was never opened, or the name is malformed.
     """
     try:
-        *before, last = keys_named(name)
+        meant = keys_named(name)
     except ValueError as error:
         raise TrajectoryNotFoundError(
             f"{name!r} is no trajectory: <group>/<sample>/<attempt>"
         ) from error
-    for key in before:
-        with contextlib.suppress(TrajectoryNotFoundError):
-            return history_of(client, run, key, folder=folder)
-    return history_of(client, run, last, folder=folder)
+    for key in meant:
+        entry = _ledger_entry(client, run, key, folder=folder)
+        if entry is not None:
+            return _history(client, run, key, entry)
+    shown = keys.readable_name(meant[-1].trajectory_id)
+    raise TrajectoryNotFoundError(f"run {run!r} has never had a trajectory {shown!r}")
 
 
-def history_of(
-    client: redis.Redis, run: str, key: TrajectoryKey, *, folder: Path | None = None
-) -> TrajectoryHistory:
-    """Return the history of a trajectory from the store and the archive folder.
-
-    Raises:
-        LedgerFileError: a file that may have it cannot be read.
-        TrajectoryNotFoundError: it was never opened.
-    """
-    trajectory_id = key.trajectory_id
+def _history(client: redis.Redis, run: str, key: TrajectoryKey, entry: bytes) -> TrajectoryHistory:
     frontier = read_frontier(client, run)
-    ledger = keys.run_keys(run).ledger
-    with reading(ledger), translating():
-        value: Any = client.hget(ledger, trajectory_id)
-    if value is None:
-        value = _past_entry(client, run, key, folder=folder)
-    with reading(ledger, trajectory_id):
-        state, rest = parse_entry(value, frontier)
-    step = int(rest) if value.startswith(b"planned:") else None
+    with reading(keys.run_keys(run).ledger, key.trajectory_id):
+        state, rest = parse_entry(entry, frontier)
+    step = int(rest) if entry.startswith(b"planned:") else None
     stored = _stored_events(readable_events(client, run), key)
     events = [event for event, _ in stored]
     reward, advantage = _posted_reward([event for _, event in stored]), None
@@ -130,7 +117,7 @@ def history_of(
             reward, advantage = plan.reward, plan.advantage
     return TrajectoryHistory(
         run=run,
-        trajectory_id=trajectory_id,
+        trajectory_id=key.trajectory_id,
         state=state,
         reason=rest if state in STATES_WITH_REASON else "",
         reward=reward,
@@ -141,22 +128,22 @@ def history_of(
     )
 
 
-def _past_entry(client: redis.Redis, run: str, key: TrajectoryKey, *, folder: Path | None) -> bytes:
-    """Return the ledger entry of a finished trajectory, from compact records or plans.
-
-    Raises:
-        TrajectoryNotFoundError: none of them names it.
-    """
+def _ledger_entry(
+    client: redis.Redis, run: str, key: TrajectoryKey, *, folder: Path | None
+) -> bytes | None:
+    """Return the entry of a trajectory, from the ledger, compact records or plans."""
+    ledger = keys.run_keys(run).ledger
+    with reading(ledger), translating():
+        entry: Any = client.hget(ledger, key.trajectory_id)
+    if entry is not None:
+        return entry
     end = find_past_end(client, run, key)
     if end is not None:
         return end.encode()
     step = _find_planned_step(client, run, key)
     if step is None:
         step = find_past_step(client, run, key, folder=folder)
-    if step is None:
-        name = keys.readable_name(key.trajectory_id)
-        raise TrajectoryNotFoundError(f"run {run!r} has never had a trajectory {name!r}")
-    return b"planned:%d" % step
+    return None if step is None else b"planned:%d" % step
 
 
 def _find_planned_step(client: redis.Redis, run: str, key: TrajectoryKey) -> int | None:

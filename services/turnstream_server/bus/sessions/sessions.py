@@ -1,21 +1,24 @@
-"""Trainer sessions: start, acknowledgements of steps, and commits."""
+"""Trainer sessions: start, acknowledgements of steps, commits, and announced policy versions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import redis.asyncio
 
 from turnstream.errors import InvalidConfigError
-from turnstream.records.events import encode_event
+from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command_async
-from turnstream.types import RecoveryToken, RolledBack
+from turnstream.types import RecoveryToken, RolledBack, VersionAnnounced
 
 _START = Script("start_session", "turnstream_server.bus.sessions")
 _STEPPED = Script("stepped", "turnstream_server.bus.sessions")
 _COMMITTED = Script("committed", "turnstream_server.bus.sessions")
 _RECORD_RANK = Script("record_rank", "turnstream_server.bus.sessions")
+_ANNOUNCE = Script("announce_version", "turnstream_server.bus.sessions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ async def start_session(
     command = _START(
         (
             *(names.frontier, names.batches, names.wake, names.sessions),
-            *(names.events, names.versions, names.ranks, names.times),
+            *(names.events, names.ranks, names.times),
         ),
         session,
         dp_world_size,
@@ -179,3 +182,46 @@ async def acknowledge_committed(
     rank = "" if dp_rank is None else dp_rank
     command = _COMMITTED(where, session_epoch, token.step, token.chain_hash, session, rank)
     await run_command_async(client, command)
+
+
+async def announce_version(
+    client: redis.asyncio.Redis,
+    run: str,
+    announced: VersionAnnounced,
+    *,
+    session_epoch: int,
+    session: str = "",
+) -> None:
+    """Announce new weights to generators and the planner; a repeat changes nothing.
+
+    Raises:
+        FencedError: another trainer session has started, or the run has another lineage.
+        ConflictError: a higher version exists, or this one was announced with another content.
+    """
+    if announced.version < 0:
+        raise InvalidConfigError("version", f"{announced.version} is below 0")
+    names = keys.run_keys(run)
+    record = encode_event(announced)
+    command = _ANNOUNCE(
+        (names.frontier, names.versions, names.events),
+        session_epoch,
+        announced.version,
+        record,
+        session,
+        announced.lineage,
+    )
+    await run_command_async(client, command)
+
+
+async def newest_version(client: redis.asyncio.Redis, run: str) -> VersionAnnounced | None:
+    """The highest version announced so far; None before the first.
+
+    Raises:
+        CorruptRecordError: the stored bytes are damaged.
+    """
+    versions = keys.run_keys(run).versions
+    with translating():
+        entries: Any = await client.execute_command("XREVRANGE", versions, "+", "-", "COUNT", 1)
+    if not entries:
+        return None
+    return cast("VersionAnnounced", decode_event(entries[0][1][b"r"]))

@@ -23,7 +23,7 @@ from turnstream_server.bus.admin.dead_letters import read_dead_letters
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
-from turnstream_server.bus.queries.budget import read_budget
+from turnstream_server.bus.queries.ledger import read_budget
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 
@@ -163,7 +163,7 @@ class Look:
     def held(self, run: str) -> tuple[int, int, int]:
         """The sums of bytes: reserved, planned, and the rest of what is stored."""
         with connect(self.url) as client:
-            held = read_budget(client, run).held
+            held = read_budget(client, run)
         return held.reserved, held.planned, held.stored
 
     def sum_held(self, run: str, state: str) -> int:

@@ -26,7 +26,7 @@ from turnstream_server.bus.admin.dead_letters import (
     open_trajectory,
     read_dead_letters,
 )
-from turnstream_server.bus.queries.budget import read_budget
+from turnstream_server.bus.queries.ledger import read_budget
 from turnstream_server.bus.queries.trajectory_history import read_history
 from turnstream_server.jobs.dead_letters import export_dead_letter
 
@@ -123,7 +123,7 @@ async def test_export_has_every_byte_and_every_decoded_value(
 
 async def test_discard_keeps_the_reason_and_frees_the_bytes(dead_run: Any) -> None:
     await dead_run.add("g/1/0")
-    held = read_budget(dead_run.client, dead_run.run).held.stored
+    held = read_budget(dead_run.client, dead_run.run).stored
 
     assert discard_trajectory(dead_run.client, dead_run.run, "g/1/0")
     assert not discard_trajectory(dead_run.client, dead_run.run, "g/1/0")
@@ -132,7 +132,7 @@ async def test_discard_keeps_the_reason_and_frees_the_bytes(dead_run: Any) -> No
     assert history.state is TrajectoryState.DEAD
     assert history.reason == "discarded: its bytes are damaged"
     assert not dead_run.records("g/1/0")
-    assert 0 == read_budget(dead_run.client, dead_run.run).held.stored < held
+    assert 0 == read_budget(dead_run.client, dead_run.run).stored < held
     found = read_dead_letters(dead_run.client, dead_run.run)
     assert (found.trajectories, found.num_discarded, found.num_bytes) == ((), 1, 0)
     with pytest.raises(DeadLetterNotFoundError):
@@ -147,12 +147,12 @@ async def test_second_discard_completes_a_killed_one(dead_run: Any, failpoint: s
     command = [sys.executable, "-P", "-m", "turnstream_server.cli", *words]
     environment = os.environ | {"TURNSTREAM_FAILPOINT": failpoint}
     killed = await asyncio.to_thread(subprocess.run, command, env=environment, check=False)
-    held = read_budget(dead_run.client, dead_run.run).held.stored
+    held = read_budget(dead_run.client, dead_run.run).stored
 
     assert not discard_trajectory(dead_run.client, dead_run.run, "g/1/0")
 
     assert killed.returncode == -signal.SIGKILL
-    assert 0 == read_budget(dead_run.client, dead_run.run).held.stored < held
+    assert 0 == read_budget(dead_run.client, dead_run.run).stored < held
     assert not dead_run.records("g/1/0")
     assert dead_run.entry("g/1/0") == "dead:discarded: its bytes are damaged"
     dead_run.check()

@@ -15,7 +15,6 @@ from turnstream.store.client import keys
 from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.core.frontier import (
     Frontier,
-    PayloadDamage,
     Withdrawn,
     read_frontier_async,
 )
@@ -28,7 +27,6 @@ from turnstream_server.bus.planning.replans import (
     request_replan,
     withdraw_plans,
 )
-from turnstream_server.bus.queries.ledger import read_ledger_async
 
 pytestmark = pytest.mark.redis
 
@@ -86,7 +84,7 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(
     )
     assert int(await run.client.hget(run.keys.frontier, "planned_groups")) == 2
     assert not await run.client.hexists(run.keys.frontier, "at_plans")
-    (await read_ledger_async(run.client, run.name)).check()
+    run.ledger().check()
     snapshot = await run.client.hgetall(run.keys.snapshot)
     assert (snapshot[b"position"], snapshot[b"step"]) == (b"7-1", b"2")
     assert (snapshot[b"record"], snapshot[b"before"]) == (b"what a planner knows", b"0-0")
@@ -239,14 +237,15 @@ async def test_damage_of_a_current_plan_is_recorded_and_removed_with_it(
     await run.plan_steps(2)
     told = {"manifest_hash": run.manifests[2].hash, "sentence": "step 2: g2/0/0: checksum"}
     await note_damage(run.client, run.name, step=2, manifest_hash="other", sentence="no")
-    assert (await frontier(run)).damage is None
+    assert not await run.client.hexists(run.keys.frontier, "damaged")
     await note_damage(run.client, run.name, step=2, **told)
-    assert (await frontier(run)).damage == PayloadDamage(2, *told.values())
+    damaged = await run.client.hget(run.keys.frontier, "damaged")
+    assert damaged.decode() == ":".join(["2", *told.values()])
 
     await withdraw_plans(run.term, ask(run, 2), from_step(run, 2))
     await note_damage(run.client, run.name, step=2, **told)
 
-    assert (await frontier(run)).damage is None
+    assert not await run.client.hexists(run.keys.frontier, "damaged")
 
 
 async def test_an_observer_goes_back_to_the_first_step_that_is_withdrawn(
@@ -323,7 +322,7 @@ async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(
 
     await withdraw_plans(run.term, ask(run, 1), from_step(run, 1))
 
-    counts = await read_ledger_async(run.client, run.name)
+    counts = run.ledger()
     counts.check()
     assert (counts.by_state[TrajectoryState.SEALED], counts.by_state[TrajectoryState.DEAD]) == (
         8_999,
@@ -355,7 +354,7 @@ async def test_damage_of_a_stepped_step_is_not_noted(run: Any) -> None:
         run.client, run.name, step=1, manifest_hash=run.manifests[1].hash, sentence="late"
     )
 
-    assert (await frontier(run)).damage is None
+    assert not await run.client.hexists(run.keys.frontier, "damaged")
 
 
 def test_replan_of_an_unknown_run_is_refused(client: Any) -> None:

@@ -14,7 +14,7 @@
 --   RELEASED  the batches after the one that the token names are no longer retained
 --   CONFLICT  no token, but batches are committed; or the session started otherwise, or has stepped
 
-local FRONTIER, BATCHES, WAKE, SESSIONS, EVENTS, VERSIONS, RANKS, TIMES = unpack(KEYS)
+local FRONTIER, BATCHES, WAKE, SESSIONS, EVENTS, RANKS, TIMES = unpack(KEYS)
 local MAX_ROLLBACKS = 16  -- every reader of the frontier reads them
 
 local stepped, committed, epoch, session, began_with, world_size, lineage, planned, released,
@@ -76,38 +76,19 @@ else
   end
 end
 
--- Records that all versions up to the newest are at least as old as this step.
-local function note_fork()
-  local newest = redis.call('XREVRANGE', VERSIONS, '+', '-', 'COUNT', 1)[1]
-  local noted = {}
-  for version, at in string.gmatch(redis.call('HGET', FRONTIER, 'forks') or '', '(%d+):(%d+)') do
-    if tonumber(at) < step then
-      noted[#noted + 1] = version .. ':' .. at
-    end
-  end
-  if newest then
-    local version = tonumber(string.match(newest[1], '^%d+')) - 1
-    noted[#noted + 1] = string.format('%.0f:%.0f', version, step)
-  end
-  if #noted > 0 then
-    redis.call('HSET', FRONTIER, 'forks', table.concat(noted, ','))
-  end
-end
-
 -- 2. Start the session.
 if step ~= stepped then
   -- "main", "main-1", "main-2" ...; in a forked run "maze@12", "maze@12-1" ...
   local name, forks = string.match(lineage, '^(.*)%-(%d+)$')
   lineage = (name or lineage) .. '-' .. (forks or 0) + 1
   local rollbacks = redis.call('HGET', FRONTIER, 'rollbacks')
-  local told = {lineage .. ':' .. step .. ':' .. stepped}
+  local newest = {lineage .. ':' .. step .. ':' .. stepped}
   for earlier in string.gmatch(rollbacks or '', '[^,]+') do
-    if #told < MAX_ROLLBACKS then
-      told[#told + 1] = earlier
+    if #newest < MAX_ROLLBACKS then
+      newest[#newest + 1] = earlier
     end
   end
-  redis.call('HSET', FRONTIER, 'rollbacks', table.concat(told, ','))
-  note_fork()
+  redis.call('HSET', FRONTIER, 'rollbacks', table.concat(newest, ','))
   redis.call('XADD', EVENTS, '*', 'r', ARGV[5])
 end
 local kept = {}

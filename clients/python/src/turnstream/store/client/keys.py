@@ -34,8 +34,7 @@ frontier   hash    counters of the run: stepped, committed, planned, released (t
                    times: opened_ms, of the newest group to train; at_plans, as of the newest two
                    plans `<step>:<groups dropped by then>:<planned_groups>`;
                    history: checkpoints, the committed steps `<step>,<step>`; rollbacks, the newest
-                   16 lineages as `<lineage>:<step>:<stepped before>`; forks, as
-                   `<version>:<step>,...` the step that versions up to this one count as;
+                   16 lineages as `<lineage>:<step>:<stepped before>`;
                    of a forked run: origin, `<run>:<step>:<trajectories>:<manifest hash>`;
                    version_floor, the limit of its versions;
                    control: closed (0 or 1), leftover (see RunClosed), finished, paused (reason);
