@@ -110,7 +110,7 @@ MERGING = (
     Mutation(
         "a longer beginning hides a row that the prompt holds whole",
         "merge/prefix.py",
-        "        yield from line.rows_held(offset)\n",
+        "        yield from line.open_rows(offset)\n",
         "",
         ("test_prefix",),
     ),

@@ -16,9 +16,9 @@ SHAPES = (
     ),
     Mutation(
         "the padding between aligned rows is attended to",
-        "layouts/slots.py",
-        "np.flatnonzero(token_lengths < lengths)",
-        "np.flatnonzero(token_lengths < 0)",
+        "layouts/sft.py",
+        "    line.place_tokens(is_token, attention_KW.reshape(num_slots))\n",
+        "    attention_KW[...] = True\n",
         ("test_sft",),
     ),
     Mutation(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import assert_same, rows, spell, turn
+from testkit import assert_same, spell, turn
 from testkit.planning import planned_rows
 from testkit.strategies import chains, trees
 from turnstream.batching.merge.merging import merge_turns
@@ -18,7 +18,7 @@ from turnstream.batching.merge.storing import store_turns
 from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.errors import CorruptRecordError
 from turnstream.store.client.keys import trajectory_id
-from turnstream.types import Ragged, Rows, Status, StoredTurn, TrajectoryKey, Turn, VersionRun
+from turnstream.types import Status, StoredTurn, TrajectoryKey, Turn, VersionRun
 
 Payload = Mapping[TrajectoryKey, Sequence[StoredTurn]]
 
@@ -160,20 +160,6 @@ def test_rows_know_the_trained_tokens_of_their_trajectory_and_group() -> None:
 
     assert assembled.trajectory_num_tokens.tolist() == [3, 3, 3, 1, 0]
     assert assembled.group_num_tokens.tolist() == [6, 6, 6, 1, 1]
-
-
-def test_every_column_has_its_promised_type() -> None:
-    group, payload = build(CHAIN)
-
-    assembled = assemble_rows([group], payload, first_row_id=0)
-
-    expected = rows("abCDefG", logprobs=None)
-    for name in Rows.__dataclass_fields__:
-        ours, theirs = getattr(assembled, name), getattr(expected, name)
-        if isinstance(ours, Ragged):
-            assert (ours.values.dtype, ours.offsets.dtype) == (theirs.values.dtype, np.int32), name
-        elif isinstance(ours, np.ndarray):
-            assert ours.dtype == theirs.dtype, name
 
 
 # --------------------------------------------------------------------------------------

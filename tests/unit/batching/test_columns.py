@@ -28,7 +28,7 @@ def test_a_turn_that_follows_a_later_one_is_refused() -> None:
 
 def test_more_tokens_than_int32_offsets_count_are_refused() -> None:
     (one,) = store_turns([turn("a", "B")])
-    wide = RowPieces([one], [0], [one], 2**31 - 1, [one.token_ids], [(0, 1)])
+    wide = RowPieces([one], [0], 2**31 - 1, [one.token_ids], [(0, 1)])
 
     with pytest.raises(BatchingError, match="2147483648 values in one mini-batch"):
         token_columns([wide])

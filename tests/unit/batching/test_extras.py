@@ -25,7 +25,7 @@ from turnstream.batching.merge.merging import merge_turns
 from turnstream.batching.merge.prefix import PrefixMatch
 from turnstream.batching.merge.storing import ExtraIndex, store_turns
 from turnstream.errors import InvalidTurnError, UnmergeableColumnError
-from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece
+from turnstream.types import NO_PARENT, DeclaredColumn
 
 DIFFERING = replace(STYLE, is_constant=False)
 
@@ -221,19 +221,6 @@ def test_whole_values_of_a_token_column_are_those_of_the_row(given: str) -> None
             assert extras["positions"].tolist() == row.extras["positions"].tolist()
 
 
-@pytest.mark.parametrize("held", [None, 1])
-def test_values_that_no_earlier_turn_holds_are_not_made_whole(held: int | None) -> None:
-    first, second = store_turns([turn("ab", "C"), turn("abcd", "E")])
-    pieces = {} if held is None else {"images": ExtraPiece(0, images(held))}
-    stored = [
-        replace(first, extras=pieces),
-        replace(second, extras={"images": ExtraPiece(2, images(3))}),
-    ]
-
-    with pytest.raises(InvalidTurnError, match="2 values of turn 0, which has"):
-        whole_extras(stored, [replace(IMAGES, is_optional=True)])
-
-
 def test_case_21_differing_value_per_row_is_refused_with_column_and_turns() -> None:
     # This a merge cannot carry. The reference refuses the columns that it knows, and no other.
     turns = [
@@ -245,20 +232,6 @@ def test_case_21_differing_value_per_row_is_refused_with_column_and_turns() -> N
         merge_turns(turns, extra_columns=[DIFFERING])
     with pytest.raises(InvalidTurnError, match=r"^extras\['style'\]: 2 is not that of turn 0"):
         store_turns(turns, extra_columns=[STYLE])
-
-
-def test_an_equal_value_per_row_is_kept_and_travels_once() -> None:
-    value = np.array([1], np.int8)
-    turns = [
-        with_columns(turn("ab", "C"), style=value),
-        with_columns(turn("abcd", "E"), style=value),
-    ]
-
-    rows = merge_turns(turns, extra_columns=[STYLE])
-    stored = store_turns(turns, extra_columns=[STYLE])
-
-    assert column_of(rows, "style") == [[1]]
-    assert len(stored[1].extras["style"].values) == 0
 
 
 @pytest.mark.parametrize(

@@ -235,16 +235,6 @@ def test_shares_are_disjoint_and_complete_for_any_number_of_ranks(
         assert own == sorted(own)
 
 
-@given(texts, st.integers(1, 12))
-def test_a_share_holds_its_rows_unchanged(responses: list[str], world: int) -> None:
-    batch = rows(*responses)
-
-    for part in shares(batch, world):
-        real = [position for position, is_inert in enumerate(part.is_padding) if not is_inert]
-        found = take_rows(part, real)
-        assert_same(found, take_rows(batch, found.row_id.tolist()))
-
-
 def slow_cut(lengths: list[int], world: int) -> list[list[int]]:
     """Longest first, each to the lightest rank with room, by looking at all of them."""
     per_rank = max(-(-len(lengths) // world), 1)

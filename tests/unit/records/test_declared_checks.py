@@ -22,24 +22,6 @@ def mini_of(built: Rows) -> MiniBatch:
     return MiniBatch(rows=built, info=mini_batch_info(built))
 
 
-@pytest.mark.parametrize(
-    ("reason", "changes"),
-    [
-        ("advantages has not one value", {"advantages": Ragged.from_rows([[1], [1]], np.float32)}),
-        ("advantages has 1 rows of 2", {"advantages": Ragged.from_rows([[1, 1, 1]], np.float32)}),
-        (
-            "token_weights is lists of float64, not lists of float32",
-            {"token_weights": Ragged.from_rows([[1, 1, 1], [1]], np.float64)},
-        ),
-    ],
-)
-def test_values_per_token_that_do_not_fit_are_not_encoded(reason: str, changes: dict[str, Any]):
-    wrong = replace(rows("abCdE", "f|G"), **changes)
-
-    with pytest.raises(BatchingError, match=reason):
-        encode_mini_batch(mini_of(wrong))
-
-
 ONE_PER_TOKEN = [[1, 1, 1], [1, 1], [1, 1]]
 
 

@@ -18,7 +18,6 @@ from testkit.strategies import events
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.members import FoldState
 from turnstream.batching.fold.readiness import RunFold
-from turnstream.batching.fold.staleness import VersionSteps
 from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.records.framing import SNAPSHOT, read_header, write_frame
@@ -36,7 +35,6 @@ from turnstream.types import (
     SealedTrajectory,
     TrajectoryAbandoned,
     TrajectoryKey,
-    VersionAnnounced,
 )
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -168,42 +166,6 @@ def test_snapshot_has_the_content_of_format_2() -> None:
 
     assert content_of(encode_snapshot(golden_snapshot())) == stored
     assert decode_snapshot(record_with(stored)) == golden_snapshot()
-
-
-announcements = st.lists(
-    st.builds(
-        VersionAnnounced,
-        version=st.integers(0, 9),
-        step=st.integers(0, 9),
-        lineage=st.sampled_from(["main", "main-1"]),
-    ),
-    max_size=8,
-)
-
-
-@given(announcements, announcements)
-def test_snapshot_keeps_the_ages_of_tokens(
-    before: list[VersionAnnounced], after: list[VersionAnnounced]
-) -> None:
-    versions = VersionSteps()
-    for announced in before:
-        versions.announce(announced)
-    snapshot = PlannerSnapshot(
-        position="1-0",
-        step=0,
-        manifest_hash="",
-        next_row_id=0,
-        versions=versions.steps,
-        lineage=versions.lineage,
-    )
-    read = decode_snapshot(encode_snapshot(snapshot))
-
-    restored = VersionSteps(read.versions, lineage=read.lineage)
-    for announced in after:
-        versions.announce(announced)
-        restored.announce(announced)
-
-    assert vars(restored) == vars(versions)
 
 
 @pytest.mark.parametrize(

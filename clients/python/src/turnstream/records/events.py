@@ -232,28 +232,23 @@ def _check_shape(shape: TurnShape, *, earlier: list[TurnShape]) -> None:
 
 def _check_event(event: Event) -> None:
     """Check that a plan and the ledger can hold the values."""
-    match event:
-        case SealedTrajectory():
-            check_key(event.key)
-            for index, turn in enumerate(event.turns):
-                if turn.num_tokens > MAX_TURN_TOKENS:
-                    raise CorruptRecordError(
-                        f"turn {index} of a seal has {turn.num_tokens} tokens, "
-                        f"more than {MAX_TURN_TOKENS}"
-                    )
-        case GroupOpened():
-            _check_group(event)
-        case DeadlineFired(awaited=None):
-            _check_name(event.group_id)
-        case DeadlineFired(awaited=TrajectoryKey() as key):
+    named: list[TrajectoryKey | None] = [getattr(event, name, None) for name in ("key", "awaited")]
+    for key in (*named, *getattr(event, "dead", ())):
+        if key is not None:
             check_key(key)
-        case PlansWithdrawn():
-            for key in event.dead:
-                check_key(key)
-        case TrajectoryAbandoned() | TrajectoryDied() | RefillGranted() | RewardPosted():
-            check_key(event.key)
-        case _:
-            pass
+    if isinstance(event, GroupOpened | DeadlineFired):
+        _check_name(event.group_id)
+    if isinstance(event, GroupOpened) and not 1 <= event.num_needed <= event.num_samples:
+        raise CorruptRecordError(
+            f"a group of {event.num_samples} samples needs {event.num_needed} of them"
+        )
+    if isinstance(event, SealedTrajectory):
+        for index, turn in enumerate(event.turns):
+            if turn.num_tokens > MAX_TURN_TOKENS:
+                raise CorruptRecordError(
+                    f"turn {index} of a seal has {turn.num_tokens} tokens, "
+                    f"more than {MAX_TURN_TOKENS}"
+                )
 
 
 def check_key(key: TrajectoryKey) -> None:
@@ -262,14 +257,6 @@ def check_key(key: TrajectoryKey) -> None:
     for field, number in (("sample", key.sample), ("attempt", key.attempt)):
         if not 0 <= number <= MAX_NUMBER:
             raise CorruptRecordError(f"{field} {number} of a trajectory is not in 0..{MAX_NUMBER}")
-
-
-def _check_group(event: GroupOpened) -> None:
-    _check_name(event.group_id)
-    if not 1 <= event.num_needed <= event.num_samples:
-        raise CorruptRecordError(
-            f"a group of {event.num_samples} samples needs {event.num_needed} of them"
-        )
 
 
 def _check_name(group_id: str) -> None:

@@ -118,18 +118,11 @@ def left_padded_column(values: Ragged[Any], rows: Rows, *, response_width: int) 
     return placed_BR
 
 
-def prefix_mask(lengths_B: NDArray[np.int32], into_BW: NDArray[np.bool_]) -> None:
-    """Set the first `lengths_B` columns of every row, and clear the others."""
-    columns_W = _columns(into_BW)
-    np.less(columns_W, lengths_B.astype(columns_W.dtype)[:, None], out=into_BW)
-
-
 def suffix_mask(lengths_B: NDArray[np.int32], into_BW: NDArray[np.bool_]) -> None:
     """Set the last `lengths_B` columns of every row, and clear the others."""
-    columns_W = _columns(into_BW)
-    np.greater_equal(
-        columns_W, (into_BW.shape[1] - lengths_B).astype(columns_W.dtype)[:, None], out=into_BW
-    )
+    columns_W = _columns(into_BW.shape[1])
+    starts_B = (into_BW.shape[1] - lengths_B).astype(columns_W.dtype)
+    np.greater_equal(columns_W, starts_B[:, None], out=into_BW)
 
 
 def require_fits(lengths_B: NDArray[np.integer], limit: int) -> None:
@@ -160,9 +153,8 @@ def _fill_left(lengths_B: NDArray[np.int32], into_BW: NDArray[Any], value: int) 
         line[row * width : (row + 1) * width - length] = value
 
 
-def _columns(of_BW: NDArray[np.bool_]) -> NDArray[np.integer]:
-    """Column numbers in the narrowest type: comparing them is four times faster in int16."""
-    width = of_BW.shape[1]
+def _columns(width: int) -> NDArray[np.integer]:
+    """Return column numbers in the narrowest type: int16 is compared four times faster."""
     return np.arange(width, dtype=np.int16 if width <= np.iinfo(np.int16).max else np.int32)
 
 
@@ -214,12 +206,11 @@ def right_padded(rows: Rows, *, width: int, pad_token_id: int) -> RightPadded:
     order: NDArray[np.int64] = np.arange(len(rows), dtype=np.int64)
     line = SlotLine(rows, order=order, starts=order * width)
     columns = line.columns(shape, pad_token_id=pad_token_id, advantage=rows.advantage[:, None])
-    attention_BT: NDArray[np.bool_] = np.empty(shape, np.bool_)
-    prefix_mask(lengths_B, attention_BT)
+    columns_T = _columns(width)
     return RightPadded(
         extras=line.extras(shape),
         **{f"{name}_BT": column for name, column in columns.items()},
-        attention_mask_BT=attention_BT,
+        attention_mask_BT=columns_T < lengths_B.astype(columns_T.dtype)[:, None],
         row_id_B=rows.row_id,
         prompt_length_B=rows.prompt_length,
         response_length_B=rows.response_lengths,

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.layouts.packed import line_up
-from turnstream.batching.layouts.padded import prefix_mask
 from turnstream.batching.layouts.slots import SlotLine, require_aligned
 from turnstream.batching.merge.buffers import offsets_of, row_sums, zeros_in_one_piece
 from turnstream.batching.packing.bins import Bins, Method, OverLong, grow_bins, pack
@@ -163,8 +162,8 @@ def packed_supervised(
     line = SlotLine(rows, order=order, starts=starts)
     line.place_tokens(rows.input_ids, ids_KW.reshape(num_slots))
     line.place_positions(positions_KW.reshape(num_slots), lengths=lengths)
-    prefix_mask(np.diff(bin_starts).astype(np.int32), attention_KW)
-    line.clear_padding(attention_KW.reshape(num_slots), lengths=lengths)
+    is_token = Ragged(np.ones(len(rows.input_ids.values), np.bool_), rows.input_ids.offsets)
+    line.place_tokens(is_token, attention_KW.reshape(num_slots))
     scaled = scaled_weights(rows, loss_scale=loss_scale)
     line.place_responses(scaled, weights_KW.reshape(num_slots))
     token_lengths = rows.input_ids.lengths.tolist()

@@ -80,14 +80,6 @@ class SlotLine:
         begins, ends = values.offsets[self._order], values.offsets[self._order + 1]
         place_rows(values.values, begins.tolist(), ends.tolist(), self._starts.tolist(), into_N)
 
-    def clear_padding(self, into_N: NDArray[np.bool_], *, lengths: NDArray[np.integer]) -> None:
-        """Clear the slots after the tokens of rows that take `lengths` slots."""
-        token_lengths = self._rows.input_ids.lengths[self._order]
-        for row in np.flatnonzero(token_lengths < lengths).tolist():
-            into_N[self._starts[row] + token_lengths[row] : self._starts[row] + lengths[row]] = (
-                False
-            )
-
     def place_positions(self, into_N: NDArray[np.int64], *, lengths: NDArray[np.integer]) -> None:
         """Write 0, 1, 2 ... from the first slot of every row on, `lengths` of them."""
         counting: NDArray[np.int64] = np.arange(lengths.max(initial=0), dtype=np.int64)
@@ -135,11 +127,11 @@ class SlotLine:
             match column.per:
                 case "token":
                     found = self._zeros(values, shape)
-                    self.place_tokens(values, _line(found, shape))
+                    self.place_tokens(values, found.reshape(-1, *column.shape))
                 case "first_tokens":
                     found, is_missing = self._zeros(values, shape), np.ones(shape, np.bool_)
                     found[...] = np.arange(column.shape[-1])
-                    self.place_tokens(values, _line(found, shape))
+                    self.place_tokens(values, found.reshape(-1, *column.shape))
                     none_missing = Ragged(np.zeros(len(values.values), np.bool_), values.offsets)
                     self.place_tokens(none_missing, is_missing.reshape(-1))
                 case "response_token":
@@ -156,17 +148,11 @@ class SlotLine:
 
     def _shifted(self, values: Ragged[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         placed = self._zeros(values, shape)
-        self.place_responses(values, _line(placed, shape))
+        self.place_responses(values, placed.reshape(-1, *values.values.shape[1:]))
         return placed
 
     def _zeros(self, values: Ragged[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         return np.zeros((*shape, *values.values.shape[1:]), values.values.dtype)
-
-
-def _line(placed: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return the slots of a shape on one line, as a view."""
-    num_slots = int(np.prod(shape, dtype=np.int64))
-    return placed.reshape(num_slots, *placed.shape[len(shape) :])
 
 
 def response_arrays(rows: Rows, shape: tuple[int, ...], *others: Shaped) -> list[NDArray[Any]]:

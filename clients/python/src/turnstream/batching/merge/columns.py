@@ -28,7 +28,6 @@ class RowPieces(NamedTuple):
     Attributes:
         stored: all turns of its trajectory.
         indices: the merged turns, each the parent of the next.
-        turns: the same as values.
         prompt_length: P, in tokens.
         ids: int32 pieces of prompt + response, in order.
         spans: begin and end of every turn's own response, counted in response tokens.
@@ -36,7 +35,6 @@ class RowPieces(NamedTuple):
 
     stored: Sequence[StoredTurn]
     indices: Sequence[int]
-    turns: list[StoredTurn]
     prompt_length: int
     ids: list[NDArray[np.int32]]
     spans: list[tuple[int, int]]
@@ -64,18 +62,14 @@ def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPiece
     ids = shared_pieces(stored, indices[0]) if first.shared_tokens else []
     num_tokens = first.shared_tokens
     prompt_length = num_tokens + len(first.token_ids) - first.num_response_tokens
-    if len(indices) == 1:
-        ids.append(first.token_ids)
-        spans = [(0, first.num_response_tokens)]
-        return RowPieces(stored, indices, [first], prompt_length, ids, spans)
-    spans = list[tuple[int, int]]()
-    turns = [stored[index] for index in indices]
-    for turn in turns:
+    spans: list[tuple[int, int]] = []
+    for index in indices:
+        turn = stored[index]
         num_tokens += len(turn.token_ids)
         end = num_tokens - prompt_length
         spans.append((end - turn.num_response_tokens, end))
         ids.append(turn.token_ids)
-    return RowPieces(stored, indices, turns, prompt_length, ids, spans)
+    return RowPieces(stored, indices, prompt_length, ids, spans)
 
 
 def shared_pieces(stored: Sequence[StoredTurn], index: int) -> list[NDArray[np.int32]]:
@@ -106,8 +100,8 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
 
     `logprobs` is None if no turn has any. Otherwise a turn without has NaN at its trained tokens.
     """
-    turns = [turn for row in rows for turn in row.turns]
-    offsets = np.cumsum([0, *[len(row.turns) for row in rows]])
+    turns = [row.stored[index] for row in rows for index in row.indices]
+    offsets = np.cumsum([0, *[len(row.indices) for row in rows]])
     spans = itertools.chain.from_iterable([row.spans for row in rows])
     ends = np.fromiter(itertools.chain.from_iterable(spans), np.int64, 2 * len(turns))
     begins_N, ends_N = ends.reshape(-1, 2).T

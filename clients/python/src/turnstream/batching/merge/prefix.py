@@ -48,8 +48,8 @@ class PrefixIndex:
 
     >>> index = PrefixIndex()
     >>> first = np.array([1, 2], np.int32), np.array([3], np.int32)
-    >>> index.add(index.link(first[0]), *first)
-    >>> index.link(np.array([1, 2, 3, 4], np.int32))
+    >>> index.add(PrefixMatch(NO_PARENT, 0), *first)
+    >>> next(index.matches(np.array([1, 2, 3, 4], np.int32)))
     PrefixMatch(parent_turn=0, shared_tokens=3)
     """
 
@@ -60,10 +60,6 @@ class PrefixIndex:
         # would be circles, whose memory is not freed at once.
         self._branches: dict[tuple[_Line, int, bytes], _Line] = {}
 
-    def link(self, prompt_ids: NDArray[np.int32]) -> PrefixMatch:
-        """Return the first of `matches`."""
-        return next(self.matches(prompt_ids))
-
     def matches(self, prompt_ids: NDArray[np.int32]) -> Iterator[PrefixMatch]:
         """Yield the possible parents of the next turn, the best first; valid until a turn is added.
 
@@ -73,7 +69,7 @@ class PrefixIndex:
         """
         require_int32(prompt_ids, field="prompt_ids")
         line, offset = self._find(_bytes_of(prompt_ids))
-        yield from line.rows_held(offset)
+        yield from line.open_rows(offset)
         shared = line.depth + offset
         yield PrefixMatch(line.turn_at(offset), shared) if shared else PrefixMatch(NO_PARENT, 0)
 
@@ -90,7 +86,7 @@ class PrefixIndex:
         self._remember(line, offset, new_ids[known * _TOKEN_BYTES :], response_ids, match=match)
 
     def _find(self, prompt: memoryview) -> tuple[_Line, int]:
-        """The place where a prompt leaves the tree."""
+        """Return the last place in the tree that agrees with a prompt."""
         line, end = self._ends[-1] if self._root.length else (self._root, 0)
         if 0 < end == line.length and line.depth == 0 and line.begins(prompt):
             # The usual case, one comparison of memory: it continues the last turn.
@@ -122,7 +118,7 @@ class PrefixIndex:
         if match.parent_turn != NO_PARENT:
             parent_line, end = self._ends[match.parent_turn]
             if match.shared_tokens == parent_line.depth + end:
-                parent_line.go_on(end, match.parent_turn)
+                parent_line.continue_row(end, match.parent_turn)
         line.end(offset, turn)
         self._ends.append((line, offset))
 
@@ -174,18 +170,18 @@ class _Line:
         self.rows: list[tuple[int, int]] = []
 
     def end(self, offset: int, turn: int) -> None:
-        """A row ends here, for now, with this turn, which is the newest of all."""
+        """Add a row that ends here with this turn, the newest of all."""
         self.ends.setdefault(offset, turn)
         bisect.insort(self.rows, (offset, turn))
 
-    def go_on(self, offset: int, turn: int) -> None:
+    def continue_row(self, offset: int, turn: int) -> None:
         """Continue the row that ended here with this turn, unless it is continued already."""
         place = bisect.bisect_left(self.rows, (offset, turn))
         if self.rows[place : place + 1] == [(offset, turn)]:
             del self.rows[place]
 
-    def rows_held(self, offset: int) -> Iterator[PrefixMatch]:
-        """The rows that end on the way from the root to here, the last first."""
+    def open_rows(self, offset: int) -> Iterator[PrefixMatch]:
+        """Yield the rows that end on the way from the root to here, the last first."""
         line = self
         while True:
             for place in reversed(range(bisect.bisect_left(line.rows, (offset + 1,)))):
@@ -251,5 +247,5 @@ def require_int32(token_ids: NDArray[np.int32], *, field: str) -> None:
 
 
 def _bytes_of(token_ids: NDArray[np.int32]) -> memoryview:
-    """Their bytes, without a copy if they lie together."""
+    """Return the bytes of the ids, without a copy of a contiguous array."""
     return np.ascontiguousarray(token_ids).data.cast("B") if len(token_ids) else _NO_BYTES
