@@ -54,7 +54,7 @@ COLUMNS = (
         "merge/buffers.py",
         "if bounds[-1] > np.iinfo(np.int32).max:",
         "if False:",
-        ("test_columns",),
+        ("test_merge",),
     ),
     # ----------------------------------------------------------------------------------
     # optional columns of several parts
@@ -107,14 +107,14 @@ COLUMNS = (
         "merge/storing.py",
         "if largest <= np.iinfo(dtype).max:",
         "if largest <= 2 * np.iinfo(dtype).max + 1:",
-        ("test_routes",),
+        ("test_extras",),
     ),
     Mutation(
         "an expert that int32 cannot hold is taken",
         "merge/storing.py",
         '    raise InvalidTurnError(field, f"expert {largest}',
         '    return choices.astype(np.int32)\n    raise InvalidTurnError(field, f"expert {largest}',
-        ("test_routes",),
+        ("test_extras",),
     ),
     Mutation(
         "the dummy route names one expert several times",

@@ -40,14 +40,14 @@ MERGING = (
         "merge/columns.py",
         "(version_N[1:] != version_N[:-1]) | (row_N[1:] != row_N[:-1])",
         "version_N[1:] != version_N[:-1]",
-        ("test_columns",),
+        ("test_merge",),
     ),
     Mutation(
         "a turn takes more tokens than its parent has",
         "merge/columns.py",
         "if own > len(turn.token_ids):",
         "if False:",
-        ("test_columns",),
+        ("test_merge",),
     ),
     Mutation(
         "a turn without log-probabilities beside others gets zeros",

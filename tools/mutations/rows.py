@@ -12,7 +12,7 @@ ROWS = (
         "rows/minibatch.py",
         "math.lcm(mini_batch_rows, dp_world_size * passes_multiple_of)",
         "math.lcm(mini_batch_rows, dp_world_size)",
-        ("test_minibatch_sizes",),
+        ("test_minibatch",),
     ),
     Mutation(
         "tokens of a masked version are trained",
@@ -147,7 +147,7 @@ ROWS = (
         "rows/minibatch.py",
         "return math.lcm(mini_batch_rows, dp_world_size * passes_multiple_of)",
         "return max(mini_batch_rows, dp_world_size * passes_multiple_of)",
-        ("test_minibatch_sizes",),
+        ("test_minibatch",),
     ),
     Mutation(
         "ranks get different numbers of rows",

@@ -12,7 +12,7 @@ SHAPES = (
         "layouts/slots.py",
         "values.offsets[self._order] + self._is_unscored",
         "values.offsets[self._order]",
-        ("test_right_padded", "test_packed"),
+        ("test_layouts", "test_layouts"),
     ),
     Mutation(
         "the padding between aligned rows is attended to",
@@ -35,14 +35,14 @@ SHAPES = (
         "layouts/padded.py",
         "    require_fits(lengths_B, width)\n",
         "",
-        ("test_right_padded",),
+        ("test_layouts",),
     ),
     Mutation(
         "right padding is token 0",
         "layouts/slots.py",
         "        if pad_token_id:\n            ids[...] = pad_token_id\n",
         "",
-        ("test_right_padded",),
+        ("test_layouts",),
     ),
     Mutation(
         "right-padded advantages stand on masked tokens",
@@ -81,28 +81,28 @@ SHAPES = (
         "layouts/packed.py",
         "cu_seqlens=(starts - starts[0])",
         "cu_seqlens=starts",
-        ("test_packed",),
+        ("test_layouts",),
     ),
     Mutation(
         "an alignment of 0 is taken",
         "layouts/packed.py",
         "    if alignment < 1:\n",
         "    if alignment < 0:\n",
-        ("test_packed",),
+        ("test_layouts",),
     ),
     Mutation(
         "more slots than cu_seqlens can count wrap round",
         "layouts/packed.py",
         "if longest > np.iinfo(np.int32).max:",
         "if False:",
-        ("test_packed",),
+        ("test_layouts",),
     ),
     Mutation(
         "context parallelism cuts rows once",
         "layouts/packed.py",
         "tensor_parallel * context_parallel * 2 if",
         "tensor_parallel * context_parallel if",
-        ("test_packed",),
+        ("test_layouts",),
     ),
     # ----------------------------------------------------------------------------------
     # jagged
@@ -118,14 +118,14 @@ SHAPES = (
         "layouts/jagged.py",
         "(self.prompt_length_B == 0) & (lengths_B > 0)]] = -1",
         "(self.prompt_length_B < 0)]] = -1",
-        ("test_jagged",),
+        ("test_layouts",),
     ),
     Mutation(
         "jagged advantages stand on masked tokens",
         "layouts/jagged.py",
         "masked_scalars(rows.advantages.flat().values, mask_M, advantages_M)",
         "advantages_M[:] = rows.advantages.flat().values",
-        ("test_jagged",),
+        ("test_layouts",),
     ),
     # ----------------------------------------------------------------------------------
     # outputs

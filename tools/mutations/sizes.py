@@ -184,7 +184,7 @@ SIZES = (
         "rows/minibatch.py",
         "    if min(sizes) < 1:\n",
         "    if False:\n",
-        ("test_minibatch_sizes",),
+        ("test_minibatch",),
     ),
     Mutation(
         "a multiple of 0 has to divide",
@@ -205,7 +205,7 @@ SIZES = (
         "rows/minibatch.py",
         "multiple = math.lcm(dp_world_size, multiple_of)",
         "multiple = dp_world_size",
-        ("test_minibatch_sizes",),
+        ("test_minibatch",),
     ),
     Mutation(
         "an id of another inert row is given",

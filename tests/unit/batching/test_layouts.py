@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit import assert_same, rows
 from testkit.strategies import scored_rows
 from turnstream.batching.layouts.jagged import Jagged, jagged
-from turnstream.batching.layouts.packed import Packed, packed
+from turnstream.batching.layouts.packed import Packed, line_up, packed, sequence_alignment
 from turnstream.batching.layouts.padded import LeftPadded, RightPadded, left_padded, right_padded
+from turnstream.errors import BatchingError, RowTooLongError
 from turnstream.types import Ragged, Rows
 
 PAD = 7
@@ -201,3 +203,104 @@ def test_long_rows_agree_with_placing_token_by_token(seed: int, num_rows: int) -
     found = left_padded(batch, pad_token_id=PAD, **widths)
 
     assert_same(found, slow_left_padded(batch, **widths))
+
+
+def pack_all(batch: Rows, *, alignment: int = 1) -> Packed:
+    bins = [list(range(len(batch)))]
+    [only] = packed(batch, bins=bins, pad_token_id=PAD, alignment=alignment)
+    return only
+
+
+def test_bins_of_nothing_are_empty() -> None:
+    assert packed(rows("aB"), bins=[], pad_token_id=0) == []
+    [empty] = packed(rows("aB"), bins=[[]], pad_token_id=0)
+    assert (empty.cu_seqlens.tolist(), empty.max_length) == ([0], 0)
+
+
+def test_an_alignment_below_one_is_refused() -> None:
+    with pytest.raises(BatchingError, match="alignment=0 must be at least 1"):
+        pack_all(rows("aB"), alignment=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"tensor_parallel": 1}, 1),
+        ({"tensor_parallel": 4}, 4),
+        ({"tensor_parallel": 2, "context_parallel": 2}, 8),
+        ({"context_parallel": 2}, 4),
+        ({"tensor_parallel": 2, "context_parallel": 2, "multiple_of": 32}, 32),
+        ({"tensor_parallel": 3, "multiple_of": 16}, 48),
+    ],
+)
+def test_the_alignment_is_what_parallel_ranks_cut_a_row_into(
+    sizes: dict[str, int], expected: int
+) -> None:
+    assert sequence_alignment(**sizes) == expected
+
+
+def test_more_slots_than_int32_counts_are_refused() -> None:
+    batch = rows("aB", "aB")
+    offsets = np.array([0, 2**30, 2**31 - 1], np.int32)  # their tokens are not read
+    wide = replace(batch, input_ids=Ragged(batch.input_ids.values, offsets))
+
+    with pytest.raises(BatchingError, match="slots in one bin: cu_seqlens are int32"):
+        line_up(wide, bins=[[0, 1, 0]], alignment=1)
+    order, _, starts = line_up(wide, bins=[[0], [1]], alignment=1)
+
+    assert (order.tolist(), starts.tolist()) == ([0, 1], [0, 2**30, 2**31 - 1])
+
+
+def test_array_of_the_right_type_is_not_copied() -> None:
+    batch = rows("abC", "aB")
+    assert batch.logprobs is not None
+
+    made = jagged(batch)
+
+    assert made.logprobs_M is not None
+    assert np.shares_memory(made.logprobs_M, batch.logprobs.values)
+    assert np.shares_memory(made.loss_mask_M, batch.loss_mask.values)
+
+
+def test_a_slice_of_a_larger_column_gets_offsets_from_0() -> None:
+    whole = Ragged.from_rows([[1], [2, 3], [4]], np.int32)
+
+    part = Ragged(whole.values, whole.offsets[1:]).flat()
+
+    assert (part.values.tolist(), part.offsets.tolist()) == ([2, 3, 4], [0, 2, 3])
+
+
+def test_rows_that_are_slices_are_laid_out_alone() -> None:
+    batch = rows("xY", "abC")
+    second = {
+        name: Ragged(column.values, column.offsets[1:])
+        for name in ("input_ids", "loss_mask", "logprobs", "rewards")
+        if isinstance(column := getattr(batch, name), Ragged)
+    }
+    rest = {name: getattr(batch, name)[1:] for name in ("row_id", "prompt_length", "advantage")}
+
+    made = jagged(replace(batch, **second, **rest))
+
+    assert (made.input_ids_N.tolist(), made.offsets.tolist()) == ([97, 98, 99], [0, 3])
+
+
+def pad_right(batch: Rows, *, width: int | None = None) -> RightPadded:
+    longest = int(batch.input_ids.lengths.max(initial=0))
+    return right_padded(batch, width=longest if width is None else width, pad_token_id=PAD)
+
+
+def test_case_9_right_padded_row_longer_than_the_width_is_refused() -> None:
+    # The reference is as wide as its longest row, and above its limit warns once; nothing is cut.
+    assert pad_right(rows("abcD"), width=4).input_ids_BT.shape == (1, 4)
+    with pytest.raises(RowTooLongError) as caught:
+        pad_right(rows("aB", "abcdE"), width=4)
+    assert caught.value.args == (1, 5, 4)
+
+
+def test_right_padded_mask_counts_its_columns_beyond_int16() -> None:
+    batch = replace(rows("|" + "a" * 32_768, "ab|"), logprobs=None)
+
+    padded = pad_right(batch)
+
+    assert padded.attention_mask_BT.shape == (2, 32_768)
+    assert np.count_nonzero(padded.attention_mask_BT, axis=1).tolist() == [32_768, 2]
