@@ -190,8 +190,8 @@ def _of_counts(rows: Rows, info: MiniBatchInfo) -> str:
 
 
 def _of_widths(rows: Rows, info: MiniBatchInfo) -> str:
-    width = int(rows.input_ids.lengths.max(initial=0))
-    response_width = int(rows.response_lengths.max(initial=0))
+    width = rows.input_ids.lengths.max(initial=0)
+    response_width = rows.response_lengths.max(initial=0)
     if width > info.width or response_width > info.response_width:
         return (
             f"width {info.width} and response_width {info.response_width} are said, "

@@ -10,11 +10,8 @@ of turn 2 extends turn 1, and only the rest is stored::
     response_token  1                                     1
     row             1                                     none: it is the same
 
-**Router choices of a merged row.** A token keeps the choice of the first turn that captured it,
-under which its log-probability was taken. The model reads the last sampled token of a turn only
-with the next prompt, so its choice is the next turn's.
-
-**Items.** A turn without items keeps those of the tokens it shares. Items that differ from those of
+A token keeps the router choice of the first turn that captured it, under which its log-probability
+was taken. A turn without items keeps those of the tokens it shares. Items that differ from those of
 a row's last turn mean another image. Then the turn shares nothing with that turn.
 """
 
