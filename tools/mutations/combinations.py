@@ -169,13 +169,6 @@ COMBINATIONS = (
         ("test_config",),
     ),
     Mutation(
-        "a cost that nothing reads",
-        "config/rules.py",
-        'if config.micro_batch_cost != "quadratic" and cost != default:',
-        "if False:",
-        ("test_config",),
-    ),
-    Mutation(
         "long rows are refused without a limit",
         "config/rules.py",
         "    if limit == 0:\n",

@@ -154,7 +154,9 @@ DECLARED = (
     Mutation(
         "linking looks at no declaration",
         "merge/storing.py",
-        "        require_declared(turn, self._declared)\n",
+        "        require_declared(\n            turn.extras,\n            self._declared,\n"
+        "            num_prompt=len(turn.prompt_ids),\n"
+        "            num_response=len(turn.response_ids),\n        )\n",
         "",
         ("test_extras",),
     ),

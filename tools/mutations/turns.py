@@ -126,8 +126,8 @@ TURNS = (
     Mutation(
         "a setting that no estimator reads passes",
         "config/rules.py",
-        'estimator != "gigpo" and getattr(config, name) != unread',
-        "False",
+        "if chosen != reader and value != unread:",
+        "if False:",
         ("test_config",),
     ),
     # ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import redis
 from testkit.run_driver import Drive, RunDriver
 from testkit.scripts import script
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config.rules import LARGEST_GROUP
+from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.errors import (
     GroupTooLargeError,
     InvalidConfigError,

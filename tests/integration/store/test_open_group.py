@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testkit.run_driver import Drive, RunDriver
-from turnstream.batching.fold.capacity import capacity
+from turnstream.batching.fold.capacity import capacity, most_live_groups
 from turnstream.errors import (
     ConflictError,
     EndOfRunError,
@@ -214,14 +214,17 @@ def test_groups_are_admitted_by_the_rule_of_the_pure_function(drive: Drive, case
         "planned_groups": case.planned * case.batch_groups + case.num_revised,
     }
     run.client.hset(run.keys.frontier, mapping=numbers)
-    expected = capacity(
-        version_step=case.stepped,
+    most_live = most_live_groups(
+        case.stepped,
         batch_groups=case.batch_groups,
         max_staleness=case.max_staleness,
-        num_accepted=case.num_decided,
-        num_running=case.num_open,
-        max_concurrent=case.max_open_groups,
         num_revised=case.num_revised,
+    )
+    expected = capacity(
+        most_live,
+        num_decided=case.num_decided,
+        num_open=case.num_open,
+        max_open=case.max_open_groups,
     )
 
     said = credit(run.client, run.name)

@@ -23,8 +23,9 @@ from testkit.strategies.values import (
     versions,
 )
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config.rules import LEAST_GROUP_BYTES, MAX_TURN_WEIGHT
+from turnstream.batching.config.rules import LEAST_GROUP_BYTES
 from turnstream.batching.config.values import (
+    MAX_TURN_WEIGHT,
     Aggregation,
     DeadlinePolicy,
     Estimator,

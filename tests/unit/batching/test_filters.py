@@ -12,7 +12,7 @@ from turnstream.batching.scoring.filters import (
     overlong_penalty,
     row_weights,
 )
-from turnstream.errors import BatchingError, InvalidConfigError
+from turnstream.errors import InvalidConfigError
 
 
 def test_edge_case_40_equal_rewards_within_the_tolerance_teach_nothing() -> None:
@@ -59,11 +59,6 @@ def test_weighs_the_rows_of_a_split_trajectory(kind, expected: list[float]) -> N
 
     assert weights.dtype == np.float32
     assert weights.tolist() == expected
-
-
-def test_refuses_lists_of_different_length() -> None:
-    with pytest.raises(BatchingError, match="1 trajectories for 2 rows"):
-        row_weights("per_row", trajectory_B=np.array([1]), num_trained_B=np.array([1, 2]))
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), min_size=1, max_size=30))

@@ -8,9 +8,8 @@ import pytest
 from testkit import config, sealed, shape, turn
 from testkit.planning import plan, ready
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.merge.storing import store_turns
-from turnstream.batching.planning.report import MergeBreak, PlanReport, merge_report, plan_report
+from turnstream.batching.planning.report import MergeBreak, merge_report, plan_warnings
 from turnstream.types import NO_PARENT, TrajectoryKey, Turn, TurnShape
 
 KEY = TrajectoryKey("g0", 0)
@@ -66,11 +65,11 @@ def test_nothing_has_a_merge_ratio_of_one() -> None:
 
 
 # --------------------------------------------------------------------------------------
-# what is odd about a batch
+# warnings about a batch
 
 
-def plan_turns(*groups: list[list[TurnShape]], of: BatchingConfig | None = None) -> Manifest:
-    """A batch of these groups; for each its members, for each of them its turns."""
+def warnings_of(*groups: list[list[TurnShape]], of: BatchingConfig | None = None) -> list[str]:
+    """Return the warnings about a batch of these groups; for each its members with their turns."""
     groups_of_members = [
         ready(
             str(number),
@@ -81,68 +80,58 @@ def plan_turns(*groups: list[list[TurnShape]], of: BatchingConfig | None = None)
         )
         for number, members in enumerate(groups)
     ]
-    return plan(*groups_of_members, of=of)
+    return [*plan_warnings(plan(*groups_of_members, of=of), of or config(len(groups))).values()]
 
 
-def test_a_batch_without_oddities_has_no_warning() -> None:
-    found = plan_report(plan_turns([[shape()], [shape()]]), config())
-
-    assert found == PlanReport(
-        num_lone_groups=0,
-        num_untrained_rows=0,
-        num_empty_updates=0,
-        num_rows_over_limit=0,
-        longest_row=5,
-    )
-    assert found.warnings == {}
+def test_usual_batch_has_no_warning() -> None:
+    assert warnings_of([[shape()], [shape()]]) == []
 
 
-@pytest.mark.parametrize(("limit", "num_over"), [(0, 0), (6, 0), (5, 1), (4, 1), (3, 2)])
-def test_case_9_rows_above_the_limit_are_counted_once_and_not_cut(
-    limit: int, num_over: int
+@pytest.mark.parametrize(
+    ("costs", "limits"),
+    [
+        # The reference warns once where the longest row exceeds `max_seq_len`, and cuts nothing.
+        ({}, {0: 0, 6: 0, 5: 1, 4: 1, 3: 2}),
+        # Half its length and half of that squared: a row of 6 tokens costs 21, one of 4 costs 10.
+        (
+            {
+                "micro_batch_cost": "quadratic",
+                "cost_per_token": 0.5,
+                "cost_per_squared_token": 0.5,
+            },
+            {21: 0, 20: 1, 10: 1, 9: 2},
+        ),
+    ],
+)
+def test_case_9_rows_that_cost_more_than_a_pass_are_counted(
+    costs: dict[str, Any], limits: dict[int, int]
 ) -> None:
-    # The reference warns once where the longest row exceeds `max_seq_len`, and cuts nothing.
-    of = replace(config(), max_tokens_per_micro_batch=limit)
-    manifest = plan_turns([[shape(2, 4)], [shape(2, 2)]], of=of)
+    for limit, num_over in limits.items():
+        of = replace(config(), max_tokens_per_micro_batch=limit, **costs)
 
-    found = plan_report(manifest, of)
+        found = warnings_of([[shape(2, 4)], [shape(2, 2)]], of=of)
 
-    assert (found.num_rows_over_limit, found.longest_row) == (num_over, 6)
-    assert list(found.warnings) == ["num_rows_over_limit"] * bool(num_over)
-    assert [cut.width for cut in manifest.mini_batches] == [6]
+        text = "rows above max_tokens_per_micro_batch, each in a pass of its own"
+        assert found == [f"{text}: {num_over}"] * bool(num_over)
 
 
 def test_case_28_rows_and_updates_without_a_trained_token_are_counted() -> None:
     masked = shape(2, 3, trained=0)
-    of = config(2, 1)
 
-    found = plan_report(plan_turns([[shape(), masked], [shape()]], [[masked], [masked]], of=of), of)
+    found = warnings_of([[shape(), masked], [shape()]], [[masked], [masked]], of=config(2, 1))
 
-    assert (found.num_untrained_rows, found.num_empty_updates) == (3, 1)
-    assert found.warnings == {
-        "num_untrained_rows": "rows without a trained token: 3",
-        "num_empty_updates": "updates without a trained token, which change nothing: 1",
-    }
+    assert found == [
+        "rows without a trained token: 3",
+        "updates without a trained token, which change nothing: 1",
+    ]
 
 
-def test_rows_that_the_run_masks_are_no_oddity() -> None:
+def test_rows_that_the_run_masks_are_no_warning() -> None:
     of = replace(config(), mask_truncated=True, overlong_length=3)
-    manifest = plan_turns([[shape(2, 4)], [shape(2, 2)], [shape(2, 2, trained=0)]], of=of)
 
-    found = plan_report(manifest, of)
+    found = warnings_of([[shape(2, 4)], [shape(2, 2)], [shape(2, 2, trained=0)]], of=of)
 
-    assert manifest.groups[0].trajectories[0].is_masked
-    assert found.num_untrained_rows == 1
-
-
-@pytest.mark.parametrize(("limit", "num_over"), [(21, 0), (20, 1), (15, 1), (14, 2)])
-def test_a_row_is_above_the_limit_by_what_it_costs(limit: int, num_over: int) -> None:
-    # Half its length and half of that squared: a row of 6 tokens costs 21, one of 5 costs 15.
-    costs: Any = {"cost_per_token": 0.5, "cost_per_squared_token": 0.5}
-    of = replace(config(), max_tokens_per_micro_batch=limit, micro_batch_cost="quadratic", **costs)
-    manifest = plan_turns([[shape(2, 4)], [shape(2, 3)]], of=of)
-
-    assert plan_report(manifest, of).num_rows_over_limit == num_over
+    assert found == ["rows without a trained token: 1"]
 
 
 @pytest.mark.parametrize(
@@ -158,9 +147,7 @@ def test_a_row_is_above_the_limit_by_what_it_costs(limit: int, num_over: int) ->
 def test_case_37_groups_of_one_are_counted_where_their_advantage_is_0(
     changes: dict[str, Any], num_lone: int
 ) -> None:
-    of = replace(config(2), **changes)
+    found = warnings_of([[shape()]], [[shape()], [shape()]], of=replace(config(2), **changes))
 
-    found = plan_report(plan_turns([[shape()]], [[shape()], [shape()]], of=of), of)
-
-    assert found.num_lone_groups == num_lone
-    assert list(found.warnings) == ["num_lone_groups"] * num_lone
+    text = "groups of one trajectory, which get an advantage of 0: 1"
+    assert found == [text] * num_lone

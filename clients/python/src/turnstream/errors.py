@@ -7,7 +7,6 @@
     │   ├── InvalidTurnError                a field of a turn is wrong: names field and value
     │   ├── InvalidConfigError              a run configuration that cannot work: names the field
     │   ├── RowTooLongError                 a row is longer than the width or capacity asked for
-    │   ├── UnmergeableColumnError          an extra column that differs among turns of one row
     │   └── UnsupportedEstimatorError       an estimator that this data makes meaningless
     ├── RecordError (ValueError)            bytes not understood: dead-letter them
     │   ├── CorruptRecordError              checksum or length disagrees: the bytes are damaged
@@ -54,28 +53,24 @@ class BatchingError(TurnstreamError, ValueError):
     """Input that cannot be turned into training rows. Retrying gives the same."""
 
 
-class InvalidTurnError(BatchingError):
+class _NamesField(Exception):
+    """Part of an error that names a field of the input."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(field, message)
+        self.field = field
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+class InvalidTurnError(_NamesField, BatchingError):
     """A field of a turn has a wrong length, type or value."""
 
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(field, message)
-        self.field = field
-        self.message = message
 
-    def __str__(self) -> str:
-        return f"{self.field}: {self.message}"
-
-
-class InvalidConfigError(BatchingError):
+class InvalidConfigError(_NamesField, BatchingError):
     """A setting, or a combination of settings, that cannot work."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(field, message)
-        self.field = field
-        self.message = message
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.message}"
 
 
 class RowTooLongError(BatchingError):
@@ -89,22 +84,6 @@ class RowTooLongError(BatchingError):
 
     def __str__(self) -> str:
         return f"row {self.row} has {self.length} tokens, more than {self.limit}"
-
-
-class UnmergeableColumnError(BatchingError):
-    """Turns that make one row have different values of a column that has one value per row."""
-
-    def __init__(self, column: str, first_turn: int, other_turn: int) -> None:
-        super().__init__(column, first_turn, other_turn)
-        self.column = column
-        self.first_turn = first_turn
-        self.other_turn = other_turn
-
-    def __str__(self) -> str:
-        return (
-            f"extra column {self.column!r} differs between turns {self.first_turn} and "
-            f"{self.other_turn}, which make one row: it has one value per row"
-        )
 
 
 class UnsupportedEstimatorError(BatchingError):

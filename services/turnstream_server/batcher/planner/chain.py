@@ -10,7 +10,7 @@ from typing import Final
 from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.planning.plan_batch import plan_batch
-from turnstream.batching.planning.report import plan_report
+from turnstream.batching.planning.report import plan_warnings
 from turnstream.batching.planning.selection import Choice
 from turnstream.errors import BatchingError
 from turnstream.records.snapshots import PlannerSnapshot
@@ -138,7 +138,7 @@ class PlanChain:
 
     def warn_of(self, manifest: Manifest) -> None:
         """Log the warnings about a batch, each kind once."""
-        for kind, sentence in plan_report(manifest, self._in_force.config).warnings.items():
+        for kind, sentence in plan_warnings(manifest, self._in_force.config).items():
             if kind not in self._warned:
                 self._warned.add(kind)
                 logger.warning(

@@ -32,7 +32,6 @@ _STATUSES: Final[dict[type[TurnstreamError], str]] = {
     errors.InvalidTurnError: "INVALID_ARGUMENT",
     errors.InvalidConfigError: "INVALID_ARGUMENT",
     errors.RowTooLongError: "INVALID_ARGUMENT",
-    errors.UnmergeableColumnError: "INVALID_ARGUMENT",
     errors.UnsupportedEstimatorError: "INVALID_ARGUMENT",
     errors.RecordError: "DATA_LOSS",
     errors.CorruptRecordError: "DATA_LOSS",

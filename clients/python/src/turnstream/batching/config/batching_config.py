@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import get_type_hints
 
 from turnstream.batching.config.declarations import checked_declarations
-from turnstream.batching.config.rules import (
-    MAX_TURN_WEIGHT,
-    UNPLANNABLE_ESTIMATORS,
-    config_problems,
-)
+from turnstream.batching.config.rules import UNPLANNABLE_ESTIMATORS, config_problems
 from turnstream.batching.config.values import (
     Aggregation,
+    Cost,
+    Count,
     DeadlinePolicy,
+    Discount,
     Estimator,
+    GroupSize,
+    LeaseTime,
     MaskedReward,
     MaxAgePolicy,
+    Positive,
     RefillFallback,
     RewardSource,
     RowWeights,
+    Seconds,
     Selection,
     SingletonAdvantage,
     Surplus,
-    checked_factor,
-    checked_seconds,
+    TurnWeight,
+    checked_value,
     checked_weights,
-    require_at_least,
 )
 from turnstream.batching.packing.bins import OverLong
 from turnstream.batching.packing.microbatch import Budget, CostModel
@@ -44,22 +46,21 @@ class BatchingConfig:
         estimator: rule from rewards to advantages (turnstream.batching.scoring.advantages).
         reward_source: origin of a trajectory's one reward. "outcome" is the reward of the seal; the
             other two read the token rewards of the turns.
-        component_weights: (name, weight) of the reward components of `estimator="gdpo"`, two or
-            more, sorted by name; empty otherwise.
+        component_weights: (name, weight) of the reward components of "gdpo", sorted by name.
         singleton_advantage: advantage of a group's only trajectory: 0, or its raw reward.
-        turn_weight: factor of `estimator="gigpo"` for the advantage of a turn among the group's
-            turns that began in the same state. It is added to the trajectory's advantage.
-        turn_discount: gamma of gigpo, from 0 to 1: the discount of later turns' rewards.
+        turn_weight: factor of gigpo for the advantage of a turn among the group's turns that began
+            in the same state. It is added to the trajectory's advantage.
+        turn_discount: gamma of gigpo, the discount of later turns' rewards.
         divide_by_std: whether gigpo divides by the standard deviation, like grpo, or takes the
             difference to the mean, like dr_grpo.
         aggregation: the loss denominator the trainer uses.
         length_constant: tokens, the constant of `aggregation="constant"`; 0 otherwise.
         row_weights: weight in the loss of each row of a trajectory with several rows: 1, an equal
-            share of 1, or its share of the trajectory's trained tokens (batching.filters).
+            share of 1, or its share of the trajectory's trained tokens.
         merge: merge turns that continue each other into one row; False makes one row per turn.
         overlong_length: response tokens above which a trajectory is too long; 0 means no limit.
         overlong_buffer: response tokens before `overlong_length` over which the compared reward
-            falls by up to 1 (batching.filters.overlong_penalty); 0 leaves it unchanged.
+            falls by up to 1; 0 leaves it unchanged.
         mask_truncated: trajectories that were truncated or aborted, or are longer than
             `overlong_length`, are in the batch with no token trained, outside every denominator.
         masked_reward: whether the reward of such a trajectory is compared with the others of its
@@ -67,13 +68,11 @@ class BatchingConfig:
         drop_zero_variance: groups whose rewards are all equal are filtered, not trained.
         max_staleness: steps a group may lag behind the weights it trains; bounds admission.
         max_open_groups: limit of groups in flight, neither decided nor planned; bounds admission
-            too (batching.capacity). 0 means no limit.
-        max_samples: samples that one group may have, at most 8,192. It may be revised; open groups
-            are unchanged. Configs stored without it have the default.
+            too. 0 means no limit.
+        max_samples: samples that one group may have. A revision leaves open groups unchanged.
         max_age_policy: rule for tokens more than `max_staleness` steps older than the weights that
             they train, when their batch is planned. "keep" trains them, "mask" leaves them
-            untrained, "drop" expires their group and admits another. A version that was not
-            announced is as old as the oldest announced one above it. Plans ahead of the trainer
+            untrained, "drop" expires their group and admits another. Plans ahead of the trainer
             count for future weights: if most groups are as old as `max_planned_ahead`,
             `max_staleness` must be larger.
         selection: order in which a batch takes complete groups: by opening, by the oldest version
@@ -82,21 +81,21 @@ class BatchingConfig:
             groups are ready. 0 if `max_staleness` is 0.
         pad_token_id: written into padding positions; never read by the loss.
         max_tokens_per_micro_batch: largest cost of one forward pass; 0 means no limit.
-        micro_batch_cost: cost model of a pass (batching.microbatch): rows x longest row, the sum of
-            the rows, or a * L + b * L * L summed over their lengths L.
+        micro_batch_cost: cost model of a pass: rows x longest row, the sum of the rows, or
+            a * L + b * L * L summed over their lengths L.
         cost_per_token: a of "quadratic".
         cost_per_squared_token: b of "quadratic"; a transformer of hidden size h has b / a = 1 / 6h.
         over_long: a row above the cost of a pass has a pass "alone", or its trajectory is not
             trained: "refuse".
-        alignment: every row of a packed pass begins at a multiple of so many tokens
-            (batching.packed.sequence_alignment), and its cost is rounded up to them.
+        alignment: every row of a packed pass begins at a multiple of so many tokens, and its cost
+            is rounded up to them.
         passes_multiple_of: every rank has a multiple of so many passes, for the stages of an
             interleaved pipeline. Inert rows fill the others.
         rows_multiple_of: the rows of a mini-batch on all ranks, inert ones included, are a multiple
             of this and of the number of ranks.
         extra_columns: columns that turns have in addition to tokens, sorted by name.
         lease_s: silence after which a writer loses its open trajectories, and any other may adopt
-            them; at least 0.3.
+            them.
         takeover_s: time after that for an adoption; then they are abandoned.
         group_deadline_s: seconds from the opening of a group, or from its newest refill, after
             which `deadline_policy` decides it; 0 means never. Only the time with a leading batcher
@@ -123,71 +122,62 @@ class BatchingConfig:
         UnsupportedEstimatorError: an estimator that a plan cannot compute.
     """
 
-    batch_groups: int
-    mini_batch_groups: int
+    batch_groups: Positive
+    mini_batch_groups: Positive
     estimator: Estimator = "grpo"
     reward_source: RewardSource = "outcome"
     component_weights: tuple[tuple[str, float], ...] = ()
     singleton_advantage: SingletonAdvantage = "zero"
-    turn_weight: float = 1.0
-    turn_discount: float = 1.0
+    turn_weight: TurnWeight = 1.0
+    turn_discount: Discount = 1.0
     divide_by_std: bool = True
     aggregation: Aggregation = "token_mean"
-    length_constant: int = 0
+    length_constant: Count = 0
     row_weights: RowWeights = "per_row"
     merge: bool = True
-    overlong_length: int = 0
-    overlong_buffer: int = 0
+    overlong_length: Count = 0
+    overlong_buffer: Count = 0
     mask_truncated: bool = False
     masked_reward: MaskedReward = "keep"
     drop_zero_variance: bool = False
-    max_staleness: int = 1
-    max_open_groups: int = 0
-    max_samples: int = 1024
+    max_staleness: Count = 1
+    max_open_groups: Count = 0
+    max_samples: GroupSize = 1024
     max_age_policy: MaxAgePolicy = "keep"
     selection: Selection = "ready_first"
-    max_planned_ahead: int = 1
-    pad_token_id: int = 0
-    max_tokens_per_micro_batch: int = 0
+    max_planned_ahead: Count = 1
+    pad_token_id: Count = 0
+    max_tokens_per_micro_batch: Count = 0
     micro_batch_cost: CostModel = "padded"
-    cost_per_token: float = 1.0
-    cost_per_squared_token: float = 0.0
+    cost_per_token: Cost = 1.0
+    cost_per_squared_token: Cost = 0.0
     over_long: OverLong = "alone"
-    alignment: int = 1
-    passes_multiple_of: int = 1
-    rows_multiple_of: int = 1
+    alignment: Positive = 1
+    passes_multiple_of: Positive = 1
+    rows_multiple_of: Positive = 1
     extra_columns: tuple[DeclaredColumn, ...] = ()
-    lease_s: float = 60.0
-    takeover_s: float = 0.0
-    group_deadline_s: float = 0.0
-    reward_deadline_s: float = 0.0
+    lease_s: LeaseTime = 60.0
+    takeover_s: Seconds = 0.0
+    group_deadline_s: Seconds = 0.0
+    reward_deadline_s: Seconds = 0.0
     deadline_policy: DeadlinePolicy = "drop"
-    max_refills: int = 0
+    max_refills: Count = 0
     refill_fallback: RefillFallback = "drop"
     surplus: Surplus = "drop"
-    retain_checkpoints: int = 2
-    max_dead_bytes: int = 256 * 1024 * 1024
-    max_bytes: int = 0
+    retain_checkpoints: Positive = 2
+    max_dead_bytes: Count = 256 * 1024 * 1024
+    max_bytes: Count = 0
 
     def __post_init__(self) -> None:
         """Check every field and their combinations."""
-        for name, least in _LEAST.items():
-            require_at_least(getattr(self, name), least, field=name)
-        stored: dict[str, object] = {
-            name: checked_seconds(getattr(self, name), least_s=least_s, field=name)
-            for name, least_s in _LEAST_S.items()
-        }
         if self.estimator in UNPLANNABLE_ESTIMATORS:
             raise UnsupportedEstimatorError(
                 f"{self.estimator}: {UNPLANNABLE_ESTIMATORS[self.estimator]}"
             )
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise InvalidConfigError(
-                    name, f"{getattr(self, name)!r} is not one of {', '.join(choices)}"
-                )
-        for name, most in _MOST.items():
-            stored[name] = checked_factor(getattr(self, name), most=most, field=name)
+        stored = {
+            name: checked_value(getattr(self, name), hint, field=name)
+            for name, hint in _HINTS.items()
+        }
         stored["component_weights"] = checked_weights(self.component_weights)
         stored["extra_columns"] = checked_declarations(self.extra_columns, merge=self.merge)
         for name, value in stored.items():
@@ -212,40 +202,4 @@ class BatchingConfig:
         )
 
 
-_LEAST = {
-    "batch_groups": 1,
-    "mini_batch_groups": 1,
-    "length_constant": 0,
-    "max_staleness": 0,
-    "max_open_groups": 0,
-    "max_samples": 1,
-    "max_planned_ahead": 0,
-    "pad_token_id": 0,
-    "max_tokens_per_micro_batch": 0,
-    "overlong_length": 0,
-    "overlong_buffer": 0,
-    "alignment": 1,
-    "passes_multiple_of": 1,
-    "rows_multiple_of": 1,
-    "max_refills": 0,
-    "retain_checkpoints": 1,
-    "max_dead_bytes": 0,
-    "max_bytes": 0,
-}
-_LEAST_S = {
-    "lease_s": 0.3,
-    "takeover_s": 0.0,
-    "group_deadline_s": 0.0,
-    "reward_deadline_s": 0.0,
-}
-_MOST = {
-    "turn_weight": MAX_TURN_WEIGHT,
-    "turn_discount": 1.0,
-    "cost_per_token": 1e12,
-    "cost_per_squared_token": 1e12,
-}
-_CHOICES = {
-    name: get_args(hint)
-    for name, hint in get_type_hints(BatchingConfig).items()
-    if get_origin(hint) is Literal
-}
+_HINTS = get_type_hints(BatchingConfig, include_extras=True)

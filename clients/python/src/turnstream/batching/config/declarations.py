@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.errors import InvalidConfigError, InvalidTurnError
-from turnstream.types import DeclaredColumn, Turn
+from turnstream.types import DeclaredColumn
 from turnstream.types.extras import ROUTE_DTYPES
 
 
@@ -47,15 +47,21 @@ def _declaration(given: object) -> DeclaredColumn:
     return DeclaredColumn(**cast("Mapping[str, Any]", given))
 
 
-def require_declared(turn: Turn, declared: Sequence[DeclaredColumn]) -> None:
-    """Refuse a turn whose extra columns are not exactly as declared; values are not read."""
+def require_declared(
+    extras: Mapping[str, NDArray[Any]],
+    declared: Sequence[DeclaredColumn],
+    *,
+    num_prompt: int,
+    num_response: int,
+) -> None:
+    """Refuse extra columns of a turn that are not exactly as declared; values are not read."""
     names = [column.name for column in declared]
-    for name in turn.extras:
+    for name in extras:
         if name not in names:
-            raise InvalidTurnError(f"extras[{name!r}]", f"the run declares {_list_of(names)}")
-    num_prompt, num_response = len(turn.prompt_ids), len(turn.response_ids)
+            known = f"only {', '.join(names)}" if names else "no extra column"
+            raise InvalidTurnError(f"extras[{name!r}]", f"the run declares {known}")
     for column in declared:
-        values = turn.extras.get(column.name)
+        values = extras.get(column.name)
         if values is None:
             if not column.is_optional and column.per != "items":
                 raise InvalidTurnError(field_of(column), "is missing, and not declared optional")
@@ -91,25 +97,21 @@ def require_length(
 
 
 def filled(column: DeclaredColumn, count: int) -> NDArray[Any]:
-    """`count` times what stands for a value that was not said."""
+    """Return `count` times the value of the column that stands for a missing one."""
     return np.full((count, *column.shape), column.fill, column.dtype)
 
 
 def no_values(column: DeclaredColumn) -> NDArray[Any]:
-    """None in the type of the column, of router choices in the narrowest."""
+    """Return no value in the type of the column, of router choices in the narrowest."""
     dtype = ROUTE_DTYPES[0] if column.per == "first_tokens" else column.dtype
     return np.empty((0, *column.shape), dtype)
 
 
 def field_of(column: DeclaredColumn) -> str:
-    """As errors name it."""
+    """Return the name of the column in errors."""
     return f"extras[{column.name!r}]"
 
 
 def shape_of(column: DeclaredColumn) -> str:
     """Return the shape of one value as errors write it after the number of values: ", 2, 3"."""
     return "".join(f", {size}" for size in column.shape)
-
-
-def _list_of(names: Sequence[str]) -> str:
-    return f"only {', '.join(names)}" if names else "no extra column"

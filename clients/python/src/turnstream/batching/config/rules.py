@@ -1,7 +1,7 @@
 """Rules over several settings of a run, and over a change of them.
 
-The first broken rule names the setting to change. Some settings look harmless one by one, and
-together no batch would ever be complete; these are refused as well.
+The first broken rule names the setting to change. Settings with which no batch would ever be
+complete are refused too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ class Problem(NamedTuple):
 LEAST_GROUP_BYTES = 4096
 """`max_bytes` counts so much for a group of one trajectory without any token."""
 
-LARGEST_GROUP = 8192
-"""Upper bound of `max_samples`: the store runs no other command while it opens a group."""
-
 UNPLANNABLE_ESTIMATORS = {
     "gae": "it needs a critic's value of every token, which no plan has: run with another "
     "estimator, and in the worker put the result of "
@@ -36,9 +33,6 @@ UNPLANNABLE_ESTIMATORS = {
     "before the rows are laid out"
 }
 """Estimators that a plan cannot compute because it reads no token, and the way to use each."""
-
-MAX_TURN_WEIGHT = 1000.0
-"""Times `MAX_REWARD` and the turns of a trajectory, it stays within float32."""
 
 FIXED: Final = {
     "extra_columns": "generators learn it once, and turns that are stored were checked by it",
@@ -53,8 +47,14 @@ _NO_PENALTY = {
 }
 """Estimators whose rewards cannot take the penalty of long responses, and why."""
 
-_OF_GIGPO = {"turn_weight": 1.0, "turn_discount": 1.0, "divide_by_std": True}
-"""Settings that only gigpo reads, with their value under any other estimator."""
+_READERS = {
+    "turn_weight": ("estimator", "gigpo", 1.0),
+    "turn_discount": ("estimator", "gigpo", 1.0),
+    "divide_by_std": ("estimator", "gigpo", True),
+    "cost_per_token": ("micro_batch_cost", "quadratic", 1.0),
+    "cost_per_squared_token": ("micro_batch_cost", "quadratic", 0.0),
+}
+"""Settings that one value of another setting reads, with their value for all others."""
 
 _WEIGHTLESS = {
     "token_mean": "it counts tokens alike, whatever row they are in",
@@ -69,6 +69,7 @@ _SHORTEST_ROW = 2
 
 def config_problems(config: BatchingConfig) -> Iterator[Problem]:
     """Yield every broken rule; each single value is valid already."""
+    yield from _unread_problems(config)
     yield from _group_problems(config)
     yield from _estimator_problems(config)
     yield from _loss_problems(config)
@@ -78,10 +79,17 @@ def config_problems(config: BatchingConfig) -> Iterator[Problem]:
     yield from _deadline_problems(config)
 
 
+def _unread_problems(config: BatchingConfig) -> Iterator[Problem]:
+    for name, (other, reader, unread) in _READERS.items():
+        value, chosen = getattr(config, name), getattr(config, other)
+        if chosen != reader and value != unread:
+            yield Problem(
+                name, f"{value} does not go with {other}={chosen!r}: only {reader} reads it"
+            )
+
+
 def _group_problems(config: BatchingConfig) -> Iterator[Problem]:
     groups = config.batch_groups
-    if config.max_samples > LARGEST_GROUP:
-        yield Problem("max_samples", f"{config.max_samples} is above {LARGEST_GROUP}")
     if groups % config.mini_batch_groups:
         yield Problem(
             "mini_batch_groups",
@@ -122,9 +130,6 @@ def _estimator_problems(config: BatchingConfig) -> Iterator[Problem]:
         yield Problem(
             "overlong_buffer", f"{config.overlong_buffer} {refused}: {_NO_PENALTY[estimator]}"
         )
-    for name, unread in _OF_GIGPO.items():
-        if estimator != "gigpo" and getattr(config, name) != unread:
-            yield Problem(name, f"{getattr(config, name)} {refused}: only gigpo reads it")
 
 
 def _loss_problems(config: BatchingConfig) -> Iterator[Problem]:
@@ -143,12 +148,6 @@ def _loss_problems(config: BatchingConfig) -> Iterator[Problem]:
 
 def _pass_problems(config: BatchingConfig) -> Iterator[Problem]:
     limit = config.max_tokens_per_micro_batch
-    for name, default in (("cost_per_token", 1.0), ("cost_per_squared_token", 0.0)):
-        cost = getattr(config, name)
-        if config.micro_batch_cost != "quadratic" and cost != default:
-            yield Problem(
-                name, f"{cost} does not go with micro_batch_cost={config.micro_batch_cost!r}"
-            )
     if config.over_long != "refuse":
         return
     if limit == 0:
@@ -177,11 +176,8 @@ def _length_problems(config: BatchingConfig) -> Iterator[Problem]:
 
 
 def _age_problems(config: BatchingConfig) -> Iterator[Problem]:
-    policy, staleness, ahead = (
-        config.max_age_policy,
-        config.max_staleness,
-        config.max_planned_ahead,
-    )
+    policy, staleness = config.max_age_policy, config.max_staleness
+    ahead = config.max_planned_ahead
     if staleness == 0 and ahead > 0:
         yield Problem(
             "max_planned_ahead", f"{ahead} plans from older weights, but max_staleness is 0"

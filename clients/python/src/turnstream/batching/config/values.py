@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args, get_origin
 
 from turnstream.errors import InvalidConfigError
 
@@ -38,33 +38,47 @@ MaskedReward = Literal["keep", "leave_out"]
 MaxAgePolicy = Literal["drop", "mask", "keep"]
 Selection = Literal["in_order", "oldest_weights", "ready_first"]
 
+
+class Limits(NamedTuple):
+    """The numbers that a setting may have."""
+
+    least: float
+    most: float = math.inf
+
+
+LARGEST_GROUP = 8192
+"""Upper bound of `max_samples`: the store runs no other command while it opens a group."""
+
+MAX_TURN_WEIGHT = 1000.0
+"""Times `MAX_REWARD` and the turns of a trajectory, it stays within float32."""
+
 _LONGEST_S = 30 * 86_400.0  # a longer time is a mistake in the unit
 
-
-def require_at_least(value: object, least: int, *, field: str) -> None:
-    """Refuse a value that is not a whole number, or is too small."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidConfigError(field, f"{value!r} is not a whole number of at least {least}")
-
-
-def checked_seconds(value: Any, *, least_s: float, field: str) -> float:
-    """Return a number of seconds from `least_s` to 30 days."""
-    if not _is_number(value) or not least_s <= value <= _LONGEST_S:
-        raise InvalidConfigError(
-            field, f"{value!r} is not a number of seconds from {least_s:g} to {_LONGEST_S:g}"
-        )
-    return float(value)
+Count = Annotated[int, Limits(0)]
+Positive = Annotated[int, Limits(1)]
+GroupSize = Annotated[int, Limits(1, LARGEST_GROUP)]
+LeaseTime = Annotated[float, Limits(0.3, _LONGEST_S)]
+Seconds = Annotated[float, Limits(0, _LONGEST_S)]
+TurnWeight = Annotated[float, Limits(0, MAX_TURN_WEIGHT)]
+Discount = Annotated[float, Limits(0, 1)]
+Cost = Annotated[float, Limits(0, 1e12)]
 
 
-def checked_factor(value: Any, *, most: float, field: str) -> float:
-    """Return a number from 0 to `most`."""
-    if not _is_number(value) or not 0 <= value <= most:
-        raise InvalidConfigError(field, f"{value!r} is not a number from 0 to {most:g}")
-    return float(value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def checked_value(value: Any, hint: Any, *, field: str) -> Any:
+    """Return a value in its stored form; refuse unknown choices and numbers beyond the limits."""
+    kind, *arguments = get_args(hint) or (None,)
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        choices = ", ".join(get_args(hint))
+        raise InvalidConfigError(field, f"{value!r} is not one of {choices}")
+    if get_origin(hint) is not Annotated:
+        return value
+    least, most = arguments[0]
+    is_number = isinstance(value, int if kind is int else int | float)
+    if not is_number or isinstance(value, bool) or not least <= value <= most:
+        number = "whole number" if kind is int else "number"
+        limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+        raise InvalidConfigError(field, f"{value!r} is not a {number} {limits}")
+    return kind(value)
 
 
 def checked_weights(given: object) -> tuple[tuple[str, float], ...]:

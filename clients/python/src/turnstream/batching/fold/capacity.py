@@ -8,35 +8,19 @@ subtracted again: a run that filters many groups would starve its trainer.
 from __future__ import annotations
 
 
-def capacity(
-    *,
-    version_step: int,
-    batch_groups: int,
-    max_staleness: int,
-    num_accepted: int,
-    num_running: int,
-    max_concurrent: int,
-    num_revised: int = 0,
-) -> int:
+def capacity(most_live: int, *, num_decided: int, num_open: int, max_open: int) -> int:
     """Return how many groups may start now without any of them growing staler than allowed.
 
-    `num_accepted` counts finished groups that were trained or can still be. `max_concurrent` bounds
-    the groups in flight; 0 means no limit.
+    `most_live` is the bound of `most_live_groups`. `num_decided` counts finished groups that were
+    trained or can still be. `max_open` bounds the groups in flight; 0 means no limit.
 
-    >>> capacity(version_step=3, batch_groups=8, max_staleness=2, num_accepted=27, num_running=5,
-    ...          max_concurrent=100)
+    >>> capacity(48, num_decided=27, num_open=5, max_open=100)
     16
     """
-    allowed = most_live_groups(
-        version_step,
-        batch_groups=batch_groups,
-        max_staleness=max_staleness,
-        num_revised=num_revised,
-    )
-    room = allowed - (num_accepted + num_running)
-    if max_concurrent:
-        room = min(room, max_concurrent - num_running)
-    return max(0, room)
+    num_groups = most_live - num_decided - num_open
+    if max_open:
+        num_groups = min(num_groups, max_open - num_open)
+    return max(0, num_groups)
 
 
 def most_live_groups(

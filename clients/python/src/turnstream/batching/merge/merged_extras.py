@@ -18,7 +18,7 @@ from turnstream.batching.config.declarations import (
 )
 from turnstream.batching.merge.buffers import offsets_of
 from turnstream.batching.merge.columns import RowPieces
-from turnstream.errors import InvalidTurnError, UnmergeableColumnError
+from turnstream.errors import InvalidTurnError
 from turnstream.types import DeclaredColumn, ExtraColumn, ExtraPiece, Ragged, StoredTurn
 from turnstream.types.extras import ROUTE_DTYPES, num_values
 
@@ -79,7 +79,11 @@ def _agreed_value(row: RowPieces, column: DeclaredColumn) -> NDArray[Any]:
     for other in others:
         found = np.concatenate(_turn_pieces(row.stored, other, column))
         if found.tobytes() != value.tobytes():
-            raise UnmergeableColumnError(column.name, first, other)
+            raise InvalidTurnError(
+                field_of(column),
+                f"differs between turns {first} and {other}, which make one row: it has one value "
+                "per row",
+            )
     return value
 
 

@@ -83,7 +83,12 @@ class ExtraIndex:
 
         `matches` go by tokens alone, the best first, one at least.
         """
-        require_declared(turn, self._declared)
+        require_declared(
+            turn.extras,
+            self._declared,
+            num_prompt=len(turn.prompt_ids),
+            num_response=len(turn.response_ids),
+        )
         if not self._declared:
             return LinkedTurn(next(iter(matches)), {})
         extended = (match for match in matches if self._extends(turn, match))

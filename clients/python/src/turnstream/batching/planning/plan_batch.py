@@ -96,9 +96,6 @@ def plan_batch(
     )
 
 
-PlannedRows = tuple[SequenceShape, ...]
-
-
 class _Member(NamedTuple):
     """A trajectory and its rows.
 
@@ -110,7 +107,7 @@ class _Member(NamedTuple):
 
     sealed: SealedTrajectory
     is_masked: bool
-    sequences: PlannedRows
+    sequences: tuple[SequenceShape, ...]
     num_trainable_tokens: int
     versions: tuple[int | None, int | None]
 
@@ -141,11 +138,8 @@ def _without(sequence: SequenceShape, lost: Sequence[int]) -> SequenceShape:
     return sequence._replace(num_trained_tokens=sequence.num_trained_tokens - num_lost)
 
 
-class _Advantage(NamedTuple):
-    """Float32 advantages of a trajectory, and of its turns where the estimator has them."""
-
-    value: float
-    turns: tuple[float, ...] = ()
+_Advantage = tuple[float, tuple[float, ...]]
+"""Float32 advantages of a trajectory, and of its turns where the estimator has them."""
 
 
 def _advantages(
@@ -164,10 +158,8 @@ def _advantages(
     for members, own, values in zip(planned, compared, estimated, strict=True):
         of_trajectories = values.astype(np.float32).tolist()
         of_turns = _turn_advantages(own, config)
-        by_key = {
-            member.sealed.key: _Advantage(value, turns)
-            for member, value, turns in zip(own, of_trajectories, of_turns, strict=True)
-        }
+        found = zip(of_trajectories, of_turns, strict=True)
+        by_key = {m.sealed.key: each for m, each in zip(own, found, strict=True)}
         advantages.append([by_key.get(m.sealed.key) or _left_out(m, config) for m in members])
     return advantages
 
@@ -192,8 +184,7 @@ def _turn_advantages(
 
 
 def _left_out(member: _Member, config: BatchingConfig) -> _Advantage:
-    is_by_turn = config.estimator == "gigpo"
-    return _Advantage(0.0, (0.0,) * len(member.sealed.turns) if is_by_turn else ())
+    return 0.0, (0.0,) * len(member.sealed.turns) if config.estimator == "gigpo" else ()
 
 
 def _outcomes(members: Sequence[_Member], config: BatchingConfig) -> GroupOutcomes:
@@ -217,14 +208,15 @@ def _compared(member: SealedTrajectory, config: BatchingConfig) -> float | list[
 
 
 def _trajectory_plan(
-    member: _Member, advantage: _Advantage, config: BatchingConfig
+    member: _Member, advantages: _Advantage, config: BatchingConfig
 ) -> TrajectoryPlan:
     sealed = member.sealed
+    advantage, turn_advantages = advantages
     return TrajectoryPlan(
         key=sealed.key,
         status=sealed.status,
         reward=planned_reward(sealed, config),
-        advantage=advantage.value,
+        advantage=advantage,
         weights=_weights(member.sequences, config),
         num_turn_tokens=sum([turn.num_tokens for turn in sealed.turns]),
         oldest_version=member.versions[0],
@@ -233,11 +225,11 @@ def _trajectory_plan(
         sequences=member.sequences,
         payload_crcs=sealed.payload_crcs,
         is_masked=member.is_masked,
-        turn_advantages=advantage.turns,
+        turn_advantages=turn_advantages,
     )
 
 
-def _weights(sequences: PlannedRows, config: BatchingConfig) -> tuple[float, ...]:
+def _weights(sequences: Sequence[SequenceShape], config: BatchingConfig) -> tuple[float, ...]:
     """Return the weight of each of these rows; 1 for a row without a trained token."""
     if len(sequences) == 1 or config.row_weights == "per_row":
         return (1.0,) * len(sequences)
@@ -273,5 +265,5 @@ def _mini_batches(
 
 
 def event_order(event_id: str) -> tuple[int, ...]:
-    """An event id as numbers, in order of the stream: as text, "10-0" would come before "9-0"."""
+    """Return an event id as numbers: as text, "10-0" would come before "9-0"."""
     return tuple(int(part) for part in event_id.split("-"))

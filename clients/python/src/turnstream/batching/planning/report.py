@@ -1,4 +1,4 @@
-"""Reports: how much merging saved and where it broke off, and oddities of a planned batch."""
+"""Reports: the result of merging, the first mismatch of turns, and oddities of a batch."""
 
 from __future__ import annotations
 
@@ -76,54 +76,28 @@ def merge_report(trajectories: Mapping[TrajectoryKey, Sequence[StoredTurn]]) -> 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport:
-    """Oddities of a planned batch; none of this is cut, dropped or refused.
-
-    Attributes:
-        num_lone_groups: groups of one trajectory, whose advantage is 0 without another to compare.
-        num_untrained_rows: rows without a trained token, though the run does not mask their
-            trajectory; they are in no denominator.
-        num_empty_updates: mini-batches without a trained token: their loss is 0.
-        num_rows_over_limit: rows above `max_tokens_per_micro_batch`, each alone in a pass.
-        longest_row: in tokens.
-    """
-
-    num_lone_groups: int
-    num_untrained_rows: int
-    num_empty_updates: int
-    num_rows_over_limit: int
-    longest_row: int
-
-    @property
-    def warnings(self) -> dict[str, str]:
-        """By the name of its count, a sentence for every count that is not 0."""
-        sentences = {
-            "num_lone_groups": "groups of one trajectory, which get an advantage of 0",
-            "num_untrained_rows": "rows without a trained token",
-            "num_empty_updates": "updates without a trained token, which change nothing",
-            "num_rows_over_limit": "rows above max_tokens_per_micro_batch, each in a pass of its "
-            f"own, the longest with {self.longest_row} tokens",
-        }
-        counts = {name: int(getattr(self, name)) for name in sentences}
-        return {name: f"{sentences[name]}: {count}" for name, count in counts.items() if count}
-
-
-def plan_report(manifest: Manifest, config: BatchingConfig) -> PlanReport:
-    """Count the oddities of a batch for the warnings of the planner.
+def plan_warnings(manifest: Manifest, config: BatchingConfig) -> dict[str, str]:
+    """Return a sentence for each oddity of a batch; none of these is cut, dropped or refused.
 
     A group of one is no oddity where the run trains its raw reward, or compares the whole batch.
+    Untrained rows are in no denominator; those of trajectories that the run masks are no oddity.
     """
     cuts = manifest.mini_batches
     longest = max((cut.width for cut in cuts), default=0)
     compares_groups = config.singleton_advantage == "zero" and config.estimator != "reinforce_pp"
-    return PlanReport(
-        num_lone_groups=manifest.num_singleton_groups if compares_groups else 0,
-        num_untrained_rows=_num_untrained_rows(manifest),
-        num_empty_updates=sum(cut.denominators.num_tokens == 0 for cut in cuts),
-        num_rows_over_limit=_num_rows_above(manifest, config.budget, longest=longest),
-        longest_row=longest,
-    )
+    counts = {
+        "groups of one trajectory, which get an advantage of 0": (
+            manifest.num_singleton_groups if compares_groups else 0
+        ),
+        "rows without a trained token": _num_untrained_rows(manifest),
+        "updates without a trained token, which change nothing": sum(
+            cut.denominators.num_tokens == 0 for cut in cuts
+        ),
+        "rows above max_tokens_per_micro_batch, each in a pass of its own": _num_rows_above(
+            manifest, config.budget, longest=longest
+        ),
+    }
+    return {kind: f"{kind}: {count}" for kind, count in counts.items() if count}
 
 
 def _num_untrained_rows(manifest: Manifest) -> int:

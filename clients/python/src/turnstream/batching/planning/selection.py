@@ -93,12 +93,12 @@ class Selector:
         self.choice = None
 
     def num_over_age(self, groups: Sequence[ReadyGroup], *, step: int) -> int:
-        """How many of these groups have tokens that are older than the run allows."""
+        """Return how many of these groups have tokens that are older than the run allows."""
         old = self._old_versions(groups, step=step)
         return sum(_has_old_tokens(group, old, self._config) for group in groups)
 
     def _old_versions(self, groups: Sequence[ReadyGroup], *, step: int) -> frozenset[int]:
-        """Those that sampled these groups, and are older than the run allows."""
+        """Return the versions that sampled these groups and are older than the run allows."""
         max_age = self._config.max_staleness
         return self.versions.older_than(max_age, train_step=step, among=_sampled(groups))
 
@@ -111,8 +111,7 @@ class Selector:
     def _choose(self, event_id: str, step: int, fold: RunFold) -> list[Decision]:
         config = self._config
         old = self._old_versions(fold.ready, step=step)
-        is_expired = _EXPIRED[config.max_age_policy]
-        expired = [group for group in fold.ready if is_expired(group, old, config)]
+        expired = [group for group in fold.ready if _has_expired(group, old, config)]
         left_over = fold.take(expired)
         num_groups = num_groups_to_plan(fold.num_ready, config, is_final=fold.is_final)
         if num_groups:
@@ -137,17 +136,19 @@ class Selector:
         return [*left_over, *drops]
 
 
+def _has_expired(group: ReadyGroup, old: frozenset[int], config: BatchingConfig) -> bool:
+    """Whether the group has old tokens; where these are masked, whether it has no others."""
+    if config.max_age_policy == "keep" or not _has_old_tokens(group, old, config):
+        return False
+    return config.max_age_policy == "drop" or all(
+        is_masked(member, config) or _is_all_old(member, old) for member in group.members
+    )
+
+
 def _has_old_tokens(group: ReadyGroup, old: frozenset[int], config: BatchingConfig) -> bool:
     """Whether a token that would be trained is of one of these versions."""
     return any(
         member.oldest_version in old and not is_masked(member, config) for member in group.members
-    )
-
-
-def _has_old_tokens_only(group: ReadyGroup, old: frozenset[int], config: BatchingConfig) -> bool:
-    """Whether nothing is left to train without these versions, and something was with them."""
-    return _has_old_tokens(group, old, config) and all(
-        is_masked(member, config) or _is_all_old(member, old) for member in group.members
     )
 
 
@@ -156,19 +157,8 @@ def _is_all_old(member: SealedTrajectory, old: frozenset[int]) -> bool:
     return is_wholly_of(member, old) or sum(tokens_of(member, old)) == num_trained
 
 
-def _never(group: ReadyGroup, old: frozenset[int], config: BatchingConfig) -> bool:
-    return False
-
-
-_EXPIRED: dict[str, Callable[[ReadyGroup, frozenset[int], BatchingConfig], bool]] = {
-    "drop": _has_old_tokens,
-    "mask": _has_old_tokens_only,
-    "keep": _never,
-}
-
-
 def _oldest_version(group: ReadyGroup) -> tuple[bool, int]:
-    """Groups of which no version is known come last: nothing says that they are old."""
+    """Return a key that sorts groups without a known version last."""
     known = [m.oldest_version for m in group.members if m.oldest_version is not None]
     return not known, min(known, default=0)
 
@@ -178,11 +168,11 @@ _ORDER: dict[str, Callable[[ReadyGroup], tuple[int, ...]]] = {
     "oldest_weights": _oldest_version,
     "ready_first": lambda _: (),
 }
-"""By these the groups are sorted, those that are alike in order of completion."""
+"""Sort keys of groups; equal ones stay in order of completion."""
 
 
 def _sampled(groups: Sequence[ReadyGroup]) -> set[int]:
-    """Every version that sampled a trained token of these groups."""
+    """Return every version that sampled a trained token of these groups."""
     versions: set[int] = set()
     for group in groups:
         for member in group.members:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.values import RowWeights
 from turnstream.batching.merge.merging import plan_sequences
-from turnstream.errors import BatchingError, InvalidConfigError
+from turnstream.errors import InvalidConfigError
 from turnstream.types import SealedTrajectory, Status
 
 ZERO_VARIANCE_TOLERANCE = 1e-6
@@ -51,8 +51,6 @@ def row_weights(
         per_trajectory   1/2   1/2   1      every trajectory alike, its rows alike
         rollout_mean     3/4   1/4   1      every trajectory alike, its tokens alike
     """
-    if len(trajectory_B) != len(num_trained_B):
-        raise BatchingError(f"{len(trajectory_B)} trajectories for {len(num_trained_B)} rows")
     is_live_B = num_trained_B > 0
     if kind == "per_row":
         return is_live_B.astype(np.float32)

@@ -120,9 +120,10 @@ def with_checked_extras(
         for name, values in sorted(named.items())
         if values is not None
     }
-    checked = replace(turn, extras=arrays)
-    require_declared(checked, declared)
-    return checked
+    require_declared(
+        arrays, declared, num_prompt=len(turn.prompt_ids), num_response=len(turn.response_ids)
+    )
+    return replace(turn, extras=arrays)
 
 
 def _token_ids(values: Any, *, field: str) -> NDArray[np.int32]:

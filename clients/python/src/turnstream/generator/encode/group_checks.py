@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final, TypeVar, cast
 
-from turnstream.batching.config.rules import LARGEST_GROUP
+from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.batching.scoring.tag_statistics import MAX_METRIC
 from turnstream.errors import InvalidTurnError
 from turnstream.store.client.keys import encode_name

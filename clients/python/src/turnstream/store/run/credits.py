@@ -104,13 +104,7 @@ def credit_of(
     )
     most_open = config.max_open_groups
     num_groups = capacity(
-        version_step=stepped,
-        batch_groups=config.batch_groups,
-        max_staleness=config.max_staleness,
-        num_accepted=num_live - num_open,
-        num_running=num_open,
-        max_concurrent=most_open,
-        num_revised=num_revised,
+        most, num_decided=num_live - num_open, num_open=num_open, max_open=most_open
     )
     live = f"{num_live} groups are live, {most} are allowed after step {stepped}"
     if is_closed:

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import redis
 
-from turnstream.batching.config.rules import LARGEST_GROUP
+from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.errors import InvalidTurnError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
