@@ -75,10 +75,9 @@ def loss(
 
 def weighted(rows: Rows, kind: RowWeights) -> Rows:
     """Return the rows as a run with this setting weighs them; inert ones weigh nothing."""
-    numbers = {name: index for index, name in enumerate(dict.fromkeys(rows.trajectory_id))}
-    weights = row_weights(
-        kind,
-        trajectory_B=np.array([numbers[name] for name in rows.trajectory_id], np.int64),
-        num_trained_B=np.array([int(own.sum()) for own in rows.loss_mask], np.int64),
-    )
-    return replace(rows, weight=weights)
+    trained = [int(own.sum()) for own in rows.loss_mask]
+    weights = np.zeros(len(rows), np.float32)
+    for name in {*rows.trajectory_id} - {""}:
+        own = [row for row, other in enumerate(rows.trajectory_id) if other == name]
+        weights[own] = row_weights(kind, [trained[row] for row in own])
+    return replace(rows, weight=np.where(np.array(trained) > 0, weights, 0).astype(np.float32))

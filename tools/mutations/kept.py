@@ -24,8 +24,8 @@ KEPT = (
     Mutation(
         "a row without a trained token weighs something",
         "scoring/filters.py",
-        "is_live_B = num_trained_B > 0",
-        "is_live_B = num_trained_B >= 0",
+        'bool(count) if kind == "per_trajectory" else count',
+        '1 if kind == "per_trajectory" else count',
         ("test_filters",),
     ),
     Mutation(

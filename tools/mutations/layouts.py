@@ -82,8 +82,8 @@ LAYOUTS = (
     Mutation(
         "best fit takes a bin with room for all but one token",
         "packing/bins.py",
-        "bisect.bisect_left(rooms, (size, -1))",
-        "bisect.bisect_left(rooms, (size - 1, -1))",
+        "bisect.bisect_left(spaces, (size, -1))",
+        "bisect.bisect_left(spaces, (size - 1, -1))",
         ("test_packing",),
     ),
     Mutation(

@@ -266,8 +266,8 @@ SCORES = (
     Mutation(
         "counts of tokens are compared with a tolerance",
         "scoring/denominators.py",
-        "tolerance = 0.0 if isinstance(whole, int) and isinstance(own, int) else _rounding(whole)",
-        "tolerance = _rounding(whole)",
+        "tolerance = 0.0 if is_exact else 1e-6 * max(1.0, abs(whole))",
+        "tolerance = 1e-6 * max(1.0, abs(whole))",
         ("test_denominators",),
     ),
     Mutation(

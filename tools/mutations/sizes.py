@@ -73,15 +73,15 @@ SIZES = (
     Mutation(
         "worst fit takes any bin with room",
         "packing/bins.py",
-        "heapq.heapreplace(emptiest, (room + size, index))",
-        "heapq.heapreplace(emptiest, (room, index))",
+        "heapq.heapreplace(emptiest, (space + size, index))",
+        "heapq.heapreplace(emptiest, (space, index))",
         ("test_packing",),
     ),
     Mutation(
         "next fit goes back to earlier bins",
         "packing/bins.py",
-        "            room = capacity\n        bins[-1]",
-        "            room += capacity\n        bins[-1]",
+        "            space = capacity\n        bins[-1]",
+        "            space += capacity\n        bins[-1]",
         ("test_packing",),
     ),
     Mutation(
@@ -94,7 +94,7 @@ SIZES = (
     Mutation(
         "two small rows that do not fit go beside a large one",
         "packing/bins.py",
-        "if pair and sum(sizes[row] for row in pair) <= rooms[index]:",
+        "if pair and sum(sizes[row] for row in pair) <= spaces[index]:",
         "if pair:",
         ("test_packing",),
     ),
@@ -110,8 +110,8 @@ SIZES = (
     Mutation(
         "parts of equal count take one item more",
         "packing/balance.py",
-        "if len(parts[part]) < room:",
-        "if len(parts[part]) <= room:",
+        "if len(parts[part]) < max_items:",
+        "if len(parts[part]) <= max_items:",
         ("test_balance",),
     ),
     Mutation(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
 from turnstream.batching.merge.merging import turn_prompts
-from turnstream.batching.planning.report import MergeBreak, merge_report
+from turnstream.batching.planning.report import MergeBreak, merge_breaks, merge_counts
 from turnstream.store.client import keys
 from turnstream.types import StoredTurn
 from turnstream_server.batcher.assembly.local import read_batch_payload, read_planned_batch
@@ -56,14 +56,12 @@ def read_merge(url: str, run: str, step: int) -> dict[str, Any]:
     """
     batch = read_planned_batch(url, run, step)
     payload = read_batch_payload(url, batch)
-    report = merge_report(payload)
     return {
         "run": run,
         "step": step,
         "merge": batch.config.merge,
-        **{name: number for name, number in asdict(report).items() if name != "breaks"},
-        "merge_ratio": report.merge_ratio,
-        "breaks": [_break(found, payload[found.key]) for found in report.breaks],
+        **merge_counts(payload),
+        "breaks": [_break(found, payload[found.key]) for found in merge_breaks(payload)],
     }
 
 
@@ -75,10 +73,16 @@ def _break(found: MergeBreak, stored: Sequence[StoredTurn]) -> dict[str, Any]:
     return {
         "trajectory": keys.trajectory_id(values.pop("key")),
         **values,
+        "expected": _token_at(left, found.position),
+        "found": _token_at(prompts[found.turn], found.position),
         "around_from": start,
         "expected_around": left[start:stop].tolist(),
         "found_around": prompts[found.turn][start:stop].tolist(),
     }
+
+
+def _token_at(token_ids: NDArray[np.int32], position: int) -> int | None:
+    return int(token_ids[position]) if position < len(token_ids) else None
 
 
 def _shown(token_ids: Sequence[int], found: dict[str, Any], *, ended: str) -> str:

@@ -166,19 +166,6 @@ def test_a_shift_of_all_rewards_changes_no_centred_advantage(
 # step groups, and tokens
 
 
-def test_gigpo_compares_turns_that_began_in_the_same_state() -> None:
-    # Returns to go: [1, 1] and [0, 0]; "s" is seen by both, "t" and "u" by one each.
-    found = gigpo(
-        np.array([1.0, 0.0]),
-        turn_rewards=[np.array([0.0, 1.0]), np.array([0.0, 0.0])],
-        anchors=[["s", "t"], ["s", "u"]],
-    )
-
-    a = 0.707106
-    assert found[0].tolist() == pytest.approx([a + a, a], abs=2e-6)
-    assert found[1].tolist() == pytest.approx([-a - a, -a], abs=2e-6)
-
-
 def test_gigpo_refuses_anchors_that_do_not_match_the_turns() -> None:
     with pytest.raises(BatchingError, match="trajectory 0 has 1 anchors for 2 turns"):
         gigpo(np.array([1.0]), turn_rewards=[np.zeros(2)], anchors=[["s"]])

@@ -105,7 +105,7 @@ def test_longest_first_agrees_with_looking_at_every_part(
 def slow_differencing(states: list[list[tuple[int, list[int]]]]) -> list[int]:
     """Sums of the parts: the two widest states are merged, heaviest to lightest, again and again.
 
-    Of states alike in spread and largest set the older one goes first.
+    Among states of equal spread and largest set the older one goes first.
     """
     states = [sorted(state, key=lambda one: -one[0]) for state in states]
     while len(states) > 1:

@@ -6,54 +6,23 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from testkit import config, rows
+from testkit import rows
 from testkit.denominators import (
     count_denominators,
-    loss,
-    row_scales,
     weighted,
 )
 from testkit.shares import rank_share
 from turnstream.batching.config.values import Aggregation, RowWeights
 from turnstream.batching.rows.assemble import take_rows
 from turnstream.batching.scoring.denominators import ShareCounts, check_share, num_trained
-from turnstream.errors import BatchingError, InvalidConfigError
+from turnstream.errors import BatchingError
 from turnstream.types import Denominators, Ragged, Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
-# --------------------------------------------------------------------------------------
-# the golden vector: token losses A = 1,2,3,4; B = 10; C = 2,2
-
 ABC = rows("x|ABCD", "x|E", "x|FG")
-LOSSES = [[1, 2, 3, 4], [10], [2, 2]]
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token_mean", 3.428571),
-        ("seq_mean_token_sum", 8.0),
-        ("seq_mean_token_mean", 4.833333),
-        ("constant", 1.0),
-    ],
-)
-def test_golden_vectors(mode: Aggregation, expected: float) -> None:
-    assert loss(ABC, LOSSES, mode, of=ABC, constant=8) == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_mean_of_micro_batch_means_is_another_number() -> None:
-    mini_batches = [take_rows(ABC, [0]), take_rows(ABC, [1, 2])]
-
-    right = loss(mini_batches[0], LOSSES[:1], "token_mean", of=ABC)
-    right += loss(mini_batches[1], LOSSES[1:], "token_mean", of=ABC)
-    wrong = loss(mini_batches[0], LOSSES[:1], "token_mean", of=mini_batches[0])
-    wrong += loss(mini_batches[1], LOSSES[1:], "token_mean", of=mini_batches[1])
-
-    assert right == pytest.approx(3.428571, abs=1e-6)
-    assert wrong / 2 == pytest.approx(3.583333, abs=1e-6)
 
 
 def test_a_row_without_a_response_has_no_trained_token_of_its_neighbour() -> None:
@@ -71,28 +40,6 @@ def test_an_inert_row_is_no_sequence() -> None:
     assert counted.num_sequences == 3
 
 
-def test_case_38_scales_of_rows_with_masks_111_001_011_000() -> None:
-    # The reference counts the row without a trained token: .08333, .25, .125, .25 for the sequence
-    # mean, .025 for the constant and .25 for its own prompt mean. Ours leaves it out of the
-    # denominators; it is scaled by 0. Its token_mean_legacy, .125 .125 .25 .25 by micro-batches of
-    # two, depends on the cut: there is no such mode.
-    batch = rows("x|ABC", "x|abC", "x|aBC", "x|abc", group_ids=["a", "a", "b", "b"])
-    denominators = count_denominators([batch], length_constant=10)
-
-    scales = {
-        mode: row_scales(batch, denominators=denominators, aggregation=mode).tolist()
-        for mode in MODES
-    }
-
-    assert scales["token_mean"] == pytest.approx([1 / 6, 1 / 6, 1 / 6, 0])
-    assert scales["seq_mean_token_mean"] == pytest.approx([1 / 9, 1 / 3, 1 / 6, 0])
-    assert scales["seq_mean_token_sum"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
-    assert scales["constant"] == pytest.approx([1 / 30, 1 / 30, 1 / 30, 0])
-    assert scales["prompt_mean"] == pytest.approx([0.125, 0.125, 0.25, 0])
-    with pytest.raises(InvalidConfigError, match="aggregation: 'token_mean_legacy'"):
-        replace(config(), aggregation="token_mean_legacy")
-
-
 def fan_out() -> Rows:
     """A trajectory in two rows (3 and 1 trained tokens) beside one in one row (2)."""
     batch = rows("x|ABC", "x|D", "x|EF", group_ids=["a", "a", "a"])
@@ -101,15 +48,6 @@ def fan_out() -> Rows:
         trajectory_id=["a/0/0", "a/0/0", "a/1/0"],
         trajectory_num_tokens=np.array([4, 4, 2], np.int64),
     )
-
-
-def test_rollout_mean_does_not_change_when_a_trajectory_is_split() -> None:
-    whole = rows("x|ABCD", "x|EF")
-
-    split = loss(fan_out(), [[1, 2, 3], [4], [5, 7]], "rollout_mean", of=fan_out())
-
-    assert split == pytest.approx(loss(whole, [[1, 2, 3, 4], [5, 7]], "rollout_mean", of=whole))
-    assert split == pytest.approx((2.5 + 6) / 2)
 
 
 def test_a_trajectory_on_two_ranks_counts_in_proportion_on_each() -> None:
@@ -174,16 +112,6 @@ def test_a_row_of_more_tokens_than_its_trajectory_or_group_is_refused(column: st
         check_share(share, denominators_of(ABC), dp_world_size=2)
 
 
-def test_splitting_a_trajectory_changes_no_mean_where_rows_weigh_their_share() -> None:
-    split = weighted(fan_out(), "rollout_mean")
-
-    ours = loss(split, [[1, 2, 3], [4], [5, 7]], "seq_mean_token_mean", of=split)
-
-    assert split.weight.tolist() == [0.75, 0.25, 1.0]
-    assert ours == pytest.approx((2.5 + 6) / 2)
-    assert ours == loss(fan_out(), [[1, 2, 3], [4], [5, 7]], "rollout_mean", of=fan_out())
-
-
 @pytest.mark.parametrize("kind", get_args(RowWeights))
 def test_rows_that_weigh_what_the_run_says_pass(kind: RowWeights) -> None:
     share = weighted(fan_out(), kind)
@@ -209,53 +137,6 @@ def test_rows_that_weigh_something_else_are_refused(kind: RowWeights, weights: l
 
     with pytest.raises(BatchingError, match=f"row . of . of the . .* which is not {kind}"):
         check_share(share, denominators_of(share), dp_world_size=1, row_weights=kind)
-
-
-# --------------------------------------------------------------------------------------
-# where a denominator could be nothing
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_that_weigh_nothing_are_scaled_by_zero_and_not_by_nan(mode: Aggregation) -> None:
-    # Their sum of weights is 0: dividing one by the other gave NaN for every row.
-    batch = replace(ABC, weight=np.zeros(3, np.float32))
-    denominators = count_denominators([batch], length_constant=8)
-
-    scales = row_scales(batch, denominators=denominators, aggregation=mode)
-
-    assert scales.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_trajectory_without_a_trained_token_changes_no_other_ones_scale(
-    mode: Aggregation,
-) -> None:
-    # Its row, its trajectory and its group are in no denominator: prompt sums of 0 included.
-    with_masked = rows("x|ABCD", "x|E", "x|FG", "x|abc", "x|", group_ids=[*"ghgkh"])
-    without = rows("x|ABCD", "x|E", "x|FG", group_ids=[*"ghg"])
-
-    def scales(batch: Rows) -> list[float]:
-        denominators = count_denominators([batch], length_constant=8)
-        return row_scales(batch, denominators=denominators, aggregation=mode).tolist()
-
-    assert scales(with_masked) == [*scales(without), 0, 0]
-
-
-def test_pads_counted_as_sequences_or_tokens_give_the_known_errors() -> None:
-    right = count_denominators([ABC], length_constant=0)
-    losses = [sum(own) for own in LOSSES], [sum(own) / len(own) for own in LOSSES]
-
-    def mean(denominators: Denominators, mode: Aggregation) -> float:
-        scales = row_scales(ABC, denominators=denominators, aggregation=mode)
-        return float(np.dot(scales, losses[0]))
-
-    pad_is_a_sequence = right._replace(num_sequences=4, weight_sum=4.0)
-    pad_is_live = right._replace(num_tokens=8)
-    assert mean(right, "seq_mean_token_mean") == pytest.approx(4.833333, abs=1e-6)
-    assert mean(pad_is_a_sequence, "seq_mean_token_mean") == pytest.approx(3.625)
-    assert mean(right, "token_mean") == pytest.approx(3.428571, abs=1e-6)
-    assert mean(pad_is_live, "token_mean") == pytest.approx(3.0)
-    assert sum(losses[1]) / 4 == 3.625
 
 
 def test_a_single_token_is_missed_among_millions() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from testkit import config, sealed, shape
+from testkit.folds import fold, key, opened, samples, seals
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.decisions import MemberDropped
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.scoring.filters import is_compared, is_masked, length_problem
-from turnstream.types import GroupOpened, Status, TrajectoryKey, TrajectoryState
+from turnstream.types import Status, TrajectoryState
 
 LONG = [shape(2, 3), shape(9, 1, parent=0, shared=5)]
 """Merged a row of 15 tokens, otherwise one of 5 and one of 15."""
@@ -75,15 +75,14 @@ def test_a_masked_trajectory_is_compared_if_the_run_keeps_its_reward(
 
 
 def folded(of: BatchingConfig, *rewards: float, cut_off: int) -> tuple[RunFold, list[Any]]:
-    """A group with these rewards, its last `cut_off` members truncated; what it dropped."""
-    fold = RunFold(of)
-    fold.apply("1-0", GroupOpened(group_id="g", prompt_uid="", num_samples=len(rewards)))
-    drops: list[Any] = []
-    for sample, reward in enumerate(rewards):
-        is_cut = sample >= len(rewards) - cut_off
-        status = Status.TRUNCATED if is_cut else Status.COMPLETED
-        drops += fold.apply("2-0", sealed("g", sample=sample, reward=reward, status=status))
-    return fold, drops
+    """Return the fold of a group whose last `cut_off` members are truncated, and its drops."""
+    first_cut = len(rewards) - cut_off
+    statuses = [Status.TRUNCATED if s >= first_cut else Status.COMPLETED for s in range(9)]
+    members = [
+        sealed(sample=sample, reward=reward, status=statuses[sample])
+        for sample, reward in enumerate(rewards)
+    ]
+    return fold([opened(len(rewards)), *members], of)
 
 
 def test_a_group_with_fewer_than_two_rewards_left_to_compare_is_incomplete() -> None:
@@ -101,9 +100,9 @@ def test_a_group_with_fewer_than_two_rewards_left_to_compare_is_incomplete() -> 
 def test_a_reward_that_is_left_out_is_no_variance(masked_reward: Any, num_ready: int) -> None:
     of = replace(MASKING, masked_reward=masked_reward, drop_zero_variance=True)
 
-    fold, _ = folded(of, 1.0, 1.0, 0.0, cut_off=1)
+    decided, _ = folded(of, 1.0, 1.0, 0.0, cut_off=1)
 
-    assert len(fold.ready) == num_ready
+    assert decided.num_ready == num_ready
 
 
 def test_equal_rewards_are_kept_where_all_members_but_one_are_masked() -> None:
@@ -117,23 +116,17 @@ def test_equal_rewards_are_kept_where_all_members_but_one_are_masked() -> None:
 
 def test_rewards_that_differ_by_the_penalty_alone_are_some_variance() -> None:
     of = replace(config(), drop_zero_variance=True, overlong_length=4, overlong_buffer=2)
-    fold = RunFold(of)
-    fold.apply("1-0", GroupOpened(group_id="g", prompt_uid="", num_samples=2))
-    fold.apply("2-0", sealed("g", sample=0))
-    fold.apply("3-0", sealed("g", sample=1, turns=[shape(2, 2)]))
 
-    assert fold.num_ready == 1
+    decided, _ = fold([opened(), *seals(0), sealed(sample=1, turns=[shape(2, 2)])], of)
+
+    assert decided.num_ready == 1
 
 
 def test_group_continues_without_its_overlong_member() -> None:
-    fold = RunFold(refusing(14))
-    fold.apply("1-0", GroupOpened(group_id="g", prompt_uid="", num_samples=3))
-    fold.apply("2-0", sealed("g", sample=0))
+    events = [opened(3), *seals(0), sealed(sample=1, turns=LONG), *seals(2)]
 
-    (drop,) = fold.apply("3-0", sealed("g", sample=1, turns=LONG))
-    fold.apply("4-0", sealed("g", sample=2))
+    decided, (drop,) = fold(events, refusing(14))
 
-    assert isinstance(drop, MemberDropped)
-    assert (drop.state, drop.key) == (TrajectoryState.INCOMPLETE, TrajectoryKey("g", 1))
+    assert (drop.state, drop.key) == (TrajectoryState.INCOMPLETE, key(1))
     assert drop.reason.startswith("sample 1 has a row of 15 tokens")
-    assert [member.key.sample for member in fold.ready[0].members] == [0, 2]
+    assert samples(decided) == [[0, 2]]

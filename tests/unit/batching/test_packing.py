@@ -67,7 +67,7 @@ def test_modified_first_fit_decreasing_pairs_large_rows_with_the_largest_medium_
 
 
 def test_modified_first_fit_decreasing_takes_a_third_of_the_capacity_for_small() -> None:
-    # Capacity 24: 7 is small (at most 8), so it does not go beside the large row in its turn.
+    # Capacity 24: 7 is small (at most 8), so it is not paired with the large row.
     bins = pack([13, 7, 5, 5], capacity=24, method="modified_first_fit_decreasing")
 
     assert bins == [[0, 3, 2], [1]]

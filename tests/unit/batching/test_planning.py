@@ -15,7 +15,7 @@ from turnstream.batching.merge.plan import ASSEMBLY_VERSION, SequenceShape
 from turnstream.batching.merge.storing import store_turns
 from turnstream.batching.planning.plan_batch import num_groups_to_plan
 from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
-from turnstream.errors import BatchingError, InvalidConfigError
+from turnstream.errors import BatchingError
 from turnstream.types import Denominators, TrajectoryKey
 
 
@@ -83,11 +83,6 @@ def test_case_30_mini_batches_are_cut_by_group_with_any_rows() -> None:
     assert manifest.end_row_id == 11
 
 
-def test_case_30_mini_batches_that_do_not_divide_the_batch_are_refused() -> None:
-    with pytest.raises(InvalidConfigError, match="mini_batch_groups: 2 does not divide"):
-        config(3, 2)
-
-
 @pytest.mark.parametrize(
     ("num_ready", "is_final", "expected"),
     [(4, False, 4), (9, False, 4), (3, False, 0), (3, True, 3), (9, True, 4), (0, True, 0)],
@@ -149,15 +144,6 @@ def test_a_batch_that_was_chosen_names_the_event_it_was_chosen_at() -> None:
     manifest = plan(ready("a", rewards=[1, 0], event="5-0"), chosen_at="9-0")
 
     assert manifest.last_event_id == "9-0"
-
-
-def test_a_group_of_one_is_counted_for_a_warning() -> None:
-    groups = [ready("a", rewards=[1.0]), ready("b", rewards=[1.0, 0.0])]
-
-    manifest = plan(*groups)
-
-    assert manifest.num_singleton_groups == 1
-    assert manifest.groups[0].trajectories[0].advantage == 0.0
 
 
 def test_whitening_sees_the_whole_batch_and_not_one_mini_batch() -> None:

@@ -1,8 +1,8 @@
-"""A run gets on at any pass rate above 0, and never too far, by the real admission and planning.
+"""A run progresses at any pass rate above 0, and never too far, by the real admission and planning.
 
-Groups are filtered, abandoned, left short, left hanging or sampled by old weights, as chance has
-it, and one in so many passes. Whenever nobody has anything to do, another group may start; and so
-the trainer gets its steps.
+Groups are filtered, abandoned, short, hanging or sampled by old weights at random, and one in so
+many passes. Another group may start whenever no other action is possible, so the trainer gets its
+steps.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from turnstream.types import (
     VersionAnnounced,
 )
 
-FATES = ("equal", "abandoned", "short", "hangs", "old")
+OUTCOMES = ("equal", "abandoned", "short", "hangs", "old")
 LEFTOVERS: tuple[Leftover, ...] = ("short", "carry", "drop")
 NUM_STEPS = 4
 MAX_GROUPS = 2_000
 
 
 class _Run:
-    """Store, planner and trainer of a run, and generators whose groups fare as they are told.
+    """Store, planner and trainer of a run, and generators whose groups end at random.
 
     Args:
-        policy: of the run.
-        rng: the order of things, and the fates.
+        policy: config of the run.
+        rng: the order of the actions, and the outcomes of the groups.
         pass_every: at least one of so many groups passes.
         num_closings: how often the run is closed, in one way or another, and reopened.
     """
@@ -71,13 +71,13 @@ class _Run:
         self.config, self.rng, self.pass_every = policy, rng, pass_every
         self.fold, self.selector = RunFold(policy), Selector(policy)
         self.groups: dict[str, str] = {}  # name -> state, as in the store
-        self.todo: list[Event] = []  # what generators will say
+        self.todo: list[Event] = []  # events that generators will post
         self.hanging: list[str] = []
         self.num_events = self.stepped = 0
         self.sizes: list[int] = []  # groups of every planned step
         self.num_closings = num_closings
         self.was_closed = self.is_closed = self.is_finished = False
-        self.most_begun = 0  # groups that were live and not trained, whenever one began
+        self.most_untrained = 0  # most groups that were live and not trained when one started
         self.announce()
 
     @property
@@ -100,22 +100,24 @@ class _Run:
             num_revised=sum(self.sizes) - self.planned * self.config.batch_groups,
         )
 
-    def go_on(self) -> None:
-        """Let somebody do what he can."""
+    def act(self) -> None:
+        """Take one possible action."""
         acts = [
             *([self.open_group] if self.credit.num_groups else []),
-            *([self.say_something] if self.todo else []),
+            *([self.post_next] if self.todo else []),
             *([self.plan] if self.due else []),
             *([self.step] if self.planned > self.stepped else []),
             *([self.close] if self.num_closings and not self.is_closed and self.is_rare() else []),
             *([self.reopen] if self.is_finished or (self.is_closed and self.is_rare()) else []),
             *([self.finish] if self.fold.is_finished and not self.is_finished else []),
         ]
-        if not acts and self.hanging:  # nobody does anything until a deadline
+        if not acts and self.hanging:  # only a deadline is left
             acts = [self.fire]
         if not acts and self.is_closed:
             acts = [self.reopen]
-        assert acts, f"nobody can go on: {self.credit.sentence}, {self.fold.num_ready} are ready"
+        assert acts, (
+            f"no action is possible: {self.credit.sentence}, {self.fold.num_ready} are ready"
+        )
         self.rng.choice(acts)()
 
     # generators
@@ -125,27 +127,29 @@ class _Run:
         group_id = f"g{number}"
         self.groups[group_id] = "open"
         self.post(GroupOpened(group_id=group_id, prompt_uid="", num_samples=2))
-        self.most_begun = max(self.most_begun, self.num_live - sum(self.sizes[: self.stepped]))
-        self.write(group_id, "passes" if number % self.pass_every == 0 else self.fate())
+        self.most_untrained = max(
+            self.most_untrained, self.num_live - sum(self.sizes[: self.stepped])
+        )
+        self.write(group_id, "passes" if number % self.pass_every == 0 else self.outcome())
 
-    def fate(self) -> str:
-        return self.rng.choice((*FATES, "passes"))
+    def outcome(self) -> str:
+        return self.rng.choice((*OUTCOMES, "passes"))
 
-    def write(self, group_id: str, fate: str) -> None:
-        version = max(0, self.stepped - 3) if fate == "old" else self.stepped
+    def write(self, group_id: str, outcome: str) -> None:
+        version = max(0, self.stepped - 3) if outcome == "old" else self.stepped
         first, other = TrajectoryKey(group_id, 0), TrajectoryKey(group_id, 1)
         seals = [
             sealed(group_id, sample=0, reward=0.0, version=version),
-            sealed(group_id, sample=1, reward=0.0 if fate == "equal" else 1.0, version=version),
+            sealed(group_id, sample=1, reward=0.0 if outcome == "equal" else 1.0, version=version),
         ]
         lost = [TrajectoryAbandoned(key=key, reason="lost") for key in (first, other)]
-        says: dict[str, list[Event]] = {"abandoned": [*lost], "hangs": [seals[0]]}
-        says["short"] = [seals[0], lost[1]]
-        self.todo += says.get(fate, seals)
-        if fate == "hangs":
+        events: dict[str, list[Event]] = {"abandoned": [*lost], "hangs": [seals[0]]}
+        events["short"] = [seals[0], lost[1]]
+        self.todo += events.get(outcome, seals)
+        if outcome == "hangs":
             self.hanging.append(group_id)
 
-    def say_something(self) -> None:
+    def post_next(self) -> None:
         self.post(self.todo.pop(self.rng.randrange(len(self.todo))))
 
     def fire(self) -> None:
@@ -154,7 +158,7 @@ class _Run:
         if self.groups[group_id] == "open":  # for a refill, which hangs as well
             self.post(DeadlineFired(group_id=group_id, num_refills=1))
 
-    # whoever runs it
+    # the operator
 
     def is_rare(self) -> bool:
         return self.rng.random() < 0.1
@@ -242,7 +246,7 @@ class _Run:
 
 @st.composite
 def policies(draw: st.DrawFn) -> BatchingConfig:
-    """Runs that filter, and drop what does not come or is too old."""
+    """Runs that filter, and drop groups that are missing members or too old."""
     batch_groups = draw(st.integers(1, 3))
     max_staleness = draw(st.integers(0, 3))
     surplus = draw(st.sampled_from(["drop", "keep"]))
@@ -278,7 +282,7 @@ def test_a_run_gets_on_at_any_pass_rate_above_0(
     run = _Run(policy, rng, pass_every=pass_every, num_closings=num_closings)
 
     while run.stepped < NUM_STEPS and len(run.groups) < MAX_GROUPS:
-        run.go_on()
+        run.act()
 
     assert run.stepped == NUM_STEPS
 
@@ -298,6 +302,6 @@ def test_no_group_begins_beyond_what_the_steps_within_max_staleness_take(
     run = _Run(policy, rng, pass_every=pass_every, num_closings=num_closings)
 
     while run.stepped < NUM_STEPS + num_closings and len(run.groups) < MAX_GROUPS:
-        run.go_on()
+        run.act()
 
-    assert run.most_begun <= (policy.max_staleness + 1) * policy.batch_groups
+    assert run.most_untrained <= (policy.max_staleness + 1) * policy.batch_groups

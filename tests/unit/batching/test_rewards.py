@@ -88,7 +88,7 @@ def test_case_34_scalar_of_an_empty_response_must_be_zero() -> None:
 def test_turns_whose_rewards_have_no_sum_are_named_and_stop_no_plan(
     turn_rewards: list[float],
 ) -> None:
-    # An exact sum of these raises: the planner would have failed at this event for ever.
+    # An exact sum of these raises: the planner would have failed at this event again and again.
     trajectory = sealed(turns=[shape(), shape()], turn_rewards=turn_rewards)
 
     problem = reward_problem(trajectory, replace(config(), reward_source="sum_of_turns"))

@@ -29,16 +29,16 @@ from turnstream.types import (
 )
 
 
-class Told:
-    """A fold and a selector that were told the same events."""
+class Planner:
+    """A fold and a selector with the same events."""
 
     def __init__(self, of: BatchingConfig, events: Iterable[Event] = ()) -> None:
         self.fold, self.selector = RunFold(of), Selector(of)
         self.decided: list[Decision] = []
         self.num_events = 0
-        self.tell(*events)
+        self.apply(*events)
 
-    def tell(self, *events: Event) -> None:
+    def apply(self, *events: Event) -> None:
         """Apply the next events."""
         for event in events:
             self.num_events += 1
@@ -102,161 +102,161 @@ SPARSE = [
     ],
 )
 def test_a_batch_takes_the_groups_that_the_run_prefers(selection: Any, expected: Any) -> None:
-    told = Told(replace(config(2), selection=selection), HISTORY)
+    planner = Planner(replace(config(2), selection=selection), HISTORY)
 
-    told.tell(one("b", 3), one("c", 1), one("a", 2), BatchDue(step=4))
+    planner.apply(one("b", 3), one("c", 1), one("a", 2), BatchDue(step=4))
 
-    assert told.chosen == expected
+    assert planner.chosen == expected
 
 
 def test_groups_of_no_known_version_come_behind_those_of_old_ones() -> None:
-    told = Told(replace(config(2), selection="oldest_weights"), HISTORY)
+    planner = Planner(replace(config(2), selection="oldest_weights"), HISTORY)
 
-    told.tell(one("a"), one("b", 3), one("c", 1), BatchDue(step=4))
+    planner.apply(one("a"), one("b", 3), one("c", 1), BatchDue(step=4))
 
-    assert told.chosen == ["c", "b"]
+    assert planner.chosen == ["c", "b"]
 
 
 def test_a_group_with_a_token_that_is_too_old_expires_whole() -> None:
-    told = Told(policy("drop"), HISTORY)
+    planner = Planner(policy("drop"), HISTORY)
 
-    told.tell(one("a", 1), one("b", 2), BatchDue(step=4))
+    planner.apply(one("a", 1), one("b", 2), BatchDue(step=4))
 
-    (drop,) = told.dropped
+    (drop,) = planner.dropped
     assert (drop.state, drop.keys) == (TrajectoryState.EXPIRED, (TrajectoryKey("a", 0),))
     assert drop.reason == "tokens more than 1 steps old when step 4 was planned"
-    assert told.chosen == ["b"]
-    assert told.fold.num_ready == 1
+    assert planner.chosen == ["b"]
+    assert planner.fold.num_ready == 1
 
 
 def test_a_token_that_will_not_be_trained_makes_no_group_expire() -> None:
-    told = Told(policy("drop", mask_truncated=True), HISTORY)
+    planner = Planner(policy("drop", mask_truncated=True), HISTORY)
 
-    told.tell(one("a", 1, status=Status.TRUNCATED), BatchDue(step=4))
+    planner.apply(one("a", 1, status=Status.TRUNCATED), BatchDue(step=4))
 
-    assert told.chosen == ["a"]
+    assert planner.chosen == ["a"]
 
 
 def test_group_of_undone_weights_expires_by_the_rollback_step() -> None:
-    told = Told(policy("drop"), HISTORY)
+    planner = Planner(policy("drop"), HISTORY)
 
-    told.tell(RolledBack(step=1), one("a", 3), one("b"), BatchDue(step=4))
+    planner.apply(RolledBack(step=1), one("a", 3), one("b"), BatchDue(step=4))
 
-    assert told.expired == ["a"]
-    assert told.chosen == ["b"]
+    assert planner.expired == ["a"]
+    assert planner.chosen == ["b"]
 
 
 def test_tokens_of_unannounced_versions_are_masked_with_those_above() -> None:
-    told = Told(policy("mask"), SPARSE)
+    planner = Planner(policy("mask"), SPARSE)
     mixed = one("a", turns=[shape(2, 3)], turn_versions=[[(5, 1), (25, 2)]])
 
-    told.tell(mixed, BatchDue(step=5))
+    planner.apply(mixed, BatchDue(step=5))
 
-    assert told.selector.choice is not None
-    assert told.selector.choice.masked_versions == (5,)
+    assert planner.selector.choice is not None
+    assert planner.selector.choice.masked_versions == (5,)
 
 
 def test_old_tokens_are_trained_where_the_run_keeps_them() -> None:
-    told = Told(policy("keep", selection="in_order"), HISTORY)
+    planner = Planner(policy("keep", selection="in_order"), HISTORY)
 
-    told.tell(one("a", 0), BatchDue(step=4))
+    planner.apply(one("a", 0), BatchDue(step=4))
 
-    assert told.chosen == ["a"]
-    assert told.selector.choice is not None
-    assert told.selector.choice.masked_versions == ()
-    assert told.selector.num_over_age(told.selector.choice.groups, step=4) == 1
+    assert planner.chosen == ["a"]
+    assert planner.selector.choice is not None
+    assert planner.selector.choice.masked_versions == ()
+    assert planner.selector.num_over_age(planner.selector.choice.groups, step=4) == 1
 
 
 def test_too_old_versions_are_masked_only_where_they_sampled_the_batch() -> None:
-    told = Told(policy("mask"), HISTORY)
+    planner = Planner(policy("mask"), HISTORY)
     mixed = one("a", turns=[shape(2, 3)], turn_versions=[[(1, 1), (3, 2)]])
 
-    told.tell(mixed, BatchDue(step=4))
+    planner.apply(mixed, BatchDue(step=4))
 
-    assert told.selector.choice is not None
-    assert told.selector.choice.masked_versions == (1,)
+    assert planner.selector.choice is not None
+    assert planner.selector.choice.masked_versions == (1,)
 
 
 def test_a_group_of_which_nothing_is_left_to_train_expires() -> None:
-    told = Told(policy("mask"), HISTORY)
+    planner = Planner(policy("mask"), HISTORY)
     of_two = one("b", turns=[shape(2, 3)], turn_versions=[[(0, 1), (1, 2)]])
 
-    told.tell(one("a", 1), of_two, one("c", turns=[shape(2, 3, trained=0)]), BatchDue(step=4))
+    planner.apply(one("a", 1), of_two, one("c", turns=[shape(2, 3, trained=0)]), BatchDue(step=4))
 
-    assert told.expired == ["a", "b"]
-    assert told.chosen == ["c"]
+    assert planner.expired == ["a", "b"]
+    assert planner.chosen == ["c"]
 
 
 def test_choice_waits_until_a_later_event_has_enough_fresh_groups() -> None:
-    told = Told(policy("drop", batch_groups=2), HISTORY)
+    planner = Planner(policy("drop", batch_groups=2), HISTORY)
 
-    told.tell(one("a", 1), one("b", 2), BatchDue(step=4))
-    first = told.chosen
-    told.tell(one("c", 3), BatchDue(step=4))
+    planner.apply(one("a", 1), one("b", 2), BatchDue(step=4))
+    first = planner.chosen
+    planner.apply(one("c", 3), BatchDue(step=4))
 
-    assert (first, told.chosen) == ([], ["b", "c"])
+    assert (first, planner.chosen) == ([], ["b", "c"])
 
 
 def test_fresh_groups_make_the_last_batch_of_a_run() -> None:
-    told = Told(policy("drop", batch_groups=2), HISTORY)
+    planner = Planner(policy("drop", batch_groups=2), HISTORY)
 
-    told.tell(one("a", 1), one("b", 2), one("c", 1), RunClosed(), BatchDue(step=4))
+    planner.apply(one("a", 1), one("b", 2), one("c", 1), RunClosed(), BatchDue(step=4))
 
-    assert told.chosen == ["b"]
+    assert planner.chosen == ["b"]
 
 
 def test_a_choice_stands_whatever_comes_until_its_plan_is_written() -> None:
-    told = Told(replace(config(), selection="oldest_weights"), HISTORY)
-    told.tell(one("a", 3), BatchDue(step=4))
+    planner = Planner(replace(config(), selection="oldest_weights"), HISTORY)
+    planner.apply(one("a", 3), BatchDue(step=4))
 
-    told.tell(one("b", 0), BatchDue(step=4), BatchDue(step=5))
-    stood = told.chosen
-    told.fold.take(told.fold.ready[:1])
-    told.selector.pass_step(4)
-    told.tell(BatchDue(step=4))
-    after_its_plan = told.chosen
-    told.tell(BatchDue(step=5))
+    planner.apply(one("b", 0), BatchDue(step=4), BatchDue(step=5))
+    stood = planner.chosen
+    planner.fold.take(planner.fold.ready[:1])
+    planner.selector.pass_step(4)
+    planner.apply(BatchDue(step=4))
+    after_its_plan = planner.chosen
+    planner.apply(BatchDue(step=5))
 
-    assert (stood, after_its_plan, told.chosen) == (["a"], [], ["b"])
+    assert (stood, after_its_plan, planner.chosen) == (["a"], [], ["b"])
 
 
 def test_a_choice_falls_when_a_member_dies() -> None:
-    told = Told(policy("drop"), HISTORY)
-    told.tell(one("a", 2), one("b", 2), BatchDue(step=4))
+    planner = Planner(policy("drop"), HISTORY)
+    planner.apply(one("a", 2), one("b", 2), BatchDue(step=4))
 
-    told.tell(TrajectoryDied(key=TrajectoryKey("b", 0), reason="why"))
-    stood = told.chosen
-    told.tell(TrajectoryDied(key=TrajectoryKey("a", 0), reason="why"))
+    planner.apply(TrajectoryDied(key=TrajectoryKey("b", 0), reason="why"))
+    stood = planner.chosen
+    planner.apply(TrajectoryDied(key=TrajectoryKey("a", 0), reason="why"))
 
-    assert (stood, told.chosen) == (["a"], [])
+    assert (stood, planner.chosen) == (["a"], [])
 
 
 def test_a_choice_falls_when_a_member_joins_one_of_its_groups() -> None:
     of = replace(config(), selection="in_order", surplus="keep")
     two = [GroupOpened(group_id=name, prompt_uid="", num_samples=3, num_needed=1) for name in "ab"]
-    told = Told(of, [*two, one("a"), one("b"), BatchDue(step=1)])
+    planner = Planner(of, [*two, one("a"), one("b"), BatchDue(step=1)])
 
-    told.tell(one("b", sample=1), awaiting(one("a", sample=1)))
-    stood = told.chosen
-    told.tell(RewardPosted(key=TrajectoryKey("a", 1), reward=0.5))
-    fell = told.chosen
-    told.tell(BatchDue(step=1), one("a", sample=2))
+    planner.apply(one("b", sample=1), awaiting(one("a", sample=1)))
+    stood = planner.chosen
+    planner.apply(RewardPosted(key=TrajectoryKey("a", 1), reward=0.5))
+    fell = planner.chosen
+    planner.apply(BatchDue(step=1), one("a", sample=2))
 
-    assert (stood, fell, told.chosen) == (["a"], [], [])
-    told.tell(BatchDue(step=1))
-    assert told.selector.choice is not None
-    assert told.selector.choice.groups == told.fold.ready[:1]
+    assert (stood, fell, planner.chosen) == (["a"], [], [])
+    planner.apply(BatchDue(step=1))
+    assert planner.selector.choice is not None
+    assert planner.selector.choice.groups == planner.fold.ready[:1]
 
 
 def test_member_that_awaits_its_reward_in_an_expired_group_is_surplus() -> None:
     of = policy("drop", surplus="keep")
     spare = GroupOpened(group_id="s", prompt_uid="", num_samples=2, num_needed=1)
-    told = Told(of, [*HISTORY, spare, one("s", 1), awaiting(one("s", 1, sample=1))])
+    planner = Planner(of, [*HISTORY, spare, one("s", 1), awaiting(one("s", 1, sample=1))])
 
-    told.tell(BatchDue(step=4))
+    planner.apply(BatchDue(step=4))
 
-    (left_over,) = [each for each in told.decided if isinstance(each, MemberDropped)]
-    assert told.expired == ["s"]
+    (left_over,) = [each for each in planner.decided if isinstance(each, MemberDropped)]
+    assert planner.expired == ["s"]
     assert (left_over.key, left_over.state) == (TrajectoryKey("s", 1), TrajectoryState.SURPLUS)
 
 
@@ -278,8 +278,8 @@ def test_a_choice_is_the_same_however_much_came_after_it(
     at = data.draw(st.integers(len(names) + 7, len(events)))
     history = [*events[:at], BatchDue(step=7), *events[at:]]
 
-    then = Told(of, history[: at + 1])
-    later = Told(of, history)
+    then = Planner(of, history[: at + 1])
+    later = Planner(of, history)
 
     assert later.chosen == then.chosen
     assert later.expired == then.expired
@@ -288,20 +288,20 @@ def test_a_choice_is_the_same_however_much_came_after_it(
 @given(policies, selections, st.lists(st.integers(0, 9), min_size=1, max_size=30))
 def test_run_continues_with_late_groups(name: str, selection: str, lags: list[int]) -> None:
     # A batch that lacks groups is followed by fresh ones, as admission lets them in for the old.
-    told = Told(policy(name, batch_groups=2, selection=selection), announced(0))
+    planner = Planner(policy(name, batch_groups=2, selection=selection), announced(0))
     step, num_groups = 1, 0
     for lag in [*lags, *[0] * 12]:
         group_id = f"g{num_groups}"
         num_groups += 1
-        told.tell(*opened(group_id), one(group_id, max(0, step - 1 - lag)))
-        if told.fold.num_ready >= 2:
-            told.tell(BatchDue(step=step))
-        if told.selector.choice is not None:
-            told.fold.take(told.selector.choice.groups)
-            told.selector.pass_step(step)
-            told.tell(VersionAnnounced(version=step, step=step, lineage="main"))
+        planner.apply(*opened(group_id), one(group_id, max(0, step - 1 - lag)))
+        if planner.fold.num_ready >= 2:
+            planner.apply(BatchDue(step=step))
+        if planner.selector.choice is not None:
+            planner.fold.take(planner.selector.choice.groups)
+            planner.selector.pass_step(step)
+            planner.apply(VersionAnnounced(version=step, step=step, lineage="main"))
             step += 1
 
     num_trained = 2 * (step - 1)
     assert step > 6
-    assert num_trained + len(told.expired) + told.fold.num_ready == num_groups
+    assert num_trained + len(planner.expired) + planner.fold.num_ready == num_groups

@@ -56,7 +56,7 @@ def test_ages_are_those_of_a_loop_over_all_versions(
 
 
 def test_a_version_of_a_dead_lineage_ages_from_the_fork() -> None:
-    # Steps 2 and 3 were undone: what the weights of step 3 sampled is as old as those of step 1.
+    # Steps 2 and 3 were undone: tokens of the weights of step 3 are as old as those of step 1.
     versions = announced(0, 1, 2, 3)
 
     announced(1, 2, lineage="main-1", into=versions)

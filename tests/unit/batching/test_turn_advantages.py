@@ -20,7 +20,7 @@ GIGPO = replace(config(), estimator="gigpo", turn_discount=0.5, divide_by_std=Fa
 
 
 def branching_group(**fields: Any) -> tuple[ReadyGroup, Payload]:
-    """Of sample 0 the first turn is gone on from twice; sample 1 has a new context in its second.
+    """Sample 0 continues its first turn twice; sample 1 has a new context in its second.
 
     Rows: ab CD x E | abcdy F, then ab G | zz HI.
     """
@@ -112,7 +112,7 @@ def test_other_estimators_have_none_per_turn() -> None:
 
 
 # --------------------------------------------------------------------------------------
-# what is refused, and what is filtered
+# refused members, and filtered groups
 
 
 @pytest.mark.parametrize(

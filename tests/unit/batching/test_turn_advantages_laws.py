@@ -178,8 +178,8 @@ def test_every_layout_rank_and_pass_has_what_loops_over_turns_give(
         budget = Budget(limit=8, model="padded")
         for positions in budgeted_passes(whole, dp_rank=dp_rank, **cut, budget=budget):
             part = take_rows(share, positions)
-            told = [by_row[row] if row >= 0 else [0.0] for row in part.row_id.tolist()]
-            trained = np.concatenate(told)[part.loss_mask.values.astype(np.bool_)].tolist()
+            expected = [by_row[row] if row >= 0 else [0.0] for row in part.row_id.tolist()]
+            trained = np.concatenate(expected)[part.loss_mask.values.astype(np.bool_)].tolist()
             for found in laid_out(part):
                 assert found == pytest.approx(trained, rel=1e-5, abs=2e-5)
             assert part.advantages is not None

@@ -8,10 +8,9 @@ from __future__ import annotations
 import collections.abc as abc
 import itertools
 import re
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,21 +68,8 @@ class Ragged(Generic[Scalar]):
         return cls(values, offsets)
 
 
-_PACKERS: dict[type[Any], Callable[[list[Any]], bytes]] = {
-    np.int32: lambda numbers: struct.pack(f"{len(numbers)}i", *numbers),
-    np.float32: lambda numbers: struct.pack(f"{len(numbers)}f", *numbers),
-    np.uint8: bytes,
-}
-"""Conversions of a list of plain numbers, in half the time of numpy."""
-
-
 def _as_array(row: Any, dtype: type[Any], *, place: int) -> NDArray[Any]:
-    if type(row) is list and dtype in _PACKERS:
-        try:
-            return np.frombuffer(_PACKERS[dtype](cast("list[Any]", row)), dtype)
-        except (struct.error, OverflowError, ValueError, TypeError):
-            pass  # other values: numpy converts them, or the checks below name the wrong one
-    given: NDArray[Any] = np.asarray(cast("Any", row))
+    given: NDArray[Any] = np.asarray(row)
     if given.ndim == 0:
         raise BatchingError(f"row {place} is a single value, not a row of values")
     with np.errstate(invalid="ignore"):  # NaN as a whole number: found below

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,15 +11,24 @@ from dataclasses import dataclass, field
 class MetricStatistics:
     """One metric of the trajectories that have it; float64, summed in their order."""
 
-    num_trajectories: int
-    total: float
-    minimum: float
-    maximum: float
+    num_trajectories: int = 0
+    total: float = 0.0
+    minimum: float = math.inf
+    maximum: float = -math.inf
 
     @property
     def mean(self) -> float:
         """Mean of the values, one per trajectory."""
         return self.total / self.num_trajectories
+
+    def with_value(self, value: float) -> MetricStatistics:
+        """Return the statistics with one more trajectory."""
+        return MetricStatistics(
+            num_trajectories=self.num_trajectories + 1,
+            total=self.total + value,
+            minimum=min(self.minimum, value),
+            maximum=max(self.maximum, value),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +40,22 @@ class ValueStatistics:
         reward_total: sum of these rewards, float64, in the order of the trajectories.
     """
 
-    num_trajectories: int
-    num_rewarded: int
-    reward_total: float
+    num_trajectories: int = 0
+    num_rewarded: int = 0
+    reward_total: float = 0.0
 
     @property
     def reward_mean(self) -> float | None:
         """None where no trajectory has a reward."""
         return self.reward_total / self.num_rewarded if self.num_rewarded else None
+
+    def with_reward(self, reward: float | None) -> ValueStatistics:
+        """Return the statistics with one more trajectory."""
+        return ValueStatistics(
+            num_trajectories=self.num_trajectories + 1,
+            num_rewarded=self.num_rewarded + (reward is not None),
+            reward_total=self.reward_total + (reward or 0.0),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,7 @@ class BatchingConfig:
             `max_staleness` must be larger.
         selection: order in which a batch takes complete groups: by opening, by the oldest version
             of a trained token, or by completion.
-        max_planned_ahead: batches planned beyond the next step. That one is planned as soon as its
-            groups are ready. 0 if `max_staleness` is 0.
+        max_planned_ahead: batches planned beyond the next step. 0 if `max_staleness` is 0.
         pad_token_id: written into padding positions; never read by the loss.
         max_tokens_per_micro_batch: largest cost of one forward pass; 0 means no limit.
         micro_batch_cost: cost model of a pass: rows x longest row, the sum of the rows, or

@@ -56,13 +56,13 @@ def largest_part(parts: Parts, weights: Sequence[float]) -> float:
 
 
 def _longest_first(weights: Sequence[float], num_parts: int, equal_count: bool) -> Parts:
-    room = len(weights) // num_parts if equal_count else len(weights)
+    max_items = len(weights) // num_parts if equal_count else len(weights)
     parts: Parts = [[] for _ in range(num_parts)]
     lightest = [(0.0, part) for part in range(num_parts)]
     for item in sorted(range(len(weights)), key=lambda item: (-weights[item], item)):
         total, part = heapq.heappop(lightest)
         parts[part].append(item)
-        if len(parts[part]) < room:
+        if len(parts[part]) < max_items:
             heapq.heappush(lightest, (total + weights[item], part))
     return parts
 

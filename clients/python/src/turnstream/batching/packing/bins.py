@@ -117,34 +117,34 @@ def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 def _next_fit(rows: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins:
     bins: Bins = []
-    room = -1
+    space = -1
     for row in rows:
-        if sizes[row] > room:
+        if sizes[row] > space:
             bins.append([])
-            room = capacity
+            space = capacity
         bins[-1].append(row)
-        room -= sizes[row]
+        space -= sizes[row]
     return bins
 
 
 def _first_fit(rows: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins:
-    """Walk a tree of the most room below each node: the first bin with room in log(bins) steps."""
+    """Walk a tree of the most space below each node: the first fitting bin in log(bins) steps."""
     num_leaves = 1 << max(len(rows) - 1, 0).bit_length()
-    most_room = [capacity] * (2 * num_leaves)
+    most_space = [capacity] * (2 * num_leaves)
     bins: Bins = []
     for row in rows:
         size, node = sizes[row], 1
         while node < num_leaves:
             node *= 2
-            node += most_room[node] < size
+            node += most_space[node] < size
         index = node - num_leaves
         if index == len(bins):
             bins.append([])
         bins[index].append(row)
-        most_room[node] -= size
+        most_space[node] -= size
         while node > 1:
             node //= 2
-            most_room[node] = max(most_room[2 * node], most_room[2 * node + 1])
+            most_space[node] = max(most_space[2 * node], most_space[2 * node + 1])
     return bins
 
 
@@ -153,32 +153,32 @@ def _first_fit_decreasing(rows: Sequence[int], sizes: Sequence[int], capacity: i
 
 
 def _best_fit_decreasing(rows: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins:
-    """Keep (room, bin) sorted: the least room that still fits is one bisection away."""
+    """Keep (space, bin) sorted: the least space that still fits is one bisection away."""
     bins: Bins = []
-    rooms: list[tuple[int, int]] = []
+    spaces: list[tuple[int, int]] = []
     for row in _longest_first(rows, sizes):
         size = sizes[row]
-        at = bisect.bisect_left(rooms, (size, -1))
-        if at == len(rooms):
+        at = bisect.bisect_left(spaces, (size, -1))
+        if at == len(spaces):
             bins.append([row])
-            bisect.insort(rooms, (capacity - size, len(bins) - 1))
+            bisect.insort(spaces, (capacity - size, len(bins) - 1))
         else:
-            room, index = rooms.pop(at)
+            space, index = spaces.pop(at)
             bins[index].append(row)
-            bisect.insort(rooms, (room - size, index))
+            bisect.insort(spaces, (space - size, index))
     return bins
 
 
 def _worst_fit_decreasing(rows: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins:
     """The emptiest bin, or a new one: the most even bins, and more of them than best fit needs."""
     bins: Bins = []
-    emptiest: list[tuple[int, int]] = []  # (-room, bin)
+    emptiest: list[tuple[int, int]] = []  # (-space, bin)
     for row in _longest_first(rows, sizes):
         size = sizes[row]
         if emptiest and -emptiest[0][0] >= size:
-            room, index = emptiest[0]
+            space, index = emptiest[0]
             bins[index].append(row)
-            heapq.heapreplace(emptiest, (room + size, index))
+            heapq.heapreplace(emptiest, (space + size, index))
         else:
             bins.append([row])
             heapq.heappush(emptiest, (size - capacity, len(bins) - 1))
@@ -190,29 +190,29 @@ def _modified_first_fit_decreasing(
 ) -> Bins:
     ordered = _longest_first(rows, sizes)
     bins: Bins = [[row] for row in ordered if 2 * sizes[row] > capacity]
-    rooms = [capacity - sizes[rows_[0]] for rows_ in bins]
+    spaces = [capacity - sizes[rows_[0]] for rows_ in bins]
     rest = _Rest([row for row in ordered if 2 * sizes[row] <= capacity], sizes)
 
     def put(row: int, index: int) -> None:
         rest.remove(row)
         bins[index].append(row)
-        rooms[index] -= sizes[row]
+        spaces[index] -= sizes[row]
 
     medium, small = capacity // 3, capacity // 6
     for index in range(len(bins)):  # the largest medium row beside each large one
-        row = rest.largest(at_most=rooms[index])
+        row = rest.largest(at_most=spaces[index])
         if row is not None and sizes[row] > medium:
             put(row, index)
     for index in reversed(range(len(bins))):  # two small rows where no medium one went
         if len(bins[index]) == 1:
             pair = rest.two_smallest(above=small, up_to=medium)
-            if pair and sum(sizes[row] for row in pair) <= rooms[index]:
+            if pair and sum(sizes[row] for row in pair) <= spaces[index]:
                 put(pair[0], index)
-                row = rest.largest(at_most=min(rooms[index], medium))
+                row = rest.largest(at_most=min(spaces[index], medium))
                 assert row is not None
                 put(row, index)
     for index in range(len(bins)):  # the largest row that fits, until none does
-        while (row := rest.largest(at_most=rooms[index])) is not None:
+        while (row := rest.largest(at_most=spaces[index])) is not None:
             put(row, index)
     return bins + _first_fit_decreasing(rest.rows, sizes, capacity)
 

@@ -217,7 +217,9 @@ def _trajectory_plan(
         status=sealed.status,
         reward=planned_reward(sealed, config),
         advantage=advantage,
-        weights=_weights(member.sequences, config),
+        weights=row_weights(
+            config.row_weights, [row.num_trained_tokens for row in member.sequences]
+        ),
         num_turn_tokens=sum([turn.num_tokens for turn in sealed.turns]),
         oldest_version=member.versions[0],
         newest_version=member.versions[1],
@@ -227,18 +229,6 @@ def _trajectory_plan(
         is_masked=member.is_masked,
         turn_advantages=turn_advantages,
     )
-
-
-def _weights(sequences: Sequence[SequenceShape], config: BatchingConfig) -> tuple[float, ...]:
-    """Return the weight of each of these rows; 1 for a row without a trained token."""
-    if len(sequences) == 1 or config.row_weights == "per_row":
-        return (1.0,) * len(sequences)
-    weights = row_weights(
-        config.row_weights,
-        trajectory_B=np.zeros(len(sequences), np.int64),
-        num_trained_B=np.array([row.num_trained_tokens for row in sequences], np.int64),
-    )
-    return tuple(weights.tolist())
 
 
 def _mini_batches(

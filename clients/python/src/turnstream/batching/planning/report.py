@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from turnstream.batching.config import BatchingConfig
@@ -21,59 +20,43 @@ class MergeBreak(NamedTuple):
         turn: the one that begins a new row.
         compared_with: the turn that holds the longest beginning of its prompt; the turn before,
             where nothing is shared.
-        position: first difference, in tokens of the prompt.
-        expected: token id of `compared_with` there; None where its tokens end: then the context
-            was kept whole, and another turn continued it before (a branch).
-        found: token id of the prompt there; None where the prompt ends: it was shortened.
+        position: first difference, in tokens of the prompt. The tokens of `compared_with` end there
+            if another turn continued them before (a branch), the prompt if it was shortened.
     """
 
     key: TrajectoryKey
     turn: int
     compared_with: int
     position: int
-    expected: int | None
-    found: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeReport:
-    """Turns, rows and tokens of some merged trajectories.
+def merge_counts(payload: Mapping[TrajectoryKey, Sequence[StoredTurn]]) -> dict[str, float]:
+    """Return the numbers of turns, rows and tokens of merged trajectories, by name.
 
-    Attributes:
-        num_turn_tokens: tokens of all turns, each with its full prompt.
-        num_row_tokens: tokens of the rows.
-        breaks: one for every trajectory of more than one row, in their order.
+    The `merge_ratio` is the tokens sent turn by turn / the tokens of the rows; 1.0 without tokens.
     """
+    shapes = [[turn.shape for turn in turns] for turns in payload.values()]
+    rows = [row for turns in shapes for row in plan_sequences(turns, merge=True)]
+    num_turn_tokens = sum(turn.num_tokens for turns in shapes for turn in turns)
+    num_row_tokens = sum(row.num_tokens for row in rows)
+    return {
+        "num_trajectories": len(shapes),
+        "num_turns": sum(map(len, shapes)),
+        "num_rows": len(rows),
+        "num_turn_tokens": num_turn_tokens,
+        "num_row_tokens": num_row_tokens,
+        "merge_ratio": num_turn_tokens / num_row_tokens if num_row_tokens else 1.0,
+    }
 
-    num_trajectories: int
-    num_turns: int
-    num_rows: int
-    num_turn_tokens: int
-    num_row_tokens: int
-    breaks: tuple[MergeBreak, ...]
 
-    @property
-    def merge_ratio(self) -> float:
-        """Tokens sent turn by turn / tokens of the rows; 1.0 where there is nothing."""
-        return self.num_turn_tokens / self.num_row_tokens if self.num_row_tokens else 1.0
-
-
-def merge_report(trajectories: Mapping[TrajectoryKey, Sequence[StoredTurn]]) -> MergeReport:
-    """Count turns, rows and tokens, and find the first mismatch of every broken trajectory."""
-    shapes = {key: [turn.shape for turn in turns] for key, turns in trajectories.items()}
-    rows = {key: plan_sequences(turns, merge=True) for key, turns in shapes.items()}
-    return MergeReport(
-        num_trajectories=len(rows),
-        num_turns=sum(len(turns) for turns in shapes.values()),
-        num_rows=sum(len(own) for own in rows.values()),
-        num_turn_tokens=sum(turn.num_tokens for turns in shapes.values() for turn in turns),
-        num_row_tokens=sum(row.num_tokens for own in rows.values() for row in own),
-        breaks=tuple(
-            _break(key, trajectories[key], turn=own[1].turns[0])
-            for key, own in rows.items()
-            if len(own) > 1
-        ),
-    )
+def merge_breaks(payload: Mapping[TrajectoryKey, Sequence[StoredTurn]]) -> Iterator[MergeBreak]:
+    """Yield the first mismatch of every trajectory of more than one row, in their order."""
+    for key, turns in payload.items():
+        rows = plan_sequences([turn.shape for turn in turns], merge=True)
+        if len(rows) > 1:
+            broken = turns[rows[1].turns[0]]
+            parent = broken.index - 1 if broken.parent_turn == NO_PARENT else broken.parent_turn
+            yield MergeBreak(key, broken.index, parent, broken.shared_tokens)
 
 
 def plan_warnings(manifest: Manifest, config: BatchingConfig) -> dict[str, str]:
@@ -119,27 +102,3 @@ def _num_rows_above(manifest: Manifest, budget: Budget, *, longest: int) -> int:
         for trajectory in group.trajectories
         for row in trajectory.sequences
     )
-
-
-def _break(key: TrajectoryKey, stored: Sequence[StoredTurn], *, turn: int) -> MergeBreak:
-    broken = stored[turn]
-    compared_with = turn - 1 if broken.parent_turn == NO_PARENT else broken.parent_turn
-    position = broken.shared_tokens
-    new_prompt_ids = broken.new_prompt_ids
-    return MergeBreak(
-        key=key,
-        turn=turn,
-        compared_with=compared_with,
-        position=position,
-        expected=_token_at(stored, compared_with, position),
-        found=int(new_prompt_ids[0]) if len(new_prompt_ids) else None,
-    )
-
-
-def _token_at(stored: Sequence[StoredTurn], index: int, position: int) -> int | None:
-    """Return the token at this place of a turn; None after its end."""
-    while position < stored[index].shared_tokens:
-        index = stored[index].parent_turn
-    turn = stored[index]
-    place = position - turn.shared_tokens
-    return int(turn.token_ids[place]) if place < len(turn.token_ids) else None

@@ -5,8 +5,8 @@ The choice is made at an event, BatchDue, from the groups and versions before it
     BatchDue(step) ──> groups whose tokens are too old ──> expired
                        the first of the others, in the run's order ──> chosen for this step
 
-A choice stands until its plan is written, or until a member of its groups dies or joins. With too
-few groups there is no choice, but those that are too old expire all the same.
+A choice stands until its plan is written. A member that dies or joins voids it. With too few groups
+there is no choice, but those that are too old expire.
 """
 
 from __future__ import annotations

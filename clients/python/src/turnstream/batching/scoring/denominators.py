@@ -132,7 +132,9 @@ def check_share(
     counts = ShareCounts.of(rows)
     for name, own in counts._asdict().items():
         whole = getattr(denominators, name)
-        tolerance = 0.0 if isinstance(whole, int) and isinstance(own, int) else _rounding(whole)
+        # Sums of float32 weights and of fractions are rounded; token counts are exact.
+        is_exact = isinstance(whole, int) and isinstance(own, int)
+        tolerance = 0.0 if is_exact else 1e-6 * max(1.0, abs(whole))
         is_wrong = abs(own - whole) > tolerance if dp_world_size == 1 else own > whole + tolerance
         if is_wrong:
             raise BatchingError(
@@ -140,11 +142,6 @@ def check_share(
                 f"the mini-batch {whole:g}"
             )
     return counts
-
-
-def _rounding(whole: float) -> float:
-    """Return the tolerance for sums of float32 weights and of fractions; token counts are exact."""
-    return 1e-6 * max(1.0, abs(whole))
 
 
 def _check_rows(rows: Rows) -> None:
@@ -169,7 +166,7 @@ def _check_rows(rows: Rows) -> None:
 
 
 def _check_weights(rows: Rows, row_weights: RowWeights) -> None:
-    """Each live row alone says what it weighs, but for the number of its trajectory's rows."""
+    """Refuse a live row with another weight; the number of its trajectory's rows is unknown."""
     trained_B = num_trained(rows)
     live = np.flatnonzero(trained_B > 0)
     match row_weights:

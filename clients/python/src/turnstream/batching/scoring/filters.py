@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.values import RowWeights
@@ -40,24 +39,20 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
     return max(min(-excess / buffer_tokens, 0.0), -1.0)
 
 
-def row_weights(
-    kind: RowWeights, *, trajectory_B: NDArray[np.integer], num_trained_B: NDArray[np.integer]
-) -> NDArray[np.float32]:
-    """Return the weight of every row, float32 (B,).
+def row_weights(kind: RowWeights, num_trained: Sequence[int]) -> tuple[float, ...]:
+    """Return the float32 weights of the rows of a trajectory, from their trained tokens.
 
-    With two rows of 3 and 1 trained tokens, and a trajectory of one row::
+    The only row of a trajectory weighs 1. With two rows of 3 and 1 trained tokens::
 
-        per_row          1     1     1      every row alike
-        per_trajectory   1/2   1/2   1      every trajectory alike, its rows alike
-        rollout_mean     3/4   1/4   1      every trajectory alike, its tokens alike
+        per_row          1     1      every row alike
+        per_trajectory   1/2   1/2    every trajectory alike, its rows alike
+        rollout_mean     3/4   1/4    every trajectory alike, its tokens alike
     """
-    is_live_B = num_trained_B > 0
-    if kind == "per_row":
-        return is_live_B.astype(np.float32)
-    _, index_B = np.unique(trajectory_B, return_inverse=True)
-    share_B = is_live_B if kind == "per_trajectory" else num_trained_B
-    totals = np.bincount(index_B, weights=share_B)
-    return (share_B / np.maximum(totals[index_B], 1)).astype(np.float32)
+    if kind == "per_row" or len(num_trained) == 1:
+        return (1.0,) * len(num_trained)
+    shares = [bool(count) if kind == "per_trajectory" else count for count in num_trained]
+    total = max(sum(shares), 1)
+    return tuple([float(np.float32(share / total)) for share in shares])
 
 
 def num_response_tokens(trajectory: SealedTrajectory) -> int:

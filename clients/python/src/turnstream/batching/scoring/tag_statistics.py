@@ -43,49 +43,28 @@ def sum_up(
     num_left_out = known.num_left_out
     for sealed, reward in trajectories:
         for name, value in sealed.metrics.items():
-            if abs(value) <= MAX_METRIC and _has_room(metrics, name, most=MAX_METRICS):
-                metrics[name] = _with_metric(metrics.get(name), value)
+            if abs(value) <= MAX_METRIC and _has_place(metrics, name, most=MAX_METRICS):
+                metrics[name] = metrics.get(name, MetricStatistics()).with_value(value)
             else:
                 num_left_out += 1
         for name, text in sealed.tags.items():
-            if _has_room(tags, name, most=MAX_TAGS):
-                tags[name] = _with_tag(tags.get(name), text, reward)
+            if _has_place(tags, name, most=MAX_TAGS):
+                tags[name] = _with_tag(tags.get(name, TagStatistics(values={})), text, reward)
             else:
                 num_left_out += 1
     return Figures(metrics=_sorted(metrics), tags=_sorted(tags), num_left_out=num_left_out)
 
 
-def _has_room(known: Mapping[str, object], name: str, *, most: int) -> bool:
+def _has_place(known: Mapping[str, object], name: str, *, most: int) -> bool:
     return name in known or len(known) < most
 
 
-def _with_metric(known: MetricStatistics | None, value: float) -> MetricStatistics:
-    if known is None:
-        return MetricStatistics(num_trajectories=1, total=value, minimum=value, maximum=value)
-    return MetricStatistics(
-        num_trajectories=known.num_trajectories + 1,
-        total=known.total + value,
-        minimum=min(known.minimum, value),
-        maximum=max(known.maximum, value),
-    )
-
-
-def _with_tag(known: TagStatistics | None, text: str, reward: float | None) -> TagStatistics:
-    if known is None:
-        return TagStatistics(values={text: _with_reward(None, reward)})
-    if not _has_room(known.values, text, most=MAX_VALUES):
-        return TagStatistics(values=known.values, other=_with_reward(known.other, reward))
-    values = {**known.values, text: _with_reward(known.values.get(text), reward)}
-    return TagStatistics(values=_sorted(values), other=known.other)
-
-
-def _with_reward(known: ValueStatistics | None, reward: float | None) -> ValueStatistics:
-    known = known or ValueStatistics(num_trajectories=0, num_rewarded=0, reward_total=0.0)
-    return ValueStatistics(
-        num_trajectories=known.num_trajectories + 1,
-        num_rewarded=known.num_rewarded + (reward is not None),
-        reward_total=known.reward_total + (reward or 0.0),
-    )
+def _with_tag(known: TagStatistics, text: str, reward: float | None) -> TagStatistics:
+    if not _has_place(known.values, text, most=MAX_VALUES):
+        other = (known.other or ValueStatistics()).with_reward(reward)
+        return TagStatistics(values=known.values, other=other)
+    own = known.values.get(text, ValueStatistics()).with_reward(reward)
+    return TagStatistics(values=_sorted({**known.values, text: own}), other=known.other)
 
 
 def _sorted(values: Mapping[str, _Value]) -> dict[str, _Value]:
