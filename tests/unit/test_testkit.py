@@ -11,36 +11,11 @@ import pytest
 from testkit import (
     assert_same,
     is_same,
-    rows,
-    spell,
     stored_turn,
-    turn,
     wait_until,
     wait_until_async,
 )
 from turnstream.types import VersionRun
-
-
-def test_a_turn_is_written_in_letters_with_its_trained_tokens_as_capitals():
-    built = turn("ab", "CdE", logprobs=-0.5, rewards=2.0, version=7)
-
-    assert built.prompt_ids.tolist() == [97, 98]
-    assert built.response_ids.tolist() == [99, 100, 101]
-    assert built.loss_mask is not None
-    assert built.loss_mask.tolist() == [1, 0, 1]
-    assert built.logprobs is not None
-    assert built.logprobs.tolist() == [-0.5, 0.0, -0.5]
-    assert built.rewards is not None
-    assert built.rewards.tolist() == [0.0, 0.0, 2.0]
-    assert built.version_runs == (VersionRun(7, 3),)
-
-
-def test_rows_are_spelled_as_they_were_written():
-    built = rows("abCdE", "a|bC", "xyz")
-
-    assert spell(built) == ["abCdE", "abC", "xyz"]
-    assert built.prompt_length.tolist() == [2, 1, 3]
-    assert built.group_num_tokens.tolist() == [3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -59,11 +34,6 @@ def test_a_difference_is_named_by_its_place(changes: dict[str, Any], difference:
 
     with pytest.raises(AssertionError, match=difference):
         assert_same(replace(expected, **changes), expected)
-
-
-def test_values_of_different_classes_differ():
-    with pytest.raises(AssertionError, match="value: a Turn, not a StoredTurn"):
-        assert_same(turn("a", "B"), stored_turn("a", "B"))
 
 
 def test_nan_is_the_same_as_nan():
