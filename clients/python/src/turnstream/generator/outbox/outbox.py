@@ -54,8 +54,8 @@ _logger = logging.getLogger(__name__)
 class Outbox:
     """Writes on their way to one run.
 
-    Its arguments are those of `Publisher`. `jitter` returns numbers from 0 to 1; `address` is that
-    of the store, for messages.
+    Its arguments are those of `Publisher`. `jitter` returns numbers from 0 to 1, and `address` is
+    the address of the store, for messages.
 
     Attributes:
         target: the run, whose id is read before anything else is sent.
