@@ -84,8 +84,7 @@ def start_run(
 
 @pytest.fixture
 async def run(
-    async_client: redis.asyncio.Redis,
-    start_run: Callable[..., Awaitable[RunDriver]],
+    async_client: redis.asyncio.Redis, start_run: Callable[..., Awaitable[RunDriver]]
 ) -> RunDriver:
     """A new run."""
     return await start_run(async_client)
@@ -204,15 +203,12 @@ class RunDriver:
         )
         await run_command_async(self.client, command)
 
-    async def kill(self, group_id: str, sample: int, *, leader_epoch: int | None = None) -> bool:
+    async def kill(self, group_id: str, sample: int) -> bool:
         """Set a sealed trajectory aside."""
         died = TrajectoryDied(key=TrajectoryKey(group_id, sample), reason="checksum")
-        epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        return await mark_dead(Term(self.client, self.name, epoch), died)
+        return await mark_dead(self.term, died)
 
-    async def settle(
-        self, group_id: str, state: TrajectoryState, *samples: int, leader_epoch: int | None = None
-    ) -> None:
+    async def settle(self, group_id: str, state: TrajectoryState, *samples: int) -> None:
         """Drop a group, or its surplus."""
         keys = tuple(TrajectoryKey(group_id, sample) for sample in samples)
         settled: list[Settlement] = [
@@ -220,12 +216,11 @@ class RunDriver:
         ]
         if state == TrajectoryState.SURPLUS:
             settled = [MemberDropped(key=key, state=state, reason="why") for key in keys]
-        await self.carry_out(*settled, leader_epoch=leader_epoch)
+        await self.carry_out(*settled)
 
-    async def carry_out(self, *settled: Settlement, leader_epoch: int | None = None) -> None:
+    async def carry_out(self, *settled: Settlement) -> None:
         """Settle what was decided."""
-        epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        await settle_groups(Term(self.client, self.name, epoch), settled)
+        await settle_groups(self.term, settled)
 
     async def grant(
         self,
@@ -234,24 +229,21 @@ class RunDriver:
         *,
         attempt: int = 1,
         number: int = 1,
-        leader_epoch: int | None = None,
     ) -> bool:
         """Grant a refill."""
         wanted = RefillWanted(
             key=TrajectoryKey(group_id, sample, attempt), prompt_uid="uid", number=number
         )
-        epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        return await grant_refill(Term(self.client, self.name, epoch), wanted)
+        return await grant_refill(self.term, wanted)
 
     async def run_ms(self) -> int:
         """The run's own time, which goes on by what a test says."""
         ms: Any = await self.client.hget(self.keys.clock, "ms")
         return int(ms)
 
-    async def fire(self, *, leader_epoch: int | None = None) -> int:
+    async def fire(self) -> int:
         """Fire the deadlines that have passed."""
-        epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        return await fire_deadlines(self.term_of(epoch), run_ms=await self.run_ms())
+        return await fire_deadlines(self.term, run_ms=await self.run_ms())
 
     async def make_due(self) -> None:
         """Let every deadline pass."""
@@ -271,14 +263,13 @@ class RunDriver:
 
     async def try_to_plan(self, *group_ids: str, **fields: Any) -> StoredManifest | None:
         """The same; None if the step must be planned again."""
-        leader_epoch = fields.pop("leader_epoch", self.leader_epoch)
         step = fields.pop("step", max(self.manifests, default=0) + 1)
         before = self.manifests.get(step - 1)
         fields.setdefault("previous_hash", before.hash if before else "")
         fields.setdefault("lineage", (await read_frontier_async(self.client, self.name)).lineage)
         plan = dataclasses.replace(manifest(*group_ids, run=self.name, step=step), **fields)
         stored = encode_for_store(plan)
-        if not await write_manifest(Term(self.client, self.name, leader_epoch), stored):
+        if not await write_manifest(self.term, stored):
             return None
         self.manifests[step] = stored
         return stored
@@ -366,12 +357,9 @@ class RunDriver:
             counts.by_state[TrajectoryState.COMMITTED],
         )
 
-    async def advance_watermark(
-        self, *, at_most: int | None = None, leader_epoch: int | None = None
-    ) -> int:
+    async def advance_watermark(self, *, at_most: int | None = None) -> int:
         """Release the steps that no checkpoint can ask for."""
-        epoch = self.leader_epoch if leader_epoch is None else leader_epoch
-        return await advance_watermark(self.term_of(epoch), at_most=at_most)
+        return await advance_watermark(self.term, at_most=at_most)
 
     async def give_up(self) -> None:
         """Give up what lapsed in the first millisecond of all time: what a test let lapse."""
@@ -390,15 +378,13 @@ class RunDriver:
         await fold_batches(self.term, [stored.manifest])
         await finish_batches(self.term, {step: record})
 
-    async def fold_ends(self, *ids: str, number: int = 1, leader_epoch: int | None = None) -> bool:
+    async def fold_ends(self, *ids: str, number: int = 1) -> bool:
         """Leave a compact record of trajectories that ended untrained."""
         ended = CompactEnds(
             trajectories=tuple(map(keys.parse_trajectory_id, ids)), ends=("x",) * len(ids)
         )
         return await fold_ended(
-            Term(
-                self.client, self.name, self.leader_epoch if leader_epoch is None else leader_epoch
-            ),
+            self.term,
             ids,
             number=number,
             record=encode_ends(ended),

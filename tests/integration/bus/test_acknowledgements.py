@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import redis.asyncio
 
-from turnstream.errors import ConflictError, FencedError, RunNotFoundError, StoreBehindError
+from turnstream.errors import ConflictError, FencedError, StoreBehindError
 from turnstream.types import RecoveryToken, VersionAnnounced
-from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.sessions.sessions import (
     acknowledge_committed,
     acknowledge_stepped,
     announce_version,
-    start_session,
 )
 
 pytestmark = pytest.mark.redis
@@ -121,22 +118,7 @@ async def test_a_session_that_was_replaced_can_acknowledge_nothing(run: Any) -> 
     assert await run.dump() == before
 
 
-async def test_a_run_that_does_not_exist_has_no_session(async_client: redis.asyncio.Redis) -> None:
-    with pytest.raises(RunNotFoundError):
-        await start_session(async_client, "none", session="s", dp_world_size=1, token=None)
-    with pytest.raises(RunNotFoundError):
-        await acknowledge_stepped(async_client, "none", session_epoch=1, step=1, manifest_hash="")
-    with pytest.raises(RunNotFoundError):
-        await acknowledge_committed(async_client, "none", session_epoch=1, token=BEGINNING)
-    with pytest.raises(RunNotFoundError):
-        await read_frontier_async(async_client, "none")
-
-    assert await async_client.exists("ts:{none}:frontier") == 0
-
-
-async def test_lost_session_is_fenced_although_another_has_its_epoch(
-    run: Any,
-) -> None:
+async def test_lost_session_is_fenced_although_another_has_its_epoch(run: Any) -> None:
     # A power cut took the start of "lost" away; "second" was given the same epoch since.
     await run.plan_steps(1)
     second = await run.start("second")

@@ -20,10 +20,9 @@ async def server_ms(run: Any) -> int:
     return seconds * 1000 + microseconds // 1000
 
 
-def term(run: Any, *, leader_epoch: int | None = None) -> RunClock:
+def term(run: Any) -> RunClock:
     """The clock of a leader whose term has just started."""
-    epoch = run.leader_epoch if leader_epoch is None else leader_epoch
-    return RunClock(run.term_of(epoch), most_s=MOST_MS / 1000)
+    return RunClock(run.term, most_s=MOST_MS / 1000)
 
 
 async def read(run: Any) -> int:
@@ -94,9 +93,7 @@ async def test_time_of_a_run_stands_still_without_a_leader(run: Any) -> None:
     assert (new_ms, await read(run)) == (first_ms, first_ms + MOST_MS)
 
 
-async def test_run_of_a_release_without_a_clock_starts_at_store_time(
-    run: Any,
-) -> None:
+async def test_run_of_a_release_without_a_clock_starts_at_store_time(run: Any) -> None:
     await run.client.delete(run.keys.clock)
     before_ms = await server_ms(run)
     without_ms = await read(run)

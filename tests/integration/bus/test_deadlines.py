@@ -146,15 +146,6 @@ async def test_a_record_of_a_deadline_that_has_not_passed_is_not_written(timed: 
     assert await members_of(timed, "deadlines") == [b"group:a"]
 
 
-async def test_a_deadline_has_passed_at_its_very_millisecond(timed: Any) -> None:
-    await timed.open("a")
-    await timed.client.zadd(timed.keys.deadlines, {"group:a": 9})
-
-    reply = await write(timed, "group:a", 0, b"a record")
-
-    assert reply == [1, -1]
-
-
 async def test_one_call_reads_and_moves_a_limited_number_of_deadlines(timed: Any) -> None:
     due = {"group:a": 7, "group:b": 8, "group:c": 9}
     too_late = {f"group:{name}": 10**15 for name in "xyz"}
@@ -291,14 +282,6 @@ async def test_one_of_many_takes_a_refill(timed: Any) -> None:
     timed.ledger().check()
 
 
-async def test_refill_of_a_dropped_group_is_refused(timed: Any) -> None:
-    await timed.open("a")
-    await timed.grant("a", 1)
-    await timed.settle("a", TrajectoryState.INCOMPLETE)
-
-    assert await members_of(timed, "refills") == []
-
-
 async def test_a_late_reward_completes_a_trajectory_once(timed: Any) -> None:
     await timed.open("a")
     await timed.seal("a", 0, awaits_reward=True)
@@ -326,21 +309,6 @@ async def test_a_seal_that_awaits_its_reward_may_be_posted_twice(timed: Any) -> 
 
     assert answers == [b"OK", b"DUPLICATE"]
     timed.ledger().check()
-
-
-async def test_a_reward_after_the_decision_is_counted_and_changes_nothing(timed: Any) -> None:
-    await timed.open("a")
-    await timed.seal("a", 0, awaits_reward=True)
-    await timed.settle("a", TrajectoryState.INCOMPLETE, 0)
-    num_events = len(await timed.events())
-
-    outcomes = [await timed.post_reward("a", 0, 0.5) for _ in range(2)]
-
-    assert outcomes == [RewardOutcome.LATE, RewardOutcome.LATE]
-    counts = timed.ledger()
-    counts.check()
-    assert (counts.num_late_rewards, len(await timed.events())) == (1, num_events)
-    assert await timed.client.hget(timed.keys.ledger, "a/0/0") == b"incomplete:why"
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import Command, run_command, run_commands
 from turnstream.store.run.configs import read_config
-from turnstream.store.run.leases import list_lapsed, take_over_command
+from turnstream.store.run.leases import list_lapsed
 from turnstream.store.run.revisions import revise_config
-from turnstream.store.run.rewards import reward_command
 from turnstream.store.run.runs import (
     close_run,
     create_run,
@@ -128,36 +127,6 @@ async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(
     assert read_ledger(client, other).accepted == 2
 
 
-def test_a_late_writer_makes_no_key_again(client: redis.Redis, new_run: Callable[..., str]) -> None:
-    run = new_run(client)
-    fill(client, run)
-    run_command(client, open_group(run, "begun", num_samples=1))  # no turn was sent yet
-    key, begun = TrajectoryKey("g", 0), TrajectoryKey("begun", 0)
-    delete_run(client, run)
-    before = keys_of(client, run)
-
-    names = keys.run_keys(run)
-    abandoned = (names.ledger, names.counts, names.events, names.leases)
-    replies = run_commands(
-        client,
-        [
-            append(run, key, b"turn2", lease="1", first=2),
-            append(run, begun, b"turn0", lease="1:w"),
-            append(run, begun, b"", lease="99:planner"),
-            seal(run, key),
-            script("abandon")(abandoned, key.trajectory_id, 1, "bored", b"r"),
-            reward_command(run, key, 1.0, None),
-            open_group(run, "new", num_samples=1),
-            take_over_command(run, key.trajectory_id, writer="x"),
-        ],
-    )
-
-    kinds = [type(reply) for reply in replies if isinstance(reply, Exception)]
-    assert kinds == [*[FencedError] * 4, *[RunNotFoundError] * 3]
-    assert replies[3] == [b"FENCED [unknown] g/0/0 was never opened, or is finished"]
-    assert keys_of(client, run).keys() == before.keys()
-
-
 async def test_planner_trainer_and_readers_get_run_not_found(
     client: redis.Redis, async_client: redis.asyncio.Redis, start_run: Callable[..., Any]
 ) -> None:
@@ -173,6 +142,8 @@ async def test_planner_trainer_and_readers_get_run_not_found(
         await driver.start("another")
     with pytest.raises(RunNotFoundError):
         await acquire_leadership(async_client, driver.name, owner="q", lease_s=1)
+    with pytest.raises(RunNotFoundError):
+        await declare_observer(async_client, driver.name, observer="o", first_step=1, expiry_s=60)
     with pytest.raises(FencedError):
         await advance_watermark(Term(async_client, driver.name, driver.leader_epoch))
     with pytest.raises(RunNotFoundError):

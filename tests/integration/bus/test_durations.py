@@ -133,9 +133,7 @@ async def test_a_rollback_forgets_when_the_steps_were_trained_that_come_again(
     assert ages(client, run.name)["trainer_s"] == 0
 
 
-async def test_resumed_step_keeps_its_commit_time_and_an_undone_one_does_not(
-    run: Any,
-) -> None:
+async def test_resumed_step_keeps_its_commit_time_and_an_undone_one_does_not(run: Any) -> None:
     await run.plan_steps(1)
     await run.commit(await run.start("s"), 1)
     await run.client.hset(run.keys.times, "committed:1", 7)

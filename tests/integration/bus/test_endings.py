@@ -26,9 +26,8 @@ async def end(run: Any, **unheld: int) -> int:
     return await end_orphaned(run.term, unheld)
 
 
-async def finish(run: Any, position: str, *, leader_epoch: int | None = None) -> bool:
-    epoch = run.leader_epoch if leader_epoch is None else leader_epoch
-    return await finish_run(run.term_of(epoch), step=3, position=position)
+async def finish(run: Any, position: str) -> bool:
+    return await finish_run(run.term, step=3, position=position)
 
 
 async def position(run: Any) -> str:

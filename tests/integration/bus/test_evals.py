@@ -33,9 +33,8 @@ def ended(group_id: str = "e", *, version: int | None = 3) -> GroupEvaluated:
     return GroupEvaluated(group_id=group_id, keys=keys, result=result, total=total)
 
 
-async def settle(run: Any, *groups: GroupEvaluated, leader_epoch: int | None = None) -> None:
-    epoch = leader_epoch or run.leader_epoch
-    await settle_groups(run.term_of(epoch), groups)
+async def settle(run: Any, *groups: GroupEvaluated) -> None:
+    await settle_groups(run.term, groups)
 
 
 async def test_an_evaluation_ends_with_its_result_and_what_is_open_is_surplus(
@@ -93,15 +92,6 @@ async def test_a_group_for_training_is_never_evaluated(run: Any) -> None:
 
     with pytest.raises(ConflictError, match="open, not evaluating"):
         await settle(run, ended())
-
-
-async def test_the_seal_of_an_evaluation_that_is_sent_again_is_a_duplicate(run: Any) -> None:
-    await run.open("e", purpose=Purpose.EVAL)
-    await run.seal("e", 0)
-    await settle(run, ended())
-
-    assert await run.seal("e", 0) == [b"DUPLICATE"]
-    assert await run.seal("e", 1) == [b"SURPLUS"]
 
 
 async def test_lowest_of_too_many_versions_is_dropped(run: Any, client: redis.Redis) -> None:

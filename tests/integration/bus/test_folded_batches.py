@@ -115,13 +115,6 @@ async def test_a_released_step_beyond_the_floor_cannot_be_replaced(released: Any
         await fold_after_snapshot(released, 3)
 
 
-async def test_a_step_of_which_nothing_is_released_cannot_be_replaced(run: Any) -> None:
-    await run.plan_steps(1)
-
-    with pytest.raises(ConflictError, match="step 0 is folded, step 0 is released"):
-        await fold_after_snapshot(run, 1)
-
-
 async def test_without_any_snapshot_no_plan_can_be_replaced(released: Any) -> None:
     with pytest.raises(ConflictError, match="step 1 is not in the snapshot"):
         await finish_batches(released.term, {1: b""})
@@ -144,9 +137,7 @@ async def fold_after_snapshot(run: Any, step: int) -> None:
     await finish_batches(term, {step: b""})
 
 
-async def test_planner_continues_after_the_last_batch_when_all_are_folded(
-    released: Any,
-) -> None:
+async def test_planner_continues_after_the_last_batch_when_all_are_folded(released: Any) -> None:
     for step in (1, 2):
         await released.fold(step)
 

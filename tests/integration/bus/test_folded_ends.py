@@ -52,21 +52,6 @@ async def test_an_end_of_every_kind_is_found(run: Any, end: str) -> None:
     assert (cursor, found) == ("0", {"a/0/0": f"{end}:why"})
 
 
-async def test_ends_are_found_a_page_at_a_time(run: Any) -> None:
-    # More entries than a hash keeps in one piece, which a page always holds whole.
-    entries = {f"a/{sample}/0": "filtered:why" for sample in range(1_000)}
-    await run.client.hset(run.keys.ledger, mapping=entries)
-    cursor, pages = "0", []
-
-    while not pages or (cursor != "0" and len(pages) < 200):
-        cursor, page = await find_ended(run.client, run.name, cursor=cursor, num_entries=50)
-        pages.append(page)
-
-    assert cursor == "0"
-    assert max(map(len, pages)) < 300
-    assert {name: end for page in pages for name, end in page.items()} == entries
-
-
 async def test_states_of_more_groups_than_one_call_takes_are_known(run: Any) -> None:
     names = [f"g{number}" for number in range(300)]
     states = {name: "1:open" if name in ("g0", "g299") else "1:filtered" for name in names}
@@ -235,9 +220,7 @@ async def test_records_of_ends_are_numbered_without_a_gap(run: Any) -> None:
         await run.fold_ends("a/0/0", number=2)
 
 
-async def test_seal_of_a_member_of_a_finished_group_is_surplus(
-    run: Any,
-) -> None:
+async def test_seal_of_a_member_of_a_finished_group_is_surplus(run: Any) -> None:
     await run.open("a")
     await run.seal("a", 0)
     await run.settle("a", TrajectoryState.INCOMPLETE, 0)

@@ -144,9 +144,7 @@ async def test_only_a_sealed_trajectory_can_die(run: Any, state: str) -> None:
         await run.kill("a", 0)
 
 
-async def test_open_members_of_a_dropped_group_are_surplus_for_late_calls(
-    run: Any,
-) -> None:
+async def test_open_members_of_a_dropped_group_are_surplus_for_late_calls(run: Any) -> None:
     await run.open("a", num_samples=3)
     await run.open("a", num_samples=3, attempt=2)
     await run.seal("a", 0)
@@ -230,21 +228,6 @@ async def test_a_group_that_went_on_is_decided_again_without_a_word(run: Any) ->
     assert await run.dump() == before
 
 
-async def test_a_group_that_expires_makes_room_for_another(run: Any) -> None:
-    await run.open("a")
-    await run.seal("a", 0)
-    await run.seal("a", 1)
-
-    await run.settle("a", TrajectoryState.EXPIRED, 0, 1)
-
-    assert await run.client.hget(run.keys.groups, "a") == b"2:expired"
-    frontier = await read_frontier_async(run.client, run.name)
-    assert (frontier.num_opened_groups, frontier.num_live_groups) == (1, 0)
-    ledger = run.ledger()
-    ledger.check()
-    assert ledger.by_state[TrajectoryState.EXPIRED] == 2
-
-
 async def test_the_event_of_a_choice_that_is_sent_twice_is_there_once(run: Any) -> None:
     await run.open("a")
 
@@ -299,18 +282,6 @@ async def test_a_plan_of_groups_that_were_open_wakes_who_waits(run: Any) -> None
     await run.plan_steps(1)
 
     assert await run.last_wake_up()
-
-
-async def test_plan_of_decided_groups_wakes_no_waiting_group(run: Any) -> None:
-    await run.open("a")
-    await run.seal("a", 0)
-    await run.seal("a", 1)
-    await run.carry_out(GroupCut(group_id="a", reason="enough"))
-    before = await run.last_wake_up()
-
-    await run.plan("a")
-
-    assert await run.last_wake_up() == before
 
 
 async def test_released_reservations_of_a_cut_group_wake_waiting_groups(run: Any) -> None:

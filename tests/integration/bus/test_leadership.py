@@ -3,10 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import redis.asyncio
 
 from testkit import wait_until_async
-from turnstream.errors import RunNotFoundError
 from turnstream_server.bus.leadership.leadership import (
     acquire_leadership,
     note_trouble,
@@ -90,13 +88,6 @@ async def test_clock_set_back_does_not_extend_a_dead_leaders_lease(run: Any) -> 
     assert not seen.is_ours
     assert seen.lease_left_s == 60
     assert later.lease_left_s <= 60
-
-
-async def test_a_run_that_does_not_exist_has_no_leader(async_client: redis.asyncio.Redis) -> None:
-    with pytest.raises(RunNotFoundError):
-        await acquire_leadership(async_client, "no such run", owner="p", lease_s=1)
-
-    assert await async_client.exists("ts:{no%20such%20run}:leader") == 0
 
 
 async def test_trouble_is_recorded_by_the_leader_and_cleared_with_its_term(run: Any) -> None:

@@ -37,9 +37,9 @@ async def lapse(run: Any, *ids: str, since_ms: int = 1) -> None:
     await run.client.zadd(run.keys.leases, dict.fromkeys(ids, end_ms))
 
 
-async def give_up(run: Any, *, until_ms: int | None = None, leader_epoch: int = 1) -> bool:
+async def give_up(run: Any, *, until_ms: int | None = None) -> bool:
     until_ms = await now_ms(run) if until_ms is None else until_ms
-    return await abandon_lapsed(run.term_of(leader_epoch), until_ms=until_ms)
+    return await abandon_lapsed(run.term, until_ms=until_ms)
 
 
 async def end_lapsed(run: Any, found: LapsedTrajectory, *, until_ms: int) -> bool:
@@ -112,9 +112,7 @@ async def test_a_lease_that_ended_after_the_moment_is_kept(run: Any) -> None:
 HOUR_MS = 3_600_000
 
 
-async def test_live_lease_has_not_ended_at_a_future_time(
-    run: Any,
-) -> None:
+async def test_live_lease_has_not_ended_at_a_future_time(run: Any) -> None:
     # The planner read the clock, which was then set back by an hour.
     await run.open("a")
 
@@ -233,14 +231,3 @@ async def test_more_than_a_page_is_abandoned_page_by_page(run: Any) -> None:
     counts = run.ledger()
     counts.check()
     assert counts.by_state[TrajectoryState.ABANDONED] == num_samples
-
-
-async def test_abandoned_sample_can_be_retried_as_another_attempt(run: Any) -> None:
-    await run.open("a", num_samples=1)
-    await lapse(run, "a/0/0")
-    await give_up(run)
-
-    await run.open("a", num_samples=1, attempt=1)
-
-    assert await run.seal("a", 0, attempt=1) == [b"OK"]
-    run.ledger().check()

@@ -153,9 +153,7 @@ async def test_a_group_that_was_decided_before_is_no_longer_counted_as_open(run:
     assert await run.client.hget(run.keys.frontier, "open_groups") == b"1"
 
 
-async def test_old_plan_of_a_fenced_planner_is_refused_even_if_equal(
-    run: Any,
-) -> None:
+async def test_old_plan_of_a_fenced_planner_is_refused_even_if_equal(run: Any) -> None:
     await open_and_seal(run, "a")
     await run.plan("a", step=1)
     await release_leadership(run.term_of(1), owner="p")

@@ -55,13 +55,6 @@ async def test_no_step_is_released_before_the_first_session(run: Any) -> None:
     assert await run.advance_watermark() == 0
 
 
-async def test_a_run_that_is_gone_has_no_floor(run: Any) -> None:
-    await run.client.delete(run.keys.frontier)
-
-    with pytest.raises(RunNotFoundError):
-        await run.advance_watermark()
-
-
 @pytest.mark.parametrize(("fields", "floor"), [({"retain_checkpoints": 1}, 4), ({}, 3)])
 async def test_the_newest_revision_says_how_many_checkpoints_are_kept_or_two_are(
     run: Any, fields: dict[str, int], floor: int
@@ -130,9 +123,7 @@ async def test_the_start_of_the_run_is_refused_once_anything_is_released(release
         await released.start("later", RecoveryToken(lineage="main", step=0, chain_hash=""))
 
 
-async def test_token_at_the_watermark_is_accepted_after_folding(
-    released: Any,
-) -> None:
+async def test_token_at_the_watermark_is_accepted_after_folding(released: Any) -> None:
     for step in (1, 2):
         await released.fold(step)
 
@@ -286,9 +277,7 @@ async def test_a_run_that_is_gone_has_no_state_of_its_release(run: Any) -> None:
         await read_release_state(run.client, "x")
 
 
-async def test_bytes_stay_held_if_their_payload_could_not_be_removed(
-    run: Any,
-) -> None:
+async def test_bytes_stay_held_if_their_payload_could_not_be_removed(run: Any) -> None:
     await run.open("a")
     meta = keys.trajectory_keys(run.name, "a/0/0").meta
     await run.client.set(meta, "no hash")

@@ -38,10 +38,9 @@ def revise(server: EmbeddedServer) -> Callable[..., int]:
     return store
 
 
-async def announce(run: Any, revision: int, *, step: int, leader_epoch: int | None = None) -> bool:
-    epoch = run.leader_epoch if leader_epoch is None else leader_epoch
+async def announce(run: Any, revision: int, *, step: int) -> bool:
     revised = ConfigRevised(revision=revision, step=step)
-    return await announce_revision(run.term_of(epoch), revised)
+    return await announce_revision(run.term, revised)
 
 
 async def test_revision_comes_into_force_once_with_an_event(run: Any, revise: Any) -> None:

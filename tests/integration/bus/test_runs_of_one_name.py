@@ -28,7 +28,7 @@ from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Command, run_command, run_commands
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.leases import heartbeat_command, take_over_command
-from turnstream.store.run.rewards import post_reward, reward_command
+from turnstream.store.run.rewards import reward_command
 from turnstream.store.run.runs import close_command, close_run, create_run, list_runs
 from turnstream.store.run.tasks import next_task_command, read_prompt_counts
 from turnstream.types import GroupOpened, RecoveryToken, TrajectoryKey
@@ -195,17 +195,6 @@ def test_late_writers_of_a_deleted_run_leave_the_next_one_untouched(
     }
 
 
-def test_late_reward_by_the_id_of_a_deleted_run_is_refused(client: redis.Redis, name: str) -> None:
-    old = find_run(client, name)
-    delete_run(client, name)
-    create_run(client, name, config(2))
-
-    with pytest.raises(RunNotFoundError, match="it was deleted"):
-        post_reward(client, old, TrajectoryKey("g", 0), 1.0)
-    with pytest.raises(ConflictError, match="never opened"):
-        post_reward(client, name, TrajectoryKey("g", 0), 1.0)
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_deletion_is_finished_after_the_name_was_used_again(
     client: redis.Redis, server: EmbeddedServer, name: str, place: str
@@ -249,20 +238,6 @@ def test_finishing_an_old_deletion_spares_a_run_with_its_id(
 
     assert (done.runs, done.num_trajectories) == ((name,), NUM_MANY)
     assert content(client, f"{name}~2") == before
-
-
-def test_delete_without_a_run_finishes_the_killed_deletion(
-    client: redis.Redis, server: EmbeddedServer, name: str
-) -> None:
-    fill(client, name, num_samples=NUM_MANY)
-    kill_deletion(server, name, "delete.after_slice")
-
-    done = delete_run(client, name)
-
-    assert done.runs == (name,)
-    assert 0 < done.num_trajectories < NUM_MANY
-    with pytest.raises(RunNotFoundError, match=f"'{name}' with the id '{name}~2'"):
-        delete_run(client, name)
 
 
 def test_run_created_while_its_name_moves_on_is_the_newest(client: redis.Redis, name: str) -> None:

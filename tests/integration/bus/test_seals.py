@@ -63,9 +63,7 @@ async def test_seals_of_more_than_one_reply_are_each_of_their_own_trajectory(run
     }
 
 
-async def test_only_the_first_posted_reward_of_each_trajectory_counts(
-    run: Any,
-) -> None:
+async def test_only_the_first_posted_reward_of_each_trajectory_counts(run: Any) -> None:
     first = RewardPosted(key=KEY, reward=1.0, reward_components={})
     for _ in range(300):  # more than one reply
         await post(run, sealed("g"))

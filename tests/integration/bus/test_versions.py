@@ -3,9 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import redis.asyncio
 
-from turnstream.errors import ConflictError, FencedError, InvalidConfigError, RunNotFoundError
+from turnstream.errors import ConflictError, FencedError, InvalidConfigError
 from turnstream.types import VersionAnnounced
 from turnstream_server.bus.sessions.sessions import announce_version, newest_version
 
@@ -87,10 +86,3 @@ async def test_weights_of_an_abandoned_lineage_are_not_announced(run: Any) -> No
 async def test_a_version_below_0_is_refused(run: Any) -> None:
     with pytest.raises(InvalidConfigError, match="version: -1"):
         await announce(run, version(-1))
-
-
-async def test_a_run_that_does_not_exist_has_no_version(async_client: redis.asyncio.Redis) -> None:
-    with pytest.raises(RunNotFoundError):
-        await announce_version(async_client, "none", version(0), session_epoch=1)
-
-    assert await newest_version(async_client, "none") is None

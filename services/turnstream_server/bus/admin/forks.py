@@ -199,7 +199,7 @@ def _read_origin(client: redis.Redis, run: str, token: RecoveryToken) -> tuple[O
     row_id = _next_row_id(client, run, step)
     with translating():
         entry: Any = client.hget(names.batches, str(step))
-    frontier = read_frontier(client, run)  # last: what it retains, was retained before
+    frontier = read_frontier(client, run)  # read last: its steps were retained before
     if step < frontier.released:
         raise _not_retained(step, frontier)
     total, _, chain_hash = (entry or b"0:").decode().partition(":")

@@ -252,9 +252,27 @@ def _event_times(
             sealed_ms.setdefault(event.key, entry_ms(entry_id))
     if opened_ms.keys() < groups.keys():
         snapshot_ms = openings_in_snapshot(client, run)
-        known = ((name, snapshot_ms.get(keys.encode_name(name))) for name in groups)
-        opened_ms = {name: ms for name, ms in known if ms is not None} | opened_ms
+        opened_ms = {name: snapshot_ms[name] for name in groups if name in snapshot_ms} | opened_ms
     return opened_ms, sealed_ms
+
+
+def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str, int]:
+    """Return when open and ready groups were opened, in ms, from the snapshot of the planner.
+
+    A group whose plan was withdrawn has no time there, and a damaged snapshot has none.
+    """
+    name = keys.run_keys(run).snapshot
+    with reading(name), translating():
+        record: Any = client.hget(name, "record")
+    if record is None:
+        return {}
+    try:
+        with reading(name, "record"):
+            groups = decode_snapshot(record).fold.groups.items()
+            opened_ms = {group_id: entry_ms(group.opened_by) for group_id, group in groups}
+    except RecordError:
+        return {}  # damaged, or of a newer release
+    return {group_id: ms for group_id, ms in opened_ms.items() if ms}
 
 
 def _scores(client: redis.Redis, name: str, members: Mapping[str, _Name]) -> dict[_Name, int]:
@@ -275,20 +293,3 @@ def _ago_s(ms: int | None, now_ms: int) -> float | None:
 
 def _left_s(ms: int | None, now_ms: int) -> float | None:
     return None if ms is None else (ms - now_ms) / 1_000
-
-
-def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str, int]:
-    """Return when each open or ready group was opened, in ms, from the snapshot of the planner."""
-    name = keys.run_keys(run).snapshot
-    with reading(name), translating():
-        record: Any = client.hget(name, "record")
-    if record is None:
-        return {}
-    try:
-        with reading(name, "record"):
-            groups = decode_snapshot(record).fold.groups
-            # A group whose plan was withdrawn has no time there.
-            opened = {keys.encode_name(name): entry_ms(g.opened_by) for name, g in groups.items()}
-    except RecordError:
-        return {}  # damaged, or of a newer release
-    return {name: opened_ms for name, opened_ms in opened.items() if opened_ms}

@@ -5,17 +5,12 @@
 --
 -- Arguments: ARGV[1] leader epoch    ARGV[2] the newest step that may be released, "" for any
 -- Reply:     the low watermark
--- Errors:    NORUN  no such run
 
 local LEADER, FRONTIER, CONFIG, OBSERVERS = unpack(KEYS)
 
 -- include: turnstream_server.bus.leadership/fenced.lua
 
-local stepped, released, checkpoints = unpack(
-  redis.call('HMGET', FRONTIER, 'stepped', 'released', 'checkpoints'))
-if not stepped then
-  return redis.error_reply('NORUN no such run')
-end
+local released, checkpoints = unpack(redis.call('HMGET', FRONTIER, 'released', 'checkpoints'))
 local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
 local steps = {}
 for step in string.gmatch(checkpoints or '', '%d+') do
