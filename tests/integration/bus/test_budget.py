@@ -32,11 +32,11 @@ NUM_STEPS = 6
 OVERHEAD = 4096
 
 
-class _Life:
-    """A run whose generators begin whatever they get leave for, and whose trainer trains it.
+class _TrainedRun:
+    """A run whose generators open each group that is admitted, and whose trainer trains them.
 
     Attributes:
-        most_held: the most bytes that were ever held when a group had got leave.
+        most_held: the most bytes that were held when a group was admitted.
         step_bytes: the bytes of each step's payload.
     """
 
@@ -52,7 +52,7 @@ class _Life:
         self.groups_of: list[list[str]] = []
 
     async def generate(self) -> None:
-        """Begin groups until one must wait; then end them all, most of them well."""
+        """Open groups until one must wait; then seal them, and filter some."""
         begun: list[str] = []
         while len(begun) + len(self.ready) < 4 * self.batch_groups:
             group_id = f"g{self.num_opened}"
@@ -79,7 +79,7 @@ class _Life:
         return self.sizes[int(group_id[1:]) % len(self.sizes)]
 
     async def train(self, session: Any, *, step: int, is_committed: bool) -> None:
-        """The next step is planned, trained, perhaps committed, and what is behind it released."""
+        """Plan, train and perhaps commit the next step, and release the steps before it."""
         some, self.ready = self.ready[: self.batch_groups], self.ready[self.batch_groups :]
         await self.run.plan(*some)
         self.groups_of.append(some)
@@ -121,7 +121,7 @@ def test_run_continues_with_any_budget(
     commit_every: int,
     pass_rate: int,
 ) -> None:
-    async def live() -> _Life:
+    async def train_all() -> _TrainedRun:
         async with connect_async(server.url) as client:
             run = await start_run(
                 client,
@@ -129,23 +129,23 @@ def test_run_continues_with_any_budget(
                 max_bytes=max_bytes,
                 retain_checkpoints=1,
             )
-            life = _Life(run, batch_groups=batch_groups, sizes=sizes, pass_rate=pass_rate)
+            trained = _TrainedRun(run, batch_groups=batch_groups, sizes=sizes, pass_rate=pass_rate)
             session = await run.start("s")
             for step in range(1, NUM_STEPS + 1):
                 num_rounds = 0
-                while len(life.ready) < batch_groups:
-                    await life.generate()
+                while len(trained.ready) < batch_groups:
+                    await trained.generate()
                     num_rounds += 1
-                    assert num_rounds <= 2 * batch_groups * pass_rate, "no group gets leave"
-                await life.train(session, step=step, is_committed=step % commit_every == 0)
-            return life
+                    assert num_rounds <= 2 * batch_groups * pass_rate, "no group is admitted"
+                await trained.train(session, step=step, is_committed=step % commit_every == 0)
+            return trained
 
-    life = asyncio.run(live())
+    trained = asyncio.run(train_all())
 
-    # What is above the budget is what the trainer waits for, beside the steps that must be kept.
-    most_kept = sum(sorted(life.step_bytes)[-commit_every - 1 :])
+    # Only kept steps and the groups of the awaited step may exceed the budget.
+    most_kept = sum(sorted(trained.step_bytes)[-commit_every - 1 :])
     next_step = batch_groups * 2 * (65_536 + max(sizes) + OVERHEAD)
-    assert life.most_held <= max(max_bytes, most_kept + next_step)
+    assert trained.most_held <= max(max_bytes, most_kept + next_step)
 
 
 def byte_reasons(client: redis.Redis, run: str, *, max_bytes: int = 0) -> dict[str, str]:

@@ -96,13 +96,11 @@ class RunSummary:
     """Summary of a run for one screen.
 
     Attributes:
-        config_revision: the newest revision of its configuration.
         newest_version: the highest policy version announced; None before the first.
         planner: name of the batcher that plans it; empty without one.
     """
 
     run: str
-    config_revision: int
     frontier: Frontier
     ledger: LedgerCounts
     newest_version: VersionAnnounced | None
@@ -120,11 +118,10 @@ def read_ledger(client: redis.Redis, run: str) -> LedgerCounts:
 
 def run_summary(client: redis.Redis, run: str) -> RunSummary:
     """Return the summary of a run; its parts are read one after the other."""
-    revision, _ = read_config(client, run)
+    read_config(client, run)  # refuses the format of another release
     owner: Any = client.hget(keys.run_keys(run).leader, "owner")
     return RunSummary(
         run=run,
-        config_revision=revision,
         frontier=read_frontier(client, run),
         ledger=read_ledger(client, run),
         newest_version=newest_version(client, run),

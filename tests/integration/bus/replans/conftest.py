@@ -15,13 +15,13 @@ from turnstream_server.bus.planning.replans import Withdrawal, request_replan, w
 
 @pytest.fixture
 def ask(server: Any):
-    """Leaves a request in a run."""
+    """Stores a request in a run."""
 
-    def leave(run: Any, step: int | None = None) -> ReplanRequest:
+    def request(run: Any, step: int | None = None) -> ReplanRequest:
         with connect(server.url) as client:
             return ReplanRequest(request_replan(client, run.name, step=step), step or 0)
 
-    return leave
+    return request
 
 
 @pytest.fixture
