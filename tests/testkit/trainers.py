@@ -101,7 +101,7 @@ class Trainer:
         assert error is not None
         return error
 
-    async def stepped(self, pulled: Sequence[Pulled]) -> RecoveryToken:
+    async def stepped(self, pulled: Sequence[Pulled], *, dp_rank: int = 0) -> RecoveryToken:
         """Acknowledge the step that these mini-batches are of."""
         info = pulled[-1].mini_batch.info
         request = wire.SteppedRequest(
@@ -109,6 +109,7 @@ class Trainer:
             step=info.step,
             session_epoch=self.session_epoch,
             manifest_hash=info.manifest_hash,
+            dp_rank=dp_rank,
         )
         reply = await self._call("Stepped", request, wire.SteppedReply)
         return RecoveryToken.parse(reply.recovery_token)

@@ -220,8 +220,10 @@ async def test_step_with_two_manifests_is_acknowledged_for_no_rank(house_at, own
     (other,) = await got(trainer, 1, dp_rank=0)
 
     assert (hash_of(lost), lost.rows) != (hash_of(other), other.rows)
-    with pytest.raises(NotReadyError, match="does not know that dp_rank 1 has it"):
+    with pytest.raises(NotReadyError, match="dp_rank 1 has not stepped it"):
         await trainer.stepped([other])
+    with pytest.raises(ConflictError, match="step 1 has the manifest"):
+        await trainer.stepped([lost], dp_rank=1)
     waiting = asyncio.create_task(trainer.get(2, dp_rank=0, previous_hash=hash_of(other)))
     with pytest.raises(StoreBehindError, match=r"step 1 was delivered to dp_rank 1 .* as step 1"):
         await trainer.get(2, dp_rank=1, previous_hash=hash_of(lost))
@@ -231,7 +233,9 @@ async def test_step_with_two_manifests_is_acknowledged_for_no_rank(house_at, own
         await trainer.stepped([other])
     await trainer.start("next", dp_world_size=2)
     again = [(await trainer.get(1, dp_rank=dp_rank))[0] for dp_rank in range(2)]
-    assert (await trainer.stepped(again[1:])).step == 1
+    with pytest.raises(NotReadyError, match="dp_rank 1 has not stepped it"):
+        await trainer.stepped(again[:1])
+    assert (await trainer.stepped(again[1:], dp_rank=1)).step == 1
 
 
 async def test_rank_with_part_of_a_batch_gets_no_part_of_another(house):

@@ -317,7 +317,7 @@ class RunDriver:
         )
 
     async def step(
-        self, session: TrainerSession, step: int, *, manifest_hash: str = ""
+        self, session: TrainerSession, step: int, *, manifest_hash: str = "", dp_rank: int = 0
     ) -> RecoveryToken:
         """Acknowledge a step, of its own manifest where no other is named."""
         return await acknowledge_stepped(
@@ -326,12 +326,16 @@ class RunDriver:
             session_epoch=session.session_epoch,
             step=step,
             manifest_hash=manifest_hash or self.manifests[step].hash,
+            dp_rank=dp_rank,
         )
 
-    async def commit_token(self, session: TrainerSession, token: RecoveryToken) -> None:
+    async def commit_token(
+        self, session: TrainerSession, token: RecoveryToken, *, dp_rank: int = 0
+    ) -> None:
         """Acknowledge a checkpoint."""
+        epoch = session.session_epoch
         await acknowledge_committed(
-            self.client, self.name, session_epoch=session.session_epoch, token=token
+            self.client, self.name, session_epoch=epoch, token=token, dp_rank=dp_rank
         )
 
     async def frontier(self) -> tuple[int, int, int]:

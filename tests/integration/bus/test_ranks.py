@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import FencedError, NotReadyError, StoreBehindError
+from turnstream.errors import ConflictError, FencedError, NotReadyError, StoreBehindError
 from turnstream.store.client import keys
+from turnstream.types import RecoveryToken
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.sessions.sessions import TrainerSession, record_rank, start_session
 
@@ -29,50 +30,55 @@ async def hear(run: Any, session: TrainerSession, dp_rank: int, step: int, **sai
     await record_rank(run.client, run.name, **whose, **{"has": True, **said})
 
 
-async def test_a_step_is_acknowledged_once_every_rank_is_known_to_have_it(run: Any) -> None:
+async def step_all(run: Any, session: TrainerSession, step: int) -> RecoveryToken:
+    """Acknowledge a step on two ranks."""
+    with pytest.raises(NotReadyError, match=f"step {step}: dp_rank 1 has not stepped it"):
+        await run.step(session, step)
+    return await run.step(session, step, dp_rank=1)
+
+
+async def test_step_and_commit_count_once_every_rank_has_called(run: Any) -> None:
     await run.plan_steps(1)
-    session = await start(run, "s", dp_world_size=3)
-    await hear(run, session, 1, 1, has=False)
-
-    with pytest.raises(NotReadyError, match="does not know that dp_rank 2 has it"):
-        await run.step(session, 1)
-    await hear(run, session, 2, 1)
-    await run.step(session, 1)
-
-    assert await run.frontier() == (1, 1, 0)
-
-
-async def test_a_rank_that_has_a_later_batch_has_those_before_it(run: Any) -> None:
-    await run.plan_steps(2)
     session = await start(run, "s")
-    await hear(run, session, 1, 2)
 
-    await hear(run, session, 1, 1)  # a call that comes late
-    await run.step(session, 1)
-    await run.step(session, 2)
+    token = await step_all(run, session, 1)
+    assert await run.step(session, 1) == token  # repeated
+    await run.commit_token(session, token)
+    assert await run.frontier() == (1, 1, 0)
+    await run.commit_token(session, token, dp_rank=1)
 
-    assert await run.frontier() == (2, 2, 0)
+    assert await run.frontier() == (1, 1, 1)
 
 
-async def test_batches_of_the_last_sessions_ranks_do_not_count(run: Any) -> None:
+async def test_acknowledgement_of_a_rank_outside_the_session_is_refused(run: Any) -> None:
     await run.plan_steps(1)
-    await hear(run, await start(run, "first"), 1, 1)
+    session = await start(run, "s")
+
+    with pytest.raises(ConflictError, match="dp_rank 2 is none of the 2 ranks"):
+        await run.step(session, 1, dp_rank=2)
+    with pytest.raises(ConflictError, match="dp_rank 2 is none of the 2 ranks"):
+        await run.commit_token(session, await step_all(run, session, 1), dp_rank=2)
+
+
+async def test_steps_of_the_last_sessions_ranks_do_not_count(run: Any) -> None:
+    await run.plan_steps(1)
+    with pytest.raises(NotReadyError):
+        await run.step(await start(run, "first"), 1)
     second = await start(run, "second")
 
-    with pytest.raises(NotReadyError):
-        await run.step(second, 1)
+    with pytest.raises(NotReadyError, match="dp_rank 0 has not stepped it"):
+        await run.step(second, 1, dp_rank=1)
 
 
-async def test_a_later_batch_that_the_store_has_no_more_proves_nothing(run: Any) -> None:
-    await run.plan_steps(2)
+async def test_step_of_another_manifest_does_not_count(run: Any) -> None:
+    await run.plan_steps(1)
     session = await start(run, "s")
-    await hear(run, session, 1, 2)
-    await run.client.hset(keys.run_keys(run.name).batches, 2, f"2:{OTHER}")
-
     with pytest.raises(NotReadyError):
         await run.step(session, 1)
-    await hear(run, session, 1, 1)
-    await run.step(session, 1)
+    await run.client.hset(keys.run_keys(run.name).batches, 1, f"2:{OTHER}")
+
+    with pytest.raises(NotReadyError, match="dp_rank 0 has not stepped it"):
+        await run.step(session, 1, dp_rank=1, manifest_hash=OTHER)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +92,7 @@ async def test_a_rank_with_another_batch_ends_the_session_for_all(
     await run.plan_steps(2)
     session = await start(run, "s")
     await hear(run, session, 1, 2)
-    token = await run.step(session, 1)
+    token = await step_all(run, session, 1)
     before = await run.last_wake_up()
 
     with pytest.raises(StoreBehindError, match=f"step {step} was delivered to dp_rank 1 .*{why}"):
@@ -108,8 +114,8 @@ async def test_a_step_in_which_the_ranks_differ_is_not_committed(run: Any) -> No
     await run.plan_steps(2)
     session = await start(run, "s")
     await hear(run, session, 1, 2)
-    await run.step(session, 1)
-    token = await run.step(session, 2)
+    await step_all(run, session, 1)
+    token = await step_all(run, session, 2)
 
     with pytest.raises(StoreBehindError):
         await hear(run, session, 1, 2, manifest_hash=OTHER)
@@ -129,7 +135,7 @@ async def test_new_session_continues_after_a_lost_one(run: Any) -> None:
     with pytest.raises(FencedError):
         await hear(run, lost, 1, 1, manifest_hash=OTHER)
     await hear(run, session, 1, 1)
-    await run.step(session, 1)
+    await step_all(run, session, 1)
 
     assert (await read_frontier_async(run.client, run.name)).lost_session == ""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from simulator.clients import AsyncClient
 from simulator.shared_state import URL, SharedState
 from turnstream.errors import CorruptRecordError, NotReadyError
@@ -10,13 +12,17 @@ from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.serving.request_checks import admit, record_caller
+from turnstream_server.batcher.serving.request_checks import admit
 from turnstream_server.bus.planning.replans import note_damage
-from turnstream_server.bus.sessions.sessions import TrainerSession, acknowledge_stepped
+from turnstream_server.bus.sessions.sessions import (
+    TrainerSession,
+    acknowledge_committed,
+    acknowledge_stepped,
+)
 
 
 class Ranks:
-    """All ranks of a session, of which the first one acknowledges.
+    """All ranks of a session; each of them acknowledges.
 
     Args:
         client: client of the store.
@@ -69,21 +75,37 @@ class Ranks:
         return self._batch
 
     async def stepped(self, step: int, manifest_hash: str) -> RecoveryToken:
-        """Rank 0 acknowledges a step; where others were not heard, they ask for the next one."""
-        first = self._asked[0]
-        try:
-            return await acknowledge_stepped(
+        """Acknowledge a step on every rank, each with the manifest of its own batch."""
+        *others, last = self._asked
+        for asked in others:
+            with contextlib.suppress(NotReadyError):  # the last rank has not called yet
+                await self._acknowledge(asked, step, manifest_hash)
+        return await self._acknowledge(last, step, manifest_hash)
+
+    async def _acknowledge(
+        self, asked: wire.GetRequest, step: int, manifest_hash: str
+    ) -> RecoveryToken:
+        return await acknowledge_stepped(
+            self._client,
+            asked.run,
+            session_epoch=asked.session_epoch,
+            step=step,
+            manifest_hash=asked.previous_hash if step == self._step else manifest_hash,
+            session=asked.session,
+            dp_rank=asked.dp_rank,
+        )
+
+    async def committed(self, token: RecoveryToken) -> None:
+        """Acknowledge a checkpoint on every rank."""
+        for asked in self._asked:
+            await acknowledge_committed(
                 self._client,
-                first.run,
-                session_epoch=first.session_epoch,
-                step=step,
-                manifest_hash=manifest_hash,
-                session=first.session,
+                asked.run,
+                session_epoch=asked.session_epoch,
+                token=token,
+                session=asked.session,
+                dp_rank=asked.dp_rank,
             )
-        except NotReadyError:
-            for asked in self._asked:
-                await record_caller(self._client, asked)
-            raise
 
     async def _get(self, view: RunView, asked: wire.GetRequest) -> PlannedBatch:
         """Do the work of the servicer before it sends a batch."""

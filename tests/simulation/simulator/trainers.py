@@ -31,7 +31,6 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.sessions.sessions import (
     TrainerSession,
-    acknowledge_committed,
     announce_version,
     start_session,
 )
@@ -256,17 +255,7 @@ async def _commit(session: _Session, token: RecoveryToken) -> None:
     """Save a checkpoint and say so, also where it is too late: the store is to refuse it."""
     shared, history = session.shared, session.shared.history
     history.saved(token, is_present=session.is_present, retained=shared.in_force.retain_checkpoints)
-    await session.insist(
-        lambda: patiently(
-            lambda: acknowledge_committed(
-                session.client,
-                shared.run,
-                session_epoch=session.begun.session_epoch,
-                token=token,
-                session=session.name,
-            )
-        )
-    )
+    await session.insist(lambda: patiently(lambda: session.ranks.committed(token)))
 
 
 async def _announce(session: _Session, step: int) -> None:

@@ -155,7 +155,7 @@ class BatchesServicer:
             step=request.step,
             manifest_hash=request.manifest_hash,
             session=request.session,
-            dp_rank=request.dp_rank if request.HasField("dp_rank") else None,
+            dp_rank=request.dp_rank,
         )
         reach("stepped.after")
         return wire.SteppedReply(recovery_token=str(token))
@@ -169,7 +169,7 @@ class BatchesServicer:
             session_epoch=request.session_epoch,
             token=parse_token(request.recovery_token),
             session=request.session,
-            dp_rank=request.dp_rank if request.HasField("dp_rank") else None,
+            dp_rank=request.dp_rank,
         )
         reach("committed.after")
         return wire.CommittedReply()

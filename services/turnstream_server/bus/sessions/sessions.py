@@ -130,21 +130,18 @@ async def acknowledge_stepped(
     step: int,
     manifest_hash: str,
     session: str = "",
-    dp_rank: int | None = None,
+    dp_rank: int = 0,
 ) -> RecoveryToken:
-    """Record that the optimizer took the last update of a step; return its recovery token.
+    """Record that a rank took the last update of a step; return its recovery token.
 
-    A repeat, for this or an earlier step, returns the same token.
-
-    If `session` is set, it must be the name of the epoch's session, here and below. A call with a
-    `dp_rank` is for that rank alone.
+    The step counts once all ranks have called. A repeat, for this or an earlier step, returns the
+    same token. If `session` is set, it must be the name of the epoch's session, here and below.
 
     Raises:
         FencedError: another session has started.
         StoreBehindError: this store does not have the batch, or the session is lost.
         ConflictError: not the next step, or trained from another manifest.
-        NotReadyError: a rank is not known to have this batch, or, of a call for one rank, to have
-            stepped it; its next call reports it.
+        NotReadyError: another rank has not called yet.
     """
     names = keys.run_keys(run)
     command = _STEPPED(
@@ -153,7 +150,7 @@ async def acknowledge_stepped(
         step,
         manifest_hash,
         session,
-        "" if dp_rank is None else dp_rank,
+        dp_rank,
     )
     lineage: bytes = await run_command_async(client, command)
     return RecoveryToken(lineage=lineage.decode(), step=step, chain_hash=manifest_hash)
@@ -166,11 +163,11 @@ async def acknowledge_committed(
     session_epoch: int,
     token: RecoveryToken,
     session: str = "",
-    dp_rank: int | None = None,
+    dp_rank: int = 0,
 ) -> None:
-    """Record that the checkpoint with this token is on disk; a repeat changes nothing.
+    """Record that a rank's part of the checkpoint with this token is on disk.
 
-    A call with a `dp_rank` is for that rank's part: it counts once all ranks have called.
+    The commit counts once all ranks have called; a repeat changes nothing.
 
     Raises:
         FencedError: another session has started.
@@ -179,8 +176,7 @@ async def acknowledge_committed(
     """
     names = keys.run_keys(run)
     where = (names.frontier, names.batches, names.times, names.wake, names.ranks)
-    rank = "" if dp_rank is None else dp_rank
-    command = _COMMITTED(where, session_epoch, token.step, token.chain_hash, session, rank)
+    command = _COMMITTED(where, session_epoch, token.step, token.chain_hash, session, dp_rank)
     await run_command_async(client, command)
 
 

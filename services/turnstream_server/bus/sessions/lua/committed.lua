@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- Records that the checkpoint with a recovery token is on disk. A call is for all ranks, or for
--- one. In the second case the commit counts once every rank has called.
+-- Records that a rank's part of the checkpoint with a recovery token is on disk. The commit counts
+-- once every rank has called.
 --
 -- Arguments: ARGV[1] session epoch    ARGV[2] token's step    ARGV[3] token's manifest hash
 --            ARGV[4] session name, or "", see stepped.lua
---            ARGV[5] dp_rank of the call; "" or nothing for all
+--            ARGV[5] dp_rank
 -- Reply:     1, or 0 where it was committed before, or other ranks have not called
 -- Errors:
 --   NORUN     no such run
@@ -17,7 +17,6 @@ local FRONTIER, BATCHES, TIMES, WAKE, RANKS = unpack(KEYS)
 -- include: turnstream_server.bus.leadership/server_time.lua
 -- include: present_session.lua
 
-local speaker = ARGV[5] or ''
 local epoch, stepped, committed, checkpoints, session, lost, world_size = unpack(redis.call('HMGET',
   FRONTIER, 'session_epoch', 'stepped', 'committed', 'checkpoints', 'session', 'session_lost',
   'dp_world_size'))
@@ -42,16 +41,14 @@ end
 if step <= tonumber(committed) then
   return 0
 end
-if speaker ~= '' and tonumber(speaker) >= tonumber(world_size) then
-  return redis.error_reply('CONFLICT dp_rank ' .. speaker .. ' is none of the ' .. world_size
+if tonumber(ARGV[5]) >= tonumber(world_size) then
+  return redis.error_reply('CONFLICT dp_rank ' .. ARGV[5] .. ' is none of the ' .. world_size
     .. ' ranks of the session')
 end
-if speaker ~= '' then
-  redis.call('HSET', RANKS, 'committed:' .. speaker, ARGV[2])
-  for rank = 0, tonumber(world_size) - 1 do
-    if tonumber(redis.call('HGET', RANKS, 'committed:' .. rank) or 0) < step then
-      return 0
-    end
+redis.call('HSET', RANKS, 'committed:' .. ARGV[5], ARGV[2])
+for rank = 0, tonumber(world_size) - 1 do
+  if tonumber(redis.call('HGET', RANKS, 'committed:' .. rank) or 0) < step then
+    return 0
   end
 end
 checkpoints = (checkpoints and checkpoints ~= '') and checkpoints .. ',' .. step or step
