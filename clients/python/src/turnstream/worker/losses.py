@@ -37,7 +37,7 @@ def response_logprobs(
     """Return the log-probability of every response token, float32 (B, R).
 
     Responses end in the last column, and the logits at t score token t + 1. So the columns
-    `[-R - 1 : -1]` score them. Of the logits, the last R + 1 columns may be passed alone.
+    `[-R - 1 : -1]` score them. The last R + 1 columns of the logits may be passed alone.
 
     Raises:
         BatchingError: the widest row is all response: nothing scores its first token.
