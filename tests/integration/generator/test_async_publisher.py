@@ -12,12 +12,7 @@ from turnstream.errors import (
     RejectedError,
 )
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter
 from turnstream.types import (
-    GroupOpened,
-    RunClosed,
-    SealedTrajectory,
-    TrajectoryAbandoned,
     TrajectoryKey,
 )
 
@@ -25,23 +20,6 @@ pytestmark = pytest.mark.redis
 
 KEY = TrajectoryKey("g", 0)
 ONE_GROUP = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
-
-
-async def test_trajectory_is_stored_with_its_turns_and_seal(store: Store) -> None:
-    run = store.new_run()
-
-    async with AsyncPublisher(store.url, run) as publisher:
-        async with publisher.trajectory("g", 0, num_samples=1, prompt_uid="p") as episode:
-            await episode.append([1, 2, 3], [4, 5], logprobs=[-0.5, -0.25], policy_version=7)
-            await episode.append([1, 2, 3, 4, 5, 6], [7], logprobs=[-1.0], policy_version=8)
-            await episode.seal(reward=0.5)
-        states = store.read(run).states()
-
-    opened, seal = store.read(run).events()
-    assert states == {"g/0/0": "sealed"}
-    assert opened == GroupOpened(group_id="g", prompt_uid="p", num_samples=1)
-    assert [(s.parent_turn, s.shared_tokens) for s in seal.turns] == [(-1, 0), (0, 5)]
-    assert (seal.reward, seal.oldest_version, seal.newest_version) == (0.5, 7, 8)
 
 
 async def test_both_publishers_store_the_same_bytes(store: Store) -> None:
@@ -69,26 +47,6 @@ async def test_parallel_agents_share_one_numbering(store: Store) -> None:
         await episode.seal(1.0)
 
     assert sorted(store.read(run).spelled(KEY)) == [(prompt, "z") for prompt in prompts]
-
-
-async def test_an_exception_abandons_the_trajectory_and_the_rest_of_the_group(store: Store) -> None:
-    run = store.new_run()
-
-    async def play(publisher: AsyncPublisher) -> None:
-        async with publisher.group("g", 2) as visit, visit.trajectory(0) as episode:
-            await episode.append(ids("ab"), ids("c"))
-            raise RuntimeError("the tool broke")
-
-    async with AsyncPublisher(store.url, run) as publisher:
-        with pytest.raises(RuntimeError):
-            await play(publisher)
-
-    reason = "RuntimeError: the tool broke"
-    assert set(store.read(run).ledger().values()) == {f"abandoned:{reason}"}
-    _, *ends = store.read(run).events()
-    assert sorted(ends, key=lambda end: end.key) == [
-        TrajectoryAbandoned(key=TrajectoryKey("g", sample), reason=reason) for sample in range(2)
-    ]
 
 
 async def test_a_cancelled_task_abandons_its_trajectory(store: Store) -> None:
@@ -132,28 +90,6 @@ async def test_async_publisher_abandons_unsealed_and_refuses_ended_trajectories(
     }
 
 
-async def test_server_killed_in_mid_stream_ends_with_every_turn_once(own_store: Store) -> None:
-    run = own_store.new_run()
-
-    async def play(episode: AsyncTrajectoryWriter, numbers: range) -> None:
-        for number in numbers:
-            await episode.append(ids("a" * number), ids("b"))
-
-    async with AsyncPublisher(own_store.url, run) as publisher:
-        episodes = [publisher.trajectory("g", sample, num_samples=4) for sample in range(4)]
-        await asyncio.gather(*[play(episode, range(1, 31)) for episode in episodes])
-        own_store.server.kill()
-        await asyncio.gather(*[play(episode, range(31, 61)) for episode in episodes])
-        await poll_until(lambda: publisher.statistics().num_retries > 4, "failing writes")
-        await asyncio.to_thread(own_store.server.restart)
-        await asyncio.gather(*[episode.seal(1.0) for episode in episodes])
-
-    stored = own_store.read(run)
-    assert stored.counts() == {"accepted": 4, "sealed": 4}
-    for key in stored.sealed():
-        assert stored.spelled(key) == [("a" * number, "b") for number in range(1, 61)]
-
-
 async def test_seal_does_not_overtake_a_turn_that_waits_for_capacity(own_store: Store) -> None:
     run = own_store.new_run()
 
@@ -172,17 +108,6 @@ async def test_seal_does_not_overtake_a_turn_that_waits_for_capacity(own_store: 
     assert was_waiting
     assert len(own_store.read(run).spelled(KEY)) == 3
     assert own_store.read(run).states() == {"g/0/0": "sealed"}
-
-
-async def test_closing_the_run_comes_after_everything_accepted(store: Store) -> None:
-    run = store.new_run()
-
-    async with AsyncPublisher(store.url, run) as publisher:
-        await publisher.publish(group("g"))
-        await publisher.close_run("done")
-
-    kinds = [type(event) for event in store.read(run).events()]
-    assert kinds == [GroupOpened, SealedTrajectory, SealedTrajectory, RunClosed]
 
 
 async def test_a_publisher_whose_closing_is_cancelled_has_disconnected(own_store: Store) -> None:

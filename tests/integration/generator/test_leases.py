@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -17,7 +16,7 @@ import redis
 from testkit import ids, wait_until
 from testkit.stores import Store, wait_for_lapse
 from turnstream.errors import ConflictError, FencedError
-from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator import Publisher
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.types import SealedTrajectory, TrajectoryKey
@@ -132,20 +131,6 @@ def test_a_lease_is_kept_while_the_caller_does_something_else(store: Store, ofte
 
         assert publisher.lapsed() == []
         episode.seal(1.0)
-
-
-async def test_the_task_of_an_asynchronous_publisher_keeps_the_lease(
-    store: Store, often: None
-) -> None:
-    run = store.new_run()
-
-    async with AsyncPublisher(store.url, run) as publisher:
-        episode = publisher.trajectory("g", 0, num_samples=1)
-        await (await episode.append(ids("ab"), ids("c")))
-        await asyncio.to_thread(renewals, store.client, run, 6)
-
-        assert await publisher.lapsed() == []
-        await episode.seal(1.0)
 
 
 def test_turns_of_a_killed_generator_can_be_continued_by_another(

@@ -68,28 +68,6 @@ async def test_refusal_while_the_listener_closes_is_noticed(
     assert store.read(run).counts() == {"accepted": 6, "sealed": 6}
 
 
-async def test_async_publisher_listens_with_one_connection_and_never_polls(store: Store) -> None:
-    # Each wait had a connection and a task of its own, and a refusal could fall between two of
-    # them. One connection waits for all of them, and an idle publisher asks nothing.
-    run = store.new_run(**ONE_GROUP)
-    before = num_reads(store.client)
-    listeners: set[str] = set()
-
-    async with AsyncPublisher(store.url, run) as publisher:
-        await (await publisher.publish(group("g0")))
-        for step in STEPS:
-            receipt = await publisher.publish(group(f"g{step}"))
-            await poll_until(lambda: len(blocked(store.client)) == 1, "the listener")
-            listeners.update(blocked(store.client))
-            store.read(run).frees_capacity(stepped=step)
-            await receipt.result(10)
-        when_idle = blocked(store.client)
-
-    assert len(listeners) == 1
-    assert when_idle == []
-    assert num_reads(store.client) - before == len(STEPS)
-
-
 def test_publisher_listens_with_one_connection_and_never_polls(store: Store) -> None:
     # The twin for threads keeps one listener for its whole life: no refusal falls between two.
     # The same counts hold for both.

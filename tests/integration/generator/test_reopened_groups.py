@@ -13,7 +13,7 @@ import pytest
 from testkit import ids
 from testkit.stores import Store
 from turnstream.errors import ConflictError, RejectedError
-from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator import Publisher
 from turnstream.store.client import keys
 
 pytestmark = pytest.mark.redis
@@ -155,24 +155,6 @@ def test_released_group_yields_no_sample(store: Store) -> None:
         store.client.hset(names.over, digest.hexdigest()[:3], digest.digest()[:8])
 
         assert write_rest(publisher) == []
-
-
-async def test_async_generator_writes_only_the_unfinished_samples(store: Store) -> None:
-    run = store.new_run(lease_s=1.0, takeover_s=60.0)
-    killed_generator(store.url, run)
-    written: list[int] = []
-
-    async with (
-        AsyncPublisher(store.url, run) as publisher,
-        publisher.group("g", 3, exist_ok=True) as group,
-    ):
-        for trajectory in group:
-            await trajectory.append(ids("ab"), ids("e"))
-            await trajectory.seal(0.5)
-            written.append(trajectory.key.sample)
-
-    assert written == [1, 2]
-    assert store.read(run).states() == SEALED
 
 
 def test_group_left_without_a_seal_is_named_in_one_warning(

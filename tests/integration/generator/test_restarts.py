@@ -13,7 +13,7 @@ from testkit import group, ids, wait_until
 from testkit.releases import release_payload
 from testkit.stores import Store
 from turnstream.errors import StoreBehindError
-from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.store.run.rewards import RewardOutcome
@@ -52,23 +52,6 @@ def test_lost_writes_are_sent_again_from_the_opening_to_the_seal(
     assert len(stored.sealed()) == 5
     assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
     assert statistics.num_trajectories == 5
-
-
-async def test_an_asynchronous_publisher_sends_again_what_the_store_forgot(
-    own_store: Store, past_of: PastOf, clock: Any
-) -> None:
-    run = own_store.new_run()
-
-    async with AsyncPublisher(own_store.url, run, keep_s=KEEP_S) as publisher:
-        past = past_of(own_store.server)
-        await (await publisher.publish(group("lost"))).result(10)
-        past.come_back()
-        clock.resume()
-        await publisher.flush_to_disk(20)
-        statistics = publisher.statistics()
-
-    assert own_store.read(run).counts() == {"accepted": 2, "sealed": 2}
-    assert (statistics.num_restarts, statistics.kept_bytes) == (1, 0)
 
 
 def test_a_restart_that_lost_nothing_changes_nothing(own_store: Store) -> None:

@@ -10,10 +10,10 @@ import pytest
 import redis
 import redis.asyncio
 
-from testkit import ids, wait_until_async
+from testkit import ids
 from testkit.stores import Store, wait_for_lapse
 from turnstream.errors import ConflictError, FencedError
-from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator import Publisher
 from turnstream.generator.api.adoption import adopt_trajectory
 from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.client import keys
@@ -54,14 +54,20 @@ def test_trajectory_without_a_turn_is_adopted(store: Store) -> None:
     assert store.read(run).spelled(KEY) == [("ab", "c")]
 
 
-def test_stored_seal_without_an_event_counts(store: Store) -> None:
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [({"reward": 1.0}, "sealed"), ({"awaits_reward": True}, "awaiting_reward")],
+)
+def test_stored_seal_without_an_event_counts(
+    store: Store, fields: dict[str, Any], state: str
+) -> None:
     run = store.new_run(lease_s=LEASE_S)
     with Publisher(store.url, run) as gone:
         gone.trajectory("h", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
         episode = gone.trajectory("g", 0, num_samples=1)
         episode.append(ids("ab"), ids("c"))
-        episode.seal(1.0)
-    forget_the_seal(store.client, run)
+        episode.seal(**fields)
+    forget_the_seal(store.client, run, state=state)
 
     with (
         Publisher(store.url, run, writer="second") as publisher,
@@ -70,26 +76,9 @@ def test_stored_seal_without_an_event_counts(store: Store) -> None:
         publisher.adopt("g", 0)
 
     stored = store.read(run)
-    assert stored.ledger()["g/0/0"] == "sealed:2"
+    assert stored.ledger()["g/0/0"] == f"{state}:2"
     assert stored.sealed() == [KEY, KEY]
-    assert stored.counts() == {"accepted": 2, "open": 1, "sealed": 1}
-
-
-def test_stored_seal_without_an_event_still_awaits_its_reward(store: Store) -> None:
-    run = store.new_run(lease_s=LEASE_S)
-    with Publisher(store.url, run) as gone:
-        episode = gone.trajectory("g", 0, num_samples=1)
-        episode.append(ids("ab"), ids("c"))
-        episode.seal(awaits_reward=True)
-    forget_the_seal(store.client, run, state="awaiting_reward")
-
-    with (
-        Publisher(store.url, run, writer="second") as publisher,
-        pytest.raises(ConflictError, match="g/0/0 is sealed: its writer stored the seal"),
-    ):
-        publisher.adopt("g", 0)
-
-    assert store.read(run).ledger()["g/0/0"] == "awaiting_reward:2"
+    assert stored.counts() == {"accepted": 2, "open": 1, state: 1}
 
 
 def forget_the_seal(
@@ -101,30 +90,6 @@ def forget_the_seal(
     client.hincrby(names.counts, state, -1)
     client.hincrby(names.counts, "open", 1)
     client.zadd(names.leases, {"g/0/0": 1})
-
-
-async def test_async_publisher_adopts_lapsed_trajectories(store: Store) -> None:
-    run = store.new_run(lease_s=LEASE_S)
-    async with AsyncPublisher(store.url, run) as gone:
-        episode = gone.trajectory("g", 0, num_samples=1)
-        await (await episode.append(ids("ab"), ids("c")))
-
-    async with AsyncPublisher(store.url, run) as publisher:
-
-        async def lapsed() -> bool:
-            return [found.key for found in await publisher.lapsed()] == [KEY]
-
-        await wait_until_async(lapsed, describe="the end of a lease")
-        taken = await publisher.adopt("g", 0)
-        await taken.append(ids("abcd"), ids("e"))
-        await taken.seal(1.0)
-
-    assert [each.response_ids.tolist() for each in taken.turns] == [[ord("c")]]
-    assert store.read(run).spelled(KEY) == [("ab", "c"), ("abcd", "e")]
-    forget_the_seal(store.client, run, epoch=2)
-    async with AsyncPublisher(store.url, run) as publisher:
-        with pytest.raises(ConflictError, match="g/0/0 is sealed"):
-            await publisher.adopt("g", 0)
 
 
 class Sleepy(redis.asyncio.Redis):

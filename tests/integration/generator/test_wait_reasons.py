@@ -92,30 +92,6 @@ def test_admission_wait_names_the_lost_generator_and_its_silence(store: Store) -
     assert 0 <= facts(caught.value, WaitKind.TOO_FEW_READY)["since_s"] < 60
 
 
-async def test_async_publisher_gets_the_same_reasons(store: Store) -> None:
-    run = store.new_run(**ONE_GROUP)
-
-    async with (
-        AsyncPublisher(store.url, run, writer="slow") as slow,
-        slow.trajectory("a", 0, num_samples=2) as writer,
-        AsyncPublisher(store.url, run, admission_timeout_s=0.1) as publisher,
-    ):
-        with pytest.raises(NotReadyError) as entered:
-            await publisher.group("b", 2).__aenter__()
-        receipt = await publisher.publish(group("c"))
-        with pytest.raises(NotReadyError) as published:
-            await receipt
-        writer.abandon("over")
-
-    expected = [
-        *(WaitKind.NO_ADMISSION, WaitKind.NO_PLANNER, WaitKind.TOO_FEW_READY, WaitKind.MEMBER_OPEN),
-        WaitKind.OUT_OF_CAPACITY,
-    ]
-    assert kinds(entered.value) == kinds(published.value) == expected
-    held = facts(published.value, WaitKind.MEMBER_OPEN)
-    assert (held["group"], held["writer"], held["lease_left_s"] > 0) == ("a", "slow", True)
-
-
 def test_task_wait_names_the_generators_of_the_prompts(store: Store) -> None:
     run = store.new_run()
     add_prompts(store.client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=1)])

@@ -54,8 +54,8 @@ class TrajectoryWriterBase(ABC, Generic[_Sender]):
         self._draft: TrajectoryDraft | None = None
         self._turns: tuple[Turn, ...] = ()
         self._has_ended = False
-        self._order = asyncio.Lock()  # of the writes that wait for something
-        self._numbering = threading.Lock()  # of the turns
+        self._order = asyncio.Lock()  # orders the writes that wait
+        self._numbering = threading.Lock()  # guards the draft
 
     @property
     def key(self) -> TrajectoryKey:

@@ -52,6 +52,9 @@ _FIRST_WORDS: Final[Sequence[Sequence[Argument]]] = (
     ("INFO", "server"),
     ("CONFIG", "GET", *SETTINGS),
 )
+MAX_ROUND_BYTES: Final = 1 << 20
+"""Enough to hide the round trip, and small in the server's buffers."""
+
 _RUN_ID = re.compile(rb"\brun_id:(\w+)")
 
 
@@ -173,6 +176,18 @@ def admission_command(run: str, writer: str, admission: Admission) -> Command:
         *[lane.trajectory_id for lane in admission.lanes],
     )
     return open_numbered_command(run, admission.prompt_number, *arguments)
+
+
+def num_sendable(lane: Lane) -> tuple[int, int]:
+    """Return how many turns of a lane fit in a round, and their bytes."""
+    num_turns = 0
+    num_bytes = 0
+    for turn, _, _ in lane.pending:
+        if num_turns and num_bytes + len(turn.record) > MAX_ROUND_BYTES:
+            break
+        num_turns += 1
+        num_bytes += len(turn.record)
+    return num_turns, num_bytes
 
 
 def payload_command(run: str, writer: str, lane: Lane, *, num_turns: int, seals: bool) -> Command:

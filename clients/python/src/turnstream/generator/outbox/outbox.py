@@ -231,6 +231,7 @@ class Outbox:
         After a silence longer than a lease, only heartbeats are sent. A late write could otherwise
         create a trajectory again that was abandoned and released.
         """
+        self.run_calls.queue_reposts(now_s)
         tracker = self.tracker
         beats = tracker.heartbeats.take(now_s)
         asks = self.admissions.due(now_s, is_full=self.outage.is_full)
@@ -240,7 +241,7 @@ class Outbox:
             *tracker.take_endings(),
             *self.admissions.take(),
             *tracker.take_payload(),
-            *self.run_calls.take(now_s),
+            *self.run_calls.take(),
             *tracker.reservations.take(),
             *beats,
             *asks,

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Container, Iterator
 from typing import Any
 
+from turnstream.generator.outbox.calls import MAX_ROUND_BYTES, num_sendable
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RunCall
 
-_MAX_ROUND_BYTES = 1 << 20  # enough to hide the round trip, small in the server's buffers
 _MAX_SEALS = 256  # a script can unpack some thousand values, not more
 
 
@@ -61,11 +61,11 @@ class Queues:
         The caller sends each before it takes the next.
         """
         num_bytes = 0
-        while self._payload and num_bytes < _MAX_ROUND_BYTES:
+        while self._payload and num_bytes < MAX_ROUND_BYTES:
             lane = self._payload.popleft()
             lane.is_queued = False
             if lane.error is None:  # else a call would create its payload stream again
-                num_turns, num_lane_bytes = _num_sendable(lane)
+                num_turns, num_lane_bytes = num_sendable(lane)
                 num_bytes += num_lane_bytes
                 yield lane, num_turns, lane.seal is not None and num_turns == len(lane.pending)
 
@@ -116,18 +116,6 @@ class Queues:
         for queue in (self.abandons, self.seals, self.admissions, self.waiting, self.of_run):
             queue.clear()
         self._payload.clear()
-
-
-def _num_sendable(lane: Lane) -> tuple[int, int]:
-    """Return how many turns of a lane fit in a round, and their bytes."""
-    num_turns = 0
-    num_bytes = 0
-    for turn, _, _ in lane.pending:
-        if num_turns and num_bytes + len(turn.record) > _MAX_ROUND_BYTES:
-            break
-        num_turns += 1
-        num_bytes += len(turn.record)
-    return num_turns, num_bytes
 
 
 def _drained(queue: deque[Any]) -> list[Any]:

@@ -42,11 +42,14 @@ class RunCalls:
         self._reposts: list[RunCall] = []
         self._reposts_due_s = 0.0
 
-    def take(self, now_s: float) -> list[Call]:
-        """Return the calls to send now."""
+    def queue_reposts(self, now_s: float) -> None:
+        """Queue the rewards that are to be posted again now."""
         if now_s >= self._reposts_due_s:
             self._queue.extend(self._reposts)
             self._reposts = []
+
+    def take(self) -> list[Call]:
+        """Return the calls to send now."""
         taken = list(self._queue)
         self._queue.clear()
         return [

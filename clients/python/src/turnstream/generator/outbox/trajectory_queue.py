@@ -141,7 +141,7 @@ class RewardPost:
     """A reward that is posted for a trajectory of any generator.
 
     Attributes:
-        receipt: of the first answer.
+        receipt: receipt of the first answer.
         outcome: the last answer.
         until_s: until when it is posted again, if a restarted store lacks the trajectory.
     """

@@ -1,45 +1,45 @@
 #!lua
--- Stores turns of a trajectory, and its seal where that comes along, all or nothing. A record that
--- is there already, by its CRC (its last four bytes), is passed over.
+-- Stores turns of a trajectory, and its seal if it is among the records, all or nothing. Records that
+-- are stored already, by their CRC (the last four bytes), are skipped.
 --
--- The place of the payload is made by a writer's first call alone, which says so by naming the
--- writer. Any other call finds its own epoch there, or is late and refused.
+-- The first call of a writer creates the keys; its first argument contains the writer. Every other
+-- call finds its own epoch there, or is refused.
 --
--- A trajectory is taken over in two slots, one after the other: first in the ledger (take_over.lua),
--- then here, by a first call with the higher epoch, which may carry no record. Only after it does
--- the new writer (B) read what the old one (A) has stored, so that nothing is added behind its back:
+-- A trajectory is adopted in two slots: first in the ledger (take_over.lua), then here, by a first
+-- call with the higher epoch, which may carry no record. Only then the new writer (B) reads the turns
+-- of the old one (A):
 --
 --   A's turn before B's first call   stored; B finds it among the turns and continues after it
---   A's turn after it                FENCED; so is A's own first call, if that comes late
---   A's seal before B's first call   stored; A's event is refused by the ledger, which B has. B finds
---                                    the seal and posts it with its own epoch: the first seal wins
---   A's event before B's take-over   the trajectory is sealed, and take_over refuses
---   B dies before its first call     A may go on storing turns, and even a seal, for nothing: its
---                                    event does not fit the ledger. Whoever comes next finds them
---   B sleeps before its first call,  B's call is FENCED where C's came first; else C's first call
---   and C takes over                 fences B, and C finds the turns of both, in order
---   given up instead of taken over   the planner makes a first call with an epoch above all writers'
+--   A's turn after it                FENCED; so is A's own first call, if that is late
+--   A's seal before B's first call   stored; the ledger refuses A's event. B finds the seal and posts
+--                                    it with its own epoch: the first seal wins
+--   A's event before B's adoption    the trajectory is sealed, and take_over refuses
+--   B dies before its first call     A may store more turns, and even a seal, but its event does not
+--                                    fit the ledger. The next writer finds them
+--   B sleeps before its first call,  B's call is FENCED if C's came first; else C's first call fences
+--   and C adopts                     B, and C finds the turns of both, in order
+--   abandoned in place of adopted    the planner makes a first call with an epoch above all writers'
 --
--- So the epochs of a trajectory's entries only ever grow, and no two writers alternate.
+-- So the epochs of a trajectory's entries only grow, and no two writers alternate.
 --
 -- Keys, in the trajectory's slot:
 --   KEYS[1] turns  stream  added: turn n (from 0) as entry "0-<n + 1>", the seal as the entry after
 --                          the last turn; field r = record
---   KEYS[2] meta   hash    epoch, writer: made here, or taken over by a newer epoch;
---                          turns, bytes, sealed (0 or 1): changed here; read: released
+--   KEYS[2] meta   hash    epoch, writer: created, or replaced by a newer epoch;
+--                          turns, bytes, sealed (0 or 1): changed; read: released
 -- Arguments:
 --   ARGV[1] "<lease epoch>:<writer>" in the first call, later "<lease epoch>/<writer>", or the epoch
---           alone. A store that lost a take-over may give its epoch to another writer: of two that
---           have the same epoch, the one whose first call came first is right
+--           alone. A store that lost an adoption may return its epoch to another writer: if two have
+--           the same epoch, the one whose first call came first is right
 --   ARGV[2] index of the first turn, from 0
 --   ARGV[3] "1" if the last record is the seal, else "0"
 --   ARGV[4...] records; there may be none
--- Reply: how many of the records were stored now, an integer; the others were there already
+-- Reply: the number of records that were stored by this call
 -- Errors:
---   FENCED    the place was never made, another epoch or writer has it, or the payload was released
+--   FENCED    the keys do not exist, another epoch or writer has them, or the payload was released
 --             (fact: released, unless the trajectory was abandoned)
---   CONFLICT  another writer has it with the same epoch; a turn or the seal is there with another
---             content; or the trajectory is sealed and this goes on
+--   CONFLICT  another writer has the same epoch; a turn or the seal is there with another content; or
+--             there are turns after the seal
 --   GAP       fact: k; turn k is missing
 
 local epoch, kind, caller = string.match(ARGV[1], '^(%d+)([:/]?)(.*)$')

@@ -19,11 +19,10 @@
 --   KEYS[9] budget  hash    changed: reserved, stored; estimate, a running mean over the last `settled`
 --                           trajectories or so
 --   KEYS[10] clock  hash    read, where a trajectory awaits its reward: see run_clock.lua
--- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<awaits>/<bytes>:<writer>", where
---            <awaits> is "awaits" where the reward is posted later, else empty, and <bytes> are those
---            of its records in the store. "/<bytes>" may be missing, then it goes on holding what was
---            reserved; ":<writer>" may be missing, then the epoch alone is compared; and so may
---            ":<awaits>" where both are. The trajectory_sealed record
+-- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<awaits>/<bytes>:<writer>"; the
+--            trajectory_sealed record. <awaits> is "awaits" if the reward is posted later, else empty.
+--            <bytes> is the size of its stored records; without "/<bytes>" the reservation stays.
+--            Without ":<writer>" the epoch alone is compared. ":<awaits>" may be missing if both are
 -- Reply: per trajectory, in order: "OK", "DUPLICATE" (it had been posted), "SURPLUS" (its group was
 --        decided without it), or why not: "FENCED ...", with the fact unknown where the
 --        ledger does not have it
@@ -87,7 +86,7 @@ local usual, settled = unpack(redis.call('HMGET', BUDGET, 'estimate', 'settled')
 usual, settled = tonumber(usual or 0), tonumber(settled or 0)
 local reserved, stored = 0, 0
 
--- From now on a trajectory holds what it takes, where its writer says so.
+-- Replace the reservation of a trajectory by its size, if its writer sent the size.
 local function settle(id, size)
   local held = tonumber(string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$'))
   if not held then

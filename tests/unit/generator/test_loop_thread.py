@@ -1,0 +1,80 @@
+"""The event loop of a publisher for threads."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+
+import pytest
+
+from testkit import wait_until
+from turnstream.errors import ConflictError, StoreUnavailableError
+from turnstream.generator.transport.loop_thread import LoopThread
+
+
+async def returned(value: int) -> int:
+    return value
+
+
+async def failed() -> None:
+    raise ConflictError("other")
+
+
+def test_loop_thread_returns_results_and_raises_errors() -> None:
+    loop = LoopThread()
+
+    assert loop.run(returned(3)) == 3
+    with pytest.raises(ConflictError, match="other"):
+        loop.run(failed())
+    loop.close()
+
+
+def test_closed_loop_thread_refuses_calls() -> None:
+    loop = LoopThread()
+    loop.close()
+
+    loop.call_soon(lambda: pytest.fail("called"))
+    with pytest.raises(StoreUnavailableError, match="the publisher was closed"):
+        loop.run(returned(3))
+
+
+def test_closing_ends_the_calls_of_other_threads() -> None:
+    loop, is_waiting, errors = LoopThread(), threading.Event(), list[Exception]()
+
+    async def wait() -> None:
+        is_waiting.set()
+        await asyncio.Event().wait()
+
+    def call() -> None:
+        try:
+            loop.run(wait())
+        except StoreUnavailableError as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    is_waiting.wait(10)
+    loop.close()
+    caller.join(10)
+
+    assert [str(error) for error in errors] == ["the publisher was closed"]
+
+
+def test_interrupted_call_is_cancelled_in_the_loop() -> None:
+    loop, main, was_cancelled = LoopThread(), threading.main_thread().ident, threading.Event()
+    assert main is not None
+
+    async def wait() -> None:
+        try:
+            signal.pthread_kill(main, signal.SIGINT)
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            was_cancelled.set()
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(wait())
+
+    wait_until(was_cancelled.is_set, describe="the cancellation")
+    loop.close()
