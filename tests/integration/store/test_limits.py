@@ -1,4 +1,4 @@
-"""Calls of the store end by the deadline of their block."""
+"""Calls of a store that does not answer end in time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import redis
-from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from turnstream.store.client.connection import connect
-from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S, ending_by, ending_within
-from turnstream_server.embedded import EmbeddedServer, free_port
+from turnstream.store.client.connection import connect, limited_client
 
 pytestmark = pytest.mark.redis
 
@@ -30,12 +27,11 @@ def silent() -> Iterator[redis.Redis]:
             yield client
 
 
-@pytest.mark.parametrize("outer_s", [60.0, 0.1])
-def test_call_ends_by_the_earlier_of_two_deadlines(silent: redis.Redis, outer_s: float) -> None:
+def test_call_of_a_limited_client_ends_in_time(silent: redis.Redis) -> None:
     began_s = time.monotonic()
 
-    with pytest.raises(RedisTimeoutError), ending_within(outer_s), ending_within(60.1 - outer_s):
-        silent.ping()
+    with pytest.raises(RedisTimeoutError), limited_client(silent, timeout_s=0.1) as client:
+        client.ping()
 
     assert 0.1 <= time.monotonic() - began_s < LONGEST_S
 
@@ -52,27 +48,3 @@ def test_a_server_that_is_silent_is_not_asked_again() -> None:
         listener.accept()[0].close()
         with pytest.raises(BlockingIOError):
             listener.accept()
-
-
-def test_tries_of_a_lost_connection_end_by_the_deadline_too() -> None:
-    with connect(f"redis://127.0.0.1:{free_port()}", num_retries=1_000) as client:
-        began_s = time.monotonic()
-
-        with pytest.raises(RedisError), ending_within(0.2):
-            client.ping()
-
-        assert time.monotonic() - began_s < LONGEST_S
-
-
-def test_a_connection_that_was_limited_has_its_own_timeout_again(server: EmbeddedServer) -> None:
-    with connect(server.url) as client:
-        with ending_by(time.monotonic() + LONGEST_S):
-            client.ping()
-        (connection,) = client.connection_pool._available_connections
-        limited_s = connection._sock.gettimeout()
-
-        client.ping()
-        own_s = connection._sock.gettimeout()
-
-    assert 0 < limited_s < LONGEST_S
-    assert (own_s, connection.socket_timeout) == (SOCKET_TIMEOUT_S, SOCKET_TIMEOUT_S)

@@ -10,20 +10,14 @@ from urllib.parse import urlsplit
 import redis
 import redis.asyncio
 import redis.asyncio.retry
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.connection import parse_url
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.retry import Retry
 
 from turnstream.errors import InvalidConfigError
-from turnstream.store.client.deadlines import (
-    CONNECT_TIMEOUT_S,
-    SOCKET_TIMEOUT_S,
-    BoundedPauses,
-    bounded,
-    ending_within,
-)
+from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SOCKET_TIMEOUT_S
 from turnstream.types.names import shown, text_trouble
 
 MAX_BLOCK_S = 10.0
@@ -50,12 +44,19 @@ def connect(
     Args:
         url: address of the store.
         num_retries: retries of a command after a lost connection.
-        silent_s: seconds without an answer after which a server counts as away; see also
-            `turnstream.store.client.deadlines.ending_by`.
+        silent_s: seconds without an answer after which a server counts as away.
     """
-    pauses = BoundedPauses(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
-    retry = Retry(pauses, num_retries, supported_errors=(RedisConnectionError,))
-    return redis.Redis.from_url(url, retry=retry, **_blocking_options(url, silent_s=silent_s))
+    backoff = ExponentialBackoff(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
+    retry = Retry(backoff, num_retries, supported_errors=(RedisConnectionError,))
+    return redis.Redis.from_url(url, retry=retry, **{**_options(), "socket_timeout": silent_s})
+
+
+def limited_client(client: redis.Redis, *, timeout_s: float) -> redis.Redis:
+    """Return a client of the same store, whose next call ends within `timeout_s`, once it fails."""
+    pool = client.connection_pool
+    limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    options = {**pool.connection_kwargs, **limits, "retry": Retry(NoBackoff(), 0)}
+    return redis.Redis.from_pool(redis.ConnectionPool(pool.connection_class, **options))
 
 
 def connect_async(url: str, *, num_retries: int = NUM_RETRIES) -> redis.asyncio.Redis:
@@ -113,11 +114,6 @@ def address_of_client(client: redis.Redis | redis.asyncio.Redis) -> str:
     return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', _PORT)}"
 
 
-def _blocking_options(url: str, *, silent_s: float = SOCKET_TIMEOUT_S) -> dict[str, Any]:
-    kind = parse_url(url).get("connection_class", redis.Connection)
-    return {**_options(), "socket_timeout": silent_s, "connection_class": bounded(kind)}
-
-
 def _options() -> dict[str, Any]:
     return {
         "decode_responses": False,
@@ -132,23 +128,18 @@ class Link:
     """One connection for many commands at once; it never repeats any, and reconnects when used."""
 
     def __init__(self, url: str) -> None:
-        pool = redis.ConnectionPool.from_url(url, **_blocking_options(url))
-        self._connection: Any = pool.make_connection()
+        self._connection = redis.ConnectionPool.from_url(url, **_options()).make_connection()
 
-    def exchange(
-        self, data: bytes, num_replies: int, *, timeout_s: float = SOCKET_TIMEOUT_S
-    ) -> list[Any]:
+    def exchange(self, data: bytes, num_replies: int) -> list[Any]:
         """Send packed commands and return their replies in order, error replies among them."""
         replies: list[Any] = []
         try:
-            with ending_within(timeout_s):
-                self._connection.send_packed_command([data])
-                while len(replies) < num_replies:
-                    self._connection.limit_read()
-                    try:
-                        replies.append(self._connection.read_response())
-                    except ResponseError as error:
-                        replies.append(error)
+            self._connection.send_packed_command([data], check_health=False)
+            while len(replies) < num_replies:
+                try:
+                    replies.append(self._connection.read_response())
+                except ResponseError as error:
+                    replies.append(error)
         except BaseException:
             self.close()  # the next exchange must not read replies of this one
             raise

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Final
 
 import redis
 import redis.asyncio
@@ -17,12 +18,14 @@ from turnstream.errors import (
     WaitKind,
     WaitReason,
 )
-from turnstream.store.client.connection import MAX_BLOCK_S, address_of_client
-from turnstream.store.client.deadlines import ANSWER_S, ending_by, is_silence
+from turnstream.store.client.connection import MAX_BLOCK_S, address_of_client, limited_client
+from turnstream.store.client.deadlines import ANSWER_S, is_silence
 from turnstream.store.client.replies import translating
 from turnstream.store.waits.awaited import store_away, store_full, store_silent
 from turnstream.store.waits.read_waits import read_waits, read_waits_async
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
+
+_LEAST_S: Final = 0.001  # a socket with a timeout of 0 would not wait at all
 
 
 class StoreWait:
@@ -74,18 +77,18 @@ class StoreWait:
         self._last_answer = why, self._clock()
 
     @contextlib.contextmanager
-    def bounded(self) -> Iterator[None]:
-        """End blocking calls inside by the deadline, with the reasons in the error."""
+    def bounded(self, client: redis.Redis) -> Iterator[redis.Redis]:
+        """Yield a client for one call that ends by the deadline, with the reasons in the error."""
         sent_s = self._clock()
         try:
-            with ending_by(self._last_s), translating():
-                yield
+            with self._limited(client) as limited, translating():
+                yield limited
         except (StoreFullError, StoreUnavailableError) as error:
             raise self._unanswered(error, sent_s) from error
 
     @contextlib.asynccontextmanager
     async def bounded_async(self) -> AsyncIterator[None]:
-        """The same as `bounded`, for asyncio."""
+        """End the calls inside by the deadline, with the reasons in the error."""
         sent_s = self._clock()
         try:
             with translating():
@@ -96,8 +99,8 @@ class StoreWait:
 
     def read_waits(self, client: redis.Redis, run: str) -> WaitSnapshot | None:
         """Return the state of the run; None if the store does not return it in time."""
-        with ending_by(self._last_s):
-            return read_waits(client, run)
+        with self._limited(client) as limited:
+            return read_waits(limited, run)
 
     async def read_waits_async(self, client: redis.asyncio.Redis, run: str) -> WaitSnapshot | None:
         """The same as `read_waits`, for asyncio."""
@@ -105,6 +108,10 @@ class StoreWait:
             async with asyncio.timeout(self._last_s - self._clock()):
                 return await read_waits_async(client, run)
         return None
+
+    def _limited(self, client: redis.Redis) -> redis.Redis:
+        left_s = max(_LEAST_S, self._last_s - self._clock())
+        return limited_client(client, timeout_s=left_s)
 
     @property
     def _left_s(self) -> float:

@@ -26,14 +26,14 @@ def wait_for_version(
     """
     what = f"run {run!r}: no version above {above}"
     wait = StoreWait(client, WaitKind.NO_VERSION, what, wait_s=timeout_s)
-    with wait.bounded():
-        run = find_run(client, run)
+    with wait.bounded(client) as limited:
+        run = find_run(limited, run)
     # The entry of version v has the id <v + 1>-0: newer versions have later ids.
     position: Any = {keys.run_keys(run).versions: f"{above + 1}-0"}
     while True:
-        with wait.bounded():
-            found = client.xread(position, count=1, block=wait.block_ms)
-            newest = newest_version(client, run) if found else None
+        with wait.bounded(client) as limited:
+            found = limited.xread(position, count=1, block=wait.block_ms)
+            newest = newest_version(limited, run) if found else None
         if newest is not None:
             return newest
         wait.note_answer(f"no version above {above} was announced")
