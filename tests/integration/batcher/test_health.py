@@ -168,6 +168,19 @@ def test_group_and_task_waits_on_full_store_say_full(full: FullStore) -> None:
         assert all(says_full(reason.sentence) for reason in error.reasons[:2])
 
 
+def test_adoption_on_a_full_store_has_its_reason(full: FullStore, house: Any) -> None:
+    full.fill()
+
+    with (
+        Publisher(house.url, full.run, writer="other") as other,
+        pytest.raises(StoreFullError) as refused,
+    ):
+        other.adopt("g0", 0)
+
+    assert [reason.kind for reason in refused.value.reasons] == ["store_full"]
+    assert "refuses writes" in str(refused.value)
+
+
 async def test_batcher_of_full_store_says_full(
     full_with_batcher: tuple[FullStore, Any, Any],
 ) -> None:
