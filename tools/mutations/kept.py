@@ -50,13 +50,6 @@ KEPT = (
         ("test_filters",),
     ),
     Mutation(
-        "a penalty of no buffer is taken",
-        "scoring/filters.py",
-        "if not 1 <= buffer_tokens <= max_tokens:",
-        "if False:",
-        ("test_filters",),
-    ),
-    Mutation(
         "a token without a version is masked for its age",
         "merge/columns.py",
         "np.isin(columns.run_versions.values, list(masked_versions))",

@@ -68,7 +68,7 @@ ROWS = (
         "planning/plan_batch.py",
         "[m for m in members if is_compared(m.sealed, config)]",
         "list(members)",
-        ("test_planning_masks",),
+        ("test_planning",),
     ),
     Mutation(
         "a row that no pass can take is planned",

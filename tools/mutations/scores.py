@@ -85,20 +85,6 @@ SCORES = (
         ("test_token_advantages",),
     ),
     Mutation(
-        "rewards of one dimension pass for components",
-        "scoring/advantages.py",
-        "if group.rewards.shape[1:] != (len(weights),):",
-        "if False:",
-        ("test_advantages",),
-    ),
-    Mutation(
-        "one component is enough for gdpo",
-        "scoring/advantages.py",
-        "if len(weights) < 2:",
-        "if False:",
-        ("test_advantages",),
-    ),
-    Mutation(
         "anchors of other turns are taken",
         "scoring/advantages.py",
         "        if len(own) != len(states):\n",

@@ -96,7 +96,7 @@ SETTINGS = (
     Mutation(
         "a choice may be any word",
         "config/values.py",
-        "if get_origin(hint) is Literal and value not in get_args(hint):",
+        "if get_origin(hint) is Literal and value not in arguments:",
         "if False:",
         ("test_config",),
     ),

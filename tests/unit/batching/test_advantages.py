@@ -171,25 +171,6 @@ def test_gigpo_refuses_anchors_that_do_not_match_the_turns() -> None:
         gigpo(np.array([1.0]), turn_rewards=[np.zeros(2)], anchors=[["s"]])
 
 
-@pytest.mark.parametrize(
-    ("rewards", "weights", "says"),
-    [
-        ([[1, 0], [0, 1]], [], "gdpo with"),
-        ([[1, 0], [0, 1]], [1.0], "gdpo with"),
-        ([[1, 0], [0, 1]], [1.0] * 3, "gdpo with"),
-        ([[1], [0]], [1.0], "gdpo with 1 reward components: 2 or more"),
-        # Two rewards of two trajectories passed for two components of one.
-        ([1.0, 0.0], [1.0, 1.0], r"gdpo with rewards of shape \(2,"),
-        ([[[1.0, 0.0]], [[0.0, 1.0]]], [1.0, 1.0], r"gdpo with rewards of shape \(2,"),
-    ],
-)
-def test_gdpo_refuses_rewards_that_are_not_its_components(
-    rewards: list[Any], weights: list[float], says: str
-) -> None:
-    with pytest.raises(UnsupportedEstimatorError, match=says):
-        trajectory_advantages([outcomes(rewards)], estimator="gdpo", component_weights=weights)
-
-
 def test_gdpo_returns_nothing_for_an_empty_group() -> None:
     groups = [outcomes([]), outcomes([[1, 0], [0, 2]])]
 

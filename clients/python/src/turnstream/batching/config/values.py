@@ -66,13 +66,12 @@ Cost = Annotated[float, Limits(0, 1e12)]
 
 def checked_value(value: Any, hint: Any, *, field: str) -> Any:
     """Return a value in its stored form; refuse unknown choices and numbers beyond the limits."""
-    kind, *arguments = get_args(hint) or (None,)
-    if get_origin(hint) is Literal and value not in get_args(hint):
-        choices = ", ".join(get_args(hint))
-        raise InvalidConfigError(field, f"{value!r} is not one of {choices}")
+    arguments: tuple[Any, ...] = get_args(hint)
+    if get_origin(hint) is Literal and value not in arguments:
+        raise InvalidConfigError(field, f"{value!r} is not one of {', '.join(arguments)}")
     if get_origin(hint) is not Annotated:
         return value
-    least, most = arguments[0]
+    kind, (least, most) = arguments
     is_number = isinstance(value, int if kind is int else int | float)
     if not is_number or isinstance(value, bool) or not least <= value <= most:
         number = "whole number" if kind is int else "number"

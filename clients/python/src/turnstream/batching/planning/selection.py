@@ -38,13 +38,11 @@ class Choice:
     """The groups of a batch.
 
     Attributes:
-        step: number of the batch.
         chosen_at: id of the BatchDue event.
         groups: in the run's order.
         masked_versions: ascending; no token that one of them sampled is trained.
     """
 
-    step: int
     chosen_at: str
     groups: tuple[ReadyGroup, ...]
     masked_versions: tuple[int, ...]
@@ -118,7 +116,6 @@ class Selector:
             groups = tuple(sorted(fold.ready, key=_ORDER[config.selection])[:num_groups])
             masked = _sampled(groups) & old if config.max_age_policy == "mask" else set[int]()
             self.choice = Choice(
-                step=step,
                 chosen_at=event_id,
                 groups=groups,
                 masked_versions=tuple(sorted(masked)),

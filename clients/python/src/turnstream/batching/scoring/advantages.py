@@ -141,12 +141,7 @@ def broadcast_turns(
     counts_N = np.diff(ends.values, prepend=0)
     first = ends.offsets[:-1]
     counts_N[first] = ends.values[first]
-    return _where_trained(np.repeat(advantages.values, counts_N), loss_mask)
-
-
-def _where_trained(
-    per_token: NDArray[np.float32], loss_mask: Ragged[np.uint8]
-) -> Ragged[np.float32]:
+    per_token = np.repeat(advantages.values, counts_N)
     return Ragged(np.where(loss_mask.values, per_token, np.float32(0)), loss_mask.offsets)
 
 
@@ -207,17 +202,11 @@ _ESTIMATES: dict[str, Callable[[GroupOutcomes], FloatArray]] = {
 def _gdpo(
     groups: Sequence[GroupOutcomes], *, weights: Sequence[float], singleton: SingletonAdvantage
 ) -> list[FloatArray]:
-    if len(weights) < 2:
-        raise UnsupportedEstimatorError(f"gdpo with {len(weights)} reward components: 2 or more")
     summed: list[FloatArray] = []
     for group in groups:
         if not len(group.rewards):
             summed.append(np.zeros(0))
             continue
-        if group.rewards.shape[1:] != (len(weights),):
-            raise UnsupportedEstimatorError(
-                f"gdpo with rewards of shape {group.rewards.shape} and {len(weights)} weights"
-            )
         parts = [
             _grpo(column) if len(column) > 1 else _singleton(column, singleton)
             for column in group.rewards.T

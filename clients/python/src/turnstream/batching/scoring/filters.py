@@ -9,7 +9,6 @@ import numpy as np
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.values import RowWeights
 from turnstream.batching.merge.merging import plan_sequences
-from turnstream.errors import InvalidConfigError
 from turnstream.types import SealedTrajectory, Status
 
 ZERO_VARIANCE_TOLERANCE = 1e-6
@@ -33,8 +32,6 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
     >>> overlong_penalty(18_432, max_tokens=20_480, buffer_tokens=4_096)
     -0.5
     """
-    if not 1 <= buffer_tokens <= max_tokens:
-        raise InvalidConfigError("buffer_tokens", f"{buffer_tokens} is not in 1..{max_tokens}")
     excess = num_tokens - (max_tokens - buffer_tokens)
     return max(min(-excess / buffer_tokens, 0.0), -1.0)
 
