@@ -15,8 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, thread_client
-from simulator.loops import ProcessLoop
-from simulator.processes import Process
+from simulator.processes import Process, ProcessLoop
 from turnstream.generator.api import publisher_core
 from turnstream.generator.transport import sender
 from turnstream.store.client.trajectory_names import keys_named

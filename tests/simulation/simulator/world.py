@@ -15,8 +15,7 @@ from typing import Any
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from simulator.faults import NO_FAULTS, FaultRates, Faults
-from simulator.loops import Main, Timers
-from simulator.processes import BlockedRead, LateCall, Process, Request, StalledCall
+from simulator.processes import BlockedRead, LateCall, Main, Process, Request, StalledCall, Timers
 from simulator.store import Store
 from simulator.values import StoreError
 
