@@ -31,9 +31,9 @@ NOT_COMPARED = {
 names = st.sampled_from([b"a", b"b", b"c", b"d"])
 texts = st.sampled_from([b"", b"1", b"x", b"\xff\x00", b"-7", b"99999999999"])
 numbers = st.integers(-3, 6).map(lambda n: b"%d" % n)
-scores = st.sampled_from([b"0", b"1", b"1.5", b"-2", b"1700000000123", b"3e2", b"nan", b"x"])
-bounds = st.sampled_from([b"-inf", b"+inf", b"0", b"1", b"(1", b"1.5", b"(-2", b"x"])
-ids = st.sampled_from([b"0-1", b"0-2", b"0-3", b"1-0", b"1-1", b"2-0", b"3", b"0-0", b"x"])
+scores = st.sampled_from([b"0", b"1", b"1.5", b"-2", b"1700000000123", b"3e2"])
+bounds = st.sampled_from([b"-inf", b"+inf", b"0", b"1", b"(1", b"1.5", b"(-2"])
+ids = st.sampled_from([b"0-1", b"0-2", b"0-3", b"1-0", b"1-1", b"2-0", b"3", b"0-0"])
 low_ids = st.one_of(st.just(b"-"), ids, st.sampled_from([b"(0-1", b"(1-0"]))
 high_ids = st.one_of(st.just(b"+"), ids, st.sampled_from([b"(0-1", b"(1-0"]))
 counts = st.sampled_from([(), (b"COUNT", b"1"), (b"COUNT", b"2")])
@@ -76,7 +76,7 @@ BY_COMMAND: dict[bytes, st.SearchStrategy[list[bytes]]] = {
     b"HLEN": words(b"HLEN", HASH),
     b"HEXISTS": words(b"HEXISTS", HASH, names),
     b"HDEL": words(b"HDEL", HASH, some(names)),
-    b"HINCRBY": words(b"HINCRBY", HASH, names, st.one_of(numbers, texts)),
+    b"HINCRBY": words(b"HINCRBY", HASH, names, numbers),
     b"HSCAN": words(b"HSCAN", HASH, b"0", b"COUNT", b"100"),
     b"SADD": words(b"SADD", SET, some(names)),
     b"ZADD": words(b"ZADD", ZSET, st.sampled_from([(), (b"NX",)]), some(scores, names)),
