@@ -106,7 +106,6 @@ def test_choices_of_tokens_that_are_not_shared_are_stored_again() -> None:
     ("texts", "numbers", "expected"),
     [
         (["ab|C", "abcd|E"], [(1,), (2,)], ["abC", "abcdE"]),  # another image
-        (["ab|C", "abcd|E"], [(), (1,)], ["abCdE"]),
         (["ab|C", "ax|Y", "axq|Z"], [(1, 2), (1, 3), (1, 2)], ["abC", "axY", "axqZ"]),
     ],
 )
@@ -122,6 +121,15 @@ def test_row_has_the_items_of_its_last_turn(
 
     assert spell(rows) == expected
     assert column_of(rows, "images") == [images(*numbers[row.turns[-1]]).tolist() for row in rows]
+
+
+def test_items_after_a_turn_without_any_continue_its_row() -> None:
+    turns = [turn("ab", "C"), with_columns(turn("abcd", "E"), images=images(1))]
+
+    rows = merge_turns(turns, extra_columns=[IMAGES])
+
+    assert spell(rows) == ["abCdE"]
+    assert column_of(rows, "images") == [images(1).tolist()]
 
 
 def test_turn_stored_without_items_has_none_and_inherits_none() -> None:
