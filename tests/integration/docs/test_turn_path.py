@@ -37,6 +37,7 @@ FOLDERS = {
     "server/": Path(turnstream_server.__file__).parent,
 }
 ARCHITECTURE = Path(__file__).parents[3] / "ARCHITECTURE.md"
+MAX_FILES = 40
 
 
 def short(path: Path) -> str | None:
@@ -146,3 +147,4 @@ def test_files_of_a_turn_are_listed_in_architecture() -> None:
             threading.setprofile(None)
 
     assert sorted(trace.files) == sorted(listed)
+    assert len(listed) <= MAX_FILES
