@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import redis
 import redis.asyncio
 import redis.asyncio.retry
-from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.backoff import ExponentialBackoff
 from redis.connection import parse_url
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
@@ -52,10 +52,13 @@ def connect(
 
 
 def limited_client(client: redis.Redis, *, timeout_s: float) -> redis.Redis:
-    """Return a client of the same store, whose next call ends within `timeout_s`, once it fails."""
+    """Return a client of the same store that waits at most `timeout_s` for an answer.
+
+    A lost connection is retried as by `client`.
+    """
     pool = client.connection_pool
     limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-    options = {**pool.connection_kwargs, **limits, "retry": Retry(NoBackoff(), 0)}
+    options = {**pool.connection_kwargs, **limits}
     return redis.Redis.from_pool(redis.ConnectionPool(pool.connection_class, **options))
 
 
