@@ -7,7 +7,7 @@ these fields. The shapes are those of vLLM 0.33 and SGLang 0.5.23.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypedDict
 
 from turnstream.errors import InvalidTurnError
@@ -28,19 +28,18 @@ _SEND_IDS: Final = (
     "send return_token_ids=true with the request (openai package: "
     'extra_body={"return_token_ids": True})'
 )
-_SEND_LOGPROBS: Final = "send logprobs=true with a chat request, logprobs=1 with a completion"
+_SEND_LOGPROBS: Final = (
+    "send logprobs=true with a chat request, logprobs=1 with a completion, without echo=true"
+)
 _SAMPLE_LOGPROBS: Final = "sample with SamplingParams(logprobs=0), or more than 0"
 _WHOLE_OUTPUT: Final = "take the last output, with output_kind CUMULATIVE or FINAL_ONLY"
 
+_Column = tuple[str, list[Any]]
+"""A field of a response, by its path, and its values."""
+
 
 class TurnArguments(TypedDict):
-    """Arguments of `TrajectoryWriter.append` that a response of an engine determines.
-
-    Attributes:
-        prompt_ids: token ids of the whole prompt that the model saw.
-        response_ids: the sampled tokens.
-        logprobs: one per response token, in nats, as the engine computed them.
-    """
+    """Arguments of `TrajectoryWriter.append` that a response of an engine determines."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -65,8 +64,7 @@ def from_vllm(
     Raises:
         InvalidTurnError: names the field that is missing or does not fit, and the option to set.
     """
-    chosen = _chosen(output, among="outputs", index=index)
-    completion, path = chosen.source, chosen.path
+    completion, path, _ = _chosen(output, among="outputs", index=index)
     if _is_unfinished(completion):
         raise InvalidTurnError(
             f"{path}finish_reason",
@@ -74,15 +72,25 @@ def from_vllm(
         )
     prompt = _prompt(
         prompt_ids,
-        {"prompt_token_ids": _field(output, "prompt_token_ids")},
+        _first_column(("", output, "prompt_token_ids")),
         remedy="give the RequestOutput, or prompt_ids=",
     )
-    response = _listed(_required(completion, "token_ids", path), field=f"{path}token_ids")
-    logprobs = _vllm_logprobs(
-        _field(completion, "logprobs"), response_ids=response, field=f"{path}logprobs"
+    response = _first_column((path, completion, "token_ids"))
+    if response is None:
+        raise InvalidTurnError(f"{path}token_ids", "is missing")
+    candidates = _field(completion, "logprobs")
+    is_flat = _field(candidates, "start_indices") is not None
+    if candidates is not None and not is_flat:
+        candidates = _listed(candidates, field=f"{path}logprobs")
+    logprobs = _logprobs(
+        (f"{path}logprobs", candidates),
+        response,
+        sampled=_sampled_of_flat if is_flat else _sampled_of_list,
+        if_missing=_SAMPLE_LOGPROBS,
+        if_partial=_WHOLE_OUTPUT,
     )
     _check_sum(logprobs, _field(completion, "cumulative_logprob"), path=path)
-    return TurnArguments(prompt_ids=prompt, response_ids=response, logprobs=logprobs)
+    return TurnArguments(prompt_ids=prompt, response_ids=response[1], logprobs=logprobs)
 
 
 def from_openai(
@@ -103,40 +111,47 @@ def from_openai(
     Raises:
         InvalidTurnError: names the field that is missing or does not fit, and the option to set.
     """
-    chosen = _chosen(response, among="choices", index=index)
-    choice, path = chosen.source, chosen.path
+    choice, path, position = _chosen(response, among="choices", index=index)
     _check_not_streamed(choice, path)
-    extension = _field(response, "sglext")
     prompt = _prompt(
         prompt_ids,
-        {
-            f"{path}prompt_token_ids": _field(choice, "prompt_token_ids"),
-            "prompt_token_ids": _field(response, "prompt_token_ids"),
-            "sglext.input_ids": _field(extension, "input_ids"),
-        },
+        _first_column(
+            (path, choice, "prompt_token_ids"),
+            ("", response, "prompt_token_ids"),
+            ("", response, "sglext.input_ids"),
+        ),
         remedy=f"{_SEND_IDS} and give the whole response, or give prompt_ids=",
     )
-    columns = _logprob_columns(_field(choice, "logprobs"), path=path)
-    ids_field, ids = _response_ids(chosen, extension, columns)
-    logprobs = _openai_logprobs(columns, response_ids=ids, ids_field=ids_field)
-    return TurnArguments(prompt_ids=prompt, response_ids=ids, logprobs=logprobs)
+    content = _first_column((path, choice, "logprobs.content"))
+    if content is not None:  # of a chat completion
+        field, entries = content
+        texts = field, [_field(entry, "token") for entry in entries]
+        values = field, [_field(entry, "logprob") for entry in entries]
+    else:
+        texts = _first_column((path, choice, "logprobs.tokens"))
+        values = _first_column((path, choice, "logprobs.token_logprobs"))
+    ids = (
+        _first_column((path, choice, "token_ids"), (path, choice, "response_token_ids"))
+        or _ids_of_extension(response, position)
+        or _ids_of_texts(texts)
+    )
+    if ids is None:
+        raise InvalidTurnError(f"{path}token_ids", f"is missing: {_SEND_IDS}")
+    logprobs = _logprobs(
+        values or (f"{path}logprobs", None),
+        ids,
+        if_missing=_SEND_LOGPROBS,
+        if_partial="send the request without echo=true and stream=true",
+    )
+    return TurnArguments(prompt_ids=prompt, response_ids=ids[1], logprobs=logprobs)
 
 
 class _Chosen(NamedTuple):
-    """One output or choice, its position, and its path in errors, which ends in a dot or is ""."""
+    """One output or choice, its path in errors, which ends in a dot or is "", its position."""
 
     source: Any
     path: str
     position: int
-
-
-class _LogprobColumns(NamedTuple):
-    """Texts and log-probabilities of the response tokens; None where the server returned none."""
-
-    texts: list[Any] | None
-    text_field: str
-    values: list[Any] | None
-    value_field: str
 
 
 def _chosen(source: Any, *, among: str, index: int | None) -> _Chosen:
@@ -181,44 +196,19 @@ def _is_unfinished(choice: Any) -> bool:
     return hasattr(choice, "finish_reason") and choice.finish_reason is None
 
 
-def _prompt(given: Iterable[int] | None, found: Mapping[str, Any], *, remedy: str) -> list[int]:
+def _prompt(given: Iterable[int] | None, stated: _Column | None, *, remedy: str) -> list[int]:
     """Return the prompt of the response, or else that of the caller."""
-    stated = _first_stated(found)
+    own = None if given is None else _listed(given, field="prompt_ids")
     if stated is None:
-        if given is None:
+        if own is None:
             raise InvalidTurnError("prompt_token_ids", f"is missing: {remedy}")
-        return _listed(given, field="prompt_ids")
-    field, value = stated
-    prompt = _listed(value, field=field)
-    if given is not None and _listed(given, field="prompt_ids") != prompt:
+        return own
+    field, prompt = stated
+    if own is not None and own != prompt:
         raise InvalidTurnError(
             "prompt_ids", f"differs from {field}, the {len(prompt)} tokens that the model saw"
         )
     return prompt
-
-
-def _vllm_logprobs(logprobs: Any, *, response_ids: list[int], field: str) -> list[float]:
-    """Return the log-probability of each sampled token, out of those of its candidates."""
-    if logprobs is None:
-        if response_ids:
-            raise InvalidTurnError(field, f"is None: {_SAMPLE_LOGPROBS}")
-        return []
-    is_flat = _field(logprobs, "start_indices") is not None
-    candidates = logprobs if is_flat else _listed(logprobs, field=field)
-    if len(candidates) != len(response_ids):
-        raise InvalidTurnError(
-            field,
-            f"has {len(candidates)} values, token_ids has {len(response_ids)}; {_WHOLE_OUTPUT}",
-        )
-    sampled = _sampled_of_flat if is_flat else _sampled_of_list
-    return [
-        _checked(
-            sampled(candidates, position, token_id),
-            field=f"{field}[{position}]",
-            remedy=f"token {token_id} has none; {_SAMPLE_LOGPROBS}",
-        )
-        for position, token_id in enumerate(response_ids)
-    ]
 
 
 def _check_sum(logprobs: list[float], expected: Any, *, path: str) -> None:
@@ -234,11 +224,14 @@ def _check_sum(logprobs: list[float], expected: Any, *, path: str) -> None:
         )
 
 
+def _value_at(values: list[Any], position: int, _: int) -> Any:
+    return values[position]
+
+
 def _sampled_of_list(candidates: list[Any], position: int, token_id: int) -> Any:
     """Return the log-probability of the sampled token in a mapping of candidates, or None."""
     mapping = candidates[position]
-    entry = mapping.get(token_id) if isinstance(mapping, Mapping) else None
-    return _field(entry, "logprob")
+    return _field(mapping.get(token_id) if isinstance(mapping, Mapping) else None, "logprob")
 
 
 def _sampled_of_flat(candidates: Any, position: int, token_id: int) -> Any:
@@ -249,39 +242,25 @@ def _sampled_of_flat(candidates: Any, position: int, token_id: int) -> Any:
     return None
 
 
-def _response_ids(
-    chosen: _Chosen, extension: Any, columns: _LogprobColumns
-) -> tuple[str, list[int]]:
-    """Return the sampled tokens, and the field that has them."""
-    choice, path = chosen.source, chosen.path
-    stated = _first_stated(
-        {
-            f"{path}token_ids": _field(choice, "token_ids"),
-            f"{path}response_token_ids": _field(choice, "response_token_ids"),
-            f"sglext.output_ids[{chosen.position}]": _output_ids(extension, chosen.position),
-        }
-    ) or _first_stated({columns.text_field: _ids_of_texts(columns)})
-    if stated is None:
-        raise InvalidTurnError(f"{path}token_ids", f"is missing: {_SEND_IDS}")
-    return stated[0], _listed(stated[1], field=stated[0])
-
-
-def _output_ids(extension: Any, position: int) -> Any:
+def _ids_of_extension(response: Any, position: int) -> _Column | None:
     """Return the response that SGLang's extension has for the choice at a position."""
-    rows = _field(extension, "output_ids")
+    rows = _first_column(("", response, "sglext.output_ids"))
     if rows is None:
         return None
-    listed = _listed(rows, field="sglext.output_ids")
+    field, listed = rows
     if position >= len(listed):
         raise InvalidTurnError(
-            "sglext.output_ids", f"has {len(listed)} responses, and none for choices[{position}]"
+            field, f"has {len(listed)} responses, and none for choices[{position}]"
         )
-    return listed[position]
+    field = f"{field}[{position}]"
+    return field, _listed(listed[position], field=field)
 
 
-def _ids_of_texts(columns: _LogprobColumns) -> list[int] | None:
+def _ids_of_texts(column: _Column | None) -> _Column | None:
     """Return token ids out of texts of the form `token_id:123`; None where they are real texts."""
-    texts = columns.texts or []
+    if column is None:
+        return None
+    field, texts = column
     found = [_TOKEN_ID.fullmatch(text) if isinstance(text, str) else None for text in texts]
     matches = [match for match in found if match is not None]
     if not matches:
@@ -289,77 +268,67 @@ def _ids_of_texts(columns: _LogprobColumns) -> list[int] | None:
     if len(matches) < len(texts):
         position = found.index(None)
         raise InvalidTurnError(
-            columns.text_field,
+            field,
             f"{shown(texts[position])} at position {position} has not the form token_id:123 of "
             f"others; {_SEND_IDS}",
         )
-    return [int(match[1]) for match in matches]
+    return field, [int(match[1]) for match in matches]
 
 
-def _logprob_columns(logprobs: Any, *, path: str) -> _LogprobColumns:
-    """Return the columns of a chat completion (`content`) or of a completion (`tokens`)."""
-    content = _field(logprobs, "content")
-    if content is not None:
-        field = f"{path}logprobs.content"
-        entries = _listed(content, field=field)
-        texts = [_field(entry, "token") for entry in entries]
-        return _LogprobColumns(texts, field, [_field(entry, "logprob") for entry in entries], field)
-    field = f"{path}logprobs"
-    texts, values = _field(logprobs, "tokens"), _field(logprobs, "token_logprobs")
-    if values is None:
-        return _LogprobColumns(None, field, None, field)
-    text_field, value_field = f"{field}.tokens", f"{field}.token_logprobs"
-    listed = None if texts is None else _listed(texts, field=text_field)
-    return _LogprobColumns(listed, text_field, _listed(values, field=value_field), value_field)
-
-
-def _openai_logprobs(
-    columns: _LogprobColumns, *, response_ids: list[int], ids_field: str
+def _logprobs(
+    column: tuple[str, Any],
+    ids: _Column,
+    *,
+    if_missing: str,
+    if_partial: str,
+    sampled: Callable[[Any, int, int], Any] = _value_at,
 ) -> list[float]:
-    """Return one log-probability per response token."""
-    field, values = columns.value_field, columns.values
-    if values is None:
-        if response_ids:
-            raise InvalidTurnError(field, f"is missing: {_SEND_LOGPROBS}")
+    """Return a finite log-probability per token; `append` checks that it is at most 0.
+
+    Args:
+        column: field of the log-probabilities, and its content, or None.
+        ids: field of the sampled tokens, and the tokens.
+        if_missing: remedy of a missing value.
+        if_partial: remedy where the lengths differ.
+        sampled: return the value of a token out of the content, its position and its id.
+    """
+    field, content = column
+    ids_field, token_ids = ids
+    if content is None:
+        if token_ids:
+            raise InvalidTurnError(field, f"is missing: {if_missing}")
         return []
-    if len(values) != len(response_ids):
+    if len(content) != len(token_ids):
         raise InvalidTurnError(
-            field,
-            f"has {len(values)} values, {ids_field} has {len(response_ids)}; send the request "
-            "without echo=true and stream=true",
+            field, f"has {len(content)} values, {ids_field} has {len(token_ids)}; {if_partial}"
         )
-    return [
-        _checked(
-            value,
-            field=f"{field}[{position}]",
-            remedy=f"{_SEND_LOGPROBS}, without echo=true",
-        )
-        for position, value in enumerate(values)
-    ]
+    logprobs: list[float] = []
+    for position, token_id in enumerate(token_ids):
+        place, value = f"{field}[{position}]", sampled(content, position, token_id)
+        if value is None:
+            raise InvalidTurnError(place, f"is missing: token {token_id} has none; {if_missing}")
+        number = finite_number(value, field=place)
+        if number <= _NO_LOGPROB:
+            raise InvalidTurnError(
+                place, f"{number!r} is what servers write for a token without a log-probability"
+            )
+        logprobs.append(number)
+    return logprobs
 
 
-def _checked(value: Any, *, field: str, remedy: str) -> float:
-    """Return a finite log-probability; `append` checks that it is at most 0."""
-    if value is None:
-        raise InvalidTurnError(field, f"is missing: {remedy}")
-    number = finite_number(value, field=field)
-    if number <= _NO_LOGPROB:
-        raise InvalidTurnError(
-            field, f"{number!r} is what servers write for a token without a log-probability"
-        )
-    return number
+def _first_column(*places: tuple[str, Any, str]) -> _Column | None:
+    """Return the first column that has values.
 
-
-def _first_stated(found: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the first field that has a value, and its value."""
-    return next(((field, value) for field, value in found.items() if value is not None), None)
-
-
-def _required(source: Any, name: str, path: str) -> Any:
-    value = _field(source, name)
-    if value is None:
-        raise InvalidTurnError(f"{path}{name}", "is missing")
-    return value
+    Args:
+        places: the path of an object in errors, the object, and a dotted name in it.
+    """
+    for path, source, name in places:
+        values = source
+        for part in name.split("."):
+            values = _field(values, part)
+        if values is not None:
+            return f"{path}{name}", _listed(values, field=f"{path}{name}")
+    return None
 
 
 def _field(source: Any, name: str) -> Any:
