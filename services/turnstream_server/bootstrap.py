@@ -86,23 +86,18 @@ def start_batcher(
 
 
 def start_trainer(
-    settings: Settings,
-    config: TrainerConfig,
-    *,
-    redis_url: str,
-    new_run: BatchingConfig | None = None,
+    settings: Settings, config: TrainerConfig, *, new_run: BatchingConfig | None = None
 ) -> None:
     """Train until the run ends, or SIGTERM or SIGINT comes.
 
     Args:
         settings: those of the environment.
         config: an empty `batcher_target` stands for the batchers that are registered in the store.
-        redis_url: the store; empty for that of the settings.
         new_run: settings of the run, which is created if it does not exist; None waits for it.
     """
     from turnstream_server.trainer.service import run_trainer
 
-    redis_url, wait_s = store_url(settings, redis_url), settings.start_wait_s
+    redis_url, wait_s = store_url(settings, config.redis_url), settings.start_wait_s
     configure_logging(settings.log_level, service="trainer")
     failpoints.arm(settings.failpoint)
     if new_run is not None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.cli_options import environment, group, interruptible
 from turnstream_server.generators.config import LiveGeneratorConfig, ReplayConfig
-from turnstream_server.options import Dump, Redis, Threads, with_options
-
-if TYPE_CHECKING:
-    from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.options import Redis, with_options
+from turnstream_server.trainer.config import TrainerConfig
 
 app = group("Services, one process each.")
 
@@ -48,93 +46,32 @@ def batcher(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerOptions:
-    """Settings of `turnstream serve trainer`."""
-
-    run: Annotated[
-        str, typer.Option("--run", help="Name of the run; without --preset it must exist.")
-    ]
-    folder: Annotated[Path, typer.Option(help="Receives checkpoints, weights and metrics.")]
-    policy: Annotated[
-        Path | None,
-        typer.Option(help="Model folder, or a JSON file that describes a small model."),
-    ] = None
+@app.command()
+@with_options(TrainerConfig)
+def trainer(
+    config: TrainerConfig,
+    *,
     preset: Annotated[
         str | None,
         typer.Option(help="`guessing`: create the run of the demo, with its model and its rates."),
-    ] = None
-    batcher: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Default: the batchers registered in the store.",
-            show_default=False,
-        ),
-    ] = ""
-    redis: Redis = ""
-    learning_rate: Annotated[
-        float | None, typer.Option(min=0, help="Default: 1e-6, or that of the preset.")
-    ] = None
-    warmup_updates: Annotated[int, typer.Option(min=0, help="Updates of linear warm-up.")] = 0
-    temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature of the generators.")
-    ] = 1.0
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 10
-    max_steps: Annotated[int, typer.Option(min=0, help="0: until the run ends.")] = 0
-    threads: Threads = 0
-    seed: Annotated[int, typer.Option(help="Seed of training.")] = 0
-    timeout: Annotated[
-        float, typer.Option(min=0, help="Longest wait for one batch, in seconds.")
-    ] = 600.0
-    dump: Dump = None
-
-    def __post_init__(self) -> None:
-        if self.preset not in (None, "guessing"):
-            message = f"{self.preset!r} is no preset; the only one is guessing"
-            raise InvalidConfigError("--preset", message)
-        if (self.policy is None) == (self.preset is None):
-            raise InvalidConfigError("--policy", "use either --policy or --preset")
-
-    def config(self) -> TrainerConfig:
-        """Return the settings of the trainer, with those of the preset as defaults."""
-        from turnstream_server.generators.preset import LEARNING_RATE, preset_policy
-        from turnstream_server.models.spec import read_policy_source
-        from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
-
-        default_rate = LEARNING_RATE if self.preset else 1e-6
-        return TrainerConfig(
-            run=self.run,
-            batcher_target=self.batcher,
-            policy=read_policy_source(self.policy)
-            if self.policy
-            else preset_policy(seed=self.seed),
-            folder=self.folder,
-            optimizer=OptimizerConfig(
-                learning_rate=default_rate if self.learning_rate is None else self.learning_rate,
-                num_warmup_updates=self.warmup_updates,
-            ),
-            objective=ObjectiveConfig(temperature=self.temperature),
-            checkpoint_every=self.checkpoint_every,
-            max_steps=self.max_steps,
-            num_threads=self.threads,
-            seed=self.seed,
-            timeout_s=self.timeout,
-            dump_folder=self.dump,
-        )
-
-
-@app.command()
-@with_options(TrainerOptions)
-def trainer(options: TrainerOptions, *, end_with_stdin: EndWithStdin = False) -> None:
+    ] = None,
+    end_with_stdin: EndWithStdin = False,
+) -> None:
     """Train a policy on the batches of a run."""
     from turnstream_server import bootstrap
-    from turnstream_server.generators.preset import preset_config
+    from turnstream_server.generators.preset import LEARNING_RATE, preset_config, preset_policy
 
-    new_run = preset_config() if options.preset else None
-    bootstrap.start_trainer(
-        environment(), options.config(), redis_url=options.redis, new_run=new_run
-    )
+    if preset not in (None, "guessing"):
+        message = f"{preset!r} is no preset; the only one is guessing"
+        raise InvalidConfigError("--preset", message)
+    if (config.policy is None) == (preset is None):
+        raise InvalidConfigError("--policy", "use either --policy or --preset")
+    if preset:
+        rate = LEARNING_RATE if config.learning_rate is None else config.learning_rate
+        small_model = preset_policy(seed=config.seed)
+        config = replace(config, small_model=small_model, learning_rate=rate)
+    new_run = preset_config() if preset else None
+    bootstrap.start_trainer(environment(), config, new_run=new_run)
 
 
 @app.command()

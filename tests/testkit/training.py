@@ -12,7 +12,6 @@ from turnstream.types import Rows
 from turnstream.worker import PulledMiniBatch
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
-from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig
 from turnstream_server.trainer.engine import Engine
 
 TEXTS = ("abCDefG", "xY", "hijKLM", "pqRsT")
@@ -29,8 +28,7 @@ def make_model(*, seed: int = 0) -> PreTrainedModel:
 
 def make_engine(*, seed: int = 0, **optimizer: Any) -> Engine:
     """An engine for a new model."""
-    config = OptimizerConfig(**{"learning_rate": 1e-2, **optimizer})
-    return Engine(make_model(seed=seed), optimizer=config, objective=ObjectiveConfig())
+    return Engine(make_model(seed=seed), **{"learning_rate": 1e-2, **optimizer})
 
 
 def pulled(built: Rows, **info: Any) -> PulledMiniBatch:

@@ -1,48 +1,19 @@
-"""Settings of a trainer process: plain values, so that a command line can build them."""
+"""Settings of a trainer process. The command line has an option for each annotated field.
+
+Without torch and numpy, so that the command line answers at once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.models.spec import PolicySource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW.
-
-    Attributes:
-        learning_rate: constant after `num_warmup_updates` optimizer updates of linear growth.
-        max_grad_norm: gradients of a larger global norm are scaled down to it.
-    """
-
-    learning_rate: float = 1e-6
-    num_warmup_updates: int = 0
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveConfig:
-    """The clipped policy gradient. The run's `aggregation` decides the average of token losses.
-
-    Attributes:
-        clip_low, clip_high: the ratio current / behaviour is clipped to [1 - low, 1 + high].
-        dual_clip: bound of the loss where the advantage is negative; 0 turns it off.
-        temperature: sampling temperature of the generators, for log-probabilities.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float = 3.0
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
+from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.options import Dump, Redis, Threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,31 +21,47 @@ class TrainerConfig:
     """One trainer process.
 
     Attributes:
-        run: name of the run.
-        batcher_target: gRPC address of a batcher, "host:port".
         policy: the first weights; a checkpoint in `folder` replaces them.
-        folder: receives `checkpoints/`, `weights/` and `metrics.jsonl`.
-        checkpoint_every: steps between checkpoints; one is also made at the end of the run.
-        max_steps: stops after this step; 0 trains until the run ends.
-        num_threads: threads of torch; 0 takes torch's default.
-        seed: seed of all random numbers in training.
-        timeout_s: longest wait for one batch.
-        dump_folder: receives the rows of every trained mini-batch; None writes none.
+        small_model: the sizes of the first weights, in place of `policy`.
     """
 
-    run: str
-    batcher_target: str
-    policy: PolicySource
-    folder: Path
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    checkpoint_every: int = 10
-    max_steps: int = 0
-    num_threads: int = 0
-    seed: int = 0
-    timeout_s: float = 600.0
-    dump_folder: Path | None = None
+    run: Annotated[
+        str, typer.Option("--run", help="Name of the run; without --preset it must exist.")
+    ]
+    folder: Annotated[Path, typer.Option(help="Receives checkpoints, weights and metrics.")]
+    policy: Annotated[
+        Path | None,
+        typer.Option(help="Model folder, or a JSON file that describes a small model."),
+    ] = None
+    small_model: SmallModelSpec | None = None
+    batcher_target: Annotated[
+        str,
+        typer.Option(
+            "--batcher",
+            metavar="HOST:PORT",
+            help="Default: the batchers registered in the store.",
+            show_default=False,
+        ),
+    ] = ""
+    redis_url: Redis = ""
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, help="Default: 1e-6, or that of the preset.")
+    ] = None
+    warmup_updates: Annotated[int, typer.Option(min=0, help="Updates of linear warm-up.")] = 0
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature of the generators.")
+    ] = 1.0
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 10
+    max_steps: Annotated[int, typer.Option(min=0, help="0: until the run ends.")] = 0
+    num_threads: Threads = 0
+    seed: Annotated[int, typer.Option(help="Seed of training.")] = 0
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, help="Longest wait for one batch, in seconds.")
+    ] = 600.0
+    dump_folder: Dump = None
 
     def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
         if self.checkpoint_every < 1:
             raise InvalidConfigError("checkpoint_every", f"{self.checkpoint_every} is not above 0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,9 +16,16 @@ from turnstream.worker import PulledMiniBatch
 from turnstream.worker.losses import aggregate, clipped_exp, kl_k3, log_ratio, ppo_clip
 from turnstream.worker.tensors import LeftPaddedTensors
 from turnstream_server.models.logprobs import response_logprobs
-from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig
 
 logger = logging.getLogger(__name__)
+
+_BETAS: Final = (0.9, 0.95)
+_CLIP_LOW: Final = 0.2
+_CLIP_HIGH: Final = 0.28
+"""The ratio current / behaviour is clipped to [1 - low, 1 + high]."""
+
+_DUAL_CLIP: Final = 3.0
+"""Bound of the loss where the advantage is negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,23 +60,33 @@ class Engine:
     The loss is summed over micro-batches, each divided by the shipped denominators. So it does not
     depend on the cuts and the padding of the mini-batch.
 
+    Args:
+        learning_rate: of AdamW, constant after `warmup_updates` updates of linear growth.
+        temperature: sampling temperature of the generators.
+        max_grad_norm: gradients of a larger global norm are scaled down to it.
+
     Attributes:
         model: in evaluation mode, so that its log-probabilities are those of the sampling policy.
         num_updates: updates so far, with those before a restart.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, optimizer: OptimizerConfig, objective: ObjectiveConfig
+        self,
+        model: PreTrainedModel,
+        *,
+        learning_rate: float,
+        warmup_updates: int = 0,
+        temperature: float = 1.0,
+        max_grad_norm: float = 1.0,
     ) -> None:
         self.model = model
         self.num_updates = 0
-        self._config = optimizer
-        self._objective = objective
+        self._learning_rate = learning_rate
+        self._warmup_updates = warmup_updates
+        self._temperature = temperature
+        self._max_grad_norm = max_grad_norm
         self._optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=optimizer.learning_rate,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
+            model.parameters(), lr=learning_rate, betas=_BETAS, weight_decay=0.0
         )
 
     def update(self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation) -> UpdateReport:
@@ -114,9 +131,9 @@ class Engine:
         without behaviour log-probabilities takes the current ones in their place. These are of the
         weights before the update, so its ratio is 1 and its gradient the plain policy gradient.
         """
-        mask_BR, objective = part.loss_mask_BR, self._objective
+        mask_BR = part.loss_mask_BR
         current_BR = response_logprobs(
-            self.model, part, mask_BR=mask_BR, temperature=objective.temperature
+            self.model, part, mask_BR=mask_BR, temperature=self._temperature
         )
         old_BR, is_recomputed_B = _old_logprobs(current_BR.detach(), part)
         loss_BR = ppo_clip(
@@ -124,29 +141,28 @@ class Engine:
             old_BR=old_BR,
             advantages_BR=part.advantages_BR,
             mask_BR=mask_BR,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            dual_clip=objective.dual_clip or None,
+            clip_low=_CLIP_LOW,
+            clip_high=_CLIP_HIGH,
+            dual_clip=_DUAL_CLIP,
         )
         loss = aggregate(loss_BR, part, mode=aggregation, denominators=part.denominators)
         loss.backward()
         with torch.no_grad():
             ratio_BR = clipped_exp(log_ratio(current_BR, old_BR, mask_BR=mask_BR))
-            is_kept_BR = ratio_BR.clamp(1 - objective.clip_low, 1 + objective.clip_high) == ratio_BR
+            is_kept_BR = ratio_BR.clamp(1 - _CLIP_LOW, 1 + _CLIP_HIGH) == ratio_BR
             kl_BR = kl_k3(old_BR, reference_BR=current_BR, mask_BR=mask_BR)
             columns = (ratio_BR, kl_BR, ~is_kept_BR, current_BR)
             sums = [(column * mask_BR).sum(dtype=torch.float64) for column in columns]
         return torch.stack([loss.detach().double(), is_recomputed_B.sum().double(), *sums])
 
     def _next_learning_rate(self) -> float:
-        share = min(1.0, (self.num_updates + 1) / max(1, self._config.num_warmup_updates))
-        return self._config.learning_rate * share
+        share = min(1.0, (self.num_updates + 1) / max(1, self._warmup_updates))
+        return self._learning_rate * share
 
     def _step(self, learning_rate: float) -> float:
         """Apply the gradient if it is finite; return its norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self._config.max_grad_norm
-        ).item()
+        parameters = self.model.parameters()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm).item()
         if math.isfinite(norm):
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import signal
 from types import FrameType
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import torch
 
 from turnstream.worker import BatchStream
 from turnstream.worker.steps import Batches
 from turnstream_server.models.policy import load_policy
+from turnstream_server.models.spec import PolicySource, read_policy_source
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
 
 logger = logging.getLogger(__name__)
+
+_LEARNING_RATE: Final = 1e-6
 
 
 def run_trainer(config: TrainerConfig) -> None:
@@ -42,8 +45,13 @@ def train(config: TrainerConfig) -> None:
     checkpoints.clean()
     checkpoint = checkpoints.newest()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_policy(checkpoint.folder if checkpoint else config.policy, device=device)
-    engine = Engine(model, optimizer=config.optimizer, objective=config.objective)
+    source = checkpoint.folder if checkpoint else _first_policy(config)
+    engine = Engine(
+        load_policy(source, device=device),
+        learning_rate=_LEARNING_RATE if config.learning_rate is None else config.learning_rate,
+        warmup_updates=config.warmup_updates,
+        temperature=config.temperature,
+    )
     token, from_step = None, 0
     if checkpoint is not None:
         checkpoints.restore(checkpoint, engine)
@@ -55,6 +63,13 @@ def train(config: TrainerConfig) -> None:
     with Batches(stream) as batches:
         trainer = Trainer(engine, batches, config=config, checkpoints=checkpoints)
         trainer.train(from_step=from_step)
+
+
+def _first_policy(config: TrainerConfig) -> PolicySource:
+    if config.policy is not None:
+        return read_policy_source(config.policy)
+    assert config.small_model is not None
+    return config.small_model
 
 
 class _Stopped(BaseException):

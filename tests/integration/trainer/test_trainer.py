@@ -24,7 +24,7 @@ from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
-from turnstream_server.trainer.config import OptimizerConfig, TrainerConfig
+from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.service import train
 
@@ -36,9 +36,9 @@ def _config(batcher: str, run: str, folder: Path, **changes: Any) -> TrainerConf
     return TrainerConfig(
         run=run,
         batcher_target=batcher,
-        policy=POLICY,
+        small_model=POLICY,
         folder=folder,
-        optimizer=OptimizerConfig(learning_rate=1e-2),
+        learning_rate=1e-2,
         **fields,
     )
 

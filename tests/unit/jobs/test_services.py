@@ -15,7 +15,7 @@ from turnstream_server.generators.preset import GAME, LEARNING_RATE, preset_poli
 from turnstream_server.jobs.job import write_policy
 from turnstream_server.jobs.stack import Stack
 from turnstream_server.models.spec import SmallModelSpec
-from turnstream_server.trainer.config import OptimizerConfig, TrainerConfig
+from turnstream_server.trainer.config import TrainerConfig
 
 Start = Callable[..., Any]
 
@@ -47,12 +47,12 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
 
 
 def test_trainer_gets_the_options_of_its_job(start: Start, tmp_path: Path) -> None:
-    policy = SmallModelSpec(vocab_size=20, hidden_size=8, seed=3)
+    policy = write_policy(tmp_path, SmallModelSpec(vocab_size=20, hidden_size=8, seed=3))
 
     config = start(
         "trainer",
         batcher="127.0.0.1:7",
-        policy=write_policy(tmp_path, policy),
+        policy=policy,
         folder=tmp_path,
         learning_rate=0.002,
         timeout=90.0,
@@ -64,7 +64,7 @@ def test_trainer_gets_the_options_of_its_job(start: Start, tmp_path: Path) -> No
         batcher_target="127.0.0.1:7",
         policy=policy,
         folder=tmp_path,
-        optimizer=OptimizerConfig(learning_rate=0.002),
+        learning_rate=0.002,
         timeout_s=90.0,
         dump_folder=tmp_path / "dump",
     )
@@ -84,15 +84,15 @@ def test_demo_services_have_the_preset_as_default(start: Start, tmp_path: Path) 
     trainer = start("trainer", preset="guessing", folder=tmp_path, seed=7)
     generator = start("generator", writer="live-1", round=16, seed=5)
 
-    assert trainer.policy == preset_policy(seed=7)
-    assert trainer.optimizer.learning_rate == LEARNING_RATE
+    assert trainer.small_model == preset_policy(seed=7)
+    assert trainer.learning_rate == LEARNING_RATE
     assert generator == LiveGeneratorConfig(
         run="run",
         writer="live-1",
         num_numbers=GAME.num_numbers,
         max_guesses=GAME.max_guesses,
         groups_per_round=16,
-        temperature=trainer.objective.temperature,
+        temperature=trainer.temperature,
         seed=5,
     )
 

@@ -7,7 +7,6 @@ from testkit.training import make_engine, make_mini_batch
 from turnstream.types import RecoveryToken
 from turnstream_server.models.policy import load_policy
 from turnstream_server.trainer.checkpoint import Checkpoints
-from turnstream_server.trainer.config import ObjectiveConfig, OptimizerConfig
 from turnstream_server.trainer.engine import Engine
 
 
@@ -17,7 +16,7 @@ def _token(step: int) -> RecoveryToken:
 
 def test_resumed_training_equals_undisturbed_training(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    uninterrupted = make_engine(num_warmup_updates=5)
+    uninterrupted = make_engine(warmup_updates=5)
     for _ in range(3):
         uninterrupted.update(make_mini_batch(), aggregation="token_mean")
     checkpoints.save(uninterrupted, _token(3))
@@ -25,11 +24,7 @@ def test_resumed_training_equals_undisturbed_training(tmp_path: Path) -> None:
 
     newest = Checkpoints(tmp_path).newest()
     assert newest is not None
-    resumed = Engine(
-        load_policy(newest.folder),
-        optimizer=OptimizerConfig(learning_rate=1e-2, num_warmup_updates=5),
-        objective=ObjectiveConfig(),
-    )
+    resumed = Engine(load_policy(newest.folder), learning_rate=1e-2, warmup_updates=5)
     checkpoints.restore(newest, resumed)
     actual = [torch.rand(2), resumed.update(make_mini_batch(), aggregation="token_mean")]
 

@@ -104,7 +104,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
 
 
 def test_the_learning_rate_grows_over_the_warmup_updates() -> None:
-    engine = make_engine(learning_rate=0.4, num_warmup_updates=4)
+    engine = make_engine(learning_rate=0.4, warmup_updates=4)
 
     rates = [
         engine.update(make_mini_batch(), aggregation="token_mean").learning_rate for _ in range(5)

@@ -13,7 +13,6 @@ from turnstream.types import RecoveryToken
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.steps import Batches
 from turnstream_server.models.policy import load_policy
-from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
@@ -76,8 +75,7 @@ class StreamInMemory:
 
 def _config(folder: Path, **changes: Any) -> TrainerConfig:
     fields = {"checkpoint_every": 2, **changes}
-    policy = SmallModelSpec(vocab_size=128)
-    return TrainerConfig(run="run", batcher_target="none:0", policy=policy, folder=folder, **fields)
+    return TrainerConfig(run="run", folder=folder, **fields)
 
 
 def _train(
