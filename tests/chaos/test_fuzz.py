@@ -16,8 +16,6 @@ from turnstream.records.events import decode_event, encode_event
 
 pytestmark = pytest.mark.timeout(240)
 
-LONGEST_GAP_S = 10.0
-
 
 @pytest.mark.e2e
 @pytest.mark.slow
@@ -27,7 +25,6 @@ def test_batcher_survives_damaged_runs_and_requests(tmp_path: Path) -> None:
 
     assert report.problems == []
     assert report.num_cases >= 3 * CHUNK
-    assert report.longest_gap_s < LONGEST_GAP_S
 
 
 def test_damage_depends_on_the_seed_alone() -> None:

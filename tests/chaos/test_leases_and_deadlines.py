@@ -233,25 +233,3 @@ def _is_decided(rig: Rig, policy: str) -> bool:
     if policy == "train_short":
         return first.startswith("planned") and not hung.startswith("open")
     return rig.entry("h-0/2/1").startswith(("sealed", "planned"))
-
-
-def test_token_that_is_no_longer_retained_is_refused(
-    start_rig: StartRig,
-) -> None:
-    # Fault 19: checkpoint 1 is older than the two that the run retains.
-    rig = _start_rig(start_rig, lease_s=GENERATOR_LEASE_S, retain_checkpoints=2)
-    rig.start_batcher()
-    rig.start_generator(groups=12)
-    rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=4))
-    rig.wait(lambda: rig.frontier().released >= 2, "the release of what is older")
-
-    (rank,) = rig.start_ranks(1, from_step=1)
-    rank.wait(PATIENCE_S)
-
-    assert rank.status == 3
-    refused = rig.history().of("refused")
-    (refusal,) = [line["error"] for line in refused if line.process == "session-002-rank-0"]
-    assert refusal.startswith("ReleasedError")
-    assert "no longer retained" in refusal
-    rig.drain()
-    assert [session.updated for session in rig.history().sessions] == [(1, 2, 3, 4), (5, 6)]

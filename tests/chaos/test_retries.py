@@ -1,4 +1,4 @@
-"""Fault 23: every call is repeated, several times at once, by gRPC and as scripts."""
+"""Faults 2 and 23: replies are lost, and every call is repeated, by gRPC and as scripts."""
 
 from __future__ import annotations
 
@@ -45,6 +45,24 @@ def planned(start_rig: StartRig) -> Rig:
     rig.join(rig.start_generator(groups=4 * NUM_STEPS))
     rig.wait(lambda: rig.planned() == NUM_STEPS, "all plans")
     return rig
+
+
+def test_replies_lost_after_the_write_leave_one_copy(rig: Rig, proxied: Proxy) -> None:
+    # Fault 2: connections are cut again and again behind a request that has arrived.
+    places = (0, 5, 10, 15, 20, 25, 30, 35)
+    proxied.cut_answers(
+        script("append").sha.encode(),
+        after_bytes=[each for place in places for each in (place, None, None)],
+    )
+
+    rig.join(rig.start_generator(groups=20))
+
+    (done,) = rig.history().of("done")
+    assert proxied.num_breaks == len(places)
+    assert done["duplicates"] > 0
+    rig.store_url = rig.server.url
+    rig.start_batcher()
+    rig.drain()
 
 
 def test_calls_sent_three_times_have_the_outcome_of_single_calls(planned: Rig) -> None:

@@ -1,13 +1,15 @@
-"""Faults of trainers: killed ranks, both acknowledgements, rollbacks."""
+"""Faults of trainers: killed ranks, both acknowledgements, rollbacks, other world sizes."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from harness.history import History
 from harness.machine import is_asleep
 from harness.proxy import Proxy
 from harness.rig import PATIENCE_S, Rig
@@ -192,3 +194,34 @@ def test_token_of_another_history_is_refused(fed: Rig) -> None:
     assert any("StoreBehindError" in line["error"] for line in fed.history().of("refused"))
     path.write_text(token)
     fed.drain()
+
+
+def test_world_size_changes_from_four_to_three_to_four(fed: Rig) -> None:
+    # Fault 20: each change throws away a step that was stepped, which comes again in the new cut.
+    for world_size in (4, 3):
+        ranks = fed.start_ranks(world_size, checkpoint_every=2, failpoint="train.after_stepped@3")
+        ranks[0].wait(PATIENCE_S)
+        assert ranks[0].status == -signal.SIGKILL
+        for rank in ranks:
+            rank.kill()
+
+    fed.drain(4)
+
+    history = fed.history()
+    assert [session.dp_world_size for session in history.sessions] == [4, 3, 4]
+    assert [session.updated for session in history.sessions] == [(1, 2, 3), (3, 4, 5), (5, 6)]
+    four, three, last = (_mini_batches(history, each.name) for each in history.sessions)
+    for step, before, after in ((3, four, three), (5, three, last)):
+        for mini_batch in range(2):
+            assert before[step, mini_batch] == after[step, mini_batch]
+
+
+def _mini_batches(history: History, session: str) -> dict[tuple[int, int], tuple[Any, Any]]:
+    """Return the rows and denominators over all ranks: (step, mini-batch) -> both."""
+    found: dict[tuple[int, int], tuple[Any, Any]] = {}
+    for name, shares in history.received.items():
+        if name.session == session:
+            rows = [row for share in shares for row in share["rows"]]
+            ordered = sorted(rows, key=lambda row: row["row"])
+            found[name.step, name.mini_batch] = ordered, shares[0]["denominators"]
+    return found

@@ -5,7 +5,7 @@ python -m fuzz --cases 2000 --seed 7      all kinds of damage, in turn; a summar
 Each case depends only on the seed and its number.
 
 - `damage` changes bytes, and one place of a stored run.
-- `runs` makes small runs whose rows are known, and trains an undamaged one all the time.
+- `runs` makes and trains small runs whose rows are known.
 - `calls` sends damaged requests.
 - `campaign` combines these and judges the result.
 """

@@ -31,7 +31,6 @@ def _show(report: Report, *, seed: int) -> None:
         print(f"  {number:5d}  {outcome}")
     for name, growth in report.growth_bytes.items():
         print(f"the {name} grew by {growth / 1e6:.0f} MB")
-    print(f"the longest gap between two steps of the healthy run: {report.longest_gap_s:.1f} s")
     for problem in report.problems:
         print(f"PROBLEM {problem}")
     print(f"{len(report.problems)} problems")

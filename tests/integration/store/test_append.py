@@ -53,6 +53,10 @@ def test_a_gap_is_refused_with_the_turn_that_is_missing(run: RunDriver) -> None:
 
     with pytest.raises(TurnGapError, match="expected 1"):
         run.do(run.append(TURN_1, first=2))
+    with pytest.raises(TurnGapError, match="expected 1"):
+        run.do(run.append(TURN_1, SEAL, first=2, seals=True))
+
+    assert run.turns() == [(b"0-1", TURN_0)]
 
 
 def test_only_a_first_call_makes_the_place_of_the_payload(run: RunDriver) -> None:

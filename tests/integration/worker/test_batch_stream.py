@@ -21,6 +21,7 @@ from turnstream.errors import (
 )
 from turnstream.types import RecoveryToken
 from turnstream.worker import BatchStream
+from turnstream.worker._replicas import addresses_of
 
 pytestmark = pytest.mark.grpc
 
@@ -30,25 +31,6 @@ LONGEST_S = 10.0
 
 def open_stream(batcher: Any, **changes: Any) -> BatchStream:
     return BatchStream(batcher.target, "run", **{"timeout_s": 10.0, **changes})
-
-
-def texts(mini_batch: Any) -> list[str]:
-    return testkit.spell(mini_batch.rows)
-
-
-def test_stream_yields_every_mini_batch_in_order(batcher: Any) -> None:
-    batcher.add_step(1, "abCD", "xYZ", num_mini_batches=2)
-    batcher.add_step(2, "pqR")
-    batcher.close_run()
-
-    with open_stream(batcher) as stream:
-        seen = []
-        for mini_batch in stream:
-            seen.append((mini_batch.info.step, mini_batch.info.mini_batch, texts(mini_batch)))
-            if mini_batch.is_last:
-                stream.stepped()
-
-    assert seen == [(1, 0, ["abCD", "xYZ"]), (1, 1, ["abCD", "xYZ"]), (2, 0, ["pqR"])]
 
 
 def test_stream_begins_after_the_recovery_token(batcher: Any) -> None:
@@ -78,19 +60,6 @@ def test_refused_start_is_raised_and_leaves_no_thread(batcher: Any) -> None:
 
 
 # --------------------------------------------------------------------- acknowledging
-
-
-def test_committed_takes_the_recovery_token_of_stepped(batcher: Any) -> None:
-    batcher.add_step(1, "abC")
-
-    with open_stream(batcher) as stream:
-        next(stream)
-        token = stream.stepped()
-        stream.committed(token)
-
-    assert token == RecoveryToken(lineage="main", step=1, chain_hash="cccccccc")
-    assert ("Stepped", 1, f"{1:064}") in batcher.calls
-    assert ("Committed", str(token)) in batcher.calls
 
 
 def test_stepped_is_refused_before_the_last_mini_batch_and_when_repeated(
@@ -266,3 +235,32 @@ def open_sockets() -> int:
         except OSError:
             continue
     return sum(link.startswith("socket:") for link in links)
+
+
+# --------------------------------------------------------------------- addresses
+
+WRONG = {
+    "redis://localhost:7379": "is the address of a store, not of a batcher: write HOST:PORT",
+    "rediss://localhost": "is the address of a store, not of a batcher: write HOST:PORT",
+    "localhost": "has no port: write HOST:PORT, such as 127.0.0.1:7600",
+    "localhost:": "has no port: write HOST:PORT",
+    "http://localhost:7600": "has no port: write HOST:PORT",
+    "": "has an empty address: write HOST:PORT",
+    "one:7600,two": "has no port: write HOST:PORT",
+}
+
+
+@pytest.mark.parametrize("target", WRONG)
+def test_wrong_batcher_address_names_the_expected_form(target: str) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        BatchStream(target, "maze")
+
+    assert str(caught.value).startswith("target: ")
+    assert WRONG[target] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "target", ["a:1", "[::1]:7600", "unix:/run/b.sock", "dns:///b:1", "ipv4:1.2.3.4:5"]
+)
+def test_batcher_addresses_of_grpc_are_accepted(target: str) -> None:
+    assert addresses_of(target) == (target,)

@@ -11,8 +11,7 @@ import redis
 
 import testkit
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import InvalidTurnError
-from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.generator import Publisher
 from turnstream.store.run.runs import create_run
 from turnstream.types import DeclaredColumn
 from turnstream.worker import BatchStream
@@ -111,14 +110,3 @@ def test_rank_without_real_rows_has_every_column(start_batcher: Any, published: 
         assert routes.is_missing.all()
         assert not tensors.extras["positions"].values.any()
         assert len(tensors.extras["pixel_values"].values) == 0
-
-
-async def test_asyncio_publisher_takes_the_same_columns(server: Any, run: str) -> None:
-    async with AsyncPublisher(server.url, run) as publisher:
-        writer = publisher.trajectory("g", 0, num_samples=1)
-        with pytest.raises(InvalidTurnError, match=r"^extras\['routes'\]: is missing"):
-            await writer.append(
-                testkit.ids("ab"), testkit.ids("c"), extras={**FIRST, "routes": None}
-            )
-        await (await writer.append(testkit.ids("ab"), testkit.ids("c"), extras=FIRST))
-        await writer.seal(1.0)

@@ -85,24 +85,6 @@ def test_conflict_with_another_reason_is_raised(batcher: Any) -> None:
             stream.stepped()
 
 
-def test_wait_without_a_batch_repeats_the_newest_acknowledgement(
-    batcher: Any, retried: Callable[..., Any]
-) -> None:
-    batcher.add_step(1, "abC")
-    batcher.add_step(2, "abD")
-
-    with BatchStream(batcher.target, RUN, timeout_s=2.0) as stream:
-        retried(lambda: next(stream))
-        stream.stepped()
-        retried(lambda: next(stream))
-        stream.stepped()
-        with batcher.changed:
-            batcher.stepped = 0  # forgotten
-        batcher.add_step(3, "abE")
-
-        assert retried(lambda: next(stream)).info.step == 3
-
-
 def test_waiting_trainer_gets_an_error_for_a_lost_step(
     batcher: Any, retried: Callable[..., Any]
 ) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +199,53 @@ def test_batcher_whose_lease_has_ended_is_not_listed(server: Any) -> None:
         run_command(client, register_command("10.0.0.2:7600"))
 
         assert list_batchers(client) == ["10.0.0.2:7600"]
+
+
+TRAINER = """
+import sys, pathlib, torch, torch.distributed as dist, turnstream
+
+dist.init_process_group("gloo")
+path = pathlib.Path(sys.argv[1]) / f"state-{dist.get_rank()}"
+run = turnstream.connect().run("torchrun")
+with run.batches(path.read_text() if path.exists() else None) as batches:
+    for step in batches:
+        for mini_batch in step:
+            trained = mini_batch.to_torch().loss_mask_BR.sum()
+            dist.all_reduce(trained)
+            assert trained == mini_batch.denominators.num_tokens
+        path.write_text(step.done())
+        step.commit()
+        if step.number == int(sys.argv[2]):
+            break
+"""
+
+
+def train(folder: Path, url: str, *, until: int) -> None:
+    """Run the trainer under torchrun until a step is committed."""
+    script = folder / "trainer.py"
+    script.write_text(TRAINER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*command, script, folder, str(until)],
+        env={**os.environ, "TURNSTREAM_REDIS_URL": url, "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_train_and_resume_without_barrier_or_session_name(
+    server: Any, service: Any, start_batcher: Callable[[], Any], tmp_path: Path
+) -> None:
+    start_batcher()
+    run = service.create_run("torchrun", batch_groups=2, max_staleness=20)
+    publish(run, 3)
+    run.close()
+
+    train(tmp_path, server.url, until=2)
+    train(tmp_path, server.url, until=99)
+
+    assert (frontier(run, server).stepped, frontier(run, server).committed) == (3, 3)
+    states = {(tmp_path / f"state-{rank}").read_text() for rank in range(2)}
+    assert len(states) == 1

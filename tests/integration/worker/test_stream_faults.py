@@ -35,17 +35,6 @@ def texts(mini_batch: Any) -> list[str]:
     return testkit.spell(mini_batch.rows)
 
 
-def test_stream_waits_for_a_batcher_that_starts_later(batcher: Any) -> None:
-    batcher.add_step(1, "abC")
-    batcher.stop()
-    starter = threading.Timer(0.3, batcher.start)
-    starter.start()
-
-    with open_stream(batcher) as stream:
-        assert texts(next(stream)) == ["abC"]
-    starter.join()
-
-
 def test_missing_batcher_is_reported_at_the_deadline(batcher: Any) -> None:
     batcher.stop()
 

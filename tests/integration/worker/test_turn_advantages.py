@@ -47,7 +47,7 @@ async def publish(url: str, run: str) -> None:
         await episode_too.seal(reward=0.0)
 
 
-async def test_every_turn_has_its_own_advantage_in_every_layout(
+async def test_every_turn_has_its_own_advantage_in_layouts_and_command(
     server: Any, start_batcher: Any, run: str
 ) -> None:
     # From "start" .5 is to come against 0: +-.25, twice, beside +-.5 for the trajectories.
@@ -73,17 +73,7 @@ async def test_every_turn_has_its_own_advantage_in_every_layout(
     assert right.advantages_BT[right.loss_mask_BT].tolist() == expected
     assert packed.advantages_N[packed.loss_mask_N].tolist() == expected
     assert jagged.advantages_M[jagged.loss_mask_M].tolist() == expected
-
-
-async def test_batch_command_shows_turn_advantages(
-    server: Any, start_batcher: Any, run: str
-) -> None:
-    await publish(server.url, run)
-    with BatchStream(start_batcher().target, run) as stream:
-        next(stream)
-
     batch = read_batch(server.url, run, 1)
-
     shown = batch["mini_batches"][0]["trajectories"]
     assert [each["turn_advantages"] for each in shown] == [[1.0, 0.5], [-1.0, -0.5]]
     assert difference(batch, {**batch, "mini_batches": []})[0] == (
