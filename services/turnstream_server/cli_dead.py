@@ -53,7 +53,7 @@ def export(
     """Write everything that is stored of a dead letter to a file, as JSON."""
     from turnstream_server.jobs import dead_letters as jobs
 
-    jobs.export_dead_letter(store_url(redis), run, name, out)
+    out.write_text(jobs.dead_letter_json(store_url(redis), run, name), encoding="utf-8")
     say(f"{name} is written to {out}", as_json=as_json, name=name, file=str(out))
 
 

@@ -15,6 +15,7 @@ from turnstream_server.options import AsJson, Redis, RunArgument
 
 if TYPE_CHECKING:
     from turnstream.types import RecoveryToken
+    from turnstream_server.jobs.run_commands import RunCommand
 
 app = group("Runs: create, read, change, end.")
 
@@ -89,18 +90,13 @@ def pause(
     run: RunArgument, reason: Reason = "", redis: Redis = "", as_json: AsJson = False
 ) -> None:
     """Admit no new group and plan no batch; open groups and planned batches continue."""
-    from turnstream_server.jobs.run_commands import change_state
-
-    done = change_state(store_url(redis), run, "pause", reason=reason)
-    say(done, as_json=as_json, run=run, state="paused")
+    _change_state(redis, run, "pause", "paused", as_json=as_json, reason=reason)
 
 
 @app.command()
 def resume(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """End a pause."""
-    from turnstream_server.jobs.run_commands import change_state
-
-    say(change_state(store_url(redis), run, "resume"), as_json=as_json, run=run, state="open")
+    _change_state(redis, run, "resume", "open", as_json=as_json)
 
 
 @app.command()
@@ -118,18 +114,14 @@ def close(
     as_json: AsJson = False,
 ) -> None:
     """Admit no new group, and end the run when its open groups are decided."""
-    from turnstream_server.jobs.run_commands import change_state
-
-    done = change_state(store_url(redis), run, "close", reason=reason, leftover=leftover)
-    say(done, as_json=as_json, run=run, state="closed")
+    options = {"reason": reason, "leftover": leftover}
+    _change_state(redis, run, "close", "closed", as_json=as_json, **options)
 
 
 @app.command()
 def reopen(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """Admit groups to a closed run again."""
-    from turnstream_server.jobs.run_commands import change_state
-
-    say(change_state(store_url(redis), run, "reopen"), as_json=as_json, run=run, state="open")
+    _change_state(redis, run, "reopen", "open", as_json=as_json)
 
 
 @app.command()
@@ -213,6 +205,15 @@ def delete(
         as_json=as_json,
         deleted=[*done.runs],
     )
+
+
+def _change_state(
+    redis: str, run: str, command: RunCommand, state: str, *, as_json: bool, **options: str | None
+) -> None:
+    from turnstream_server.jobs.run_commands import change_state
+
+    done = change_state(store_url(redis), run, command, **options)
+    say(done, as_json=as_json, run=run, state=state)
 
 
 def _read_token(path: Path) -> RecoveryToken:

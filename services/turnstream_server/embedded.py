@@ -60,15 +60,7 @@ kill -KILL "$1" 2>/dev/null
 
 
 class EmbeddedServerError(StoreUnavailableError):
-    """The embedded server cannot run; `log_lines` is the end of its own log."""
-
-    def __init__(self, message: str, log_lines: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.args = (message, log_lines)
-        self.log_lines = log_lines
-
-    def __str__(self) -> str:
-        return "\n  ".join((self.message, *self.log_lines))
+    """The embedded server cannot run; the message ends with the last lines of its log."""
 
 
 def find_binary() -> Path:
@@ -244,7 +236,7 @@ class EmbeddedServer:
                 continue
             self._end(timeout_s=0.0)
             lines = _read_from(log_path, log_start).decode(errors="replace").splitlines()
-            raise EmbeddedServerError(reason, tuple(lines[-_LOG_LINES_IN_ERRORS:]))
+            raise EmbeddedServerError("\n  ".join([reason, *lines[-_LOG_LINES_IN_ERRORS:]]))
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         assert self._lock is not None

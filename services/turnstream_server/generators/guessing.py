@@ -68,11 +68,6 @@ class GuessingGame:
         return _NUMBERS + self.num_numbers + 1
 
     @property
-    def max_response_tokens(self) -> int:
-        """Tokens of one turn of the model."""
-        return 1
-
-    @property
     def max_tokens(self) -> int:
         """Tokens of the longest game."""
         return 2 * self.max_guesses

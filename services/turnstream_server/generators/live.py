@@ -6,23 +6,33 @@ import asyncio
 import logging
 import secrets
 import signal
+import time
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Final, NamedTuple
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import numpy as np
+import redis
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
-from turnstream.errors import EndOfRunError
+from turnstream.errors import EndOfRunError, InvalidConfigError, NotReadyError
 from turnstream.generator import AsyncPublisher, AsyncTrajectoryWriter
 from turnstream.store.client.connection import connect
 from turnstream.store.run.configs import open_run
+from turnstream.store.run.runs import newest_version
+from turnstream.types import VersionAnnounced
 from turnstream_server.generators.config import LiveGeneratorConfig
 from turnstream_server.generators.guessing import Episode, GuessingGame
-from turnstream_server.generators.newest_policy import NewestPolicy
-from turnstream_server.models.sampling import SampledResponse, sample_batch
+from turnstream_server.models.policy import load_policy
+from turnstream_server.models.sampling import sample_tokens
 
 logger = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.2
 
 
 def run_live_generator(config: LiveGeneratorConfig) -> None:
@@ -54,11 +64,19 @@ async def generate(config: LiveGeneratorConfig) -> None:
         raise _first(errors) from errors
 
 
+class _Response(NamedTuple):
+    """The token of a response, its log-probability, and the version of the weights."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    version: int
+
+
 class _Request(NamedTuple):
-    """A prompt that waits for its response, and for the version of the weights."""
+    """A prompt that waits for its response."""
 
     prompt_ids: NDArray[np.int32]
-    answer: asyncio.Future[tuple[SampledResponse, int]]
+    response: asyncio.Future[_Response]
 
 
 class _LiveGenerator:
@@ -136,12 +154,12 @@ class _LiveGenerator:
         while True:
             request = _Request(prompt_ids, asyncio.get_running_loop().create_future())
             self._requests.put_nowait(request)
-            response, version = await request.answer
+            response = await request.response
             await trajectory.append(
                 prompt_ids,
                 response.token_ids,
                 logprobs=response.logprobs,
-                policy_version=version,
+                policy_version=response.version,
                 anchor=prompt_ids.astype("<i4").tobytes(),  # the tokens so far are its state
             )
             answer = self._game.step(episode, response.token_ids)
@@ -154,17 +172,71 @@ class _LiveGenerator:
 
     async def _respond(self, requests: list[_Request]) -> None:
         await asyncio.to_thread(self._policy.refresh)
-        responses = await asyncio.to_thread(
-            sample_batch,
+        sampled = await asyncio.to_thread(
+            sample_tokens,
             self._policy.model,
             [each.prompt_ids for each in requests],
-            max_new_tokens=self._game.max_response_tokens,
             temperature=self._config.temperature,
             generator=self._rng,
         )
-        for request, response in zip(requests, responses, strict=True):
-            if not request.answer.cancelled():
-                request.answer.set_result((response, self._policy.version))
+        for request, token_ids, logprobs in zip(requests, *sampled, strict=True):
+            if not request.response.cancelled():
+                request.response.set_result(_Response(token_ids, logprobs, self._policy.version))
+
+
+class NewestPolicy:
+    """A model that can be updated.
+
+    Attributes:
+        model: in evaluation mode, with the weights named `version`.
+        version: -1 before the first weights.
+    """
+
+    model: PreTrainedModel
+
+    def __init__(self, client: redis.Redis, run: str) -> None:
+        self.version = -1
+        self._client = client
+        self._run = run
+
+    async def wait_for_first(self, *, timeout_s: float) -> None:
+        """Load the first weights; NotReadyError if none are announced within `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            await asyncio.to_thread(self.refresh)
+            if self.version >= 0:
+                return
+            if time.monotonic() >= deadline_s:
+                raise NotReadyError(f"run {self._run!r}: no weights within {timeout_s:g} s")
+            await asyncio.sleep(_POLL_S)
+
+    def refresh(self) -> None:
+        """Load newer weights, if any. Blocks; InvalidConfigError if they cannot be loaded."""
+        while True:
+            announced = newest_version(self._client, self._run)
+            if announced is None or announced.version <= self.version:
+                return
+            try:
+                self.model = load_policy(weights_folder(announced))
+            except InvalidConfigError:
+                # The trainer keeps only the newest few: these may be deleted.
+                newest = newest_version(self._client, self._run)
+                if newest is None or newest.version == announced.version:
+                    raise
+                continue
+            self.version = announced.version
+            logger.debug("loaded weights %d", self.version)
+
+
+def weights_folder(announced: VersionAnnounced) -> Path:
+    """Return the folder of announced weights; InvalidConfigError for another kind of address."""
+    parsed = urlparse(announced.weights_uri)
+    if parsed.scheme != "file":
+        raise InvalidConfigError(
+            "weights_uri",
+            f"version {announced.version} has {announced.weights_uri!r}, which is no file URI",
+        )
+    return Path(url2pathname(parsed.path))
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

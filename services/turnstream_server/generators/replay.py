@@ -105,7 +105,7 @@ def _encoder(config: ReplayConfig) -> TurnsOf:
         return chat.encode_turns
     import torch
 
-    from turnstream_server.generators.scoring import score_turns
+    from turnstream_server.models.logprobs import score_turns
     from turnstream_server.models.policy import load_policy
 
     if config.num_threads:

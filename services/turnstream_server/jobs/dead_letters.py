@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -78,11 +77,6 @@ def dead_letter_json(url: str, run: str, name: str) -> str:
         for each in records
     ]
     return json.dumps(asdict(letter) | {"records": found}, indent=2, default=_json_value)
-
-
-def export_dead_letter(url: str, run: str, name: str, path: Path) -> None:
-    """Write everything that is stored of a dead letter to a file, as JSON."""
-    path.write_text(dead_letter_json(url, run, name), encoding="utf-8")
 
 
 def discard(url: str, run: str, names: Sequence[str]) -> int:

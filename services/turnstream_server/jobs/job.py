@@ -20,7 +20,6 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server.bus.core.stores import open_store
 from turnstream_server.jobs.history import RunHistory
-from turnstream_server.jobs.progress import progress_display, progress_text
 from turnstream_server.jobs.stack import Stack
 from turnstream_server.jobs.summary import Summary, summary_table
 from turnstream_server.models.spec import SmallModelSpec
@@ -28,6 +27,7 @@ from turnstream_server.settings import Settings
 
 _MARK = ".turnstream-job"
 _REFRESH_S = 0.25
+_LINE_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,39 @@ def training_job(
         create_run(client, run, config)
         history = RunHistory(client, run)
         yield Job(url=url, client=client, run=run, history=history, stack=stack)
+
+
+def progress_text(summary: Summary, *, elapsed_s: float, goal: float | None = None) -> str:
+    """Return the numbers of a job; `goal` is the reward that ends it."""
+    minutes, seconds = divmod(int(elapsed_s), 60)
+    last = summary.reward_last_tenth
+    reward = "-" if last is None else f"{last:.3f}"
+    reward += "" if goal is None else f" of {goal:.3f}"
+    states = [f"{state} {count:,}" for state, count in summary.ledger.items()]
+    return (
+        f"{minutes}:{seconds:02}  step {summary.steps}  reward {reward}  "
+        f"{summary.tokens_per_s:,.0f} tokens/s  ledger: {', '.join(states) or 'empty'}"
+    )
+
+
+@contextlib.contextmanager
+def progress_display(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a text in place of the last one.
+
+    Without a terminal it prints one line every ten seconds.
+    """
+    last_line_s = time.monotonic()
+    with console.status("starting") as status:
+
+        def show(text: str) -> None:
+            nonlocal last_line_s
+            if console.is_terminal:
+                status.update(text)
+            elif time.monotonic() - last_line_s >= _LINE_EVERY_S:
+                last_line_s = time.monotonic()
+                console.print(text, soft_wrap=True)
+
+        yield show
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -13,7 +14,8 @@ from turnstream.batching.merge.merging import turn_prompts
 from turnstream.batching.planning.report import MergeBreak, merge_breaks, merge_counts
 from turnstream.store.client import keys
 from turnstream.types import StoredTurn
-from turnstream_server.batcher.assembly.local import read_batch_payload, read_planned_batch
+from turnstream_server.batcher.assembly.local import read_planned_batch
+from turnstream_server.batcher.assembly.payload import PayloadReader
 from turnstream_server.jobs.screen import make_table
 
 TOKENS_AROUND: Final = 4
@@ -55,7 +57,9 @@ def read_merge(url: str, run: str, step: int) -> dict[str, Any]:
     differ.
     """
     batch = read_planned_batch(url, run, step)
-    payload = read_batch_payload(url, batch)
+    members = [member for group in batch.manifest.groups for member in group.trajectories]
+    with contextlib.closing(PayloadReader(url)) as reader:
+        payload = reader.read(members, run=batch.manifest.run)
     return {
         "run": run,
         "step": step,

@@ -38,15 +38,7 @@ _DEFAULT_ENVIRONMENT = {
 
 
 class ServiceFailedError(TurnstreamError):
-    """A process of the job ended, or was not ready in time; `log_lines` are the end of its log."""
-
-    def __init__(self, message: str, log_lines: tuple[str, ...] = ()) -> None:
-        super().__init__(message, log_lines)
-        self.message = message
-        self.log_lines = log_lines
-
-    def __str__(self) -> str:
-        return "\n  ".join((self.message, *self.log_lines))
+    """A process of the job ended, or was not ready in time; the end of its log is in the text."""
 
 
 class Service:
@@ -81,8 +73,8 @@ class Service:
     def failure(self, message: str) -> ServiceFailedError:
         """Return the error with this message, the path of the log and its last lines."""
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
-        lines = tuple(text.splitlines()[-_LOG_LINES_IN_ERRORS:])
-        return ServiceFailedError(f"{message}; its log is {self.log_path}", lines)
+        lines = text.splitlines()[-_LOG_LINES_IN_ERRORS:]
+        return ServiceFailedError("\n  ".join([f"{message}; its log is {self.log_path}", *lines]))
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM; the process stops by itself."""

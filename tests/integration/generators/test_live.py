@@ -39,8 +39,7 @@ from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators import live
 from turnstream_server.generators.config import LiveGeneratorConfig
 from turnstream_server.generators.guessing import Episode, GuessingGame
-from turnstream_server.generators.live import generate
-from turnstream_server.generators.newest_policy import NewestPolicy
+from turnstream_server.generators.live import NewestPolicy, generate
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec
 
@@ -170,7 +169,7 @@ async def test_a_generator_that_is_stopped_abandons_its_games_and_says_why(
         may_end.wait(60)
         return []
 
-    monkeypatch.setattr(live, "sample_batch", sample_for_ever)
+    monkeypatch.setattr(live, "sample_tokens", sample_for_ever)
     generator = asyncio.create_task(generate(live_run.config()))
     await asyncio.to_thread(has_begun.wait, 60)
 
@@ -243,7 +242,7 @@ async def test_removed_weights_are_replaced_by_newer_ones(
     told = [VersionAnnounced(version=0, step=0, lineage="", weights_uri=_uri(live_run, 0))]
     true_newest = VersionAnnounced(version=1, step=0, lineage="", weights_uri=_uri(live_run, 1))
     monkeypatch.setattr(
-        "turnstream_server.generators.newest_policy.newest_version",
+        "turnstream_server.generators.live.newest_version",
         lambda *_: told.pop() if told else true_newest,
     )
     policy = NewestPolicy(live_run.client, live_run.name)
@@ -278,7 +277,7 @@ async def test_an_error_in_the_middle_of_the_games_comes_out_as_itself(
         raise StoreUnavailableError("the store went away")
 
     await live_run.announce(0, seed=1)
-    monkeypatch.setattr(live, "sample_batch", fail)
+    monkeypatch.setattr(live, "sample_tokens", fail)
 
     with pytest.raises(StoreUnavailableError, match="went away"):
         await generate(live_run.config())

@@ -68,8 +68,7 @@ def test_failed_service_is_named_with_the_end_of_its_log(
     with pytest.raises(ServiceFailedError, match=named) as caught:
         stack.wait_for_all([service], timeout_s=60)
 
-    assert caught.value.log_lines == ("no more disk",)
-    assert "no more disk" in str(caught.value)
+    assert str(caught.value).endswith("\n  no more disk")
 
 
 def test_waiting_for_one_service_ends_when_another_fails(stack: Stack) -> None:
@@ -115,7 +114,7 @@ def test_a_service_that_ends_before_it_is_ready_is_an_error(tmp_path: Path, stac
     with pytest.raises(ServiceFailedError, match="server ended before it was ready") as caught:
         stack.wait_for_file(tmp_path / "address", of=service, timeout_s=60)
 
-    assert caught.value.log_lines == ("nothing to do",)
+    assert str(caught.value).endswith("\n  nothing to do")
 
 
 def test_leaving_the_stack_stops_every_service(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from testkit import sealed
-from turnstream_server.jobs.progress import progress_display, progress_text
+from turnstream_server.jobs.job import progress_display, progress_text
 from turnstream_server.jobs.summary import summarise
 
 SUMMARY = summarise(
@@ -41,7 +41,7 @@ def test_log_file_gets_a_line_at_intervals(
     monkeypatch: pytest.MonkeyPatch, every_s: float, num_lines: int
 ) -> None:
     out = io.StringIO()
-    monkeypatch.setattr("turnstream_server.jobs.progress._LINE_EVERY_S", every_s)
+    monkeypatch.setattr("turnstream_server.jobs.job._LINE_EVERY_S", every_s)
 
     with progress_display(Console(file=out, width=60)) as show:
         for _ in range(2):

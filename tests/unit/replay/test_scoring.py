@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from testkit import turn
 from turnstream.types import Turn
-from turnstream_server.generators.scoring import score_turns
+from turnstream_server.models.logprobs import score_turns
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
 

@@ -11,7 +11,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import open_run
-from turnstream_server.batcher.assembly.payload import Payload, PayloadReader
+from turnstream_server.batcher.assembly.payload import PayloadReader
 from turnstream_server.batcher.assembly.shares import (
     PlannedBatch,
     build_rows,
@@ -65,14 +65,3 @@ def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
     return PlannedBatch(
         manifest=stored.manifest, manifest_hash=stored.hash, config=decode_config(config, run=run)
     )
-
-
-def read_batch_payload(url: str, batch: PlannedBatch) -> Payload:
-    """Return all turns of a planned batch, as they were sealed.
-
-    Raises:
-        DamagedPayloadError: payload of it is damaged.
-    """
-    members = [member for group in batch.manifest.groups for member in group.trajectories]
-    with contextlib.closing(PayloadReader(url)) as reader:
-        return reader.read(members, run=batch.manifest.run)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from turnstream_server.bus.admin.dead_letters import (
 )
 from turnstream_server.bus.queries.ledger import read_budget
 from turnstream_server.bus.queries.trajectory_history import read_history
-from turnstream_server.jobs.dead_letters import export_dead_letter
+from turnstream_server.jobs.dead_letters import dead_letter_json
 
 pytestmark = pytest.mark.redis
 
@@ -96,18 +95,14 @@ async def test_living_trajectory_is_no_dead_letter(dead_run: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-async def test_export_has_every_byte_and_every_decoded_value(
-    dead_run: Any, tmp_path: Path, number: int
-) -> None:
+async def test_export_has_every_byte_and_every_decoded_value(dead_run: Any, number: int) -> None:
     dead_run.publish("g", 1)
     intact = dead_run.records("g/1/0")
     dead_run.damage("g/1/0", number=number, at=-1)
     await dead_run.kill("g/1/0")
-    path = tmp_path / "dead.json"
 
-    export_dead_letter(dead_run.url, dead_run.run, "g/1/0", path)
+    parts = json.loads(dead_letter_json(dead_run.url, dead_run.run, "g/1/0"))["records"]
 
-    parts = json.loads(path.read_text())["records"]
     assert [bytes.fromhex(part["record"]) for part in parts] == dead_run.records("g/1/0")
     assert ["checksum" in part["problem"] for part in parts] == [i == number for i in range(3)]
     assert [part["content"] is None for part in parts] == [i == number for i in range(3)]
