@@ -6,5 +6,4 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Added where this folder is named on the command line."""
     parser.addoption("--seed", type=int, default=None, help="simulate only this seed")

@@ -27,7 +27,6 @@ UNREACHED = {"discard_event", "discard_dead_letter", "reject_events", "reserve"}
 
 
 def scripts_that_check() -> dict[bytes, str]:
-    """Scripts with the check, by their SHA-1."""
     found: dict[bytes, str] = {}
     for name in script_files():
         found_script = script(name)
@@ -37,7 +36,6 @@ def scripts_that_check() -> dict[bytes, str]:
 
 
 def plain(value: Value | None) -> Any:
-    """Return a value in a form that can be compared."""
     if isinstance(value, ZSet):
         return copy.copy(value.order)
     if isinstance(value, Stream):
@@ -100,7 +98,6 @@ class Trials:
 
 
 def counters(store: Store, called: Words) -> Iterator[tuple[bytes, bytes]]:
-    """The fields of the call's keys that scripts count in."""
     for key in called:
         part = key.rpartition(b":")[2]
         value = store.values.get(key)

@@ -53,7 +53,6 @@ def _flat(parts: Sequence[Any]) -> list[bytes]:
 
 
 def some(*parts: st.SearchStrategy[Any], most: int = 3) -> st.SearchStrategy[Any]:
-    """Several of them."""
     return st.lists(st.tuples(*parts), min_size=1, max_size=most)
 
 
@@ -148,7 +147,6 @@ class Both:
 
 
 def _code(error: redis.ResponseError) -> str:
-    """Which kind of error it is: their wording differs from release to release."""
     return f"error {error_text(error).partition(' ')[0]}"
 
 

@@ -17,7 +17,6 @@ from simulator.runs import Verdict, simulate_parallel
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Simulate the runs, and return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
     parser.add_argument("--seeds", type=int, default=2000, help="how many runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")

@@ -27,7 +27,6 @@ _Result = TypeVar("_Result")
 
 
 def words_of(arguments: Sequence[Any]) -> list[bytes]:
-    """Return a command as the words that a server receives."""
     words = [
         word.encode() if type(word) is str else word if type(word) is bytes else _word(word)
         for word in arguments
@@ -37,19 +36,16 @@ def words_of(arguments: Sequence[Any]) -> list[bytes]:
 
 
 def _word(argument: Any) -> bytes:
-    """Return the bytes of an argument that is neither bytes nor plain text."""
     if isinstance(argument, str):  # a member of an enumeration
         return argument.encode()
     return repr(argument).encode() if isinstance(argument, int | float) else bytes(argument)
 
 
 def error_of(error: StoreError) -> Exception:
-    """Return the exception that redis-py makes of an error reply."""
     return BaseParser.parse_error(str(error))
 
 
 def _parsed(words: Sequence[bytes], reply: Any, options: dict[str, Any]) -> Any:
-    """Return a reply as redis-py does, or its exception."""
     if isinstance(reply, StoreError):
         return error_of(reply)
     callback = _CALLBACKS.get(words[0])
@@ -192,7 +188,6 @@ def sent(
     is_whole: bool = False,
     may_repeat: bool = True,
 ) -> asyncio.Future[list[Any]]:
-    """Send commands; the replies that are to come."""
     answered: asyncio.Future[list[Any]] = process.loop.create_future()
     process.world.send(Request(process, commands, answered, start, is_whole, may_repeat))
     return answered

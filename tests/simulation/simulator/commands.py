@@ -35,7 +35,6 @@ def _unknown(words: Words) -> NotSimulatedError:
 
 
 def _options(words: Words, start: int, **sizes: int) -> dict[str, Words]:
-    """Return the options after the arguments by name; `sizes` are the numbers of their values."""
     found: dict[str, Words] = {}
     while start < len(words):
         name = words[start].upper().decode(errors="replace")
@@ -209,7 +208,6 @@ def _zrange(zset: ZSet, words: Words) -> list[bytes]:
 
 
 def _within(zset: ZSet, words: Words) -> list[tuple[float, bytes]]:
-    """Return the members between the bounds of a command."""
     least, most = (score_of(word.removeprefix(b"(")) for word in words[2:4])
     is_above, is_below = (word.startswith(b"(") for word in words[2:4])
     return [
@@ -283,7 +281,6 @@ def _after(entry_id: EntryId) -> EntryId:
 
 
 def _positions(stream: Stream, words: Words, *, low: bytes, high: bytes) -> range:
-    """Return the positions from one id to another; after or before it for a leading bracket."""
     first, last = _entry_id(low.lstrip(b"("), seq=0), _entry_id(high.lstrip(b"("), seq=LAST_ID.seq)
     found = stream.between(_after(first) if low[:1] == b"(" else first, last)
     is_below = high[:1] == b"(" and len(found) and stream.ids[found[-1]] == last

@@ -50,7 +50,6 @@ def strike(writes: RunWrites) -> None:
 
 
 async def mender(process: Process, shared: SharedState) -> None:
-    """Has planned again what ranks are refused."""
     random = process.world.rng.random
     client = thread_client(process)
     while True:

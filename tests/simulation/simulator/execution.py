@@ -26,11 +26,7 @@ _SETTLING_S = 3.0
 
 
 class Execution:
-    """The execution of one simulated run.
-
-    Attributes:
-        laws: invariants of the run.
-    """
+    """The execution of one simulated run."""
 
     def __init__(self, world: World, shared: SharedState, drawn: Schedule) -> None:
         self.invariants = Invariants(world, shared)
@@ -49,7 +45,6 @@ class Execution:
         self._world.end()
 
     def _is_over(self) -> bool:
-        """Return whether the run has ended, and no later session has started."""
         return self._shared.is_ended and self.invariants.knows_session
 
     def _after_step(self) -> None:
@@ -102,7 +97,6 @@ class Execution:
 
 
 def _shown(world: World, run: str) -> str:
-    """Return the store's main hashes, for the report of a failure."""
     prefix = f"ts:{{{run}}}:".encode()
     shown = {
         name[len(prefix) :].decode(): value
@@ -173,7 +167,6 @@ class Supervisor:
 
 
 def slots(drawn: Schedule) -> list[Slot]:
-    """Return the places of the processes that are started again."""
     return [
         *[Slot(f"batcher-{'ab'[n]}", services.batcher) for n in range(drawn.num_batchers)],
         *[Slot(f"generator-{n}-", generators.generator) for n in range(drawn.num_generators)],
@@ -184,7 +177,6 @@ def slots(drawn: Schedule) -> list[Slot]:
 
 
 def start_operators(world: World, shared: SharedState, drawn: Schedule) -> list[Process]:
-    """Start the processes that end with the faults."""
     mains = (
         ("operator", operators.pauser, drawn.has_operator),
         ("reviser", operators.reviser, drawn.has_reviser),

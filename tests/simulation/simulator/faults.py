@@ -132,7 +132,6 @@ class Faults:
         self._world.store.start_anew()
 
     def _sync_for_the_last_time(self) -> None:
-        """Save the disk; later writes are lost at the next power cut."""
         world = self._world
         if self._on_disk is None and world.store.appends_only == b"everysec":
             self._on_disk = world.store.save()

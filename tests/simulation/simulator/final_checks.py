@@ -93,7 +93,6 @@ def _is_named_well(writes: RunWrites, name: str, state: str) -> bool:
 
 
 def _is_task(name: str) -> bool:
-    """Whether a trajectory is of a group that a prompt of the run was given out as."""
     return name.startswith("p")
 
 
@@ -104,12 +103,8 @@ def _is_decided(writes: RunWrites, group_id: str) -> bool:
 
 
 def _nothing_came_back(writes: RunWrites, states: dict[str, str]) -> Violations:
-    """P4: a trajectory that left the ledger has no payload.
-
-    A clock that is set forward removes the tombstones that refuse late writers.
-    """
     if "jump" in writes.world.counts:
-        return
+        return  # a clock that is set forward removes the tombstones that refuse late writers
     ledger = writes.hash("ledger")
     for name, state in states.items():
         turns = keys.trajectory_keys(writes.shared.run, name).turns.encode()

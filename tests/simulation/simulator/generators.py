@@ -28,7 +28,6 @@ _RESTRAINT = 0.8
 
 
 async def generator(process: Process, shared: SharedState) -> None:
-    """Several episodes at a time, by one publisher."""
     publisher = AsyncPublisher(
         URL, shared.run, writer=process.name, timeout_s=20.0, admission_timeout_s=30.0
     )
@@ -88,7 +87,6 @@ async def _work(
 
 
 def _is_of_use(act: Any, process: Process, shared: SharedState) -> bool:
-    """Whether the store has, at this moment, what an act asks for."""
     store, names = process.world.store, keys.run_keys(shared.run)
     if act is _refill:
         return names.refills.encode() in store.values
@@ -123,7 +121,6 @@ async def _evaluation(process: Process, shared: SharedState, publisher: AsyncPub
 
 
 async def _task(process: Process, shared: SharedState, publisher: AsyncPublisher) -> None:
-    """Take a task of the run: a refill, or one of its prompts."""
     task = await publisher.next_task(0.3)
     for each in task.trajectories:
         shared.history.wrote(each.key, process.name)  # no other process may write it now
@@ -141,7 +138,6 @@ async def _task(process: Process, shared: SharedState, publisher: AsyncPublisher
 
 
 def _begin_all(process: Process, shared: SharedState, begun: list[TrajectoryKey]) -> None:
-    """These are opened together, by one call."""
     process.begun.update(begun)
     for key in begun:
         shared.history.wrote(key, process.name)
@@ -155,7 +151,6 @@ async def _tolerantly(process: Process, shared: SharedState, writer: AsyncTrajec
 
 
 async def _shared_group(process: Process, shared: SharedState, publisher: AsyncPublisher) -> None:
-    """A sample of a group that others write too."""
     rng = process.world.rng
     if rng.random() < 0.3 and shared.num_begun < shared.max_groups:
         shared.history.groups.append(_new_group(process, shared))
@@ -239,7 +234,6 @@ async def _take_over(process: Process, shared: SharedState, publisher: AsyncPubl
 
 
 def _holder(process: Process, shared: SharedState, key: TrajectoryKey) -> tuple[int, str]:
-    """The lease epoch of an open trajectory, and its writer."""
     ledger: Any = process.world.store.values.get(keys.run_keys(shared.run).ledger.encode(), {})
     state, _, rest = ledger.get(keys.trajectory_id(key).encode(), b"").decode().partition(":")
     if state != "open":

@@ -26,7 +26,6 @@ MOST_SEEDS: Final = 600
 
 
 def first_failed_seed(broken: Break) -> int | None:
-    """Return the first seed whose run fails while a guard is broken."""
     with broken():
         failed = (each.seed for each in simulate_all(range(MOST_SEEDS)) if each.problems)
         return next(failed, None)
@@ -62,7 +61,6 @@ def edited(old: str, new: str) -> Iterator[None]:
 
 
 def script(old: str, new: str) -> Break:
-    """Return an edit of the scripts."""
     return lambda: edited(old, new)
 
 
@@ -72,13 +70,10 @@ def condition(text: str) -> Break:
 
 
 def method(owner: Any, name: str, new: Any) -> Break:
-    """Return a replacement of a method or function."""
     return lambda: patch.object(owner, name, new)
 
 
 def both(first: Break, second: Break) -> Break:
-    """Break two guards, each of which is enough."""
-
     @contextlib.contextmanager
     def broken() -> Iterator[None]:
         with first(), second():

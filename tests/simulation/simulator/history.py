@@ -24,23 +24,14 @@ class History:
 
     Attributes:
         said: trajectory id -> the CRCs of the turns of every attempted seal.
-        acknowledged: trajectories whose seal was acknowledged to a writer.
         writers: trajectory id -> the processes that wrote to it, or asked to.
-        lost: losses that publishers reported, by trajectory id.
-        awaiting: trajectories sealed without their reward, which is not yet posted.
         rewarded: trajectory -> time and value of an acknowledged reward.
-        trained: step -> manifest hash, of the surviving history.
-        checkpoints: tokens of the surviving history, oldest first; a trainer starts from one.
-        on_disk: all tokens that were ever saved.
         groups: name, samples and needed members of groups that several generators write.
-        ever_trained: the same as `trained`, of all histories.
-        planned: step -> manifest hash in the store.
-        all_trained: every step and manifest hash that was ever trained.
+        trained: step -> manifest hash, of the surviving history; `ever_trained` of all histories.
+        checkpoints: tokens of the surviving history, oldest first; `on_disk` has all of them.
         most_withdrawn: the newest step that was trained by a withdrawn plan.
-        releasable: the newest step that may be released.
         newest_said: the newest step that the current session acknowledged, or tried to.
         revised: acknowledged configs by number: first step, config.
-        refusals: errors of callers, by type.
         mixed: refusals that no caller may get.
     """
 

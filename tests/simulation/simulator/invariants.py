@@ -19,11 +19,7 @@ _EVERY_STEPS = 40
 
 
 class Invariants:
-    """Checks one run.
-
-    Attributes:
-        writes: writes of the run.
-    """
+    """Checks one run."""
 
     def __init__(self, world: World, shared: SharedState) -> None:
         self._world = world
@@ -72,7 +68,6 @@ class Invariants:
             self._blame_all(check())
 
     def _let_plans_fall(self) -> None:
-        """Lower the recorded numbers of the newest plan after a withdrawal."""
         num_withdrawn = sum([isinstance(each, tuple) for each in self.writes.plans])
         if num_withdrawn != self._num_withdrawn:
             self._num_withdrawn = num_withdrawn
@@ -110,7 +105,6 @@ class Invariants:
             yield f"a caller was told: {text}"
 
     def _frontier_holds(self) -> Violations:
-        """Growing numbers have grown, and they are in their order."""
         frontier, manifests = self.writes.hash("frontier"), self.writes.manifests
         number = {name: int(frontier.get(name.encode(), 0)) for name in _NUMBERS}
         number["leader_epoch"] = int(self.writes.hash("leader").get(b"epoch", 0))
@@ -148,7 +142,6 @@ class Invariants:
             yield f"step {released} is released, {history.releasable} may be"
 
     def _leaders_stay_apart(self) -> Violations:
-        """An epoch is of one planner alone."""
         leader = self.writes.hash("leader")
         epoch, owner = leader.get(b"epoch", b""), leader.get(b"owner")
         if owner and (before := self._leaders.setdefault(epoch, owner)) != owner:
@@ -170,7 +163,6 @@ class Invariants:
         self._term = epoch, expires_ms
 
     def _snapshot_holds(self) -> Violations:
-        """A snapshot is never older than the one before it."""
         snapshot = self.writes.hash("snapshot")
         if snapshot:
             ms, seq = event_order(snapshot[b"position"].decode())

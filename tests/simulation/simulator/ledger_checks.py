@@ -108,5 +108,4 @@ def are_evals_open(writes: RunWrites) -> bool:
 
 
 def is_unfinished(writes: RunWrites) -> bool:
-    """Whether anything of the ledger may still end otherwise."""
     return any(entry.startswith(_HOLDING) for entry in writes.hash("ledger").values())

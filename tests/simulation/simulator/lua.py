@@ -114,12 +114,7 @@ class ScriptDefectError(Exception):
 
 
 class LoadedScript:
-    """A compiled script.
-
-    Attributes:
-        allows_oom: whether it runs when the server is full.
-        is_read_only: whether it may not write.
-    """
+    """A compiled script."""
 
     __slots__ = ("_function", "_scripts", "allows_oom", "is_read_only")
 
@@ -130,12 +125,7 @@ class LoadedScript:
         self.is_read_only = b"no-writes" in flags
 
     def run(self, num_keys: int, words: Sequence[bytes]) -> Any:
-        """Return the reply; the first words are keys, the others arguments.
-
-        Raises:
-            StoreError: the error reply.
-            ScriptDefectError: it failed otherwise.
-        """
+        """Return the reply; raises StoreError for an error reply, otherwise ScriptDefectError."""
         return self._scripts.run(self._function, num_keys, words, is_read_only=self.is_read_only)
 
 
@@ -209,7 +199,6 @@ class Scripts:
         return reply
 
     def _to_lua(self, reply: Any) -> Any:
-        """A value within a list."""
         if reply is None:
             return False
         if type(reply) is list:
@@ -238,14 +227,12 @@ class Scripts:
         return values
 
     def _constructor(self, text: bytes) -> Any:
-        """Return a Lua function that builds the table of a JSON text."""
         return self._raw_compile(
             b"local null = ... return " + _lua_source(json.loads(text)), b"=json"
         )
 
 
 def _number(value: Any) -> bytes:
-    """How a server turns an argument of redis.call that is a number into words."""
     if type(value) is int:
         return b"%d" % value
     if type(value) is float:

@@ -30,7 +30,6 @@ _HEARD_OF_S = 0.1
 
 
 async def pauser(process: Process, shared: SharedState) -> None:
-    """Pauses the run now and then during the storm, and resumes it unless it is killed before."""
     client, random = AsyncClient(process), process.world.rng.random
     while not shared.is_closing:
         await asyncio.sleep(random() * _LONGEST_PAUSE_S)
@@ -43,7 +42,6 @@ async def pauser(process: Process, shared: SharedState) -> None:
 
 
 async def reviser(process: Process, shared: SharedState) -> None:
-    """Let two people revise the config; the slower of them may be refused."""
     await asyncio.gather(*[_revise(process, shared) for _ in range(2)])
 
 
@@ -70,7 +68,6 @@ async def _revise(process: Process, shared: SharedState) -> None:
 
 
 async def reopener(process: Process, shared: SharedState) -> None:
-    """Closes the run now and then during the storm, and opens it unless it is killed before."""
     client, rng = AsyncClient(process), process.world.rng
     while not shared.is_closing:
         await asyncio.sleep(rng.random() * _LONGEST_REST_S)
@@ -87,7 +84,6 @@ async def reopener(process: Process, shared: SharedState) -> None:
 
 
 async def closer(process: Process, shared: SharedState) -> None:
-    """Close the run for good, and undo late calls of other operators."""
     client = AsyncClient(process)
     while True:
         frontier = _frontier(process, shared)
@@ -111,7 +107,6 @@ _LONGEST_SILENCE_S = 0.5
 
 
 async def observer(process: Process, shared: SharedState) -> None:
-    """One observer: it sees one batch after another, and is forgotten where it is silent."""
     client, rng = AsyncClient(process), process.world.rng
     while not shared.is_ended:
         first_step = rng.choice((None, 1))

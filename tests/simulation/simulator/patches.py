@@ -28,7 +28,6 @@ _LOOKS = 6
 
 
 def running_process() -> Process:
-    """Return the process whose code runs now."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, ProcessLoop)
     return loop.process
@@ -61,7 +60,6 @@ class _Complaints(logging.Handler):
 
 
 def _in_process(make: Callable[[Process], Any]) -> Callable[..., Any]:
-    """Return a constructor whose results belong to the process that runs."""
     return lambda *_, **__: make(running_process())
 
 

@@ -32,16 +32,9 @@ class RunWrites:
     """The writes of one run, and the current content of the store.
 
     Attributes:
-        values: content of the store, by key.
-        events: every event, with its id.
         manifests: every valid plan, by step, with its hash.
         plans: every plan in order; a withdrawal is the position of its snapshot, its id and its
             event.
-        step_of: step of each planned trajectory.
-        evals: groups that evaluate.
-        opened: groups that were opened.
-        is_closed: whether the run is closed, by its events.
-        new_steps: steps planned since the last call of `take_new_steps`.
     """
 
     def __init__(self, world: World, shared: SharedState) -> None:
@@ -135,12 +128,10 @@ class RunWrites:
             self.world.blame(f"{served} writes {written} while {owner} leads")
 
     def _note_going_on(self, written: object) -> None:
-        """A run that is paused takes no new group, and plans no batch."""
         if b"paused" in self.hash("frontier"):
             self.world.blame(f"{written}, and the run is paused")
 
     def _note_version(self, announced: VersionAnnounced) -> None:
-        """A version is announced by the current session, for the surviving history."""
         frontier, served = self.hash("frontier"), self.world.served
         lineage, session = frontier[b"lineage"].decode(), frontier[b"session"].decode()
         if announced.lineage != lineage:
@@ -197,7 +188,6 @@ class RunWrites:
                 pass
 
     def _note_end(self, event: RunClosed | RunReopened) -> None:
-        """A run that is open is closed, and one that is closed is opened."""
         is_closed = isinstance(event, RunClosed)
         if is_closed == self.is_closed:
             self.world.blame(f"{event} is said twice")

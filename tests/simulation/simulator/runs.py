@@ -27,12 +27,7 @@ _PER_CHUNK = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The result of a simulated run.
-
-    Attributes:
-        problems: broken invariants; empty if all held.
-        digest: hash of everything that happened; the same for the same seed.
-    """
+    """The result of a simulated run; `digest` is a hash of everything that happened."""
 
     seed: int
     problems: tuple[str, ...]
@@ -86,7 +81,6 @@ def _simulate_in(world: World, seed: int, drawn: Schedule) -> Verdict:
 
 
 def simulate_all(seeds: Iterable[int]) -> Iterator[Verdict]:
-    """Live through many."""
     with patched():
         for seed in seeds:
             try:
@@ -119,7 +113,6 @@ def _digest(world: World, writes: RunWrites) -> int:
 def simulate_parallel(
     seeds: range, *, num_processes: int, per_chunk: int = _PER_CHUNK
 ) -> Generator[Verdict]:
-    """Yield the verdicts in the order of the seeds, simulated in several processes."""
     chunks = [seeds[at : at + per_chunk] for at in range(0, len(seeds), per_chunk)]
     num_processes = min(num_processes, len(chunks))
     if num_processes <= 1:

@@ -29,17 +29,7 @@ _SHORT_PACE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The execution that a seed decides.
-
-    Attributes:
-        is_long: whether it is one of the few long runs.
-        fault_rates: rates of the faults.
-        faults_s: duration of the faults.
-        num_batchers, num_generators: processes in addition to one trainer.
-        has_observer: whether an observer reads the batches.
-        has_operator, has_reviser, has_reopener: whether operators pause, revise, or close and
-            reopen it.
-    """
+    """The execution that a seed decides: its faults, and the processes beside one trainer."""
 
     is_long: bool
     fault_rates: FaultRates
@@ -53,7 +43,6 @@ class Schedule:
 
 
 def draw_schedule(rng: random.Random) -> Schedule:
-    """Draw how a simulated run is to go, before anything else is drawn."""
     is_long = rng.random() < _LONG
     density, pace = (1.0, 1.0) if is_long else (2.0, _SHORT_PACE)
     return Schedule(
@@ -107,7 +96,6 @@ def _fault_rates(rng: random.Random, *, density: float, pace: float) -> FaultRat
 
 
 def draw_run(rng: random.Random, *, is_long: bool) -> SharedState:
-    """Draw the shared settings of a run's processes."""
     most_groups, most_evals, pace = (12, 5, 1.0) if is_long else (4, 1, _SHORT_PACE)
     any_config = partial(_config, rng, most_batch_groups=4 if is_long else 2, pace=pace)
     return SharedState(
@@ -129,7 +117,6 @@ def draw_run(rng: random.Random, *, is_long: bool) -> SharedState:
 
 
 def prompt(rng: random.Random, number: int) -> Prompt:
-    """A prompt that the run carries."""
     num_samples = rng.choice((1, 2, 3))
     return Prompt(
         prompt_uid=f"p{number}",
@@ -168,7 +155,6 @@ def _config(rng: random.Random, *, most_batch_groups: int, pace: float) -> Batch
 def _any_config(
     rng: random.Random, *, batch_groups: int, most_groups: int, pace: float
 ) -> BatchingConfig:
-    """A config whose settings may not go together."""
     policy = rng.choice(("drop", "train_short", "refill", "refill"))
     return BatchingConfig(
         batch_groups=batch_groups,

@@ -22,20 +22,12 @@ class SharedState:
     """Shared state of the processes of one run: its settings and its record.
 
     Attributes:
-        config: first config of the run.
-        in_force: current config.
-        ever_in_force: all configs so far, in order.
+        config: first config of the run; `in_force` is the current one.
         another_config: draws a config for a revision.
         is_closing: no new group is started; open groups are completed.
         is_ended: a trainer came to the end of the run.
-        is_closed_for_good: the run is not reopened.
-        num_begun: number of groups that generators have started.
-        max_groups: largest number of groups.
-        num_evals, max_evals: the same of evaluations.
-        num_prompts: number of prompts of the run.
         most_episodes: largest number of concurrent episodes of one generator.
         rotten: trajectories whose payload was damaged.
-        publishers: all publishers, each with its process.
     """
 
     run: str
@@ -75,7 +67,6 @@ class SharedState:
 
 
 async def patiently(call: Any) -> Any:
-    """Call until the store can be reached."""
     while True:
         try:
             return await call()

@@ -24,12 +24,10 @@ class Store:
     """A server in memory.
 
     Attributes:
-        now_ms: its clock.
         is_full: whether it is above `maxmemory`: scripts without allow-oom are refused.
-        num_starts: how often it was started.
         num_added: entries that were ever added to streams.
         num_parks: number of times that a leader parked a run.
-        appended: told of every entry that is added to a stream: its key, id and fields.
+        appended: called with key, id and fields of each new entry of a stream.
     """
 
     def __init__(self) -> None:
@@ -48,12 +46,7 @@ class Store:
         self.appends_only = b"everysec"
 
     def execute(self, words: Words) -> Any:
-        """The reply of a command.
-
-        Raises:
-            StoreError: the error reply.
-            NotSimulatedError: no such command here.
-        """
+        """Return the reply of a command; raises StoreError or NotSimulatedError."""
         name = words[0].upper()
         if name == b"EVALSHA":
             return self._evaluate(words)
@@ -94,11 +87,7 @@ class Store:
         self.start_anew()
 
     def get(self, key: bytes, kind: type[Any]) -> Any:
-        """The value of a key, None where there is none.
-
-        Raises:
-            StoreError: it is of another type.
-        """
+        """Return the value of a key, or None; raises StoreError for another type."""
         value = self.values.get(key)
         if value is not None and type(value) is not kind:
             raise StoreError(_WRONG_TYPE)

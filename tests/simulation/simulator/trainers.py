@@ -52,15 +52,7 @@ _FROM_THE_START = RecoveryToken(lineage="main", step=0, chain_hash="")
 
 
 class Ranks:
-    """All ranks of a session; each of them acknowledges.
-
-    Args:
-        client: client of the store.
-        shared: state of the run.
-        name: name of the session.
-        begun: the session.
-        dp_world_size: number of ranks.
-    """
+    """All ranks of a session; each of them acknowledges."""
 
     def __init__(
         self,
@@ -164,9 +156,6 @@ class _Session:
     """A session of one process, and what it has acknowledged.
 
     It repeats acknowledgements that a store has lost, as `turnstream.worker._acknowledged` does.
-
-    Attributes:
-        said: steps and manifest hashes, in order.
     """
 
     world: World
@@ -261,7 +250,6 @@ async def trainer(process: Process, shared: SharedState) -> None:
 
 
 async def _train_all(process: Process, session: _Session) -> None:
-    """Batch after batch, until there is none any more."""
     client, shared = session.client, session.shared
     frontier = await patiently(lambda: read_frontier_async(client, shared.run))
     view = RunView(client, shared.run, frontier=frontier, on_stepped=_ignore)
@@ -279,7 +267,6 @@ async def _train_all(process: Process, session: _Session) -> None:
 
 
 async def _wait(listener: RunListener) -> None:
-    """Until something has happened in the run; a replica listens for it all the time."""
     try:
         await listener.wait(with_events=False, wait_s=_LONGEST_WAIT_S)
     except UnavailableError:
@@ -293,7 +280,6 @@ def _ignore(_: object) -> None:
 async def _begin(
     client: AsyncClient, shared: SharedState, name: str, process: Process
 ) -> tuple[TrainerSession, int] | None:
-    """Begin a session after the newest checkpoint, or sometimes after one before it."""
     history, rng = shared.history, process.world.rng
     tokens: list[RecoveryToken | None] = [None, *history.checkpoints]
     token = tokens[-1]

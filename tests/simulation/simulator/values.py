@@ -113,7 +113,6 @@ class NotSimulatedError(NotImplementedError):
 
 
 def integer(word: bytes) -> int:
-    """The number that a word stands for."""
     digits = word[1:] if word[:1] == b"-" else word
     if not digits.isdigit():
         raise StoreError(_NO_INTEGER)
@@ -121,7 +120,6 @@ def integer(word: bytes) -> int:
 
 
 def score_of(word: bytes) -> float:
-    """The score that a word stands for."""
     try:
         number = float(word)
     except ValueError:
@@ -132,7 +130,6 @@ def score_of(word: bytes) -> float:
 
 
 def shown(score: float) -> bytes:
-    """A score as a server shows it."""
     if score == int(score) and abs(score) < 1e17:
         return b"%d" % score
     return b"%.17g" % score

@@ -29,13 +29,10 @@ class World:
     """The store, the processes, and chance.
 
     Attributes:
-        problems: broken invariants.
         counts: number of each fault.
         synced: called when the disk has all of the store.
         went_back: called with the time of the last sync after a power cut.
         lost: called when a publisher reports an acknowledged write as lost.
-        rot: damages planned payload.
-        died: names of killed processes.
         served: name of the process whose call is carried out, or was last.
     """
 
@@ -245,7 +242,6 @@ class World:
         _reply(request, replies)
 
     def _stall(self, request: Request) -> None:
-        """A call is on its way for long."""
         self.note("stall")
         arrives_s = self.now_s + self.rng.random() * self.fault_rates.longest_delay_s
         request.process.hangs_until_s = max(request.process.hangs_until_s, arrives_s)
@@ -253,13 +249,11 @@ class World:
         self._timers.add(arrives_s, StalledCall(request), self)
 
     def _arrive_at_last(self, request: Request) -> None:
-        """A stalled call is carried out, unless its connection was lost."""
         if request in self._stalled:
             self._stalled.remove(request)
             _reply(request, self._carry_out(request, request.commands))
 
     def _delay(self, request: Request) -> bool:
-        """Return whether a lost call arrives later, without a waiting caller."""
         fault_rates = self.fault_rates
         if not fault_rates.late or self.rng.random() >= fault_rates.late:
             return False
@@ -268,7 +262,6 @@ class World:
         return True
 
     def _arrive(self, request: Request) -> None:
-        """A late call is carried out, unless what it was buffered in ended with the store."""
         if request.start == self.store.num_starts:
             self.note("late")
             self._carry_out(request, request.commands)
