@@ -36,5 +36,4 @@ def start_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
 
 @pytest.fixture
 def rig(start_rig: Callable[..., Rig]) -> Rig:
-    """A store with a run, and nothing else running yet."""
     return start_rig()

@@ -20,7 +20,6 @@ RUN = "r"
 
 
 def archive_step(history: History, folder: Path, step: int, **columns: Any) -> None:
-    """Write the file of one step as it was trained, with some columns replaced."""
     rows = history.rows(session=history.surviving[step], step=step)
     said = [
         episode(row["trajectory"], writer=WRITER).columns[row["sequence"]]._asdict() for row in rows

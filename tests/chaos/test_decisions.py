@@ -83,7 +83,6 @@ def test_batcher_killed_around_a_deadline_has_a_successor_that_fires_it_once(
 
 
 def _die_around(rig: Rig, script: str) -> None:
-    """Let one batcher die before this script, and the next one after it."""
     for place in ("before", "after"):
         rig.let_batcher_die(f"{script}.{place}")
 
@@ -95,7 +94,6 @@ def _leave_open(rig: Rig) -> None:
 
 
 def _decisions(rig: Rig) -> Counter[type[Event]]:
-    """Return the number of events of each kind of decision."""
     entries: Any = rig.client.xrange(keys.run_keys(rig.run).events)
     events = [decode_event(fields[b"r"]) for _, fields in entries]
     kinds = (BatchDue, DeadlineFired, RefillGranted, RunFinished, TrajectoryAbandoned)
@@ -103,6 +101,5 @@ def _decisions(rig: Rig) -> Counter[type[Event]]:
 
 
 def _planned(rig: Rig) -> list[list[str]]:
-    """Return the groups of every batch."""
     plans = [read_plan(rig.client, rig.run, step + 1) for step in range(rig.planned())]
     return [[group.group_id for group in plan.manifest.groups] for plan in plans if plan]

@@ -35,7 +35,6 @@ def _start_rig(start_rig: StartRig, **fields: Any) -> Rig:
 
 
 def _start_hanging(rig: Rig, **options: Any) -> Service:
-    """A generator of four groups that hangs in the second."""
     generator = rig.start_generator("w", groups=4, **{"hang_in": LOST, **options})
     rig.wait_for_lines("hanging")
     return generator
@@ -47,7 +46,6 @@ def _num_turns(rig: Rig, trajectory: str = LOST) -> int:
 
 
 def _sealed_by(rig: Rig, trajectory: str) -> list[str]:
-    """The processes that were told that their seal counts."""
     sealed = rig.history().of("sealed")
     return [line.process for line in sealed if line["trajectory"] == trajectory]
 
@@ -183,7 +181,6 @@ def test_generator_that_sleeps_through_its_lease_is_fenced(start_rig: StartRig, 
 
 
 def _refusals_of(rig: Rig, process: str) -> dict[str, str]:
-    """Return the errors of a generator by trajectory."""
     refused = (line for line in rig.history().of("refused") if line.process == process)
     return {line["trajectory"]: line["error"] for line in refused if "trajectory" in line.facts}
 

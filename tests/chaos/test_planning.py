@@ -88,7 +88,6 @@ def published(
 
 
 def _without_signal(history: History) -> set[str]:
-    """Return the trajectories of groups whose rewards are all equal."""
     return {
         name
         for members in history.acknowledged_by_group.values()
@@ -109,7 +108,6 @@ def _plan(rig: Rig) -> list[Manifest]:
 
 @pytest.fixture
 def copied(published: Published, tmp_path: Path, start_rig: Callable[..., Rig]) -> Rig:
-    """Start a rig with a copy of the published store."""
     shutil.copytree(published.folder / "store", tmp_path / "store")
     shutil.copytree(published.folder / "history", tmp_path / "history")
     rig = start_rig(config=published.config)

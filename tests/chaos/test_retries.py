@@ -39,7 +39,6 @@ def proxied(rig: Rig) -> Iterator[Proxy]:
 
 @pytest.fixture
 def planned(start_rig: StartRig) -> Rig:
-    """A rig with a batcher that has planned all steps."""
     rig = start_rig(config=AHEAD)
     rig.start_batcher()
     rig.join(rig.start_generator(groups=4 * NUM_STEPS))
@@ -94,7 +93,6 @@ def test_calls_sent_three_times_have_the_outcome_of_single_calls(planned: Rig) -
 
 
 def _observe(rig: Rig, target: str) -> None:
-    """Observe and acknowledge each step."""
     with ObserverStream(target, rig.run, "audit", first_step=1, timeout_s=PATIENCE_S) as observer:
         for mini_batch in observer:
             if mini_batch.is_last and observer.seen() == NUM_STEPS:
@@ -103,7 +101,6 @@ def _observe(rig: Rig, target: str) -> None:
 
 
 def _seen(rig: Rig) -> int:
-    """The newest step that the observer has seen, by the store."""
     entry: Any = rig.client.hget(keys.run_keys(rig.run).observers, "audit")
     return int(entry.split(b":")[0])
 
@@ -114,7 +111,6 @@ def _is_answered(call: Repeated) -> bool:
 
 
 def _lasting(call: Repeated) -> set[Outcome]:
-    """Its outcomes, but for what is so only at the moment of an answer."""
     if _name(call) != "Start":
         return {*call.outcomes}
     return {

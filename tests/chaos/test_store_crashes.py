@@ -31,7 +31,6 @@ ONE_TURN = 80
 
 
 def kind_of_server(kind: str) -> Path:
-    """The embedded server's program, or a redis-server where there is one."""
     if kind == "valkey":
         return find_binary()
     found = shutil.which("redis-server")
@@ -137,7 +136,6 @@ def _wait_for_all(rig: Rig, generators: Sequence[Service], kind: str) -> None:
 
 
 def _held_back(rig: Rig) -> set[str]:
-    """The trajectories that were acknowledged and that the file of the store does not name."""
     acknowledged = rig.history().acknowledged
     (path,) = rig.server.data_dir.glob("appendonlydir/*.incr.aof")
     written = path.read_bytes()

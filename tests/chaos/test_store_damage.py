@@ -133,12 +133,10 @@ def test_empty_server_is_noticed_and_never_restarts_at_0(rig: Rig) -> None:
 
 
 def _told_to_rank_of(rig: Rig, session: str) -> str:
-    """The error that ended the only rank of a session."""
     refused = rig.history().of("refused")
     (error,) = [line["error"] for line in refused if line.process == f"{session}-rank-0"]
     return error
 
 
 def _newest(rig: Rig, kind: str) -> int:
-    """The step that the trainer was answered last."""
     return max(line["step"] for line in rig.history().of(kind))

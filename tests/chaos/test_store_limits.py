@@ -91,7 +91,6 @@ def test_full_server_delays_producers_while_consumers_continue(full: Rig) -> Non
 
 
 def _told(rig: Rig) -> str:
-    """Return the reason that the producer of the waiting write received last."""
     told = [line["reasons"] for line in rig.history().of("told_to_wait") if _is_held(line)]
     return dict(told[-1]).get(WaitKind.STORE_FULL, "") if told else ""
 
@@ -101,7 +100,6 @@ def _is_held(line: Line) -> bool:
 
 
 def _num_refused(rig: Rig, error: str = "OOM") -> int:
-    """How often the server refused a write because its memory, or its disk, is full."""
     errors: Any = rig.client.info("errorstats")
     return errors.get(f"errorstat_{error}", {"count": 0})["count"]
 
@@ -113,7 +111,6 @@ def _memory(rig: Rig) -> dict[str, int]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a disk of four megabytes."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
@@ -216,8 +213,6 @@ def _told_of_release(rig: Rig) -> str:
 
 
 def _wait_for_health(rig: Rig, state: int, trouble: str = "") -> None:
-    """Wait until the batcher reports this state and reason."""
-
     def is_reported() -> bool:
         with grpc.insecure_channel(rig.address()) as channel:
             stub: Any = HealthStub(channel)
@@ -240,7 +235,6 @@ def _fill(disk: Path) -> None:
 
 @contextlib.contextmanager
 def _stopped(rig: Rig, proxy: Proxy) -> Iterator[None]:
-    """The server does nothing of what it is asked."""
     with asleep(rig.server.pid):
         yield
 
@@ -283,6 +277,5 @@ def test_store_that_stops_for_five_seconds_costs_only_time(
 
 
 def _longest_silence_s(rig: Rig) -> float:
-    """Return the longest time without an acknowledgement."""
     done = rig.history().of("appended", "sealed", "stepped", "committed")
     return max(later.at - earlier.at for earlier, later in itertools.pairwise(done))

@@ -100,8 +100,6 @@ def test_clock_that_jumps_by_an_hour_ends_no_deadline_and_no_observer(
 
 
 def _wait_for_timekeeper(rig: Rig) -> None:
-    """Wait until the timekeeper has read the new time and acted on it."""
-
     def read_ms() -> int:
         at_ms: Any = rig.client.hget(keys.run_keys(rig.run).clock, "at_ms")
         return int(at_ms or 0)
@@ -113,8 +111,6 @@ def _wait_for_timekeeper(rig: Rig) -> None:
 
 
 def _jump(rig: Rig, machine: Machine, before: tuple[int, int], wrong_by_s: float) -> None:
-    """Set the store's clock, and wait until the store has the new time."""
-
     def has_jumped() -> bool:
         now: Any = rig.client.time()
         return abs(now[0] - before[0] - wrong_by_s) < HOUR_S / 2

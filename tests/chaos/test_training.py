@@ -23,7 +23,6 @@ NUM_STEPS = 6
 
 @pytest.fixture
 def fed(rig: Rig) -> Rig:
-    """A rig with a batcher, and a generator that publishes enough for six steps."""
     rig.start_batcher()
     rig.start_generator(groups=4 * NUM_STEPS)
     return rig
@@ -31,7 +30,6 @@ def fed(rig: Rig) -> Rig:
 
 @pytest.fixture
 def proxy(fed: Rig) -> Iterator[Proxy]:
-    """Stands before the batcher."""
     with Proxy(fed.address()) as proxy:
         yield proxy
 
@@ -97,7 +95,6 @@ def test_rank_killed_within_a_transfer_gets_the_same_bytes_again(rig: Rig) -> No
 
 
 def _contents_of_step_1(rig: Rig) -> dict[tuple[int, int], set[str]]:
-    """Return the content hashes of each share: (dp_rank, mini-batch) -> hashes."""
     found: dict[tuple[int, int], set[str]] = {}
     for line in rig.history().of("received"):
         if line["step"] == 1:

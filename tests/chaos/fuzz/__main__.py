@@ -11,7 +11,6 @@ from fuzz.campaign import Campaign, Report
 
 
 def main() -> int:
-    """Run a campaign and return the exit status."""
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=1)

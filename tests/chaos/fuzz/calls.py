@@ -23,14 +23,7 @@ REFUSALS = {
 
 
 class Answer(NamedTuple):
-    """The answer to a damaged request.
-
-    Attributes:
-        method: name of the called method.
-        how: the kind of damage.
-        code: name of the gRPC status, OK for a reply.
-        details: text of the status.
-    """
+    """The answer to a damaged request; `code` is the name of its gRPC status."""
 
     method: str
     how: str
@@ -44,7 +37,6 @@ class Answer(NamedTuple):
 
 
 def call_damaged(channel: grpc.Channel, run: str, rng: random.Random) -> Answer:
-    """Send one request with damage to a random method."""
     method, request, is_stream = rng.choice(list(_requests(run)))
     data = request.SerializeToString()
     if rng.random() < 0.7:

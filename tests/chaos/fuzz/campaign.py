@@ -63,14 +63,7 @@ _NAMED: Final = ("damaged", "config revision")
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """One damaged run.
-
-    Attributes:
-        run: name of the run.
-        rows: rows that it may serve.
-        spot: the damage; None in a control chunk.
-        trained: the rows and the end that a trainer saw.
-    """
+    """One damaged run, with the rows that it may serve; a control has no damage."""
 
     run: str
     rows: Rows
@@ -87,14 +80,7 @@ class Case:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """The result of a campaign.
-
-    Attributes:
-        num_cases: damaged runs and damaged requests.
-        outcomes: number of cases by kind and end.
-        problems: violations, each with the case that shows it.
-        growth_bytes: peak growth of each process, by its name.
-    """
+    """The result of a campaign: its cases by end, violations, and the growth of each process."""
 
     num_cases: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
@@ -111,12 +97,7 @@ class Place(NamedTuple):
 
 
 class Campaign:
-    """Damages runs in chunks; a context manager that leaves no process behind.
-
-    Args:
-        folder: for data and logs.
-        seed: each case is a function of it and of the number of the case.
-    """
+    """Damages runs in chunks; a context manager that leaves no process behind."""
 
     def __init__(self, folder: Path, *, seed: int) -> None:
         self.report = Report()
@@ -206,7 +187,6 @@ class Campaign:
         case.trained.rows = before.rows + case.trained.rows
 
     def _judge(self, case: Case) -> None:
-        """Record the violations of one case."""
         forged = case.spot is not None and case.spot.damage.is_forged
         problems = wrong_rows(case.rows, case.trained, checks_reward=not forged)
         problems += _stops(case)
@@ -275,7 +255,6 @@ def _stops(case: Case) -> list[str]:
 
 
 def _delete(client: redis.Redis, name: str) -> None:
-    """Remove all keys of a run."""
     found = run_keys_of(client, name)
     if found:
         client.delete(*found)
@@ -284,7 +263,6 @@ def _delete(client: redis.Redis, name: str) -> None:
 
 @contextlib.contextmanager
 def _place(folder: Path) -> Iterator[Place]:
-    """A store and a batcher of its own."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(EmbeddedServer(folder / "data"))
         services = stack.enter_context(Stack(folder, store_url=server.url, environment=_LEASE))

@@ -35,12 +35,7 @@ _WIDTHS = {0: 0, 1: 8, 2: 0, 5: 4}
 
 
 class Damage(NamedTuple):
-    """Damaged bytes.
-
-    Attributes:
-        how: the kind of damage.
-        is_forged: the checksum fits the damaged bytes.
-    """
+    """Damaged bytes; the checksum of forged ones fits."""
 
     how: str
     data: bytes
@@ -62,17 +57,14 @@ def random_bytes(data: bytes, rng: random.Random) -> Damage:
 
 
 def truncated(data: bytes, rng: random.Random) -> Damage:
-    """Keep only the beginning."""
     return Damage("truncated", data[: rng.randrange(len(data) or 1)])
 
 
 def flipped_bit(data: bytes, rng: random.Random) -> Damage:
-    """Flip one bit."""
     return Damage("one bit flipped", _changed_byte(data, rng, 1 << rng.randrange(8)))
 
 
 def flipped_byte(data: bytes, rng: random.Random) -> Damage:
-    """Replace one byte by another one."""
     return Damage("one byte flipped", _changed_byte(data, rng, rng.randrange(1, 256)))
 
 
@@ -200,15 +192,7 @@ def _varint(value: int) -> bytes:
 
 
 class Spot(NamedTuple):
-    """A damaged place.
-
-    Attributes:
-        kind: one of KINDS.
-        key: the damaged key.
-        entry: id in a stream, or name of a field.
-        part: the damaged part of the entry.
-        damage: the bytes that replaced it.
-    """
+    """A damaged place; `entry` is the id in a stream, or the name of a field."""
 
     kind: str
     key: str

@@ -48,13 +48,7 @@ Rows = dict[str, Row]
 
 @dataclass(slots=True, kw_only=True)
 class Trained:
-    """The training of one run.
-
-    Attributes:
-        rows: trajectory ids and rows, in order.
-        token: recovery token of the last committed step, or None.
-        error: the error that ended training; None at the end of the run.
-    """
+    """The training of one run: its rows in order, its last token, and the error that ended it."""
 
     rows: list[tuple[str, Row]] = field(default_factory=list[tuple[str, Row]])
     token: RecoveryToken | None = None
@@ -67,7 +61,6 @@ class Trained:
 
 
 def make_run(url: str, name: str, rng: random.Random) -> Rows:
-    """Create a run, and publish its groups."""
     with connect(url) as client:
         create_run(client, name, CONFIG)
     return publish(url, name, [f"g{i}" for i in range(NUM_GROUPS)], rng)
@@ -119,7 +112,6 @@ def copy_run(source: redis.Redis, target: redis.Redis, name: str) -> None:
 
 
 def run_keys_of(client: redis.Redis, name: str) -> list[bytes]:
-    """Return all keys of a run and of its trajectories."""
     found: Any = [*client.keys(f"ts:{{{name}}}*"), *client.keys(f"ts:{{{name}/*")]
     return sorted(found)
 
@@ -132,7 +124,6 @@ def train(
     max_steps: int = 1_000,
     token: RecoveryToken | None = None,
 ) -> Trained:
-    """Train a run until it ends, or until an error."""
     trained = Trained(token=token)
     try:
         with BatchStream(target, run, recovery_token=token, timeout_s=timeout_s) as stream:

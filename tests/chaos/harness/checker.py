@@ -48,16 +48,13 @@ def check(
     is_drained: bool = False,
     max_rss_bytes: int = 1 << 30,
 ) -> None:
-    """Prove the invariants.
+    """Prove the invariants, or raise a HistoryError that names every contradiction.
 
     Args:
         history: history of the run.
         counts: trajectories by state, and `accepted`, read from the ledger after the last line.
         is_drained: whether the run was trained to its end, with everything that was acknowledged.
         max_rss_bytes: memory limit of every process.
-
-    Raises:
-        HistoryError: names every contradiction.
     """
     checks = [*CHECKS, *(AT_THE_END if is_drained else ())]
     if history.cuts:
@@ -223,7 +220,6 @@ def _group(trajectory: str) -> str:
 
 
 def _wrong_advantages(group: str, rows: Sequence[dict[str, Any]]) -> Violations:
-    """RLOO: a reward less the mean of the others'."""
     total = math.fsum(row["reward"] for row in rows)
     for row in rows:
         others = (total - row["reward"]) / (len(rows) - 1) if len(rows) > 1 else row["reward"]

@@ -43,8 +43,6 @@ class Episode:
 
     Attributes:
         turns: one to three turns; some prompts do not continue the turn before.
-        reward: a multiple of 1/4.
-        columns: columns of the rows, in order.
         rows: names of the rows; see `row_name`.
         num_trained: trained tokens of every row.
     """
@@ -61,11 +59,7 @@ def episode(
 ) -> Episode:
     """Return the episode of this writer and name; the same every time.
 
-    Args:
-        trajectory: id, such as `g0/1/0`.
-        writer: name of the writer, on which the tokens depend.
-        before: turns of an earlier writer, which this one continues.
-        num_more: additional sampled tokens of every turn.
+    It continues the turns of an earlier writer, and samples `num_more` more tokens in every turn.
     """
     seed = f"{writer}|{trajectory}"
     num_turns = max(1 + _number(seed, "turns") % MAX_TURNS, len(before) + 1)
@@ -88,7 +82,6 @@ def episode(
 
 
 def sampled(trajectory: str, *, writer: str, index: int, num_more: int = 0) -> NDArray[np.int32]:
-    """Return the tokens that this writer samples in a turn."""
     seed = f"{writer}|{trajectory}"
     return _tokens(f"{seed}|{index}|s", 1 + _number(seed, f"s{index}") % 5 + num_more)
 

@@ -49,7 +49,6 @@ def _sleep(stack: Stack, services: Iterable[Service], seconds: float) -> None:
 
 
 def kill_a_batcher(stack: Stack) -> None:
-    """Send SIGKILL."""
     _one_of(stack, stack.batchers.values()).kill()
 
 
@@ -64,22 +63,18 @@ def kill_a_rank(stack: Stack) -> None:
 
 
 def put_a_rank_to_sleep(stack: Stack) -> None:
-    """Send SIGSTOP for a while."""
     _sleep(stack, stack.rig.ranks, stack.rng.uniform(0.5, 2.0))
 
 
 def kill_a_generator(stack: Stack) -> None:
-    """Send SIGKILL at any time."""
     _one_of(stack, stack.generators.values()).kill()
 
 
 def put_a_generator_to_sleep(stack: Stack) -> None:
-    """Send SIGSTOP for a while."""
     _sleep(stack, stack.generators.values(), stack.rng.uniform(0.5, 2.0))
 
 
 def kill_the_store(stack: Stack) -> None:
-    """Send SIGKILL and restart."""
     stack.restart_store()
 
 
@@ -98,7 +93,6 @@ def cut_the_stores_power(stack: Stack) -> None:
 
 
 def put_the_store_to_sleep(stack: Stack) -> None:
-    """Send SIGSTOP for longer than a lease."""
     with asleep(stack.rig.server.pid):
         time.sleep(stack.rng.uniform(0.5, 2 * LEASE_S))
 
@@ -109,7 +103,6 @@ def lose_replies_of_the_store(stack: Stack) -> None:
 
 
 def cut_all_connections_to_the_store(stack: Stack) -> None:
-    """Reset all at once."""
     stack.store.cut_all()
 
 
@@ -122,7 +115,6 @@ def silence_the_store(stack: Stack) -> None:
 
 
 def slow_the_store_down(stack: Stack) -> None:
-    """Delay every reply."""
     stack.store.replies.delay_s = stack.rng.uniform(0.01, 0.1)
     time.sleep(2.0)
     stack.store.replies.delay_s = 0.0
@@ -134,7 +126,6 @@ def cut_transfers_to_the_ranks(stack: Stack) -> None:
 
 
 def _cut_replies(stack: Stack, proxy: Proxy, *, within_bytes: int) -> None:
-    """Cut three replies, one after the other."""
     before = proxy.num_breaks
     for number in range(1, 4):
         proxy.break_next_reply(after_bytes=stack.rng.randint(0, within_bytes))
@@ -150,7 +141,6 @@ def _cut_replies(stack: Stack, proxy: Proxy, *, within_bytes: int) -> None:
 
 
 def fill_the_stores_memory(stack: Stack) -> None:
-    """Let the store refuse writes for a while."""
     memory: Any = stack.rig.client.info("memory")
     before = _num_refused(stack)
     stack.rig.client.config_set("maxmemory", memory["used_memory"])
@@ -197,7 +187,6 @@ def pause_the_run(stack: Stack) -> None:
 
 
 def revise_the_run(stack: Stack) -> None:
-    """Change the batch size and the micro-batch size from a later step on."""
     client, run = stack.rig.client, stack.rig.run
     number, from_step = _store_revision(stack)
 

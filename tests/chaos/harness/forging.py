@@ -68,7 +68,6 @@ def write_group(writing: Writing, group: str) -> None:
 
 
 def lose_group(lines: Lines) -> Lines:
-    """Return the lines with a group that is sealed and never trained."""
     writing = Writing()
     write_group(writing, "g99")
     later = [replace(line, at=line.at + 10.0) for line in writing.lines]
@@ -139,13 +138,11 @@ def rows_of(group: str) -> list[dict[str, Any]]:
 
 
 def change(lines: Lines, kind: str, position: int = 0, **facts: Any) -> Lines:
-    """Return the lines with other facts in one line of a kind."""
     chosen = [line for line in lines if line.kind == kind][position]
     return [line.but(**facts) if line is chosen else line for line in lines]
 
 
 def without(lines: Lines, kind: str, position: int = 0) -> Lines:
-    """Return the lines without one of a kind."""
     chosen = [line for line in lines if line.kind == kind][position]
     return [line for line in lines if line is not chosen]
 
@@ -163,15 +160,12 @@ def edit_shares(
 
 
 def edit_row(lines: Lines, position: int = 0, **facts: Any) -> Lines:
-    """Return the lines with other facts in the first row of a received share."""
     share = [line for line in lines if line.kind == "received"][position]
     first, *others = share["rows"]
     return change(lines, "received", position, rows=[{**first, **facts}, *others])
 
 
 def renamed(lines: Lines, names: Mapping[str, str]) -> Lines:
-    """Return the lines with other names of groups."""
-
     def told(facts: dict[str, Any]) -> dict[str, Any]:
         text = json.dumps(facts)
         for name, other in names.items():

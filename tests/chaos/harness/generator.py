@@ -39,7 +39,6 @@ _LONG_S = 1.0
 
 
 def main() -> None:
-    """Publish until the groups are done, the run is closed or the process is killed."""
     end_when_stdin_closes()
     options = parse_options(
         *("url", "run", "writer"),

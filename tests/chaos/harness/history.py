@@ -16,14 +16,7 @@ Violations = Iterator[str]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a log.
-
-    Attributes:
-        process: name of the log.
-        kind: kind of line, such as "sealed".
-        at: time of the machine's monotonic clock, in seconds.
-        facts: all other facts.
-    """
+    """A line of a log; `at` is a time of the machine's monotonic clock, in seconds."""
 
     process: str
     kind: str
@@ -42,10 +35,6 @@ class Logs:
     """The logs of a folder, without a last line that a kill has cut short.
 
     Each byte is read once, because tests look at the history many times a second.
-
-    Args:
-        folder: folder of the logs.
-        names: pattern of their names.
     """
 
     def __init__(self, folder: Path, *, names: str = "*.jsonl") -> None:
@@ -84,14 +73,7 @@ class MiniBatchName(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One start of a trainer.
-
-    Attributes:
-        name: name that all its ranks share.
-        after_step: step of the token that it presented.
-        dp_world_size: number of its ranks.
-        updated: steps of its optimizer, in order.
-    """
+    """One start of a trainer, after the step of its token; `updated` are its optimizer steps."""
 
     name: str
     after_step: int
@@ -100,10 +82,10 @@ class Session:
 
 
 class History:
-    """Lines of any processes, each process's own in order.
+    """Lines of any processes, in any order.
 
     Args:
-        lines: in any order.
+        lines: lines of the logs.
         excused: trajectories that need not be trained though they were acknowledged, because a
             test has damaged them or the run's policy drops them.
         cuts: times at which the store lost its newest data, so that steps may be planned twice.

@@ -157,7 +157,6 @@ def _refused(history: History) -> Iterator[tuple[str, float]]:
 
 
 def _trained_rewards(history: History) -> dict[str, set[float]]:
-    """Return the trained rewards of each trajectory that awaited its reward."""
     found: dict[str, set[float]] = {}
     for _, rows in _trained(history):
         for name in rows.keys() & history.awaiting:
@@ -166,7 +165,6 @@ def _trained_rewards(history: History) -> dict[str, set[float]]:
 
 
 def nothing_awaits(counts: Mapping[str, int]) -> Violations:
-    """No trajectory waits for its reward at the end of the run."""
     if num := counts.get("awaiting_reward", 0):
         yield f"{num} still await their reward"
 
@@ -196,13 +194,11 @@ def prompts_are_trained_once(history: History) -> Violations:
 
 
 def trained_prompts(history: History) -> set[str]:
-    """Names of the prompts of which a group survives in the weights."""
     found = (_VISIT.fullmatch(group) for group in trained_groups(history))
     return {visit["prompt"] for visit in found if visit is not None}
 
 
 def trained_groups(history: History) -> set[str]:
-    """The groups of all surviving steps."""
     return {row["trajectory"].split("/")[0] for _, row in history.surviving_rows}
 
 

@@ -45,9 +45,6 @@ class ProcessLog:
 
     A thread logs once a second that the process lives, and its memory. It also logs each pause of
     the process, which excuses a missed deadline.
-
-    Args:
-        path: the file; its name without suffix is the name of the process.
     """
 
     def __init__(self, path: Path) -> None:

@@ -31,10 +31,7 @@ _NAMED = re.compile(
 def lost_trajectories(lines: Sequence[Line], cuts: Sequence[float], *, logs: Path) -> set[str]:
     """Return the trajectories that may be lost, or whose reward may be.
 
-    Args:
-        lines: lines of all processes.
-        cuts: times of the cuts, in order.
-        logs: folder with the error output of generators.
+    `logs` has the error output of generators.
     """
     found = _named_losses(logs)
     by_process = History(lines).by_process
@@ -68,7 +65,6 @@ def _written(lines: Iterable[Line]) -> Iterator[tuple[str, bool]]:
 
 
 def _named_losses(logs: Path) -> set[str]:
-    """Return the trajectories that publishers have named as lost."""
     found: set[str] = set()
     for path in logs.glob("generator-*.log"):
         for match in _NAMED.finditer(path.read_text(encoding="utf-8", errors="replace")):

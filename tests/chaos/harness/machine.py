@@ -128,7 +128,6 @@ def _append_only_files(data_dir: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def asleep(pid: int) -> Iterator[None]:
-    """The process sleeps for as long as the block lasts."""
     os.kill(pid, signal.SIGSTOP)
     try:
         wait_until(lambda: is_asleep(pid), timeout_s=_SLEEP_S, describe=f"the sleep of {pid}")
@@ -138,6 +137,5 @@ def asleep(pid: int) -> Iterator[None]:
 
 
 def is_asleep(pid: int) -> bool:
-    """Whether the process was stopped by a signal."""
     text = Path(f"/proc/{pid}/stat").read_text()
     return text.rpartition(")")[2].split()[0] == "T"

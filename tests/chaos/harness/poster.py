@@ -24,7 +24,6 @@ _SLACK_S = 5.0
 
 
 def main() -> None:
-    """Post until the process is killed."""
     end_when_stdin_closes()
     options = parse_options("url", "run", "writer", late_s=0.0, hurries_at=Path)
     folder: Path = options.log.parent

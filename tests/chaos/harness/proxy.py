@@ -28,7 +28,7 @@ class Lane:
         delay_s: delay of every piece.
         held_until_s: time of `time.monotonic` until which all bytes are delayed.
         is_silent: whether bytes are received and not forwarded; the connection stays open.
-        is_recorded: whether forwarded bytes are also kept in `recorded`, by connection.
+        is_recorded: whether bytes are also kept in `recorded`, by connection.
     """
 
     delay_s: float = 0.0
@@ -54,14 +54,9 @@ class _Break:
 
 
 class Proxy:
-    """Listens on a port of its own; a context manager.
-
-    Args:
-        target: "host:port" of the server, or its URL.
+    """Listens on a port of its own before a server, given by "host:port" or URL.
 
     Attributes:
-        requests: from the client to the server.
-        replies: from the server to the client.
         num_breaks: number of connections that were reset or stopped by a request of a test.
         stop_within: bytes of a request after the first half of which its connection stops.
         unanswered: bytes of a request after which no reply is forwarded.
@@ -124,10 +119,7 @@ class Proxy:
     def cut_answers(self, to: bytes, *, after_bytes: Iterable[int | None]) -> None:
         """Reset connections within the answers to requests with these bytes.
 
-        Args:
-            to: bytes of the requests.
-            after_bytes: bytes of each answer that pass before the reset, in the order of the
-                requests; None lets an answer pass.
+        `after_bytes` of each answer pass before the reset; None lets an answer pass.
         """
         with self._lock:
             self._cut_request = to
@@ -258,15 +250,9 @@ class Repeated:
 
 
 class Repeater(grpc.GenericRpcHandler):
-    """A gRPC server in front of another, for calls of any name; a context manager.
+    """A gRPC server before another one, which sends each call several times.
 
-    Args:
-        target: "host:port" of the batcher.
-        num_copies: how often each call is sent.
-
-    Attributes:
-        address: where clients connect, "host:port".
-        calls: all that came, in the order in which they ended.
+    `calls` are all that came, in the order in which they ended.
     """
 
     def __init__(self, target: str, *, num_copies: int = 3) -> None:

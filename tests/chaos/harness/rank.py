@@ -207,7 +207,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def describe(mini_batch: PulledMiniBatch) -> dict[str, Any]:
-    """Return the facts of a mini-batch for the log."""
     info = mini_batch.info
     return {
         "step": info.step,

@@ -72,17 +72,11 @@ class _NewerStack(Stack):
 class Rig:
     """The processes of one run; a context manager that leaves none behind.
 
-    Args:
-        folder: folder of logs, data, checkpoints and histories.
-        server: an embedded server that the caller starts and stops.
-        config: config of the run.
-
     Attributes:
         store_url: URL of the store for the processes; a test may put a proxy there.
-        excused: see History.
+        excused, cuts: see History.
         loses_plans: whether plans are lost or withdrawn, and made again.
         loses_history: whether trained steps are lost too, so that the logs contain two histories.
-        cuts: times at which the store lost its newest data; see History.
         ranks: ranks of the newest session.
         environment: additional variables of the processes that are started next.
         is_newer: whether they are of the next minor release; see harness.newer.
@@ -358,12 +352,10 @@ class Rig:
 
 
 def config(**fields: Any) -> BatchingConfig:
-    """Return the usual configuration with other values of these fields."""
     return dataclasses.replace(CONFIG, **fields)
 
 
 def damage_turn(rig: Rig, trajectory_id: str) -> None:
-    """Change a byte of the first turn."""
     turns = keys.trajectory_keys(rig.run, trajectory_id).turns
     entries: Any = rig.client.xrange(turns)
     rig.client.delete(turns)

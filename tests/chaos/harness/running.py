@@ -61,8 +61,6 @@ class Stack:
     Attributes:
         store: proxy before the store, for generators and batchers.
         door: proxy before the first batcher, for ranks.
-        draws: source of all random choices.
-        poster: the newest process that posts rewards.
         clock_s: error of the store's clock.
     """
 

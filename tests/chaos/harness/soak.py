@@ -61,8 +61,6 @@ class Report:
     Attributes:
         in_vain: number of faults of each kind that were drawn and took no effect.
         recoveries_s: seconds until the next step after each fault, by kind.
-        facts: numbers of steps, sessions, trajectories and cuts, and the ledger.
-        most_store_bytes: peak memory of the store.
     """
 
     durability: str
@@ -127,19 +125,8 @@ def soak(
 ) -> Report:
     """Inject faults, then train all and check everything.
 
-    Every kind of fault comes once before any comes again.
-
-    Args:
-        folder: receives data and logs.
-        seed: draws the faults.
-        durability: durability of the store.
-        seconds: duration of the faults.
-        num_faults: limit of their number.
-        every_s: mean time between two faults.
-
-    Raises:
-        TimeoutError: no step was taken after a fault.
-        HistoryError: the history contradicts the promise.
+    Every kind of fault comes once before any comes again, `every_s` apart on the average. A
+    TimeoutError says that no step was taken after a fault.
     """
     folder.mkdir(parents=True, exist_ok=True)
     machine, report = Machine(folder), Report(durability=durability)
@@ -179,7 +166,6 @@ def soak(
 
 
 def _inject(stack: Stack, report: Report) -> float:
-    """Inject one fault; return the seconds until the next step."""
     fault = stack.draws.draw("faults", FAULTS)
     name = fault.__name__
     try:
@@ -206,7 +192,6 @@ def _await_step(stack: Stack, report: Report, *, after: str) -> None:
 
 
 def _finish(stack: Stack, report: Report) -> None:
-    """Stop the generators, train everything that is sealed, and prove the history."""
     rig = stack.rig
     stack.ends.touch()
     for rank in rig.ranks:
@@ -229,7 +214,6 @@ def _finish(stack: Stack, report: Report) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--every-s", type=float, default=5.0)

@@ -28,14 +28,7 @@ from turnstream_server.embedded import EmbeddedServer
 
 
 def lost_with(data_dir: Path, history: History, *, run: str, binary: Path | None) -> list[str]:
-    """Return what another server acknowledged and a server with these data does not have.
-
-    Args:
-        data_dir: data of a killed server; they are copied.
-        history: history that was read after the kill.
-        run: name of the run.
-        binary: program of the server.
-    """
+    """Return what a killed server acknowledged and a server with a copy of its data lacks."""
     copy = data_dir.with_name(f"{data_dir.name}-{len(list(data_dir.parent.iterdir()))}")
     shutil.copytree(data_dir, copy)
     with EmbeddedServer(copy, binary=binary) as server, connect(server.url) as client:
@@ -94,14 +87,7 @@ _COLUMNS = ("trajectory_id", "sequence_index", "input_ids", "loss_mask", "prompt
 def archive_is_what_was_trained(
     history: History, folder: Path, *, run: str, released: int
 ) -> Violations:
-    """Each released step is in the archive, readable, with the rows that the ranks received.
-
-    Args:
-        history: history of a run that was trained to its end.
-        folder: archive folder.
-        run: name of the run.
-        released: newest released step.
-    """
+    """Each released step is in the archive, readable, with the rows that the ranks received."""
     found: Counter[str] = Counter()
     trained = {line["step"]: line for line in history.of("updated") if history.survives(line)}
     for step in range(1, released + 1):

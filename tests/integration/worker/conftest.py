@@ -211,7 +211,6 @@ class FakeBatcher:
 
 
 def abort(context: Any, error: TurnstreamError) -> None:
-    """End the call with this error, as a batcher does."""
     code, details = error_to_status(error)
     context.abort(grpc.StatusCode[code], details)
 
@@ -242,7 +241,6 @@ def _handlers(batcher: FakeBatcher) -> grpc.GenericRpcHandler:
 
 @pytest.fixture
 def batcher() -> Iterator[FakeBatcher]:
-    """A batcher that serves nothing yet."""
     fake = FakeBatcher()
     fake.start()
     yield fake
@@ -300,6 +298,5 @@ def server() -> Iterator[EmbeddedServer]:
 
 @pytest.fixture
 def start_batcher(server: EmbeddedServer) -> Iterator[Callable[[], BatcherThread]]:
-    """`start_batcher()` starts a replica that ends with the test."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(BatcherThread(server.url))

@@ -132,7 +132,6 @@ def test_wait_ends_at_its_deadline_with_the_batchers_reason(batcher: Any, retrie
 
 
 def not_ready(stream: BatchStream) -> tuple[NotReadyError, float] | None:
-    """Return the error of a wait and its seconds; None if no answer came in time."""
     started_s = time.monotonic()
     try:
         next(stream)
@@ -218,7 +217,6 @@ def test_closed_or_dropped_stream_leaves_no_thread_or_socket(
 
 
 def client_threads() -> int:
-    """All threads but those of the test's own server."""
     return sum("ThreadPoolExecutor" not in thread.name for thread in threading.enumerate())
 
 

@@ -45,7 +45,6 @@ ROUTES = [[[1, 2]], [[3, 4]], [[300, 6]], [[7, 8]], DUMMY]
 
 @pytest.fixture
 def run(client: redis.Redis, request: pytest.FixtureRequest) -> str:
-    """A run of one group of two trajectories per batch, both in one micro-batch."""
     name = f"extras-{abs(hash(request.node.nodeid))}"
     config = BatchingConfig(batch_groups=1, mini_batch_groups=1, extra_columns=DECLARED)
     create_run(client, name, replace(config, max_staleness=100))

@@ -97,7 +97,6 @@ class Pair:
 
 
 def until(stream: Any, num_steps: int) -> Iterator[Any]:
-    """Yield mini-batches up to the last of this step."""
     for mini_batch in stream:
         yield mini_batch
         if mini_batch.is_last and mini_batch.info.step == num_steps:
@@ -105,7 +104,6 @@ def until(stream: Any, num_steps: int) -> Iterator[Any]:
 
 
 def identity(mini_batch: Any) -> tuple[int, str]:
-    """Return its step and content hash."""
     return mini_batch.info.step, mini_batch.content_hash
 
 

@@ -40,7 +40,6 @@ RUN = "frozen"
 
 
 def ended(call: Callable[[], object]) -> UnavailableError:
-    """Return the error of a wait that must end soon."""
     began_s = time.monotonic()
     with pytest.raises(UnavailableError) as caught:
         call()
@@ -67,7 +66,6 @@ def awaited(call: Callable[[], object], expected: Sequence[WaitKind]) -> Unavail
 def all_awaited(
     waits: Sequence[tuple[Callable[[], object], Sequence[WaitKind]]],
 ) -> list[UnavailableError]:
-    """Return the errors of concurrent waits."""
     with ThreadPoolExecutor(len(waits)) as pool:
         return [each.result() for each in [pool.submit(awaited, *wait) for wait in waits]]
 
@@ -78,7 +76,6 @@ def kinds(error: UnavailableError) -> list[str]:
 
 @pytest.fixture
 def url(server: EmbeddedServer, client: redis.Redis) -> str:
-    """The address of a store with a run that has one batch."""
     create_run(client, RUN, config(batch_groups=1, mini_batch_groups=1))
     with Publisher(server.url, RUN) as publisher:
         publisher.publish(group("a")).result(10)
@@ -87,7 +84,6 @@ def url(server: EmbeddedServer, client: redis.Redis) -> str:
 
 @pytest.fixture
 def process(url: str, tmp_path: Path) -> Iterator[tuple[int, str]]:
-    """A batcher as a process: its id and its address."""
     with batcher_process(url, tmp_path / "address") as started:
         yield started
 

@@ -35,7 +35,6 @@ PastOf = Callable[[EmbeddedServer], Any]
 
 
 def pulled(batcher: Any, num_steps: int) -> BatchStream:
-    """Return a stream with so many stepped steps and one more pulled."""
     batcher.needs_stepped = False
     for step in range(1, num_steps + 2):
         batcher.add_step(step, "abC")
@@ -101,7 +100,6 @@ def test_waiting_trainer_gets_an_error_for_a_lost_step(
 
 @pytest.fixture
 def gone(failing: Any) -> Any:
-    """Fault of a Get that finds no such run."""
     return failing(RunNotFoundError("no run named 'run'"))
 
 

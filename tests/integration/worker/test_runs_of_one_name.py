@@ -39,7 +39,6 @@ _names = (f"lab {number}" for number in itertools.count(1))
 
 @pytest.fixture
 def name(client: redis.Redis) -> str:
-    """The name of a run with one group per batch."""
     name = next(_names)
     create(client, name)
     return name
@@ -58,7 +57,6 @@ def publish(url: str, name: str, *group_ids: str, closes: bool = False) -> None:
 
 
 def trained(stream: BatchStream) -> list[str]:
-    """The group of every batch that there is, acknowledged."""
     groups = []
     for mini_batch in stream:
         groups.append(mini_batch.rows.group_id[0])

@@ -39,7 +39,6 @@ def service(server: Any) -> Any:
 
 @pytest.fixture
 def run(service: Any, start_batcher: Callable[[], Any]) -> turnstream.Run:
-    """A run of two updates a step, with a batcher."""
     start_batcher()
     return service.create_run("steps", batch_groups=2, mini_batch_groups=1, max_staleness=20)
 
@@ -221,7 +220,6 @@ with run.batches(path.read_text() if path.exists() else None) as batches:
 
 
 def train(folder: Path, url: str, *, until: int) -> None:
-    """Run the trainer under torchrun until a step is committed."""
     script = folder / "trainer.py"
     script.write_text(TRAINER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

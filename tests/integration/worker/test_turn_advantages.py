@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 @pytest.fixture
 def run(client: redis.Redis, request: pytest.FixtureRequest) -> str:
-    """A run of one group per batch, whose turns are compared with those of the same state."""
     name = f"turns-{abs(hash(request.node.nodeid))}"
     config = BatchingConfig(
         batch_groups=1,

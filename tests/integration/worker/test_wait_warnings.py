@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 @pytest.fixture(autouse=True)
 def warn_early(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Warn after a tenth of a second, and then not again."""
     monkeypatch.setattr(wait_warnings, "FIRST_S", 0.1)
     monkeypatch.setattr(wait_warnings, "EVERY_S", 1000.0)
     caplog.set_level(logging.WARNING)
@@ -30,7 +29,6 @@ def warn_early(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 
 @pytest.fixture
 def run(server: Any) -> Any:
-    """A run that is full after one group."""
     with turnstream.connect(server.url) as service:
         yield service.create_run("waits", batch_groups=1, max_staleness=0, max_planned_ahead=0)
 

@@ -119,7 +119,7 @@ class Faults:
             process.asleep_until_s = (
                 world.now_s + world.rng.random() * world.fault_rates.longest_sleep_s
             )
-            world.add_timer(process.asleep_until_s, _Alarm(), process)
+            process.loop.call_at(process.asleep_until_s, lambda: None)
 
     def _set_clock_wrong(self) -> None:
         world = self._world
@@ -152,13 +152,3 @@ class Faults:
         world.note("fill")
         world.store.is_full = True
         self._full_until_s = world.now_s + world.rng.random() * _LONGEST_FULL_S
-
-
-class _Alarm:
-    """The end of a process's sleep."""
-
-    def cancelled(self) -> bool:
-        return False
-
-    def _run(self) -> None:
-        """Nothing: the process runs, that is all."""

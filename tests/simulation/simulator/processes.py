@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import heapq
 import math
 from collections import deque
@@ -95,11 +96,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
         handle: Any = _Handle(callback, args, self, context)  # the world knows its time
-        self.process.world.add_timer(when, handle, self.process)
+        fire = functools.partial(self._fire, handle)
+        self.process.world.timers.add(when, fire, self.process, handle.cancelled)
         return handle
 
-    def fire(self, handle: asyncio.Handle) -> None:
-        """A timer is due."""
+    def _fire(self, handle: asyncio.Handle) -> None:
         if not handle.cancelled():
             self.ready.append(handle)
             self.process.world.wake(self.process)
@@ -144,16 +145,22 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
 
 class Timers:
-    """Handles by when they are due."""
+    """Functions by when they are due; those of a dead owner are not called."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Any, Any]] = []
+        self._heap: list[tuple[float, int, Callable[[], object], Any, Callable[[], bool]]] = []
         self._count = 0
 
-    def add(self, when_s: float, what: Any, owner: Any) -> None:
-        """Remember something until its time."""
+    def add(
+        self,
+        when_s: float,
+        fire: Callable[[], object],
+        owner: Any,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Call a function at its time."""
         self._count += 1
-        heapq.heappush(self._heap, (when_s, self._count, what, owner))
+        heapq.heappush(self._heap, (when_s, self._count, fire, owner, is_cancelled))
 
     @property
     def first_s(self) -> float:
@@ -164,19 +171,21 @@ class Timers:
     def next_s(self) -> float | None:
         """When the first is due that is not cancelled."""
         while self._heap:
-            when_s, _, what, owner = self._heap[0]
-            if not (what.cancelled() or owner.is_dead):
+            when_s, _, _, owner, is_cancelled = self._heap[0]
+            if not (is_cancelled() or owner.is_dead):
                 return when_s
             heapq.heappop(self._heap)
         return None
 
-    def take_due(self, now_s: float) -> list[tuple[Any, Any]]:
-        """Those that are due, in order."""
-        due: list[tuple[Any, Any]] = []
+    def fire_due(self, now_s: float) -> None:
+        """Call those that are due, in order."""
+        due: list[tuple[Callable[[], object], Any]] = []
         while self._heap and self._heap[0][0] <= now_s:
-            _, _, what, owner = heapq.heappop(self._heap)
-            due.append((what, owner))
-        return due
+            _, _, fire, owner, _ = heapq.heappop(self._heap)
+            due.append((fire, owner))
+        for fire, owner in due:
+            if not owner.is_dead:
+                fire()
 
 
 Main = Callable[["Process"], Coroutine[Any, Any, None]]
@@ -239,31 +248,3 @@ class Request:
     start: int
     is_whole: bool = False
     may_repeat: bool = True
-
-
-@dataclass(eq=False, slots=True)
-class LateCall:
-    """A call that is carried out after its caller has stopped waiting."""
-
-    request: Request
-
-    def cancelled(self) -> bool:
-        """It arrives."""
-        return False
-
-
-@dataclass(eq=False, slots=True)
-class StalledCall(LateCall):
-    """A slow call whose caller waits."""
-
-
-@dataclass(eq=False, slots=True)
-class BlockedRead:
-    """An XREAD that waits for entries."""
-
-    request: Request
-    is_over: bool = False
-
-    def cancelled(self) -> bool:
-        """Whether it was answered."""
-        return self.is_over

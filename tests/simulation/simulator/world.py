@@ -10,12 +10,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from simulator.faults import NO_FAULTS, FaultRates, Faults
-from simulator.processes import BlockedRead, LateCall, Main, Process, Request, StalledCall, Timers
+from simulator.processes import Main, Process, Request, Timers
 from simulator.store import Store
 from simulator.values import StoreError
 
@@ -56,9 +57,9 @@ class World:
     def __post_init__(self) -> None:
         self._runnable: list[Process] = []
         self._requests: list[Request] = []
-        self._blocked: list[BlockedRead] = []
+        self._blocked: list[Request] = []
         self._stalled: list[Request] = []
-        self._timers = Timers()
+        self.timers = Timers()
         self._faults = Faults(self)
         self.died: set[str] = set()
         self._num_seen = 0
@@ -90,10 +91,6 @@ class World:
             process.is_queued = True
             self._runnable.append(process)
 
-    def add_timer(self, when_s: float, what: Any, owner: Any) -> None:
-        """Something is to happen in a process at a time."""
-        self._timers.add(when_s, what, owner)
-
     def send(self, request: Request) -> None:
         """A process calls the store."""
         if request.process.is_dead:
@@ -121,13 +118,13 @@ class World:
         self.num_steps += 1
         random = self.rng.random
         self.now_s += random() * _MAX_STEP_S
-        runnable, timers = self._runnable, self._timers
+        runnable, timers = self._runnable, self.timers
         if not runnable and not self._requests:
             next_s = timers.next_s
             self.now_s = max(self.now_s, self.now_s + _IDLE_S if next_s is None else next_s)
         self.store.now_ms = EPOCH_MS + self.now_s * 1000 + self.clock_ahead_ms
         if timers.first_s <= self.now_s:
-            self._fire_timers()
+            timers.fire_due(self.now_s)
         if self.fault_rates is not NO_FAULTS:
             self._faults.maybe_happen()
         requests = self._requests  # those that were lost are no longer here
@@ -148,7 +145,7 @@ class World:
             if request.process is not process
             or not (self._delay(request) or self.rng.random() < 0.5)
         ]
-        self._blocked = [each for each in self._blocked if each.request.process is not process]
+        self._blocked = [each for each in self._blocked if each.process is not process]
         process.kill()
         self.processes.remove(process)
         if process.is_queued:
@@ -162,13 +159,12 @@ class World:
         for process in [*self.processes]:
             self.kill(process)
         self._requests.clear()
-        self._timers = Timers()  # nothing comes late any more
+        self.timers = Timers()  # nothing comes late any more
 
     def lose_connections(self) -> None:
         """Every call that is in flight fails; some were carried out before."""
         for blocked in self._blocked:
-            blocked.is_over = True
-            _fail(blocked.request)
+            _fail(blocked)
         self._blocked.clear()
         requests, self._requests = self._requests, []
         for stalled in self._stalled:
@@ -188,21 +184,6 @@ class World:
         """From now on nothing goes wrong."""
         self.fault_rates = NO_FAULTS
         self._faults.end()
-
-    def _fire_timers(self) -> None:
-        for what, process in self._timers.take_due(self.now_s):
-            if process.is_dead:
-                continue
-            if isinstance(what, StalledCall):
-                self._arrive_at_last(what.request)
-            elif isinstance(what, LateCall):
-                self._arrive(what.request)
-            elif isinstance(what, BlockedRead):
-                if not what.is_over:
-                    self._blocked.remove(what)
-                    self._answer(what, None)
-            else:
-                process.loop.fire(what)
 
     def _run(self, position: int) -> None:
         process = self._runnable[position]
@@ -246,7 +227,7 @@ class World:
         arrives_s = self.now_s + self.rng.random() * self.fault_rates.longest_delay_s
         request.process.hangs_until_s = max(request.process.hangs_until_s, arrives_s)
         self._stalled.append(request)
-        self._timers.add(arrives_s, StalledCall(request), self)
+        self.timers.add(arrives_s, partial(self._arrive_at_last, request), self)
 
     def _arrive_at_last(self, request: Request) -> None:
         if request in self._stalled:
@@ -258,7 +239,7 @@ class World:
         if not fault_rates.late or self.rng.random() >= fault_rates.late:
             return False
         delay_s = self.rng.random() * fault_rates.longest_delay_s
-        self._timers.add(self.now_s + delay_s, LateCall(request), self)
+        self.timers.add(self.now_s + delay_s, partial(self._arrive, request), self)
         return True
 
     def _arrive(self, request: Request) -> None:
@@ -286,7 +267,7 @@ class World:
                 replies.append(error)
         if self._blocked and self.store.num_added != self._num_seen:
             self._num_seen = self.store.num_added
-            self._unblock()
+            self._serve_blocked()
         return replies
 
     def _block(self, request: Request, words: Sequence[bytes]) -> list[Any] | None:
@@ -295,27 +276,29 @@ class World:
             return [reply]
         if request.answered.done() or request.process.is_dead:
             return None
-        blocked = BlockedRead(request)
-        self._blocked.append(blocked)
-        wait_ms = int(words[list(words).index(b"BLOCK") + 1])
-        self._timers.add(self.now_s + wait_ms / 1000, blocked, request.process)
+        self._blocked.append(request)
+        ends_s = self.now_s + int(words[list(words).index(b"BLOCK") + 1]) / 1000
+        self.timers.add(
+            ends_s,
+            lambda: self._unblock(request, None),
+            request.process,
+            lambda: request not in self._blocked,
+        )
         return None
 
-    def _unblock(self) -> None:
-        for blocked in [*self._blocked]:
-            if blocked.request.answered.done():
-                blocked.is_over = True
-                self._blocked.remove(blocked)
+    def _serve_blocked(self) -> None:
+        for request in [*self._blocked]:
+            if request.answered.done():
+                self._blocked.remove(request)
                 continue
-            reply = self.store.execute(_without_block(blocked.request.commands[0]))
+            reply = self.store.execute(_without_block(request.commands[0]))
             if reply is not None:
-                self._blocked.remove(blocked)
-                self._answer(blocked, reply)
+                self._unblock(request, reply)
 
-    def _answer(self, blocked: BlockedRead, reply: Any) -> None:
-        blocked.is_over = True
-        if not blocked.request.answered.done():
-            blocked.request.answered.set_result([reply])
+    def _unblock(self, request: Request, reply: Any) -> None:
+        if request in self._blocked:
+            self._blocked.remove(request)
+            _reply(request, [reply])
 
 
 def _has_script(request: Request) -> bool:
