@@ -165,7 +165,10 @@ def test_outputs_without_own_indices_are_named_by_position(index: Any) -> None:
     ("changes", "message"),
     [
         ({"token_ids": None}, r"^outputs\[0\]\.token_ids: is missing"),
-        ({"logprobs": None}, r"^outputs\[0\]\.logprobs: is missing: .*SamplingParams\(logprobs=0\)"),
+        (
+            {"logprobs": None},
+            r"^outputs\[0\]\.logprobs: is missing: .*SamplingParams\(logprobs=0\)",
+        ),
         (
             {"logprobs": candidates(RESPONSE[1:], LOGPROBS[1:])},
             r"^outputs\[0\]\.logprobs: has 2 values, .*token_ids has 3; .*or FINAL_ONLY",
