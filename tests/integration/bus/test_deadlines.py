@@ -14,8 +14,8 @@ from turnstream.errors import ConflictError, NotReadyError, WaitKind
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.client.scripts import run_command_async
-from turnstream.store.run.groups import Refill
 from turnstream.store.run.rewards import RewardOutcome
+from turnstream.store.run.tasks import Refill
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import (
     DeadlineFired,

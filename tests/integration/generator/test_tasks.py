@@ -102,7 +102,7 @@ def test_unsealed_trajectory_of_a_task_is_abandoned(store: Store) -> None:
     assert store.read(run).counts() == {"accepted": 4, "sealed": 1, "abandoned": 3}
 
 
-@pytest.mark.parametrize("name", ["next_task", "open_task"])
+@pytest.mark.parametrize("name", ["next_task", "open_group"])
 def test_lost_reply_neither_loses_nor_doubles_a_task(
     store: Store, proxy_to: Callable[[str], Any], name: str
 ) -> None:

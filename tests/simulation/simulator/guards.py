@@ -99,7 +99,7 @@ GUARDS: Final[dict[str, Break]] = {
     "open_group: most open groups": condition(
         "if most_open > 0 and most_open - (open or 0) <= 0 then"
     ),
-    "open_task: a prompt that waits is no new one": condition("  if is_repeated then"),
+    "open_group: a prompt that waits is no new one": condition("    if is_repeated then"),
     "heartbeat: the lease is renewed": script(
         "      redis.call('ZADD', KEYS[2], ends_ms, id)\n      replies", "      replies"
     ),

@@ -8,10 +8,9 @@ from turnstream.generator.api.work import AsyncTask, Task
 from turnstream.generator.outbox.inflight import PublisherStatistics
 from turnstream.generator.outbox.receipts import AsyncReceipt, Receipt
 from turnstream.store.run.credits import Credit, CreditReason, credit
-from turnstream.store.run.groups import Refill
 from turnstream.store.run.leases import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome, post_reward, post_reward_async
-from turnstream.store.run.tasks import Prompt, add_prompts
+from turnstream.store.run.tasks import Prompt, Refill, add_prompts
 
 __all__ = [
     "AsyncGroupWriter",

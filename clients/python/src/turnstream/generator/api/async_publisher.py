@@ -13,9 +13,9 @@ from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.receipts import AsyncReceipt
 from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.generator.transport.sender import Sender
-from turnstream.store.run.groups import Refill
 from turnstream.store.run.leases import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome
+from turnstream.store.run.tasks import Refill
 from turnstream.types import Group, GroupOpened, TrajectoryKey
 
 

@@ -14,9 +14,9 @@ from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.receipts import Receipt
 from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.generator.transport.sender import ThreadSender
-from turnstream.store.run.groups import Refill
 from turnstream.store.run.leases import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome
+from turnstream.store.run.tasks import Refill
 from turnstream.types import Group, GroupOpened, TrajectoryKey
 from turnstream.types.scalars import timeout
 

@@ -37,14 +37,10 @@ from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.client.cancellation import to_the_end
 from turnstream.store.client.connection import address_of, checked_url, connect_async
 from turnstream.store.client.run_ids import parse_incarnation
-from turnstream.store.run.groups import (
-    Refill,
-    parse_unfinished,
-    read_group_command,
-)
+from turnstream.store.run.groups import parse_unfinished, read_group_command
 from turnstream.store.run.leases import LapsedTrajectory, list_lapsed_async
 from turnstream.store.run.rewards import RewardOutcome, reward_command
-from turnstream.store.run.tasks import OfferedTask, TakenTask
+from turnstream.store.run.tasks import OfferedTask, Refill, TakenTask
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import Group, GroupOpened, Purpose, TrajectoryKey
 from turnstream.types.names import checked_setting, shown

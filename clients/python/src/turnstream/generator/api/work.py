@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
@@ -15,15 +14,10 @@ from turnstream.errors import (
 )
 from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase, reason_of
 from turnstream.generator.transport.store_calls import StoreCalls
-from turnstream.store.run.groups import (
-    Refill,
-    list_refills_command,
-    open_refill_command,
-    parse_refills,
-)
 from turnstream.store.run.tasks import (
     NoTask,
     OfferedTask,
+    Refill,
     TakenTask,
     next_task_command,
     open_task_command,
@@ -33,8 +27,7 @@ from turnstream.store.run.tasks import (
 from turnstream.store.waits.awaited import no_refill, no_task
 from turnstream.types import TrajectoryKey
 
-_MAX_LISTED = 32
-
+_T = TypeVar("_T")
 _AnyWriter = TypeVar("_AnyWriter", bound=TrajectoryWriterBase[Any])
 
 
@@ -96,50 +89,29 @@ class WorkQueue:
 
     def __init__(self, writer: str) -> None:
         self._writer = writer
-        self._tried: set[TrajectoryKey] = set()
+        self._taken_refills: set[TrajectoryKey] = set()
         self._unanswered: list[OfferedTask] = []
 
     async def next_refill(self, run: str, calls: StoreCalls) -> Refill:
         """Open an attempt that was granted, as soon as there is one; one caller of several wins.
 
-        The store returns an attempt again to the writer that has it. So the calls of this writer
-        skip the attempts that one of them has requested.
-
         Raises:
             NotReadyError: there was none before the deadline.
             RunNotFoundError: no such run.
         """
-        wait = calls.wait
-        while True:
-            listed = await calls.run(list_refills_command(run, max_count=_MAX_LISTED))
-            wake_id, refills = parse_refills(listed)
-            untried = self._in_turn([each for each in refills if each.key not in self._tried])
-            for refill in untried:
-                if await self._open_refill(run, refill, calls):
-                    return refill
-            wait.note_answer(_none_left(refills))
-            if wait.has_timed_out:
-                facts = await calls.read_waits(run)
-                raise NotReadyError(wait.message, no_refill(facts, waited_s=wait.wait_s))
-            if not untried:
-                await calls.wait_until_woken(run, wake_id)
+        found = await self._take(run, calls, self._accept_refill, refills_only=True)
+        if isinstance(found, NoTask):
+            facts = await calls.read_waits(run)
+            raise NotReadyError(calls.wait.message, no_refill(facts, waited_s=calls.wait.wait_s))
+        return found
 
-    async def _open_refill(self, run: str, refill: Refill, calls: StoreCalls) -> bool:
-        """Open an attempt; return False if another call or another writer has it."""
-        if refill.key in self._tried:
-            return False
-        self._tried.add(refill.key)
-        try:
-            answers = await calls.run(open_refill_command(run, self._writer, refill))
-        except BaseException:
-            self._tried.remove(refill.key)
-            raise
-        return isinstance(answers[0], int)  # the epoch; a text names another writer
-
-    def _in_turn(self, refills: Sequence[Refill]) -> Sequence[Refill]:
-        """Return the refills in an order that differs by writer, so that few want the same one."""
-        start = zlib.crc32(self._writer.encode()) % max(len(refills), 1)
-        return [*refills[start:], *refills[:start]]
+    def _accept_refill(self, taken: TakenTask) -> Refill | None:
+        """Return the attempt; None if another call of this writer has taken it."""
+        (key,) = taken.epochs
+        if key in self._taken_refills:
+            return None
+        self._taken_refills.add(key)
+        return Refill(key=key, group=taken.task.group)
 
     async def next_task(
         self, run: str, calls: StoreCalls, *, adopt: Callable[[TakenTask], list[_AnyWriter]]
@@ -156,32 +128,52 @@ class WorkQueue:
             PromptsExhaustedError: every prompt of the run was done by then.
             EndOfRunError: the run is closed.
         """
-        wait = calls.wait
+
+        def accept(taken: TakenTask) -> tuple[OfferedTask, list[_AnyWriter]] | None:
+            trajectories = adopt(taken)
+            return (taken.task, trajectories) if trajectories else None
+
+        found = await self._take(run, calls, accept, refills_only=False)
+        if not isinstance(found, NoTask):
+            return found
+        if found.is_exhausted:
+            raise PromptsExhaustedError(f"run {run!r}: {found.why}")
+        facts = await calls.read_waits(run)
+        reasons = no_task(found.why, facts, waited_s=calls.wait.wait_s)
+        raise NotReadyError(f"{calls.wait.message}: {found.why}", reasons)
+
+    async def _take(
+        self,
+        run: str,
+        calls: StoreCalls,
+        accept: Callable[[TakenTask], _T | None],
+        *,
+        refills_only: bool,
+    ) -> _T | NoTask:
+        """Return the first accepted task, or why there was none before the deadline."""
         while True:
-            found = await self._open_next_task(run, calls)
+            found = await self._open_next(run, calls, refills_only=refills_only)
             if isinstance(found, TakenTask):
-                if found.epochs and (trajectories := adopt(found)):
-                    return found.task, trajectories
+                if found.epochs and (accepted := accept(found)) is not None:
+                    return accepted
                 continue  # another writer opened it first, or it is written here already
-            wait.note_answer(found.why)
-            if wait.has_timed_out:
-                if found.is_exhausted:
-                    raise PromptsExhaustedError(f"run {run!r}: {found.why}")
-                facts = await calls.read_waits(run)
-                reasons = no_task(found.why, facts, waited_s=wait.wait_s)
-                raise NotReadyError(f"{wait.message}: {found.why}", reasons)
+            calls.wait.note_answer(found.why)
+            if calls.wait.has_timed_out:
+                return found
             await calls.wait_until_woken(run, found.wake_id)
 
-    async def _open_next_task(self, run: str, calls: StoreCalls) -> TakenTask | NoTask:
+    async def _open_next(
+        self, run: str, calls: StoreCalls, *, refills_only: bool
+    ) -> TakenTask | NoTask:
         """Open the next task; first one whose opening had no answer, since it may be open."""
-        is_fresh = not self._unanswered
-        if is_fresh:
-            found = parse_offer(await calls.run(next_task_command(run)))
+        task = self._pop_unanswered(refills_only=refills_only)
+        is_fresh = task is None
+        if task is None:
+            command = next_task_command(run, refills_only=refills_only)
+            found = parse_offer(await calls.run(command))
             if isinstance(found, NoTask):
                 return found
             task = found
-        else:
-            task = self._unanswered.pop()
         try:
             reply = await calls.run(open_task_command(run, task, writer=self._writer))
         except (ConflictError, EndOfRunError) as error:
@@ -196,8 +188,9 @@ class WorkQueue:
             raise
         return parse_task(task, reply)
 
-
-def _none_left(refills: Sequence[Refill]) -> str:
-    if not refills:
-        return "no attempt was granted"
-    return f"the {len(refills)} attempts that were granted are tried by others, or here"
+    def _pop_unanswered(self, *, refills_only: bool) -> OfferedTask | None:
+        for task in reversed(self._unanswered):
+            if task.is_refill or not refills_only:
+                self._unanswered.remove(task)
+                return task
+        return None

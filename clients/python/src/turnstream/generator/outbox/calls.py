@@ -22,7 +22,6 @@ from turnstream.store.run.groups import OPEN_GROUP, group_size
 from turnstream.store.run.leases import heartbeat_command, take_over_command
 from turnstream.store.run.rewards import POST_REWARD
 from turnstream.store.run.runs import close_command
-from turnstream.store.run.tasks import OPEN_TASK, open_numbered_command
 from turnstream.store.waits.read_waits import READ_WAITS
 from turnstream.types import TrajectoryAbandoned
 
@@ -32,7 +31,6 @@ _ABANDON = Script("abandon", "turnstream.generator.outbox")
 _NOTE_CONFLICT = Script("note_conflict", "turnstream.generator.outbox")
 SCRIPTS = (
     OPEN_GROUP,
-    OPEN_TASK,
     _APPEND,
     _POST_SEALED,
     _ABANDON,
@@ -168,14 +166,15 @@ class Round(NamedTuple):
 def admission_command(run: str, writer: str, admission: Admission) -> Command:
     """Return the call that requests the admission of a group."""
     group = admission.group
-    arguments = (
+    number = admission.prompt_number
+    return OPEN_GROUP(
+        keys.run_keys(run).of_open_group,
         keys.encode_name(group.group_id),
-        group_size(group, is_again=admission.is_again),
+        group_size(group, is_again=admission.is_again, prompt_number=number),
         writer,
         admission.record,
         *[lane.trajectory_id for lane in admission.lanes],
     )
-    return open_numbered_command(run, admission.prompt_number, *arguments)
 
 
 def num_sendable(lane: Lane) -> tuple[int, int]:

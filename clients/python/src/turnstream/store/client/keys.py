@@ -200,6 +200,7 @@ class RunKeys(NamedTuple):
             *(self.frontier, self.config, self.groups, self.ledger, self.counts, self.events),
             *(self.wake, self.leases, self.deadlines, self.members, self.refills, self.over),
             *(self.held, self.budget, self.clock, self.leader),
+            *(self.prompts, self.tasks, self.again),
         )
 
     @property

@@ -14,7 +14,7 @@ from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
-from turnstream.store.client.scripts import Argument, Command, Script, run_command
+from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream.store.run.groups import OPEN_GROUP, group_size
 from turnstream.store.run.revisions import read_revisions
@@ -24,7 +24,6 @@ from turnstream.types.scalars import whole_number
 
 _ADD_PROMPTS = Script("add_prompts", "turnstream.store.run")
 _NEXT_TASK = Script("next_task", "turnstream.store.run")
-OPEN_TASK = Script("open_task", "turnstream.store.run")
 
 _MAX_PROMPTS_PER_CALL: Final = 256
 _MAX_BYTES_PER_CALL: Final = 1_000_000
@@ -115,6 +114,11 @@ class OfferedTask:
     payload: bytes
     trajectory_ids: tuple[str, ...]
 
+    @property
+    def is_refill(self) -> bool:
+        """Whether it is a further attempt of one sample."""
+        return keys.parse_trajectory_id(self.trajectory_ids[0]).attempt > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenTask:
@@ -127,6 +131,34 @@ class TakenTask:
 
     task: OfferedTask
     epochs: dict[TrajectoryKey, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refill:
+    """A granted retry of a sample.
+
+    Attributes:
+        key: the attempt.
+        group: group of the attempt, as it was opened.
+    """
+
+    key: TrajectoryKey
+    group: GroupOpened
+
+    @property
+    def prompt_uid(self) -> str:
+        """The dataset's name of the prompt."""
+        return self.group.prompt_uid
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of its group."""
+        return self.group.num_samples
+
+    @property
+    def num_needed(self) -> int:
+        """Members that decide its group."""
+        return self.group.num_needed
 
 
 class NoTask(NamedTuple):
@@ -204,14 +236,14 @@ def prompt_counts(stored: Sequence[bytes | None], num_again: int) -> PromptCount
     )
 
 
-def next_task_command(run: str) -> Command:
-    """Return the call that reads the next task; nothing is sent."""
+def next_task_command(run: str, *, refills_only: bool = False) -> Command:
+    """Return the call that reads the next task, or the next refill alone; nothing is sent."""
     names = keys.run_keys(run)
     where = (
         *(names.prompts, names.tasks, names.again, names.frontier, names.config, names.groups),
         *(names.ledger, names.wake, names.members, names.refills, names.over),
     )
-    return _NEXT_TASK(where)
+    return _NEXT_TASK(where, "refill" if refills_only else "")
 
 
 def parse_offer(reply: Sequence[Any]) -> OfferedTask | NoTask:
@@ -239,24 +271,14 @@ def parse_offer(reply: Sequence[Any]) -> OfferedTask | NoTask:
 
 def open_task_command(run: str, task: OfferedTask, *, writer: str) -> Command:
     """Return the call that opens an offered task for a writer; nothing is sent."""
-    return open_numbered_command(
-        run,
-        task.number,
+    return OPEN_GROUP(
+        keys.run_keys(run).of_open_group,
         keys.encode_name(task.group.group_id),
-        group_size(task.group),
+        group_size(task.group, prompt_number=task.number),
         writer,
         encode_event(task.group),
         *task.trajectory_ids,
     )
-
-
-def open_numbered_command(run: str, number: int, *words: Argument) -> Command:
-    """Return the call of open_group, for a group of the prompt with this number; 0 for none."""
-    names = keys.run_keys(run)
-    if not number:
-        return OPEN_GROUP(names.of_open_group, *words)
-    where = (names.prompts, names.tasks, names.again, *names.of_open_group)
-    return OPEN_TASK(where, number, *words)
 
 
 def parse_task(task: OfferedTask, reply: Sequence[Any]) -> TakenTask | NoTask:

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Part of fold_batch, fold_ended, next_task, open_group, open_task, post_reward and read_group: the
--- names of groups that are finished and no longer in `groups`.
+-- Part of fold_batch, fold_ended, next_task, open_group, post_reward and read_group: the names of
+-- groups that are finished and no longer in `groups`.
 --
 -- Needs OVER, a key:  hash  bucket -> fingerprints; read, changed by add_finished
 -- Needs read_sliced and write_sliced of slices.lua for add_finished.

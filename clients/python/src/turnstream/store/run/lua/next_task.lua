@@ -1,7 +1,7 @@
 #!lua flags=no-writes
 -- Reads the next task of a run: an attempt that was granted as a refill, else a prompt as a new group.
--- Prompts whose group failed come first. Several generators may read the same task; open_task opens it
--- for one of them.
+-- Prompts whose group failed come first. Several generators may read the same task; open_group opens
+-- it for one of them.
 --
 -- Keys, all in the run's slot:
 --   KEYS[1] prompts   hash    read: number -> record, added, next, done
@@ -15,6 +15,7 @@
 --   KEYS[9] members   hash    read: group name -> "<num_needed>:...:<prompt_uid>"
 --   KEYS[10] refills  zset    read: trajectory ids in the order in which they were granted
 --   KEYS[11] over     hash    read: fingerprints of finished groups
+-- Arguments: ARGV[1] "refill" for refills alone, also of a closed run; else ""
 -- Reply:
 --   {"TASK"; number of the prompt, 0 without one; group name; num_samples; num_needed; prompt_uid of a
 --    refill; payload; trajectory id of a refill, empty for a new group}
@@ -109,4 +110,8 @@ local closed = redis.call('HGET', FRONTIER, 'closed')
 if not closed then
   return redis.error_reply('NORUN no such run')
 end
-return next_refill() or (closed == '0' and next_prompt() or closed_reply())
+local refill = next_refill()
+if refill or ARGV[1] == 'refill' then
+  return refill or wait('WAIT', 'no attempt was granted')
+end
+return closed == '0' and next_prompt() or closed_reply()

@@ -16,6 +16,10 @@
 -- hundred bytes. A group that its writer opened before, and that a restarted store has lost, needs capacity
 -- only.
 --
+-- The group of a prompt records that the prompt is being sampled. A restarted store may have lost that:
+-- prompts before it that the store has not given out yet are to be given out again. The group is refused
+-- where the store knows the prompt as another group: else it would be trained twice.
+--
 -- Keys, all in the run's slot:
 --   KEYS[1] frontier  hash    read: stepped, closed, paused, planned, planned_groups;
 --                             changed: live_groups, open_groups, opened_groups,
@@ -37,20 +41,25 @@
 --   KEYS[14] budget   hash    read: stored, planned, estimate; changed: reserved
 --   KEYS[15] clock    hash    read, where the run has such a deadline: see run_clock.lua
 --   KEYS[16] leader   hash    read: parked, see park_leader.lua
+--   KEYS[17] prompts  hash    read: added, number -> record; changed: next, the newest number that was
+--                             opened as a group
+--   KEYS[18] tasks    hash    group name -> number of its prompt, added
+--   KEYS[19] again    zset    numbers of prompts to be given out again; removed, added
 -- Arguments:
 --   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>",
 --                         then ":eval" for an evaluation, then "+" where this writer has opened it
---                         before
+--                         before, then "#<number>" for the group of a prompt
 --   ARGV[3] writer
 --   ARGV[4] the group_opened record              ARGV[5...] trajectory ids
 -- Reply: per trajectory id, in order: its lease epoch (integer), or why not: "CONFLICT ...", with
 --        the fact group where the group takes no member any more, the state where the trajectory
---        is no longer open, and none where another writer has it
+--        is no longer open, and none where another writer has it.
+--        Or {"WAIT"; wake id; why} where the first opening of a prompt's group is not admitted
 -- Errors:
 --   NORUN     no such run
 --   CLOSED    a new group in a closed run
 --   CONFLICT  the group was opened with another num_samples or num_needed, or for another purpose;
---             or it is finished (fact: name)
+--             or it is finished (fact: name); or its prompt is done, or sampled as another group
 --   TOOLARGE  a new group has more samples than max_samples, or needs more bytes than the run or
 --             the server may ever have for it
 --   FORMAT    fact: the format of the run, which this release does not read
@@ -60,6 +69,7 @@
 
 local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 local HELD, BUDGET, CLOCK, CONFIG = KEYS[13], KEYS[14], KEYS[15], KEYS[2]
+local PROMPTS, TASKS, AGAIN = KEYS[17], KEYS[18], KEYS[19]
 local FIRST_ESTIMATE = 65536  -- bytes of a trajectory, before any is sealed
 local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see store/run/budget.py
 local RESERVE = 0.2           -- of the server's memory
@@ -76,7 +86,8 @@ if config.format ~= RUN_FORMAT then
     .. '] another release wrote the run')
 end
 
-local samples, needed, purpose, again = string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)(%+?)$')
+local samples, needed, purpose, again, number =
+  string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)(%+?)#?(%d*)$')
 local begins = purpose == 'eval' and 'evaluating' or 'open'
 needed = needed == '' and samples or needed
 
@@ -180,6 +191,20 @@ local function byte_refusal(num_samples)
   end
 end
 
+-- Whether the store has the prompt of a new group, whether it is sampled again, and the newest prompt
+-- that was opened. A store that lost a prompt opens its group as one without. Another prompt may have
+-- got the number since. The record of a finished prompt is deleted.
+local function read_prompt()
+  if number == '' then
+    return false, false, 0
+  end
+  local added, last, record = unpack(redis.call('HMGET', PROMPTS, 'added', 'next', number))
+  local uid = string.match(record or '', '^%d+/%d+:([^:]*):')
+  local is_known = tonumber(number) <= tonumber(added or 0)
+    and (not uid or uid == string.match(ARGV[1], '^(.*)%%23%d+$'))
+  return is_known, redis.call('ZSCORE', AGAIN, number), tonumber(last or 0)
+end
+
 local function add(words, first, second)
   words[#words + 1] = first
   words[#words + 1] = second
@@ -224,6 +249,11 @@ else
   if is_finished_name(ARGV[1]) then
     return redis.error_reply('CONFLICT [name] group ' .. ARGV[1] .. ' is finished: a name is used once')
   end
+  local is_known, is_repeated, last_prompt = read_prompt()
+  if is_known and not is_repeated and tonumber(number) <= last_prompt then
+    return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' is of a prompt that the store continues '
+      .. 'as an earlier group, or has trained as one')
+  end
   if closed ~= '0' then
     return redis.error_reply('CLOSED the run takes no new group')
   end
@@ -237,7 +267,11 @@ else
   why = begins == 'open' and shortage() or why
   if why then
     local last = redis.call('XREVRANGE', KEYS[7], '+', '-', 'COUNT', 1)[1]
-    return redis.error_reply('WAIT [' .. (last and last[1] or '0-0') .. '] ' .. why)
+    local wake_id = last and last[1] or '0-0'
+    if number ~= '' and again == '' then
+      return {'WAIT', wake_id, why}
+    end
+    return redis.error_reply('WAIT [' .. wake_id .. '] ' .. why)
   end
   local bytes = estimate()
   local reserved = {}
@@ -263,6 +297,17 @@ else
     redis.call('HSET', KEYS[1], 'opened_ms', string.format('%.0f', now_ms))
   end
   redis.call('XADD', KEYS[6], '*', 'r', ARGV[4])
+  if is_known then
+    if is_repeated then
+      redis.call('ZREM', AGAIN, number)
+    else
+      for passed = last_prompt + 1, number - 1 do
+        redis.call('ZADD', AGAIN, passed, string.format('%.0f', passed))
+      end
+      redis.call('HSET', PROMPTS, 'next', number)
+    end
+    redis.call('HSET', TASKS, ARGV[1], number)
+  end
 end
 
 local ids = {}
