@@ -19,15 +19,11 @@
 local CONFIG = KEYS[3]
 -- include: lease_end.lua
 
-local newest = redis.call('HGET', CONFIG, 'newest')
-if not newest then
+local now_ms, lease_ms, last_ms = new_lease()
+if not now_ms then
   return redis.error_reply('NORUN no such run')
 end
-local config = cjson.decode(redis.call('HGET', CONFIG, newest))
-local lease_ms = math.floor(config.lease_s * 1000)
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local ends_ms = string.format('%.0f', lease_end(now_ms, lease_ms))
+local ends_ms = string.format('%.0f', last_ms)
 
 local replies = {lease_ms}
 for i = 1, #ARGV, 2 do

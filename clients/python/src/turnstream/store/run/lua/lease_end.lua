@@ -7,7 +7,9 @@
 -- set back.
 --
 -- Needs CONFIG  a key, hash  read: lease_floor, "<ms of server time>:<ms until then, when it was set>"
--- Gives lease_end(now_ms, lease_ms), an integer.
+-- Gives lease_end(now_ms, lease_ms), an integer, and
+--       new_lease(): the time now, the length and the end of a lease that begins now, all in ms of
+--       server time; nil where there is no run.
 
 local function lease_end(now_ms, lease_ms)
   local floor_ms, most_ms = string.match(
@@ -16,4 +18,16 @@ local function lease_end(now_ms, lease_ms)
     return math.max(now_ms + lease_ms, tonumber(floor_ms))
   end
   return now_ms + lease_ms
+end
+
+local function new_lease()
+  local newest = redis.call('HGET', CONFIG, 'newest')
+  if not newest then
+    return nil
+  end
+  local config = cjson.decode(redis.call('HGET', CONFIG, newest))
+  local lease_ms = math.floor(config.lease_s * 1000)
+  local time = redis.call('TIME')
+  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  return now_ms, lease_ms, lease_end(now_ms, lease_ms)
 end

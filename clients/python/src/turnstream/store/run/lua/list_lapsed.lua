@@ -17,15 +17,11 @@
 local CONFIG = KEYS[3]
 -- include: lease_end.lua
 
-local newest = redis.call('HGET', CONFIG, 'newest')
-if not newest then
+local now_ms, _, ends_ms = new_lease()
+if not now_ms then
   return redis.error_reply('NORUN no such run')
 end
-local config = cjson.decode(redis.call('HGET', CONFIG, newest))
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local lease_ms = math.floor(config.lease_s * 1000)
-local last_end = string.format('%.0f', lease_end(now_ms, lease_ms))
+local last_end = string.format('%.0f', ends_ms)
 local beyond = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. last_end, '+inf', 'LIMIT', 0, ARGV[2])
 for _, id in ipairs(beyond) do
   redis.call('ZADD', KEYS[2], last_end, id)

@@ -21,8 +21,8 @@
 local CONFIG = KEYS[3]
 -- include: lease_end.lua
 
-local newest = redis.call('HGET', CONFIG, 'newest')
-if not newest then
+local now_ms, _, ends_ms = new_lease()
+if not now_ms then
   return redis.error_reply('NORUN no such run')
 end
 local id = ARGV[1]
@@ -41,11 +41,6 @@ if state ~= 'open' and state ~= 'evaluating' then
   return redis.error_reply('CONFLICT [group] group ' .. group .. ' is already ' .. (state or 'over'))
 end
 
-local config = cjson.decode(redis.call('HGET', CONFIG, newest))
-local lease_ms = math.floor(config.lease_s * 1000)
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local ends_ms = lease_end(now_ms, lease_ms)
 if writer ~= ARGV[2] then
   local left_ms = (redis.call('ZSCORE', KEYS[2], id) or 0) - now_ms
   if left_ms > ends_ms - now_ms then
