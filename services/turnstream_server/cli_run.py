@@ -162,24 +162,20 @@ def fork(
 @app.command()
 def replan(
     run: RunArgument,
-    from_step: Annotated[
-        int | None,
-        typer.Option("--from", min=1, help="The damaged step. Default: the first one."),
-    ] = None,
     wait_s: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for the batcher that plans the run.")
     ] = 60.0,
     redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
-    """Plan again from a step with damaged payload.
+    """Plan again from the first step with damaged payload.
 
     The damaged trajectories become dead letters. The trainer session ends; restart the trainer with
     its recovery token.
     """
     from turnstream_server.jobs.run_commands import replan, replanned_text
 
-    done = replan(store_url(redis), run, from_step, wait_s=wait_s)
+    done = replan(store_url(redis), run, wait_s=wait_s)
     say(f"planned again: {replanned_text(done)}", as_json=as_json, run=run, **asdict(done))
 
 

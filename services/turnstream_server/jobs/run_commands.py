@@ -120,11 +120,11 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def replan(url: str, run: str, step: int | None, *, wait_s: float) -> Replanned:
-    """Have the batcher withdraw plans from a damaged step on; None is the first damaged one."""
+def replan(url: str, run: str, *, wait_s: float) -> Replanned:
+    """Have the batcher withdraw plans from the first damaged step on."""
     with connect(url) as client:
         run = open_run(client, run)
-        return await_replan(client, run, request_replan(client, run, step=step), wait_s=wait_s)
+        return await_replan(client, run, request_replan(client, run), wait_s=wait_s)
 
 
 def replanned_text(done: Replanned) -> str:

@@ -165,7 +165,7 @@ KINDS: dict[str, tuple[Act, Act]] = {
     "announce_version": (start, announce),
     "stepped": (get_a_batch, step),
     "committed": (step_a_batch, commit),
-    "request_replan": (get_a_batch, store_call(request_replan, step=1)),
+    "request_replan": (get_a_batch, store_call(request_replan)),
 }
 """The preparation of a run before it is parked, and the work that wakes it."""
 

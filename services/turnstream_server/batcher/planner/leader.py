@@ -130,7 +130,7 @@ class Leader:
     async def _replan(self) -> None:
         """Withdraw plans of damaged payload if that is requested, and restart after them."""
         request = self._view.frontier.replan
-        if request is None:
+        if not request:
             return
         if await self._replanner.answer(request, self._snapshot()):
             await self._replay()

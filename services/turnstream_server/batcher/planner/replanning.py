@@ -7,11 +7,10 @@ them. This leader and all later ones continue from that snapshot, so all make eq
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from turnstream.batching.fold.withdrawing import state_before, with_planned_reward
-from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import ConflictError, RecordError
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store.client import keys
@@ -19,7 +18,6 @@ from turnstream.types import SealedTrajectory, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.bus.core.frontier import ReplanRequest
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning.replans import (
     MAX_NAMED,
@@ -41,17 +39,13 @@ class Replanner:
         self._view = view
         self._assembler = assembler
 
-    async def answer(self, request: ReplanRequest, known: PlannerSnapshot) -> bool:
-        """Execute or refuse a request; return whether plans were withdrawn.
+    async def answer(self, request: str, known: PlannerSnapshot) -> bool:
+        """Execute or refuse a request; return whether the leader must restart from its snapshot.
 
-        Then the leader restarts from its snapshot.
-
-        Args:
-            request: the pending request.
-            known: the leader's state, which must not change during the call.
+        `known` is the leader's state, which must not change during the call.
         """
         try:
-            batches, dead = await self._examine(request)
+            batches, dead = await self._examine()
             withdrawal = await self._prepare(batches, dead, known)
             reach("replan.before_write")
             await withdraw_plans(self._term, request, withdrawal)
@@ -72,27 +66,18 @@ class Replanner:
         )
         return True
 
-    async def _examine(
-        self, request: ReplanRequest
-    ) -> tuple[list[PlannedBatch], dict[TrajectoryKey, str]]:
+    async def _examine(self) -> tuple[list[PlannedBatch], dict[TrajectoryKey, str]]:
         """Return the batches from the damaged step on, and why their trajectories are damaged."""
         frontier = await self._view.refresh()
-        first = request.step or frontier.stepped + 1
-        if first <= frontier.stepped:
-            raise ConflictError(f"step {first} is stepped, and stays as it was planned")
-        if first > frontier.planned:
-            raise ConflictError(f"step {first} is not planned; {frontier.planned} are")
         batches: list[PlannedBatch] = []
         dead: dict[TrajectoryKey, str] = {}
-        for step in range(first, frontier.planned + 1):
+        for step in range(frontier.stepped + 1, frontier.planned + 1):
             batch = await self._view.batch(step)
-            found = await self._assembler.examine(batch)
-            if not dead and not found and (request.step or step == frontier.planned):
-                whole = f"step {first}" if request.step else f"steps {first} to {step}"
-                raise ConflictError(f"no payload of {whole} is damaged")
-            dead |= {damage.key: damage.reason for damage in found}
+            dead |= {each.key: each.reason for each in await self._assembler.examine(batch)}
             if dead:
                 batches.append(batch)
+        if not dead:
+            raise ConflictError(f"no payload after step {frontier.stepped} is damaged")
         return batches, dead
 
     async def _prepare(
@@ -101,19 +86,29 @@ class Replanner:
         dead: dict[TrajectoryKey, str],
         known: PlannerSnapshot,
     ) -> Withdrawal:
+        """Return the withdrawal, and the state of a planner that made none of these plans."""
         members = await self._read_members(batches, dead)
         manifests = [batch.manifest for batch in batches]
-        snapshot = await self._assembler.in_thread(
-            lambda: encode_snapshot(_before(manifests, members, known))
-        )
+        first = manifests[0]
+
+        def encode() -> bytes:
+            before = replace(
+                known,
+                step=first.step - 1,
+                manifest_hash=first.previous_hash,
+                next_row_id=first.mini_batches[0].first_row_id,
+                fold=state_before(manifests, members, known.fold),
+            )
+            return encode_snapshot(before)
+
         return Withdrawal(
-            first_step=manifests[0].step,
+            first_step=first.step,
             newest_step=manifests[-1].step,
             manifest_hash=batches[-1].manifest_hash,
             dead=[TrajectoryDied(key=key, reason=reason) for key, reason in dead.items()],
             lease_epochs={key: sealed.lease_epoch for key, sealed in members.items()},
             position=known.position,
-            snapshot=snapshot,
+            snapshot=await self._assembler.in_thread(encode),
         )
 
     async def _read_members(
@@ -144,19 +139,3 @@ class Replanner:
                 members[key], plan, posted=posted.get(key), config=config
             )
         return members
-
-
-def _before(
-    manifests: Sequence[Manifest],
-    members: Mapping[TrajectoryKey, SealedTrajectory],
-    known: PlannerSnapshot,
-) -> PlannerSnapshot:
-    """Return the state of a planner that has read as many events and made none of these plans."""
-    first = manifests[0]
-    return replace(
-        known,
-        step=first.step - 1,
-        manifest_hash=first.previous_hash,
-        next_row_id=first.mini_batches[0].first_row_id,
-        fold=state_before(manifests, members, known.fold),
-    )

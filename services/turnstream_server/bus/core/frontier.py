@@ -62,13 +62,6 @@ class Rollback(NamedTuple):
         return cls(lineage, int(step), int(stepped))
 
 
-class ReplanRequest(NamedTuple):
-    """A request to plan again from a damaged step on; 0 for the first one."""
-
-    name: str
-    step: int
-
-
 class Withdrawn(NamedTuple):
     """How often plans of the run were withdrawn, and the newest step that ever was."""
 
@@ -103,7 +96,7 @@ class Frontier:
         paused: reason of the pause; None if the run is not paused.
         rollbacks: the newest rollbacks, the last one first.
         lost_session: the step in which the store differs from a rank of the session; "" for none.
-        replan: a request to plan again that no leader has answered yet.
+        replan: name of a request to plan again that no leader has answered yet; empty for none.
         withdrawn: plans that were withdrawn because of damage.
     """
 
@@ -126,7 +119,7 @@ class Frontier:
     is_finished: bool = False
     rollbacks: tuple[Rollback, ...] = ()
     lost_session: str = ""
-    replan: ReplanRequest | None = None
+    replan: str = ""
     withdrawn: Withdrawn = NONE_WITHDRAWN
 
     @property
@@ -199,7 +192,7 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         paused=stored.parsed("paused", bytes.decode, None),
         rollbacks=stored.parsed("rollbacks", _rollbacks, ()),
         lost_session=_sentence(fields.get(b"session_lost", b"")),
-        replan=stored.parsed("replan", _replan, None),
+        replan=stored.text("replan"),
         withdrawn=stored.parsed("withdrawn", _withdrawn, Withdrawn()),
     )
 
@@ -207,11 +200,6 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
 def _sentence(value: bytes) -> str:
     """Return the text after the step; it may quote damaged bytes."""
     return value.decode(errors="replace").partition(":")[2]
-
-
-def _replan(value: bytes) -> ReplanRequest:
-    name, _, step = value.decode().rpartition(":")
-    return ReplanRequest(name, int(step))
 
 
 def _withdrawn(value: bytes) -> Withdrawn:

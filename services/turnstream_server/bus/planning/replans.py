@@ -1,6 +1,6 @@
 """Withdrawal of plans whose payload was damaged: request, execution, answer.
 
-A request is stored in the run. The leader answers it in `replanned` or in `refused_replan`.
+A request is stored in the run, and so is the leader's answer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from turnstream.types import (
     TrajectoryDied,
     TrajectoryKey,
 )
-from turnstream_server.bus.core.frontier import ReplanRequest
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
 MAX_NAMED: Final = 16
 """Dead trajectories that an answer names; the dead letters have all."""
 
-_WAKE_S: Final = 1.0
-"""Longest read that waits for an answer, for the case that its wake was missed."""
+_PAUSE_S: Final = 0.2
+"""Pause between two reads of the answer."""
 
 _REQUEST = Script("request_replan", "turnstream_server.bus.planning")
 _REFUSE = LeaderScript("refuse_replan", "planning", "frontier wake")
@@ -76,13 +75,14 @@ class Withdrawal:
     snapshot: bytes
 
 
-def request_replan(client: redis.Redis, run: str, *, step: int | None = None) -> str:
-    """Request a replan from a damaged step on, or join the pending request; return its name.
+def request_replan(client: redis.Redis, run: str) -> str:
+    """Request a replan from the first damaged step on, or join the pending request.
 
-    None stands for the first damaged step. The leader checks the step when it answers.
+    Returns:
+        Name of the pending request.
     """
     names = keys.run_keys(run)
-    command = _REQUEST((names.frontier, names.wake), uuid.uuid4().hex, step or 0)
+    command = _REQUEST((names.frontier, names.wake), uuid.uuid4().hex)
     name: bytes = run_command(client, command)
     return name.decode()
 
@@ -94,39 +94,30 @@ def await_replan(client: redis.Redis, run: str, request: str, *, wait_s: float) 
         ConflictError: the leader refuses the request.
         NotReadyError: no leader has answered; the request stays.
     """
-    names = keys.run_keys(run)
     end_s = time.monotonic() + wait_s
-    last = "0-0"
     while True:
         with translating():
-            answers: Any = client.hmget(names.frontier, "replanned", "refused_replan")
-        done, refused = [(each or b"").decode() for each in answers]
-        if done.startswith(f"{request}:"):
-            content: dict[str, Any] = json.loads(done.partition(":")[2])
-            content["dead"] = tuple(content["dead"])
-            return Replanned(**content)
-        if refused.startswith(f"{request}:"):
-            raise ConflictError(refused.partition(":")[2])
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
+            answer: Any = client.hget(keys.run_keys(run).frontier, "replanned")
+        name, _, text = (answer or b"").decode().partition(":")
+        if name == request:
+            content: dict[str, Any] = json.loads(text)
+            if "refused" in content:
+                raise ConflictError(content["refused"])
+            return Replanned(**{**content, "dead": tuple(content["dead"])})
+        if time.monotonic() >= end_s:
             raise NotReadyError(
                 f"no batcher has answered within {wait_s:g} s; the request is kept, and the next "
                 f"batcher that plans run {run!r} executes it"
             )
-        with translating():
-            news: Any = client.xread(
-                {names.wake: last}, block=max(1, round(min(left_s, _WAKE_S) * 1000))
-            )
-        if news:
-            last = news[0][1][-1][0].decode()
+        time.sleep(_PAUSE_S)
 
 
-async def refuse_replan(term: Term, request: ReplanRequest, why: str) -> None:
+async def refuse_replan(term: Term, request: str, why: str) -> None:
     """Answer a request that is not executed."""
-    await _REFUSE.run(term, request.name, why)
+    await _REFUSE.run(term, request, json.dumps({"refused": why}))
 
 
-async def withdraw_plans(term: Term, request: ReplanRequest, withdrawal: Withdrawal) -> bool:
+async def withdraw_plans(term: Term, request: str, withdrawal: Withdrawal) -> bool:
     """Withdraw plans, all or none: damaged trajectories are dead, the others sealed again.
 
     The trainer session ends. The planner continues from the snapshot.
@@ -150,12 +141,12 @@ async def withdraw_plans(term: Term, request: ReplanRequest, withdrawal: Withdra
     for name, died in zip(dead_ids, withdrawal.dead, strict=True):
         words += (name, died.reason, encode_event(died))
     for key, epoch in withdrawal.lease_epochs.items():
-        words += (keys.trajectory_id(key), epoch)
+        words += (keys.trajectory_id(key), epoch, b"")
     is_new = await _WITHDRAW.run(
         term,
-        *(request.name, first, newest, withdrawal.manifest_hash),
+        *(request, first, newest, withdrawal.manifest_hash),
         *(withdrawal.position, withdrawal.snapshot, encode_event(event), json.dumps(answer)),
-        *(len(dead_ids), *words),
+        *words,
     )
     return bool(is_new)
 

@@ -53,12 +53,10 @@ def planned(house):
 def replan(house):
     """Asks for it, and waits for the answer."""
 
-    def ask(run: str, step: int | None = None) -> Replanned:
-        return await_replan(
-            house.client, run, request_replan(house.client, run, step=step), wait_s=30
-        )
+    def ask(run: str) -> Replanned:
+        return await_replan(house.client, run, request_replan(house.client, run), wait_s=30)
 
-    return lambda run, **where: asyncio.to_thread(ask, run, **where)
+    return lambda run: asyncio.to_thread(ask, run)
 
 
 @pytest.fixture
@@ -110,7 +108,7 @@ class Look:
         with connect(self.url) as client:
             contents = [content_of(client, name) for name in names if name not in may_change]
             frontier: Any = client.hgetall(names.frontier)
-        frontier.pop(b"refused_replan", None)
+        frontier.pop(b"replanned", None)
         return [*contents, frontier]
 
     def planned(self, run: str) -> int:

@@ -9,7 +9,6 @@ import pytest
 
 from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryDied
-from turnstream_server.bus.core.frontier import ReplanRequest
 from turnstream_server.bus.planning.replans import Withdrawal, request_replan, withdraw_plans
 
 
@@ -17,9 +16,9 @@ from turnstream_server.bus.planning.replans import Withdrawal, request_replan, w
 def ask(server: Any):
     """Stores a request in a run."""
 
-    def request(run: Any, step: int | None = None) -> ReplanRequest:
+    def request(run: Any) -> str:
         with connect(server.url) as client:
-            return ReplanRequest(request_replan(client, run.name, step=step), step or 0)
+            return request_replan(client, run.name)
 
     return request
 
@@ -50,6 +49,6 @@ def withdraw_from(ask: Any, from_step: Any):
     """Withdraws the plans of a run from a step on."""
 
     async def withdraw(run: Any, first: int) -> None:
-        await withdraw_plans(run.term, ask(run, first), from_step(run, first))
+        await withdraw_plans(run.term, ask(run), from_step(run, first))
 
     return withdraw

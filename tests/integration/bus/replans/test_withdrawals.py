@@ -58,12 +58,12 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(
     await run.commit(session, 1)
     await run.client.hset(run.keys.frontier, "session_ms", began_ms := b"7")
 
-    assert await withdraw_plans(run.term, ask(run, 3), from_step(run, 3))
+    assert await withdraw_plans(run.term, ask(run), from_step(run, 3))
 
     seen = await frontier(run)
     assert (seen.planned, seen.stepped, seen.committed) == (2, 1, 1)
     assert (seen.session_epoch, seen.has_session) == (2, False)
-    assert (seen.withdrawn, seen.replan) == (Withdrawn(revision=1, through_step=4), None)
+    assert (seen.withdrawn, seen.replan) == (Withdrawn(revision=1, through_step=4), "")
     assert await read_manifests(run.client, run.name, first_step=1, max_count=9) == [
         run.manifests[1],
         run.manifests[2],
@@ -102,7 +102,7 @@ async def test_bytes_of_withdrawn_plans_are_stored_and_not_planned(
     await run.client.hset(run.keys.held, mapping={"g1/0/0": 5, "g2/0/0": 7, "g2/1/0": 11})
     await run.client.hset(run.keys.budget, mapping={"stored": 1, "planned": 23})
 
-    await withdraw_plans(run.term, ask(run, 2), from_step(run, 2))
+    await withdraw_plans(run.term, ask(run), from_step(run, 2))
 
     budget = await run.client.hgetall(run.keys.budget)
     assert (budget[b"stored"], budget[b"planned"]) == (b"19", b"5")
@@ -112,7 +112,7 @@ async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(
     run: Any, ask: Any, from_step: Any
 ) -> None:
     await run.plan_steps(2)
-    await withdraw_plans(run.term, ask(run, 2), from_step(run, 2, position="7-1"))
+    await withdraw_plans(run.term, ask(run), from_step(run, 2, position="7-1"))
 
     await save_snapshot(run.term, position="7-1", step=2, record=b"late")
 
@@ -126,14 +126,14 @@ async def test_withdrawal_after_the_newest_snapshot_keeps_the_events_since_the_l
     await run.plan_steps(2)
     await run.client.hset(run.keys.snapshot, mapping={"position": "7-1", "before": "3-1"})
 
-    await withdraw_plans(run.term, ask(run, 2), from_step(run, 2, position="7-1"))
+    await withdraw_plans(run.term, ask(run), from_step(run, 2, position="7-1"))
 
     assert await run.client.hget(run.keys.snapshot, "before") == b"3-1"
 
 
 async def test_next_plan_has_a_number_of_its_own(run: Any, ask: Any, from_step: Any) -> None:
     await run.plan_steps(2)
-    await withdraw_plans(run.term, ask(run, 1), from_step(run, 1))
+    await withdraw_plans(run.term, ask(run), from_step(run, 1))
     assert (await frontier(run)).revision_of(2) == 1
     assert (await frontier(run)).revision_of(3) == 0
 
@@ -155,7 +155,7 @@ async def test_session_ended_by_a_withdrawal_is_refused_until_another_starts(
 ) -> None:
     await run.plan_steps(2)
     session = await run.start("a")
-    await withdraw_plans(run.term, ask(run, 2), from_step(run, 2))
+    await withdraw_plans(run.term, ask(run), from_step(run, 2))
 
     with pytest.raises(FencedError, match="1 has ended: payload was damaged and plans were with"):
         await run.step(session, 1)
@@ -168,7 +168,7 @@ async def test_withdrawing_again_changes_nothing(
     run: Any, ask: Any, from_step: Any, digest: Any
 ) -> None:
     await run.plan_steps(2)
-    request, withdrawal = ask(run, 2), from_step(run, 2)
+    request, withdrawal = ask(run), from_step(run, 2)
     await withdraw_plans(run.term, request, withdrawal)
     before = digest()
 
@@ -190,13 +190,13 @@ async def test_withdrawal_of_other_plans_writes_nothing(
     run: Any, ask: Any, name: str, changes: Any, match: str, from_step: Any, digest: Any
 ) -> None:
     await run.plan_steps(3)
-    request = ask(run, 2)
+    request = ask(run)
     before = digest()
 
     with pytest.raises(ConflictError, match=match):
         await withdraw_plans(
             run.term,
-            request._replace(name=name or request.name),
+            name or request,
             from_step(run, 2, **changes),
         )
 
@@ -216,7 +216,7 @@ async def test_no_plan_is_withdrawn_after_a_change_in_between(
 ) -> None:
     await run.plan_steps(2)
     session = await run.start("s")
-    request, withdrawal = ask(run, 1), from_step(run, 1)
+    request, withdrawal = ask(run), from_step(run, 1)
     if change == "group":
         await run.client.hset(run.keys.groups, "g2", "2:filtered")
     elif change == "stepped":
@@ -242,7 +242,7 @@ async def test_damage_of_a_current_plan_is_recorded_and_removed_with_it(
     damaged = await run.client.hget(run.keys.frontier, "damaged")
     assert damaged.decode() == ":".join(["2", *told.values()])
 
-    await withdraw_plans(run.term, ask(run, 2), from_step(run, 2))
+    await withdraw_plans(run.term, ask(run), from_step(run, 2))
     await note_damage(run.client, run.name, step=2, **told)
 
     assert not await run.client.hexists(run.keys.frontier, "damaged")
@@ -254,7 +254,7 @@ async def test_an_observer_goes_back_to_the_first_step_that_is_withdrawn(
     await run.plan_steps(3)
     await run.client.hset(run.keys.observers, mapping={"far": "3:9:60", "near": "1:9:60"})
 
-    await withdraw_plans(run.term, ask(run, 3), from_step(run, 3))
+    await withdraw_plans(run.term, ask(run), from_step(run, 3))
 
     seen = await run.client.hgetall(run.keys.observers)
     assert seen == {b"far": b"2:9:60", b"near": b"1:9:60"}
@@ -300,7 +300,7 @@ async def test_dead_letters_of_a_withdrawal_have_their_size(
     await run.client.hset(run.keys.held, mapping={"g1/0/0": 168, "g1/1/0": 32})
     dead = [died("g1", sample) for sample in (0, 1)]
 
-    await withdraw_plans(run.term, ask(run, 1), from_step(run, 1, dead=dead, lease_epochs={}))
+    await withdraw_plans(run.term, ask(run), from_step(run, 1, dead=dead, lease_epochs={}))
 
     letters = await run.client.hgetall(run.keys.letters)
     assert letters[b"g1/0/0"].endswith(b":168")
@@ -320,7 +320,7 @@ async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(
     await pipeline.execute()
     await run.plan(*groups)
 
-    await withdraw_plans(run.term, ask(run, 1), from_step(run, 1))
+    await withdraw_plans(run.term, ask(run), from_step(run, 1))
 
     counts = run.ledger()
     counts.check()
@@ -332,18 +332,17 @@ async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(
 
 async def test_second_request_joins_the_pending_one(run: Any, ask: Any, client: Any) -> None:
     await run.plan_steps(2)
-    first = ask(run, 2)
+    first = ask(run)
 
-    assert ask(run, 2) == first
-    assert ask(run).name == first.name
+    assert ask(run) == first
     with pytest.raises(NotReadyError, match="no batcher has answered"):
-        await_replan(client, run.name, first.name, wait_s=0)
-    await refuse_replan(run.term, first._replace(name="other"), "no")
+        await_replan(client, run.name, first, wait_s=0)
+    await refuse_replan(run.term, "other", "no")
     assert (await frontier(run)).replan == first
     await refuse_replan(run.term, first, "all is well")
     with pytest.raises(ConflictError, match="all is well"):
-        await_replan(client, run.name, first.name, wait_s=5)
-    assert ask(run).name != first.name
+        await_replan(client, run.name, first, wait_s=5)
+    assert ask(run) != first
 
 
 async def test_damage_of_a_stepped_step_is_not_noted(run: Any) -> None:

@@ -8,16 +8,15 @@
 --   ARGV[4] the newest step    ARGV[5] its manifest hash, which covers all plans before it
 --   ARGV[6] id of the event that the snapshot includes    ARGV[7] the snapshot's record
 --   ARGV[8] the plans_withdrawn record    ARGV[9] the answer, JSON
---   ARGV[10] number of dead trajectories
---   ARGV[11...] three per dead trajectory: its id, reason, trajectory_died record; then two per
---               other trajectory of these plans: its id and lease epoch
+--   ARGV[10...] three per trajectory: its id; why it is dead and the trajectory_died record, or
+--               its lease epoch and ""
 -- Reply:     1, or 0 where it was done before
 -- Errors:    CONFLICT  the request is not pending; a step is stepped; the plans are others, or name
 --            trajectories that are not planned: nothing was written
 
 local LEADER, FRONTIER, BATCHES, PLAN, LEDGER, COUNTS, GROUPS, SNAPSHOT, EVENTS, LETTERS, WAKE,
   HELD, BUDGET, CONFIG, OBSERVERS, TIMES, DEADLINES = unpack(KEYS)
-local FIRST_DEAD, PER_DEAD, PER_SEALED = 11, 3, 2
+local FIRST, WORDS = 10, 3  -- of trajectories
 
 -- include: turnstream_server.bus.leadership/fenced.lua
 -- include: set_dead.lua
@@ -27,7 +26,7 @@ local stepped, planned, pending, done, withdrawn, epoch = unpack(redis.call('HMG
 if string.match(done or '', '^([^:]*):') == ARGV[2] then
   return 0
 end
-if string.match(pending or '', '^(.*):%d+$') ~= ARGV[2] then
+if pending ~= ARGV[2] then
   return redis.error_reply('CONFLICT the request ' .. ARGV[2] .. ' is not pending')
 end
 local first, newest = tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -40,57 +39,41 @@ if planned ~= ARGV[4] or string.match(newest_entry, '^%d+:(.*)$') ~= ARGV[5] the
 end
 
 -- 1. Check every trajectory and every group before the first write.
-local first_sealed = FIRST_DEAD + PER_DEAD * ARGV[10]
 local sizes = {}  -- group name -> num_samples
-local num_groups, num_bytes = 0, 0
-
-local function refusal_of(id)
-  local entry = redis.call('HGET', LEDGER, id)
-  local step = tonumber(string.match(entry or '', '^planned:(%d+)$'))
+local num_bytes = 0
+for i = FIRST, #ARGV, WORDS do
+  local id = ARGV[i]
+  local entry = redis.call('HGET', LEDGER, id) or 'unknown'
+  local step = tonumber(string.match(entry, '^planned:(%d+)$'))
   if not step or step < first then
-    return redis.error_reply('CONFLICT ' .. id .. ' is ' .. (entry or 'unknown')
-      .. ', not planned from step ' .. first .. ' on')
+    return redis.error_reply('CONFLICT ' .. id .. ' is ' .. entry .. ', not planned from step '
+      .. first .. ' on')
   end
   local group = string.match(id, '^[^/]*')
-  if not sizes[group] then
-    local size, state = string.match(redis.call('HGET', GROUPS, group) or '', '^(%d+):(.*)$')
-    if state ~= 'planned' then
-      return redis.error_reply('CONFLICT group ' .. group .. ' is ' .. (state or 'finished')
-        .. ', not planned')
-    end
-    sizes[group] = size
-    num_groups = num_groups + 1
+  local size, state = string.match(redis.call('HGET', GROUPS, group) or '', '^(%d+):(.*)$')
+  if state ~= 'planned' then
+    return redis.error_reply('CONFLICT group ' .. group .. ' is ' .. (state or 'finished')
+      .. ', not planned')
   end
+  sizes[group] = size
   num_bytes = num_bytes + (tonumber(redis.call('HGET', HELD, id) or 0) or 0)
-end
-
-local ids = {}
-for i = FIRST_DEAD, first_sealed - 1, PER_DEAD do
-  ids[#ids + 1] = ARGV[i]
-end
-for i = first_sealed, #ARGV, PER_SEALED do
-  ids[#ids + 1] = ARGV[i]
-end
-for _, id in ipairs(ids) do
-  local refusal = refusal_of(id)
-  if refusal then
-    return refusal
-  end
 end
 local COUNTERS = {{COUNTS}, {BUDGET}, {FRONTIER, 'session_epoch', 'planned_groups'}}
 -- include: turnstream_server.bus.leadership/whole_counters.lua
 
 -- 2. Write the states of the trajectories and groups.
-for i = FIRST_DEAD, first_sealed - 1, PER_DEAD do
-  set_dead(ARGV[i], 'planned', ARGV[i + 1], ARGV[i + 2])
-end
-local num_sealed = 0
-for i = first_sealed, #ARGV, PER_SEALED do
-  redis.call('HSET', LEDGER, ARGV[i], 'sealed:' .. ARGV[i + 1])
-  num_sealed = num_sealed + 1
+local num_sealed, num_groups = 0, 0
+for i = FIRST, #ARGV, WORDS do
+  if ARGV[i + 2] == '' then
+    redis.call('HSET', LEDGER, ARGV[i], 'sealed:' .. ARGV[i + 1])
+    num_sealed = num_sealed + 1
+  else
+    set_dead(ARGV[i], 'planned', ARGV[i + 1], ARGV[i + 2])
+  end
 end
 for group, size in pairs(sizes) do
   redis.call('HSET', GROUPS, group, size .. ':decided')
+  num_groups = num_groups + 1
 end
 redis.call('HINCRBY', COUNTS, 'planned', 0 - num_sealed)
 redis.call('HINCRBY', COUNTS, 'sealed', num_sealed)

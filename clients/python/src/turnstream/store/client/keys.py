@@ -39,8 +39,8 @@ frontier   hash    counters of the run: stepped, committed, planned, released (t
                    version_floor, the limit of its versions;
                    control: closed (0 or 1), leftover (see RunClosed), finished, paused (reason);
                    next_revision, the first step of the next config, or 0;
-                   damage: damaged, `<step>:<manifest hash>:<sentence>`; replan, `<name>:<step>`;
-                   refused_replan, `<name>:<why>`; replanned, `<name>:<JSON>`;
+                   damage: damaged, `<step>:<manifest hash>:<sentence>`; replan, the pending
+                   request; replanned, the newest answer, `<request>:<JSON>`;
                    withdrawn, `<revision>:<step>`, the number of withdrawals and the newest step
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
 observers  hash    name -> `<newest step seen>:<expiry, ms of the run's own time, 0 after
