@@ -5,7 +5,7 @@ A release discards the oldest trajectories above the `max_dead_bytes` of their r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -98,11 +98,7 @@ def read_dead_letters(client: redis.Redis, run: str) -> DeadLetters:
     """Return the dead letters of a run; they are read one after the other."""
     names = keys.run_keys(run)
     _, config = read_config(client, run)
-    found = [
-        letter
-        for name, value in hash_fields(client, names.letters)
-        if (letter := _read_trajectory(client, names, name, value)) is not None
-    ]
+    found = _read_trajectories(client, names, dict(hash_fields(client, names.letters)))
     with translating():
         counts: Any = client.hmget(names.counts, "discarded", "dead_bytes")
         events: Any = client.xrange(names.damaged)
@@ -119,21 +115,17 @@ def read_dead_letters(client: redis.Redis, run: str) -> DeadLetters:
 
 def read_kept(client: redis.Redis, run: str) -> KeptDeadLetters | None:
     """Return the number of dead letters of a run, and the newest; None if it keeps none."""
-    names = keys.run_keys(run)
-    letters = dict(hash_fields(client, names.letters))
-    with translating():
-        num_events: Any = client.xlen(names.damaged)
-        last: Any = client.xrevrange(names.damaged, count=1)
-    found = [(f"event {entry_id.decode()}", _event(entry_id, fields)) for entry_id, fields in last]
-    if letters:
-        newest = max(letters, key=lambda name: (_since_and_bytes(letters[name]), name))
-        letter = _read_trajectory(client, names, newest, letters[newest])
-        found += [] if letter is None else [(keys.readable_name(newest), letter)]
-    if not found:
+    kept = read_dead_letters(client, run)
+    named = [(keys.readable_name(each.name), each) for each in kept.trajectories]
+    named += [(f"event {each.name}", each) for each in kept.events]
+    if not named:
         return None
-    shown, letter = max(found, key=lambda each: each[1].since_ms)
+    shown, newest = max(named, key=lambda each: each[1].since_ms)
     return KeptDeadLetters(
-        num_trajectories=len(letters), num_events=num_events, newest=shown, reason=letter.reason
+        num_trajectories=len(kept.trajectories),
+        num_events=len(kept.events),
+        newest=shown,
+        reason=newest.reason,
     )
 
 
@@ -164,8 +156,8 @@ def open_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> DeadCo
     names = keys.run_keys(run)
     with translating():
         value: Any = client.hget(names.letters, trajectory_id)
-    letter = None if value is None else _read_trajectory(client, names, trajectory_id, value)
-    if letter is None:
+    found = [] if value is None else _read_trajectories(client, names, {trajectory_id: value})
+    if not found:
         name = keys.readable_name(trajectory_id)
         raise DeadLetterNotFoundError(f"run {run!r} keeps no dead letter {name!r}")
     stream = keys.trajectory_keys(run, trajectory_id).turns
@@ -176,7 +168,7 @@ def open_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> DeadCo
     turns += [b""] * (num_turns - len(turns))
     sealed_crcs = [*crcs, *[None] * (num_turns - len(crcs))]
     records = map(_read_turn, turns, sealed_crcs)
-    return DeadContent(letter, (*records, seal))
+    return DeadContent(found[0], (*records, seal))
 
 
 def open_event(client: redis.Redis, run: str, event_id: str) -> DeadContent:
@@ -270,17 +262,23 @@ def _event(entry_id: bytes, fields: dict[bytes, bytes]) -> DeadLetter:
     )
 
 
-def _read_trajectory(
-    client: redis.Redis, names: keys.RunKeys, trajectory_id: str, value: bytes
-) -> DeadLetter | None:
-    """Return a dead trajectory; None if it was discarded after `value` was read."""
-    with translating():
-        entry: Any = client.hget(names.ledger, trajectory_id)
-    if entry is None or entry.startswith(b"dead:discarded"):
-        return None
-    since_ms, num_bytes = _since_and_bytes(value)
-    reason = entry.decode().removeprefix("dead:")
-    return DeadLetter(name=trajectory_id, reason=reason, since_ms=since_ms, num_bytes=num_bytes)
+def _read_trajectories(
+    client: redis.Redis, names: keys.RunKeys, letters: Mapping[str, bytes]
+) -> list[DeadLetter]:
+    """Return dead trajectories, without those that were discarded after `letters` was read."""
+    ids, entries = list(letters), list[Any]()
+    for start in range(0, len(ids), _PAGE):
+        with translating():
+            page: Any = client.hmget(names.ledger, ids[start : start + _PAGE])
+        entries += page
+    found: list[DeadLetter] = []
+    for (name, value), entry in zip(letters.items(), entries, strict=True):
+        if entry is not None and not entry.startswith(b"dead:discarded"):
+            since_ms, num_bytes = _since_and_bytes(value)
+            reason = entry.decode().removeprefix("dead:")
+            letter = DeadLetter(name=name, reason=reason, since_ms=since_ms, num_bytes=num_bytes)
+            found.append(letter)
+    return found
 
 
 def _record(record: bytes, decode: Callable[[bytes], StoredTurn | Event]) -> DeadRecord:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple
 
 import redis
 
@@ -14,7 +14,6 @@ from turnstream.records.snapshots import decode_snapshot
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_command
-from turnstream.store.client.stored_values import reading
 from turnstream.store.run import clock
 from turnstream.store.waits.read_waits import parse_waits, waits_command
 from turnstream.store.waits.wait_reasons import UNSEALED
@@ -43,8 +42,6 @@ _IN_GROUP: Final = frozenset(
 _WITHOUT_SIGNAL: Final = (f"{TrajectoryState.SURPLUS}:", f"{TrajectoryState.EVALUATED}:")
 """Beginnings of ends that do not lower the pass rate."""
 
-_Name = TypeVar("_Name")
-
 
 def read_snapshot(client: redis.Redis, run: str) -> WaitSnapshot:
     """Return the state of a run; its parts are read one after the other.
@@ -62,15 +59,16 @@ def read_snapshot(client: redis.Redis, run: str) -> WaitSnapshot:
     snapshot = parse_waits(run, run_command(client, waits_command(run)))
     _note_refills(client, names, groups)
     waiting = {name: group for name, group in groups.items() if not group.is_ready}
-    times = _Times(client, run, waiting, groups)
+    times = _read_times(client, run, groups=groups, waiting=waiting)
+    oldest = sorted(waiting, key=lambda name: (times.since_ms.get(name, 0), name))[:MAX_NAMED]
     return replace(
         snapshot,
         is_scanned=True,
         num_ready=len(groups) - len(waiting),
         num_waiting=len(waiting),
-        groups=tuple(times.described(name, waiting[name]) for name in times.oldest),
+        groups=tuple(_waiting_group(name, waiting[name], times) for name in oldest),
         lapsed_writers=lapsed_writers(
-            member for group in groups.values() for member in times.open_members(group)
+            member for group in groups.values() for member in _open_members(group, times)
         ),
         untrained=tuple(untrained.most_common(TOP_REASONS)),
         num_unsealed=untrained[f"{TrajectoryState.ABANDONED}: {UNSEALED}"],
@@ -88,23 +86,23 @@ class _Group:
     is_decided: bool
     has_refill: bool = False
     sealed: set[int] = field(default_factory=set[int])
-    begun: set[int] = field(default_factory=set[int])
+    started: set[int] = field(default_factory=set[int])
     open: list[tuple[TrajectoryKey, str]] = field(default_factory=list[tuple[TrajectoryKey, str]])
     awaited: list[TrajectoryKey] = field(default_factory=list[TrajectoryKey])
 
     @property
-    def not_begun(self) -> list[int]:
-        return [sample for sample in range(self.num_samples) if sample not in self.begun]
+    def not_started(self) -> list[int]:
+        return [sample for sample in range(self.num_samples) if sample not in self.started]
 
     @property
     def is_ready(self) -> bool:
         has_enough = self.is_decided or len(self.sealed) >= self.num_needed
-        pending = self.open or self.awaited or self.not_begun or self.has_refill
+        pending = self.open or self.awaited or self.not_started or self.has_refill
         return has_enough or not pending
 
     def note(self, key: TrajectoryKey, state: TrajectoryState, rest: str) -> None:
         """Record the ledger entry of a trajectory."""
-        self.begun.add(key.sample)
+        self.started.add(key.sample)
         if state in _IN_GROUP:
             self.sealed.add(key.sample)
         elif state is TrajectoryState.OPEN:
@@ -171,125 +169,124 @@ def _unseen_by(client: redis.Redis, run: str, frontier: Frontier) -> str:
     )
 
 
-class _Times:
-    """Leases, deadlines and ages of the members of groups.
+class _Times(NamedTuple):
+    """Leases, deadlines and beginnings of the waits, in ms.
 
     Attributes:
-        oldest: names of the groups that have waited longest; one of unknown age is an old one.
+        now_ms: the store's clock, which leases use.
+        run_ms: the run's clock, which deadlines use.
+        leases: trajectory id -> end of its lease.
+        deadlines: group or reward -> its deadline.
+        since_ms: group -> its opening, and awaited trajectory -> its seal, as far as known.
     """
 
-    def __init__(
-        self,
-        client: redis.Redis,
-        run: str,
-        waiting: Mapping[str, _Group],
-        groups: Mapping[str, _Group],
-    ) -> None:
-        names = keys.run_keys(run)
-        self._now_ms = server_ms(client)
-        self._leases = _scores(
-            client,
-            names.leases,
-            {key.trajectory_id: key for group in groups.values() for key, _ in group.open},
-        )
-        awaited = {key for group in waiting.values() for key in group.awaited}
-        self._opened_ms, self._sealed_ms = _event_times(client, run, waiting, awaited)
-        self.oldest = sorted(waiting, key=lambda name: (self._opened_ms.get(name, 0), name))
-        self.oldest = self.oldest[:MAX_NAMED]
-        due = {f"group:{keys.encode_name(name)}": name for name in self.oldest}
-        self._group_due_ms = _scores(client, names.deadlines, due)
-        due_rewards = {f"reward:{key.trajectory_id}": key for key in awaited}
-        self._reward_due_ms = _scores(client, names.deadlines, due_rewards)
-        with translating():
-            fields: Any = client.hmget(names.clock, *clock.FIELDS)
-        self._run_ms = clock.run_ms(fields, now_ms=self._now_ms)
+    now_ms: int
+    run_ms: int
+    leases: dict[str, int]
+    deadlines: dict[str, int]
+    since_ms: dict[str | TrajectoryKey, int]
 
-    def described(self, name: str, group: _Group) -> WaitingGroup:
-        """Return a waiting group with a limited number of its members."""
-        return WaitingGroup(
-            group_id=name,
-            age_s=_ago_s(self._opened_ms.get(name), self._now_ms),
-            num_sealed=len(group.sealed),
-            num_needed=group.num_needed,
-            deadline_left_s=_left_s(self._group_due_ms.get(name), self._run_ms),
-            open_members=tuple(self.open_members(group)[:MAX_NAMED]),
-            awaited=tuple(
-                AwaitedReward(
-                    key=key,
-                    since_s=_ago_s(self._sealed_ms.get(key), self._now_ms),
-                    deadline_left_s=_left_s(self._reward_due_ms.get(key), self._run_ms),
-                )
-                for key in sorted(group.awaited)[:MAX_NAMED]
-            ),
-            not_started=tuple(group.not_begun[:MAX_NAMED]),
-        )
+    def ago_s(self, name: str | TrajectoryKey) -> float | None:
+        """Return the seconds since a wait began."""
+        since_ms = self.since_ms.get(name)
+        return None if since_ms is None else max(0, self.now_ms - since_ms) / 1_000
 
-    def open_members(self, group: _Group) -> list[OpenMember]:
-        """Return the members of a group that have a lease, the longest lapsed first."""
-        leases = self._leases
-        held = sorted((leases[key], key, writer) for key, writer in group.open if key in leases)
-        return [
-            OpenMember(key=key, writer=writer, lease_left_s=(end_ms - self._now_ms) / 1_000)
-            for end_ms, key, writer in held
-        ]
+    def left_s(self, deadline: str) -> float | None:
+        """Return the seconds until a deadline."""
+        due_ms = self.deadlines.get(deadline)
+        return None if due_ms is None else (due_ms - self.run_ms) / 1_000
 
 
-def _event_times(
-    client: redis.Redis, run: str, groups: Mapping[str, _Group], awaited: Iterable[TrajectoryKey]
-) -> tuple[dict[str, int], dict[TrajectoryKey, int]]:
-    """Return when groups were opened and trajectories sealed, as far as known.
-
-    If the event of a group is gone, the planner's snapshot has the time.
-    """
-    opened_ms: dict[str, int] = {}
-    sealed_ms: dict[TrajectoryKey, int] = {}
-    if not groups:
-        return opened_ms, sealed_ms
-    for entry_id, event in readable_events(client, run):
-        if isinstance(event, GroupOpened) and event.group_id in groups:
-            opened_ms.setdefault(event.group_id, entry_ms(entry_id))
+def _read_times(
+    client: redis.Redis,
+    run: str,
+    *,
+    groups: Mapping[str, _Group],
+    waiting: Mapping[str, _Group],
+) -> _Times:
+    names = keys.run_keys(run)
+    now_ms = server_ms(client)
+    with translating():
+        fields: Any = client.hmget(names.clock, *clock.FIELDS)
+    awaited = {key for group in waiting.values() for key in group.awaited}
+    open_ids = [key.trajectory_id for group in groups.values() for key, _ in group.open]
+    deadlines = [*map(_group_deadline, waiting), *map(_reward_deadline, awaited)]
+    since_ms: dict[str | TrajectoryKey, int] = {}
+    for entry_id, event in readable_events(client, run) if waiting else ():
+        if isinstance(event, GroupOpened) and event.group_id in waiting:
+            since_ms.setdefault(event.group_id, entry_ms(entry_id))
         elif isinstance(event, SealedTrajectory) and event.key in awaited:
-            sealed_ms.setdefault(event.key, entry_ms(entry_id))
-    if opened_ms.keys() < groups.keys():
-        snapshot_ms = openings_in_snapshot(client, run)
-        opened_ms = {name: snapshot_ms[name] for name in groups if name in snapshot_ms} | opened_ms
-    return opened_ms, sealed_ms
+            since_ms.setdefault(event.key, entry_ms(entry_id))
+    if any(name not in since_ms for name in waiting):
+        since_ms = {**openings_in_snapshot(client, run), **since_ms}
+    return _Times(
+        now_ms=now_ms,
+        run_ms=clock.run_ms(fields, now_ms=now_ms),
+        leases=_scores(client, names.leases, open_ids),
+        deadlines=_scores(client, names.deadlines, deadlines),
+        since_ms=since_ms,
+    )
 
 
-def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str, int]:
+def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str | TrajectoryKey, int]:
     """Return when open and ready groups were opened, in ms, from the snapshot of the planner.
 
     A group whose plan was withdrawn has no time there, and a damaged snapshot has none.
     """
-    name = keys.run_keys(run).snapshot
-    with reading(name), translating():
-        record: Any = client.hget(name, "record")
-    if record is None:
-        return {}
+    with translating():
+        record: Any = client.hget(keys.run_keys(run).snapshot, "record")
     try:
-        with reading(name, "record"):
-            groups = decode_snapshot(record).fold.groups.items()
-            opened_ms = {group_id: entry_ms(group.opened_by) for group_id, group in groups}
+        groups = {} if record is None else decode_snapshot(record).fold.groups
     except RecordError:
-        return {}  # damaged, or of a newer release
-    return {group_id: ms for group_id, ms in opened_ms.items() if ms}
+        return {}
+    return {name: ms for name, group in groups.items() if (ms := entry_ms(group.opened_by))}
 
 
-def _scores(client: redis.Redis, name: str, members: Mapping[str, _Name]) -> dict[_Name, int]:
+def _group_deadline(group_id: str) -> str:
+    return f"group:{keys.encode_name(group_id)}"
+
+
+def _reward_deadline(key: TrajectoryKey) -> str:
+    return f"reward:{key.trajectory_id}"
+
+
+def _scores(client: redis.Redis, name: str, members: list[str]) -> dict[str, int]:
     """Return the scores of those members of a sorted set that exist."""
-    words = list(members)
-    found: dict[_Name, int] = {}
-    for start in range(0, len(words), PAGE):
-        page = words[start : start + PAGE]
+    found: dict[str, int] = {}
+    for start in range(0, len(members), PAGE):
+        page = members[start : start + PAGE]
         with translating():
             scores: Any = client.zmscore(name, page)
-        found.update({members[w]: int(s) for w, s in zip(page, scores, strict=True) if s})
+        found.update({each: int(s) for each, s in zip(page, scores, strict=True) if s})
     return found
 
 
-def _ago_s(ms: int | None, now_ms: int) -> float | None:
-    return None if ms is None else max(0, now_ms - ms) / 1_000
+def _waiting_group(name: str, group: _Group, times: _Times) -> WaitingGroup:
+    """Return a waiting group with a limited number of its members."""
+    return WaitingGroup(
+        group_id=name,
+        age_s=times.ago_s(name),
+        num_sealed=len(group.sealed),
+        num_needed=group.num_needed,
+        deadline_left_s=times.left_s(_group_deadline(name)),
+        open_members=tuple(_open_members(group, times)[:MAX_NAMED]),
+        awaited=tuple(
+            AwaitedReward(
+                key=key,
+                since_s=times.ago_s(key),
+                deadline_left_s=times.left_s(_reward_deadline(key)),
+            )
+            for key in sorted(group.awaited)[:MAX_NAMED]
+        ),
+        not_started=tuple(group.not_started[:MAX_NAMED]),
+    )
 
 
-def _left_s(ms: int | None, now_ms: int) -> float | None:
-    return None if ms is None else (ms - now_ms) / 1_000
+def _open_members(group: _Group, times: _Times) -> list[OpenMember]:
+    """Return the members of a group that have a lease, the longest lapsed first."""
+    members = [
+        OpenMember(key=key, writer=writer, lease_left_s=(end_ms - times.now_ms) / 1_000)
+        for key, writer in group.open
+        if (end_ms := times.leases.get(key.trajectory_id)) is not None
+    ]
+    return sorted(members, key=lambda each: (each.lease_left_s, each.key))
