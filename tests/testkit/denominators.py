@@ -59,20 +59,6 @@ def row_scales(
     return scales_B
 
 
-def loss(
-    share: Rows,
-    token_losses: Sequence[Sequence[float]],
-    aggregation: Aggregation,
-    of: Rows,
-    constant: int = 0,
-) -> float:
-    """Return this share's part of the loss of the mini-batch `of`."""
-    denominators = count_denominators([of], length_constant=constant)
-    scales = row_scales(share, denominators=denominators, aggregation=aggregation)
-    sums = [np.dot(m, own) for m, own in zip(share.loss_mask, token_losses, strict=True)]
-    return float(np.dot(scales, sums))
-
-
 def weighted(rows: Rows, kind: RowWeights) -> Rows:
     """Return the rows as a run with this setting weighs them; inert ones weigh nothing."""
     trained = [int(own.sum()) for own in rows.loss_mask]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
+RECORDS = {"pyarrow", "grpc", "torch", "redis", "httpx", "hypothesis", "pydantic"}
 
 
 def modules_loaded_by(code: str) -> set[str]:
@@ -33,6 +34,12 @@ def modules_loaded_by(code: str) -> set[str]:
             {"torch", "pyarrow", "grpc", "pydantic", "turnstream_server"},
         ),
         ("import turnstream_server.cli", {"torch", "pyarrow", "grpc", "transformers"}),
+        ("import turnstream.worker", {"torch"}),
+        ("import turnstream.records.batches", RECORDS - {"pyarrow"}),
+        (
+            "from turnstream.records import configs, events, manifests, statuses, turns",
+            RECORDS,
+        ),
         (
             "import turnstream_server.jobs.demo, turnstream_server.jobs.replay",
             {"torch", "transformers"},

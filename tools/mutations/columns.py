@@ -156,7 +156,7 @@ COLUMNS = (
         "merge/buffers.py",
         "if bounds[-1] > np.iinfo(np.int32).max:",
         "if False:",
-        ("test_merged_extras",),
+        ("test_extras_laws",),
     ),
     Mutation(
         "choices of tokens that are not shared are taken over",
@@ -170,6 +170,6 @@ COLUMNS = (
         "merge/merged_extras.py",
         "if count != 0 and",
         "if",
-        ("test_merged_extras",),
+        ("test_extras_laws",),
     ),
 )

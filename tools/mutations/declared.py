@@ -12,42 +12,42 @@ DECLARED = (
         "config/declarations.py",
         "    columns.sort(key=lambda column: column.name)\n",
         "",
-        ("test_config_columns",),
+        ("test_config",),
     ),
     Mutation(
         "a column is declared twice",
         "config/declarations.py",
         "if names.count(name) > 1:",
         "if False:",
-        ("test_config_columns",),
+        ("test_config",),
     ),
     Mutation(
         "merged rows have one of two values",
         "config/declarations.py",
         'if merge and column.per == "row" and not column.is_constant:',
         "if False:",
-        ("test_config_columns",),
+        ("test_config",),
     ),
     Mutation(
         "rows of one turn have to be constant",
         "config/declarations.py",
         'if merge and column.per == "row" and not column.is_constant:',
         'if column.per == "row" and not column.is_constant:',
-        ("test_config_columns",),
+        ("test_config",),
     ),
     Mutation(
         "a constant value is not merged",
         "config/declarations.py",
         'column.per == "row" and not column.is_constant:',
         'column.per == "row":',
-        ("test_config_columns",),
+        ("test_config",),
     ),
     Mutation(
         "a number is a declaration",
         "config/declarations.py",
         '        raise TypeError(f"{given!r} is no declaration")\n',
         '        return cast("Any", given)\n',
-        ("test_config_columns",),
+        ("test_config",),
     ),
     # ----------------------------------------------------------------------------------
     # values of a turn
@@ -147,7 +147,7 @@ DECLARED = (
         "config/declarations.py",
         'ROUTE_DTYPES[0] if column.per == "first_tokens" else column.dtype',
         "column.dtype",
-        ("test_merged_extras", "test_extras"),
+        ("test_extras", "test_extras_laws"),
     ),
     # ----------------------------------------------------------------------------------
     # their storage
@@ -207,7 +207,7 @@ DECLARED = (
         "merge/storing.py",
         "own = narrowed(own, field=field_of(column))",
         "pass",
-        ("test_merged_extras",),
+        ("test_extras_laws",),
     ),
     Mutation(
         "a constant value has to be said again",

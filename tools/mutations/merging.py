@@ -12,14 +12,14 @@ MERGING = (
         "merge/merging.py",
         "row is not None and shape.shared_tokens == num_tokens[parent]",
         "row is not None",
-        ("test_merge_laws",),
+        ("test_merge",),
     ),
     Mutation(
         "a second branch goes on in the row of the first",
         "merge/merging.py",
         "            del row_ending_in[parent]\n        else:\n            row = ",
         "            pass\n        else:\n            row = ",
-        ("test_merge_laws",),
+        ("test_merge",),
     ),
     Mutation(
         "tokens observed between two turns are trained",

@@ -166,22 +166,17 @@ def test_rows_know_the_trained_tokens_of_their_trajectory_and_group() -> None:
 # the checks
 
 
-def test_refuses_a_payload_that_is_not_the_planned_one() -> None:
-    group, payload = build(CHAIN)
-    (key,) = payload
-    other = [replace(payload[key][0], payload_crc=99), *payload[key][1:]]
-
-    with pytest.raises(CorruptRecordError, match=r"2 turns with checksums \(99, 11\)"):
-        assemble_rows([group], {key: other}, first_row_id=0)
-
-
-def test_case_22_refuses_more_turns_than_were_planned() -> None:
+def test_case_22_payload_that_is_not_the_planned_one_is_refused() -> None:
     # The reference drops rows after the last flag silently.
     group, payload = build(CHAIN)
     (key,) = payload
+    other = [replace(payload[key][0], payload_crc=99), *payload[key][1:]]
+    more = [*payload[key], payload[key][1]]
 
+    with pytest.raises(CorruptRecordError, match=r"2 turns with checksums \(99, 11\)"):
+        assemble_rows([group], {key: other}, first_row_id=0)
     with pytest.raises(CorruptRecordError, match="3 turns with checksums"):
-        assemble_rows([group], {key: [*payload[key], payload[key][1]]}, first_row_id=0)
+        assemble_rows([group], {key: more}, first_row_id=0)
 
 
 @pytest.mark.parametrize("field", ["prompt_length", "num_tokens", "num_trained_tokens"])
@@ -209,9 +204,15 @@ def test_stored_turns_assemble_to_the_merge_of_whole_turns(
     assembled = assemble_rows([group], payload, first_row_id=0)
 
     merged = [row for turns in episodes for row in merge_turns(turns)]
+    runs = [
+        [(-1 if version is None else version, count) for version, count in row.version_runs]
+        for row in merged
+    ]
     assert_same(list(assembled.input_ids), [row.input_ids for row in merged])
     assert_same(list(assembled.loss_mask), [row.loss_mask for row in merged])
     assert_same(list(assembled.rewards), [row.rewards for row in merged])
+    assert [own.tolist() for own in assembled.run_versions] == [[v for v, _ in own] for own in runs]
+    assert [own.tolist() for own in assembled.run_counts] == [[n for _, n in own] for own in runs]
     assert assembled.prompt_length.tolist() == [row.prompt_length for row in merged]
     has_logprobs = [own.logprobs is not None for turns in episodes for own in turns]
     assert (assembled.logprobs is not None) == any(has_logprobs)

@@ -5,6 +5,8 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from testkit import rows
 from testkit.denominators import (
@@ -12,16 +14,13 @@ from testkit.denominators import (
     weighted,
 )
 from testkit.shares import rank_share
-from turnstream.batching.config.values import Aggregation, RowWeights
+from turnstream.batching.config.values import RowWeights
 from turnstream.batching.rows.assemble import take_rows
 from turnstream.batching.scoring.denominators import ShareCounts, check_share, num_trained
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators, Ragged, Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}
-MODES: tuple[Aggregation, ...] = get_args(Aggregation)
-
-
 ABC = rows("x|ABCD", "x|E", "x|FG")
 
 
@@ -112,13 +111,6 @@ def test_a_row_of_more_tokens_than_its_trajectory_or_group_is_refused(column: st
         check_share(share, denominators_of(ABC), dp_world_size=2)
 
 
-@pytest.mark.parametrize("kind", get_args(RowWeights))
-def test_rows_that_weigh_what_the_run_says_pass(kind: RowWeights) -> None:
-    share = weighted(fan_out(), kind)
-
-    check_share(share, denominators_of(share), dp_world_size=1, row_weights=kind)
-
-
 @pytest.mark.parametrize(
     ("kind", "weights"),
     [
@@ -171,3 +163,35 @@ def test_denominators_counted_row_by_row() -> None:
 
     # Row 1 has no trained token: its trajectory counts by row 0 alone, its weight not at all.
     assert counted == Denominators(5, 3, 3, 3, 3.5, 9)
+
+
+@st.composite
+def split_batches(draw: st.DrawFn) -> Rows:
+    """Trajectories of one row or more, each within one of two groups."""
+    texts = draw(st.lists(st.text("aB", max_size=6), min_size=1, max_size=7))
+    owners = [draw(st.integers(0, 3)) for _ in texts]
+    batch = rows(*["x|" + text for text in texts], group_ids=[f"g{own % 2}" for own in owners])
+    totals = [
+        sum(t.count("B") for t, o in zip(texts, owners, strict=True) if o == own) for own in owners
+    ]
+    return replace(
+        batch,
+        trajectory_id=[f"g{own % 2}/{own}/0" for own in owners],
+        sample=np.array(owners, np.int32),
+        trajectory_num_tokens=np.array(totals, np.int64),
+    )
+
+
+@given(split_batches(), st.sampled_from(get_args(RowWeights)), st.integers(1, 9), st.integers(1, 3))
+def test_shares_of_any_ranks_pass_and_add_up(
+    batch: Rows, kind: RowWeights, dp_world_size: int, multiple_of: int
+) -> None:
+    batch = weighted(batch, kind)
+    planned = count_denominators([batch], length_constant=3)
+    ranks: dict[str, Any] = {"dp_world_size": dp_world_size, "multiple_of": multiple_of}
+
+    shares = [rank_share(batch, dp_rank=r, **ranks, **CUT) for r in range(dp_world_size)]
+
+    assert count_denominators(shares, length_constant=3) == planned
+    for share in shares:
+        check_share(share, planned, dp_world_size=dp_world_size, row_weights=kind)

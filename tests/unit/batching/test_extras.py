@@ -34,24 +34,6 @@ def column_of(rows: Any, name: str) -> list[Any]:
     return [row.extras[name].tolist() for row in rows]
 
 
-def test_position_ids_of_shared_tokens_travel_once_and_concatenate_along_the_row() -> None:
-    positions = np.arange(18, dtype=np.int32).reshape(6, 3)
-    turns = [
-        with_columns(turn("ab", "C"), positions=positions[:3]),
-        with_columns(turn("abcd", "EF"), positions=positions),
-    ]
-
-    stored = store_turns(turns, extra_columns=[POSITIONS])
-    (row,) = merge_turns(turns, extra_columns=[POSITIONS])
-
-    assert [(p.num_shared, len(p.values)) for p in (t.extras["positions"] for t in stored)] == [
-        (0, 3),
-        (3, 3),
-    ]
-    assert spell([row]) == ["abCdEF"]
-    assert row.extras["positions"].tolist() == positions.tolist()
-
-
 def test_a_token_has_the_choice_of_the_first_turn_that_captured_it() -> None:
     # "c" was sampled last by turn 0 and went through the model as a part of the prompt of turn 1;
     # what turn 1 captured of "a" and "b" again does not count.
@@ -88,39 +70,6 @@ def test_prompt_that_diverges_in_a_turn_without_new_items_keeps_them() -> None:
 
     assert spell(rows) == ["abCdeF", "abcdxY"]
     assert column_of(rows, "images") == [images(1).tolist()] * 2
-
-
-def test_choices_of_tokens_that_are_not_shared_are_stored_again() -> None:
-    captured = [routes(1, 2, 3), routes(1, 2, 9)]
-    turns = [
-        with_columns(turn("abc", "D"), routes=captured[0]),
-        with_columns(turn("abx", "Y"), routes=captured[1]),
-    ]
-
-    rows = merge_turns(turns, extra_columns=[ROUTES])
-
-    assert column_of(rows, "routes") == [values.tolist() for values in captured]
-
-
-@pytest.mark.parametrize(
-    ("texts", "numbers", "expected"),
-    [
-        (["ab|C", "abcd|E"], [(1,), (2,)], ["abC", "abcdE"]),  # another image
-        (["ab|C", "ax|Y", "axq|Z"], [(1, 2), (1, 3), (1, 2)], ["abC", "axY", "axqZ"]),
-    ],
-)
-def test_row_has_the_items_of_its_last_turn(
-    texts: list[str], numbers: list[tuple[int, ...]], expected: list[str]
-) -> None:
-    turns = [
-        with_columns(turn(*text.split("|")), images=images(*own))
-        for text, own in zip(texts, numbers, strict=True)
-    ]
-
-    rows = merge_turns(turns, extra_columns=[IMAGES])
-
-    assert spell(rows) == expected
-    assert column_of(rows, "images") == [images(*numbers[row.turns[-1]]).tolist() for row in rows]
 
 
 def test_items_after_a_turn_without_any_continue_its_row() -> None:

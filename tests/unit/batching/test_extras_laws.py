@@ -7,20 +7,30 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import assert_same, mini_batch_info
+from testkit import turn
+from testkit.columns import (
+    IMAGES,
+    POSITIONS,
+    ROUTES,
+    STYLE,
+    TEACHER,
+    images,
+    routes,
+    with_columns,
+)
 from testkit.planning import assembled_rows
-from testkit.shares import join_shares, rank_share
 from testkit.strategies import chains, declared_columns, trees, with_extras
 from turnstream.batching.merge.merging import merge_turns
 from turnstream.batching.merge.storing import store_turns
-from turnstream.records.batches import decode_mini_batch, encode_mini_batch
+from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.types import (
     NO_PARENT,
     DeclaredColumn,
-    MiniBatch,
+    ExtraPiece,
     Rows,
     Turn,
 )
@@ -159,25 +169,87 @@ def test_rows_have_what_loops_over_lists_find(
             assert found.dtype == column.numpy_dtype
 
 
-@given(episode=episodes(), world=st.integers(1, 3))
-def test_shares_keep_every_column_and_inert_rows_are_legal(
-    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]], world: int
+# --------------------------------------------------------------------------------------
+# what is stored by others may be anything
+
+
+@pytest.mark.parametrize(
+    ("column", "piece", "message"),
+    [
+        (
+            POSITIONS,
+            ExtraPiece(0, np.zeros((2, 3), np.int32)),
+            "has 2 values for 2 prompt and 1 response tokens",
+        ),
+        (POSITIONS, ExtraPiece(0, np.zeros((3, 3), np.int64)), "int64"),
+        (TEACHER, None, "turn 0 has none"),
+        (TEACHER, ExtraPiece(0, np.zeros(2, np.float32)), "has 2 values for 1 response tokens"),
+        (ROUTES, ExtraPiece(0, routes(1, 2, 3, 4)), "has 4 values for 1 to 3 first tokens"),
+        (ROUTES, ExtraPiece(0, routes(1).astype(np.int64)), "int64"),
+        (STYLE, ExtraPiece(0, np.zeros(2, np.int8)), "has 2 values for the turn, which has one"),
+        (IMAGES, ExtraPiece(3, images(1)), "turn 0 follows turn -1"),
+    ],
+)
+def test_a_stored_column_that_cannot_be_is_refused(
+    column: DeclaredColumn, piece: ExtraPiece | None, message: str
 ) -> None:
-    declared = episode[1]
-    rows = assembled(items_given(*episode), declared)
+    (stored,) = store_turns([turn("ab", "C")])
+    wrong = replace(stored, extras={} if piece is None else {column.name: piece})
 
-    shares = [
-        rank_share(rows, step=1, mini_batch=0, dp_rank=r, dp_world_size=world, pad_token_id=0)
-        for r in range(world)
+    with pytest.raises(InvalidTurnError, match=message):
+        assembled_rows([wrong], [column])
+
+
+def test_more_values_than_int32_offsets_can_count_are_refused() -> None:
+    # Of no memory: every value is the same one.
+    stored = store_turns([turn("ab", "C"), turn("x", "Y"), turn("q", "R")])
+    many = ExtraPiece(0, np.broadcast_to(np.zeros((1, 2), np.float32), (2**30, 2)))
+    wrong = [replace(one, extras={"images": many}) for one in stored]
+
+    with pytest.raises(BatchingError, match="3221225472 values in one mini-batch: offsets are"):
+        assembled_rows(wrong, [IMAGES])
+
+
+def test_a_turn_without_a_token_needs_no_value_per_token() -> None:
+    nothing = with_columns(turn("", ""), positions=np.zeros((0, 3), np.int32))
+
+    rows = assembled([nothing], [POSITIONS])
+
+    assert rows.extras["positions"].values.lengths.tolist() == [0]
+
+
+def test_values_that_the_parent_does_not_hold_are_refused() -> None:
+    first, second = store_turns(
+        [with_columns(turn("ab", "C"), images=images(1)), turn("abcd", "E")], extra_columns=[IMAGES]
+    )
+    wrong = replace(second, extras={"images": ExtraPiece(2, images())})
+
+    with pytest.raises(InvalidTurnError, match="2 values of turn 0, which has 1"):
+        assembled_rows([first, wrong], [IMAGES])
+
+
+def test_a_stored_column_that_the_run_does_not_declare_is_passed_over() -> None:
+    (stored,) = store_turns(
+        [with_columns(turn("ab", "C"), images=images(1))], extra_columns=[IMAGES]
+    )
+
+    assert assembled_rows([stored], []).extras == {}
+
+
+# --------------------------------------------------------------------------------------
+# inert rows, and rows put together
+
+
+def test_case_11_choices_are_stored_and_merged_in_the_narrowest_type() -> None:
+    # As in the reference, experts 3 and 300 in one batch are int16.
+    small, large = turn("ab", "C"), turn("xy", "Z")
+    turns = [
+        with_columns(small, routes=routes(1, 2)),
+        with_columns(large, routes=routes(300)),
     ]
-    joined = join_shares(shares)
 
-    assert_same(joined.extras, rows.extras)
-    counts = {"token": 2, "response_token": 1, "row": 1}
-    for share in shares:
-        for column in declared:
-            of_inert = share.extras[column.name].values.lengths[share.is_padding]
-            assert set(of_inert.tolist()) <= {counts.get(column.per, 0)}
-        encoded = encode_mini_batch(MiniBatch(rows=share, info=mini_batch_info(share)))
-        decoded = decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
-        assert_same(dict(decoded.rows.extras), share.extras)
+    stored = store_turns(turns, extra_columns=[ROUTES])
+
+    assert [t.extras["routes"].values.dtype for t in stored] == [np.uint8, np.int16]
+    assert assembled(turns, [ROUTES]).extras["routes"].dtype == np.int16
+    assert assembled(turns[:1], [ROUTES]).extras["routes"].dtype == np.uint8

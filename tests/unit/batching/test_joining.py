@@ -30,16 +30,6 @@ def with_extra(
 
 
 @given(mini=mini_batches() | operation_mini_batches(), data=st.data())
-def test_cutting_and_joining_is_the_identity(mini: MiniBatch, data: st.DataObject):
-    cut = data.draw(st.integers(0, len(mini.rows)))
-    positions = range(cut), range(cut, len(mini.rows))
-
-    joined = concatenate_rows([take_rows(mini.rows, part) for part in positions])
-
-    assert_same(joined, mini.rows)
-
-
-@given(mini=mini_batches() | operation_mini_batches(), data=st.data())
 def test_taken_rows_have_their_own_values(mini: MiniBatch, data: st.DataObject):
     order = data.draw(st.permutations(range(len(mini.rows))))
 

@@ -5,13 +5,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
 from numpy.typing import NDArray
 
 from testkit import assert_same, spell, turn
-from turnstream.batching.merge.columns import RowPieces, shared_pieces, token_columns
+from testkit.strategies import trees
+from turnstream.batching.merge.columns import (
+    RowPieces,
+    shared_pieces,
+    token_columns,
+)
 from turnstream.batching.merge.merging import (
     merge_turns,
+    plan_sequences,
+    turn_prompts,
 )
+from turnstream.batching.merge.plan import SequenceShape
 from turnstream.batching.merge.storing import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.types import DeclaredColumn, Sequence, Turn, VersionRun
@@ -210,3 +219,82 @@ def test_more_tokens_than_int32_offsets_count_are_refused() -> None:
 
     with pytest.raises(BatchingError, match="2147483648 values in one mini-batch"):
         token_columns([wide])
+
+
+def slow_merge(turns: tuple[Turn, ...]) -> list[tuple[list[int], list[list[float]]]]:
+    """Rows by lists: for each, its turns, and (token, mask, logprob, reward, version) per token."""
+    rows: list[tuple[list[int], list[list[float]]]] = []
+    for index, own in enumerate(turns):
+        prompt, response = own.prompt_ids.tolist(), own.response_ids.tolist()
+        # A prompt continues the longest row that it begins with; of equal rows the newest, which
+        # is what a loop over all turns has in hand.
+        held = [row for row in rows if [int(t[0]) for t in row[1]] == prompt[: len(row[1])]]
+        if held:
+            row = max(held, key=lambda row: (len(row[1]), row[0][-1]))
+        else:
+            row = ([], [])
+            rows.append(row)
+        row[1].extend([token, 0, 0, 0, -1] for token in prompt[len(row[1]) :])
+        versions = [run.version for run in own.version_runs for _ in range(run.num_tokens)]
+        for t, token in enumerate(response):
+            trained = 1 if own.loss_mask is None else int(own.loss_mask[t])
+            logprob = own.logprobs[t] if own.logprobs is not None else (np.nan if trained else 0)
+            reward = 0 if own.rewards is None else own.rewards[t]
+            version = versions[t] if versions else None
+            row[1].append([token, trained, logprob, reward, -1 if version is None else version])
+        row[0].append(index)
+    return rows
+
+
+def as_lists(rows: list[Sequence]) -> list[tuple[list[int], list[list[float]]]]:
+    result: list[tuple[list[int], list[list[float]]]] = []
+    for row in rows:
+        pad = [0.0] * row.prompt_length
+        num_tokens = len(row.loss_mask)
+        logprobs = (
+            [np.nan if m else 0 for m in row.loss_mask] if row.logprobs is None else row.logprobs
+        )
+        versions = [
+            -1 if run.version is None else run.version
+            for run in row.version_runs
+            for _ in range(run.num_tokens)
+        ]
+        assert len(versions) == num_tokens
+        columns = [
+            row.input_ids.tolist(),
+            [*pad, *row.loss_mask],
+            [*pad, *logprobs],
+            [*pad, *row.rewards],
+            [*([-1] * row.prompt_length), *versions],
+        ]
+        result.append((list(row.turns), [list(token) for token in zip(*columns, strict=True)]))
+    return result
+
+
+@given(trees(max_turns=6))
+def test_agrees_with_merging_lists_token_by_token(turns: tuple[Turn, ...]) -> None:
+    rows = merge_turns(turns)
+
+    expected = slow_merge(turns)
+    found = as_lists(rows)
+    assert [own for own, _ in found] == [own for own, _ in expected]
+    for (_, tokens), (_, expected_tokens) in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.array(tokens), np.array(expected_tokens))
+
+
+@given(trees(max_turns=6))
+def test_storing_then_restoring_prompts_is_the_identity(turns: tuple[Turn, ...]) -> None:
+    stored = store_turns(turns)
+
+    assert_same(turn_prompts(stored), [own.prompt_ids for own in turns])
+
+
+@given(trees(max_turns=6))
+def test_lengths_alone_give_the_rows_that_the_tokens_give(turns: tuple[Turn, ...]) -> None:
+    planned = plan_sequences([own.shape for own in store_turns(turns)], merge=True)
+
+    rows = merge_turns(turns)
+    assert planned == tuple(
+        SequenceShape(row.turns, row.prompt_length, len(row.input_ids), int(row.loss_mask.sum()))
+        for row in rows
+    )

@@ -215,28 +215,6 @@ def test_numbers_that_leave_no_id_are_refused(name: tuple[int, int, int]) -> Non
 # --------------------------------------------------------------------------------------
 # laws
 
-texts = st.lists(st.text("aB", max_size=9), min_size=1, max_size=9).map(
-    lambda responses: ["x|" + response for response in responses]
-)
-
-
-@given(texts, st.integers(1, 12))
-def test_shares_are_disjoint_and_complete_for_any_number_of_ranks(
-    responses: list[str], world: int
-) -> None:
-    batch = rows(*responses)
-
-    parts = shares(batch, world)
-
-    real = [i for part in parts for i in part.row_id[~part.is_padding].tolist()]
-    inert = [i for part in parts for i in part.row_id[part.is_padding].tolist()]
-    assert sorted(real) == list(range(len(batch)))
-    assert len(set(inert)) == len(inert) < world
-    assert len({len(part) for part in parts}) == 1
-    for part in parts:
-        own = part.row_id[~part.is_padding].tolist()
-        assert own == sorted(own)
-
 
 def slow_cut(lengths: list[int], world: int) -> list[list[int]]:
     """Longest first, each to the lightest rank with room, by looking at all of them."""

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from testkit import config, sealed, shape, turn
+from testkit.denominators import row_scales
 from testkit.planning import Payload, plan, stored_group
+from testkit.shares import budgeted_passes, rank_share
+from testkit.strategies import chains, trees
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config.values import Aggregation, RowWeights
 from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.fold.eligibility import problem_of, teaches_nothing
-from turnstream.batching.rows.assemble import assemble_rows
+from turnstream.batching.layouts.jagged import jagged
+from turnstream.batching.layouts.packed import packed
+from turnstream.batching.layouts.padded import left_padded, right_padded
+from turnstream.batching.merge.anchors import anchor_hash
+from turnstream.batching.merge.plan import Manifest
+from turnstream.batching.merge.storing import store_turns
+from turnstream.batching.packing.microbatch import Budget
+from turnstream.batching.rows.assemble import assemble_rows, take_rows
+from turnstream.errors import InvalidTurnError
 from turnstream.types import (
+    Rows,
+    SealedTrajectory,
     Status,
+    Turn,
 )
 
 GIGPO = replace(config(), estimator="gigpo", turn_discount=0.5, divide_by_std=False)
@@ -155,3 +175,209 @@ def test_equal_rewards_teach_where_turns_of_one_state_differ(
     short = sealed(sample=1, turns=[shape()] * 2, anchors=[1, 4])
 
     assert teaches_nothing([long, short], replace(GIGPO, **changes)) == is_filtered
+
+
+SMALL = st.integers(-4, 4).map(float)
+SETTINGS: list[tuple[RowWeights, Aggregation]] = [
+    ("per_row", "token_mean"),
+    ("per_row", "prompt_mean"),
+    ("per_row", "rollout_mean"),
+    ("per_row", "seq_mean_token_sum"),
+    ("per_trajectory", "seq_mean_token_mean"),
+    ("rollout_mean", "seq_mean_token_mean"),
+]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def compared(values: Sequence[float], *, divides: bool) -> list[float]:
+    deviations = [value - mean(values) for value in values]
+    if not divides:
+        return deviations
+    variance = sum(d * d for d in deviations) / (len(values) - 1)
+    return [d / (variance**0.5 + 1e-6) for d in deviations]
+
+
+def advantages_slowly(
+    members: Sequence[SealedTrajectory], of: BatchingConfig
+) -> dict[tuple[int, int], float]:
+    """Return the advantage of every (sample, turn), by loops over turns with the same state."""
+    returns: dict[tuple[int, int], float] = {}
+    states: dict[int | None, list[tuple[int, int]]] = {}
+    rewards: list[float] = []
+    for member in members:
+        earned = [*member.turn_rewards]
+        if of.reward_source == "outcome":
+            earned = [0.0] * (len(earned) - 1) + [member.reward or 0.0]
+        rewards.append(sum(earned))
+        for index, state in enumerate(member.anchors):
+            place = member.key.sample, index
+            ahead = enumerate(earned[index:])
+            returns[place] = sum(of.turn_discount**k * reward for k, reward in ahead)
+            states.setdefault(state, []).append(place)
+    wholes = [0.0] * len(members)
+    if len(members) > 1:
+        wholes = compared(rewards, divides=of.divide_by_std)
+    found = {place: wholes[place[0]] for place in returns}
+    for places in states.values():
+        if len(places) > 1:
+            values = compared([returns[p] for p in places], divides=of.divide_by_std)
+            for place, value in zip(places, values, strict=True):
+                found[place] += of.turn_weight * value
+    return found
+
+
+@st.composite
+def anchored_groups(draw: st.DrawFn) -> list[list[Turn]]:
+    """Episodes of chains and trees of which every turn began in one of three states."""
+    episodes = draw(st.lists(chains() | trees(), min_size=1, max_size=4))
+    start = np.array([9], np.int32)  # the first token of a row is scored by none
+    return [
+        [
+            replace(
+                own,
+                prompt_ids=np.concatenate((start, own.prompt_ids)),
+                rewards=np.array([draw(SMALL) for _ in own.response_ids], np.float32),
+                anchor=draw(st.sampled_from(["s", b"t", 3])),
+            )
+            for own in turns
+        ]
+        for turns in episodes
+    ]
+
+
+@st.composite
+def configs_of_gigpo(draw: st.DrawFn) -> BatchingConfig:
+    row_weights, aggregation = draw(st.sampled_from(SETTINGS))
+    return BatchingConfig(
+        batch_groups=1,
+        mini_batch_groups=1,
+        estimator="gigpo",
+        reward_source=draw(st.sampled_from(["outcome", "sum_of_turns"])),
+        turn_weight=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        turn_discount=draw(st.sampled_from([0.0, 0.5, 0.95, 1.0])),
+        divide_by_std=draw(st.booleans()),
+        merge=draw(st.booleans()),
+        row_weights=row_weights,
+        aggregation=aggregation,
+    )
+
+
+def laid_out(share: Rows) -> list[list[float]]:
+    """By layout, the advantages of all trained tokens, row by row."""
+    width = int(share.input_ids.lengths.max())
+    left = left_padded(
+        share, width=width, response_width=int(share.loss_mask.lengths.max()), pad_token_id=0
+    )
+    right = right_padded(share, width=width, pad_token_id=0)
+    (one,) = packed(share, bins=[range(len(share))], pad_token_id=0)
+    flat = jagged(share)
+    return [
+        left.advantages_BR[left.loss_mask_BR].tolist(),
+        right.advantages_BT[right.loss_mask_BT].tolist(),
+        one.advantages_N[one.loss_mask_N].tolist(),
+        flat.advantages_M[flat.loss_mask_M].tolist(),
+    ]
+
+
+def loss_of(row_id: int, values: Sequence[float]) -> float:
+    """A sum over the tokens of a row that no other order of rows or tokens gives."""
+    return sum((7 * row_id + t + 1) * float(value) for t, value in enumerate(values))
+
+
+def rows_slowly(
+    manifest: Manifest, episodes: Sequence[Sequence[Turn]], of: BatchingConfig, ready: ReadyGroup
+) -> list[list[float]]:
+    """Return the advantage of each response token by row, by the places of the whole prompts."""
+    expected = advantages_slowly(ready.members, of)
+    rows: list[list[float]] = []
+    for planned, turns in zip(manifest.groups[0].trajectories, episodes, strict=True):
+        for row in planned.sequences:
+            values = [0.0] * (row.num_tokens - row.prompt_length)
+            for index in row.turns:
+                own = turns[index]
+                begin = len(own.prompt_ids) - row.prompt_length
+                for t in range(len(own.response_ids)):
+                    if own.loss_mask is None or own.loss_mask[t]:
+                        values[begin + t] = expected[planned.key.sample, index]
+            rows.append(values)
+    return rows
+
+
+@settings(max_examples=30)
+@given(anchored_groups(), configs_of_gigpo(), st.integers(1, 3), st.data())
+def test_every_layout_rank_and_pass_has_what_loops_over_turns_give(
+    episodes: list[list[Turn]], of: BatchingConfig, dp_world_size: int, data: st.DataObject
+) -> None:
+    ready, payload = stored_group(*episodes, rewards=[data.draw(SMALL) for _ in episodes])
+    cut: dict[str, Any] = {"dp_world_size": dp_world_size}
+
+    manifest = plan(ready, of=of)
+    whole = assemble_rows(manifest.groups, payload, first_row_id=0)
+
+    by_row = rows_slowly(manifest, episodes, of, ready)
+    scaling: dict[str, Any] = {
+        "denominators": manifest.mini_batches[0].denominators,
+        "aggregation": of.aggregation,
+    }
+    losses = [loss_of(row, values) for row, values in enumerate(by_row)]
+    total = 0.0
+    for dp_rank in range(dp_world_size):
+        share = rank_share(whole, dp_rank=dp_rank, **cut, step=1, mini_batch=0, pad_token_id=0)
+        budget = Budget(limit=8, model="padded")
+        for positions in budgeted_passes(whole, dp_rank=dp_rank, **cut, budget=budget):
+            part = take_rows(share, positions)
+            expected = [by_row[row] if row >= 0 else [0.0] for row in part.row_id.tolist()]
+            trained = np.concatenate(expected)[part.loss_mask.values.astype(np.bool_)].tolist()
+            for found in laid_out(part):
+                assert found == pytest.approx(trained, rel=1e-5, abs=2e-5)
+            assert part.advantages is not None
+            values = [own.tolist() for own in part.advantages]
+            sums = [*map(loss_of, part.row_id.tolist(), values)]
+            total += float(np.dot(row_scales(part, **scaling), sums))
+    assert total == pytest.approx(
+        float(np.dot(row_scales(whole, **scaling), losses)), rel=1e-4, abs=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("anchor", "kept"),
+    [
+        # As `printf 'room 3' | sha256sum | cut -c -16` says, and of nothing at all.
+        ("room 3", 0xCE7E7C3D821BD771),
+        (b"room 3", 0xCE7E7C3D821BD771),
+        ("Zürich", 0x4251685E06CAB635),
+        ("", 0xE3B0C44298FC1C14),
+        (0, 0),
+        (2**64 - 1, 2**64 - 1),
+        (np.uint64(2**63), 2**63),
+        (None, None),
+    ],
+)
+def test_an_anchor_is_the_same_64_bits_in_any_language(anchor: Any, kept: int | None) -> None:
+    assert anchor_hash(anchor) == kept
+    assert anchor_hash(anchor_hash(anchor)) == kept
+
+
+@pytest.mark.parametrize(
+    ("anchor", "says"),
+    [
+        (-1, "-1 is not a whole number from 0 to 2"),
+        (2**64, "18446744073709551616 is not a whole number from 0 to 2"),
+        (True, "True is not a whole number from 0 to 2"),
+        (1.0, "1.0 is not a text, bytes or a whole number"),
+        (["a"], r"\['a'\] is not a text, bytes or a whole number"),
+        ("\ud800", r"'\\ud800' is no valid Unicode"),
+    ],
+)
+def test_invalid_anchor_is_refused_with_its_value(anchor: Any, says: str) -> None:
+    with pytest.raises(InvalidTurnError, match=f"^anchor: {says}"):
+        anchor_hash(anchor)
+
+
+def test_turns_are_stored_with_the_hash_of_their_anchors() -> None:
+    stored = store_turns([turn("a", "B", anchor="room 3"), turn("ab", "C")])
+
+    assert [each.anchor for each in stored] == [0xCE7E7C3D821BD771, None]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
 
 from testkit import (
     assert_same,
@@ -20,7 +19,6 @@ from testkit import (
     rows,
 )
 from testkit.arrow import Edit, edited, read_arrow, with_column, with_metadata, without_column
-from testkit.strategies import operation_mini_batches
 from turnstream.errors import BatchingError, CorruptRecordError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import ExtraColumn, MiniBatch, Ragged, Rows
@@ -73,16 +71,6 @@ GOLDEN_BATCHES = {
     "operations_of_several": with_operations(num_targets=2),
     "extras": with_extras(),
 }
-
-
-@given(mini=operation_mini_batches())
-def test_decoded_operation_is_the_encoded_one(mini: MiniBatch):
-    encoded = encode_mini_batch(mini)
-
-    decoded = decode_mini_batch(encoded.data, expected_hash=encoded.content_hash)
-
-    assert_same(decoded, mini)
-    assert encode_mini_batch(decoded).data == encoded.data
 
 
 def test_extra_columns_are_sorted_and_declared_in_the_metadata():

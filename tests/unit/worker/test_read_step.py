@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import testkit
-from turnstream.errors import CorruptRecordError, RecordError
+from turnstream.errors import CorruptRecordError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import MiniBatch
 from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
@@ -66,26 +66,6 @@ def test_read_step_refuses_lost_and_repeated_messages(position: int, fault: str)
 
     with pytest.raises(CorruptRecordError):
         read(before + rest)
-
-
-def test_flipped_bits_are_refused_or_harmless() -> None:
-    # Some bytes pad Arrow's buffers: flipping those is harmless, and all others are noticed.
-    mini_batch = testkit.mini_batch("abCD")
-    header, data = messages([mini_batch], chunk_bytes=1 << 20)
-    payload = bytearray(GetChunk.FromString(data).data)
-    num_refused = 0
-
-    for position in range(0, len(payload), 3):
-        payload[position] ^= 1 << position % 8
-        try:
-            [received] = read([header, GetChunk(data=bytes(payload)).SerializeToString()])
-        except RecordError:
-            num_refused += 1
-        else:
-            testkit.assert_same(received, mini_batch)
-        payload[position] ^= 1 << position % 8
-
-    assert num_refused > len(payload) / 12
 
 
 def test_read_step_refuses_another_step() -> None:

@@ -53,7 +53,7 @@ _EXTENTS: Final = b"extras"
 
 _UNREADABLE: Final = (
     *(pa.ArrowException, OSError, ValueError, TypeError, AttributeError, LookupError),
-    StopIteration,
+    *(OverflowError, StopIteration),
 )
 
 
