@@ -52,7 +52,7 @@ class OutboxDriver:
     def request(self, num_lanes: int = 1, opened: Delivery | None = None) -> list[Lane]:
         """Return the lanes of a group that requests admission."""
         group = GroupOpened(group_id="g", prompt_uid="", num_samples=3)
-        return self.outbox.admit(group, KEYS[:num_lanes], opened=opened)
+        return self.outbox.admissions.request(group, KEYS[:num_lanes], opened=opened)
 
     def append(self, lane: Lane, response: str = "B") -> Delivery:
         """Append a turn."""

@@ -36,7 +36,7 @@ async def test_late_turn_writes_nothing_and_its_writer_gets_an_error(run: Any, s
     outbox = Outbox(run.name, "w", jitter=lambda: 0.0, keep_s=0.0, **limits)
     link = Link(server.url)
     opened = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
-    (lane,) = outbox.admit(opened, [KEY])
+    (lane,) = outbox.admissions.request(opened, [KEY])
     for now_s in (0.0, 1.0):  # it opens, and has its lease renewed
         await send_all(outbox, link, now_s=now_s)
     payload = keys.trajectory_keys(run.name, "g/0/0")

@@ -64,8 +64,8 @@ def test_refused_group_waits_until_it_is_woken() -> None:
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
     driver.append(lane)
     payload = driver.answer(1)
-    wake_id, nothing_to_send = driver.outbox.wake_id, driver.take() is None
-    driver.outbox.woken()
+    wake_id, nothing_to_send = driver.outbox.admissions.wake_id, driver.take() is None
+    driver.outbox.admissions.woken()
     again = driver.answer([1])
 
     assert (wake_id, nothing_to_send) == ("7-0", True)
@@ -74,7 +74,7 @@ def test_refused_group_waits_until_it_is_woken() -> None:
         ["open_group"],
     )
     assert opened.is_done
-    assert driver.outbox.wake_id is None
+    assert driver.outbox.admissions.wake_id is None
     assert driver.outbox.inflight.statistics().num_waits == 1
 
 
@@ -84,7 +84,7 @@ def test_listener_starts_from_the_oldest_wake_id() -> None:
         driver.request()
         driver.answer(ResponseError(f"WAIT [{wake_id}] no capacity"))
 
-    assert driver.outbox.wake_id == "7-0"
+    assert driver.outbox.admissions.wake_id == "7-0"
 
 
 def test_admission_wait_ends_by_its_deadline() -> None:
@@ -179,7 +179,7 @@ def test_admitted_group_reads_no_wait_reasons() -> None:
     refused = driver.answer(ResponseError("WAIT [7-0] no capacity"))
     driver.now_s += 50.0
 
-    driver.outbox.woken()
+    driver.outbox.admissions.woken()
     admitted = driver.answer([1])
 
     assert [driver.script_names(each) for each in (refused, admitted)] == [
@@ -219,7 +219,7 @@ def test_admission_wait_ends_by_its_deadline_on_a_silent_store() -> None:
     opened = Delivery()
     driver.request(opened=opened)
     driver.answer(ResponseError("WAIT [7-0] the planner sleeps"))
-    driver.outbox.woken()
+    driver.outbox.admissions.woken()
     driver.take_round()
 
     driver.skip_to_deadline()
@@ -234,7 +234,7 @@ def test_group_opened_after_its_wait_ended_is_abandoned(answer: Any) -> None:
     driver = OutboxDriver(admission_timeout_s=60.0, timeout_s=600.0)
     (lane,) = driver.request()
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
-    driver.outbox.woken()
+    driver.outbox.admissions.woken()
     asked = driver.take_round()
     driver.now_s += 60.0
     driver.outbox.expire(driver.now_s)
@@ -243,7 +243,7 @@ def test_group_opened_after_its_wait_ended_is_abandoned(answer: Any) -> None:
     sent = driver.take()
 
     assert lane.error is not None
-    assert driver.outbox.wake_id is None
+    assert driver.outbox.admissions.wake_id is None
     abandons = [] if sent is None else [(c.script.name, *c.args[:3]) for c in sent.commands]
     expected = ("abandon", "g/0/0", "5:w", "its wait for admission had ended")
     assert abandons == ([] if isinstance(answer, ResponseError) else [expected])
@@ -253,7 +253,7 @@ def test_group_whose_wait_ended_is_not_requested_after_a_lost_round() -> None:
     driver = OutboxDriver(admission_timeout_s=60.0, timeout_s=600.0)
     driver.request()
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
-    driver.outbox.woken()
+    driver.outbox.admissions.woken()
     asked = driver.take_round()
     driver.now_s += 60.0
     driver.outbox.expire(driver.now_s)

@@ -14,8 +14,8 @@ from turnstream.errors import (
     FencedError,
     RunNotFoundError,
 )
+from turnstream.generator.outbox.calls import TargetRun
 from turnstream.generator.outbox.heartbeats import Heartbeats
-from turnstream.generator.outbox.target import TargetRun
 from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.types import TrajectoryKey
 
@@ -110,7 +110,7 @@ def test_lost_trajectory_names_its_owner_and_others_continue() -> None:
         with pytest.raises(FencedError, match="g/0/0 was taken over by x with epoch 2"):
             write()
     assert not driver.append(other).errors
-    assert driver.outbox.num_open == 1
+    assert driver.outbox.tracker.heartbeats.num_open == 1
 
 
 def test_refused_heartbeat_of_a_deleted_run_fails_its_trajectories() -> None:
@@ -126,7 +126,7 @@ def test_refused_heartbeat_of_a_deleted_run_fails_its_trajectories() -> None:
     with pytest.raises(RunNotFoundError):
         driver.append(one)
     assert ending.error is None  # its seal is on its way, and is answered by itself
-    assert driver.outbox.num_open == 1
+    assert driver.outbox.tracker.heartbeats.num_open == 1
 
 
 def test_trajectory_found_lost_by_a_turn_is_not_lost_twice() -> None:

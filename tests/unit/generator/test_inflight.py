@@ -36,7 +36,7 @@ def test_waiting_groups_take_no_space_from_open_trajectories() -> None:
         driver.outbox.inflight.has_capacity_for_group(100),
     )
     held_bytes = driver.outbox.inflight.statistics().inflight_bytes
-    driver.outbox.woken()
+    driver.outbox.admissions.woken()
     driver.answer([1])
     admitted = driver.outbox.inflight.has_capacity_for_turn(100)
 

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
+from testkit.waiting import finish
 from turnstream.errors import ConflictError, FencedError, NotReadyError, StoreBehindError
 from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt, raise_unread
 from turnstream.types import TrajectoryKey
@@ -48,11 +50,6 @@ def test_waiting_thread_is_woken() -> None:
         assert not waiter.is_alive()
 
 
-def test_waiting_ends_by_its_deadline() -> None:
-    with pytest.raises(NotReadyError, match=r"within 0\.01 s"):
-        Receipt().result(0.01)
-
-
 async def test_an_async_receipt_can_be_awaited_by_many() -> None:
     receipt = AsyncReceipt()
 
@@ -68,13 +65,15 @@ async def test_an_async_receipt_can_be_awaited_by_many() -> None:
     assert not done_before
 
 
-async def test_waiting_for_an_async_receipt_ends_by_its_deadline() -> None:
+@pytest.mark.parametrize("kind", [Receipt, AsyncReceipt])
+async def test_receipt_wait_ends_by_its_deadline(kind: Any) -> None:
     with pytest.raises(NotReadyError, match=r"within 0\.01 s"):
-        await AsyncReceipt().result(0.01)
+        await finish(lambda: kind().result(0.01))
 
 
-def test_failure_is_unread_until_its_result_is_read() -> None:
+def test_only_a_failure_is_unread_until_its_result_is_read() -> None:
     failures: list[Delivery] = []
+    Receipt(unread_failures=failures).settle(ONE)
     receipt = Receipt(unread_failures=failures)
     receipt.settle(ONE, ConflictError("first"))
 
@@ -83,14 +82,6 @@ def test_failure_is_unread_until_its_result_is_read() -> None:
     with pytest.raises(ConflictError):
         receipt.result()
     assert receipt.was_read
-
-
-def test_success_is_no_failure() -> None:
-    failures: list[Delivery] = []
-
-    Receipt(unread_failures=failures).settle(ONE)
-
-    assert failures == []
 
 
 def test_unread_failures_are_raised_once_as_one_error() -> None:

@@ -189,10 +189,10 @@ def test_no_lease_is_renewed_before_the_group_is_open_again() -> None:
     driver.open_with_turn()
 
     restart(driver)
-    before = driver.outbox.num_open
+    before = driver.outbox.tracker.heartbeats.num_open
     driver.answer([1], b"OK")
 
-    assert (before, driver.outbox.num_open) == (0, 1)
+    assert (before, driver.outbox.tracker.heartbeats.num_open) == (0, 1)
 
 
 def test_leases_and_bytes_of_a_known_group_are_renewed_at_once() -> None:
@@ -307,7 +307,7 @@ def test_lost_group_waits_for_admission_without_a_deadline() -> None:
 
     driver.now_s += 10 * driver.outbox.admission_timeout_s
     asked = driver.answer(ResponseError("ERR no answer to that"))
-    driver.outbox.woken()
+    driver.outbox.admissions.woken()
     opened = driver.answer([1])
     payload = driver.answer(2)
 

@@ -142,7 +142,7 @@ def test_trajectory_opened_by_a_task_has_its_lease_renewed() -> None:
 
     driver.outbox.admissions.adopt(group, {KEYS[0]: 3, KEYS[1]: 5}, now_s=driver.now_s)
 
-    assert driver.outbox.num_open == 2
+    assert driver.outbox.tracker.heartbeats.num_open == 2
 
 
 @pytest.mark.parametrize(

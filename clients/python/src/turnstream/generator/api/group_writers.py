@@ -107,7 +107,9 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
         self._is_open = True
         if not members:
             return
-        lanes = self._sender.put(lambda: self._outbox.admit(group, members, opened=opened))
+        lanes = self._sender.put(
+            lambda: self._outbox.admissions.request(group, members, opened=opened)
+        )
         self._lanes = dict(zip(samples, lanes, strict=True))
         try:
             await opened

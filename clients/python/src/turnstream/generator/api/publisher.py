@@ -129,7 +129,7 @@ class Publisher(PublisherCore[Receipt, GroupWriter, TrajectoryWriter]):
         Raises:
             InvalidTurnError: something in it is wrong; nothing of it was accepted.
         """
-        columns = self._outbox.extra_columns
+        columns = self._outbox.run_calls.extra_columns
         if columns is None:
             return self._threads.run(self._publish(group))
         whole = draft_group(group, extra_columns=columns)

@@ -26,11 +26,11 @@ from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.encode.encoder import DraftedGroup, draft_group
 from turnstream.generator.encode.group_checks import checked_name, checked_opening
+from turnstream.generator.outbox.calls import TargetRun
 from turnstream.generator.outbox.inflight import PublisherStatistics
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import Delivery, raise_unread
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES
-from turnstream.generator.outbox.target import TargetRun
 from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
 from turnstream.generator.transport.sender import Sender
 from turnstream.generator.transport.store_calls import StoreCalls
@@ -279,7 +279,6 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         return await self._work.next_refill(await self._found(calls), calls)
 
     async def _next_task(self, wait_s: float) -> tuple[OfferedTask, list[_Writer]]:
-        """Return a task and the writers of its trajectories, which are open."""
         self._sender.require_open()
         calls = self._calls("no task", WaitKind.NO_TASK, seconds(wait_s, field="wait_s"))
         run = await self._found(calls)
@@ -296,7 +295,6 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         return [self._writer(task.group, lane.key, lane) for lane in lanes]
 
     async def _publish(self, group: Group) -> _Receipt:
-        """Send a finished group; return its receipt."""
         try:
             declared = await self._sender.learn_columns()
         except TurnstreamError as error:
@@ -364,7 +362,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             await self._disconnect()
 
     async def _disconnect(self) -> None:
-        if num_open := self._outbox.num_open:
+        if num_open := self._outbox.tracker.heartbeats.num_open:
             _logger.warning(
                 "run %s: %s leaves %d trajectories open: when their leases end they may be "
                 "adopted, or are abandoned",
@@ -383,7 +381,7 @@ def _num_bytes(value: int, *, field: str) -> int:
 
 
 def _put_group(outbox: Outbox, whole: DraftedGroup, end: Delivery) -> None:
-    lanes = outbox.admit(whole.opening, [made.key for made in whole.trajectories])
+    lanes = outbox.admissions.request(whole.opening, [made.key for made in whole.trajectories])
     for lane, made in zip(lanes, whole.trajectories, strict=True):
         for turn in made.turns:
             outbox.append(lane, turn)

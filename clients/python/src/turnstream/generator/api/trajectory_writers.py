@@ -86,7 +86,7 @@ class TrajectoryWriterBase(ABC, Generic[_Sender]):
     def _drafted(self) -> TrajectoryDraft:
         """The turns so far; made when the columns of the run are known."""
         if self._draft is None:
-            columns = self._outbox.extra_columns or ()
+            columns = self._outbox.run_calls.extra_columns or ()
             self._draft = TrajectoryDraft(self._key, extra_columns=columns)
         return self._draft
 
@@ -96,7 +96,8 @@ class TrajectoryWriterBase(ABC, Generic[_Sender]):
         if self._lane is not None:
             return self._lane
         key, group, opened = self._key, self._group, self._sender.loop_receipt()
-        lane = self._sender.put(lambda: self._outbox.admit(group, [key], opened=opened)[0])
+        admissions = self._outbox.admissions
+        lane = self._sender.put(lambda: admissions.request(group, [key], opened=opened)[0])
         self._lane = lane
         try:
             await opened
@@ -128,7 +129,7 @@ class TrajectoryWriterBase(ABC, Generic[_Sender]):
         self, turn: Turn, extras: Mapping[str, Any] | None, receipt: Delivery
     ) -> bool:
         """Append a turn if nothing has to be waited for; return whether it was appended."""
-        columns = self._outbox.extra_columns
+        columns = self._outbox.run_calls.extra_columns
         if columns is None or self._lane is None:
             return False
         turn = with_checked_extras(turn, extras, columns)

@@ -81,11 +81,7 @@ class AsyncTask(_Task[_AnyWriter]):
 
 
 class WorkQueue:
-    """Takes tasks and refills of a run for one writer, in one event loop.
-
-    Args:
-        writer: name of the writer.
-    """
+    """Takes tasks and refills of a run for one writer, in one event loop."""
 
     def __init__(self, writer: str) -> None:
         self._writer = writer
@@ -93,12 +89,7 @@ class WorkQueue:
         self._unanswered: list[OfferedTask] = []
 
     async def next_refill(self, run: str, calls: StoreCalls) -> Refill:
-        """Open an attempt that was granted, as soon as there is one; one caller of several wins.
-
-        Raises:
-            NotReadyError: there was none before the deadline.
-            RunNotFoundError: no such run.
-        """
+        """Open an attempt that was granted, as soon as there is one; one caller of several wins."""
         found = await self._take(run, calls, self._accept_refill, refills_only=True)
         if isinstance(found, NoTask):
             facts = await calls.read_waits(run)
@@ -118,15 +109,7 @@ class WorkQueue:
     ) -> tuple[OfferedTask, list[_AnyWriter]]:
         """Take the next task, as soon as there is one, with the writers of its trajectories.
 
-        Args:
-            run: name of the run.
-            calls: calls of the store, which have the deadline.
-            adopt: return the writers of a task; none if this publisher writes it already.
-
-        Raises:
-            NotReadyError: there was none before the deadline, and why.
-            PromptsExhaustedError: every prompt of the run was done by then.
-            EndOfRunError: the run is closed.
+        `adopt` returns these writers; none if this publisher writes the task already.
         """
 
         def accept(taken: TakenTask) -> tuple[OfferedTask, list[_AnyWriter]] | None:

@@ -51,19 +51,8 @@ def checked_turn(
 ) -> Turn:
     """Return a turn of arrays that fit each other, from lists, numpy arrays or torch tensors.
 
-    Args:
-        prompt_ids: (P,) whole numbers, every token that the model saw.
-        response_ids: (R,) whole numbers, the sampled tokens.
-        logprobs: (R,) in nats; None if there are none. Values where `loss_mask` is 0 become 0.0.
-        loss_mask: (R,) of 0 and 1 or booleans; None trains every response token.
-        rewards: (R,); None for none.
-        policy_version: the version of the weights that sampled all of the response.
-        version_runs: (version, num_tokens) of each part, if several versions sampled it.
-        anchor: the state that the turn began in; its hash is kept.
-        allow_empty: accept a response without tokens.
-
-    Raises:
-        InvalidTurnError: something does not fit.
+    The arguments are those of `TrajectoryWriter.append`. Log-probabilities where `loss_mask` is 0
+    become 0.0, and the anchor becomes its hash.
     """
     allow_empty = flag(allow_empty, field="allow_empty")
     prompt = _token_ids(prompt_ids, field="prompt_ids")
@@ -103,13 +92,7 @@ def with_checked_extras(
 ) -> Turn:
     """Return the turn with these columns, as arrays of the declared types and shapes.
 
-    Args:
-        turn: checked, without extra columns.
-        extras: column to list, numpy array or torch tensor; None for a missing column.
-        declared: columns of the run.
-
-    Raises:
-        InvalidTurnError: names the column and the defect.
+    A column is a list, numpy array or torch tensor; None for a missing one.
     """
     named = named_values(extras, field="extras")
     if not declared and not named:

@@ -264,15 +264,7 @@ class DraftedGroup(NamedTuple):
 
 
 def draft_group(group: Group, *, extra_columns: Sequence[DeclaredColumn] = ()) -> DraftedGroup:
-    """Check and encode every trajectory of a finished group, in order of their samples.
-
-    Args:
-        group: whole.
-        extra_columns: the declared columns of the run.
-
-    Raises:
-        InvalidTurnError: names trajectory, turn, field and value; nothing of the group is accepted.
-    """
+    """Check and encode every trajectory of a finished group, in order of their samples."""
     opening, members = group_checks.checked_group(group)
     return DraftedGroup(
         opening, [_draft_trajectory(group.group_id, each, extra_columns) for each in members]

@@ -41,6 +41,7 @@ class Admissions:
 
     Attributes:
         wake_id: groups wait until the run's wake stream is beyond this id; None if none waits.
+        waits: the last known state of the run.
 
     Shortly before a wait times out, the store is asked for the reasons, once for all waiting
     groups. A wait shorter than that is asked with the group's request.
@@ -55,16 +56,22 @@ class Admissions:
         self._tracker = tracker
         self._queues = tracker.queues
         self._timeout_s = timeout_s
-        self._waits: WaitSnapshot | None = None
+        self.waits: WaitSnapshot | None = None
         self._asked_s: float | None = None
         self._refused: dict[Admission, None] = {}  # oldest first
 
     def request(
-        self, group: GroupOpened, members: Iterable[TrajectoryKey], opened: Delivery
+        self,
+        group: GroupOpened,
+        members: Iterable[TrajectoryKey],
+        *,
+        opened: Delivery | None = None,
     ) -> list[Lane]:
         """Request the admission of a group, and return lanes for these members."""
         lanes = [self._tracker.begin(key) for key in members]
-        self._queues.admissions.append(Admission(group, encode_event(group), lanes, opened))
+        self._queues.admissions.append(
+            Admission(group, encode_event(group), lanes, opened or Delivery())
+        )
         return lanes
 
     def adopt(
@@ -146,12 +153,7 @@ class Admissions:
         self._queues.retry_waiting()
 
     def expire(self, now_s: float, *, store: Sequence[WaitReason] = ()) -> None:
-        """Fail the groups whose wait has timed out.
-
-        Args:
-            now_s: the time.
-            store: reasons why the store does not answer.
-        """
+        """Fail the groups whose wait has timed out; `store` is why the store does not answer."""
         while (admission := self._oldest) is not None and self._left_s(admission, now_s) == 0:
             head = f"group {admission.group.group_id}: no admission"
             message = f"{head} within {self._timeout_s:g} s: {admission.reason}"
@@ -165,12 +167,14 @@ class Admissions:
 
     def asks_in_s(self, now_s: float) -> float | None:
         """Seconds until the reasons are read; None while the last answer is recent enough."""
-        return None if (at_s := self._asks_at_s) is None else max(0.0, at_s - now_s)
-
-    @property
-    def waits(self) -> WaitSnapshot | None:
-        """The last known state of the run; None if there is none."""
-        return self._waits
+        since_s = self._queues.waiting_since_s
+        if since_s is None:
+            return None
+        end_s = since_s + self._timeout_s
+        at_s = end_s - ASKS_BEFORE_S
+        if self._asked_s is not None and self._asked_s >= since_s:
+            at_s = max(at_s, self._asked_s + ASKS_EVERY_S)
+        return max(0.0, at_s - now_s) if at_s < end_s else None
 
     def due(self, now_s: float, *, is_full: bool) -> list[Call]:
         """Return the call that reads the reasons of a wait that may end soon.
@@ -186,13 +190,12 @@ class Admissions:
         return [Call(command, self._answered, self._not_answered, is_write=False)]
 
     def _answered(self, answer: Any, now_s: float) -> None:
-        """Record the state of the run."""
-        self._waits, self._asked_s = None, now_s
+        self.waits, self._asked_s = None, now_s
         with contextlib.suppress(TurnstreamError):  # it must not hide that a wait ends
-            self._waits = parse_waits(self._tracker.run, answer)
+            self.waits = parse_waits(self._tracker.run, answer)
 
     def _not_answered(self, _: Refusal, now_s: float) -> None:
-        self._waits, self._asked_s = None, now_s
+        self.waits, self._asked_s = None, now_s
 
     def why_waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
         """Return why groups wait for admission; only those of `delivery` if it is set."""
@@ -229,24 +232,12 @@ class Admissions:
     def _left_s(self, admission: Admission, now_s: float) -> float:
         return max(0.0, (admission.since_s or 0.0) + self._timeout_s - now_s)
 
-    @property
-    def _asks_at_s(self) -> float | None:
-        """When the store is asked next."""
-        since_s = self._queues.waiting_since_s
-        if since_s is None:
-            return None
-        end_s = since_s + self._timeout_s
-        at_s = end_s - ASKS_BEFORE_S
-        if self._asked_s is not None and self._asked_s >= since_s:
-            at_s = max(at_s, self._asked_s + ASKS_EVERY_S)
-        return at_s if at_s < end_s else None
-
     def _reasons(self, admission: Admission, now_s: float) -> list[WaitReason]:
         """Return the store's reasons for the wait of a group, if they are recent."""
         since_s, asked_s = admission.since_s, self._asked_s
         if since_s is None or asked_s is None or not since_s <= asked_s >= now_s - ASKS_EVERY_S:
             return []
-        return reasons(self._waits, group=admission.group)
+        return reasons(self.waits, group=admission.group)
 
     def _awaited(self, admission: Admission, now_s: float) -> WaitReason:
         waited_s = now_s - (admission.since_s or now_s)

@@ -1,4 +1,4 @@
-"""The calls that writes become, and the rounds in which calls travel. No I/O, no decisions."""
+"""The calls that writes become, their rounds, and their run. No I/O, no decisions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, Final, NamedTuple, cast
 
 from redis.exceptions import ResponseError
 
-from turnstream.errors import InvalidConfigError
+from turnstream.errors import InvalidConfigError, TurnstreamError
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import SETTINGS, unsafe_setting
-from turnstream.store.client.replies import Refusal, error_text
+from turnstream.store.client.replies import Refusal, error_text, parse_refusal, translate
+from turnstream.store.client.run_ids import is_id, no_such_run, parse_incarnation
 from turnstream.store.client.scripts import Argument, Command, Script, pack
 from turnstream.store.run.budget import RESERVE, settled_lease
 from turnstream.store.run.configs import read_config_command
@@ -163,6 +164,43 @@ class Round(NamedTuple):
         return len(_FIRST_WORDS) if self.loads_scripts else 0
 
 
+class TargetRun:
+    """One run, for the whole life of a publisher: a later run of the name never takes its place.
+
+    Attributes:
+        run: its id; its name until it is found.
+        pointer: the key that says which run has the name now; "" once the run is found.
+    """
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.pointer = "" if is_id(run) else keys.incarnation_key(run)
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the id is known."""
+        return not self.pointer
+
+    def found(self, run: str) -> None:
+        """Keep to this run from now on. Only the first call has an effect."""
+        if not self.is_found:
+            self.run, self.pointer = run, ""
+
+    def answered(self, answer: Any) -> TurnstreamError | None:
+        """Keep to the run that the pointer leads to; return the error where it was not read."""
+        if isinstance(answer, ResponseError):
+            return translate(answer)
+        self.found(parse_incarnation(self.run, answer))
+        return None
+
+    def refusal(self, answer: ResponseError) -> Refusal:
+        """Return why a call was refused; if the run is not in the store, the message names it."""
+        refused = parse_refusal(error_text(answer))
+        if refused.code != "NORUN":
+            return refused
+        return refused._replace(message=str(no_such_run(self.run)))
+
+
 def admission_command(run: str, writer: str, admission: Admission) -> Command:
     """Return the call that requests the admission of a group."""
     group = admission.group
@@ -178,7 +216,7 @@ def admission_command(run: str, writer: str, admission: Admission) -> Command:
 
 
 def num_sendable(lane: Lane) -> tuple[int, int]:
-    """Return how many turns of a lane fit in a round, and their bytes."""
+    """Return how many turns of a lane fit in a round, at least one, and their bytes."""
     num_turns = 0
     num_bytes = 0
     for turn, _, _ in lane.pending:

@@ -9,8 +9,7 @@ from itertools import islice
 from typing import Any
 
 from turnstream.errors import RunNotFoundError, TurnstreamError
-from turnstream.generator.outbox.calls import Call
-from turnstream.generator.outbox.target import TargetRun
+from turnstream.generator.outbox.calls import Call, TargetRun
 from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.store.client.replies import Refusal, parse_refusal
 from turnstream.store.run.budget import reserve_command, with_block

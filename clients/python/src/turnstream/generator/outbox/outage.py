@@ -116,21 +116,17 @@ class Outage:
 
     def why(self, now_s: float, waits: WaitSnapshot | None) -> list[WaitReason]:
         """Return whether the store is full, away or silent; `waits` is what it said of the run."""
-        away_since_s, silent_since_s = self._away_since_s, None
-        if away_since_s is not None and self._is_silent:
-            away_since_s, silent_since_s = None, away_since_s
-        elif self.num_calls is not None:
-            silent_since_s = self.sent_s
+        silent_s = None if self.num_calls is None else now_s - self.sent_s
+        away_s = self.away_s(now_s)
         found: list[WaitReason] = []
-        if away_since_s is not None:
-            since_s = now_s - away_since_s
-            if self.is_full:
-                found.append(store_full(waits, address=self._address, since_s=since_s))
-            else:
-                found.append(store_away(self._trouble, address=self._address, since_s=since_s))
-        if silent_since_s is not None:
-            since_s = now_s - silent_since_s
-            found.append(store_silent(address=self._address, since_s=since_s))
+        if away_s is not None and self._is_silent:
+            silent_s = away_s
+        elif away_s is not None and self.is_full:
+            found.append(store_full(waits, address=self._address, since_s=away_s))
+        elif away_s is not None:
+            found.append(store_away(self._trouble, address=self._address, since_s=away_s))
+        if silent_s is not None:
+            found.append(store_silent(address=self._address, since_s=silent_s))
         return found
 
 

@@ -25,7 +25,7 @@ thread-safe: the owner holds a lock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.exceptions import NoScriptError, ResponseError
@@ -33,19 +33,17 @@ from redis.exceptions import NoScriptError, ResponseError
 from turnstream.errors import StoreUnavailableError, TurnstreamError
 from turnstream.generator.encode.encoder import SealMaker, TurnRecord
 from turnstream.generator.outbox.admissions import Admissions
-from turnstream.generator.outbox.calls import Call, Round
+from turnstream.generator.outbox.calls import Call, Round, TargetRun
 from turnstream.generator.outbox.inflight import InflightCounts, PublisherStatistics
 from turnstream.generator.outbox.outage import Outage, first_of
 from turnstream.generator.outbox.outbox_waits import WaitMessages
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES, ResendBuffer
 from turnstream.generator.outbox.run_calls import RunCalls
-from turnstream.generator.outbox.target import TargetRun
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane, PendingTurn
 from turnstream.store.client.deadlines import is_silence
 from turnstream.store.client.replies import is_passing, translate
-from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
 from turnstream.types.names import RunId
 
 _logger = logging.getLogger(__name__)
@@ -63,6 +61,7 @@ class Outbox:
         why: reasons of unfinished waits.
         tracker: its trajectories.
         admissions: its groups that are not open.
+        run_calls: its calls that belong to no trajectory.
     """
 
     def __init__(
@@ -107,26 +106,6 @@ class Outbox:
     def run(self) -> str:
         """The id of the run; its name until it is found."""
         return self.target.run
-
-    @property
-    def wake_id(self) -> str | None:
-        """Not None: groups wait until the run's wake stream is beyond this id. See `woken`."""
-        return self.admissions.wake_id
-
-    @property
-    def extra_columns(self) -> tuple[DeclaredColumn, ...] | None:
-        """Return the declared columns of the run; None before `learn_columns` was answered."""
-        return self.run_calls.extra_columns
-
-    def admit(
-        self,
-        group: GroupOpened,
-        members: Iterable[TrajectoryKey],
-        *,
-        opened: Delivery | None = None,
-    ) -> list[Lane]:
-        """Request the admission of a group, and return lanes for these members."""
-        return self.admissions.request(group, members, opened or Delivery())
 
     def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None = None) -> None:
         """Send a turn after the others of its trajectory.
@@ -197,11 +176,6 @@ class Outbox:
     def statistics(self) -> PublisherStatistics:
         """Return the counts so far."""
         return self.inflight.statistics(**self._resend_buffer.statistics())
-
-    @property
-    def num_open(self) -> int:
-        """Return the number of trajectories that hold a lease."""
-        return self.tracker.heartbeats.num_open
 
     def next_round(self, now_s: float) -> Round | None:
         """Return the calls to send now; None if there is nothing to send, or a pause lasts."""
@@ -350,10 +324,6 @@ class Outbox:
         if sent.pointer and (error := self.target.answered(replies[-1])):
             self.fail_all(error)
 
-    def woken(self) -> None:
-        """The run's wake stream has moved: let those ask again who were told to wait."""
-        self.admissions.woken()
-
     def fail_all(self, error: TurnstreamError) -> None:
         """Fail everything that is not acknowledged."""
         self._end_all(lambda _: error)
@@ -362,7 +332,7 @@ class Outbox:
         if self._round is not None:
             _put_back(self._round.calls)
             self._scripts_known = not self._ends(self._round)
-        self.woken()
+        self.admissions.woken()
         self.tracker.fail_all(error_of)
 
     def _ends(self, sent: Round) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable
 
 from turnstream.errors import (
     StoreFullError,
@@ -95,49 +94,36 @@ class WaitMessages:
 def of_writes(
     lanes: Iterable[Lane], delivery: Delivery | None, *, silent_s: float | None
 ) -> list[WaitReason]:
-    """Return the unacknowledged writes.
+    """Return the unacknowledged writes, of one delivery if it is set.
 
-    Args:
-        lanes: lanes that have not ended.
-        delivery: only the writes of this one; None for all.
-        silent_s: seconds since the last answer of the store; None before the first.
+    `silent_s` are the seconds since the last answer of the store; None before the first.
     """
     answered = f"the store last answered {silent_s or 0.0:.1f} s ago"
     if silent_s is None:
         answered = "the store has not answered yet"
-    return list(islice(_of_writes(lanes, delivery, answered, silent_s), MAX_NAMED))
-
-
-def _of_writes(
-    lanes: Iterable[Lane], delivery: Delivery | None, answered: str, silent_s: float | None
-) -> Iterator[WaitReason]:
+    found: list[WaitReason] = []
     for lane in lanes:
-        turn = _first_turn(lane, delivery)
+        numbered = enumerate(lane.pending, lane.num_acknowledged)
+        turns = (n for n, each in numbered if delivery in (None, each.receipt))
+        turn = next(turns, None)
         is_ending = lane.end is not None and delivery in (None, lane.end)
         if turn is None and not is_ending:
             continue
         what = f"turn {turn}" if turn is not None else _end_in_words(lane)
         place = "" if lane.epoch else ", which is not open yet,"
-        yield WaitReason(
-            WaitKind.NOT_ACKNOWLEDGED,
-            f"{what} of {lane.key.readable_name}{place} is not acknowledged; {answered}",
-            {
-                "group": lane.key.group_id,
-                "sample": lane.key.sample,
-                "attempt": lane.key.attempt,
-                "turn": turn,
-                "turns_waiting": len(lane.pending),
-                "silent_s": silent_s,
-            },
-        )
-
-
-def _first_turn(lane: Lane, delivery: Delivery | None) -> int | None:
-    """Number of the first turn that waits, of this delivery if one is given."""
-    for number, pending in enumerate(lane.pending, lane.num_acknowledged):
-        if delivery is None or pending.receipt is delivery:
-            return number
-    return None
+        facts = {
+            "group": lane.key.group_id,
+            "sample": lane.key.sample,
+            "attempt": lane.key.attempt,
+            "turn": turn,
+            "turns_waiting": len(lane.pending),
+            "silent_s": silent_s,
+        }
+        sentence = f"{what} of {lane.key.readable_name}{place} is not acknowledged; {answered}"
+        found.append(WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, facts))
+        if len(found) == MAX_NAMED:
+            break
+    return found
 
 
 def _end_in_words(lane: Lane) -> str:

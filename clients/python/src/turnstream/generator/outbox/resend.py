@@ -16,9 +16,8 @@ from typing import Final, NamedTuple
 from turnstream.errors import StoreBehindError, TurnstreamError
 from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.generator.outbox.inflight import InflightCounts
-from turnstream.generator.outbox.queues import Queues
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RunCall
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane, Queues, RunCall
 from turnstream.store.client.replies import Refusal
 from turnstream.types import TrajectoryKey
 

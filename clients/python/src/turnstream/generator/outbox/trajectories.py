@@ -11,15 +11,17 @@ from functools import partial
 
 from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
 from turnstream.generator.outbox.calls import (
+    MAX_ROUND_BYTES,
     Call,
+    TargetRun,
     abandon_command,
     note_command,
+    num_sendable,
     payload_command,
     seals_command,
 )
 from turnstream.generator.outbox.heartbeats import Heartbeats, Reservations
 from turnstream.generator.outbox.inflight import InflightCounts
-from turnstream.generator.outbox.queues import Queues
 from turnstream.generator.outbox.resend import (
     Adopted,
     Ended,
@@ -33,8 +35,7 @@ from turnstream.generator.outbox.resend import (
     rewind,
     why_refused,
 )
-from turnstream.generator.outbox.target import TargetRun
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane, RunCall
+from turnstream.generator.outbox.trajectory_queue import Admission, Lane, Queues, RunCall
 from turnstream.store.client import keys
 from turnstream.store.client.replies import Refusal, parse_refusal
 from turnstream.store.client.scripts import Command
@@ -233,7 +234,11 @@ class TrajectoryTracker:
     def take_payload(self) -> list[Call]:
         """Return one call per trajectory with waiting turns, and its seal if it ends there."""
         calls: list[Call] = []
-        for lane, num_turns, seals in self.queues.take_payload():
+        num_bytes = 0
+        while num_bytes < MAX_ROUND_BYTES and (lane := self.queues.take_payload()) is not None:
+            num_turns, num_lane_bytes = num_sendable(lane)
+            num_bytes += num_lane_bytes
+            seals = lane.seal is not None and num_turns == len(lane.pending)
             if seals and lane.seal is not None:
                 lane.seal_record = lane.seal(lane.epoch)
             storing = Call(

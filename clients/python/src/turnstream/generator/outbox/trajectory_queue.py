@@ -1,11 +1,11 @@
-"""The writes in flight, by trajectory and by group. Data of the outbox; no decisions."""
+"""Writes in flight by trajectory and by group, and the queues of their unsent calls."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from turnstream.errors import TurnstreamError
 from turnstream.generator.encode.encoder import SealMaker, TurnRecord
@@ -14,6 +14,8 @@ from turnstream.store.client.replies import Refusal
 from turnstream.store.client.scripts import Command
 from turnstream.store.run.budget import FIRST_BYTES
 from turnstream.types import GroupOpened, TrajectoryKey
+
+_MAX_SEALS: Final = 256  # a script can unpack some thousand values, not more
 
 
 class PendingTurn(NamedTuple):
@@ -155,3 +157,110 @@ class RewardPost:
     def name(self) -> str:
         """Return the name of the trajectory."""
         return str(self.command.args[0])
+
+
+class Queues:
+    """Everything that is not in flight.
+
+    Attributes:
+        abandons: lanes to abandon, all their turns acknowledged.
+        seals: lanes whose payload is acknowledged and whose seal is not posted.
+        admissions: groups that request admission.
+        waiting: groups whose request was refused for lack of capacity, oldest first.
+        of_run: calls that no other call waits for.
+    """
+
+    def __init__(self) -> None:
+        self.abandons: deque[Lane] = deque()
+        self.seals: deque[Lane] = deque()
+        self.admissions: deque[Admission] = deque()
+        self.waiting: deque[Admission] = deque()
+        self.of_run: deque[RunCall] = deque()
+        self._payload: deque[Lane] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not (self.waiting or self.has_calls)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the next round has calls."""
+        return any((self.abandons, self.seals, self.admissions, self.of_run, self._payload))
+
+    def add_payload(self, lane: Lane) -> None:
+        """Queue a lane that is admitted and has something to send, once."""
+        if lane.epoch and not lane.is_queued:
+            lane.is_queued = True
+            self._payload.append(lane)
+
+    def take_abandons(self) -> list[Lane]:
+        """Remove and return the lanes to abandon."""
+        return _drained(self.abandons)
+
+    def take_seals(self) -> list[Lane]:
+        """Remove and return the lanes whose seals the next round posts."""
+        return [self.seals.popleft() for _ in range(min(len(self.seals), _MAX_SEALS))]
+
+    def take_payload(self) -> Lane | None:
+        """Remove and return the next lane with something to send; None if there is none."""
+        while self._payload:
+            lane = self._payload.popleft()
+            lane.is_queued = False
+            if lane.error is None:  # else a call would create its payload stream again
+                return lane
+        return None
+
+    def put_back_payload(self, lane: Lane) -> None:
+        """Queue a lane again, before all others; it may be queued for later turns."""
+        if not lane.is_queued:
+            lane.is_queued = True
+            self._payload.appendleft(lane)
+
+    def withdraw(self, lanes: Container[Lane]) -> None:
+        """Remove these lanes from all queues."""
+        for lane in self._payload:
+            lane.is_queued = lane not in lanes
+        for queue in (self._payload, self.seals, self.abandons):
+            staying = [lane for lane in _drained(queue) if lane not in lanes]
+            queue.extend(staying)
+
+    def retry_waiting(self) -> None:
+        """Queue the refused requests again, before newer ones."""
+        self.admissions.extendleft(reversed(_drained(self.waiting)))
+
+    @property
+    def waiting_since_s(self) -> float | None:
+        """Return when the oldest waiting group was first refused; None if no group waits."""
+        return self.waiting[0].since_s if self.waiting else None
+
+    def withdraw_admission(self, admission: Admission) -> None:
+        """Remove the request of this group."""
+        for queue in (self.admissions, self.waiting):
+            if admission in queue:
+                queue.remove(admission)
+
+    def take_abandoned(self) -> list[Admission]:
+        """Remove and return the groups whose members are all abandoned before admission."""
+        abandoned = [
+            admission
+            for admission in (*self.admissions, *self.waiting)
+            if all(lane.abandon_reason is not None for lane in admission.lanes)
+        ]
+        for admission in abandoned:
+            self.withdraw_admission(admission)
+        return abandoned
+
+    def clear(self) -> None:
+        """Remove all calls."""
+        for lane in self._payload:
+            lane.is_queued = False
+        for queue in (self.abandons, self.seals, self.admissions, self.waiting, self.of_run):
+            queue.clear()
+        self._payload.clear()
+
+
+def _drained(queue: deque[Any]) -> list[Any]:
+    drained = list(queue)
+    queue.clear()
+    return drained

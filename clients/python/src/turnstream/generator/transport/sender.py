@@ -77,7 +77,7 @@ class Sender(Generic[_Receipt]):
     def receipt(
         self, num_parts: int = 1, *, unread_failures: list[Delivery] | None = None
     ) -> _Receipt:
-        """Return a receipt that the caller can wait for."""
+        """Return a receipt for the user."""
         return self._receipt_kind(num_parts, unread_failures=unread_failures, why=self._why)
 
     def loop_receipt(self) -> AsyncReceipt:
@@ -91,7 +91,7 @@ class Sender(Generic[_Receipt]):
 
     async def learn_columns(self) -> tuple[DeclaredColumn, ...]:
         """Return the extra columns of the run, which is asked for them once."""
-        while (columns := self._outbox.extra_columns) is None:
+        while (columns := self._outbox.run_calls.extra_columns) is None:
             receipt = self.loop_receipt()
             self.put(lambda receipt=receipt: self._outbox.run_calls.learn_columns(receipt))
             await receipt
@@ -100,29 +100,17 @@ class Sender(Generic[_Receipt]):
     async def wait_for_capacity(
         self, has_capacity: Callable[[], bool], *, timeout_s: float
     ) -> None:
-        """Wait until more may be accepted.
-
-        Raises:
-            NotReadyError: there was no capacity within `timeout_s`, with the reason.
-        """
+        """Wait until more may be accepted."""
         message = "no capacity for more unacknowledged writes (max_inflight_bytes) within"
         await self._wait(has_capacity, timeout_s, message, self._outbox.why.no_space)
 
     async def flush(self, timeout_s: float | None) -> None:
-        """Wait until everything accepted is acknowledged or has failed.
-
-        Raises:
-            NotReadyError: writes are unacknowledged after `timeout_s`, with the reason.
-        """
+        """Wait until everything accepted is acknowledged or has failed."""
         message = "writes are not acknowledged after"
         await self._wait(lambda: self._outbox.is_idle, timeout_s, message, self._outbox.why.waiting)
 
     async def flush_to_disk(self, timeout_s: float | None) -> None:
-        """Wait for `flush`, and until the store has had the time to sync.
-
-        Raises:
-            NotReadyError: writes may not be on disk after `timeout_s`, with the reason.
-        """
+        """Wait for `flush`, and until the store has had the time to sync."""
         message = "writes may not be on disk after"
         await self._wait(self._is_on_disk, timeout_s, message, self._outbox.why.not_on_disk)
 
@@ -148,6 +136,7 @@ class Sender(Generic[_Receipt]):
         message: str,
         reasons: Callable[[float], Sequence[WaitReason]],
     ) -> None:
+        """Wait until `is_done`; NotReadyError has the reasons at the end of the time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._is_true(is_done):
@@ -219,7 +208,7 @@ class Sender(Generic[_Receipt]):
             if self._timer is not None:
                 self._timer.cancel()
         self._notify_waiters()
-        if self._outbox.wake_id is not None:
+        if self._outbox.admissions.wake_id is not None:
             self._refused.set()
             if self._listening is None:
                 self._listening = asyncio.create_task(self._listen(), name="turnstream-listener")
@@ -255,14 +244,14 @@ class Sender(Generic[_Receipt]):
                 except (RedisError, OSError):
                     await asyncio.sleep(LISTEN_AGAIN_S)
                 with self.lock:
-                    self._outbox.woken()  # whether it has moved or not
+                    self._outbox.admissions.woken()  # whether it has moved or not
                 self._work.set()
         finally:
             await to_the_end(client.aclose())
 
     async def _next_wake_id(self) -> str:
         """Return the id from which to read the wake stream, once a group waits for admission."""
-        while (wake_id := self._outbox.wake_id) is None:
+        while (wake_id := self._outbox.admissions.wake_id) is None:
             self._refused.clear()
             await self._refused.wait()
         return wake_id
