@@ -93,6 +93,13 @@ class OutboxDriver:
         self.skip_pause()
         return lost
 
+    def restart(self) -> None:
+        """Lose a round, with a call if none waits; a restarted store answers the next."""
+        if self.outbox.is_idle:
+            self.outbox.run_calls.close_run("", Delivery())
+        self.reconnect()
+        self.answer()
+
     def answer(self, *answers: Any) -> Round:
         """Take a round and answer its calls; calls without an answer here succeed."""
         sent = self.take_round()
@@ -149,6 +156,15 @@ def _well(call: Call) -> Any:
             return [int(size) for size in call.command.args[2::3]]
         case _:
             return 1
+
+
+def driver_with_seal(**limits: Any) -> tuple[OutboxDriver, Lane, Delivery]:
+    """Return an outbox with one trajectory whose seal is stored, and posted next."""
+    driver, lane = driver_with_lane(**limits)
+    driver.append(lane)
+    end = driver.seal(lane)
+    driver.answer(2)
+    return driver, lane, end
 
 
 def driver_with_lane(*, sync: str = "everysec", **limits: Any) -> tuple[OutboxDriver, Lane]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
+
+from turnstream.errors import UnavailableError, WaitKind
 
 Value = TypeVar("Value")
 
@@ -74,3 +77,29 @@ async def finish(call: Callable[[], Any]) -> Any:
     """Return the result of a call of either publisher; a blocking call runs in a thread."""
     answer = await asyncio.to_thread(call)
     return await answer if inspect.iscoroutine(answer) else answer
+
+
+@contextlib.asynccontextmanager
+async def entered(context: Any) -> AsyncIterator[Any]:
+    """Enter a publisher, or a writer, of either kind."""
+    if hasattr(context, "__aenter__"):
+        async with context as target:
+            yield target
+    else:
+        with context as target:
+            yield target
+
+
+def entry(context: Any) -> Callable[[], Any]:
+    """Return the method that enters a writer of either kind."""
+    return getattr(context, "__aenter__", None) or context.__enter__
+
+
+def kinds(error: UnavailableError) -> list[str]:
+    """Return the reasons of an error, for programs."""
+    return [reason.kind for reason in error.reasons]
+
+
+def facts(error: UnavailableError, kind: WaitKind) -> dict[str, Any]:
+    """Return the facts of the first reason of a kind."""
+    return dict(next(reason.facts for reason in error.reasons if reason.kind == kind))

@@ -7,14 +7,8 @@ import pytest
 from testkit import group, ids, trajectory, turn
 from testkit.stores import Store
 from testkit.waiting import poll_until
-from turnstream.errors import (
-    InvalidTurnError,
-    RejectedError,
-)
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.types import (
-    TrajectoryKey,
-)
+from turnstream.types import TrajectoryKey
 
 pytestmark = pytest.mark.redis
 
@@ -67,27 +61,6 @@ async def test_a_cancelled_task_abandons_its_trajectory(store: Store) -> None:
             await task
 
     assert store.read(run).states() == {"g/0/0": "abandoned"}
-
-
-async def test_async_publisher_abandons_unsealed_and_refuses_ended_trajectories(
-    store: Store,
-) -> None:
-    run = store.new_run()
-
-    async with AsyncPublisher(store.url, run) as publisher, publisher.group("g", 3) as visit:
-        async with visit.trajectory(0) as episode:
-            with pytest.raises(InvalidTurnError, match="turns: there is none"):
-                await episode.seal(1.0)
-            await episode.append(ids("ab"), ids("c"))
-        with pytest.raises(RejectedError, match="sealed or abandoned"):
-            await episode.append(ids("ab"), ids("c"))
-        await visit.trajectory(1).abandon("too hard")
-
-    assert store.read(run).ledger() == {
-        "g/0/0": "abandoned:left without a seal",
-        "g/1/0": "abandoned:too hard",
-        "g/2/0": "abandoned:never started",
-    }
 
 
 async def test_seal_does_not_overtake_a_turn_that_waits_for_capacity(own_store: Store) -> None:

@@ -14,12 +14,7 @@ from turnstream.errors import (
 )
 from turnstream.generator import Publisher
 from turnstream.records.events import decode_event
-from turnstream.types import (
-    GroupOpened,
-    RunClosed,
-    SealedTrajectory,
-    TrajectoryKey,
-)
+from turnstream.types import GroupOpened, RunClosed, SealedTrajectory, TrajectoryKey
 from turnstream_server.bus.queries.ledger import read_ledger
 
 pytestmark = pytest.mark.redis

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 from testkit import group, ids, wait_until_async
 from testkit.scripts import script
 from testkit.stores import Store
-from testkit.waiting import finish, poll_until
+from testkit.waiting import entered, entry, facts, finish, kinds, poll_until
 from turnstream.errors import NotReadyError, StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client.connection import address_of
@@ -110,30 +110,6 @@ async def ended(call: Callable[[], Any]) -> UnavailableError:
         await finish(call)
     assert time.monotonic() - began_s < LONGEST_S
     return caught.value
-
-
-def kinds(error: UnavailableError) -> list[str]:
-    return [reason.kind for reason in error.reasons]
-
-
-def facts(error: UnavailableError, kind: WaitKind) -> dict[str, Any]:
-    return dict(next(reason.facts for reason in error.reasons if reason.kind == kind))
-
-
-@contextlib.asynccontextmanager
-async def entered(publisher: Any) -> AsyncIterator[Any]:
-    """Enter a publisher of either kind."""
-    if isinstance(publisher, AsyncPublisher):
-        async with publisher:
-            yield publisher
-    else:
-        with publisher:
-            yield publisher
-
-
-def entry(context: Any) -> Callable[[], Any]:
-    """Return the method that enters a writer of either kind."""
-    return getattr(context, "__aenter__", None) or context.__enter__
 
 
 async def append(writer: Any, prompt: str, response: str) -> Any:

@@ -8,17 +8,11 @@ import pytest
 
 from testkit import group, ids, trajectory, turn
 from testkit.stores import RunReader, Store
-from turnstream.errors import (
-    RejectedError,
-)
+from testkit.waiting import entered, finish
+from turnstream.errors import InvalidTurnError, RejectedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client.connection import connect
-from turnstream.types import (
-    GroupOpened,
-    Status,
-    TrajectoryAbandoned,
-    TrajectoryKey,
-)
+from turnstream.types import GroupOpened, Status, TrajectoryAbandoned, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -149,15 +143,31 @@ def test_an_abandoned_sample_can_be_tried_again(store: Store) -> None:
     assert store.read(run).states() == {"g/0/0": "abandoned", "g/0/1": "sealed"}
 
 
-def test_a_group_ends_whole_even_if_its_generator_does_not_finish_it(store: Store) -> None:
+@pytest.mark.parametrize("kind", [Publisher, AsyncPublisher])
+async def test_group_ends_whole_and_ended_trajectories_refuse_writes(
+    store: Store, kind: Any
+) -> None:
     run = store.new_run()
+    turn_of_one = (ids("ab"), ids("c"))
 
-    with Publisher(store.url, run) as publisher, publisher.group("g", 4) as visit:
-        with visit.trajectory(0) as episode:
-            episode.append(ids("ab"), ids("c"))
-            episode.seal(1.0)
-        with visit.trajectory(1) as unsealed:
-            unsealed.append(ids("ab"), ids("d"))
+    async with (
+        entered(kind(store.url, run)) as publisher,
+        entered(publisher.group("g", 4)) as visit,
+    ):
+        async with entered(visit.trajectory(0)) as episode:
+            with pytest.raises(InvalidTurnError, match="turns: there is none"):
+                await finish(lambda: episode.seal(1.0))
+            await finish(lambda: episode.append(*turn_of_one))
+            await finish(lambda: episode.seal(1.0))
+            for write in (
+                lambda: episode.append(*turn_of_one),
+                lambda: episode.seal(1.0),
+                lambda: episode.abandon("late"),
+            ):
+                with pytest.raises(RejectedError, match="sealed or abandoned"):
+                    await finish(write)
+        async with entered(visit.trajectory(1)) as unsealed:
+            await finish(lambda: unsealed.append(*turn_of_one))
         visit.trajectory(2).abandon("too hard")
 
     assert store.read(run).ledger() == {
@@ -166,24 +176,6 @@ def test_a_group_ends_whole_even_if_its_generator_does_not_finish_it(store: Stor
         "g/2/0": "abandoned:too hard",
         "g/3/0": "abandoned:never started",
     }
-
-
-def test_an_ended_trajectory_takes_nothing_more(store: Store) -> None:
-    run = store.new_run()
-
-    with (
-        Publisher(store.url, run) as publisher,
-        publisher.trajectory("g", 0, num_samples=1) as episode,
-    ):
-        episode.append(ids("ab"), ids("c"))
-        episode.seal(1.0)
-        for write in (
-            lambda: episode.append(ids("ab"), ids("c")),
-            lambda: episode.seal(1.0),
-            lambda: episode.abandon("late"),
-        ):
-            with pytest.raises(RejectedError, match="sealed or abandoned"):
-                write()
 
 
 async def test_a_unix_socket_is_as_good_as_a_port(

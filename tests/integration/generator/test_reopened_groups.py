@@ -13,7 +13,7 @@ import pytest
 from testkit import ids
 from testkit.stores import Store
 from turnstream.errors import ConflictError, RejectedError
-from turnstream.generator import Publisher
+from turnstream.generator import GroupWriter, Publisher
 from turnstream.store.client import keys
 
 pytestmark = pytest.mark.redis
@@ -45,15 +45,19 @@ def killed_generator(url: str, run: str, *, writer: str = "", half: str = "") ->
         process.send_signal(signal.SIGKILL)
 
 
-def write_rest(publisher: Publisher) -> list[int]:
+def write_all(group: GroupWriter) -> list[int]:
     """Seal every sample that the group yields; return their numbers."""
     written: list[int] = []
-    with publisher.group("g", 3, exist_ok=True) as group:
-        for trajectory in group:
-            trajectory.append(ids("ab"), ids("e"))
-            trajectory.seal(0.5)
-            written.append(trajectory.key.sample)
+    for trajectory in group:
+        trajectory.append(ids("ab"), ids("c"))
+        trajectory.seal(1.0)
+        written.append(trajectory.key.sample)
     return written
+
+
+def write_rest(publisher: Publisher) -> list[int]:
+    with publisher.group("g", 3, exist_ok=True) as group:
+        return write_all(group)
 
 
 def test_finished_group_yields_no_sample(store: Store) -> None:
@@ -100,9 +104,7 @@ def test_samples_of_a_living_generator_stay_with_it(store: Store) -> None:
         with Publisher(store.url, run) as publisher:
             written = write_rest(publisher)
 
-        for trajectory in group:
-            trajectory.append(ids("ab"), ids("c"))
-            trajectory.seal(1.0)
+        write_all(group)
 
     assert written == []
     assert store.read(run).states() == SEALED
@@ -113,9 +115,7 @@ def test_group_open_in_the_same_publisher_is_not_written_twice(store: Store) -> 
 
     with Publisher(store.url, run) as publisher, publisher.group("g", 3) as group:
         inner = write_rest(publisher)
-        for trajectory in group:
-            trajectory.append(ids("ab"), ids("c"))
-            trajectory.seal(1.0)
+        write_all(group)
 
     assert inner == []
 

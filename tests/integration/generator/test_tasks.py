@@ -15,6 +15,7 @@ import redis
 
 from testkit.scripts import script
 from testkit.stores import Store
+from testkit.waiting import entered, finish
 from turnstream.errors import EndOfRunError, NotReadyError, PromptsExhaustedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.run.runs import close_run
@@ -53,36 +54,24 @@ def write(trajectory: Any) -> None:
     trajectory.seal(reward=float(trajectory.key.sample))
 
 
-def test_a_task_is_a_prompt_with_a_writer_for_every_sample(store: Store) -> None:
+@pytest.mark.parametrize("kind", [Publisher, AsyncPublisher])
+async def test_task_is_a_prompt_with_a_writer_per_sample(store: Store, kind: Any) -> None:
     run = store.new_run()
     give(store.client, run, "a")
 
-    with Publisher(store.url, run) as publisher, publisher.next_task(10) as task:
-        for trajectory in task.trajectories:
-            write(trajectory)
-        publisher.flush()
+    async with entered(kind(store.url, run)) as publisher:
+        async with entered(await finish(lambda: publisher.next_task(10))) as task:
+            for trajectory in task.trajectories:
+                await finish(lambda trajectory=trajectory: trajectory.append([1], [2]))
+                await finish(lambda trajectory=trajectory: trajectory.seal(reward=1.0))
+        with pytest.raises(NotReadyError, match="1 of 1 are given out"):
+            await finish(lambda: publisher.next_task(0.05))
         statistics = publisher.statistics()
 
     assert (statistics.num_restarts, statistics.num_lost) == (0, 0)
     assert (task.prompt_uid, task.payload) == ("a", b"what is a?")
     assert (task.group_id, task.num_samples, task.num_needed) == ("a#1", 2, 2)
     assert store.read(run).sealed() == [TrajectoryKey("a#1", 0), TrajectoryKey("a#1", 1)]
-    assert store.read(run).counts() == {"accepted": 2, "sealed": 2}
-
-
-async def test_async_publisher_takes_tasks(store: Store) -> None:
-    run = store.new_run()
-    give(store.client, run, "a")
-
-    async with AsyncPublisher(store.url, run) as publisher:
-        async with await publisher.next_task(10) as task:
-            for trajectory in task.trajectories:
-                await trajectory.append([1], [2])
-                await trajectory.seal(reward=1.0)
-        with pytest.raises(NotReadyError, match="1 of 1 are given out"):
-            await publisher.next_task(0.05)
-
-    assert task.payload == b"what is a?"
     assert store.read(run).counts() == {"accepted": 2, "sealed": 2}
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 import redis
 
 from testkit import group, ids, wait_until
 from testkit.stores import Store
+from testkit.waiting import facts, kinds
 from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.outbox.receipts import Receipt
@@ -20,16 +20,6 @@ from turnstream.store.waits.version_wait import wait_for_version
 pytestmark = pytest.mark.redis
 
 ONE_GROUP = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
-
-
-def kinds(error: NotReadyError) -> list[str]:
-    """Return the reasons of an error, for programs."""
-    return [reason.kind for reason in error.reasons]
-
-
-def facts(error: NotReadyError, kind: WaitKind) -> dict[str, Any]:
-    """The facts of the first reason of a kind."""
-    return dict(next(reason.facts for reason in error.reasons if reason.kind == kind))
 
 
 def is_asked_of_it(receipt: Receipt) -> bool:
@@ -246,5 +236,5 @@ async def test_finished_group_waits_for_capacity_until_both_timeouts(
         own_store.client.client_unpause()
         await stuck
 
-    assert facts(caught.value, WaitKind.NO_SPACE)["held_bytes"] > 0
+    assert facts(caught.value, WaitKind.NO_SPACE)["unadmitted_bytes"] > 0
     assert facts(caught.value, WaitKind.NOT_ACKNOWLEDGED)["group"] == "b"

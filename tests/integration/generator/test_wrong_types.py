@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 
 from testkit import group, trajectory, turn
 from testkit.stores import Store
+from testkit.waiting import entered, finish
 from turnstream.errors import InvalidConfigError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.types import DeclaredColumn, Group, TrajectoryKey, VersionRun
@@ -141,9 +141,8 @@ def is_refused(error: pytest.ExceptionInfo[Any], field: str, value: Any) -> None
 
 
 async def answer_of(method: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Return what a method returns, awaited where it must be."""
-    answer = method(**given)
-    return await answer if inspect.isawaitable(answer) else answer
+    """Return what a method of either kind of publisher returns."""
+    return await finish(lambda: method(**given))
 
 
 REFUSED = (InvalidTurnError, InvalidConfigError)
@@ -164,59 +163,48 @@ def nothing_is_sent(store: Store, run: str) -> Iterator[None]:
     assert set(stored.states().values()) <= {"abandoned"}
 
 
-@pytest.mark.parametrize(("field", "given"), APPEND, ids=shown)
-def test_append_refuses_wrong_types_by_field_and_value(
-    store: Store, run: str, field: str, given: dict[str, Any]
+BOTH = pytest.mark.parametrize("kind", [Publisher, AsyncPublisher])
+
+
+@BOTH
+async def test_append_refuses_wrong_types_by_field_and_value(
+    store: Store, run: str, kind: Any
 ) -> None:
-    with Publisher(store.url, run) as publisher:
-        episode = publisher.trajectory("g", 0, num_samples=1)
-        with pytest.raises(InvalidTurnError) as error:
-            episode.append(**{"prompt_ids": [1], "response_ids": [2], **given})
-
-    is_refused(error, field, given.get(field))
-
-
-def test_seal_refuses_wrong_types_by_field_and_value(store: Store, run: str) -> None:
-    with Publisher(store.url, run) as publisher:
-        for number, (field, given) in enumerate(SEAL):
-            with publisher.trajectory(f"s{number}", 0, num_samples=1) as episode:
-                episode.append([1], [2])
-                with pytest.raises(InvalidTurnError) as error:
-                    episode.seal(**given)
-                is_refused(error, field, given.get(field))
-
-
-async def test_async_writers_refuse_wrong_types_by_field_and_value(store: Store, run: str) -> None:
-    async with AsyncPublisher(store.url, run) as publisher:
+    async with entered(kind(store.url, run)) as publisher:
         for field, given in APPEND:
             episode = publisher.trajectory("g", 0, num_samples=1)
+            arguments = {"prompt_ids": [1], "response_ids": [2], **given}
             with pytest.raises(InvalidTurnError) as error:
-                await episode.append(**{"prompt_ids": [1], "response_ids": [2], **given})
+                await answer_of(episode.append, arguments)
             is_refused(error, field, given.get(field))
+
+
+@BOTH
+async def test_seal_refuses_wrong_types_by_field_and_value(
+    store: Store, run: str, kind: Any
+) -> None:
+    async with entered(kind(store.url, run)) as publisher:
         for number, (field, given) in enumerate(SEAL):
-            async with publisher.trajectory(f"a{number}", 0, num_samples=1) as episode:
-                await episode.append([1], [2])
+            async with entered(publisher.trajectory(f"s{number}", 0, num_samples=1)) as episode:
+                await answer_of(episode.append, {"prompt_ids": [1], "response_ids": [2]})
                 with pytest.raises(InvalidTurnError) as error:
-                    await episode.seal(**given)
+                    await answer_of(episode.seal, given)
                 is_refused(error, field, given.get(field))
 
 
+@BOTH
 @pytest.mark.parametrize(("method", "case"), CALLS, ids=shown)
 async def test_publishers_refuse_wrong_types_by_field_and_value(
-    store: Store, run: str, method: str, case: Case
+    store: Store, run: str, kind: Any, method: str, case: Case
 ) -> None:
     field, given = case
-    with Publisher(store.url, run) as publisher, pytest.raises(REFUSED) as error:
-        getattr(publisher, method)(**given)
-    is_refused(error, field, given.get(field))
-
-    async with AsyncPublisher(store.url, run) as publisher:
+    async with entered(kind(store.url, run)) as publisher:
         with pytest.raises(REFUSED) as error:
             await answer_of(getattr(publisher, method), given)
-        is_refused(error, field, given.get(field))
+    is_refused(error, field, given.get(field))
 
 
-@pytest.mark.parametrize("kind", [Publisher, AsyncPublisher])
+@BOTH
 @pytest.mark.parametrize(("field", "given"), PUBLISHER, ids=shown)
 def test_publisher_constructors_refuse_wrong_types(
     store: Store, run: str, kind: type[Any], field: str, given: dict[str, Any]
@@ -295,29 +283,20 @@ def test_publish_refuses_wrong_types_inside_a_group(
     assert error.value.field == field
 
 
+@BOTH
 @pytest.mark.parametrize("timeout_s", NOT_SECONDS, ids=shown)
 async def test_receipts_refuse_a_timeout_that_is_no_number(
-    store: Store, run: str, timeout_s: Any
+    store: Store, run: str, kind: Any, timeout_s: Any
 ) -> None:
     # The receipt is still good for another call.
-    with (
-        Publisher(store.url, run) as publisher,
-        publisher.trajectory("t", 0, num_samples=1) as episode,
-    ):
-        receipt = episode.append([1], [2])
-        with pytest.raises(InvalidConfigError) as error:
-            receipt.result(timeout_s)
-        receipt.result(10)
-    is_refused(error, "timeout_s", timeout_s)
-
     async with (
-        AsyncPublisher(store.url, run) as publisher,
-        publisher.trajectory("u", 0, num_samples=1) as episode,
+        entered(kind(store.url, run)) as publisher,
+        entered(publisher.trajectory("t", 0, num_samples=1)) as episode,
     ):
-        receipt = await episode.append([1], [2])
+        receipt = await finish(lambda: episode.append([1], [2]))
         with pytest.raises(InvalidConfigError) as error:
-            await receipt.result(timeout_s)
-        await receipt.result(10)
+            await finish(lambda: receipt.result(timeout_s))
+        await finish(lambda: receipt.result(10))
     is_refused(error, "timeout_s", timeout_s)
 
 

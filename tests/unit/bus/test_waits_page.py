@@ -132,7 +132,7 @@ def of_waits() -> list[WaitReason]:
         no_refill(of(), waited_s=60)[0],
         no_version(4, of(newest_version=4), waited_s=60)[0],
         wait_reason(WaitKind.NO_BATCH, {"run": "maze", "step": 5, "waited_s": 600}),
-        no_space(inflight_bytes=67_107_000, held_bytes=1_000, max_inflight_bytes=67_108_864),
+        no_space(67_107_000, unadmitted_bytes=1_000, max_inflight_bytes=67_108_864),
         *of_writes([lane], None, silent_s=12.0),
         wait_reason(WaitKind.NOT_ACKNOWLEDGED, {"call": "step 5 as stepped", "waited_s": 600}),
         not_on_disk(left_s=3.0, keep_s=5.0),

@@ -11,7 +11,9 @@ from redis.exceptions import ResponseError
 from testkit.outboxes import OutboxDriver, driver_with_lane
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError, WaitKind
+from turnstream.generator.outbox.calls import Round
 from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.records.configs import encode_config
 
 
@@ -41,6 +43,24 @@ def kinds(opened: Delivery) -> list[str]:
     (error,) = opened.errors.values()
     assert isinstance(error, NotReadyError)
     return [reason.kind for reason in error.reasons]
+
+
+def refused(**limits: Any) -> tuple[OutboxDriver, Lane, Delivery]:
+    """Return an outbox with a group that was refused, and waits for a minute."""
+    driver, opened = OutboxDriver(admission_timeout_s=60.0, **limits), Delivery()
+    (lane,) = driver.request(opened=opened)
+    driver.answer(ResponseError("WAIT [7-0] the planner sleeps"))
+    return driver, lane, opened
+
+
+def timed_out() -> tuple[OutboxDriver, Lane, Round]:
+    """Return an outbox whose group timed out during its second request, and that request."""
+    driver, lane, _ = refused(timeout_s=600.0)
+    driver.outbox.admissions.woken()
+    asked = driver.take_round()
+    driver.now_s += 60.0
+    driver.outbox.expire(driver.now_s)
+    return driver, lane, asked
 
 
 def test_turns_wait_until_their_trajectory_is_open() -> None:
@@ -88,10 +108,7 @@ def test_listener_starts_from_the_oldest_wake_id() -> None:
 
 
 def test_admission_wait_ends_by_its_deadline() -> None:
-    driver = OutboxDriver(admission_timeout_s=60.0)
-    opened = Delivery()
-    driver.request(opened=opened)
-    driver.answer(ResponseError("WAIT [7-0] the planner sleeps"))
+    driver, _, opened = refused()
 
     driver.skip_pause()
     asked_s, asked = driver.now_s, driver.answer(ResponseError("ERR no answer to that"))
@@ -105,10 +122,7 @@ def test_admission_wait_ends_by_its_deadline() -> None:
 
 
 def test_admission_wait_ends_by_its_deadline_while_the_store_is_away() -> None:
-    driver = OutboxDriver(admission_timeout_s=60.0, timeout_s=600.0)
-    opened = Delivery()
-    driver.request(opened=opened)
-    driver.answer(ResponseError("WAIT [7-0] the planner sleeps"))
+    driver, _, opened = refused(timeout_s=600.0)
 
     while not opened.is_done:
         driver.skip_pause()
@@ -215,10 +229,7 @@ def test_group_abandoned_during_admission_is_abandoned_once_open() -> None:
 
 
 def test_admission_wait_ends_by_its_deadline_on_a_silent_store() -> None:
-    driver = OutboxDriver(admission_timeout_s=60.0, timeout_s=600.0)
-    opened = Delivery()
-    driver.request(opened=opened)
-    driver.answer(ResponseError("WAIT [7-0] the planner sleeps"))
+    driver, _, opened = refused(timeout_s=600.0)
     driver.outbox.admissions.woken()
     driver.take_round()
 
@@ -231,13 +242,7 @@ def test_admission_wait_ends_by_its_deadline_on_a_silent_store() -> None:
 
 @pytest.mark.parametrize("answer", [[5], ResponseError("WAIT [8-0] no capacity")])
 def test_group_opened_after_its_wait_ended_is_abandoned(answer: Any) -> None:
-    driver = OutboxDriver(admission_timeout_s=60.0, timeout_s=600.0)
-    (lane,) = driver.request()
-    driver.answer(ResponseError("WAIT [7-0] no capacity"))
-    driver.outbox.admissions.woken()
-    asked = driver.take_round()
-    driver.now_s += 60.0
-    driver.outbox.expire(driver.now_s)
+    driver, lane, asked = timed_out()
 
     driver.outbox.answered(asked, replies=[answer], now_s=driver.now_s)
     sent = driver.take()
@@ -250,13 +255,7 @@ def test_group_opened_after_its_wait_ended_is_abandoned(answer: Any) -> None:
 
 
 def test_group_whose_wait_ended_is_not_requested_after_a_lost_round() -> None:
-    driver = OutboxDriver(admission_timeout_s=60.0, timeout_s=600.0)
-    driver.request()
-    driver.answer(ResponseError("WAIT [7-0] no capacity"))
-    driver.outbox.admissions.woken()
-    asked = driver.take_round()
-    driver.now_s += 60.0
-    driver.outbox.expire(driver.now_s)
+    driver, _, asked = timed_out()
 
     driver.outbox.lost(asked, error=RedisConnectionError("gone"), now_s=driver.now_s)
     driver.skip_pause()

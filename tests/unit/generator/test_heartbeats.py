@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from redis.exceptions import (
-    ResponseError,
-)
+from redis.exceptions import ResponseError
 
 from testkit.outboxes import OutboxDriver, driver_with_lane
-from turnstream.errors import (
-    FencedError,
-    RunNotFoundError,
-)
+from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.generator.outbox.calls import TargetRun
 from turnstream.generator.outbox.heartbeats import Heartbeats
 from turnstream.generator.outbox.trajectory_queue import Lane

@@ -35,11 +35,11 @@ def test_waiting_groups_take_no_space_from_open_trajectories() -> None:
         driver.outbox.inflight.has_capacity_for_turn(100),
         driver.outbox.inflight.has_capacity_for_group(100),
     )
-    held_bytes = driver.outbox.inflight.statistics().inflight_bytes
+    waiting_bytes = driver.outbox.inflight.statistics().inflight_bytes
     driver.outbox.admissions.woken()
     driver.answer([1])
     admitted = driver.outbox.inflight.has_capacity_for_turn(100)
 
     assert waiting == (True, False)
     assert not admitted
-    assert driver.outbox.inflight.statistics().inflight_bytes == held_bytes > 0
+    assert driver.outbox.inflight.statistics().inflight_bytes == waiting_bytes > 0

@@ -15,14 +15,8 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from testkit.outboxes import OutboxDriver, driver_with_lane
-from turnstream.errors import (
-    ConflictError,
-    StoreFullError,
-    StoreUnavailableError,
-)
-from turnstream.generator.outbox.calls import (
-    SCRIPTS,
-)
+from turnstream.errors import ConflictError, StoreFullError, StoreUnavailableError
+from turnstream.generator.outbox.calls import SCRIPTS
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.store.client.backoff import FIRST_PAUSE_S

@@ -5,20 +5,12 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver, driver_with_lane
+from testkit.outboxes import OutboxDriver, driver_with_lane, driver_with_seal
 from turnstream.errors import ConflictError, FencedError, StoreBehindError, StoreUnavailableError
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
+from turnstream.generator.outbox.trajectory_queue import RewardPost
 from turnstream.store.run.rewards import reward_command
 from turnstream.types import GroupOpened, TrajectoryKey
-
-
-def restart(driver: OutboxDriver) -> None:
-    """Lose a round; the next answer comes from a restarted store."""
-    if driver.outbox.is_idle:
-        driver.outbox.run_calls.close_run("", Delivery())
-    driver.reconnect()
-    driver.answer()
 
 
 def connect(driver: OutboxDriver, run_id: bytes) -> None:
@@ -31,15 +23,6 @@ def connect(driver: OutboxDriver, run_id: bytes) -> None:
 
 def errors(delivery: Delivery) -> list[type[Exception]]:
     return [type(error) for error in delivery.errors.values()]
-
-
-def sealed() -> tuple[OutboxDriver, Lane, Delivery]:
-    """Return a trajectory whose seal is stored, and posted next."""
-    driver, lane = driver_with_lane(keep_s=5.0)
-    driver.append(lane)
-    end = driver.seal(lane)
-    driver.answer(2)
-    return driver, lane, end
 
 
 def test_trajectory_ended_by_another_before_it_opened_is_refused() -> None:
@@ -57,9 +40,9 @@ def test_trajectory_ended_by_another_before_it_opened_is_refused() -> None:
 
 
 def test_trajectory_written_by_another_is_refused_if_its_seal_was_stored() -> None:
-    driver, _, end = sealed()
+    driver, _, end = driver_with_seal(keep_s=5.0)
 
-    restart(driver)
+    driver.restart()
     driver.answer([b"CONFLICT g/0/0 is being written by x"])
 
     assert errors(end) == [ConflictError]
@@ -67,11 +50,11 @@ def test_trajectory_written_by_another_is_refused_if_its_seal_was_stored() -> No
 
 
 def test_resent_turns_are_counted_only_as_resent() -> None:
-    driver, lane, _ = sealed()
+    driver, lane, _ = driver_with_seal(keep_s=5.0)
     driver.answer([b"OK"])
     before = driver.outbox.inflight.statistics()
 
-    restart(driver)
+    driver.restart()
     driver.answer([1], b"OK")
     held = driver.outbox.inflight.statistics().inflight_bytes
     driver.answer(0)
@@ -92,7 +75,7 @@ def test_a_seal_is_sent_again_after_its_turns_were_proven() -> None:
     driver.seal(lane)
     driver.answer(1)
 
-    restart(driver)
+    driver.restart()
     again = driver.answer(1)
 
     assert (driver.script_names(again)[0], driver.record_counts(again)) == ("append", [1])
@@ -100,10 +83,10 @@ def test_a_seal_is_sent_again_after_its_turns_were_proven() -> None:
 
 
 def test_ended_trajectory_is_lost_if_the_store_stays_away() -> None:
-    driver, _, end = sealed()
+    driver, _, end = driver_with_seal(keep_s=5.0)
     driver.answer([b"OK"])
 
-    restart(driver)
+    driver.restart()
     driver.outbox.fail_all(StoreUnavailableError("away"))
 
     (lost,) = driver.outbox.take_losses()
@@ -124,7 +107,7 @@ def test_lost_turns_that_are_no_longer_kept_are_named() -> None:
 
 
 def test_seal_refused_for_another_reason_does_not_ask_its_payload() -> None:
-    driver, _, end = sealed()
+    driver, _, end = driver_with_seal(keep_s=5.0)
 
     driver.answer([b"FENCED g/0/0 is being written by x"])
 
@@ -144,10 +127,10 @@ def test_turns_of_a_finished_trajectory_are_refused() -> None:
 
 
 def test_missing_turns_of_an_ended_trajectory_are_named() -> None:
-    driver, _, _ = sealed()
+    driver, _, _ = driver_with_seal(keep_s=5.0)
     driver.answer([b"OK"])
 
-    restart(driver)
+    driver.restart()
     driver.answer([1], b"OK")
     driver.answer(ResponseError("GAP [0] the next turn is 0"))
 
@@ -164,7 +147,7 @@ def test_only_ended_trajectories_are_losses() -> None:
     driver.answer(1)
     receipt = driver.append(refused)
 
-    restart(driver)
+    driver.restart()
     driver.answer(
         [b"CONFLICT g/0/0 is being written by x", b"CONFLICT g/1/0 is being written by x"]
     )
@@ -179,7 +162,7 @@ def test_adopted_trajectory_is_adopted_again() -> None:
     key = TrajectoryKey("g", sample=1)
     driver.outbox.tracker.adopt(key, epoch=4, num_turns=2, num_bytes=0, now_s=driver.now_s)
 
-    restart(driver)
+    driver.restart()
 
     assert "take_over" in driver.script_names(driver.take_round())
 
@@ -188,7 +171,7 @@ def test_no_lease_is_renewed_before_the_group_is_open_again() -> None:
     driver = OutboxDriver(keep_s=5.0)
     driver.open_with_turn()
 
-    restart(driver)
+    driver.restart()
     before = driver.outbox.tracker.heartbeats.num_open
     driver.answer([1], b"OK")
 
@@ -203,7 +186,7 @@ def test_leases_and_bytes_of_a_known_group_are_renewed_at_once() -> None:
     driver.append(lane)
     driver.answer(1)
 
-    restart(driver)
+    driver.restart()
     again = driver.take_round()
 
     assert "heartbeat" in driver.script_names(again)
@@ -211,13 +194,13 @@ def test_leases_and_bytes_of_a_known_group_are_renewed_at_once() -> None:
 
 
 def test_twice_surviving_trajectory_is_resent_from_its_first_turn() -> None:
-    driver, lane, _ = sealed()
+    driver, lane, _ = driver_with_seal(keep_s=5.0)
     driver.answer([b"OK"])
 
-    restart(driver)
+    driver.restart()
     driver.answer([b"CONFLICT [planned] g/0/0 is already planned"], b"OK")
     acknowledged = lane.num_acknowledged
-    restart(driver)
+    driver.restart()
     asked = driver.answer([1], b"OK", b"OK")
     again = driver.answer(2)
 
@@ -232,7 +215,7 @@ def test_a_seal_that_goes_again_has_the_same_bytes() -> None:
     first = driver.answer(2)
     driver.answer([b"OK"])
 
-    restart(driver)
+    driver.restart()
     driver.answer([2], b"OK")  # the epoch of another lease
     again = driver.answer(2)
 
@@ -241,38 +224,33 @@ def test_a_seal_that_goes_again_has_the_same_bytes() -> None:
 
 
 def test_a_seal_that_was_posted_late_is_posted_again() -> None:
-    driver, _, _ = sealed()
+    driver, _, _ = driver_with_seal(keep_s=5.0)
     driver.now_s += 6.0
     driver.answer([b"OK"])
 
-    restart(driver)
+    driver.restart()
 
     assert driver.script_names(driver.answer(0, b"OK"))[0] == "append"
     assert driver.script_names(driver.answer([b"DUPLICATE"])) == ["post_sealed"]
 
 
-def test_ended_trajectory_that_is_not_resent_is_no_loss() -> None:
-    driver, _, end = sealed()
-    driver.answer([b"OK"])
+@pytest.mark.parametrize("is_posted", [True, False])
+def test_only_an_unposted_seal_fails_with_the_others(is_posted: bool) -> None:
+    driver, _, end = driver_with_seal(keep_s=5.0)
+    if is_posted:
+        driver.answer([b"OK"])
 
     driver.outbox.fail_all(StoreUnavailableError("away"))
 
-    assert (driver.outbox.take_losses(), errors(end)) == ([], [])
-
-
-def test_trajectory_with_an_unposted_seal_fails_with_the_others() -> None:
-    driver, _, end = sealed()
-
-    driver.outbox.fail_all(StoreUnavailableError("away"))
-
-    assert errors(end) == [StoreUnavailableError]
+    assert driver.outbox.take_losses() == []
+    assert errors(end) == ([] if is_posted else [StoreUnavailableError])
 
 
 def test_ended_trajectory_is_a_loss_until_its_seal_is_posted_again() -> None:
-    driver, _, _ = sealed()
+    driver, _, _ = driver_with_seal(keep_s=5.0)
     driver.answer([b"OK"])
 
-    restart(driver)
+    driver.restart()
     driver.answer([1], b"OK")
     driver.answer(0)
     driver.outbox.fail_all(StoreUnavailableError("away"))
@@ -301,8 +279,8 @@ def test_failed_trajectory_reserves_nothing() -> None:
 
 def test_lost_group_waits_for_admission_without_a_deadline() -> None:
     # It was lost when the wait for admission of a new group would have ended.
-    driver, _, end = sealed()
-    restart(driver)
+    driver, _, end = driver_with_seal(keep_s=5.0)
+    driver.restart()
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
 
     driver.now_s += 10 * driver.outbox.admission_timeout_s
@@ -311,15 +289,8 @@ def test_lost_group_waits_for_admission_without_a_deadline() -> None:
     opened = driver.answer([1])
     payload = driver.answer(2)
 
-    assert (
-        driver.script_names(asked),
-        driver.script_names(opened),
-        driver.script_names(payload),
-    ) == (
-        ["read_waits"],
-        ["open_group"],
-        ["append"],
-    )
+    names = [driver.script_names(each) for each in (asked, opened, payload)]
+    assert names == [["read_waits"], ["open_group"], ["append"]]
     assert (opened.commands[0].args[1], errors(end)) == ("3+", [])
 
 
@@ -336,7 +307,7 @@ def test_late_answer_to_a_repeated_reward_is_reported_as_lost(
     driver.answer(first.encode())
     driver.request()
 
-    restart(driver)
+    driver.restart()
     sent = driver.answer([1], second.encode())
     assert driver.script_names(sent) == ["open_group", "post_reward"]
 

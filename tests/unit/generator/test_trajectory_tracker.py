@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver, driver_with_lane
+from testkit.outboxes import OutboxDriver, driver_with_lane, driver_with_seal
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.types import GroupOpened, TrajectoryKey
@@ -166,15 +166,10 @@ def test_payload_decides_whether_a_released_group_lost_the_trajectory(
 ) -> None:
     # A store lost a seal, and gave the trajectory up while its generator slept, or its group went
     # on. When that sent it again, this was taken for the end of all that had been sealed.
-    driver, lane = driver_with_lane(keep_s=5.0)
-    driver.append(lane)
-    driver.seal(lane)
-    driver.answer(2)
+    driver, _, _ = driver_with_seal(keep_s=5.0)
     driver.answer([b"OK"])
-    driver.outbox.run_calls.close_run("", Delivery())
 
-    driver.reconnect()
-    driver.answer()
+    driver.restart()
     asked = driver.answer(opening, b"OK")
     sent = driver.answer(ResponseError(f"FENCED {tombstone}"))
 
@@ -185,18 +180,13 @@ def test_payload_decides_whether_a_released_group_lost_the_trajectory(
 def test_turns_whose_seal_was_found_posted_are_kept_for_the_next_restart() -> None:
     # The answer to a posted seal was lost. When the store that came back said that the trajectory
     # was sealed, its turns were kept no longer, and the next restart cost them.
-    driver, lane = driver_with_lane(keep_s=5.0)
-    driver.append(lane)
-    driver.seal(lane)
-    driver.answer(2)
+    driver, _, _ = driver_with_seal(keep_s=5.0)
     driver.reconnect()
     driver.answer()
     driver.answer([b"CONFLICT [sealed] g/0/0 is already sealed"])
     driver.answer([b"DUPLICATE"])
 
-    driver.outbox.run_calls.close_run("", Delivery())
-    driver.reconnect()
-    driver.answer()
+    driver.restart()
     driver.answer([1], b"OK")
 
     assert driver.record_counts(driver.answer(2)) == [2]
@@ -204,17 +194,12 @@ def test_turns_whose_seal_was_found_posted_are_kept_for_the_next_restart() -> No
 
 def test_finished_group_is_opened_first_after_every_restart() -> None:
     # After the second restart only the payload was asked.
-    driver, lane = driver_with_lane(keep_s=5.0)
-    driver.append(lane)
-    driver.seal(lane)
-    driver.answer(2)
+    driver, _, _ = driver_with_seal(keep_s=5.0)
     driver.answer([b"OK"])
     asked: list[list[str]] = []
 
     for num_closings in (1, 2):
-        driver.outbox.run_calls.close_run("", Delivery())
-        driver.reconnect()
-        driver.answer()
+        driver.restart()
         over = ResponseError("CONFLICT [name] group g is finished: a name is used once")
         asked.append(driver.script_names(driver.answer(over, *[b"OK"] * num_closings)))
         driver.answer(
@@ -230,7 +215,7 @@ NEVER_OR_OVER = b"FENCED [unknown] g/0/0 was never opened, or is finished"
 
 def test_released_seal_is_known_if_its_payload_is_finished() -> None:
     # The answer to the first post was lost, and the run went on: trained, released, folded.
-    driver, end = _sealed()
+    driver, _, end = driver_with_seal()
 
     driver.answer([NEVER_OR_OVER])
     was_done = end.is_done
@@ -246,37 +231,20 @@ def test_released_seal_is_known_if_its_payload_is_finished() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "answers",
     [
-        "FENCED the trajectory was given up, and its payload released",
-        "FENCED the trajectory was never opened, or is released",
+        [ResponseError("FENCED the trajectory was given up, and its payload released")],
+        [ResponseError("FENCED the trajectory was never opened, or is released")],
+        [0, [NEVER_OR_OVER]],
     ],
+    ids=["abandoned", "unknown", "asked once"],
 )
-def test_unknown_seal_is_refused_by_its_payload(said: str) -> None:
-    driver, end = _sealed()
+def test_unknown_seal_is_refused_by_its_payload(answers: list[Any]) -> None:
+    driver, _, end = driver_with_seal()
 
     driver.answer([NEVER_OR_OVER])
-    driver.answer(ResponseError(said))
+    for answer in answers:
+        driver.answer(answer)
 
     assert [type(error) for error in end.errors.values()] == [FencedError]
     assert driver.outbox.is_idle
-
-
-def test_existing_payload_is_checked_only_once() -> None:
-    driver, end = _sealed()
-
-    driver.answer([NEVER_OR_OVER])
-    driver.answer(0)
-    driver.answer([NEVER_OR_OVER])
-
-    assert [type(error) for error in end.errors.values()] == [FencedError]
-    assert driver.outbox.is_idle
-
-
-def _sealed() -> tuple[Any, Delivery]:
-    """A trajectory whose payload is stored; its seal is posted next."""
-    driver, lane = driver_with_lane()
-    driver.append(lane)
-    end = driver.seal(lane)
-    driver.answer(2)
-    return driver, end

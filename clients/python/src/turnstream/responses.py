@@ -123,7 +123,7 @@ def from_openai(
         remedy=f"{_SEND_IDS} and give the whole response, or give prompt_ids=",
     )
     content = _first_column((path, choice, "logprobs.content"))
-    if content is not None:  # of a chat completion
+    if content is not None:  # a chat completion has them
         field, entries = content
         texts = field, [_field(entry, "token") for entry in entries]
         values = field, [_field(entry, "logprob") for entry in entries]

@@ -30,12 +30,7 @@ _logger = logging.getLogger(__name__)
 class TrajectoryWriterBase(ABC, Generic[_Sender]):
     """The one implementation of both kinds of trajectory writers.
 
-    Args:
-        sender: sender of the publisher.
-        outbox: outbox of the publisher.
-        group: group of the trajectory, which the first use opens if no lane is given.
-        key: name of the trajectory.
-        lane: lane of a trajectory that is open; None requests admission at the first use.
+    Without the `lane` of an open trajectory, the first use opens the group and waits for admission.
     """
 
     def __init__(

@@ -33,13 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Heartbeats:
-    """The leases of one publisher.
-
-    Args:
-        target: the run.
-        writer: owner of the leases.
-        fail: ends a trajectory with an error.
-    """
+    """The leases of one publisher; `fail` ends a trajectory with an error."""
 
     def __init__(
         self, target: TargetRun, writer: str, fail: Callable[[Lane, TurnstreamError], None]

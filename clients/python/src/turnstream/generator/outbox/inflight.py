@@ -60,17 +60,17 @@ class InflightCounts:
     """The numbers of one outbox.
 
     Args:
-        max_inflight_bytes: bound of what is accepted and not acknowledged, see `has_capacity_...`.
+        max_inflight_bytes: limit of the unacknowledged bytes, see `has_capacity_...`.
 
     Attributes:
         inflight_bytes: unacknowledged bytes of open trajectories.
-        held_bytes: unacknowledged bytes of trajectories that are not admitted.
+        unadmitted_bytes: unacknowledged bytes of trajectories that are not admitted.
     """
 
     def __init__(self, max_inflight_bytes: int) -> None:
         self.max_inflight_bytes = max_inflight_bytes
         self.inflight_bytes = 0
-        self.held_bytes = 0
+        self.unadmitted_bytes = 0
         self._wait_s = 0.0
         self._counts: Counter[str] = Counter()
 
@@ -84,8 +84,8 @@ class InflightCounts:
 
     def has_capacity_for_group(self, num_bytes: int) -> bool:
         """Return whether a whole group may be added; always, while nothing is in flight."""
-        held_bytes = self.inflight_bytes + self.held_bytes
-        return held_bytes == 0 or held_bytes + num_bytes <= self.max_inflight_bytes
+        total_bytes = self.inflight_bytes + self.unadmitted_bytes
+        return total_bytes == 0 or total_bytes + num_bytes <= self.max_inflight_bytes
 
     def add(self, name: str, number: int = 1) -> None:
         """Count something by its name in PublisherStatistics."""
@@ -100,7 +100,7 @@ class InflightCounts:
         if lane.epoch:
             self.inflight_bytes += num_bytes
         else:
-            self.held_bytes += num_bytes
+            self.unadmitted_bytes += num_bytes
 
     def acknowledged(self, lane: Lane, shape: TurnShape, *, num_bytes: int) -> None:
         """Count a turn that the store acknowledged."""
@@ -117,6 +117,6 @@ class InflightCounts:
             **self._counts,
             **resend_buffer,
             wait_s=self._wait_s,
-            inflight_bytes=self.inflight_bytes + self.held_bytes,
+            inflight_bytes=self.inflight_bytes + self.unadmitted_bytes,
             max_inflight_bytes=self.max_inflight_bytes,
         )

@@ -66,7 +66,7 @@ class Outage:
             trouble: error of the store or the connection.
             now_s: the time.
             since_s: start of the outage, if this is its first failure.
-            is_silent: whether the connection holds, and the store says nothing.
+            is_silent: the connection is open, and the store does not answer.
         """
         self._trouble, self._is_silent = trouble, is_silent
         self._away_since_s = self._away_since_s or since_s

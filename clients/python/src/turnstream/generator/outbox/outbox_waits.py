@@ -62,8 +62,8 @@ class WaitMessages:
         """Why nothing more may be accepted."""
         inflight = self._tracker.inflight
         reason = no_space(
-            inflight_bytes=inflight.inflight_bytes,
-            held_bytes=inflight.held_bytes,
+            inflight.inflight_bytes,
+            unadmitted_bytes=inflight.unadmitted_bytes,
             max_inflight_bytes=inflight.max_inflight_bytes,
         )
         return [reason, *self.waiting(now_s)]
@@ -149,15 +149,15 @@ def _of_failed(
             return [WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, {"call": what})]
 
 
-def no_space(*, inflight_bytes: int, held_bytes: int, max_inflight_bytes: int) -> WaitReason:
+def no_space(inflight_bytes: int, *, unadmitted_bytes: int, max_inflight_bytes: int) -> WaitReason:
     """Return the reason for a lack of space."""
     return WaitReason(
         WaitKind.NO_SPACE,
-        f"{inflight_bytes + held_bytes:,} bytes are not acknowledged, {held_bytes:,} of them of "
-        f"groups that wait for admission; max_inflight_bytes is {max_inflight_bytes:,}",
+        f"{inflight_bytes + unadmitted_bytes:,} bytes are not acknowledged, {unadmitted_bytes:,} "
+        f"of them of groups that wait for admission; max_inflight_bytes is {max_inflight_bytes:,}",
         {
             "inflight_bytes": inflight_bytes,
-            "held_bytes": held_bytes,
+            "unadmitted_bytes": unadmitted_bytes,
             "max_inflight_bytes": max_inflight_bytes,
         },
     )

@@ -27,7 +27,6 @@ class RunCalls:
     """The calls of one publisher that belong to its run.
 
     Args:
-        tracker: its trajectories, whose queue of such calls is shared.
         timeout_s: how long a reward is posted again while a restarted store lacks its trajectory.
 
     Attributes:
@@ -84,13 +83,12 @@ class RunCalls:
 
     def learn_columns(self, receipt: Delivery) -> None:
         """Read what the run declares."""
-        what = "the question what the run declares"
         call = RunCall(
             lambda: read_config_command(self._tracker.target.run),
             partial(self._accept_config, receipt),
             partial(_refuse, receipt),
             receipt,
-            what,
+            "the read of the configuration",
         )
         self._queue.append(call)
 

@@ -49,10 +49,6 @@ class TrajectoryTracker:
     """The trajectories of one publisher, from their first write to their end.
 
     Args:
-        target: the run.
-        writer: owner of the leases.
-        inflight: counts of the publisher.
-        resend_buffer: resend buffer of acknowledged writes.
         nonce: part of the ids of its conflict notes; several publishers may share a writer name.
 
     Attributes:
@@ -132,11 +128,9 @@ class TrajectoryTracker:
         if lane.seal_record and is_ended(refused):
             lane.epoch = lane.earlier_epoch  # its seal had been posted, and the answer was lost
             self.queues.seals.append(lane)
-        else:
-            error = refused.error
-            self.fail(lane, error)
-            return error
-        return None
+            return None
+        self.fail(lane, refused.error)
+        return refused.error
 
     def _stored(self, lane: Lane, num_turns: int, seals: bool, num_new: int, now_s: float) -> None:
         """Record that the store has the payload of a call, of which `num_new` records are new."""
@@ -277,8 +271,7 @@ class TrajectoryTracker:
     def rewind(self, *, is_other: bool) -> None:
         """Return all kept writes to the queues, before everything that waits.
 
-        Args:
-            is_other: the store is known to be restarted; False at the first contact.
+        `is_other` is False at the first contact: the store is not known to be restarted.
         """
         rewound = rewind(self.resend_buffer.take(), queues=self.queues, inflight=self.inflight)
         if is_other:
@@ -348,11 +341,9 @@ class TrajectoryTracker:
         self.losses.append(error)
 
     def fail_all(self, error_of: Callable[[Lane | Admission | str], TurnstreamError]) -> None:
-        """Fail whatever is not acknowledged, and settle its receipts.
+        """Fail everything that is not acknowledged, and settle its receipts.
 
-        Args:
-            error_of: return the error of a trajectory, of a group that waits for admission, or of
-                a call, in words.
+        `error_of` returns the error of a trajectory, of a group, or of a call, in words.
         """
         queues = self.queues
         opened = [(each.opened, error_of(each)) for each in queues.admissions]
