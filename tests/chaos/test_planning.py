@@ -20,7 +20,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.merge.plan import Manifest
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys
-from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.types import ConfigRevised
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import read_plan

@@ -13,8 +13,7 @@ from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import InvalidConfigError
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.client.connection import connect
-from turnstream.store.run.configs import open_run
-from turnstream.store.run.revisions import Revisions, read_revisions, revise_config
+from turnstream.store.run.configs import Revisions, open_run, read_revisions, revise_config
 from turnstream.store.run.runs import close_run, create_run, pause_run, reopen_run, resume_run
 from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
 

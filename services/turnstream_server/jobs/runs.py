@@ -14,8 +14,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RunNotFoundError, UnknownFormatError
 from turnstream.records.configs import encode_config
 from turnstream.store.client.connection import address_of
-from turnstream.store.run.configs import open_run
-from turnstream.store.run.revisions import read_revisions
+from turnstream.store.run.configs import open_run, read_revisions
 from turnstream.store.run.runs import list_runs
 from turnstream_server.bus.admin.deletion import deleting_since_ms
 from turnstream_server.bus.core.frontier import Frontier

@@ -16,7 +16,7 @@ from harness.proxy import Proxy
 from harness.rig import LEASE_S
 from harness.running import InVainError, Stack
 from turnstream.errors import ConflictError
-from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.store.run.runs import pause_run, resume_run
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import read_plan

@@ -15,7 +15,7 @@ from turnstream.generator import Publisher
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
-from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.store.waits.read_waits import read_waits

@@ -16,7 +16,7 @@ from turnstream.batching.planning.plan_batch import event_order
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
-from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.types import BatchDue, Group, TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.planner import chain
 from turnstream_server.batcher.planner.decisions import DecisionWriter

@@ -11,7 +11,7 @@ from turnstream.generator import AsyncPublisher
 from turnstream.records.configs import encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
-from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.types import ConfigRevised
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 

@@ -8,7 +8,7 @@ import pytest
 
 from testkit import group, trajectory, turn, wait_until_async
 from turnstream.store.client import keys
-from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream_server.batcher.planner.chain import PAGE_MANIFESTS
 from turnstream_server.bus.core.scan import PAGE_EVENTS
 

@@ -17,9 +17,8 @@ from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import Command, run_command, run_commands
-from turnstream.store.run.configs import read_config
+from turnstream.store.run.configs import read_config, revise_config
 from turnstream.store.run.leases import list_lapsed
-from turnstream.store.run.revisions import revise_config
 from turnstream.store.run.runs import (
     close_run,
     create_run,

@@ -23,8 +23,7 @@ from turnstream.errors import (
 )
 from turnstream.records.snapshots import decode_snapshot
 from turnstream.store.client import keys
-from turnstream.store.run.configs import read_config
-from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.configs import read_config, read_revisions, revise_config
 from turnstream.store.run.runs import list_runs, newest_version
 from turnstream.types import (
     ConfigRevised,

@@ -12,8 +12,8 @@ import redis.asyncio
 from turnstream.errors import ConflictError, RejectedError
 from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_command_async
+from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.store.run.leases import heartbeat_command, list_lapsed_async, take_over_command
-from turnstream.store.run.revisions import read_revisions, revise_config
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import ConfigRevised, Purpose
 from turnstream_server.bus.core.frontier import read_frontier_async

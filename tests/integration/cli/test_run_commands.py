@@ -14,7 +14,7 @@ import redis
 from harness.stored import content_of
 from testkit import wait_until
 from turnstream.store.client import keys
-from turnstream.store.run.revisions import read_revisions
+from turnstream.store.run.configs import read_revisions
 from turnstream_server import cli
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer

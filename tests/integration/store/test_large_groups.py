@@ -22,7 +22,7 @@ from turnstream.generator import Publisher
 from turnstream.records.configs import encode_config
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.budget import settled_lease
-from turnstream.store.run.revisions import revise_config
+from turnstream.store.run.configs import revise_config
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream_server.bus.queries.ledger import read_budget
 

@@ -15,8 +15,7 @@ from turnstream.errors import ConflictError, InvalidConfigError
 from turnstream.records.configs import encode_config
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import Command, run_command
-from turnstream.store.run.configs import read_config
-from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.configs import read_config, read_revisions, revise_config
 from turnstream.store.run.runs import create_run
 
 pytestmark = pytest.mark.redis

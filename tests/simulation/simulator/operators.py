@@ -13,7 +13,7 @@ from simulator.processes import Process
 from simulator.shared_state import SharedState, patiently
 from turnstream.errors import ConflictError, ObserverExpiredError, ReleasedError
 from turnstream.store.client import keys
-from turnstream.store.run.revisions import revise_config
+from turnstream.store.run.configs import revise_config
 from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
 from turnstream.types import Leftover
 from turnstream_server.bus.core.frontier import read_frontier_async

@@ -12,9 +12,8 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.run import runs
 from turnstream.store.run.batchers import wait_for_batchers
-from turnstream.store.run.configs import read_config
+from turnstream.store.run.configs import read_config, revise_config
 from turnstream.store.run.credits import Credit, credit
-from turnstream.store.run.revisions import revise_config
 from turnstream.store.run.rewards import RewardOutcome, post_reward
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.store.waits.version_wait import wait_for_version

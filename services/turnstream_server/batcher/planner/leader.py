@@ -20,7 +20,7 @@ from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.planning.plan_batch import event_order, num_groups_to_plan
 from turnstream.batching.planning.selection import Selector
 from turnstream.records.snapshots import PlannerSnapshot
-from turnstream.store.run.revisions import Revisions
+from turnstream.store.run.configs import Revisions
 from turnstream.types import BatchDue, ConfigRevised, Event
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.payload import DamagedPayloadError

@@ -7,7 +7,7 @@ import logging
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import CorruptRecordError, FencedError
-from turnstream.store.run.revisions import Revisions
+from turnstream.store.run.configs import Revisions
 from turnstream.types import ConfigRevised
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning.announcements import announce_revision, read_revisions_async

@@ -9,7 +9,7 @@ import redis.asyncio
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.run.revisions import Revisions, parse_revisions
+from turnstream.store.run.configs import Revisions, parse_revisions
 from turnstream.types import BatchDue, ConfigRevised, RunFinished
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 

@@ -8,7 +8,7 @@ import pytest
 from testkit import group, trajectory, turn
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
-from turnstream.store.run.revisions import read_revisions, revise_config
+from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.store.run.rewards import post_reward
 from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
 

@@ -16,8 +16,8 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.store.client.stored_values import parsed_number, reading
+from turnstream.store.run.configs import read_revisions
 from turnstream.store.run.groups import OPEN_GROUP, group_size
-from turnstream.store.run.revisions import read_revisions
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream.types.names import checked_text, shown
 from turnstream.types.scalars import whole_number
