@@ -67,11 +67,7 @@ class PlanChain:
         self.next_row_id = stored.manifest.end_row_id
 
     async def read_on(self) -> deque[StoredManifest]:
-        """Return the next existing plans, and continue after them; none at the end.
-
-        Raises:
-            RecordError: one of them is damaged, or of a newer release.
-        """
+        """Return the next existing plans, and continue after them; none at the end."""
         stored = await read_manifests(
             self._term.client, self._term.run, first_step=self.next_step, max_count=PAGE_MANIFESTS
         )
@@ -126,11 +122,7 @@ class PlanChain:
         return False
 
     async def write(self, stored: StoredManifest) -> bool:
-        """Write a plan; return False, with a new view, if the step must be planned again.
-
-        Raises:
-            ConflictError: the plan contradicts the ledger.
-        """
+        """Write a plan; return False, with a new view, if the step must be planned again."""
         is_written = await write_manifest(self._term, stored)
         if not is_written:
             await self._view.refresh()

@@ -45,11 +45,7 @@ class FoldBrokenError(Exception):
 
 
 class UnreadableEvent(NamedTuple):
-    """An event that cannot be read, or that belongs to another trajectory.
-
-    Attributes:
-        key: key of the trajectory that it ends; None if it names no trajectory.
-    """
+    """An event that cannot be read, or that belongs to another trajectory, and the one it ends."""
 
     reason: str
     key: TrajectoryKey | None
@@ -98,11 +94,7 @@ class DecisionWriter:
         self._rejected = await trajectories.read_rejected(self._term.client, self._term.run)
 
     def read(self, entry: EventEntry) -> Event | None:
-        """Return the event; None where it is rejected, now or by an earlier leader.
-
-        Raises:
-            UnknownFormatError: a newer release wrote the event.
-        """
+        """Return the event; None where it is rejected, now or by an earlier leader."""
         if entry.event_id in self._rejected:
             return None
         try:
@@ -164,8 +156,7 @@ class DecisionWriter:
     async def without_settled(self, decisions: list[Decision]) -> list[Decision]:
         """Return the decisions whose group is still in the ledger, or whose member may be.
 
-        A member of a released group may be left: it was sealed when its group was decided, or
-        later.
+        A member that was sealed when its group was decided, or later, outlasts a released group.
         """
         groups = [keys.encode_name(_group_of(each)) for each in decisions]
         names = list(dict.fromkeys(groups))
@@ -195,11 +186,7 @@ class DecisionWriter:
             logger.info("refill %d of group %s: %s", wanted.number, wanted.key.group_id, wanted.key)
 
     async def mark_dead(self, damages: Iterable[Damage]) -> None:
-        """Mark sealed trajectories as dead, with the reason.
-
-        Raises:
-            ConflictError: one of them is not sealed.
-        """
+        """Mark sealed trajectories as dead, with the reason."""
         for key, reason in damages:
             died = TrajectoryDied(key=key, reason=reason)
             reach("mark_dead.before")

@@ -178,10 +178,6 @@ class RunView:
 
         A cached plan counts only while the store has it: after a power cut another plan may have
         its number.
-
-        Raises:
-            ReleasedError: it is no longer retained.
-            RecordError: the stored plan is damaged, or of a newer release.
         """
         batch = self._batches.get(step)
         entry = await self._call("HGET", keys.run_keys(self.run).batches, step)
@@ -197,11 +193,7 @@ class RunView:
         return batch
 
     async def config(self, revision: int) -> BatchingConfig:
-        """Return the config of a revision.
-
-        Raises:
-            NotReadyError: the store has no such revision: it may have lost it in a power cut.
-        """
+        """Return the config of a revision, which the store may have lost in a power cut."""
         config = self._configs.get(revision)
         if config is None:
             text = await self._call("HGET", keys.run_keys(self.run).config, revision)

@@ -64,11 +64,7 @@ class PlannerSnapshots:
         self._released_at = "0-0"
 
     async def read(self) -> PlannerSnapshot | None:
-        """Return the newest snapshot; None before the first.
-
-        Raises:
-            RecordError: it is damaged, or of a newer release.
-        """
+        """Return the newest snapshot; None before the first."""
         snapshot = await read_snapshot(self._term.client, self._term.run)
         if snapshot is not None:
             self._step = snapshot.step

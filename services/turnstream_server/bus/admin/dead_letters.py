@@ -41,13 +41,7 @@ class DeadLetterNotFoundError(RejectedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """A dead trajectory with payload, or a rejected event.
-
-    Attributes:
-        name: id of the trajectory, or of the event.
-        since_ms: time of its death, by the server's clock.
-        num_bytes: bytes that are stored of it.
-    """
+    """A dead trajectory with payload, or a rejected event; `name` is the id of either."""
 
     name: str
     reason: str
@@ -59,10 +53,8 @@ class DeadLetter:
 class DeadLetters:
     """All dead letters of a run, the oldest first.
 
-    Attributes:
-        num_discarded: dead trajectories without payload.
-        num_bytes: size of all dead trajectories.
-        max_bytes: limit of this size.
+    `num_discarded` counts dead trajectories without payload. `num_bytes` and its limit are of the
+    trajectories alone.
     """
 
     run: str
@@ -74,13 +66,7 @@ class DeadLetters:
 
 
 class DeadRecord(NamedTuple):
-    """A stored record of a dead letter.
-
-    Attributes:
-        record: bytes as stored.
-        content: decoded turn or event; None if the record cannot be decoded.
-        problem: defect of the record; empty if it is as it was sealed.
-    """
+    """A stored record: its content, None if it cannot be decoded, and its defect, else ""."""
 
     record: bytes
     content: StoredTurn | Event | None
@@ -130,11 +116,7 @@ def read_kept(client: redis.Redis, run: str) -> KeptDeadLetters | None:
 
 
 def find_trajectory(client: redis.Redis, run: str, name: str) -> str:
-    """Return the id of a trajectory, from its readable name or its id.
-
-    Raises:
-        DeadLetterNotFoundError: the name is not one of a trajectory.
-    """
+    """Return the id of a trajectory, from its readable name or its id."""
     try:
         meant = [key.trajectory_id for key in keys_named(name)]
     except ValueError as error:
@@ -148,11 +130,7 @@ def find_trajectory(client: redis.Redis, run: str, name: str) -> str:
 
 
 def open_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> DeadContent:
-    """Return a dead trajectory with its records, the defect of each, and its missing turns.
-
-    Raises:
-        DeadLetterNotFoundError: the run keeps no dead trajectory of this id.
-    """
+    """Return a dead trajectory with its records, the defect of each, and its missing turns."""
     names = keys.run_keys(run)
     with translating():
         value: Any = client.hget(names.letters, trajectory_id)
@@ -172,11 +150,7 @@ def open_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> DeadCo
 
 
 def open_event(client: redis.Redis, run: str, event_id: str) -> DeadContent:
-    """Return a rejected event with its record.
-
-    Raises:
-        DeadLetterNotFoundError: the run keeps no rejected event of this id.
-    """
+    """Return a rejected event with its record."""
     with translating():
         entries: Any = client.xrange(keys.run_keys(run).damaged)
     for entry_id, fields in entries:
@@ -188,8 +162,6 @@ def open_event(client: redis.Redis, run: str, event_id: str) -> DeadContent:
 
 def discard_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> bool:
     """Delete the payload of a dead trajectory; its ledger entry keeps the reason.
-
-    Its bytes return to the budget of the run.
 
     Returns:
         False if it was discarded before.
@@ -214,11 +186,7 @@ def discard_event(client: redis.Redis, run: str, event_id: str) -> bool:
 
 
 async def discard_oldest(client: redis.asyncio.Redis, run: str, *, max_bytes: int) -> int:
-    """Discard the oldest dead trajectories until the others have at most `max_bytes`.
-
-    Returns:
-        Number of dead letters that this call discarded.
-    """
+    """Discard the oldest dead trajectories above `max_bytes`; return their number."""
     kept: dict[bytes, tuple[int, int]] = {}
     cursor = 0
     while True:

@@ -38,14 +38,7 @@ _FORK = Script("fork_run", "turnstream_server.bus.admin")
 
 
 class _Versions(NamedTuple):
-    """The announced versions of an origin.
-
-    Attributes:
-        records: the versions announced by the step, in order.
-        steps: the step after which each was made.
-        lineage: lineage of the last of them.
-        highest: highest version ever announced; -1: none.
-    """
+    """The announced versions of an origin up to a step, and the highest ever; -1 for none."""
 
     records: list[tuple[int, bytes]]
     steps: dict[int, int]
@@ -70,8 +63,8 @@ def fork_run(
         client: client of the store.
         run: the origin.
         new_run: name of the new run, which may be that of a deleted one.
-        token: token of a committed step of the origin that is still retained.
-        config: config of the new run; None takes the one that is in force in the origin.
+        token: names a committed step of the origin that is still retained.
+        config: None takes the one that is in force in the origin.
 
     Raises:
         InvalidConfigError: no new run can have this name.
@@ -120,11 +113,7 @@ def _find_fork(
     *,
     config: BatchingConfig | None,
 ) -> Origin | None:
-    """Return the origin of the new run if an equal call made it before, else None.
-
-    Raises:
-        ConflictError: the name is taken.
-    """
+    """Return the origin of the new run if an equal call made it before, else None."""
     try:
         origin = read_frontier(client, new_run).origin
     except RunNotFoundError:
@@ -190,11 +179,7 @@ def _make_fork(
 
 
 def _read_origin(client: redis.Redis, run: str, token: RecoveryToken) -> tuple[Origin, int]:
-    """Return the origin of the token, and the first row id after it.
-
-    Raises:
-        StoreBehindError, ReleasedError, ConflictError: see fork_run.
-    """
+    """Return the origin of the token, and the first row id after it."""
     step, names = token.step, keys.run_keys(run)
     row_id = _next_row_id(client, run, step)
     with translating():

@@ -81,15 +81,11 @@ class Frontier:
         stepped: newest batch that the optimizer has taken.
         committed: newest batch that a checkpoint on disk holds.
         session_epoch: fencing number of the trainer session; 0 before the first.
-        session: its name.
-        dp_world_size: its data-parallel ranks.
         lineage: name of the history; another one after every rollback.
-        num_opened_groups: groups ever opened.
         num_live_groups: opened groups that were not dropped untrained.
         num_open_groups: live groups that are neither decided nor planned.
         is_closed: no group will be opened any more.
         released: newest batch that is no longer retained; 0 before the first.
-        origin: origin of a forked run; else None.
         version_floor: the highest version that the origin has announced; -1: none.
         next_revision: first step of the next config that is not in force; 0 without one.
         is_finished: the run is closed, and no batch follows `planned`.

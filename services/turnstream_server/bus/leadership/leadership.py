@@ -35,10 +35,7 @@ class Leadership:
     """The current leader of a run.
 
     Attributes:
-        is_ours: whether the caller leads.
         epoch: fencing number of the leader; every script of the planner takes it.
-        owner: name of the leader.
-        lease_left_s: seconds until the lease ends unless it is renewed.
         parked: the position up to which a parked run was read; None if it is not parked.
     """
 
@@ -133,8 +130,7 @@ async def release_leadership(term: Term, *, owner: str) -> bool:
 async def park_leadership(term: Term, position: Position) -> bool:
     """Release the leadership of an idle run, until something is written to it after `position`.
 
-    Returns:
-        False where something in the run can expire.
+    False where something in the run can expire.
     """
     return bool(await _PARK.run(term, *position))
 
@@ -142,11 +138,7 @@ async def park_leadership(term: Term, position: Position) -> bool:
 async def note_trouble(
     client: redis.asyncio.Redis, run: str, what: Trouble, trouble: str, *, owner: str
 ) -> bool:
-    """Record the reason why a leader cannot work; empty once it is solved.
-
-    Returns:
-        False if another one leads.
-    """
+    """Record why a leader cannot work, "" once it is solved; return False if another leads."""
     command = _NOTE((keys.run_keys(run).leader,), owner, what, trouble)
     return bool(await run_command_async(client, command))
 

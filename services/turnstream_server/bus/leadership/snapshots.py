@@ -25,12 +25,7 @@ async def save_snapshot(term: Term, *, position: str, step: int, record: bytes) 
 
 
 async def read_snapshot(client: redis.asyncio.Redis, run: str) -> PlannerSnapshot | None:
-    """Return the snapshot of the run; None before the first.
-
-    Raises:
-        CorruptRecordError: the stored bytes are damaged.
-        UnknownFormatError: a newer release wrote it.
-    """
+    """Return the snapshot of the run; None before the first."""
     with translating():
         record: Any = await client.execute_command("HGET", keys.run_keys(run).snapshot, "record")
     return None if record is None else await asyncio.to_thread(decode_snapshot, record)

@@ -27,11 +27,7 @@ async def announce_due(term: Term, due: BatchDue) -> str:
 
 
 async def read_revisions_async(client: redis.asyncio.Redis, run: str) -> Revisions:
-    """Return all configs of a run.
-
-    Raises:
-        RecordError: one of them is damaged, or of a newer release.
-    """
+    """Return all configs of a run."""
     with translating():
         fields: Any = await client.execute_command("HGETALL", keys.run_keys(run).config)
     return parse_revisions(run, fields)
@@ -47,9 +43,5 @@ async def announce_revision(term: Term, revised: ConfigRevised) -> bool:
 
 
 async def finish_run(term: Term, *, step: int, position: str) -> bool:
-    """Finish a run after its last step.
-
-    Returns:
-        False if the run is not closed, or there are events after `position`.
-    """
+    """Finish a run after its last step, if it is closed and has no events after `position`."""
     return bool(await _FINISH.run(term, position, encode_event(RunFinished(step=step))))

@@ -40,7 +40,7 @@ def encode_for_store(manifest: Manifest) -> StoredManifest:
     return StoredManifest(manifest=manifest, record=record, hash=manifest_hash(record))
 
 
-async def write_manifest(term: Term, planned: Manifest | StoredManifest) -> bool:
+async def write_manifest(term: Term, stored: StoredManifest) -> bool:
     """Write the plan of the next step and move its trajectories to "planned", all or nothing.
 
     Writing the same plan again changes nothing.
@@ -53,7 +53,6 @@ async def write_manifest(term: Term, planned: Manifest | StoredManifest) -> bool
         ConflictError: the step has another plan or is not the next one, the chain differs, the
             config is not in force, or a trajectory is not sealed: nothing was written.
     """
-    stored = planned if isinstance(planned, StoredManifest) else encode_for_store(planned)
     manifest = stored.manifest
     ids = (keys.trajectory_id(t.key) for group in manifest.groups for t in group.trajectories)
     answer: int = await _WRITE.run(
@@ -70,12 +69,7 @@ async def write_manifest(term: Term, planned: Manifest | StoredManifest) -> bool
 
 
 async def read_manifest(client: redis.asyncio.Redis, run: str, step: int) -> StoredManifest | None:
-    """Return the newest plan of a step, or None.
-
-    Raises:
-        CorruptRecordError: the stored bytes are damaged.
-        UnknownFormatError: a newer release wrote it.
-    """
+    """Return the newest plan of a step, or None."""
     plan = keys.run_keys(run).plan
     with translating():
         entries: Any = await client.execute_command("XREVRANGE", plan, step, step, "COUNT", 1)
@@ -94,12 +88,7 @@ def read_plan(client: redis.Redis, run: str, step: int) -> StoredManifest | None
 async def read_manifests(
     client: redis.asyncio.Redis, run: str, *, first_step: int, max_count: int
 ) -> list[StoredManifest]:
-    """Return the plans from `first_step` on, in order, at most `max_count` of them.
-
-    Raises:
-        CorruptRecordError: the stored bytes are damaged.
-        UnknownFormatError: a newer release wrote one.
-    """
+    """Return the plans from `first_step` on, in order, at most `max_count` of them."""
     plan = keys.run_keys(run).plan
     with translating():
         entries: Any = await client.execute_command(

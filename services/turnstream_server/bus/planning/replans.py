@@ -60,10 +60,8 @@ class Withdrawal:
 
     Attributes:
         manifest_hash: hash of the newest plan.
-        dead: the damaged trajectories in the plans.
-        lease_epochs: the lease epochs of all others at their seal.
-        position: the last event in `snapshot`.
-        snapshot: record of the planner's state after the step before.
+        lease_epochs: the lease epochs of all other trajectories at their seal.
+        position: the last event in `snapshot`, which is of the step before.
     """
 
     first_step: int

@@ -35,12 +35,7 @@ _REJECT_SLICE: Final = 25
 
 
 class Rejection(NamedTuple):
-    """An event that counts for nothing, and why.
-
-    Attributes:
-        key: key of the trajectory that the event ends, if that is sealed; None if it names no
-            trajectory.
-    """
+    """An event that counts for nothing, why, and the sealed trajectory that ends by it, if any."""
 
     event_id: str
     reason: str
@@ -48,10 +43,7 @@ class Rejection(NamedTuple):
 
 
 async def mark_dead(term: Term, died: TrajectoryDied) -> bool:
-    """Mark a sealed trajectory as dead, keep its payload, and notify the planner, once.
-
-    Returns:
-        False where it was dead before.
+    """Mark a sealed trajectory as dead, and notify the planner; return False if it was dead.
 
     Raises:
         ConflictError: it is not sealed, or already in a batch.
@@ -61,10 +53,9 @@ async def mark_dead(term: Term, died: TrajectoryDied) -> bool:
 
 
 async def reject_events(term: Term, rejections: Sequence[Rejection]) -> int:
-    """Reject events, each once, and keep them or their trajectories as dead letters.
+    """Reject events, each once; return how many were rejected now.
 
-    Returns:
-        How many were rejected now.
+    They, or their trajectories, become dead letters.
     """
     num_new = 0
     for start in range(0, len(rejections), _REJECT_SLICE):

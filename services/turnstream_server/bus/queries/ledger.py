@@ -49,11 +49,10 @@ class LedgerMismatchError(TurnstreamError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCounts:
-    """Trajectories of a run by state in one snapshot.
+    """Trajectories of a run by state in one snapshot; every state is a key.
 
     Attributes:
         accepted: trajectories ever opened.
-        by_state: number of them in each state; every state is a key.
         num_in_batches: trajectories in manifests: planned, stepped and committed ones.
         num_late_rewards: rewards without effect, posted after the group was decided.
         num_conflicts: writes that were refused because their key has another content.
@@ -93,12 +92,7 @@ class LedgerCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Summary of a run for one screen.
-
-    Attributes:
-        newest_version: the highest policy version announced; None before the first.
-        planner: name of the batcher that plans it; empty without one.
-    """
+    """Summary of a run for one screen; `planner` is the batcher that plans it, "" for none."""
 
     run: str
     frontier: Frontier
@@ -155,12 +149,7 @@ def _parse(names: keys.RunKeys, reply: list[Any]) -> LedgerCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFacts:
-    """The trajectories of one state.
-
-    Attributes:
-        reasons: all reasons with their numbers, the most frequent first.
-        held_bytes: their bytes in the store, reserved or stored.
-    """
+    """The trajectories of one state, their reasons by frequency, and their bytes in the store."""
 
     state: TrajectoryState
     count: int
@@ -170,14 +159,7 @@ class StateFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerStates:
-    """A run's ledger by state; its parts are read one after the other.
-
-    Attributes:
-        counts: the numbers at one time.
-        states: the states that occur, in their order in time.
-        prompts: counts of the run's prompts.
-        budget: bytes and limits; samples without a trajectory have reservations, too.
-    """
+    """A run's ledger by the states that occur; its parts are read one after the other."""
 
     run: str
     frontier: Frontier

@@ -42,13 +42,7 @@ class TrajectoryNotFoundError(RejectedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryEvent:
-    """One event of a trajectory.
-
-    Attributes:
-        name: for example "sealed" or "planned".
-        details: further fields as text; may be empty.
-        at_ms: time by the server's clock, in milliseconds.
-    """
+    """One event of a trajectory, for example "sealed", with its further fields as text."""
 
     name: str
     details: str = ""

@@ -67,14 +67,10 @@ class ReleaseState:
     """The progress of a run's release at one time.
 
     Attributes:
-        released: newest released step.
-        folded: newest step with a compact record.
+        folded: newest step with a compact record; `cold` is the newest one in a file.
         num_records: compact records of untrained trajectories.
         snapshot_step: newest plan that a starting planner does not read.
         num_ended: trajectories that ever ended untrained and are not kept as dead letters.
-        num_ended_folded: their number in compact records.
-        dead_bytes: bytes of the dead letters.
-        cold: newest step whose compact record is in a file.
         num_entries: trajectories in the ledger.
     """
 
@@ -165,11 +161,7 @@ def give_back_command(run: str, trajectory_ids: Sequence[str]) -> Command:
 
 
 async def fold_batches(term: Term, manifests: Sequence[Manifest]) -> None:
-    """Remove the trajectories and groups of released steps from the ledger, in few round trips.
-
-    Raises:
-        ConflictError: a step is not released.
-    """
+    """Remove the trajectories and groups of released steps from the ledger, in few round trips."""
     commands = (command for manifest in manifests for command in _fold_commands(term, manifest))
     await _run_all(term.client, commands)
 
@@ -209,11 +201,7 @@ async def finished_groups(
 ) -> set[str]:
     """Return the (encoded) names of finished groups: planned, dropped, or compact."""
     states = await _group_states(client, run, group_names)
-    return {
-        name
-        for name, entry in zip(group_names, states, strict=True)
-        if entry is None or entry.partition(b":")[2] in _OVER
-    }
+    return {name for name, state in states if state is None or state in _OVER}
 
 
 async def compact_groups(
@@ -221,7 +209,7 @@ async def compact_groups(
 ) -> set[str]:
     """Return the (encoded) names of groups of which only a fingerprint is left."""
     states = await _group_states(client, run, group_names)
-    return {name for name, entry in zip(group_names, states, strict=True) if entry is None}
+    return {name for name, state in states if state is None}
 
 
 async def fold_ended(
@@ -237,13 +225,14 @@ async def fold_ended(
 
 async def _group_states(
     client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
-) -> list[bytes | None]:
-    states: list[bytes | None] = []
-    groups = keys.run_keys(run).groups
+) -> list[tuple[str, bytes | None]]:
+    """Return each group with its state; None for a compact one."""
+    states: list[tuple[str, bytes | None]] = []
     for some in _sliced(group_names, FOLD_SLICE):
         with translating():
-            entries: Any = await client.execute_command("HMGET", groups, *some)
-        states += entries
+            entries: Any = await client.execute_command("HMGET", keys.run_keys(run).groups, *some)
+        found = [entry and entry.partition(b":")[2] for entry in entries]
+        states += zip(some, found, strict=True)
     return states
 
 

@@ -58,19 +58,16 @@ def read_observers(client: redis.Redis, run: str) -> tuple[Observer, ...]:
     observers: list[Observer] = []
     for name in sorted(found):
         with reading(names.observers, name):
-            observers.append(_observer(name, found[name].decode(), run_ms))
+            seen, expires_ms, expiry_ms = map(int, found[name].split(b":")[:3])
+            left_ms = (expires_ms or run_ms) - run_ms
+            observer = Observer(
+                name=keys.decode_name(name),
+                seen=seen,
+                silent_s=max(0, expiry_ms - left_ms) / 1_000,
+                left_s=left_ms / 1_000,
+            )
+        observers.append(observer)
     return tuple(observers)
-
-
-def _observer(name: str, entry: str, run_ms: int) -> Observer:
-    seen, expires_ms, expiry_ms = map(int, entry.split(":")[:3])
-    expires_ms = expires_ms or run_ms
-    return Observer(
-        name=keys.decode_name(name),
-        seen=seen,
-        silent_s=max(0, run_ms - (expires_ms - expiry_ms)) / 1_000,
-        left_s=(expires_ms - run_ms) / 1_000,
-    )
 
 
 async def declare_observer(

@@ -23,7 +23,7 @@ _ANNOUNCE = Script("announce_version", "turnstream_server.bus.sessions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSession:
-    """A trainer session: its fencing number, its first batch, and its lineage."""
+    """A trainer session, with its fencing number, and the run before it."""
 
     session_epoch: int
     next_step: int

@@ -32,8 +32,7 @@ if step > tonumber(stepped) then
   return redis.error_reply('CONFLICT step ' .. step .. ' is not stepped; the newest such step is '
     .. stepped)
 end
-local entry = redis.call('HGET', BATCHES, ARGV[2])
-local hash = step == 0 and '' or string.match(entry or '', ':(.*)$')
+local hash = step == 0 and '' or hash_of(ARGV[2])
 if hash ~= ARGV[3] then
   return redis.error_reply('CONFLICT step ' .. step .. ' has the manifest "' .. (hash or '')
     .. '", not "' .. ARGV[3] .. '"')

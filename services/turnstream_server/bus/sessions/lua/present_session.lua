@@ -5,6 +5,8 @@
 -- Defines refused(epoch, session, own_epoch, own_session): the error, or nil. The first two are of
 -- the frontier, the others of the call. A call of an older release has no session name, or "".
 -- Withdrawn plans end the session: then its name in the frontier is "".
+--
+-- Defines hash_of(step): the manifest hash of a step, or nil. BATCHES is the key.
 
 local function refused(epoch, session, own_epoch, own_session)
   if not epoch then
@@ -22,4 +24,8 @@ local function refused(epoch, session, own_epoch, own_session)
     return redis.error_reply('FENCED trainer session "' .. own_session .. '" has ended or was lost, "'
       .. session .. '" has its epoch')
   end
+end
+
+local function hash_of(step)
+  return string.match(redis.call('HGET', BATCHES, step) or '', ':(.*)$')
 end

@@ -31,10 +31,6 @@ if step < tonumber(released or 0) then
   return 1  -- a late call: the batch is released
 end
 
-local function hash_of(number)
-  return string.match(redis.call('HGET', BATCHES, number) or '', ':(.*)$')
-end
-
 local own = hash_of(ARGV[4])
 if own ~= ARGV[5] and ARGV[6] == 'gets' then
   return redis.error_reply('RANK_UNCONFIRMED step ' .. step

@@ -41,10 +41,6 @@ if tonumber(ARGV[5]) >= tonumber(world_size) then
     .. ' ranks of the session')
 end
 
-local function hash_of(number)
-  return string.match(redis.call('HGET', BATCHES, number) or '', ':(.*)$')
-end
-
 -- Return the first rank whose newest stepped batch is before this one, or another one.
 local function rank_behind()
   for rank = 0, tonumber(world_size) - 1 do
