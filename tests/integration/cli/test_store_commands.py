@@ -15,7 +15,7 @@ from testkit.scripts import script
 from turnstream.batching.fold.decisions import RefillWanted
 from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
 from turnstream.generator import Publisher
-from turnstream.records.evals import encode_eval_result
+from turnstream.records.evals import encode_evaluation
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect, connect_async
@@ -274,7 +274,7 @@ def test_evals_prints_a_line_for_each_version(url: str) -> None:
     result = EvalResult(version=7, num_groups=2, num_trajectories=4, reward=Spread(num=4, mean=0.5))
     with connect(url) as client:
         create_run(client, "maze", config())
-        client.hset(keys.run_keys("maze").evals, "7", encode_eval_result(result))
+        client.hset(keys.run_keys("maze").evals, "7", encode_evaluation(result))
 
     shown = CliRunner().invoke(cli.app, ["evals", "maze"])
     as_json = CliRunner().invoke(cli.app, ["evals", "maze", "--json"])

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from testkit.strategies.figures import figures
 from testkit.strategies.values import names, optional_versions, rewards_of_trajectories
 from turnstream.errors import CorruptRecordError
-from turnstream.records.evals import (
-    decode_eval_group,
-    decode_eval_result,
-    encode_eval_group,
-    encode_eval_result,
-)
+from turnstream.records.evals import decode_evaluation, encode_evaluation
 from turnstream.records.framing import EVALUATION, write_frame
 from turnstream.types import EvalGroup, EvalResult, Spread
 
@@ -47,16 +42,16 @@ results = st.builds(
 
 @given(group=groups)
 def test_decoded_group_is_the_encoded_one(group: EvalGroup) -> None:
-    assert decode_eval_group(encode_eval_group(group)) == group
+    assert decode_evaluation(EvalGroup, encode_evaluation(group)) == group
 
 
 @given(result=results)
 def test_decoded_result_is_the_encoded_one(result: EvalResult) -> None:
-    assert decode_eval_result(encode_eval_result(result)) == result
+    assert decode_evaluation(EvalResult, encode_evaluation(result)) == result
 
 
-@pytest.mark.parametrize("decode", [decode_eval_group, decode_eval_result])
+@pytest.mark.parametrize("kind", [EvalGroup, EvalResult])
 @pytest.mark.parametrize("header", [b"", b"[]", b"{}", b'{"version": 1, "reward": 3}'])
-def test_record_that_is_no_result_is_refused(decode: Any, header: bytes) -> None:
+def test_record_that_is_no_result_is_refused(kind: Any, header: bytes) -> None:
     with pytest.raises(CorruptRecordError):
-        decode(write_frame(EVALUATION, header))
+        decode_evaluation(kind, write_frame(EVALUATION, header))

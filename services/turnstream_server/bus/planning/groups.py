@@ -15,7 +15,7 @@ from turnstream.batching.fold.decisions import (
     MemberDropped,
     RefillWanted,
 )
-from turnstream.records.evals import encode_eval_group, encode_eval_result
+from turnstream.records.evals import encode_evaluation
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
@@ -132,8 +132,8 @@ def _settle_eval(term: Term, ended: GroupEvaluated) -> Command:
         keys.encode_name(ended.group_id),
         EVALUATED,
         NOT_EVALUATED,
-        b"" if result is None else encode_eval_group(result),
+        b"" if result is None else encode_evaluation(result),
         "" if result is None else version_field(result.version),
-        b"" if total is None else encode_eval_result(total),
+        b"" if total is None else encode_evaluation(total),
         *map(keys.trajectory_id, ended.keys),
     )

@@ -1,8 +1,9 @@
 """Mini-batches as Arrow: one record batch per (mini-batch, dp_rank), as one IPC stream.
 
-Columns are ragged, without padding; the schema's metadata describes the mini-batch. The encoding is
-canonical: metadata sorted, zeros under nulls, no dictionaries, no compression. Columns and metadata
-of a newer release are ignored, and are part of the hash.
+Columns are ragged, without padding; the schema's metadata describes the mini-batch, one key per
+field: text unchanged, everything else as compact JSON with sorted keys. The encoding is canonical:
+metadata sorted, zeros under nulls, no dictionaries, no compression. Columns and metadata of a newer
+release are ignored, and are part of the hash.
 
 The columns of an operation are present together or not at all. An extra column `name` travels as
 `extra.name`, so that it has another name than every built-in column; its extent is in the metadata.
@@ -16,6 +17,7 @@ The columns of an operation are present together or not at all. An extra column 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -32,8 +34,16 @@ from turnstream.records.arrow import (
     to_arrow,
 )
 from turnstream.records.checks import OPERATION_COLUMNS, ROW_COLUMNS, contradiction
-from turnstream.records.metadata import decode_info, encode_info
-from turnstream.types import ExtraColumn, MiniBatch, OperationColumns, Ragged, Rows
+from turnstream.records.framing import check_format
+from turnstream.records.values import field_names, read_value, to_plain
+from turnstream.types import (
+    ExtraColumn,
+    MiniBatch,
+    MiniBatchInfo,
+    OperationColumns,
+    Ragged,
+    Rows,
+)
 
 COLUMNS: Final = tuple(
     "version_runs" if name == "run_versions" else name
@@ -46,10 +56,12 @@ COLUMNS: Final = tuple(
 observed. `logprobs`, `advantages` and `token_weights` are absent if no row has any. `rewards` are
 absent if all are 0.0: they would be a quarter of all bytes."""
 
+METADATA_FORMAT: Final = 0
+
 _OPTIONAL: Final = ("logprobs", "rewards", "advantages", "token_weights")
 _EXTRA_PREFIX: Final = "extra."
 _EXTENTS: Final = b"extras"
-
+_TEXTS: Final = ("run", "lineage", "manifest_hash")
 
 _UNREADABLE: Final = (
     *(pa.ArrowException, OSError, ValueError, TypeError, AttributeError, LookupError),
@@ -97,7 +109,7 @@ def decode_mini_batch(
         batch = _read_stream(data)
         if expected_hash is not None and content_hash(batch) != expected_hash:
             raise CorruptRecordError(f"the content of a mini-batch of {len(data)} bytes differs")
-        info = decode_info(batch.schema.metadata or {})
+        info = _decode_info(batch.schema.metadata or {})
         mini_batch = MiniBatch(rows=_to_rows(batch), info=info)
     except RecordError:
         raise
@@ -124,10 +136,10 @@ def _to_arrow(mini_batch: MiniBatch) -> pa.RecordBatch:
     for name in sorted(rows.extras):
         arrays[_EXTRA_PREFIX + name] = to_arrow(rows.extras[name].values)
     fields = [pa.field(n, array.type, nullable=n == "reward") for n, array in arrays.items()]
-    metadata = encode_info(mini_batch.info)
+    metadata = _encode_info(mini_batch.info)
     if rows.extras:
         extents = {name: column.per for name, column in rows.extras.items()}
-        metadata[_EXTENTS] = json.dumps(extents, separators=(",", ":"), sort_keys=True).encode()
+        metadata[_EXTENTS] = _json(extents)
     schema = pa.schema(fields, metadata=dict(sorted(metadata.items())))
     return pa.RecordBatch.from_arrays(list(arrays.values()), schema=schema)
 
@@ -198,3 +210,28 @@ def _extras(batch: pa.RecordBatch) -> dict[str, ExtraColumn]:
         name: ExtraColumn(per=per, values=from_arrow(column_of(batch, _EXTRA_PREFIX + name)))
         for name, per in declared
     }
+
+
+def _encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
+    values: dict[str, Any] = {"format": METADATA_FORMAT, **to_plain(info)}
+    return {
+        name.encode(): value.encode() if name in _TEXTS else _json(value)
+        for name, value in values.items()
+    }
+
+
+def _decode_info(metadata: Mapping[bytes, bytes]) -> MiniBatchInfo:
+    try:
+        check_format("mini-batch", json.loads(metadata[b"format"]), newest=METADATA_FORMAT)
+        stored = {name: metadata[name.encode()] for name in field_names(MiniBatchInfo)}
+        values = {
+            name: value.decode() if name in _TEXTS else json.loads(value)
+            for name, value in stored.items()
+        }
+        return read_value(MiniBatchInfo, values)
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CorruptRecordError(f"the metadata of a mini-batch: {error!r}") from error
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()

@@ -5,7 +5,8 @@ No plan can hold an event that exceeds the limits on its values.
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+import re
+from typing import Any, Final, cast, get_args
 
 from google.protobuf.message import DecodeError
 
@@ -14,25 +15,13 @@ from turnstream.records.framing import EVENT, MAJOR_VERSION, read_header, write_
 from turnstream.records.values import read_value, to_message
 from turnstream.types import (
     NO_PARENT,
-    BatchDue,
-    ConfigRevised,
     DeadlineFired,
     Event,
     GroupOpened,
-    PlansWithdrawn,
-    RefillGranted,
-    RewardPosted,
-    RolledBack,
-    RunClosed,
-    RunFinished,
-    RunReopened,
     SealedTrajectory,
     Status,
-    TrajectoryAbandoned,
-    TrajectoryDied,
     TrajectoryKey,
     TurnShape,
-    VersionAnnounced,
     VersionRun,
 )
 from turnstream.types.names import encode_name
@@ -53,22 +42,8 @@ MAX_NUMBER: Final = 2**31 - 1
 _STATUSES: Final = {status.value: status for status in Status}
 
 _NAMES: Final[dict[type, str]] = {
-    GroupOpened: "group_opened",
-    SealedTrajectory: "trajectory_sealed",
-    TrajectoryAbandoned: "trajectory_abandoned",
-    TrajectoryDied: "trajectory_died",
-    VersionAnnounced: "version_announced",
-    RunClosed: "run_closed",
-    DeadlineFired: "deadline_fired",
-    RefillGranted: "refill_granted",
-    RewardPosted: "reward_posted",
-    BatchDue: "batch_due",
-    ConfigRevised: "config_revised",
-    RunReopened: "run_reopened",
-    RunFinished: "run_finished",
-    RolledBack: "rolled_back",
-    PlansWithdrawn: "plans_withdrawn",
-}
+    kind: re.sub(r"\B([A-Z])", r"_\1", kind.__name__).lower() for kind in get_args(Event)
+} | {SealedTrajectory: "trajectory_sealed"}
 _KINDS: Final[dict[str, type[Any]]] = {name: kind for kind, name in _NAMES.items()}
 
 _SCALARS: Final = ("lease_epoch", "num_payload_bytes", "has_logprobs", "awaits_reward")

@@ -54,10 +54,8 @@ _STATUSES: Final[dict[type[TurnstreamError], str]] = {
     errors.EndOfRunError: "OUT_OF_RANGE",
 }
 
-_ERRORS_OF_GRPC: Final[dict[str, type[TurnstreamError]]] = {
-    "OK": errors.TurnstreamError,
+_ERRORS_OF_GRPC: Final[dict[str, type[TurnstreamError]]] = {  # others: TurnstreamError
     "CANCELLED": errors.UnavailableError,
-    "UNKNOWN": errors.TurnstreamError,
     "INVALID_ARGUMENT": errors.BatchingError,
     "DEADLINE_EXCEEDED": errors.NotReadyError,
     "NOT_FOUND": errors.RunNotFoundError,
@@ -68,7 +66,6 @@ _ERRORS_OF_GRPC: Final[dict[str, type[TurnstreamError]]] = {
     "ABORTED": errors.FencedError,
     "OUT_OF_RANGE": errors.EndOfRunError,
     "UNIMPLEMENTED": errors.RejectedError,
-    "INTERNAL": errors.TurnstreamError,
     "UNAVAILABLE": errors.BatcherUnavailableError,
     "DATA_LOSS": errors.RecordError,
     "UNAUTHENTICATED": errors.RejectedError,

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import redis
 
-from turnstream.records.evals import decode_eval_group, decode_eval_result
+from turnstream.records.evals import decode_evaluation
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run, no_such_run
@@ -35,7 +35,7 @@ def eval_results(client: redis.Redis, run: str) -> list[EvalResult]:
     groups: dict[int | None, list[EvalGroup]] = defaultdict(list)
     for group in _read_groups(client, names.evalgroups):
         groups[group.version].append(group)
-    results = [decode_eval_result(record) for record in records]
+    results = [decode_evaluation(EvalResult, record) for record in records]
     results.sort(key=lambda each: -1 if each.version is None else each.version)
     return [replace(each, groups=tuple(groups[each.version])) for each in results]
 
@@ -55,4 +55,4 @@ def _read_groups(client: redis.Redis, stream: str) -> Iterator[EvalGroup]:
         start = f"({page[-1][0].decode()}" if page[-1][0] else "-"
         with translating():
             page = client.xrange(stream, start, "+", count=_PAGE)
-        yield from (decode_eval_group(fields[b"r"]) for _, fields in page)
+        yield from (decode_evaluation(EvalGroup, fields[b"r"]) for _, fields in page)
