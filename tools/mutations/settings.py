@@ -89,7 +89,7 @@ SETTINGS = (
     Mutation(
         "an estimator that reads tokens is planned",
         "config/batching_config.py",
-        "if self.estimator in UNPLANNABLE_ESTIMATORS:",
+        "if reason := UNPLANNABLE_ESTIMATORS.get(str(self.estimator)):",
         "if False:",
         ("test_config",),
     ),

@@ -45,7 +45,7 @@ def decode_config(text: str | bytes, *, run: str = "") -> BatchingConfig:
     known: dict[str, Any] = {}
     for field in fields(BatchingConfig):
         if field.name in stored:
-            known[field.name] = _checked(field.name, stored[field.name], like=field.default)
+            known[field.name] = stored[field.name]
         elif field.default is MISSING:
             raise InvalidConfigError(field.name, "is missing")
     declared = known.get("extra_columns")
@@ -63,13 +63,3 @@ def _check_names(record: str, what: str, stored: object, names: Set[str]) -> Non
     """Refuse an object with an unknown name."""
     if isinstance(stored, dict) and (unknown := cast("dict[str, Any]", stored).keys() - names):
         raise UnknownFormatError(record, RUN_FORMAT, RUN_FORMAT, f"the {what} {min(unknown)!r}")
-
-
-def _checked(name: str, value: Any, *, like: object) -> Any:
-    """Return the value; refuse another type where the default is a text or a boolean.
-
-    BatchingConfig checks numbers and lists.
-    """
-    if isinstance(like, bool | str) and type(value) is not type(like):
-        raise InvalidConfigError(name, f"{value!r} is no {type(like).__name__}")
-    return value

@@ -169,10 +169,8 @@ class BatchingConfig:
 
     def __post_init__(self) -> None:
         """Check every field and their combinations."""
-        if self.estimator in UNPLANNABLE_ESTIMATORS:
-            raise UnsupportedEstimatorError(
-                f"{self.estimator}: {UNPLANNABLE_ESTIMATORS[self.estimator]}"
-            )
+        if reason := UNPLANNABLE_ESTIMATORS.get(str(self.estimator)):
+            raise UnsupportedEstimatorError(f"{self.estimator}: {reason}")
         stored = {
             name: checked_value(getattr(self, name), hint, field=name)
             for name, hint in _HINTS.items()

@@ -69,6 +69,8 @@ def checked_value(value: Any, hint: Any, *, field: str) -> Any:
     arguments: tuple[Any, ...] = get_args(hint)
     if get_origin(hint) is Literal and value not in arguments:
         raise InvalidConfigError(field, f"{value!r} is not one of {', '.join(arguments)}")
+    if hint is bool and not isinstance(value, bool):
+        raise InvalidConfigError(field, f"{value!r} is neither true nor false")
     if get_origin(hint) is not Annotated:
         return value
     kind, (least, most) = arguments
