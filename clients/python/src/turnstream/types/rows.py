@@ -6,11 +6,13 @@ Shape suffixes in docstrings: B rows, T tokens of a row, P its prompt, T - P its
 from __future__ import annotations
 
 import collections.abc as abc
+import contextlib
 import itertools
 import re
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,15 +71,19 @@ class Ragged(Generic[Scalar]):
 
 
 def _as_array(row: Any, dtype: type[Any], *, place: int) -> NDArray[Any]:
-    given: NDArray[Any] = np.asarray(row)
+    if type(row) is list:  # plain numbers take half the time of numpy; others raise
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            numbers: Any = array(np.dtype(dtype).char, cast("list[Any]", row))
+            return np.frombuffer(numbers, dtype)
+    given: NDArray[Any] = np.asarray(cast("Any", row))
     if given.ndim == 0:
         raise BatchingError(f"row {place} is a single value, not a row of values")
     with np.errstate(invalid="ignore"):  # NaN as a whole number: found below
-        array = given.astype(dtype, copy=False)
-    if array is not given and array.dtype.kind in "iu" and not np.array_equal(array, given):
-        at = int(np.flatnonzero((array != given).ravel())[0])
-        raise BatchingError(f"row {place}: {given.ravel()[at].item()!r} is no {array.dtype}")
-    return array
+        values = given.astype(dtype, copy=False)
+    if values is not given and values.dtype.kind in "iu" and not np.array_equal(values, given):
+        at = int(np.flatnonzero((values != given).ravel())[0])
+        raise BatchingError(f"row {place}: {given.ravel()[at].item()!r} is no {values.dtype}")
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -36,6 +36,7 @@ from turnstream.worker.tensors import (
     layout_tensors,
     moved,
     on_cpu,
+    padded_fields,
     per_row,
 )
 
@@ -157,13 +158,7 @@ def right_padded_to_torch(
     """
     rows, info = mini_batch.rows, mini_batch.info
     layout = right_padded(rows, width=info.width, pad_token_id=info.pad_token_id)
-    tensors = RightPaddedTensors(
-        **per_row(mini_batch),
-        **layout_tensors(layout),
-        micro_batch_rows=info.micro_batches,
-        row_lengths=tuple(rows.input_ids.lengths.tolist()),
-        response_lengths=tuple(rows.loss_mask.lengths.tolist()),
-    )
+    tensors = RightPaddedTensors(**padded_fields(mini_batch), **layout_tensors(layout))
     return moved(tensors, device)
 
 

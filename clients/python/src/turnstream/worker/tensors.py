@@ -187,18 +187,12 @@ class LeftPaddedTensors(PaddedTensors):
     """Rows that all end in the last column: `[PAD .. prompt response]`.
 
     Column j of a response tensor is column T - R + j of `input_ids_BT`. Inert rows fill the share
-    of a rank. Their loss mask and weight are 0.
+    of a rank. Their loss mask and weight are 0. Tensors are as in
+    `batching.layouts.padded.LeftPadded`.
 
     Attributes:
-        input_ids_BT: int64.
-        attention_mask_BT: bool, set on real tokens.
-        response_mask_BR: bool, set on response tokens, observed ones included.
-        loss_mask_BR: bool, set on trained tokens.
-        logprobs_BR: float32, under the sampling policy, 0.0 where not trained; None if no row has
-            any, NaN at the trained tokens of rows without. See `require_logprobs`.
-        rewards_BR: float32, token rewards.
-        advantages_BR: float32, 0.0 where not trained.
-        token_weights_BR: float32, weight of each token in the loss; None where it is 1.
+        logprobs_BR: None if no row has any, NaN at the trained tokens of rows without. See
+            `require_logprobs`.
     """
 
     _shape = "BR"
@@ -246,14 +240,19 @@ def to_torch(
         response_width=info.response_width,
         pad_token_id=info.pad_token_id,
     )
-    tensors = LeftPaddedTensors(
-        **per_row(mini_batch),
-        **layout_tensors(layout),
-        micro_batch_rows=info.micro_batches,
-        row_lengths=tuple(rows.input_ids.lengths.tolist()),
-        response_lengths=tuple(rows.loss_mask.lengths.tolist()),
-    )
+    tensors = LeftPaddedTensors(**padded_fields(mini_batch), **layout_tensors(layout))
     return moved(tensors, device)
+
+
+def padded_fields(mini_batch: MiniBatch) -> dict[str, Any]:
+    """Return the arguments of `PaddedTensors` for a mini-batch, without extra columns."""
+    rows = mini_batch.rows
+    return {
+        **per_row(mini_batch),
+        "micro_batch_rows": mini_batch.info.micro_batches,
+        "row_lengths": tuple(rows.input_ids.lengths.tolist()),
+        "response_lengths": tuple(rows.loss_mask.lengths.tolist()),
+    }
 
 
 def per_row(mini_batch: MiniBatch) -> dict[str, Any]:
