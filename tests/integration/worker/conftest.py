@@ -41,7 +41,6 @@ class FakeBatcher:
         faults: one for every coming Get, in order; None for none.
         refusals: errors for the coming acknowledgements, in order.
         calls: calls in order, such as ("Get", 1).
-        waits_s: requested wait of each Get.
         parts: manifest of each Get's own part of its step.
     """
 
@@ -171,9 +170,7 @@ class FakeBatcher:
 
     def acknowledge(self, request: wire.SteppedRequest, context: Any) -> wire.SteppedReply:
         """Move the frontier."""
-        self.calls.append(("Stepped", request.step, request.manifest_hash))
-        _check_epoch(request, context)
-        self._refuse(context)
+        self._receive(request, context, "Stepped", request.step, request.manifest_hash)
         with self.changed:
             self.stepped = request.step
             self.changed.notify_all()
@@ -182,19 +179,21 @@ class FakeBatcher:
 
     def commit(self, request: wire.CommittedRequest, context: Any) -> wire.CommittedReply:
         """Record the call."""
-        self.calls.append(("Committed", request.recovery_token))
-        _check_epoch(request, context)
-        self._refuse(context)
+        self._receive(request, context, "Committed", request.recovery_token)
         return wire.CommittedReply()
 
     def announce(
         self, request: wire.AnnounceVersionRequest, context: Any
     ) -> wire.AnnounceVersionReply:
         """Record the call."""
-        self.calls.append(("Announce", request.version, request.step, request.weights_uri))
+        announced = request.version, request.step, request.weights_uri
+        self._receive(request, context, "Announce", *announced)
+        return wire.AnnounceVersionReply()
+
+    def _receive(self, request: Any, context: Any, *call: Any) -> None:
+        self.calls.append(call)
         _check_epoch(request, context)
         self._refuse(context)
-        return wire.AnnounceVersionReply()
 
     def _is_ready(self, step: int) -> bool:
         is_due = step == 1 or not self.needs_stepped or self.stepped >= step - 1

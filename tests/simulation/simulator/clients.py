@@ -84,7 +84,6 @@ class AsyncClient(redis.asyncio.Redis):
     async def exchange(
         self, commands: Sequence[Sequence[bytes]], *, is_whole: bool = False
     ) -> list[Any]:
-        """Send commands and wait for their replies."""
         process = self._process
         while True:
             try:
@@ -125,11 +124,9 @@ class _NewConnection:
         """Nothing: there is no socket to set up."""
 
     async def send_command(self, *args: Any, check_health: bool) -> None:
-        """Send a command."""
         self._sent = words_of(args)
 
     async def read_response(self) -> Any:
-        """The reply to it."""
         (reply,) = await sent(self._process, [self._sent], start=self._start)
         return reply
 
@@ -144,7 +141,6 @@ class _Pipeline:
         self._commands: list[tuple[list[bytes], dict[str, Any]]] = []
 
     def execute_command(self, *args: Any, **options: Any) -> Self:
-        """Add a command."""
         self._commands.append((words_of(args), options))
         return self
 
@@ -161,7 +157,6 @@ class _AsyncPipeline(_Pipeline):
         self._is_whole = is_whole
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """Send them; the replies."""
         if not self._commands:
             return []
         commands = [words for words, _ in self._commands]
@@ -175,7 +170,6 @@ class _SyncPipeline(_Pipeline):
         self._carry_out = carry_out
 
     def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """Carry them out; the replies."""
         raw = [self._carry_out(words) for words, _ in self._commands]
         return self._replies(raw, raise_on_error=raise_on_error)
 
@@ -206,16 +200,13 @@ class SyncClient(redis.Redis):
         """There is no connection to close."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """The reply to a command."""
         words = words_of(args)
         return _raised(_parsed(words, self._carry_out(words), options))
 
     def script_load(self, script: Any) -> Any:
-        """Let the store know a script."""
         return self.execute_command("SCRIPT", "LOAD", script)
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
-        """Commands that are sent together."""
         return _SyncPipeline(self._carry_out)
 
 
@@ -291,7 +282,6 @@ class AsyncLinkInMemory:
         self._start = 0  # the store's start of the connection; 0 without one
 
     async def exchange(self, data: bytes, num_replies: int, **_: Any) -> list[Any]:
-        """Send packed commands; their replies, errors among them."""
         commands = [*_commands(data)]
         first = next((i for i, words in enumerate(commands) if words[0] == b"MULTI"), None)
         if first is not None:
@@ -317,7 +307,6 @@ class LinkInMemory:
         self._process = process
 
     def exchange(self, data: bytes, num_replies: int) -> list[Any]:
-        """Carry packed commands out; their replies, errors among them."""
         replies = [_carried_out_for(self._process, words) for words in _commands(data)]
         return [error_of(each) if isinstance(each, StoreError) else each for each in replies]
 

@@ -127,7 +127,6 @@ class _Replay:
         self._fold, self._selector = RunFold(self._config), Selector(self._config)
 
     def apply(self, event_id: str, record: bytes) -> None:
-        """Take the next event in."""
         event = decode_event(record)
         if isinstance(event, ConfigRevised):
             self._config = self._writes.config(event.revision)
@@ -139,7 +138,6 @@ class _Replay:
             self._selector.apply(event_id, event, self._fold)
 
     def put_back(self, what: PutBack) -> None:
-        """Plans are withdrawn."""
         self._fold.state = what.state(self._fold.state)
         self._selector = what.new_selector(self._config, self._selector)
 

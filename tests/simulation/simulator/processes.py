@@ -158,13 +158,11 @@ class Timers:
         owner: Any,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Call a function at its time."""
         self._count += 1
         heapq.heappush(self._heap, (when_s, self._count, fire, owner, is_cancelled))
 
     @property
     def first_s(self) -> float:
-        """When the first is due, cancelled or not."""
         return self._heap[0][0] if self._heap else math.inf
 
     @property
@@ -214,7 +212,6 @@ class Process:
 
     @property
     def is_over(self) -> bool:
-        """Whether its work is done, or it was killed."""
         return self.is_dead or self.task.done()
 
     def kill(self) -> None:

@@ -28,7 +28,7 @@ async def batcher(process: Process, shared: SharedState) -> None:
     """A replica: it follows the run, and leads it while it can."""
     client = AsyncClient(process)
     frontier = await patiently(lambda: read_frontier_async(client, shared.run))
-    view = RunView(client, shared.run, frontier=frontier, on_stepped=_ignore)
+    view = RunView(client, shared.run, frontier=frontier, on_stepped=lambda _: None)
     keeper = LeadershipKeeper(URL, owner=process.name, lease_s=shared.leader_lease_s)
     keeper._thread = threading.Thread()  # never started: `_renew` below is what it would do
     parked = ParkedRuns(AsyncClient(process), after_s=shared.park_after_s)
@@ -66,7 +66,3 @@ async def _renew(process: Process, keeper: LeadershipKeeper) -> None:
         if world.fault_rates.sleep and random() < hangs:
             await asyncio.sleep((1 + random() * _HANGS_LEASES) * keeper.lease_s)
         keeper._renew(keeper._living_terms())
-
-
-def _ignore(_: object) -> None:
-    """Do nothing."""

@@ -252,7 +252,7 @@ async def trainer(process: Process, shared: SharedState) -> None:
 async def _train_all(process: Process, session: _Session) -> None:
     client, shared = session.client, session.shared
     frontier = await patiently(lambda: read_frontier_async(client, shared.run))
-    view = RunView(client, shared.run, frontier=frontier, on_stepped=_ignore)
+    view = RunView(client, shared.run, frontier=frontier, on_stepped=lambda _: None)
     listener = RunListener(client, shared.run, after_step=frontier.planned)
     while True:
         try:
@@ -271,10 +271,6 @@ async def _wait(listener: RunListener) -> None:
         await listener.wait(with_events=False, wait_s=_LONGEST_WAIT_S)
     except UnavailableError:
         await asyncio.sleep(_LONGEST_WAIT_S / 2)
-
-
-def _ignore(_: object) -> None:
-    """Do nothing."""
 
 
 async def _begin(
