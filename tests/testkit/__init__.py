@@ -6,14 +6,8 @@ Tokens are written as letters, one per token; a capital is a trained token. So a
 Hypothesis strategies are in `testkit.strategies`.
 """
 
-from testkit.batches import (
-    extra_column,
-    mini_batch,
-    mini_batch_info,
-    operation_rows,
-    rows,
-)
-from testkit.compare import assert_same, is_same
+from testkit.batches import extra_column, mini_batch, mini_batch_info, operation_rows, rows
+from testkit.compare import assert_same
 from testkit.letters import ids, mask, spell
 from testkit.plans import config, manifest, sealed, shape, trajectory_plan
 from testkit.turns import group, stored_turn, trajectory, turn
@@ -25,7 +19,6 @@ __all__ = [
     "extra_column",
     "group",
     "ids",
-    "is_same",
     "manifest",
     "mask",
     "mini_batch",

@@ -15,13 +15,11 @@ Edit = Callable[[pa.RecordBatch], pa.RecordBatch]
 
 
 def read_arrow(data: memoryview | bytes) -> pa.RecordBatch:
-    """Return the record batch of an IPC stream."""
     with pa.ipc.open_stream(data) as reader:
         return reader.read_next_batch()
 
 
 def edited(mini: MiniBatch, edit: Edit) -> bytes:
-    """Return the encoded mini-batch after an edit."""
     return write_arrow(edit(read_arrow(encode_mini_batch(mini).data)))
 
 
@@ -34,14 +32,11 @@ def write_arrow(batch: pa.RecordBatch, **options: Any) -> bytes:
 
 
 def with_metadata(**values: Any) -> Edit:
-    """Return an edit that sets metadata."""
     texts = {name.encode(): json.dumps(value).encode() for name, value in values.items()}
     return lambda batch: batch.replace_schema_metadata({**batch.schema.metadata, **texts})
 
 
 def with_column(name: str, values: pa.Array) -> Edit:
-    """Return an edit that sets or adds a column."""
-
     def edit(batch: pa.RecordBatch) -> pa.RecordBatch:
         position = batch.schema.get_field_index(name)
         if position < 0:
@@ -52,5 +47,4 @@ def with_column(name: str, values: pa.Array) -> Edit:
 
 
 def without_column(name: str) -> Edit:
-    """Return an edit that removes a column."""
     return lambda batch: batch.drop_columns([name])

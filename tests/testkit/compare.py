@@ -9,11 +9,6 @@ from typing import Any
 import numpy as np
 
 
-def is_same(actual: object, expected: object) -> bool:
-    """Whether `assert_same` would pass."""
-    return not _difference(actual, expected, path="value")
-
-
 def assert_same(actual: object, expected: object) -> None:
     """Compare dataclasses, sequences, mappings and arrays all the way down.
 

@@ -71,17 +71,14 @@ def died(sample: int, attempt: int = 0, *, group_id: str = "g0") -> TrajectoryDi
 
 
 def posted(sample: int, reward: float | None = 1.0, **components: float) -> RewardPosted:
-    """The reward of a sealed trajectory was posted."""
     return RewardPosted(key=key(sample), reward=reward, reward_components=components)
 
 
 def missed(sample: int) -> DeadlineFired:
-    """The deadline of a reward has passed."""
     return DeadlineFired(group_id="g0", awaited=key(sample))
 
 
 def granted(number: int, sample: int, attempt: int = 1) -> RefillGranted:
-    """A refill was granted."""
     return RefillGranted(key=key(sample, attempt), number=number)
 
 
@@ -106,7 +103,6 @@ def samples(folded: RunFold) -> list[list[int]]:
 
 
 def snapshot_of(state: FoldState, **fields: Any) -> PlannerSnapshot:
-    """Return the snapshot of a planner with this fold."""
     usual: dict[str, Any] = {"position": "1-0", "step": 0, "manifest_hash": "", "next_row_id": 0}
     return PlannerSnapshot(fold=state, **{**usual, **fields})
 

@@ -17,7 +17,6 @@ from turnstream.store.run.tasks import (
 
 
 def next_task(client: redis.Redis, run: str, *, writer: str) -> TakenTask | NoTask:
-    """Open the next task."""
     offer = parse_offer(run_command(client, next_task_command(run)))
     if isinstance(offer, NoTask):
         return offer

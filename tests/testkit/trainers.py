@@ -14,10 +14,7 @@ import testkit
 from turnstream.errors import NotReadyError
 from turnstream.records.batches import decode_mini_batch
 from turnstream.records.statuses import status_to_error
-from turnstream.types import (
-    MiniBatch,
-    RecoveryToken,
-)
+from turnstream.types import MiniBatch, RecoveryToken
 from turnstream.wire.v1 import batches_pb2 as wire
 
 

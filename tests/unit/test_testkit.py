@@ -1,4 +1,4 @@
-"""The builders, comparison and waiting that are shipped for tests."""
+"""The comparison that tests use."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from testkit import (
-    assert_same,
-    is_same,
-    stored_turn,
-    wait_until,
-    wait_until_async,
-)
+from testkit import assert_same, stored_turn
 from turnstream.types import VersionRun
 
 
@@ -37,19 +31,8 @@ def test_a_difference_is_named_by_its_place(changes: dict[str, Any], difference:
 
 
 def test_nan_is_the_same_as_nan():
-    assert is_same(np.array([np.nan], np.float32), np.array([np.nan], np.float32))
-    assert is_same({"a": float("nan")}, {"a": float("nan")})
-    assert not is_same(np.array([np.nan], np.float32), np.array([0.0], np.float32))
+    values = {"a": float("nan"), "b": np.array([np.nan], np.float32)}
 
-
-def test_waiting_in_vain_names_what_was_waited_for():
-    with pytest.raises(TimeoutError, match=r"0.02 s waiting for a batch; the last answer was \[\]"):
-        wait_until(list, timeout_s=0.02, describe="a batch")
-
-
-async def test_waiting_asynchronously_names_what_was_waited_for():
-    async def never() -> bool:
-        return False
-
-    with pytest.raises(TimeoutError, match="waiting for a leader"):
-        await wait_until_async(never, timeout_s=0.02, describe="a leader")
+    assert_same(dict(values), values)
+    with pytest.raises(AssertionError, match="nan"):
+        assert_same({**values, "b": np.array([0.0], np.float32)}, values)

@@ -104,8 +104,8 @@ CORRECTIONS = (
     Mutation(
         "masked importance sampling has no veto",
         "corrections.py",
-        "return _inside(ratio_BR, low=low, high=high) * allowed_BR",
-        "return _inside(ratio_BR, low=low, high=high) * 1.0",
+        "return is_kept_BR * row_veto(old_BR, **rows, low=veto_below)",
+        "return is_kept_BR * 1.0",
         ("test_corrections",),
         package="worker",
     ),

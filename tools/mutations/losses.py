@@ -106,7 +106,7 @@ LOSSES = (
     Mutation(
         "what stands at a masked token reaches its ratio",
         "losses.py",
-        "torch.where(mask_BR.bool(), numerator_BR - denominator_BR, 0.0)",
+        "_masked(numerator_BR - denominator_BR, mask_BR=mask_BR)",
         "(numerator_BR - denominator_BR) * mask_BR",
         ("test_losses", "test_corrections"),
         package="worker",
@@ -114,16 +114,17 @@ LOSSES = (
     Mutation(
         "masked advantages reach the loss",
         "losses.py",
-        "    advantages_BR = _masked(advantages_BR, mask_BR=mask_BR)\n",
-        "",
+        "    advantages_BR = _masked(advantages_BR, mask_BR=mask_BR)\n"
+        "    loss_BR = _clipped_loss(ratio_BR,",
+        "    loss_BR = _clipped_loss(ratio_BR,",
         ("test_losses",),
         package="worker",
     ),
     Mutation(
         "the smaller of both losses is taken",
         "losses.py",
-        "torch.maximum(-ratio_BR * advantages_BR, -clipped_BR * advantages_BR)",
-        "torch.minimum(-ratio_BR * advantages_BR, -clipped_BR * advantages_BR)",
+        "torch.maximum(-ratio * advantages_BR, -clipped * advantages_BR)",
+        "torch.minimum(-ratio * advantages_BR, -clipped * advantages_BR)",
         ("test_losses",),
         package="worker",
     ),
@@ -236,8 +237,8 @@ LOSSES = (
     Mutation(
         "a micro-batch cuts into its longest response",
         "tensors.py",
-        '"R": self.response_width - max(responses, default=0)',
-        '"R": self.response_width - max(responses, default=0) + 1',
+        '"R": slice(self.response_width - response_width, None)',
+        '"R": slice(self.response_width - response_width + 1, None)',
         ("test_tensors",),
         package="worker",
     ),
@@ -260,8 +261,8 @@ LOSSES = (
     Mutation(
         "a right-padded micro-batch cuts into its longest row",
         "layouts.py",
-        "(values[:, :width] if",
-        "(values[:, : width - 1] if",
+        '{"T": slice(width)}',
+        '{"T": slice(width - 1)}',
         ("test_layouts",),
         package="worker",
     ),

@@ -5,12 +5,7 @@ Token ids come from a small alphabet, so that contexts repeat, extend and resemb
 
 from testkit.strategies.extras import declared_columns, with_extras
 from testkit.strategies.plans import configs, events, manifests, sealed_trajectories
-from testkit.strategies.rows import (
-    extra_columns,
-    mini_batches,
-    operation_mini_batches,
-    scored_rows,
-)
+from testkit.strategies.rows import extra_columns, mini_batches, operation_mini_batches, scored_rows
 from testkit.strategies.turns import (
     chains,
     groups,

@@ -7,11 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from testkit.plans import sealed
-from testkit.strategies.values import (
-    numbers_by_name,
-    rewards_of_trajectories,
-    texts_by_name,
-)
+from testkit.strategies.values import numbers_by_name, rewards_of_trajectories, texts_by_name
 from turnstream.batching.scoring.tag_statistics import sum_up
 
 labelled = st.builds(

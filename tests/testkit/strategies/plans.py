@@ -74,7 +74,6 @@ from turnstream.types import (
 
 @st.composite
 def sealed_trajectories(draw: st.DrawFn) -> SealedTrajectory:
-    """Any finished trajectory, as the plan has it."""
     shapes: list[TurnShape] = []
     for index in range(draw(st.integers(0, 4))):
         parent = draw(st.integers(NO_PARENT, index - 1))
@@ -107,7 +106,6 @@ def sealed_trajectories(draw: st.DrawFn) -> SealedTrajectory:
 
 @st.composite
 def openings(draw: st.DrawFn) -> GroupOpened:
-    """The beginning of any group."""
     num_samples = draw(st.integers(1, 64))
     return GroupOpened(
         group_id=draw(names),
@@ -144,7 +142,6 @@ def _split(draw: st.DrawFn, num_tokens: int) -> Iterator[VersionRun]:
 
 
 def events() -> st.SearchStrategy[Event]:
-    """Any event of a run."""
     text = st.text(max_size=8)
     return st.one_of(
         openings(),

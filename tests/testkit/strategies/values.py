@@ -35,17 +35,14 @@ def tokens(min_size: int = 0, max_size: int = 6) -> st.SearchStrategy[NDArray[np
 
 
 def exactly(num: int, values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
-    """Lists of `num` values."""
     return st.lists(values, min_size=num, max_size=num)
 
 
 def masks(num_tokens: int) -> st.SearchStrategy[NDArray[np.uint8]]:
-    """uint8 loss masks."""
     return exactly(num_tokens, st.integers(0, 1)).map(lambda values: np.array(values, np.uint8))
 
 
 def floats(num: int, values: st.SearchStrategy[float]) -> st.SearchStrategy[NDArray[np.float32]]:
-    """float32 arrays of `num` of these values."""
     return exactly(num, values).map(lambda numbers: np.array(numbers, np.float32))
 
 

@@ -10,11 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.batching.config.values import Estimator
-from turnstream.batching.scoring.advantages import (
-    GroupOutcomes,
-    gigpo,
-    trajectory_advantages,
-)
+from turnstream.batching.scoring.advantages import GroupOutcomes, gigpo, trajectory_advantages
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
 
 WITHIN_A_GROUP: tuple[Estimator, ...] = (
@@ -36,10 +32,6 @@ def outcomes(rewards: Sequence[Any], num_tokens: Sequence[int] | None = None) ->
 def estimate(estimator: Estimator, rewards: Sequence[float], **options: Any) -> list[float]:
     (group,) = trajectory_advantages([outcomes(rewards)], estimator=estimator, **options)
     return group.tolist()
-
-
-# --------------------------------------------------------------------------------------
-# golden vectors
 
 
 @pytest.mark.parametrize(
@@ -92,10 +84,6 @@ def test_maxrl_refuses_a_negative_reward() -> None:
         estimate("maxrl", [1.0, -0.5])
 
 
-# --------------------------------------------------------------------------------------
-# over the whole batch
-
-
 def slow_whitened(groups: list[GroupOutcomes], *, centred: bool) -> list[float]:
     """Write every value on each of its tokens, and whiten the tokens."""
     values = [r - group.rewards.mean() if centred else r for group in groups for r in group.rewards]
@@ -144,10 +132,6 @@ def test_gdpo_of_one_trajectory_in_all_gives_zero() -> None:
     (found,) = trajectory_advantages([group], estimator="gdpo", component_weights=[1.0, 1.0])
 
     assert found.tolist() == [0.0]
-
-
-# --------------------------------------------------------------------------------------
-# step groups, and tokens
 
 
 def test_gigpo_refuses_anchors_that_do_not_match_the_turns() -> None:

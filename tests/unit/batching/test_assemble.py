@@ -162,10 +162,6 @@ def test_rows_know_the_trained_tokens_of_their_trajectory_and_group() -> None:
     assert assembled.group_num_tokens.tolist() == [6, 6, 6, 1, 1]
 
 
-# --------------------------------------------------------------------------------------
-# the checks
-
-
 def test_case_22_payload_that_is_not_the_planned_one_is_refused() -> None:
     # The reference drops rows after the last flag silently.
     group, payload = build(CHAIN)
@@ -189,10 +185,6 @@ def test_refuses_tokens_of_other_lengths_than_planned(field: str) -> None:
 
     with pytest.raises(CorruptRecordError, match=r"tokens \(2, 5, 2\), planned were"):
         assemble_rows([replace(group, trajectories=(wrong,))], payload, first_row_id=0)
-
-
-# --------------------------------------------------------------------------------------
-# laws
 
 
 @given(st.lists(trees() | chains(), min_size=1, max_size=4))

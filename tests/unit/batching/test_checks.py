@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from testkit import rows
-from testkit.denominators import count_denominators, row_scales
+from testkit.shares import count_denominators, row_scales
 from turnstream.batching.config.values import Aggregation
 from turnstream.batching.layouts.jagged import jagged
 from turnstream.batching.layouts.packed import packed
@@ -51,25 +51,26 @@ def test_a_trained_first_token_that_nothing_scores_is_refused_in_every_layout(la
     LAYOUTS[layout](rows("abC", "|aB"))
 
 
-def test_case_10_a_prompt_longer_than_its_row_is_refused() -> None:
-    batch = replace(rows("aB", "aB"), prompt_length=np.array([1, 3], np.int32))
-
-    with pytest.raises(BatchingError, match="prompt_length of row 1: 3 of 2 tokens"):
-        require_aligned(batch)
-
-
-def test_a_column_of_another_number_of_rows_is_refused() -> None:
-    batch = replace(rows("aB", "aB"), rewards=Ragged.from_rows([[0.0]], np.float32))
-
-    with pytest.raises(BatchingError, match="rewards has 1 rows, the others have 2"):
-        require_aligned(batch)
-
-
-def test_a_mask_of_anything_but_0_and_1_is_refused() -> None:
-    batch = replace(rows("aBC"), loss_mask=Ragged.from_rows([[1, 2]], np.uint8))
-
-    with pytest.raises(BatchingError, match="loss_mask: 2 is neither 0 nor 1"):
-        require_aligned(batch)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"prompt_length": np.array([1, 3], np.int32)},
+            "prompt_length of row 1: 3 of 2 tokens",
+        ),
+        (
+            {"rewards": Ragged.from_rows([[0.0]], np.float32)},
+            "rewards has 1 rows, the others have 2",
+        ),
+        (
+            {"loss_mask": Ragged.from_rows([[1], [2]], np.uint8)},
+            "loss_mask: 2 is neither 0 nor 1",
+        ),
+    ],
+)
+def test_case_10_columns_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchingError, match=message):
+        require_aligned(replace(rows("aB", "aB"), **changes))
 
 
 def test_case_8_a_single_number_is_no_row_of_rewards() -> None:

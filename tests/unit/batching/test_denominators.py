@@ -9,11 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import rows
-from testkit.denominators import (
-    count_denominators,
-    weighted,
-)
-from testkit.shares import rank_share
+from testkit.shares import count_denominators, rank_share, weighted
 from turnstream.batching.config.values import RowWeights
 from turnstream.batching.rows.assemble import take_rows
 from turnstream.batching.scoring.denominators import ShareCounts, check_share, num_trained
@@ -26,17 +22,6 @@ ABC = rows("x|ABCD", "x|E", "x|FG")
 
 def test_a_row_without_a_response_has_no_trained_token_of_its_neighbour() -> None:
     assert num_trained(rows("x|AB", "x|", "x|C", "x|")).tolist() == [2, 0, 1, 0]
-
-
-def test_an_inert_row_is_no_sequence() -> None:
-    padded = rank_share(ABC, dp_rank=1, dp_world_size=2, **CUT)
-    shares = [rank_share(ABC, dp_rank=0, dp_world_size=2, **CUT), padded]
-
-    counted = count_denominators(shares, length_constant=0)
-
-    # Counted as a sequence it would give 3.625 instead of 4.833333.
-    assert sum(len(share) for share in shares) == 4
-    assert counted.num_sequences == 3
 
 
 def fan_out() -> Rows:
@@ -58,10 +43,6 @@ def test_a_trajectory_on_two_ranks_counts_in_proportion_on_each() -> None:
     assert count_denominators([left, right], length_constant=0) == count_denominators(
         [fan_out()], length_constant=0
     )
-
-
-# --------------------------------------------------------------------------------------
-# the check
 
 
 def denominators_of(batch: Rows) -> Any:

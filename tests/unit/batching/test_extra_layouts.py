@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import assert_same, extra_column, rows
+from testkit import extra_column, rows
 from testkit.strategies import extra_columns, scored_rows
 from turnstream.batching.layouts.jagged import jagged
 from turnstream.batching.layouts.packed import packed
@@ -54,10 +54,6 @@ def test_items_stand_in_order_and_are_counted_by_row() -> None:
     assert images.values.tolist() == [[0.0, 1.0], [2.0, 3.0]]
     assert images.num_items_B is not None
     assert images.num_items_B.tolist() == [2, 0]
-
-
-# --------------------------------------------------------------------------------------
-# the same values come out in every layout; one loop per token says which
 
 
 def slow(column: ExtraColumn, batch: Rows, row: int) -> list[Any]:
@@ -149,20 +145,3 @@ def packed_slowly(
                 slots[first + place] = value
         line += slots
     return line
-
-
-@given(batch=batches())
-def test_missing_mask_marks_uncaptured_values(batch: Rows) -> None:
-    width = int(batch.input_ids.lengths.max(initial=0)) + 1
-
-    placed = left_extras(batch, width=width, response_width=width)
-
-    for name, column in batch.extras.items():
-        is_missing = placed[name].is_missing
-        if column.per != "first_tokens":
-            assert is_missing is None
-            continue
-        expected = np.ones((len(batch), width), np.bool_)
-        for row, length in enumerate(batch.input_ids.lengths.tolist()):
-            expected[row, width - length : width - length + len(column.values[row])] = False
-        assert_same(is_missing, expected)

@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 
 from testkit import assert_same, spell, turn
-from testkit.columns import (
-    IMAGES,
-    POSITIONS,
-    ROUTES,
-    STYLE,
-    TEACHER,
-    images,
-    routes,
-    with_columns,
-)
+from testkit.columns import IMAGES, POSITIONS, ROUTES, STYLE, TEACHER, images, routes, with_columns
 from turnstream.batching.config.declarations import no_values
 from turnstream.batching.merge.merged_extras import whole_extras
 from turnstream.batching.merge.merging import merge_turns
@@ -70,6 +61,39 @@ def test_prompt_that_diverges_in_a_turn_without_new_items_keeps_them() -> None:
 
     assert spell(rows) == ["abCdeF", "abcdxY"]
     assert column_of(rows, "images") == [images(1).tolist()] * 2
+
+
+def test_choices_of_tokens_that_are_not_shared_are_stored_again() -> None:
+    captured = [routes(1, 2, 3), routes(1, 2, 9)]
+    turns = [
+        with_columns(turn("abc", "D"), routes=captured[0]),
+        with_columns(turn("abx", "Y"), routes=captured[1]),
+    ]
+
+    rows = merge_turns(turns, extra_columns=[ROUTES])
+
+    assert column_of(rows, "routes") == [values.tolist() for values in captured]
+
+
+@pytest.mark.parametrize(
+    ("texts", "numbers", "expected"),
+    [
+        (["ab|C", "abcd|E"], [(1,), (2,)], ["abC", "abcdE"]),  # another image
+        (["ab|C", "ax|Y", "axq|Z"], [(1, 2), (1, 3), (1, 2)], ["abC", "axY", "axqZ"]),
+    ],
+)
+def test_row_has_the_items_of_its_last_turn(
+    texts: list[str], numbers: list[tuple[int, ...]], expected: list[str]
+) -> None:
+    turns = [
+        with_columns(turn(*text.split("|")), images=images(*own))
+        for text, own in zip(texts, numbers, strict=True)
+    ]
+
+    rows = merge_turns(turns, extra_columns=[IMAGES])
+
+    assert spell(rows) == expected
+    assert column_of(rows, "images") == [images(*numbers[row.turns[-1]]).tolist() for row in rows]
 
 
 def test_items_after_a_turn_without_any_continue_its_row() -> None:

@@ -12,28 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import turn
-from testkit.columns import (
-    IMAGES,
-    POSITIONS,
-    ROUTES,
-    STYLE,
-    TEACHER,
-    images,
-    routes,
-    with_columns,
-)
+from testkit.columns import IMAGES, POSITIONS, ROUTES, STYLE, TEACHER, images, routes, with_columns
 from testkit.planning import assembled_rows
 from testkit.strategies import chains, declared_columns, trees, with_extras
 from turnstream.batching.merge.merging import merge_turns
 from turnstream.batching.merge.storing import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
-from turnstream.types import (
-    NO_PARENT,
-    DeclaredColumn,
-    ExtraPiece,
-    Rows,
-    Turn,
-)
+from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Rows, Turn
 
 
 def column_of(rows: Any, name: str) -> list[Any]:
@@ -169,10 +154,6 @@ def test_rows_have_what_loops_over_lists_find(
             assert found.dtype == column.numpy_dtype
 
 
-# --------------------------------------------------------------------------------------
-# what is stored by others may be anything
-
-
 @pytest.mark.parametrize(
     ("column", "piece", "message"),
     [
@@ -234,10 +215,6 @@ def test_a_stored_column_that_the_run_does_not_declare_is_passed_over() -> None:
     )
 
     assert assembled_rows([stored], []).extras == {}
-
-
-# --------------------------------------------------------------------------------------
-# inert rows, and rows put together
 
 
 def test_case_11_choices_are_stored_and_merged_in_the_narrowest_type() -> None:

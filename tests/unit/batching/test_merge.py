@@ -10,16 +10,8 @@ from numpy.typing import NDArray
 
 from testkit import assert_same, spell, turn
 from testkit.strategies import trees
-from turnstream.batching.merge.columns import (
-    RowPieces,
-    shared_pieces,
-    token_columns,
-)
-from turnstream.batching.merge.merging import (
-    merge_turns,
-    plan_sequences,
-    turn_prompts,
-)
+from turnstream.batching.merge.columns import RowPieces, shared_pieces, token_columns
+from turnstream.batching.merge.merging import merge_turns, plan_sequences, turn_prompts
 from turnstream.batching.merge.plan import SequenceShape
 from turnstream.batching.merge.storing import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
@@ -30,10 +22,6 @@ FIRST = turn("ab", "CD", logprobs=[-0.1, -0.2], rewards=[0, 0])
 
 def rewards(rows: list[Sequence]) -> list[list[float]]:
     return [row.rewards.tolist() for row in rows]
-
-
-# --------------------------------------------------------------------------------------
-# the numbered cases of the reference, with "turn 1" = FIRST
 
 
 def test_case_12_a_prompt_that_extends_everything_continues_the_row() -> None:
@@ -139,10 +127,6 @@ def test_case_23_seconds_of_a_turn_are_on_its_last_token() -> None:
 def _last(response: str, value: float) -> NDArray[np.float32]:
     """The value on the last token of a response, 0 before it."""
     return np.array([0.0] * (len(response) - 1) + [value], np.float32)
-
-
-# --------------------------------------------------------------------------------------
-# the tree
 
 
 @pytest.mark.parametrize("field", ["logprobs", "loss_mask", "rewards"])

@@ -31,10 +31,6 @@ def shares(batch: Rows, world: int, **options: Any) -> list[Rows]:
     ]
 
 
-# --------------------------------------------------------------------------------------
-# the numbered cases
-
-
 def test_case_31_one_row_over_eight_ranks_adds_seven_inert_ones() -> None:
     # The reference makes eight rows of the same tokens with masks 1,0,0,0,0,0,0,0.
     parts = shares(rows("abC"), 8)
@@ -101,13 +97,6 @@ def test_case_32_three_rows_become_five_and_real_ones_stay() -> None:
     assert padded.advantage.tolist() == [0] * 5
 
 
-@pytest.mark.parametrize("multiple_of", [0, -1])
-def test_case_32_padding_to_no_number_of_rows_is_refused(multiple_of: int) -> None:
-    # As the reference refuses a pad size of -1.
-    with pytest.raises(BatchingError, match=f"multiple_of={multiple_of} must be at least 1"):
-        rank_share(FIVE, dp_rank=0, dp_world_size=1, multiple_of=multiple_of, **CUT)
-
-
 def test_case_32_inert_rows_have_the_types_of_real_ones() -> None:
     (_, padded) = shares(rows("abC"), 2)
     real = rows("abC")
@@ -171,17 +160,6 @@ def test_case_33_outputs_of_padded_mini_batches_are_joined_by_row_id() -> None:
     assert joined.values.tolist() == list(range(11))
 
 
-# --------------------------------------------------------------------------------------
-# cutting
-
-
-def test_the_golden_vector_of_equal_counts() -> None:
-    # Longest first by equal count: sums 23 and 12, whatever the part they are in.
-    ranks = cut_ranks(np.array([1, 2, 3, 4, 5, 20]), dp_world_size=2)
-
-    assert ranks == [[0, 1, 5], [2, 3, 4]]
-
-
 def test_a_mini_batch_without_rows_gives_every_rank_an_inert_one() -> None:
     empty = take_rows(FIVE, [])
 
@@ -206,14 +184,6 @@ def test_ids_of_inert_rows_differ_in_all_that_names_them() -> None:
 def test_numbers_that_leave_no_id_are_refused(name: tuple[int, int, int]) -> None:
     with pytest.raises(BatchingError, match="no id is left"):
         inert_row_id(*name)
-
-
-# --------------------------------------------------------------------------------------
-# micro-batches
-
-
-# --------------------------------------------------------------------------------------
-# laws
 
 
 def slow_cut(lengths: list[int], world: int) -> list[list[int]]:
@@ -259,10 +229,6 @@ def test_ranks_are_cut_by_cost_and_not_by_tokens_alone() -> None:
 
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 9}
-
-
-# --------------------------------------------------------------------------------------
-# what has to divide
 
 
 def test_rows_divide_by_the_least_common_multiple_and_not_by_the_largest() -> None:
@@ -312,10 +278,6 @@ def test_no_rank_is_short_of_rows_for_its_passes(
     assert num_rows * world < len(batch) + multiple
 
 
-# --------------------------------------------------------------------------------------
-# another world
-
-
 @given(scored_rows(), st.integers(1, 6), st.integers(1, 6), st.integers(1, 5))
 def test_a_mini_batch_cut_for_one_world_can_be_cut_for_another(
     drawn: Rows, world: int, other_world: int, multiple: int
@@ -330,6 +292,6 @@ def test_a_mini_batch_cut_for_one_world_can_be_cut_for_another(
 
 
 @pytest.mark.parametrize("sizes", [{"dp_world_size": 0}, {"dp_world_size": 1, "multiple_of": 0}])
-def test_rows_for_no_rank_or_a_multiple_of_nothing_are_refused(sizes: dict[str, Any]) -> None:
+def test_case_32_rows_for_no_rank_or_multiple_are_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(BatchingError, match=r"=0 .*must be at least 1"):
         cut_ranks(np.array([2]), **sizes)

@@ -68,6 +68,13 @@ def test_modified_first_fit_decreasing_pairs_large_rows_with_the_largest_medium_
     assert bins == [[0, 2], [1, 3, 6], [4, 5]]
 
 
+def test_modified_first_fit_decreasing_takes_a_third_of_the_capacity_for_small() -> None:
+    # Capacity 24: 7 is small (at most 8), so it is not paired with the large row.
+    bins = pack([13, 7, 5, 5], capacity=24, method="modified_first_fit_decreasing")
+
+    assert bins == [[0, 3, 2], [1]]
+
+
 def test_edge_case_42_ties_go_to_the_lower_index_first() -> None:
     # The reference puts the highest index first: [[1,3],[0,2],[4]] and [[3,2],[1,0]].
     assert pack([5, 5, 3, 3, 2], capacity=8, method="first_fit_decreasing") == [[0, 2], [1, 3], [4]]

@@ -244,9 +244,6 @@ def test_case_10_no_rows_are_no_batch() -> None:
         concatenate_rows([])
 
 
-# --------------------------------------------------------------------------------------
-# masked trajectories and versions
-
 MASKING = replace(config(), mask_truncated=True)
 CUT_OFF = [
     sealed("a", reward=1.0),

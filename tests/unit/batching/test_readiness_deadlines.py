@@ -38,10 +38,6 @@ def wanted(number: int, sample: int, attempt: int = 1) -> RefillWanted:
     return RefillWanted(key=key(sample, attempt), prompt_uid="uid of g0", number=number)
 
 
-# --------------------------------------------------------------------------------------
-# first n of m
-
-
 def test_first_needed_members_decide_the_group_and_cut_the_others() -> None:
     folded, decided = fold([opened(4, 2), *seals(3, 1, 0)])
 
@@ -83,10 +79,6 @@ def test_fewer_than_needed_are_trained_where_every_other_sample_ended() -> None:
     assert (samples(folded), decided) == ([[0, 1]], [])
 
 
-# --------------------------------------------------------------------------------------
-# deadlines
-
-
 def test_group_is_dropped_at_its_deadline_with_the_missing_samples() -> None:
     folded, (drop,) = fold([opened(4), *seals(0, 2), DEADLINE])
 
@@ -111,10 +103,6 @@ def test_deadline_of_a_decided_group_changes_nothing(of: BatchingConfig) -> None
     folded, decided = fold([opened(), *seals(0, 1), DEADLINE], of)
 
     assert (samples(folded), decided) == ([[0, 1]], [])
-
-
-# --------------------------------------------------------------------------------------
-# refills
 
 
 @pytest.mark.parametrize(
@@ -209,10 +197,6 @@ def test_refill_is_unwanted_after_its_grant_or_decision() -> None:
     assert not decided.still_holds(asked)
 
 
-# --------------------------------------------------------------------------------------
-# cuts
-
-
 def cut_group() -> tuple[RunFold, GroupCut]:
     """Return a fold with a group that two of three samples decided, and its cut."""
     folded, (cut,) = fold([opened(3, 2), *seals(0, 1)], REFILL)
@@ -265,10 +249,6 @@ def test_cut_is_void_after_a_config_that_keeps_surplus() -> None:
 
     assert (decided, folded.num_ready) == ([], 1)
     assert not folded.still_holds(cut)
-
-
-# --------------------------------------------------------------------------------------
-# rewards
 
 
 def test_group_waits_for_a_reward_that_comes_later() -> None:

@@ -33,13 +33,7 @@ from turnstream.batching.fold.decisions import (
     RefillWanted,
 )
 from turnstream.batching.fold.readiness import RunFold
-from turnstream.types import (
-    DeadlineFired,
-    Event,
-    RefillGranted,
-    RewardPosted,
-    TrajectoryKey,
-)
+from turnstream.types import DeadlineFired, Event, RefillGranted, RewardPosted, TrajectoryKey
 
 some = st.integers(0, 10**6)
 """Choice among any number of things."""

@@ -69,10 +69,6 @@ def test_nothing_has_a_merge_ratio_of_one() -> None:
     assert merge_counts({})["merge_ratio"] == 1.0
 
 
-# --------------------------------------------------------------------------------------
-# warnings about a batch
-
-
 def warnings_of(*groups: list[list[TurnShape]], of: BatchingConfig | None = None) -> list[str]:
     """Return the warnings about a batch of these groups; for each its members with their turns."""
     groups_of_members = [

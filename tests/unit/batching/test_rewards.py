@@ -8,11 +8,7 @@ import pytest
 
 from testkit import config, sealed, shape
 from turnstream.batching.config.values import RewardSource
-from turnstream.batching.scoring.filters import (
-    has_zero_variance,
-    overlong_penalty,
-    row_weights,
-)
+from turnstream.batching.scoring.filters import has_zero_variance, overlong_penalty, row_weights
 from turnstream.batching.scoring.rewards import (
     planned_reward,
     planned_turn_rewards,

@@ -260,9 +260,6 @@ def test_member_that_awaits_its_reward_in_an_expired_group_is_surplus() -> None:
     assert (left_over.key, left_over.state) == (TrajectoryKey("s", 1), TrajectoryState.SURPLUS)
 
 
-# --------------------------------------------------------------------------------------
-# laws
-
 policies = st.sampled_from(["drop", "mask", "keep"])
 selections = st.sampled_from(["in_order", "oldest_weights", "ready_first"])
 
@@ -283,25 +280,3 @@ def test_a_choice_is_the_same_however_much_came_after_it(
 
     assert later.chosen == then.chosen
     assert later.expired == then.expired
-
-
-@given(policies, selections, st.lists(st.integers(0, 9), min_size=1, max_size=30))
-def test_run_continues_with_late_groups(name: str, selection: str, lags: list[int]) -> None:
-    # A batch that lacks groups is followed by fresh ones, as admission lets them in for the old.
-    planner = Planner(policy(name, batch_groups=2, selection=selection), announced(0))
-    step, num_groups = 1, 0
-    for lag in [*lags, *[0] * 12]:
-        group_id = f"g{num_groups}"
-        num_groups += 1
-        planner.apply(*opened(group_id), one(group_id, max(0, step - 1 - lag)))
-        if planner.fold.num_ready >= 2:
-            planner.apply(BatchDue(step=step))
-        if planner.selector.choice is not None:
-            planner.fold.take(planner.selector.choice.groups)
-            planner.selector.pass_step(step)
-            planner.apply(VersionAnnounced(version=step, step=step, lineage="main"))
-            step += 1
-
-    num_trained = 2 * (step - 1)
-    assert step > 6
-    assert num_trained + len(planner.expired) + planner.fold.num_ready == num_groups

@@ -19,7 +19,7 @@ from turnstream.batching.layouts.sft import (
 )
 from turnstream.batching.layouts.slots import require_aligned
 from turnstream.batching.packing.bins import pack
-from turnstream.errors import BatchingError, RowTooLongError
+from turnstream.errors import BatchingError
 from turnstream.types import Ragged, Rows
 
 PAD = 0
@@ -37,10 +37,6 @@ def learn(*texts: str, weights: list[list[float]] | None = None) -> Rows:
 def weights_of(batch: Rows) -> Ragged[np.float32]:
     assert batch.token_weights is not None
     return batch.token_weights
-
-
-# --------------------------------------------------------------------------------------
-# rows
 
 
 def test_the_prompt_ends_before_the_first_target() -> None:
@@ -90,10 +86,6 @@ def test_sequences_that_cannot_be_learned_are_refused(
         supervised_rows(Ragged.from_rows(tokens, np.int32), Ragged.from_rows(weights, np.float64))
 
 
-# --------------------------------------------------------------------------------------
-# loss scale
-
-
 def test_fractions_are_summed_and_small_sums_are_not_scaled_up() -> None:
     # The reference truncates the sum of 2.5 to 2.
     batch = learn("aaaa", "aa", "aa", weights=[[0, 1, 1, 0.5], [0, 0.25], [0, 0]])
@@ -135,10 +127,6 @@ def test_mask_is_the_weight_without_token_weights() -> None:
 
     assert scaled_weights(batch, loss_scale="none").values.tolist() == [1, 0, 1]
     assert scaled_weights(weighted, loss_scale="none").values.tolist() == [0.5, 0, 3]
-
-
-# --------------------------------------------------------------------------------------
-# bins
 
 
 def lay_out(batch: Rows, bins: Any, **options: Any) -> SupervisedBins:
@@ -188,13 +176,6 @@ def test_case_44_a_sequence_of_one_token_contributes_no_loss() -> None:
     made = lay_out(learn("A", "aB"), [[0], [1]], loss_scale="none")
 
     assert made.target_weights_KW.tolist() == [[0, 0], [1, 0]]
-
-
-def test_sequence_above_the_capacity_is_refused() -> None:
-    with pytest.raises(RowTooLongError) as caught:
-        bin_sequences([3, 9], capacity=8, dp_world_size=1)
-
-    assert caught.value.row == 1
 
 
 def slow_bins(

@@ -6,12 +6,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from testkit import sealed, shape
-from turnstream.batching.fold.staleness import (
-    VersionSteps,
-    is_wholly_of,
-    tokens_of,
-    version_span,
-)
+from turnstream.batching.fold.staleness import VersionSteps, is_wholly_of, tokens_of, version_span
 from turnstream.batching.merge.columns import TokenColumns, masked_columns
 from turnstream.types import Ragged, VersionAnnounced, VersionRun
 

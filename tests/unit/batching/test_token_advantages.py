@@ -109,10 +109,6 @@ def test_refuses_values_that_are_not_aligned_with_the_responses() -> None:
         token_returns(rows("x|AB"), rewards=Ragged.from_rows([[1]], np.float32))
 
 
-# --------------------------------------------------------------------------------------
-# against loops over tokens
-
-
 def slow_gae(
     batch: Rows, rewards: Ragged[np.float32], values: Ragged[np.float32], gamma: float, lam: float
 ) -> list[list[float]]:
@@ -175,10 +171,6 @@ def test_returns_agree_with_a_loop_over_tokens(seed: int, gamma: float) -> None:
         lists(returns), slow_gae(batch, rewards, nothing, gamma, 1.0), strict=True
     ):
         assert found == pytest.approx(slow, rel=1e-5, abs=1e-5)
-
-
-# --------------------------------------------------------------------------------------
-# rows that are a slice of more
 
 
 def from_row_1(column: Any) -> Any:

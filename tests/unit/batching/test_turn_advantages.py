@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit import config, sealed, shape, turn
-from testkit.denominators import row_scales
 from testkit.planning import Payload, plan, stored_group
-from testkit.shares import budgeted_passes, rank_share
+from testkit.shares import budgeted_passes, rank_share, row_scales
 from testkit.strategies import chains, trees
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.values import Aggregation, RowWeights
@@ -29,12 +28,7 @@ from turnstream.batching.merge.storing import store_turns
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.assemble import assemble_rows, take_rows
 from turnstream.errors import InvalidTurnError
-from turnstream.types import (
-    Rows,
-    SealedTrajectory,
-    Status,
-    Turn,
-)
+from turnstream.types import Rows, SealedTrajectory, Status, Turn
 
 GIGPO = replace(config(), estimator="gigpo", turn_discount=0.5, divide_by_std=False)
 
@@ -129,10 +123,6 @@ def test_other_estimators_have_none_per_turn() -> None:
 
     assert {t.turn_advantages for t in manifest.groups[0].trajectories} == {()}
     assert rows.advantages is None
-
-
-# --------------------------------------------------------------------------------------
-# refused members, and filtered groups
 
 
 @pytest.mark.parametrize(

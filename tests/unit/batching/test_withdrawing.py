@@ -9,18 +9,7 @@ from typing import Any
 import pytest
 
 from testkit import config, manifest, sealed, trajectory_plan
-from testkit.folds import (
-    apply,
-    awaiting,
-    died,
-    fold,
-    key,
-    opened,
-    posted,
-    restored,
-    samples,
-    seals,
-)
+from testkit.folds import apply, awaiting, died, fold, key, opened, posted, restored, samples, seals
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import GroupDropped
 from turnstream.batching.fold.readiness import RunFold
@@ -51,7 +40,6 @@ def planned_fold(*group_ids: str, of: BatchingConfig = CONFIG) -> RunFold:
 
 
 def plan_of(*group_ids: str) -> Manifest:
-    """Return the plan of a batch of groups of three."""
     groups = [
         GroupPlan(
             group_id=name,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.models.folders import new_folder, remove_unfinished
+from turnstream_server.models.folders import new_folder
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec, read_policy_source
 
@@ -56,16 +56,6 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
 
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
-
-
-def test_only_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    half = new_folder(tmp_path / "weights")
-    half.__enter__()
-    (tmp_path / "v1").mkdir()
-
-    remove_unfinished(tmp_path)
-
-    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
 
 
 def test_a_spec_is_read_from_a_file_and_a_folder_is_itself(tmp_path: Path) -> None:

@@ -108,10 +108,6 @@ def test_rows_inside_a_longer_buffer_are_encoded_alone():
     assert spell(decode_mini_batch(encoded.data).rows) == ["abCdE"]
 
 
-# --------------------------------------------------------------------------------------
-# what a newer release may add
-
-
 def test_unknown_columns_and_metadata_are_ignored():
     mini = mini_batch("abC", "deF")
     experts = pa.array([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int16(), 2)))
@@ -127,10 +123,6 @@ def test_newer_major_version_is_refused_with_both_versions():
 
     with pytest.raises(UnknownFormatError, match=r"mini-batch was .* newer .*format 1; .* 0"):
         decode_mini_batch(newer)
-
-
-# --------------------------------------------------------------------------------------
-# damage
 
 
 @given(data=st.data())

@@ -11,13 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from testkit import (
-    assert_same,
-    extra_column,
-    mini_batch_info,
-    operation_rows,
-    rows,
-)
+from testkit import assert_same, extra_column, mini_batch_info, operation_rows, rows
 from testkit.arrow import Edit, edited, read_arrow, with_column, with_metadata, without_column
 from turnstream.errors import BatchingError, CorruptRecordError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
@@ -115,9 +109,6 @@ def test_stored_mini_batch_with_such_columns_is_read(name: str):
 
     assert_same(decoded, GOLDEN_BATCHES[name])
 
-
-# --------------------------------------------------------------------------------------
-# what contradicts itself
 
 ONE_PER_TOKEN = [[1, 1, 1], [1, 1], [1, 1]]
 INT32 = pa.int32()

@@ -12,16 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit import (
-    assert_same,
-    config,
-    manifest,
-    mini_batch_info,
-    rows,
-    sealed,
-    shape,
-    stored_turn,
-)
+from testkit import assert_same, config, manifest, mini_batch_info, rows, sealed, shape, stored_turn
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.errors import UnknownFormatError

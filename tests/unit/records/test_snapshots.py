@@ -1,4 +1,4 @@
-"""A planner that resumes from a snapshot decides as its predecessor would have."""
+"""Snapshots of a planner as records; `test_readiness_machine` resumes from them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from testkit import config, sealed
-from testkit.folds import restored, snapshot_of
-from testkit.strategies import events
-from turnstream.batching.config import BatchingConfig
+from testkit.folds import snapshot_of
 from turnstream.batching.fold.members import FoldState
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.errors import CorruptRecordError, UnknownFormatError
-from turnstream.records.events import decode_event, encode_event
 from turnstream.records.framing import SNAPSHOT, read_header, write_frame
 from turnstream.records.snapshots import (
     FORMAT,
@@ -28,68 +23,9 @@ from turnstream.records.snapshots import (
     decode_snapshot,
     encode_snapshot,
 )
-from turnstream.types import (
-    Event,
-    GroupOpened,
-    Purpose,
-    SealedTrajectory,
-    TrajectoryAbandoned,
-    TrajectoryKey,
-)
+from turnstream.types import GroupOpened, Purpose, TrajectoryAbandoned, TrajectoryKey
 
 GOLDEN = Path(__file__).parent / "golden"
-
-groups = st.sampled_from(["a", "b", "c"])
-keys = st.builds(TrajectoryKey, groups, st.integers(0, 2), st.integers(0, 1))
-
-
-@st.composite
-def close_events(draw: st.DrawFn) -> Event:
-    """Any kind of event, of one of three groups of one to three samples."""
-    event: Any = draw(events())
-    names = {field.name for field in dataclasses.fields(event)}
-    changes: dict[str, Any] = {}
-    if "key" in names:
-        changes["key"] = draw(keys)
-    if "group_id" in names:
-        changes["group_id"] = draw(groups)
-    if "num_samples" in names:
-        changes["num_samples"] = draw(st.integers(1, 3))
-        changes["num_needed"] = draw(st.integers(1, changes["num_samples"]))
-    if "awaited" in names:
-        changes["awaited"] = draw(st.none() | keys)
-    if "num_refills" in names:
-        changes["num_refills"] = draw(st.integers(0, 2))
-    if "number" in names:
-        changes["number"] = draw(st.integers(1, 3))
-    if isinstance(event, SealedTrajectory):
-        changes["reward"] = draw(st.sampled_from([0.0, 1.0, None]))
-    return decode_event(encode_event(dataclasses.replace(event, **changes)))
-
-
-acts = st.lists(st.one_of(close_events(), close_events(), close_events(), st.none()), max_size=40)
-"""Events; None takes the first group that is ready."""
-
-
-@st.composite
-def policies(draw: st.DrawFn) -> BatchingConfig:
-    """How groups finish."""
-    policy: Any = draw(st.sampled_from(["drop", "train_short", "refill"]))
-    return dataclasses.replace(
-        config(2),
-        deadline_policy=policy,
-        max_refills=3 if policy == "refill" else 0,
-        refill_fallback=draw(st.sampled_from(["drop", "train_short"])),
-        surplus=draw(st.sampled_from(["drop", "keep"])),
-        group_deadline_s=1,
-        reward_deadline_s=1,
-    )
-
-
-def act(fold: RunFold, number: int, event: Event | None) -> Any:
-    if event is None:
-        return fold.take(fold.ready[:1])
-    return fold.apply(f"{number}-0", event)
 
 
 def golden_snapshot() -> PlannerSnapshot:
@@ -123,22 +59,6 @@ def content_of(record: bytes) -> dict[str, Any]:
 
 def record_with(content: dict[str, Any]) -> bytes:
     return write_frame(SNAPSHOT, zlib.compress(json.dumps(content).encode()))
-
-
-@given(acts, policies())
-def test_restored_fold_decides_as_the_original(
-    life: list[Event | None], settings: BatchingConfig
-) -> None:
-    fold = RunFold(settings)
-    others = [restored(fold, settings)]
-
-    for number, event in enumerate(life):
-        told = act(fold, number, event)
-        assert all(act(other, number, event) == told for other in others)
-        others.append(restored(fold, settings))
-
-    assert all(other.state == fold.state for other in others)
-    assert all(list(other.ready) == list(fold.ready) for other in others)
 
 
 def test_snapshot_holds_every_attribute_of_the_fold() -> None:

@@ -12,12 +12,7 @@ import pytest
 
 from turnstream import errors
 from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
-from turnstream.records.statuses import (
-    MAX_DETAILS,
-    MAX_TEXT,
-    error_to_status,
-    status_to_error,
-)
+from turnstream.records.statuses import MAX_DETAILS, MAX_TEXT, error_to_status, status_to_error
 
 REASON = WaitReason("member_open", "für 你", {"group": "g", "sample": 3, "lease_left_s": 1.5})
 EXAMPLES = {

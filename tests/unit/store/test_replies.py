@@ -3,10 +3,12 @@ from __future__ import annotations
 import hiredis
 import pytest
 from redis import exceptions as redis_errors
-from redis.connection import DefaultParser
+from redis.connection import Connection, DefaultParser
 
+from testkit.scripts import script
 from turnstream import errors
 from turnstream.store.client import replies
+from turnstream.store.client.scripts import pack
 
 
 def error_reply(text: str) -> Exception:
@@ -141,3 +143,19 @@ def test_turnstream_error_is_not_translated() -> None:
 )
 def test_refusal_has_decoded_names(text: str, message: str) -> None:
     assert str(replies.translate(error_reply(text))) == message
+
+
+def test_commands_are_packed_as_the_client_packs_them() -> None:
+    payload = bytes(range(256)) * 40
+    calls = [
+        script("append")(["ts:{r/ä}:turns"], 1, "2", payload, b"").words,
+        ("SCRIPT", "LOAD", "return 'ö'"),
+    ]
+
+    packed = pack(calls)
+
+    assert packed == b"".join(b"".join(Connection().pack_command(*words)) for words in calls)
+
+
+def test_a_view_of_bytes_is_packed_like_the_bytes() -> None:
+    assert pack([("SET", memoryview(b"value"))]) == pack([("SET", b"value")])

@@ -22,6 +22,7 @@ from turnstream.store.waits.wait_snapshot import (
     WaitSnapshot,
     lapsed_writers,
 )
+from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types import GroupOpened, Purpose, TrajectoryKey
 
 ALIVE = OpenMember(key=TrajectoryKey("g", 1), writer="w", lease_left_s=30.0)
@@ -313,3 +314,16 @@ def test_memory_of_the_server_is_counted_for_every_sample(num_samples: int, is_f
     seen = snapshot(num_ready=4, server_max=1_000_000, server_used=770_000)
 
     assert kinds(seen, group=group) == [WaitKind.OUT_OF_BYTES] * is_full
+
+
+def test_warning_is_due_despite_rounding_of_the_clock() -> None:
+    # A wait of 4.999999999999999 s was not due, and its timer of 9e-16 s was set again and again.
+    began_s = 4.953396763492209
+    warnings = WaitWarnings()
+    pause_s = warnings.pause_s(0.0)
+    assert pause_s is not None
+
+    waited_s = (began_s + pause_s - 1e-15) - began_s
+
+    assert waited_s < 5.0
+    assert warnings.is_due(waited_s)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from testkit.logprob_cases import Case, cases, clipped_exp
+from testkit.tensors import Case, cases, clipped_exp
 from turnstream.worker import corrections
 
 # The vector of the definitions: four tokens of one row.
@@ -88,9 +88,6 @@ def test_rescaled_weights_have_a_mean_of_1_over_all_ranks() -> None:
 
     assert torch.cat(scaled).mean().item() == 1.0
     assert scaled[0].tolist() == [[2.0, 0.0]]
-
-
-# --------------------------------------------------------------------- against loops
 
 
 def corrected(case: Case, name: str, **options: Any) -> Tensor:

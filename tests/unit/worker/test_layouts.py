@@ -15,11 +15,7 @@ import testkit
 from testkit.shares import budgeted_passes, rank_share
 from turnstream.batching.config.values import Aggregation
 from turnstream.batching.layouts.outputs import ResponseValues, join_by_row_id
-from turnstream.batching.layouts.sft import (
-    bin_sequences,
-    packed_supervised,
-    supervised_rows,
-)
+from turnstream.batching.layouts.sft import bin_sequences, packed_supervised, supervised_rows
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.assemble import take_rows
 from turnstream.errors import BatchingError
@@ -182,10 +178,6 @@ def test_loss_is_independent_of_layout_ranks_micro_batches_and_order(
     np.testing.assert_allclose(found.values, want.values, atol=1e-4)
 
 
-# --------------------------------------------------------------------------------------
-# supervised rows
-
-
 @given(
     st.lists(
         st.lists(
@@ -238,10 +230,6 @@ def test_supervised_rows_have_the_same_loss_in_all_layouts(
         loss(left_BR, left), loss(right_BT, right), loss(packed_N, one), loss(jagged_M, flat)
     ]  # fmt: skip
     assert in_layouts == pytest.approx([in_bins] * 4, rel=1e-4, abs=1e-6)
-
-
-# --------------------------------------------------------------------------------------
-# tensors
 
 
 def test_response_values_exclude_inert_rows() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from testkit.logprob_cases import Case, cases, clipped_exp
+from testkit.tensors import Case, cases, clipped_exp
 from turnstream.errors import BatchingError
 from turnstream.worker import losses
 
@@ -36,9 +36,6 @@ def clipped(u: float, low: float, high: float) -> float:
 
 def assert_equals(actual: Tensor, expected: np.ndarray) -> None:
     np.testing.assert_allclose(actual.detach().numpy(), expected, rtol=1e-12, atol=1e-300)
-
-
-# --------------------------------------------------------------------- against loops
 
 
 @given(cases(), st.sampled_from([None, 3.0]))
@@ -117,9 +114,6 @@ def test_kl_estimates_equal_the_loops(case: Case) -> None:
         rtol=1e-12,
         atol=1e-14,  # exp(-x) - 1 + x loses digits near 0, in both
     )
-
-
-# --------------------------------------------------------------------- gradients
 
 
 def kl_to_old(estimate: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -211,9 +205,6 @@ def test_exponents_are_clipped_to_20(gap: float) -> None:
     assert loss_BR.item() == pytest.approx(math.exp(20) if gap > 0 else 0.8, rel=1e-6)
 
 
-# --------------------------------------------------------------------- log-probabilities
-
-
 def test_response_logprobs_accept_the_last_columns_alone() -> None:
     torch.manual_seed(0)
     logits_BTV, input_ids_BT = torch.randn(2, 6, 11), torch.randint(0, 11, (2, 6))
@@ -253,8 +244,6 @@ def test_response_logprobs_refuse_a_response_without_a_prompt() -> None:
             torch.zeros(1, 2, 5), input_ids_BT=torch.ones(1, 2, dtype=torch.int64), response_width=2
         )
 
-
-# --------------------------------------------------------------------- the vector of ratios
 
 # Ratios exp(current - old) of the vector: 1.2214, 7.3891, 1, 0.3679; their geometric mean 1.3499.
 CURRENT = torch.tensor([[-1.0, -2.0, -0.5, -3.0]], dtype=torch.float64)

@@ -13,8 +13,6 @@ from turnstream.types import MiniBatch
 from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
 from turnstream.worker._prefetch import read_step
 
-# --------------------------------------------------------------------- one step
-
 
 def messages(
     mini_batches: list[MiniBatch], *, chunk_bytes: int = 1000, step: int = 1

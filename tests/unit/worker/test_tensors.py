@@ -99,9 +99,6 @@ def test_cuda_tensors_equal_those_on_the_cpu() -> None:
         assert torch.equal(tensor.cpu(), named_tensors(on_cpu)[name])
 
 
-# --------------------------------------------------------------------- micro-batches
-
-
 def test_micro_batch_is_trimmed_to_its_longest_row_and_response() -> None:
     parts = list(to_torch(build(micro_batches=((0, 3), (1,), (2,)))).micro_batches())
 
@@ -140,9 +137,6 @@ def test_micro_batches_hold_every_row_once_with_all_its_tokens(data: st.DataObje
     assert all(part.response_mask_BR[:, 0].any() for part in parts)
 
 
-# --------------------------------------------------------------------- log-probabilities
-
-
 def test_require_logprobs_refuses_a_mini_batch_without_any() -> None:
     mini_batch = build("abC")
     part = to_torch(replace(mini_batch, rows=replace(mini_batch.rows, logprobs=None)))
@@ -150,6 +144,3 @@ def test_require_logprobs_refuses_a_mini_batch_without_any() -> None:
     assert part.logprobs_BR is None
     with pytest.raises(BatchingError, match="no row"):
         part.require_logprobs()
-
-
-# --------------------------------------------------------------------- imports

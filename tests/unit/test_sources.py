@@ -1,4 +1,4 @@
-"""The examples in docstrings and documents are true."""
+"""Examples in docstrings and documents, mutations and generated code fit the sources."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pkgutil
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS, Mutation
 
 import turnstream
 import turnstream_server
@@ -53,3 +54,36 @@ def test_the_examples_of_a_document_are_true(path: Path) -> None:
 
     assert result.attempted > 0
     assert result.failed == 0
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("package", sorted({mutation.package for mutation in MUTATIONS}))
+def test_every_guard_that_is_broken_is_in_the_source_once(package: str) -> None:
+    def times(mutation: Mutation) -> int:
+        source = ROOT / "clients/python/src/turnstream" / mutation.path
+        return source.read_text().count(mutation.before)
+
+    stale = [each.name for each in MUTATIONS if each.package == package and times(each) != 1]
+
+    assert not stale
+
+
+def test_every_mutation_changes_something_and_has_a_name_of_its_own() -> None:
+    names = [mutation.name for mutation in MUTATIONS]
+
+    assert [each.name for each in MUTATIONS if each.before == each.after] == []
+    assert sorted(names) == sorted(set(names))
+
+
+def test_the_generated_code_was_made_from_the_proto_files_as_they_are():
+    spec = importlib.util.spec_from_file_location("generate_wire", ROOT / "tools/generate_wire.py")
+    assert spec
+    assert spec.loader
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+
+    stored = tool.HASH_FILE.read_text().strip()
+
+    assert stored == tool.proto_hash(), "proto/ was edited: run `make proto`"
