@@ -52,9 +52,20 @@ REPOSITORY = Path(__file__).parents[1]
 SERVER_KINDS = ["valkey", "redis-server"]
 
 _SERVERS = ["server", "own_server", "unix_server"]
+_MARKS = {"redis": {*_SERVERS, "house_at"}, "grpc": {"house", "house_at"}}
+"""Marks of tests by the fixtures that they use."""
 
 _numbers = itertools.count(1)
 _checked_keys: dict[int, set[bytes]] = {}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Mark the tests by the fixtures that they use."""
+    for item in items:
+        for mark, names in _MARKS.items():
+            if not names.isdisjoint(getattr(item, "fixturenames", ())):
+                item.add_marker(mark)
 
 
 @pytest.fixture(scope="session", params=SERVER_KINDS)

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any, cast
 
 import testkit
-from testkit.scripts import script
+from testkit.run_driver import RunDriver
 from testkit.trainers import Trainer
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
@@ -18,12 +18,9 @@ from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.client.scripts import run_command
-from turnstream.store.run.groups import group_size
 from turnstream.store.run.runs import create_run
 from turnstream.types import (
     Group,
-    GroupOpened,
     Purpose,
     StoredTurn,
     TrajectoryKey,
@@ -162,22 +159,19 @@ class House:
         purpose: Purpose = Purpose.TRAIN,
     ) -> None:
         """Open trajectories of a group for the writer "w", which sends no heartbeat."""
-        opened = GroupOpened(
-            group_id=group_id, prompt_uid="", num_samples=num_samples, purpose=purpose
+        driver = RunDriver(self.client, run)
+        driver.do(
+            driver.open_samples(group_id, *trajectory_ids, num_samples=num_samples, purpose=purpose)
         )
-        words = (keys.encode_name(group_id), group_size(opened), "w", encode_event(opened))
-        command = script("open_group")(keys.run_keys(run).of_open_group, *words, *trajectory_ids)
-        run_command(self.client, command)
 
     def seal(
         self, run: str, trajectory_id: str, *turns: bytes, seal: bytes, lease: Any = 1, posts: bool
     ) -> None:
         """Store the turns and the seal of an open trajectory as they are, and post the seal."""
-        place = keys.trajectory_keys(run, trajectory_id)
-        post = script("post_sealed")(keys.run_keys(run).of_post_sealed, trajectory_id, lease, seal)
-        run_command(self.client, script("append")(place, "1:w", 0, 1, *turns, seal))
+        driver = RunDriver(self.client, run)
+        driver.do(driver.append(*turns, seal, trajectory_id=trajectory_id, seals=True))
         if posts:
-            run_command(self.client, post)
+            driver.do(driver.post_sealed(trajectory_id, lease, seal))
 
     def change_records(self, stream: str, change: Callable[[list[bytes]], list[bytes]]) -> None:
         """Write a stream again with other records, under the same ids where they are as many."""

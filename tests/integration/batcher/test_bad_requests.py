@@ -1,7 +1,5 @@
 """Requests that no SDK sends, over real gRPC: refused with a typed error, and nothing changes."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -19,8 +17,6 @@ from turnstream.store.client.connection import connect
 from turnstream.types import Group, Trajectory, Turn
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.serving.requests import MAX_DP_WORLD_SIZE
-
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 SERVICE = wire.DESCRIPTOR.services_by_name["Batches"]
 KINDS: dict[str, Any] = {

@@ -15,8 +15,6 @@ from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.release.compact_records import past_reasons
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
-
 
 @pytest.fixture
 def client(house):

@@ -1,7 +1,5 @@
 """Groups that finish although a member hangs, and the jobs of the timekeeper."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import signal
@@ -22,23 +20,10 @@ from turnstream_server.batcher.planner.timekeeper import ClockReading, Timekeepe
 from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
 from turnstream_server.bus.queries.ledger import read_ledger
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
-
 DEADLINE_S = 10.0
 """Every write of a test comes before it; then the test lets it pass."""
 
 SHORT = {"group_deadline_s": DEADLINE_S, "deadline_policy": "train_short"}
-
-REWARDER = """
-import sys
-from turnstream.generator import post_reward
-from turnstream.store.client.connection import connect
-from turnstream.types import TrajectoryKey
-
-url, run, group, sample, reward = sys.argv[1:]
-with connect(url) as client:
-    print(post_reward(client, run, TrajectoryKey(group, int(sample)), float(reward)).name)
-"""
 
 
 def open_members(house: Any, run: str, *, num_samples: int, sealed: int, **opening: Any) -> None:
@@ -160,34 +145,6 @@ async def a_refill_is_granted(house: Any, run: str) -> None:
     await wait_until_async(
         lambda: house.client.zcard(keys.run_keys(run).refills) > 0, describe="a refill"
     )
-
-
-async def test_a_reward_is_posted_by_another_process(
-    house: Any, start_process: Callable[..., subprocess.Popen[str]]
-) -> None:
-    run, trainer = await house.serve(batch_groups=1)
-    await trainer.start()
-
-    async with AsyncPublisher(house.url, run) as publisher:
-        for sample in (0, 1):
-            async with publisher.trajectory("g", sample, num_samples=2) as writer:
-                await writer.append([1, 2], [3 + sample])
-                await writer.seal(awaits_reward=True)
-        waiting = house.states(run)
-        refused = await trainer.refused(1, words="0 of 1 groups ready, 1 open$")
-        said = [
-            start_process(REWARDER, house.url, run, "g", str(sample), str(sample / 2)).communicate()
-            for sample in (0, 1)
-        ]
-        (pulled,) = await trainer.get(1)
-        late = await publisher.post_reward(TrajectoryKey("g", 0), 0.0)
-
-    assert waiting == {TrajectoryState.AWAITING_REWARD: 2}
-    awaited = [why.facts["sample"] for why in refused.reasons if why.kind == "reward_awaited"]
-    assert awaited == [0, 1]
-    assert [out.strip() for out, _ in said] == ["POSTED", "POSTED"]
-    assert pulled.mini_batch.rows.reward.tolist() == [0.0, 0.5]
-    assert late is RewardOutcome.DUPLICATE
 
 
 async def test_a_reward_that_does_not_come_ends_by_its_own_deadline(house: Any) -> None:

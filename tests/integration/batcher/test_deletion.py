@@ -1,7 +1,5 @@
 """Runs that are deleted, and runs that are forks of others."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -18,8 +16,6 @@ from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.bus.admin.forks import fork_run
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.ledger import read_ledger
-
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 def keys_of(url: str, run: str) -> set[str]:

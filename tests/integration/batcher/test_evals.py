@@ -1,7 +1,5 @@
 """Evaluations during training, with a real batcher and generators."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess
@@ -19,9 +17,6 @@ from turnstream.types import EvalResult, Group, Purpose, TrajectoryState
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
-from turnstream_server.jobs.evals import read_evals
-
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 # Opens an evaluation of two, seals one of them, prints a line, and hangs.
 GENERATOR = """
@@ -93,28 +88,6 @@ async def test_the_same_training_gives_the_same_batches_with_evaluations_in_betw
     assert len(plans(house, mixed, 2)) == 2
     found = counts(house, mixed)
     assert (found.accepted, found.num_in_batches) == (24, 8)
-
-
-async def test_the_results_of_each_version_are_kept_by_group_and_overall(house):
-    run = house.create_run()
-    await house.start_batcher()
-    await house.publish(
-        run,
-        evaluation("e", 1.0, 0.0, version=3),
-        evaluation("f", 0.5, 0.5, version=3),
-        evaluation("g", 0.25, version=8),
-    )
-    await num_evaluated(house, run, 5)
-
-    third, eighth = results(house, run)
-    shown = await asyncio.to_thread(read_evals, house.url, run)
-
-    assert (third.version, third.num_groups, third.num_trajectories) == (3, 2, 4)
-    assert (third.reward.mean, third.best.mean) == (0.5, 0.75)
-    assert [(each.group_id, each.best) for each in third.groups] == [("e", 1.0), ("f", 0.5)]
-    assert (eighth.version, eighth.reward.mean) == (8, 0.25)
-    assert [each["version"] for each in shown] == [3, 8]
-    assert shown[0]["reward"]["mean"] == 0.5
 
 
 @pytest.mark.parametrize("place", ["settle.before", "settle.after"])

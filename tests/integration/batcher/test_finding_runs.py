@@ -19,8 +19,6 @@ from turnstream_server.batcher.serving.registry import RunDiscovery
 from turnstream_server.bus.admin.forks import fork_run
 from turnstream_server.bus.core.frontier import read_frontier
 
-pytestmark = [pytest.mark.redis]
-
 START = RecoveryToken(lineage="main", step=0, chain_hash="")
 
 

@@ -1,7 +1,5 @@
 """Health of a store that is away, and the reports of a full one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -18,8 +16,6 @@ from turnstream.generator import Publisher
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream_server.batcher.serving.health import TROUBLE
 from turnstream_server.batcher.serving.servicer import SERVICE
-
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 SERVING = HealthCheckResponse.SERVING
 NOT_SERVING = HealthCheckResponse.NOT_SERVING

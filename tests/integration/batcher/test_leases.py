@@ -1,22 +1,23 @@
-"""Generators that are killed with trajectories and tasks, end to end."""
-
-from __future__ import annotations
+"""Generators that are killed with trajectories and tasks, and seals that a store lost."""
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from testkit import group, ids
+from harness.proxy import Proxy
+from testkit import group, ids, wait_until_async
+from testkit.scripts import script
+from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
-from turnstream.store.run.tasks import Prompt, PromptCounts, add_prompts, read_prompt_counts
+from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream.types import TrajectoryState
+from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.queries.ledger import read_ledger
-
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+from turnstream_server.embedded import EmbeddedServer
 
 TAKEOVER_S = 600.0
 """For so long a generator of a test may stand still and lose nothing."""
@@ -136,18 +137,6 @@ with Publisher(url, run) as publisher:
 """
 
 
-def give(url: str, run: str, *uids: str) -> None:
-    with connect(url) as client:
-        prompts = [Prompt(prompt_uid=uid, payload=uid.encode(), num_samples=2) for uid in uids]
-        add_prompts(client, run, prompts)
-
-
-def counts(url: str, run: str) -> PromptCounts:
-    with connect(url) as client:
-        read_ledger(client, run).check()
-        return read_prompt_counts(client, run)
-
-
 @pytest.mark.parametrize(
     "policy", [{}, {"deadline_policy": "refill", "max_refills": 4}], ids=["revisit", "refill"]
 )
@@ -157,7 +146,8 @@ async def test_tasks_of_a_killed_generator_are_granted_again_and_trained_once(
     run, trainer = await house.serve(
         batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S, **policy
     )
-    give(house.url, run, *UIDS)
+    prompts = [Prompt(prompt_uid=uid, payload=uid.encode(), num_samples=2) for uid in UIDS]
+    add_prompts(house.client, run, prompts)
     doomed = start_process(DOOMED, house.url, run)
     assert await doomed.line() == "p0 p1"
 
@@ -176,7 +166,105 @@ async def test_tasks_of_a_killed_generator_are_granted_again_and_trained_once(
 
     assert trained == Counter(UIDS)
     assert said == "PromptsExhaustedError"
-    seen = counts(house.url, run)
+    house.ledger(run)
+    seen = read_prompt_counts(house.client, run)
     assert (seen.num_trained, seen.num_left, seen.num_given) == (5, 0, 0)
     left: Any = house.client.hkeys(keys.run_keys(run).prompts)
     assert [name for name in left if name.isdigit()] == []
+
+
+PastOf = Callable[[EmbeddedServer], Any]
+SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
+
+
+def _give_up(url: str, run: str) -> None:
+    """Another generator opens the group g, and abandons all of it."""
+    with Publisher(url, run, writer="second") as publisher:
+        for sample in (0, 1):
+            writer = publisher.trajectory("g", sample, num_samples=2)
+            writer.append(ids("ab"), ids("d")).result(10)
+            writer.abandon("no more time").result(10)
+
+
+async def _folded(house: Any, run: str) -> None:
+    """Nothing is left of the ledger: ended trajectories have no payload and are compact."""
+    names = keys.run_keys(run)
+    await wait_until_async(
+        lambda: house.client.hlen(names.ended) > 0 and house.client.hlen(names.ledger) == 0,
+        describe="the release",
+    )
+
+
+async def test_writer_of_a_lost_seal_learns_that_its_trajectory_was_abandoned(
+    house: Any, server: EmbeddedServer, past_of: PastOf
+) -> None:
+    run = house.create_run(batch_groups=1)
+    past = await asyncio.to_thread(past_of, server)
+
+    with Publisher(house.url, run, writer="first", keep_s=60.0) as publisher:
+        await asyncio.to_thread(publisher.publish(group("g")).result, 10)
+        await asyncio.to_thread(past.come_back)
+        await asyncio.to_thread(_give_up, house.url, run)
+        await house.start_batcher(upkeep=SMALL)
+        await _folded(house, run)
+        await asyncio.to_thread(publisher.publish(group("h")).result, 10)
+
+        with pytest.raises(StoreBehindError, match=r"g/[01]/0 was acknowledged, and .* lost"):
+            await asyncio.to_thread(publisher.flush)
+
+
+async def test_tombstone_says_whether_the_trajectory_was_abandoned(house: Any) -> None:
+    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    await house.start_batcher(upkeep=SMALL)
+
+    await asyncio.to_thread(_seal_two_of_four, house.url, run)
+    await _folded(house, run)
+
+    places = [keys.trajectory_keys(run, f"g/{sample}/0").meta for sample in range(4)]
+    assert [house.client.hget(place, "released") for place in places] == [
+        *(b"over", b"over", b"given up", b"given up")
+    ]
+
+
+def _seal_two_of_four(url: str, run: str) -> None:
+    """Two are sealed with one reward, so the group is filtered, and two are abandoned."""
+    with Publisher(url, run) as publisher:
+        writers = [publisher.trajectory("g", sample, num_samples=4) for sample in range(4)]
+        for writer in writers:
+            writer.append(ids("ab"), ids("c")).result(10)
+        for writer in writers[:2]:
+            writer.seal(1.0)
+        for writer in writers[2:]:
+            writer.abandon("no more time").result(10)
+
+
+async def test_seal_with_a_lost_answer_counts_after_the_run_released_it(
+    house: Any,
+) -> None:
+    run = house.create_run(batch_groups=1, retain_checkpoints=1)
+    trainer = await house.start_trainer(run, upkeep=SMALL)
+
+    with Proxy(house.url) as proxy:
+        proxy.unanswered = script("post_sealed").sha.encode()
+        sealing = asyncio.create_task(asyncio.to_thread(_seal, proxy.url, run))
+        pulled = await trainer.get(1, wait_s=60)
+        await trainer.committed(await trainer.stepped(pulled))
+        ledger = keys.run_keys(run).ledger
+        await wait_until_async(
+            lambda: not house.client.hexists(ledger, "g/0/0"), describe="the release"
+        )
+        proxy.unanswered, proxy.replies.is_silent = b"", False
+        proxy.cut_all()
+        statistics = await sealing
+
+    assert (statistics.num_trajectories, statistics.num_lost) == (1, 0)
+    assert read_ledger(house.client, run).by_state[TrajectoryState.COMMITTED] == 1
+
+
+def _seal(url: str, run: str) -> Any:
+    with Publisher(url, run, timeout_s=60) as publisher:
+        writer = publisher.trajectory("g", 0, num_samples=1)
+        writer.append(ids("ab"), ids("c"))
+        writer.seal(1.0)
+        publisher.flush()
+        return publisher.statistics()

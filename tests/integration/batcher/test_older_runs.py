@@ -4,8 +4,6 @@
 planned and a trained batch, and a snapshot of its planner.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -25,8 +23,6 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer
-
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 RUN = "older"
 SENTENCE = (

@@ -1,7 +1,5 @@
 """Idle runs are parked at no cost, and every kind of work wakes them."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,8 +25,6 @@ from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.replans import request_replan
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.sessions.observers import declare_observer
-
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 LEASE_S = 0.5
 PARK_AFTER_S = 0.1
@@ -266,21 +262,6 @@ async def test_deadline_that_is_set_in_a_parked_run_fires_on_time(house: Any) ->
 
     assert due_ms == parked_ms + 400
     await until("the deadline", lambda: has_event(house, run, DeadlineFired))
-
-
-async def test_run_with_something_that_can_expire_is_not_parked(house: Any) -> None:
-    observed, held, empty = house.create_run(), house.create_run(), house.create_run()
-    async with connect_async(house.url) as client:
-        await declare_observer(client, observed, observer="o", first_step=1, expiry_s=600)
-    house.open_group(held, "g0", "g0/0/0")
-
-    await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
-    for _ in range(3):
-        await until_led(house, empty, after=await until_parked(house, empty) - 1)
-        pause_run(house.client, empty)
-        resume_run(house.client, empty)
-
-    assert [b"parked" in leader(house, run) for run in (observed, held)] == [False, False]
 
 
 async def test_damaged_stream_of_a_parked_run_does_not_stop_the_others(house: Any) -> None:

@@ -1,7 +1,5 @@
 """Which groups a leader plans, and which decisions it writes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testkit import group, stored_turn, trajectory, turn, wait_until_async
+from testkit import group, trajectory, turn, wait_until_async
 from turnstream.batching.fold.decisions import GroupCut, GroupDropped, MemberDropped
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.planning.plan_batch import event_order
@@ -26,21 +24,6 @@ from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.ledger import read_ledger
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
-
-
-async def test_group_without_signal_is_filtered_and_frees_its_place(house):
-    run, trainer = await house.serve(batch_groups=1, drop_zero_variance=True)
-    equal = [trajectory(turn("ab", "CD"), sample=sample, reward=1.0) for sample in range(2)]
-    await trainer.start()
-
-    await house.publish(run, group("equal", *equal), group("g1"))
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
-    assert house.states(run) == {TrajectoryState.FILTERED: 2, TrajectoryState.PLANNED: 2}
-    assert read_frontier(house.client, run).num_live_groups == 1
-
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 async def test_awaited_step_and_the_allowed_steps_ahead_are_planned(house, ahead):
@@ -54,17 +37,6 @@ async def test_awaited_step_and_the_allowed_steps_ahead_are_planned(house, ahead
     )
 
     assert read_frontier(house.client, run).planned == 1 + ahead
-
-
-async def test_seal_without_its_event_is_posted_when_its_lease_ends(house):
-    run = house.create_run(batch_groups=1, lease_s=2.0)
-    house.seal_group_of_one(run, "g0", stored_turn("ab", "CD"), posts=False)
-    house.end_leases(run)
-
-    trainer = await house.start_trainer(run)
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.rows == ["abCD"]
 
 
 async def test_plan_overtaken_by_a_rollback_names_the_new_lineage(house, caplog):

@@ -1,7 +1,5 @@
 """Fault 22, as a search: with any damage of one trajectory the batcher continues without it."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Awaitable, Callable
@@ -28,7 +26,7 @@ from turnstream.types import (
     TrajectoryState,
 )
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 search = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

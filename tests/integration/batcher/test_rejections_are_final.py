@@ -1,7 +1,5 @@
 """Rejected events and the leaders that follow: all of them pass over the same events."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal
@@ -41,7 +39,7 @@ from turnstream_server.batcher.planner import chain
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.planning.manifests import read_plan
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 KEY = TrajectoryKey("elsewhere", 1)
 EVENTS: list[Event] = [

@@ -1,7 +1,5 @@
 """Finished steps and trajectories are released, at a pace that bounds the backlog."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -11,18 +9,14 @@ import pytest
 
 from testkit import group, trajectory, wait_until_async
 from turnstream.errors import ReleasedError
-from turnstream.records.compact import decode_batch
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect, connect_async
-from turnstream.types import TrajectoryState
 from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.ledger import read_budget, read_ledger
 from turnstream_server.jobs.batches import read_batch, write_batch
 from turnstream_server.jobs.ledger import history_json, ledger_json
-
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 EQUAL = (trajectory(sample=0), trajectory(sample=1))
 SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
@@ -67,27 +61,6 @@ async def settled(house, run: str, *, folded: int = 0, filtered: int = 0) -> Non
         100.0,
         describe=f"{folded} batches, {filtered} ends",
     )
-
-
-async def test_steps_behind_all_checkpoints_are_released(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
-    await house.publish(run, *(group(f"g{i}") for i in range(1, 6)))
-    await trainer.start()
-
-    await trainer.train(*range(1, 5))
-    await settled(house, run, folded=3)
-
-    names = keys.run_keys(run)
-    ledger: Any = house.client.hgetall(names.ledger)
-    past: Any = house.client.hgetall(names.past)
-    counts = read_ledger(house.client, run)
-    kept = {f"g{i}/{sample}/0" for i in (4, 5) for sample in (0, 1)}
-    assert payload_ids(house.url, run) == {name.decode() for name in ledger} == kept
-    assert [decode_batch(past[b"%d" % step]).trajectories[0][0] for step in (1, 2, 3)] == [
-        *("g1", "g2", "g3")
-    ]
-    assert counts.by_state[TrajectoryState.COMMITTED] == 8
 
 
 async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(house):
@@ -272,11 +245,6 @@ class SlowAct:
         return self._later_s[until] - self.done_s
 
 
-async def train(trainer: Any, steps: range) -> None:
-    for step in steps:
-        await trainer.committed(await trainer.stepped(await trainer.get(step)))
-
-
 async def num_kept_groups(client: Any, run: str) -> int:
     """Return the groups of two whose bytes are still counted."""
     return await client.hlen(keys.run_keys(run).held) // 2
@@ -289,7 +257,7 @@ async def test_release_rests_less_than_it_works(house):
     await house.publish(run, *(group(f"g{number}") for number in range(2)))
     await trainer.start()
 
-    await train(trainer, range(1, 3))
+    await trainer.train(1, 2)
     rest_s = await slow.rest_s(until="advance_watermark")
 
     assert rest_s < WORK_S
@@ -307,7 +275,7 @@ async def test_rounds_follow_at_once_while_released_steps_are_left(house, monkey
     trainer = house.trainer(await house.start_batcher(before_act=wait_for_commits), run)
     await house.publish(run, *(group(f"g{number}") for number in range(6)))
     await trainer.start()
-    await train(trainer, range(1, 7))
+    await trainer.train(*range(1, 7))
     are_committed.set()
 
     async with connect_async(house.url) as client:

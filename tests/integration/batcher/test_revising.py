@@ -15,8 +15,6 @@ from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.types import ConfigRevised
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
-
 REVISED = {
     "estimator": "dr_grpo",
     "batch_groups": 2,

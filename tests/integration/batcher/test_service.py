@@ -1,7 +1,5 @@
 """The process of a batcher: its start, its end, and its connections."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -23,8 +21,6 @@ from turnstream_server.batcher.planner import planner
 from turnstream_server.batcher.serving import servicer
 from turnstream_server.batcher.serving.service import BatcherOptions, run_batcher, serving
 from turnstream_server.embedded import EmbeddedServer
-
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 SERVE = """
 import sys

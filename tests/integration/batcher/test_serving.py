@@ -1,52 +1,258 @@
-"""Batches as ranks and observers get them, and announced versions."""
+"""Waits for batches, and batches as ranks and observers get them."""
 
 import asyncio
 import dataclasses
 from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+import redis.asyncio
 
-from testkit import group, trajectory, turn
+import testkit
+from testkit import group, ids, trajectory, turn, wait_until_async
 from turnstream.batching.rows import minibatch
+from turnstream.errors import BatcherUnavailableError, NotReadyError
+from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
+from turnstream.store.run.configs import read_config_async
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream.worker.tensors import to_torch
+from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.serving import calls
 from turnstream_server.batcher.serving.servicer import BatchesServicer
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.sessions.observers import declare_observer
 from turnstream_server.bus.sessions.sessions import newest_version
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
+class SlowClient:
+    """A client whose replies are released one by one by the test."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self.waiting: list[asyncio.Event] = []
+
+    async def execute_command(self, *words: Any) -> Any:
+        """The reply, once its event is set."""
+        reply = await self._client.execute_command(*words)
+        self.waiting.append(asyncio.Event())
+        await self.waiting[-1].wait()
+        return reply
+
+    async def has_replies(self, count: int) -> None:
+        """Return when so many replies have come in all."""
+        await testkit.wait_until_async(
+            lambda: len(self.waiting) >= count, describe=f"{count} replies"
+        )
 
 
-@pytest.mark.parametrize("dp_world_size", [1, 2, 3])
-async def test_ranks_share_a_mini_batch_and_get_inert_rows(house, dp_world_size):
-    _, trainer = await house.started(
-        _lettered("g0", "CD", "E"),
-        _lettered("g1", "F", "GH"),
-        batch_groups=2,
-        dp_world_size=dp_world_size,
+@pytest.fixture
+async def client(house) -> AsyncIterator[redis.asyncio.Redis]:
+    async with connect_async(house.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def slow(client) -> SlowClient:
+    return SlowClient(client)
+
+
+@pytest.fixture
+async def view(house, client, slow) -> RunView:
+    """A view of a new run whose reads are slow."""
+    run = house.create_run()
+    frontier = await read_frontier_async(client, run)
+    return RunView(slow, run, frontier=frontier, on_stepped=lambda _: None)
+
+
+async def test_reply_from_before_a_plan_does_not_hide_the_plan(view, slow, client):
+    refreshing = asyncio.create_task(view.refresh())
+    await slow.has_replies(1)
+
+    await client.hset(keys.run_keys(view.run).frontier, "planned", 1)
+    view.offer(_batch(view.run, step=1))
+    slow.waiting[0].set()
+    await slow.has_replies(2)
+    planned_meanwhile = view.frontier.planned
+    slow.waiting[1].set()
+    frontier = await refreshing
+
+    assert planned_meanwhile == 1
+    assert frontier.planned == view.frontier.planned == 1
+
+
+async def test_later_of_two_reads_wins(view, slow, client):
+    early = asyncio.create_task(view.refresh())
+    await slow.has_replies(1)
+    await client.hset(keys.run_keys(view.run).frontier, "stepped", 5)
+    late = asyncio.create_task(view.refresh())
+    await slow.has_replies(2)
+
+    slow.waiting[1].set()
+    await late
+    slow.waiting[0].set()
+
+    assert (await early).stepped == 5
+    assert view.frontier.stepped == 5
+
+
+async def test_the_config_in_force_is_read_at_one_moment(view, slow, client):
+    expected = await read_config_async(client, view.run)
+    reading = asyncio.create_task(view.newest_config())
+    await slow.has_replies(1)
+
+    await client.delete(keys.run_keys(view.run).config)
+    slow.waiting[0].set()
+
+    assert await reading == expected
+
+
+async def test_lost_revision_is_not_reported_as_a_missing_run(house, client):
+    run = house.create_run()
+    frontier = await read_frontier_async(client, run)
+    view = RunView(client, run, frontier=frontier, on_stepped=lambda _: None)
+
+    with pytest.raises(NotReadyError, match="config revision 7 is not there"):
+        await view.config(7)
+
+
+def _batch(run: str, *, step: int) -> PlannedBatch:
+    manifest = dataclasses.replace(testkit.manifest(run=run), step=step)
+    return PlannedBatch(manifest=manifest, manifest_hash="ab", config=testkit.config())
+
+
+@pytest.mark.parametrize("ends", ["close", "mark_deleted"])
+async def test_waiting_on_an_ended_view_does_not_spin(view, ends):
+    getattr(view, ends)()
+
+    started_s = asyncio.get_running_loop().time()
+    has_changed = await view.wait_for_change(0.2)
+
+    assert not has_changed
+    assert asyncio.get_running_loop().time() - started_s > 0.15
+
+
+async def test_waiting_call_is_woken_by_the_group_that_completes_the_batch(house):
+    run, trainer = await house.started(group("g0"), batch_groups=2)
+    waiting = asyncio.create_task(trainer.get(1))
+
+    await house.publish(run, group("g1"))
+    (pulled,) = await waiting
+
+    assert len(pulled.rows) == 4
+
+
+async def test_a_deadline_ends_the_wait_and_says_what_is_missing(house):
+    _, trainer = await house.started(group("g0"), batch_groups=3)
+
+    await trainer.refused(1, words="^step 1: .*; step 1.*: 1 of 3 groups ready")
+
+
+async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
+    run, trainer = await house.serve(batch_groups=2)
+    await trainer.start()
+    with (
+        Publisher(house.url, run, writer="gen-7") as publisher,
+        publisher.trajectory("g0", 0, num_samples=1) as member,
+    ):
+        member.append(ids("ab"), ids("c"))
+        told = await trainer.refused(1, words="0 of 2 groups ready, 1 open")
+        member.abandon("over")
+
+    first, second = told.reasons
+    assert (first.kind, first.facts["needed"], first.facts["open"]) == ("too_few_ready", 2, 1)
+    assert second.kind == "member_open"
+    assert second.facts["writer"] == "gen-7"
+    assert second.sentence.startswith("group g0 (0 of 1 members) waits for sample 0 of generator")
+
+
+async def test_ranks_with_the_same_wait_share_one_read(house, monkeypatch):
+    monkeypatch.setattr(calls, "_READ_EVERY_S", 600.0)
+    run, trainer = await house.serve()
+    await trainer.start()
+
+    async def wait(wait_s):
+        with pytest.raises(NotReadyError) as caught:
+            await trainer.get(1, wait_s=wait_s)
+        return caught.value.reasons
+
+    with (
+        Publisher(house.url, run) as publisher,
+        publisher.trajectory("g0", 0, num_samples=1) as member,
+    ):
+        member.append(ids("ab"), ids("c"))
+        told = await asyncio.gather(*[wait(0.05 * rank) for rank in range(8)])
+        member.abandon("over")
+
+    left_s = {reason.facts["lease_left_s"] for each in told for reason in each[1:]}
+    assert [len(each) for each in told] == [2] * 8
+    assert len(left_s) == 1
+
+
+async def test_replica_that_does_not_plan_reports_missing_groups(house):
+    run = house.create_run(batch_groups=3)
+    await house.start_batcher()
+    await _is_led(house, run)
+    follower = house.trainer(await house.start_batcher(), run)
+    await house.publish(run, group("g0"))
+    await follower.start()
+
+    await follower.refused(1, words="step 1.*: 1 of 3 groups ready")
+
+
+async def _is_led(house, run):
+    """Wait until somebody plans a run."""
+    await wait_until_async(
+        lambda: bool(house.client.hget(keys.run_keys(run).leader, "owner")), describe="a leader"
     )
-    shares = [(await trainer.get(1, dp_rank=r))[0].mini_batch for r in range(dp_world_size)]
-
-    real = [row for share in shares for row in share.rows.row_id.tolist() if row >= 0]
-    num_rows = {len(share.rows) for share in shares}
-    assert sorted(real) == [0, 1, 2, 3]
-    assert num_rows == {-(-4 // dp_world_size)}
-    assert sum(share.info.num_inert_rows for share in shares) == num_rows.pop() * dp_world_size - 4
 
 
-async def test_a_rank_gets_its_inert_row_where_no_row_is_as_long(house):
-    _, trainer = await house.started(
-        _lettered("g0", "", ""), batch_groups=1, rows_multiple_of=3, dp_world_size=3
-    )
-    shares = [(await trainer.get(1, dp_rank=rank))[0].mini_batch for rank in range(3)]
+async def test_the_batcher_bounds_the_wait_that_a_call_asks_for(house):
+    run = house.create_run()
+    trainer = await house.start_trainer(run, wait_max_s=0.05)
 
-    assert [share.info.num_inert_rows for share in shares] == [0, 0, 1]
-    assert {(share.info.width, share.info.response_width) for share in shares} == {(2, 1)}
-    assert [to_torch(share).loss_mask_BR.shape for share in shares] == [(1, 1)] * 3
+    with pytest.raises(NotReadyError):
+        await asyncio.wait_for(trainer.get(1, wait_s=1000), timeout=20)
+
+
+async def test_a_replica_that_stops_sends_waiting_calls_away(house):
+    run = house.create_run()
+    replica = await house.start_batcher()
+    trainer = house.trainer(replica, run)
+    await trainer.start()
+    waiting = asyncio.create_task(trainer.get(1))
+    with pytest.raises(NotReadyError):  # calls of one connection arrive in order
+        await trainer.get(1, wait_s=0.05)
+
+    await replica.stop()
+
+    with pytest.raises(BatcherUnavailableError, match="this replica stops"):
+        await waiting
+
+
+async def test_unreadable_reasons_do_not_replace_the_error_of_a_wait(house):
+    run, trainer = await house.serve(batch_groups=2)
+    await trainer.start()
+    house.client.zadd(keys.run_keys(run).refills, {"no trajectory": 1})
+
+    told = await trainer.refused(1, words="^step 1: 0 steps are planned, 0 are stepped$")
+
+    assert told.reasons == ()
+
+
+async def test_reasons_of_former_runs_are_dropped(house, monkeypatch):
+    watch = calls.ReasonCache(house.url)
+    first = await watch.reasons(house.create_run())
+
+    monkeypatch.setattr(calls, "_READ_EVERY_S", 0.0)
+    others = [await watch.reasons(house.create_run()) for _ in range(5)]
+    watch.close()
+
+    assert first
+    assert all(others)
+    assert len(watch._reads) == 1
 
 
 async def test_info_of_a_mini_batch_is_equal_on_every_rank(house):
@@ -87,24 +293,6 @@ async def test_mini_batches_of_a_step_are_ordered_and_hold_whole_groups(house):
     assert [each.header.mini_batch for each in pulled] == [0, 1, 2]
     assert [each.mini_batch.info.is_last for each in pulled] == [False, False, True]
     assert [set(each.mini_batch.rows.group_id) for each in pulled] == [{"g0"}, {"g1"}, {"g2"}]
-
-
-async def test_info_of_the_rows_follows_from_the_turns(house):
-    run, trainer = await house.serve(batch_groups=1)
-    two_turns = trajectory(turn("ab", "CD", version=3), turn("abcde", "FG", version=4), sample=0)
-    one_turn = trajectory(turn("ab", "C", version=5), sample=1, reward=0.0)
-    await house.publish(run, group("g0", two_turns, one_turn))
-
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    info = pulled.mini_batch.info
-    assert pulled.rows == ["abCDeFG", "abC"]
-    assert (info.width, info.response_width) == (7, 5)
-    assert info.padding_share == pytest.approx(1 - 10 / 14)
-    assert info.merge_ratio == pytest.approx((4 + 7 + 3) / 10)
-    assert (info.oldest_version, info.newest_version) == (3, 5)
-    assert pulled.mini_batch.rows.advantage.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
 
 
 async def test_a_mini_batch_of_several_chunks_arrives_whole(house):

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from typing import Any
 
 import pytest
 
@@ -19,8 +18,6 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import newest_version
 from turnstream_server.bus.core.frontier import Rollback, read_frontier
-
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 async def test_an_old_session_can_neither_get_nor_acknowledge(house):
@@ -121,22 +118,6 @@ async def test_stepped_and_uncommitted_batch_is_served_again_unchanged(house):
     assert reply.next_step == 1
     assert after[0].header.content_hash == before[0].header.content_hash
     testkit.assert_same(after[0].mini_batch, before[0].mini_batch)
-
-
-async def test_session_continues_after_the_checkpoint_of_its_token(house):
-    run = house.create_run(batch_groups=1)
-    replica = await house.start_batcher()
-    first, second = house.trainer(replica, run), house.trainer(replica, run)
-    await house.publish(run, group("g0"), group("g1"))
-    await first.start("first")
-    token = await first.stepped(await first.get(1))
-    await first.committed(token)
-
-    reply = await second.start("second", token=str(token))
-    (pulled,) = await second.get(reply.next_step)
-
-    assert reply.next_step == 2
-    assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
 
 
 async def test_another_world_size_gets_the_same_rows_with_the_same_denominators(house):
@@ -264,39 +245,6 @@ async def test_batch_lost_while_a_rank_waits_ends_the_session(house_at, own_serv
         await waiting
     with pytest.raises(StoreBehindError, match="step 1 was delivered to dp_rank 1"):
         await got(other, 1, dp_rank=0)
-
-
-async def test_rank_whose_last_batch_is_lost_reports_it_on_discovery(
-    house,
-):
-    run, trainer = await house.started(
-        group("g0"), batch_groups=1, max_planned_ahead=0, session="s"
-    )
-    (only,) = await trainer.get(1)
-    names = keys.run_keys(run)
-
-    before = num_reads(house.client)
-    waiting = asyncio.create_task(trainer.get(2, previous_hash=hash_of(only)))
-    await wait_until_async(
-        lambda: is_read_since(house.client, before), describe="a call that waits"
-    )
-    house.client.hdel(names.batches, 1)
-    house.client.hset(names.frontier, "planned", 0)
-    house.client.xadd(names.wake, {"w": ""})
-    with pytest.raises(StoreBehindError):
-        await waiting
-
-    lost: Any = house.client.hget(names.frontier, "session_lost")
-    assert lost.startswith(b"1:step 1 was delivered")
-
-
-def num_reads(client):
-    """How often the store was asked for a whole frontier, or another hash."""
-    return client.info("commandstats")["cmdstat_hgetall"]["calls"]
-
-
-async def is_read_since(client, before):
-    return num_reads(client) > before
 
 
 def hash_of(pulled):

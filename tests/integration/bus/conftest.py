@@ -12,7 +12,7 @@ import redis.asyncio
 
 from testkit import manifest, sealed, trajectory_plan
 from testkit.releases import release_payload
-from testkit.scripts import script
+from testkit.run_driver import RunCommands
 from turnstream.batching.fold.decisions import GroupDropped, MemberDropped, RefillWanted
 from turnstream.batching.merge.plan import GroupPlan
 from turnstream.records.compact import CompactEnds, compact_batch, encode_batch, encode_ends
@@ -22,11 +22,9 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.client.fullness import Bytes
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.budget import reserve_command, settled_lease
-from turnstream.store.run.groups import group_size
 from turnstream.store.run.rewards import RewardOutcome, post_reward_async
 from turnstream.types import (
     Event,
-    GroupOpened,
     Purpose,
     RecoveryToken,
     TrajectoryAbandoned,
@@ -69,29 +67,27 @@ async def async_client(server: EmbeddedServer) -> AsyncIterator[redis.asyncio.Re
 
 
 @pytest.fixture
-def start_run(
-    client: redis.Redis, new_run: Callable[..., str]
-) -> Callable[..., Awaitable[RunDriver]]:
+def start_run(client: redis.Redis, new_run: Callable[..., str]) -> Callable[..., Awaitable[LedRun]]:
     """Makes a new run of batches of one group, led by the planner "p"."""
 
-    async def start(async_client: redis.asyncio.Redis, **fields: Any) -> RunDriver:
+    async def start(async_client: redis.asyncio.Redis, **fields: Any) -> LedRun:
         name = new_run(client, **{"batch_groups": 1, "max_staleness": 1000, **fields})
         leadership = await acquire_leadership(async_client, name, owner="p", lease_s=60)
-        return RunDriver(async_client, name, leadership.epoch, store=client)
+        return LedRun(async_client, name, leadership.epoch, store=client)
 
     return start
 
 
 @pytest.fixture
 async def run(
-    async_client: redis.asyncio.Redis, start_run: Callable[..., Awaitable[RunDriver]]
-) -> RunDriver:
+    async_client: redis.asyncio.Redis, start_run: Callable[..., Awaitable[LedRun]]
+) -> LedRun:
     """A new run."""
     return await start_run(async_client)
 
 
 @pytest.fixture
-async def released(run: RunDriver) -> RunDriver:
+async def released(run: LedRun) -> LedRun:
     """A run of four steps, committed at 1, 2 and 3, of which step 1 and 2 are released."""
     await run.plan_steps(4)
     session = await run.start("s")
@@ -100,14 +96,12 @@ async def released(run: RunDriver) -> RunDriver:
     return run
 
 
-class RunDriver:
-    """Everything that can happen to a run, in few words.
+class LedRun:
+    """A run that the planner "p" leads, and the calls of all its processes.
 
     Attributes:
         client: of the store.
         store: a client that is not of asyncio.
-        name: of the run.
-        leader_epoch: of the planner "p".
         manifests: by step.
     """
 
@@ -117,7 +111,8 @@ class RunDriver:
         self.client = client
         self.store = store
         self.name = name
-        self.keys = keys.run_keys(name)
+        self.commands = RunCommands(name)
+        self.keys = self.commands.keys
         self.leader_epoch = leader_epoch
         self.manifests: dict[int, StoredManifest] = {}
 
@@ -141,26 +136,20 @@ class RunDriver:
         num_begun: int | None = None,
     ) -> None:
         """Open a group and the first `num_begun` of its samples; None for all."""
-        opened = GroupOpened(
-            group_id=group_id,
-            prompt_uid="",
-            num_samples=num_samples,
-            num_needed=num_needed,
-            purpose=purpose,
-        )
         ids = [
             keys.trajectory_id(TrajectoryKey(group_id, sample, attempt))
             for sample in range(num_samples if num_begun is None else num_begun)
         ]
-        command = script("open_group")(
-            self.keys.of_open_group,
-            keys.encode_name(group_id),
-            group_size(opened),
-            "writer",
-            encode_event(opened),
-            *ids,
+        sizes = {"num_samples": num_samples, "num_needed": num_needed}
+        command = self.commands.open_samples(
+            group_id, *ids, **sizes, purpose=purpose, writer="writer"
         )
         await run_command_async(self.client, command)
+
+    async def append(self, *records: bytes, lease: str = "1:writer", **where: Any) -> int:
+        """Append to a trajectory, g/0/0 by default."""
+        command = self.commands.append(*records, lease=lease, **where)
+        return await run_command_async(self.client, command)
 
     async def grow(self, group_id: str, sample: int, num_bytes: int) -> int:
         """Ask room for so many bytes of an open trajectory."""
@@ -181,8 +170,7 @@ class RunDriver:
         trajectory = dataclasses.replace(
             sealed(group_id, sample=sample, attempt=attempt), awaits_reward=awaits_reward
         )
-        command = script("post_sealed")(
-            self.keys.of_post_sealed,
+        command = self.commands.post_sealed(
             keys.trajectory_id(trajectory.key),
             settled_lease(1, "", awaits_reward=awaits_reward, num_bytes=num_bytes),
             encode_event(trajectory),
@@ -193,14 +181,7 @@ class RunDriver:
         """Give an open trajectory up."""
         key = TrajectoryKey(group_id, sample)
         record = encode_event(TrajectoryAbandoned(key=key, reason="crashed"))
-        names = self.keys
-        command = script("abandon")(
-            (names.ledger, names.counts, names.events, names.leases),
-            keys.trajectory_id(key),
-            1,
-            "crashed",
-            record,
-        )
+        command = self.commands.abandon(keys.trajectory_id(key), reason="crashed", record=record)
         await run_command_async(self.client, command)
 
     async def kill(self, group_id: str, sample: int) -> bool:
@@ -235,6 +216,22 @@ class RunDriver:
             key=TrajectoryKey(group_id, sample, attempt), prompt_uid="uid", number=number
         )
         return await grant_refill(self.term, wanted)
+
+    async def server_ms(self) -> int:
+        """Return the time of the store."""
+        seconds, microseconds = await self.client.time()
+        return seconds * 1000 + microseconds // 1000
+
+    async def seal_members(self, num_groups: int) -> list[str]:
+        """Write groups of two sealed members to the ledger; return their names."""
+        groups = [f"g{number}" for number in range(num_groups)]
+        ids = [f"{group}/{sample}/0" for group in groups for sample in (0, 1)]
+        pipeline = self.client.pipeline(transaction=False)
+        pipeline.hset(self.keys.ledger, mapping=dict.fromkeys(ids, "sealed:1"))
+        pipeline.hset(self.keys.groups, mapping=dict.fromkeys(groups, "2:open"))
+        pipeline.hset(self.keys.counts, mapping={"sealed": len(ids), "accepted": len(ids)})
+        await pipeline.execute()
+        return groups
 
     async def run_ms(self) -> int:
         """The run's own time, which goes on by what a test says."""

@@ -1,40 +1,29 @@
-"""Acknowledgements of a trainer session: steps and checkpoints."""
+"""Acknowledgements of a trainer session: steps, checkpoints and versions."""
 
-from __future__ import annotations
-
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import redis
+import redis.asyncio
 
-from turnstream.errors import ConflictError, FencedError, StoreBehindError
+from turnstream.errors import ConflictError, FencedError, InvalidConfigError, StoreBehindError
+from turnstream.records.snapshots import decode_snapshot
+from turnstream.store.client import keys
 from turnstream.types import RecoveryToken, VersionAnnounced
+from turnstream_server.bus.admin.forks import fork_run
 from turnstream_server.bus.sessions.sessions import (
     acknowledge_committed,
     acknowledge_stepped,
     announce_version,
+    newest_version,
 )
-
-pytestmark = pytest.mark.redis
 
 BEGINNING = RecoveryToken(lineage="main", step=0, chain_hash="")
 
 
 def token_of(step: int, chain_hash: str) -> RecoveryToken:
     return RecoveryToken(lineage="main", step=step, chain_hash=chain_hash)
-
-
-async def test_a_batch_is_stepped_and_then_committed(run: Any) -> None:
-    await run.plan_steps(3)
-    session = await run.start("s")
-
-    assert await run.trained() == (6, 0, 0)
-    first = await run.step(session, 1)
-    await run.step(session, 2)
-    assert await run.trained() == (2, 4, 0)
-    await run.commit_token(session, first)
-    assert await run.trained() == (2, 2, 2)
-
-    assert first == RecoveryToken(lineage="main", step=1, chain_hash=run.manifests[1].hash)
 
 
 async def test_acknowledging_again_changes_nothing_and_gives_the_same_token(run: Any) -> None:
@@ -64,30 +53,24 @@ async def test_stepped_batch_wakes_groups_that_wait_for_capacity(run: Any) -> No
     assert await run.last_wake_up() != before
 
 
-async def test_a_step_cannot_be_left_out(run: Any) -> None:
+@pytest.mark.parametrize(
+    ("step", "error", "words"),
+    [
+        (1, ConflictError, "step 1 has the manifest"),
+        (2, ConflictError, "step 2 does not follow step 0"),
+        (3, StoreBehindError, "step 3 was trained .* store is 2"),
+    ],
+)
+async def test_step_that_is_not_next_or_of_another_manifest_is_refused(
+    run: Any, step: int, error: type[Exception], words: str
+) -> None:
     await run.plan_steps(2)
     session = await run.start("s")
 
-    with pytest.raises(ConflictError, match="step 2 does not follow step 0"):
-        await run.step(session, 2)
+    with pytest.raises(error, match=words):
+        await run.step(session, step, manifest_hash="0" * 64)
 
     assert await run.frontier() == (2, 0, 0)
-
-
-async def test_a_step_that_was_trained_from_another_manifest_is_refused(run: Any) -> None:
-    await run.plan_steps(1)
-    session = await run.start("s")
-
-    with pytest.raises(ConflictError, match="step 1 has the manifest"):
-        await acknowledge_stepped(
-            run.client,
-            run.name,
-            session_epoch=session.session_epoch,
-            step=1,
-            manifest_hash="0" * 64,
-        )
-
-    assert await run.frontier() == (1, 0, 0)
 
 
 async def test_unstepped_batch_cannot_be_committed(run: Any) -> None:
@@ -114,6 +97,8 @@ async def test_a_session_that_was_replaced_can_acknowledge_nothing(run: Any) -> 
         await run.step(old, 1)
     with pytest.raises(FencedError):
         await run.commit_token(old, token)
+    with pytest.raises(FencedError):
+        await announce(run, version(0))
 
     assert await run.dump() == before
 
@@ -131,23 +116,112 @@ async def test_lost_session_is_fenced_although_another_has_its_epoch(run: Any) -
     await acknowledge_stepped(run.client, run.name, **one, **step, session="second")
     with pytest.raises(FencedError, match='"lost" has ended or was lost'):
         await acknowledge_committed(run.client, run.name, **one, token=token, session="lost")
-    announced = VersionAnnounced(version=1, step=1, lineage="main", weights_uri="")
     with pytest.raises(FencedError, match='"lost" has ended or was lost'):
-        await announce_version(run.client, run.name, announced, **one, session="lost")
+        await announce_version(run.client, run.name, version(1, step=1), **one, session="lost")
     await acknowledge_committed(run.client, run.name, **one, token=token, session="second")
 
     assert await run.frontier() == (1, 1, 1)
 
 
-async def test_trainer_of_a_lost_batch_gets_an_error_with_the_step(run: Any) -> None:
-    await run.plan_steps(1)
-    session = await run.start("s")
+def version(
+    number: int, *, step: int = 0, lineage: str = "main", uri: str = ""
+) -> VersionAnnounced:
+    return VersionAnnounced(version=number, step=step, lineage=lineage, weights_uri=uri)
 
-    with pytest.raises(StoreBehindError, match=r"step 2 was trained .* store is 1"):
-        await acknowledge_stepped(
-            run.client,
-            run.name,
-            session_epoch=session.session_epoch,
-            step=2,
-            manifest_hash="0" * 64,
-        )
+
+async def announce(run: Any, announced: VersionAnnounced, *, session_epoch: int = 1) -> None:
+    await announce_version(run.client, run.name, announced, session_epoch=session_epoch)
+
+
+async def test_an_announced_version_is_the_newest_and_an_event_of_the_plan(run: Any) -> None:
+    await run.start("s")
+
+    await announce(run, version(0))
+    await announce(run, version(4, step=2, uri="file:///weights/4"))
+
+    assert await newest_version(run.client, run.name) == version(4, step=2, uri="file:///weights/4")
+    assert await run.events() == [
+        version(0),
+        version(4, step=2, uri="file:///weights/4"),
+    ]
+
+
+async def test_announcing_the_same_again_changes_nothing(run: Any) -> None:
+    await run.start("s")
+    await announce(run, version(0))
+    await announce(run, version(1))
+    before = await run.dump()
+
+    await announce(run, version(0))
+    await announce(run, version(1))
+
+    assert await run.dump() == before
+
+
+async def test_a_version_is_never_used_for_other_weights(run: Any) -> None:
+    await run.start("s")
+    await announce(run, version(5))
+    before = await run.dump()
+
+    with pytest.raises(ConflictError, match="version 5 was announced with another content"):
+        await announce(run, version(5, step=1))
+    with pytest.raises(ConflictError, match="version 4 is not above 5"):
+        await announce(run, version(4))
+
+    assert await run.dump() == before
+
+
+async def test_weights_of_an_abandoned_lineage_are_not_announced(run: Any) -> None:
+    # A replica that had not heard of the trainer's going back announced into the dead lineage.
+    await run.plan_steps(2)
+    await run.commit(await run.start("first"), 1, 2)
+    await run.start("back", run.token(1))
+    before = await run.dump()
+
+    with pytest.raises(FencedError, match='goes on in lineage "main-1", not in "main"'):
+        await announce(run, version(0, step=1), session_epoch=2)
+
+    assert await run.dump() == before
+
+
+async def test_a_version_below_0_is_refused(run: Any) -> None:
+    with pytest.raises(InvalidConfigError, match="version: -1"):
+        await announce(run, version(-1))
+
+
+StartRun = Callable[..., Awaitable[Any]]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [(1, 2, {1: 1, 2: 1, 3: 2, 4: 4}), (2, 1, {1: 1, 2: 1, 3: 1, 4: 4})],
+)
+async def test_undone_versions_are_as_old_in_a_fork_as_in_its_origin(
+    async_client: redis.asyncio.Redis,
+    client: redis.Redis,
+    start_run: StartRun,
+    first: int,
+    then: int,
+    expected: dict[int, int],
+) -> None:
+    # The trainer announces version 1 after step 3 and 2 after step 4, goes back to one step,
+    # announces 3 after step 3, goes back to another one, and announces 4 after step 4.
+    run = await start_run(async_client)
+    await run.plan_steps(4)
+    await run.commit(await run.start("s"), 1, 2, 3, 4)
+    await announce(run, version(1, step=3))
+    await announce(run, version(2, step=4))
+    second = await run.start("second", run.token(first))
+    for step in range(first + 1, 4):
+        await run.step(second, step)
+    await announce(run, version(3, step=3, lineage="main-1"), session_epoch=2)
+    third = await run.start("third", run.token(then))
+    for step in range(then + 1, 5):
+        await run.commit_token(third, await run.step(third, step))
+    await announce(run, version(4, step=4, lineage="main-2"), session_epoch=3)
+
+    new_run = f"fork of {run.name}"
+    fork_run(client, run.name, new_run, run.token(4))
+
+    record: Any = client.hget(keys.run_keys(new_run).snapshot, "record")
+    assert decode_snapshot(record).versions == expected

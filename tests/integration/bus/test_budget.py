@@ -1,7 +1,5 @@
 """A budget delays producers and never the run: with any budget, steps are trained."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +24,7 @@ from turnstream_server.bus.sessions.observers import declare_observer, note_obse
 from turnstream_server.bus.sessions.sessions import acknowledge_committed
 from turnstream_server.embedded import EmbeddedServer
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 6
 OVERHEAD = 4096

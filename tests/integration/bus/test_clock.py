@@ -1,7 +1,5 @@
 """The time of a run, which no jump of the store's clock changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,15 +7,8 @@ import pytest
 from turnstream.store.run import clock
 from turnstream_server.bus.leadership.leadership import RunClock
 
-pytestmark = pytest.mark.redis
-
 HOUR_MS = 3_600_000
 MOST_MS = 15_000
-
-
-async def server_ms(run: Any) -> int:
-    seconds, microseconds = await run.client.time()
-    return seconds * 1000 + microseconds // 1000
 
 
 def term(run: Any) -> RunClock:
@@ -28,7 +19,7 @@ def term(run: Any) -> RunClock:
 async def read(run: Any) -> int:
     """Return the run's time by the store now."""
     fields = await run.client.hmget(run.keys.clock, *clock.FIELDS)
-    return clock.run_ms(fields, now_ms=await server_ms(run))
+    return clock.run_ms(fields, now_ms=await run.server_ms())
 
 
 async def due_ms(run: Any, member: str) -> int:
@@ -88,19 +79,19 @@ async def test_time_of_a_run_stands_still_without_a_leader(run: Any) -> None:
     first_ms = await run.run_ms()
     new_ms = await read(run)
 
-    await term(run).tick(server_ms=await server_ms(run) - HOUR_MS, own_s=0.0)
+    await term(run).tick(server_ms=await run.server_ms() - HOUR_MS, own_s=0.0)
 
     assert (new_ms, await read(run)) == (first_ms, first_ms + MOST_MS)
 
 
 async def test_run_of_a_release_without_a_clock_starts_at_store_time(run: Any) -> None:
     await run.client.delete(run.keys.clock)
-    before_ms = await server_ms(run)
+    before_ms = await run.server_ms()
     without_ms = await read(run)
 
     await term(run).tick(server_ms=before_ms, own_s=0.0)
 
-    assert before_ms <= without_ms <= await server_ms(run)
+    assert before_ms <= without_ms <= await run.server_ms()
     assert await run.run_ms() == before_ms
 
 
@@ -117,7 +108,7 @@ async def test_deadline_set_after_a_jump_has_its_time_and_little_more(
         deadline_policy="refill",
         max_refills=1,
     )
-    await term(run).tick(server_ms=await server_ms(run) - jump_ms, own_s=0.0)
+    await term(run).tick(server_ms=await run.server_ms() - jump_ms, own_s=0.0)
 
     await run.open("a")
     await run.open("b")

@@ -1,7 +1,5 @@
 """Deadlines, refills and late rewards, script by script."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,8 +22,6 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
-
-pytestmark = pytest.mark.redis
 
 HOUR_MS = 3_600_000
 
@@ -122,28 +118,28 @@ async def write(run: Any, *record: Any, most: int = 9) -> Any:
     )
 
 
-async def test_a_record_made_before_a_refill_is_not_written_after_it(timed: Any) -> None:
+@pytest.mark.parametrize(
+    ("since", "reply"),
+    [("refilled", [0, 0, b"group:a", b"1"]), ("not passed", [0, 1]), ("fired", [0, -1])],
+)
+async def test_late_or_early_record_of_a_deadline_is_not_written(
+    timed: Any, since: str, reply: list[Any]
+) -> None:
     await timed.open("a")
-    await timed.grant("a", 1)
+    if since == "refilled":
+        await timed.grant("a", 1)
     await timed.make_due()
+    if since == "not passed":
+        await timed.client.zadd(timed.keys.deadlines, {"group:a": 10})
+    if since == "fired":
+        await timed.fire()
     before = await timed.events()
 
-    reply = await write(timed, "group:a", 0, b"a record of refill 0")
+    assert await write(timed, "group:a", 0, b"a record of refill 0") == reply
 
-    assert reply == [0, 0, b"group:a", b"1"]
     assert await timed.events() == before
-
-
-async def test_a_record_of_a_deadline_that_has_not_passed_is_not_written(timed: Any) -> None:
-    await timed.open("a")
-    await timed.client.zadd(timed.keys.deadlines, {"group:a": 10})
-    before = await timed.events()
-
-    reply = await write(timed, "group:a", 0, b"a record that came too early")
-
-    assert reply == [0, 1]
-    assert await timed.events() == before
-    assert await members_of(timed, "deadlines") == [b"group:a"]
+    left = [] if since == "fired" else [b"group:a"]
+    assert await members_of(timed, "deadlines") == left
 
 
 async def test_one_call_reads_and_moves_a_limited_number_of_deadlines(timed: Any) -> None:
@@ -160,18 +156,6 @@ async def test_one_call_reads_and_moves_a_limited_number_of_deadlines(timed: Any
 
     assert first == [0, 0, b"group:a", b"0", b"group:b", b"0"]
     assert (left, await num_too_late()) == (1, 0)
-
-
-async def test_record_of_a_removed_deadline_is_not_written(timed: Any) -> None:
-    await timed.open("a")
-    await timed.make_due()
-    await timed.fire()
-    before = await timed.events()
-
-    reply = await write(timed, "group:a", 0, b"the record again")
-
-    assert reply == [0, -1]
-    assert await timed.events() == before
 
 
 @pytest.mark.parametrize("how", ["planned", "dropped", "cut"])
@@ -337,10 +321,3 @@ async def test_a_reward_that_does_not_come_is_an_event(timed: Any) -> None:
     assert half_an_hour_ms == HOUR_MS / 2
     awaited = TrajectoryKey("a", 1)
     assert (await timed.events())[-1] == DeadlineFired(group_id="a", awaited=awaited)
-
-
-async def test_a_group_cannot_be_opened_with_another_number_of_needed_members(run: Any) -> None:
-    await run.open("a", num_samples=4, num_needed=2)
-
-    with pytest.raises(ConflictError, match="group a was opened to need 2 of its samples, not 3"):
-        await run.open("a", num_samples=4, num_needed=3)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,13 +8,11 @@ import redis
 import redis.asyncio
 
 from harness.stored import content_of
-from testkit import config, sealed
-from testkit.scripts import script
+from testkit import config
+from testkit.run_driver import RunDriver
 from testkit.stored_keys import declared_type
 from turnstream.errors import FencedError, RunNotFoundError
-from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.scripts import Command, run_command, run_commands
 from turnstream.store.run.configs import read_config, revise_config
 from turnstream.store.run.leases import list_lapsed
 from turnstream.store.run.runs import (
@@ -27,7 +23,7 @@ from turnstream.store.run.runs import (
     reopen_run,
     resume_run,
 )
-from turnstream.types import GroupOpened, TrajectoryKey, VersionAnnounced
+from turnstream.types import VersionAnnounced
 from turnstream.types.names import RunId
 from turnstream_server.bus.admin.deletion import delete_run, deleting_since_ms
 from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
@@ -38,36 +34,9 @@ from turnstream_server.bus.sessions.observers import declare_observer
 from turnstream_server.bus.sessions.sessions import announce_version
 from turnstream_server.embedded import EmbeddedServer
 
-pytestmark = [pytest.mark.redis]
-
 PLACES = ("delete.after_begin", "delete.after_slice", "delete.after_payload")
 NUM_MANY = 700
 """Trajectories of several slices, and of several pages of a hash."""
-
-
-def append(run: str, key: TrajectoryKey, record: bytes, *, lease: str, first: int = 0) -> Command:
-    payload = keys.trajectory_keys(run, key.trajectory_id)
-    return script("append")(payload, lease, first, 0, record)
-
-
-def seal(run: str, key: TrajectoryKey) -> Command:
-    record = encode_event(sealed(key.group_id, sample=key.sample))
-    return script("post_sealed")(keys.run_keys(run).of_post_sealed, key.trajectory_id, 1, record)
-
-
-def open_group(run: str, group_id: str, *, num_samples: int) -> Command:
-    opened = GroupOpened(group_id=group_id, prompt_uid="", num_samples=num_samples)
-    ids = [TrajectoryKey(group_id, sample).trajectory_id for sample in range(num_samples)]
-    words = (keys.encode_name(group_id), num_samples, "w", encode_event(opened))
-    return script("open_group")(keys.run_keys(run).of_open_group, *words, *ids)
-
-
-def fill(client: redis.Redis, run: str, *, num_samples: int = 2) -> None:
-    """A group whose trajectories have two turns each, all of them open."""
-    run_command(client, open_group(run, "g", num_samples=num_samples))
-    members = [TrajectoryKey("g", sample) for sample in range(num_samples)]
-    run_commands(client, [append(run, key, b"turn0", lease="1:w") for key in members])
-    run_commands(client, [append(run, key, b"turn1", lease="1", first=1) for key in members])
 
 
 def keys_of(client: redis.Redis, run: str) -> dict[str, int]:
@@ -93,7 +62,7 @@ async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(
     driver = await start_run(async_client)
     run = driver.name
     await driver.plan_steps(1)
-    fill(client, run)
+    RunDriver(client, run).fill(num_samples=2)
     session = await driver.start("s")
     await driver.commit(session, 1)
     version = VersionAnnounced(version=0, step=1, lineage="main", weights_uri="")
@@ -110,7 +79,7 @@ async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(
             client.zadd(name, {"x": 1}) if kind == "zset" else client.hset(name, "x", 1)
     other = f"{run}-other"
     create_run(client, other, config())
-    fill(client, other)
+    RunDriver(client, other).fill(num_samples=2)
     before = content(client, other)
 
     done = delete_run(client, run)
@@ -164,7 +133,7 @@ def test_a_deletion_that_is_killed_anywhere_is_finished_by_the_next(
     client: redis.Redis, server: EmbeddedServer, new_run: Callable[..., str], place: str
 ) -> None:
     run = new_run(client)
-    fill(client, run, num_samples=NUM_MANY)
+    RunDriver(client, run).fill(num_samples=NUM_MANY)
     command = [sys.executable, "-m", "turnstream_server.cli", "run", "delete", run, "--yes"]
     environment = {"TURNSTREAM_FAILPOINT": place, "TURNSTREAM_REDIS_URL": server.url}
 
@@ -194,7 +163,7 @@ def test_tombstones_of_a_deleted_run_outlast_fifteen_of_its_leases(
     client: redis.Redis, new_run: Callable[..., str]
 ) -> None:
     run = new_run(client, lease_s=100.0)
-    fill(client, run)
+    RunDriver(client, run).fill(num_samples=2)
 
     delete_run(client, run)
 

@@ -1,23 +1,18 @@
-"""For how long a run is where it is: noted by scripts, once, and told to people and generators."""
-
-from __future__ import annotations
+"""What people and generators see of a run: for how long it waits, and what passes."""
 
 import re
 from typing import Any
 
-import pytest
 import redis
 
 from turnstream.errors import WaitKind
 from turnstream.store.client import keys
 from turnstream.store.waits.read_waits import read_waits
-from turnstream.store.waits.wait_reasons import reasons
-from turnstream.types import Purpose, RecoveryToken
+from turnstream.store.waits.wait_reasons import RecentGroups, reasons, recent_groups
+from turnstream.types import Purpose, RecoveryToken, TrajectoryState
 from turnstream_server.bus.admin.forks import fork_run
-from turnstream_server.bus.queries.run_snapshot import read_snapshot
+from turnstream_server.bus.queries.run_snapshot import openings_in_snapshot, read_snapshot
 from turnstream_server.bus.sessions.sessions import record_rank, start_session
-
-pytestmark = pytest.mark.redis
 
 AGO_S = 100
 """So much older `pass_time` makes everything that was noted by then."""
@@ -189,3 +184,75 @@ async def test_ranks_of_an_ended_session_are_not_behind(client: redis.Redis, run
 
     assert behind == [(0, 1), (0, 1)]
     assert both_behind(client, run.name) == [(), ()]
+
+
+async def drop(run: Any, *groups: str) -> None:
+    for name in groups:
+        await run.open(name, num_samples=1)
+        await run.seal(name, 0)
+        await run.settle(name, TrajectoryState.FILTERED, 0)
+
+
+def recent(client: redis.Redis, run: str) -> RecentGroups:
+    """As `turnstream why` sees it; a generator sees the same."""
+    found = recent_groups(read_snapshot(client, run))
+    waits = read_waits(client, run)
+    assert waits is not None
+    assert recent_groups(waits) == found
+    return found
+
+
+async def test_groups_decided_before_the_last_two_batches_are_not_judged(
+    client: redis.Redis, run: Any
+) -> None:
+    await drop(run, "a", "b", "c")
+    at_first = recent(client, run.name)
+    await run.plan_steps(1)
+    await drop(run, "d")
+    after_one = recent(client, run.name)
+    await run.plan_steps(1)
+    after_two = recent(client, run.name)
+    await run.plan_steps(1)
+    await drop(run, "e", "f")
+    after_three = recent(client, run.name)
+
+    assert at_first == RecentGroups(since_step=0, num_dropped=3, num_decided=3)
+    assert after_one == RecentGroups(since_step=0, num_dropped=4, num_decided=5)
+    assert after_two == RecentGroups(since_step=1, num_dropped=1, num_decided=2)
+    assert after_three == RecentGroups(since_step=2, num_dropped=2, num_decided=3)
+
+
+async def test_a_manifest_that_is_written_again_leaves_the_window_where_it_was(
+    client: redis.Redis, run: Any
+) -> None:
+    await run.plan_steps(2)
+    await drop(run, "a")
+    before = recent(client, run.name)
+
+    await run.plan("g2", step=2)
+
+    assert recent(client, run.name) == before
+
+
+async def test_the_history_of_a_fork_is_not_judged(client: redis.Redis, run: Any) -> None:
+    await run.plan_steps(2)
+    await run.commit(await run.start("s"), 1, 2)
+
+    fork_run(client, run.name, "a fork of it", run.token(2))
+
+    assert recent(client, "a fork of it") == RecentGroups(
+        since_step=2, num_dropped=0, num_decided=0
+    )
+
+
+async def test_a_damaged_snapshot_leaves_it_to_the_events(run: Any, client: Any) -> None:
+    for group_id in ("gone", "kept"):
+        await run.open(group_id)
+    (first, _), _ = await run.client.xrange(run.keys.events)
+    await run.client.xdel(run.keys.events, first)
+    await run.client.hset(run.keys.snapshot, "record", b"\x00" * 64)
+
+    groups = read_snapshot(client, run.name).groups
+
+    assert openings_in_snapshot(client, run.name) == {}
+    assert {each.group_id: each.age_s is None for each in groups} == {"gone": True, "kept": False}

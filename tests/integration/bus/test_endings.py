@@ -1,6 +1,4 @@
-"""The end of a closed run: orphaned groups are decided, and the end follows all events."""
-
-from __future__ import annotations
+"""The ends of runs and of evaluations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +6,23 @@ from typing import Any
 import pytest
 import redis
 
+from turnstream.batching.fold.decisions import GroupEvaluated
+from turnstream.errors import ConflictError, RunNotFoundError
+from turnstream.store.run.evals import eval_results
 from turnstream.store.run.runs import close_run, pause_run, resume_run
-from turnstream.types import DeadlineFired, Purpose, RunFinished
+from turnstream.types import (
+    DeadlineFired,
+    EvalGroup,
+    EvalResult,
+    Purpose,
+    RunFinished,
+    Spread,
+    TrajectoryKey,
+)
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.planning.announcements import finish_run
 from turnstream_server.bus.planning.deadlines import end_orphaned, find_orphaned
-from turnstream_server.bus.planning.groups import is_evaluating
-
-pytestmark = pytest.mark.redis
+from turnstream_server.bus.planning.groups import is_evaluating, settle_groups
 
 
 async def find(run: Any, *group_ids: str) -> dict[str, int]:
@@ -52,29 +59,19 @@ async def test_group_without_an_open_attempt_is_orphaned(run: Any, close: Any) -
     await run.abandon("free", 1)
     await abandoned(run, "sealed")
     await run.seal("sealed", 1)
-    close(run)
-
-    assert await find(run, "held", "free", "sealed", "unknown") == {"free": 0, "sealed": 0}
-
-
-async def test_a_group_that_waits_for_a_reward_is_held(run: Any, close: Any) -> None:
     await abandoned(run, "judged")
     await run.seal("judged", 1, awaits_reward=True)
-    close(run)
-
-    assert await find(run, "judged") == {}
-
-
-async def test_another_attempt_of_a_sample_holds_its_group(run: Any, close: Any) -> None:
     await abandoned(run, "again")
     await run.abandon("again", 1)
     await run.grant("again", 0)
-    refilled = await find(run, "again")
     await run.open("again", attempt=1)
+    await run.plan_steps(1)
+    while_open = await find(run, "free", "sealed")
     close(run)
 
-    assert refilled == {}  # the run was open
-    assert await find(run, "again") == {}
+    groups = ("held", "free", "sealed", "judged", "again", "g1", "unknown")
+    assert while_open == {}
+    assert await find(run, *groups) == {"free": 0, "sealed": 0}
 
 
 async def test_orphaned_evaluation_is_ended_too(run: Any, close: Any) -> None:
@@ -97,13 +94,6 @@ async def test_in_a_run_that_is_open_somebody_may_begin_what_is_left(run: Any) -
     assert await find(run, "free") == {}
     assert await end(run, free=0) == 0
     assert await run.dump() == before
-
-
-async def test_a_group_that_is_planned_is_left_alone(run: Any, close: Any) -> None:
-    await run.plan_steps(1)
-    close(run)
-
-    assert await find(run, "g1") == {}
 
 
 async def test_deadline_of_an_orphaned_group_is_fired(run: Any, close: Any) -> None:
@@ -187,3 +177,111 @@ async def test_a_paused_run_is_planned_no_further(run: Any, client: redis.Redis)
 
     assert refused == before
     assert (await read_frontier_async(run.client, run.name)).planned == 1
+
+
+def ended(group_id: str = "e", *, version: int | None = 3) -> GroupEvaluated:
+    """The end of a group by its first sample."""
+    result = EvalGroup(
+        group_id=group_id,
+        prompt_uid="",
+        version=version,
+        num_trajectories=1,
+        num_lost=1,
+        reward=Spread(num=1, mean=0.5),
+        best=0.5,
+    )
+    total = EvalResult(version=version, num_groups=1, num_trajectories=1, num_lost=1)
+    keys = (TrajectoryKey(group_id, 0),)
+    return GroupEvaluated(group_id=group_id, keys=keys, result=result, total=total)
+
+
+async def settle(run: Any, *groups: GroupEvaluated) -> None:
+    await settle_groups(run.term, groups)
+
+
+async def test_an_evaluation_ends_with_its_result_and_what_is_open_is_surplus(
+    run: Any, client: redis.Redis
+) -> None:
+    await run.open("e", num_samples=3, purpose=Purpose.EVAL)
+    await run.seal("e", 0)
+    await run.seal("e", 2, awaits_reward=True)
+
+    await settle(run, ended())
+
+    assert await run.client.hgetall(run.keys.ledger) == {
+        b"e/0/0": b"evaluated:part of an evaluation",
+        b"e/1/0": b"surplus:its evaluation ended without it",
+        b"e/2/0": b"surplus:its evaluation ended without it",
+    }
+    assert await run.client.hget(run.keys.groups, "e") == b"3:evaluated"
+    assert await run.client.zcard(run.keys.leases) == 0
+    assert await run.client.zcard(run.keys.deadlines) == 0
+    run.ledger().check()
+    frontier = await read_frontier_async(run.client, run.name)
+    assert (frontier.num_opened_groups, frontier.num_live_groups) == (0, 0)
+    (result,) = eval_results(client, run.name)
+    assert (result.version, result.num_groups) == (3, 1)
+    assert result.groups == (ended().result,)
+
+
+async def test_reward_after_the_deadline_of_its_evaluation_is_surplus(run: Any) -> None:
+    # A reward that came between the deadline and the end left its trajectory sealed for ever.
+    await run.open("e", num_samples=2, purpose=Purpose.EVAL)
+    await run.seal("e", 0)
+    await run.seal("e", 1)
+
+    await settle(run, ended())
+
+    entry = await run.client.hget(run.keys.ledger, "e/1/0")
+    assert entry == b"surplus:its evaluation ended without it"
+    run.ledger().check()
+
+
+async def test_ending_an_evaluation_again_changes_nothing(run: Any) -> None:
+    await run.open("e", purpose=Purpose.EVAL)
+    await run.seal("e", 0)
+    await settle(run, ended())
+    before = await run.dump()
+
+    await settle(run, ended())
+
+    assert await run.dump() == before
+
+
+async def test_a_group_for_training_is_never_evaluated(run: Any) -> None:
+    await run.open("e")
+    await run.seal("e", 0)
+
+    with pytest.raises(ConflictError, match="open, not evaluating"):
+        await settle(run, ended())
+
+
+async def test_lowest_of_too_many_versions_is_dropped(run: Any, client: redis.Redis) -> None:
+    kept = {f"{version}": b"" for version in range(2, 1001)}
+    await run.client.hset(run.keys.evals, mapping={**kept, "unknown": b""})
+    await run.open("e", purpose=Purpose.EVAL)
+    await run.open("f", purpose=Purpose.EVAL)
+
+    await settle(run, ended("e", version=1))
+    found = await run.client.hkeys(run.keys.evals)
+
+    assert len(found) == 1000
+    assert b"unknown" not in found
+    await settle(run, ended("f", version=2000))
+    assert await run.client.hexists(run.keys.evals, "1") == 0
+
+
+async def test_results_are_in_order_of_version(run: Any, client: redis.Redis) -> None:
+    for group_id, version in (("a", 10), ("b", None), ("c", 9)):
+        await run.open(group_id, purpose=Purpose.EVAL)
+        await settle(run, ended(group_id, version=version))
+
+    found = eval_results(client, run.name)
+
+    assert [each.version for each in found] == [None, 9, 10]
+    assert [each.groups[0].group_id for each in found] == ["b", "c", "a"]
+
+
+def test_a_run_that_does_not_exist_has_no_results(client: redis.Redis) -> None:
+    with pytest.raises(RunNotFoundError):
+        eval_results(client, "no such run")

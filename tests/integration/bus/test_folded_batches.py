@@ -1,7 +1,5 @@
 """Remains of a finished batch: a compact record, and names that are used once."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -17,8 +15,6 @@ from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.snapshots import save_snapshot
 from turnstream_server.bus.planning.manifests import write_manifest
 from turnstream_server.bus.release.release import finish_batches, fold_batches
-
-pytestmark = pytest.mark.redis
 
 
 def fingerprints(*names: str) -> dict[bytes, bytes]:
@@ -88,53 +84,27 @@ async def test_a_batch_that_is_not_released_cannot_be_folded(released: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("step", "snapshot_step", "why"),
+    ("folded", "step", "snapshot_step", "why"),
     [
-        (2, 9, "step 2 is not next"),
-        (1, 0, "step 1 is not in the snapshot"),
+        (0, 2, 9, "step 2 is not next"),
+        (0, 1, 0, "step 1 is not in the snapshot"),
+        (0, 1, None, "step 1 is not in the snapshot"),
+        (2, 3, 3, "step 3 is not next: step 2 is folded, step 2 is rel"),
     ],
 )
 async def test_a_plan_that_is_still_needed_cannot_be_replaced(
-    released: Any, step: int, snapshot_step: int, why: str
+    released: Any, folded: int, step: int, snapshot_step: int | None, why: str
 ) -> None:
-    term = released.term
-    await save_snapshot(term, position="0-0", step=snapshot_step, record=b"")
+    for each in range(1, folded + 1):
+        await released.fold(each)
+    if snapshot_step is not None:
+        await save_snapshot(released.term, position="0-0", step=snapshot_step, record=b"")
     before = await released.dump()
 
     with pytest.raises(ConflictError, match=why):
-        await finish_batches(term, {step: b""})
+        await finish_batches(released.term, {step: b""})
 
     assert await released.dump() == before
-
-
-async def test_a_released_step_beyond_the_floor_cannot_be_replaced(released: Any) -> None:
-    for step in (1, 2):
-        await released.fold(step)
-
-    with pytest.raises(ConflictError, match="step 3 is not next: step 2 is folded, step 2 is rel"):
-        await fold_after_snapshot(released, 3)
-
-
-async def test_without_any_snapshot_no_plan_can_be_replaced(released: Any) -> None:
-    with pytest.raises(ConflictError, match="step 1 is not in the snapshot"):
-        await finish_batches(released.term, {1: b""})
-
-
-async def test_the_times_of_a_step_go_when_the_next_one_is_folded(released: Any) -> None:
-    acts = (b"planned", b"stepped", b"committed")
-    before = set(await released.hash_of("times"))
-    for step in (1, 2):
-        await released.fold(step)
-
-    gone = before - set(await released.hash_of("times"))
-
-    assert gone == {act + b":1" for act in acts}
-
-
-async def fold_after_snapshot(run: Any, step: int) -> None:
-    term = run.term
-    await save_snapshot(term, position="0-0", step=step, record=b"")
-    await finish_batches(term, {step: b""})
 
 
 async def test_planner_continues_after_the_last_batch_when_all_are_folded(released: Any) -> None:
@@ -158,9 +128,6 @@ async def test_plan_of_a_finished_batch_is_refused(released: Any) -> None:
         await write_manifest(released.term, released.manifests[1])
 
     assert await released.dump() == before
-
-
-# a name is used once
 
 
 async def test_finished_group_cannot_be_opened_again(released: Any) -> None:

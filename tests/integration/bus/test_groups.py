@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,8 +9,6 @@ from turnstream.errors import ConflictError
 from turnstream.types import BatchDue, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.planning.announcements import announce_due
-
-pytestmark = pytest.mark.redis
 
 StartRun = Callable[..., Awaitable[Any]]
 
@@ -38,18 +34,6 @@ async def test_a_dropped_group_ends_its_sealed_trajectories_with_the_reason(run:
     run.ledger().check()
 
 
-async def test_a_dropped_group_makes_room_for_another_once(run: Any) -> None:
-    await run.open("a")
-    await run.open("b")
-    await run.seal("a", 0)
-
-    for _ in range(2):
-        await run.settle("a", TrajectoryState.INCOMPLETE, 0)
-
-    frontier = await read_frontier_async(run.client, run.name)
-    assert (frontier.num_opened_groups, frontier.num_live_groups) == (2, 1)
-
-
 async def test_settling_again_changes_nothing(run: Any) -> None:
     await run.open("a")
     await run.seal("a", 0)
@@ -60,16 +44,6 @@ async def test_settling_again_changes_nothing(run: Any) -> None:
     await run.settle("a", TrajectoryState.INCOMPLETE, 0, 1)
 
     assert await run.dump() == before
-
-
-async def test_dropped_group_wakes_groups_that_wait_for_capacity(run: Any) -> None:
-    await run.open("a")
-    await run.seal("a", 0)
-    before = await run.last_wake_up()
-
-    await run.settle("a", TrajectoryState.INCOMPLETE, 0)
-
-    assert await run.last_wake_up() != before
 
 
 async def test_surplus_leaves_the_rest_of_its_group_in_the_plan(run: Any) -> None:
@@ -90,29 +64,31 @@ async def test_surplus_leaves_the_rest_of_its_group_in_the_plan(run: Any) -> Non
     run.ledger().check()
 
 
-async def test_a_group_that_is_in_a_batch_cannot_be_dropped(run: Any) -> None:
+async def test_group_that_is_planned_or_unknown_cannot_be_dropped(run: Any) -> None:
     await run.plan_steps(1)
     before = await run.dump()
 
-    with pytest.raises(ConflictError, match="group g1 is planned"):
-        await run.settle("g1", TrajectoryState.FILTERED, 0, 1)
+    for group_id, words in (("g1", "group g1 is planned"), ("x", "group x is unknown")):
+        with pytest.raises(ConflictError, match=words):
+            await run.settle(group_id, TrajectoryState.FILTERED)
+    await run.carry_out(GroupCut(group_id="g1", reason="enough"))
 
     assert await run.dump() == before
 
 
-async def test_a_group_that_was_never_opened_cannot_be_dropped(run: Any) -> None:
-    with pytest.raises(ConflictError, match="group x is unknown"):
-        await run.settle("x", TrajectoryState.FILTERED)
-
-
-async def test_a_seal_that_comes_after_its_group_was_dropped_is_surplus(run: Any) -> None:
-    await run.open("a")
+@pytest.mark.parametrize("how", ["dropped", "cut"])
+async def test_freed_capacity_or_bytes_of_a_group_wake_who_waits(run: Any, how: str) -> None:
+    await run.open("a", num_samples=3, num_needed=2, num_begun=2)
     await run.seal("a", 0)
-    await run.settle("a", TrajectoryState.INCOMPLETE, 0)
+    before = await run.last_wake_up()
 
-    assert await run.seal("a", 1) == [b"SURPLUS"]
+    if how == "dropped":
+        await run.settle("a", TrajectoryState.INCOMPLETE, 0)
+    else:
+        await run.carry_out(GroupCut(group_id="a", reason="enough"))
 
-    run.ledger().check()
+    assert await run.last_wake_up() != before
+    assert b"a/2/0" not in await run.hash_of("held")
 
 
 async def test_a_dead_trajectory_is_set_aside_and_told_to_the_plan_once(run: Any) -> None:
@@ -219,15 +195,6 @@ async def test_members_are_settled_each_with_its_own_reason(run: Any) -> None:
     run.ledger().check()
 
 
-async def test_a_group_that_went_on_is_decided_again_without_a_word(run: Any) -> None:
-    await run.plan_steps(1)
-    before = await run.dump()
-
-    await run.carry_out(GroupCut(group_id="g1", reason="enough"))
-
-    assert await run.dump() == before
-
-
 async def test_the_event_of_a_choice_that_is_sent_twice_is_there_once(run: Any) -> None:
     await run.open("a")
 
@@ -276,20 +243,3 @@ async def test_where_open_groups_are_bounded_a_decided_one_wakes_who_waits(
         woken.append(await run.last_wake_up() != before)
 
     assert woken == [True, False]
-
-
-async def test_a_plan_of_groups_that_were_open_wakes_who_waits(run: Any) -> None:
-    await run.plan_steps(1)
-
-    assert await run.last_wake_up()
-
-
-async def test_released_reservations_of_a_cut_group_wake_waiting_groups(run: Any) -> None:
-    await run.open("a", num_samples=3, num_needed=2, num_begun=2)
-    await run.seal("a", 0)
-    before = await run.last_wake_up()
-
-    await run.carry_out(GroupCut(group_id="a", reason="enough"))
-
-    assert await run.last_wake_up() != before
-    assert b"a/2/0" not in await run.hash_of("held")

@@ -1,15 +1,20 @@
-from __future__ import annotations
+"""Leases that end, and turns that come after that."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from testkit import sealed
+from testkit import sealed, turn
 from testkit.releases import release_payload
 from testkit.scripts import script
 from turnstream.errors import ConflictError, FencedError
+from turnstream.generator.encode.encoder import TrajectoryDraft
+from turnstream.generator.outbox.outbox import Outbox
+from turnstream.generator.outbox.receipts import Delivery
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
+from turnstream.store.client.connection import Link
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.leases import (
     MAX_LAPSED,
@@ -18,27 +23,20 @@ from turnstream.store.run.leases import (
     list_lapsed_async,
     take_over_command,
 )
-from turnstream.types import TrajectoryAbandoned, TrajectoryKey, TrajectoryState
+from turnstream.types import GroupOpened, TrajectoryAbandoned, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.planning.deadlines import abandon_lapsed
-
-pytestmark = pytest.mark.redis
 
 REASON = "the lease of writer ended"
 
 
-async def now_ms(run: Any) -> int:
-    seconds, microseconds = await run.client.time()
-    return seconds * 1000 + microseconds // 1000
-
-
 async def lapse(run: Any, *ids: str, since_ms: int = 1) -> None:
     """Let leases end."""
-    end_ms = await now_ms(run) - since_ms
+    end_ms = await run.server_ms() - since_ms
     await run.client.zadd(run.keys.leases, dict.fromkeys(ids, end_ms))
 
 
 async def give_up(run: Any, *, until_ms: int | None = None) -> bool:
-    until_ms = await now_ms(run) if until_ms is None else until_ms
+    until_ms = await run.server_ms() if until_ms is None else until_ms
     return await abandon_lapsed(run.term, until_ms=until_ms)
 
 
@@ -52,26 +50,13 @@ async def end_lapsed(run: Any, found: LapsedTrajectory, *, until_ms: int) -> boo
     return bool(reply)
 
 
-async def append(run: Any, trajectory_id: str, *records: bytes, **fields: Any) -> int:
-    arguments = {"lease": "1:writer", "first": 0, "seals": 0, **fields}
-    payload = keys.trajectory_keys(run.name, trajectory_id)
-    return await run_command_async(
-        run.client,
-        script("append")(payload, *arguments.values(), *records),
-    )
-
-
-async def ledger(run: Any) -> dict[bytes, bytes]:
-    return await run.client.hgetall(run.keys.ledger)
-
-
 async def test_lapsed_trajectory_is_abandoned_with_an_event_and_a_reason(run: Any) -> None:
     await run.open("a")
     await lapse(run, "a/0/0")
 
     await give_up(run)
 
-    assert await ledger(run) == {
+    assert await run.hash_of("ledger") == {
         b"a/0/0": f"abandoned:{REASON}".encode(),
         b"a/1/0": b"open:1:writer",
     }
@@ -106,7 +91,7 @@ async def test_a_lease_that_ended_after_the_moment_is_kept(run: Any) -> None:
 
     await give_up(run, until_ms=end_ms - 1)
 
-    assert (await ledger(run))[b"a/0/0"] == b"open:1:writer"
+    assert (await run.hash_of("ledger"))[b"a/0/0"] == b"open:1:writer"
 
 
 HOUR_MS = 3_600_000
@@ -116,9 +101,9 @@ async def test_live_lease_has_not_ended_at_a_future_time(run: Any) -> None:
     # The planner read the clock, which was then set back by an hour.
     await run.open("a")
 
-    await give_up(run, until_ms=await now_ms(run) + HOUR_MS)
+    await give_up(run, until_ms=await run.server_ms() + HOUR_MS)
 
-    assert (await ledger(run))[b"a/0/0"] == b"open:1:writer"
+    assert (await run.hash_of("ledger"))[b"a/0/0"] == b"open:1:writer"
 
 
 async def test_lease_renewed_after_a_clock_reset_is_kept(run: Any) -> None:
@@ -128,10 +113,10 @@ async def test_lease_renewed_after_a_clock_reset_is_kept(run: Any) -> None:
     (found,) = await list_lapsed_async(run.client, run.name)
     await run_command_async(run.client, heartbeat_command(run.name, [("a/0/0", 1)]))
 
-    given_up = await end_lapsed(run, found, until_ms=await now_ms(run) + HOUR_MS)
+    given_up = await end_lapsed(run, found, until_ms=await run.server_ms() + HOUR_MS)
 
     assert not given_up
-    assert (await ledger(run))[b"a/0/0"] == b"open:1:writer"
+    assert (await run.hash_of("ledger"))[b"a/0/0"] == b"open:1:writer"
 
 
 @pytest.mark.parametrize("rescue", ["heartbeat", "taken over", "taken over, and silent again"])
@@ -139,7 +124,7 @@ async def test_trajectory_adopted_between_list_and_end_is_kept(run: Any, rescue:
     await run.open("a")
     await lapse(run, "a/0/0")
     (found,) = await list_lapsed_async(run.client, run.name)
-    until_ms = await now_ms(run)
+    until_ms = await run.server_ms()
     if rescue == "heartbeat":
         command = heartbeat_command(run.name, [("a/0/0", 1)])
     else:
@@ -151,22 +136,19 @@ async def test_trajectory_adopted_between_list_and_end_is_kept(run: Any, rescue:
     given_up = await end_lapsed(run, found, until_ms=until_ms)
 
     assert not given_up
-    assert (await ledger(run))[b"a/0/0"].startswith(b"open:")
+    assert (await run.hash_of("ledger"))[b"a/0/0"].startswith(b"open:")
 
 
 async def test_writer_of_an_abandoned_trajectory_is_refused_at_its_next_turn(run: Any) -> None:
     await run.open("a")
-    await append(run, "a/0/0", b"turn 0000")
+    await run.append(b"turn 0000", trajectory_id="a/0/0")
     await lapse(run, "a/0/0", "a/1/0")
 
     await give_up(run)
 
-    for late in (
-        {"trajectory_id": "a/0/0", "first": 1, "lease": "1"},
-        {"trajectory_id": "a/1/0"},
-    ):
+    for late in ({"trajectory_id": "a/0/0", "first": 1, "lease": "1"}, {"trajectory_id": "a/1/0"}):
         with pytest.raises(FencedError):
-            await append(run, late.pop("trajectory_id"), b"late", **late)  # type: ignore[arg-type]
+            await run.append(b"late", **late)
     (answer,) = await run.seal("a", 0)
     assert answer.startswith(b"FENCED a/0/0 is abandoned:")
     with pytest.raises(ConflictError, match="already abandoned"):
@@ -175,14 +157,14 @@ async def test_writer_of_an_abandoned_trajectory_is_refused_at_its_next_turn(run
 
 async def test_tombstone_of_an_abandoned_trajectory_has_the_reason(run: Any) -> None:
     await run.open("a")
-    await append(run, "a/0/0", b"turn")
+    await run.append(b"turn", trajectory_id="a/0/0")
 
     await release_payload(run.client, run.name, ["a/0/0", "a/1/0"], given_up={"a/0/0"})
 
     with pytest.raises(FencedError, match="given up, and its payload released"):
-        await append(run, "a/0/0", b"turn")
+        await run.append(b"turn", trajectory_id="a/0/0")
     with pytest.raises(FencedError, match="is finished, and its payload released"):
-        await append(run, "a/1/0", b"turn")
+        await run.append(b"turn", trajectory_id="a/1/0")
 
 
 @pytest.mark.parametrize("seal", [encode_event(sealed("a", sample=0)), b"unreadable"])
@@ -190,16 +172,16 @@ async def test_stored_seal_counts_if_its_writer_died_before_the_event(
     run: Any, seal: bytes
 ) -> None:
     await run.open("a", num_samples=3)
-    await append(run, "a/0/0", b"turn 0000", seal, seals=1)
-    await append(run, "a/2/0", b"turn 0000", seal, seals=1)
+    await run.append(b"turn 0000", seal, trajectory_id="a/0/0", seals=True)
+    await run.append(b"turn 0000", seal, trajectory_id="a/2/0", seals=True)
     await run.client.delete(keys.trajectory_keys(run.name, "a/2/0").turns)
     await lapse(run, "a/0/0", "a/1/0", "a/2/0")
 
     await give_up(run)
 
-    assert (await ledger(run))[b"a/0/0"] == b"sealed:1"
-    assert (await ledger(run))[b"a/1/0"].startswith(b"abandoned:")
-    assert (await ledger(run))[b"a/2/0"].startswith(b"abandoned:")
+    assert (await run.hash_of("ledger"))[b"a/0/0"] == b"sealed:1"
+    assert (await run.hash_of("ledger"))[b"a/1/0"].startswith(b"abandoned:")
+    assert (await run.hash_of("ledger"))[b"a/2/0"].startswith(b"abandoned:")
     (_, fields), *_ = (await run.client.xrange(run.keys.events))[1:]
     assert fields == {b"r": seal, b"t": b"a/0/0"}
     assert await run.client.zcard(run.keys.leases) == 0
@@ -211,12 +193,14 @@ async def test_late_seal_of_a_writer_that_lost_its_trajectory_is_refused(run: An
     await run.open("a")
     await lapse(run, "a/0/0")
     await run_command_async(run.client, take_over_command(run.name, "a/0/0", writer="second"))
-    await append(run, "a/0/0", b"turn 0000", encode_event(sealed("a", sample=0)), seals=1)
+    await run.append(
+        b"turn 0000", encode_event(sealed("a", sample=0)), trajectory_id="a/0/0", seals=True
+    )
     await lapse(run, "a/0/0")
 
     await give_up(run)
 
-    assert (await ledger(run))[b"a/0/0"] == b"abandoned:the lease of second ended"
+    assert (await run.hash_of("ledger"))[b"a/0/0"] == b"abandoned:the lease of second ended"
     run.ledger().check()
 
 
@@ -231,3 +215,38 @@ async def test_more_than_a_page_is_abandoned_page_by_page(run: Any) -> None:
     counts = run.ledger()
     counts.check()
     assert counts.by_state[TrajectoryState.ABANDONED] == num_samples
+
+
+KEY = TrajectoryKey("g", 0)
+
+
+async def send_all(outbox: Outbox, link: Link, *, now_s: float) -> None:
+    """Every round that there is at this time of the writer's clock."""
+    while (sent := outbox.next_round(now_s)) is not None:
+        replies = await asyncio.to_thread(link.exchange, sent.pack(), sent.num_replies)
+        outbox.answered(sent, replies=replies, now_s=now_s)
+
+
+async def test_late_turn_writes_nothing_and_its_writer_gets_an_error(run: Any, server: Any) -> None:
+    # It was stored, in no ledger and held by nobody, so that nothing ever released it.
+    limits = {"max_inflight_bytes": 1 << 20, "timeout_s": 10.0, "admission_timeout_s": 10.0}
+    outbox = Outbox(run.name, "w", jitter=lambda: 0.0, keep_s=0.0, **limits)
+    link = Link(server.url)
+    opened = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
+    (lane,) = outbox.admissions.request(opened, [KEY])
+    for now_s in (0.0, 1.0):  # it opens, and has its lease renewed
+        await send_all(outbox, link, now_s=now_s)
+    payload = keys.trajectory_keys(run.name, "g/0/0")
+
+    await run.client.zadd(run.keys.leases, {"g/0/0": 1})  # which ended long ago
+    await abandon_lapsed(run.term, until_ms=1)
+    await release_payload(run.client, run.name, ["g/0/0"], given_up={"g/0/0"})
+    await run.client.delete(payload.meta)  # as it expires by itself some time later
+    written = Delivery()
+    outbox.append(lane, TrajectoryDraft(KEY).add(turn("a", "B")), written)
+    await send_all(outbox, link, now_s=10_000.0)
+    link.close()
+
+    with pytest.raises(FencedError, match="g/0/0 is abandoned: the lease of w ended"):
+        written.raise_error()
+    assert not await run.client.exists(payload.turns, payload.meta)

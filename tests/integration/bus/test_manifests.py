@@ -1,21 +1,31 @@
-from __future__ import annotations
+"""Manifests, and the seals and rewards that a plan is made of."""
 
+import re
 from typing import Any
 
 import pytest
 
+from testkit import sealed
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import (
     ConflictError,
-    FencedError,
     GroupTooLargeError,
+    RecordError,
 )
-from turnstream.types import TrajectoryState
+from turnstream.records.events import encode_event
+from turnstream.store.client import keys
+from turnstream.types import (
+    Event,
+    RewardPosted,
+    SealedTrajectory,
+    TrajectoryDied,
+    TrajectoryKey,
+    TrajectoryState,
+)
 from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.leadership.leadership import acquire_leadership, release_leadership
+from turnstream_server.bus.leadership.leadership import acquire_leadership
 from turnstream_server.bus.planning.manifests import read_manifest, read_manifests
-
-pytestmark = pytest.mark.redis
+from turnstream_server.bus.planning.trajectories import read_posted_rewards, read_seals
 
 
 async def open_and_seal(run: Any, *group_ids: str) -> None:
@@ -153,27 +163,9 @@ async def test_a_group_that_was_decided_before_is_no_longer_counted_as_open(run:
     assert await run.client.hget(run.keys.frontier, "open_groups") == b"1"
 
 
-async def test_old_plan_of_a_fenced_planner_is_refused_even_if_equal(run: Any) -> None:
-    await open_and_seal(run, "a")
-    await run.plan("a", step=1)
-    await release_leadership(run.term_of(1), owner="p")
-    await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
-
-    with pytest.raises(FencedError):
-        await run.plan("a", step=1)
-
-
 async def test_a_batch_may_name_more_trajectories_than_lua_can_unpack(run: Any) -> None:
     # unpack() of 9,000 values fails with "too many results to unpack".
-    groups = [f"g{number}" for number in range(4_500)]
-    pipeline = run.client.pipeline(transaction=False)
-    pipeline.hset(
-        run.keys.ledger,
-        mapping={f"{group}/{sample}/0": "sealed:1" for group in groups for sample in (0, 1)},
-    )
-    pipeline.hset(run.keys.groups, mapping=dict.fromkeys(groups, "2:open"))
-    pipeline.hset(run.keys.counts, mapping={"sealed": 9_000, "accepted": 9_000})
-    await pipeline.execute()
+    groups = await run.seal_members(4_500)
 
     await run.plan(*groups)
 
@@ -202,3 +194,64 @@ async def test_planning_and_settling_continue_on_a_full_server(run: Any) -> None
     counts = run.ledger()
     counts.check()
     assert counts.by_state[TrajectoryState.STEPPED] == 2
+
+
+KEY = TrajectoryKey("g", sample=0)
+
+
+async def post(run: Any, record: Event | bytes, *, trajectory_id: str = "g/0/0") -> None:
+    """An event as a generator writes it."""
+    stored = record if isinstance(record, bytes) else encode_event(record)
+    await run.client.xadd(run.keys.events, {"r": stored, "t": trajectory_id})
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        (None, "record"),
+        (b"\x00" * 16, "record"),
+        (encode_event(TrajectoryDied(key=KEY, reason="checksum")), "another record.*checksum"),
+        (encode_event(sealed("g", sample=1)), "another record.*sample=1"),
+    ],
+)
+async def test_other_entries_in_place_of_a_seal_are_reported(
+    run: Any, record: bytes | None, why: str
+) -> None:
+    whole = sealed("h")
+    for name, stored in (("g/0/0", record), ("h/0/0", encode_event(whole))):
+        if stored is not None:
+            await run.client.xadd(keys.trajectory_keys(run.name, name).turns, {"r": stored})
+
+    found = await read_seals(run.client, run.name, [KEY, whole.key])
+
+    assert isinstance(found[whole.key], SealedTrajectory)
+    refusal = found[KEY]
+    assert isinstance(refusal, RecordError)
+    assert re.search(why, str(refusal))
+
+
+async def test_seals_of_more_than_one_reply_are_each_of_their_own_trajectory(run: Any) -> None:
+    wanted = [TrajectoryKey("g", sample) for sample in range(300)]
+    for key in wanted:
+        turns = keys.trajectory_keys(run.name, key.trajectory_id).turns
+        await run.client.xadd(turns, {"r": encode_event(sealed("g", sample=key.sample))})
+
+    found = await read_seals(run.client, run.name, wanted)
+
+    assert {key: getattr(seal, "key", None) for key, seal in found.items()} == {
+        key: key for key in wanted
+    }
+
+
+async def test_only_the_first_posted_reward_of_each_trajectory_counts(run: Any) -> None:
+    first = RewardPosted(key=KEY, reward=1.0, reward_components={})
+    for _ in range(300):  # more than one reply
+        await post(run, sealed("g"))
+    await post(run, RewardPosted(key=KEY._replace(sample=1), reward=3.0, reward_components={}))
+    await post(run, b"nobody can read it")
+    await post(run, first)
+    await post(run, RewardPosted(key=KEY, reward=2.0, reward_components={}))
+
+    found = await read_posted_rewards(run.client, run.name, {KEY})
+
+    assert found == {KEY: first}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -18,8 +16,6 @@ from turnstream_server.bus.sessions.observers import (
     note_observed,
     read_observers,
 )
-
-pytestmark = pytest.mark.redis
 
 
 async def declare(

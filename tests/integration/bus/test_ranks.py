@@ -1,7 +1,5 @@
 """The batches of the ranks of a session, and the consequences of a difference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,8 +9,6 @@ from turnstream.store.client import keys
 from turnstream.types import RecoveryToken
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.sessions.sessions import TrainerSession, record_rank, start_session
-
-pytestmark = pytest.mark.redis
 
 OTHER = "0" * 64
 

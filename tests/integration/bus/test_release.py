@@ -1,36 +1,37 @@
-"""Released steps, their payload and their events."""
+"""Released steps: their payload, their events, and files of old records."""
 
 from __future__ import annotations
 
+import importlib
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from testkit.releases import release_payload
 from testkit.scripts import script
 from turnstream.errors import FencedError, ReleasedError, RunNotFoundError, TurnstreamError
+from turnstream.records.compact import CompactBatch, encode_batch
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import run_command_async
-from turnstream.types import RecoveryToken
+from turnstream.types import RecoveryToken, TrajectoryKey
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.snapshots import save_snapshot, trim_events
+from turnstream_server.bus.release.compact_records import (
+    LedgerFolder,
+    find_past_step,
+    read_past_batch,
+    write_ledger_file,
+)
 from turnstream_server.bus.release.release import read_release_state
 from turnstream_server.bus.sessions.observers import (
     declare_observer,
     forget_observers,
     note_observed,
 )
-
-pytestmark = pytest.mark.redis
-
-
-async def append(run: Any, trajectory_id: str, record: bytes, *, lease: str) -> int:
-    where = keys.trajectory_keys(run.name, trajectory_id)
-    return await run_command_async(run.client, script("append")(where, lease, 0, 0, record))
-
-
-# the floor
 
 
 @pytest.mark.parametrize(
@@ -47,12 +48,6 @@ async def test_steps_before_the_oldest_kept_checkpoint_are_released(
     assert await run.advance_watermark() == floor
     assert await run.advance_watermark() == floor
     assert (await read_frontier_async(run.client, run.name)).released == floor
-
-
-async def test_no_step_is_released_before_the_first_session(run: Any) -> None:
-    await run.plan_steps(2)
-
-    assert await run.advance_watermark() == 0
 
 
 @pytest.mark.parametrize(("fields", "floor"), [({"retain_checkpoints": 1}, 4), ({}, 3)])
@@ -141,11 +136,8 @@ async def test_a_checkpoint_that_was_rolled_back_no_longer_counts(released: Any)
     assert await released.advance_watermark() == 2  # of the checkpoints 2 and 4; 3 is no more
 
 
-# payload
-
-
 async def test_released_payload_leaves_a_tombstone_that_refuses_late_writers(run: Any) -> None:
-    await append(run, "g/0/0", b"turn one", lease="1:w")
+    await run.append(b"turn one", lease="1:w")
 
     await release_payload(run.client, run.name, ["g/0/0"])
     await release_payload(run.client, run.name, ["g/0/0"])
@@ -156,7 +148,7 @@ async def test_released_payload_leaves_a_tombstone_that_refuses_late_writers(run
     assert 0 < await run.client.pttl(names.meta) <= 900_000
     for lease in ("1", "1:w", "2:other"):
         with pytest.raises(FencedError, match="released"):
-            await append(run, "g/0/0", b"turn two", lease=lease)
+            await run.append(b"turn two", lease=lease)
 
 
 @pytest.mark.parametrize(("lease_s", "longest_ms"), [(1.0, 900_000), (600.0, 9_000_000)])
@@ -170,23 +162,13 @@ async def test_a_tombstone_outlives_the_leases_of_its_run(
     assert longest_ms - 60_000 < left_ms <= longest_ms
 
 
-async def test_a_tombstone_also_stands_where_nothing_was_ever_written(run: Any) -> None:
-    await release_payload(run.client, run.name, ["g/0/0"])
-
-    with pytest.raises(FencedError, match="released"):
-        await append(run, "g/0/0", b"turn one", lease="1:w")
-
-
 async def test_a_tombstone_stays_as_it_was_when_the_payload_is_released_again(run: Any) -> None:
     # A deletion that a planner's release meets must not say otherwise than what was said first.
-    release, where = (
-        script("release_payload"),
-        (run.client, run.name),
-    )
     names = keys.trajectory_keys(run.name, "g/0/0")
-    await release_payload(*where, ["g/0/0"], lease_s=600.0)
+    await release_payload(run.client, run.name, ["g/0/0"], lease_s=600.0)
 
-    reply = await run_command_async(run.client, release(names, 1_000, "given up"))
+    command = script("release_payload")(names, 1_000, "given up")
+    reply = await run_command_async(run.client, command)
 
     assert reply == 0
     assert await run.client.hgetall(names.meta) == {b"released": b"over"}
@@ -233,9 +215,6 @@ async def test_released_bytes_leave_the_sum_they_were_counted_in(run: Any) -> No
 
     assert parts == [(False, True, True), (False, False, True), (False, False, False)]
     assert (held.planned, held.reserved, held.stored) == (0, 0, 0)
-
-
-# events
 
 
 async def test_events_go_up_to_the_snapshot_before_and_not_beyond(run: Any) -> None:
@@ -287,3 +266,75 @@ async def test_bytes_stay_held_if_their_payload_could_not_be_removed(run: Any) -
 
     await run.client.delete(meta)
     assert b"a/0/0" in await run.hash_of("held")
+
+
+KEY = TrajectoryKey("g", 0)
+
+
+def batch(step: int, *, by: str) -> CompactBatch:
+    """Return a batch that the origin ("") or a fork planned; both have the same trajectory."""
+    return CompactBatch(
+        step=step, manifest_hash=f"h{step}", lineage=by, trajectories=(KEY,), crcs=(1,)
+    )
+
+
+def write(client: redis.Redis, run: str, folder: Path, steps: range, *, by: str = "") -> None:
+    records = [encode_batch(batch(step, by=by)) for step in steps]
+    name = write_ledger_file(folder, run, steps, records)
+    client.hset(keys.run_keys(run).cold, str(steps[-1]), name)
+
+
+def test_each_record_is_found_in_the_first_file_with_its_step(
+    client: redis.Redis, new_run: Callable[..., str], tmp_path: Path
+) -> None:
+    run = new_run(client)
+    write(client, run, tmp_path, range(1, 3))
+    write(client, run, tmp_path, range(3, 6))
+    write(client, run, tmp_path, range(4, 8), by="fork")
+
+    found = [read_past_batch(client, run, step, folder=tmp_path) for step in range(9)]
+
+    assert found == [
+        None,
+        *(batch(step, by="") for step in range(1, 6)),
+        *(batch(step, by="fork") for step in range(6, 8)),
+        None,
+    ]
+    assert find_past_step(client, run, KEY, folder=tmp_path) == 7
+
+
+@pytest.mark.parametrize(
+    ("hot_batches", "cold", "folded", "steps"),
+    [
+        (2, 0, 3, range(0)),  # one batch is not hot, and a file takes two
+        (2, 0, 4, range(1, 3)),
+        (2, 2, 5, range(0)),
+        (2, 2, 6, range(3, 5)),
+        (1000, 0, 1255, range(0)),
+        (1000, 0, 1256, range(1, 257)),
+    ],
+)
+def test_file_is_due_when_its_batches_are_older_than_the_hot_ones(
+    hot_batches: int, cold: int, folded: int, steps: range
+) -> None:
+    place = LedgerFolder(folder=Path("archive"), hot_batches=hot_batches)
+
+    assert [*place.next_steps(cold=cold, folded=folded)] == [*steps]
+
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("group_size", [8, 1])
+def test_finished_trajectory_stays_within_its_limit_of_bytes(
+    group_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    benchmark = importlib.import_module("ledger")
+
+    committed, untrained = benchmark.measure(group_size=group_size, trajectories=200_000)
+
+    assert committed.memory_usage <= benchmark.LIMITS_BYTES[group_size]
+    assert untrained.memory_usage <= benchmark.LIMITS_BYTES[group_size]

@@ -1,7 +1,5 @@
 """A revision comes into force by one event of the leader, and no plan is written past it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,8 +18,6 @@ from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.planning.announcements import announce_revision, read_revisions_async
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.embedded import EmbeddedServer
-
-pytestmark = pytest.mark.redis
 
 StartRun = Callable[..., Awaitable[Any]]
 

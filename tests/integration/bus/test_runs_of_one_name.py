@@ -1,6 +1,4 @@
-"""Runs that have the same name, one after the other: the store's side."""
-
-from __future__ import annotations
+"""Runs that have, or take, the same name, one after the other: the store's side."""
 
 import itertools
 import subprocess
@@ -13,6 +11,7 @@ import redis
 
 from harness.stored import content_of
 from testkit import config, sealed
+from testkit.run_driver import RunDriver
 from testkit.scripts import script
 from turnstream.errors import (
     ConflictError,
@@ -25,13 +24,12 @@ from turnstream.generator import Prompt, add_prompts
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.run_ids import find_run
-from turnstream.store.client.scripts import Command, run_command, run_commands
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.leases import heartbeat_command, take_over_command
 from turnstream.store.run.rewards import reward_command
 from turnstream.store.run.runs import close_command, close_run, create_run, list_runs
 from turnstream.store.run.tasks import next_task_command, read_prompt_counts
-from turnstream.types import GroupOpened, RecoveryToken, TrajectoryKey
+from turnstream.types import RecoveryToken, TrajectoryKey
 from turnstream.types.names import RunId
 from turnstream_server.bus.admin.deletion import delete_run, deleting_since_ms
 from turnstream_server.bus.admin.forks import fork_run
@@ -39,8 +37,6 @@ from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.sessions.sessions import start_session
 from turnstream_server.embedded import EmbeddedServer
-
-pytestmark = [pytest.mark.redis]
 
 PLACES = ("delete.after_begin", "delete.after_slice", "delete.after_payload")
 NUM_MANY = 200
@@ -55,25 +51,6 @@ def name(client: redis.Redis) -> str:
     name = next(_names)
     create_run(client, name, config(2))
     return name
-
-
-def open_group(run: str, group_id: str, *, num_samples: int = 1) -> Command:
-    opened = GroupOpened(group_id=group_id, prompt_uid="", num_samples=num_samples)
-    ids = [TrajectoryKey(group_id, sample).trajectory_id for sample in range(num_samples)]
-    words = (group_id, num_samples, "w", encode_event(opened))
-    return script("open_group")(keys.run_keys(run).of_open_group, *words, *ids)
-
-
-def append(run: str, trajectory_id: str, record: bytes, *, lease: str, first: int = 0) -> Command:
-    payload = keys.trajectory_keys(run, trajectory_id)
-    return script("append")(payload, lease, first, 0, record)
-
-
-def fill(client: redis.Redis, run: str, *, num_samples: int = 1) -> None:
-    """A group `g`, whose trajectories are open and have a turn each."""
-    run_command(client, open_group(run, "g", num_samples=num_samples))
-    ids = [TrajectoryKey("g", sample).trajectory_id for sample in range(num_samples)]
-    run_commands(client, [append(run, each, b"turn0", lease="1:w") for each in ids])
 
 
 def content(client: redis.Redis, run: str) -> dict[str, Any]:
@@ -108,7 +85,7 @@ class Overtaken(redis.Redis):
 def test_deleted_name_can_be_used_again_at_once(client: redis.Redis, name: str) -> None:
     # The name of a deleted run was blocked for 960 s, or 15 leases where that is longer: create_run
     # raised ConflictError until then.
-    fill(client, name)
+    RunDriver(client, name).fill()
     delete_run(client, name)
 
     revision = create_run(client, name, config(7))
@@ -126,7 +103,7 @@ def test_deleted_name_can_be_used_again_at_once(client: redis.Redis, name: str) 
 def test_number_of_a_name_stays_when_its_tombstones_have_expired(
     client: redis.Redis, name: str
 ) -> None:
-    fill(client, name)
+    RunDriver(client, name).fill()
     delete_run(client, name)
     for key in content(client, name):
         if key != keys.incarnation_key(name):
@@ -157,24 +134,23 @@ def test_late_writers_of_a_deleted_run_leave_the_next_one_untouched(
 ) -> None:
     # Both runs have an open trajectory of the same name, epoch and writer: only the id of the run
     # tells the late writer of the first from the writer of the second.
-    fill(client, name)
+    RunDriver(client, name).fill()
     old, new = find_run(client, name), RunId(f"{name}~2")
     delete_run(client, name)
     create_run(client, name, config(2))
-    fill(client, new)
+    RunDriver(client, new).fill()
     before = content(client, new)
 
     trajectory_id, key = "g/0/0", TrajectoryKey("g", 0)
     names = keys.run_keys(old)
-    abandoned = (names.ledger, names.counts, names.events, names.leases)
-    replies = run_commands(
-        client,
+    late = RunDriver(client, old)
+    replies = late.do_all(
         [
-            append(old, trajectory_id, b"turn1", lease="1", first=1),
-            append(old, trajectory_id, b"turn1", lease="1/w", first=1),
-            script("post_sealed")(names.of_post_sealed, trajectory_id, 1, encode_event(sealed())),
-            script("abandon")(abandoned, trajectory_id, 1, "bored", b"r"),
-            open_group(old, "h"),
+            late.append(b"turn1", lease="1", first=1),
+            late.append(b"turn1", lease="1/w", first=1),
+            late.post_sealed(trajectory_id, 1, encode_event(sealed())),
+            late.abandon(trajectory_id),
+            late.open_samples("h"),
             reward_command(old, key, 1.0, None),
             heartbeat_command(old, [(trajectory_id, 1)]),
             take_over_command(old, trajectory_id, writer="x"),
@@ -199,11 +175,11 @@ def test_late_writers_of_a_deleted_run_leave_the_next_one_untouched(
 def test_killed_deletion_is_finished_after_the_name_was_used_again(
     client: redis.Redis, server: EmbeddedServer, name: str, place: str
 ) -> None:
-    fill(client, name, num_samples=NUM_MANY)
+    RunDriver(client, name).fill(num_samples=NUM_MANY)
     killed = kill_deletion(server, name, place)
 
     create_run(client, name, config(7))
-    fill(client, f"{name}~2")
+    RunDriver(client, f"{name}~2").fill()
     listed = [run for run in list_runs(client) if run.name == name]
     since_ms = deleting_since_ms(client, name)
     other_since_ms = deleting_since_ms(client, f"{name}~2")
@@ -228,10 +204,10 @@ def test_killed_deletion_is_finished_after_the_name_was_used_again(
 def test_finishing_an_old_deletion_spares_a_run_with_its_id(
     client: redis.Redis, server: EmbeddedServer, name: str
 ) -> None:
-    fill(client, name, num_samples=NUM_MANY)
+    RunDriver(client, name).fill(num_samples=NUM_MANY)
     kill_deletion(server, name, "delete.after_begin")
     create_run(client, name, config())
-    fill(client, f"{name}~2")
+    RunDriver(client, f"{name}~2").fill()
     before = content(client, f"{name}~2")
 
     done = delete_run(client, RunId(name))
@@ -304,3 +280,51 @@ async def test_token_of_a_deleted_run_begins_no_session_of_the_next(
         )
 
     assert content(client, f"{run.name}~2") == before
+
+
+@pytest.fixture
+async def origin(run: Any) -> Any:
+    """A run of two steps, both of them committed."""
+    await run.plan_steps(2)
+    await run.commit(await run.start("s"), 1, 2)
+    return run
+
+
+def without_payload(client: redis.Redis, run: str) -> list[Any]:
+    """Return the state of a run, except the payload, which a fork lacks."""
+    names = keys.run_keys(run)
+    hashes = (names.frontier, names.config, names.counts, names.snapshot, names.clock)
+    return [client.hgetall(name) for name in hashes]
+
+
+def test_two_equal_forks_at_once_both_succeed(client: redis.Redis, origin: Any) -> None:
+    made: list[Any] = []
+
+    def make() -> None:
+        made.append(fork_run(client, origin.name, "one fork", origin.token(2)))
+        made.append(without_payload(client, "one fork"))
+
+    later = Overtaken(client, "fork_run", make)
+    again = fork_run(later, origin.name, "one fork", origin.token(2))
+
+    assert [again, without_payload(client, "one fork")] == made
+
+
+@pytest.mark.parametrize("other", ["fork", "run"])
+def test_name_taken_in_between_stays_with_its_new_owner(
+    client: redis.Redis, origin: Any, other: str
+) -> None:
+    name, taken = f"a taken {other}", []
+
+    def take() -> None:
+        if other == "fork":
+            fork_run(client, origin.name, name, origin.token(1))
+        else:
+            create_run(client, name, config(7))
+        taken.extend(without_payload(client, name))
+
+    later = Overtaken(client, "fork_run", take)
+    with pytest.raises(ConflictError, match="was not forked from there"):
+        fork_run(later, origin.name, name, origin.token(2))
+
+    assert without_payload(client, name) == taken

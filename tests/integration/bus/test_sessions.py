@@ -1,7 +1,6 @@
 """Trainer sessions: their start, and the checkpoint they continue from."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +8,7 @@ import pytest
 from turnstream.errors import ConflictError, FencedError, InvalidConfigError, StoreBehindError
 from turnstream.records.events import decode_event
 from turnstream.types import Event, RecoveryToken, RolledBack
-from turnstream_server.bus.sessions.sessions import TrainerSession, start_session
-
-pytestmark = pytest.mark.redis
+from turnstream_server.bus.sessions.sessions import start_session
 
 BEGINNING = RecoveryToken(lineage="main", step=0, chain_hash="")
 
@@ -72,31 +69,42 @@ async def test_replaced_session_cannot_start_again(run: Any) -> None:
     await run.step(new, 1)
 
 
-async def test_stepped_uncommitted_batch_returns_after_a_restart(run: Any) -> None:
+@pytest.mark.parametrize(
+    ("stepped", "committed", "token_step", "returning", "is_rollback", "trained"),
+    [
+        pytest.param(2, 1, 1, [2], False, (4, 0, 2), id="after the checkpoint"),
+        pytest.param(1, 0, None, [1], False, (6, 0, 0), id="no checkpoint and no token"),
+        pytest.param(1, 0, 1, [], False, (4, 0, 2), id="checkpoint that was never reported"),
+        pytest.param(2, 2, 0, [1, 2], True, (6, 0, 0), id="start of the run"),
+        pytest.param(3, 2, 1, [2, 3], True, (4, 0, 2), id="older checkpoint"),
+    ],
+)
+async def test_session_continues_after_the_step_of_its_token(
+    run: Any,
+    stepped: int,
+    committed: int,
+    token_step: int | None,
+    returning: list[int],
+    is_rollback: bool,
+    trained: tuple[int, int, int],
+) -> None:
     await run.plan_steps(3)
     session = await run.start("first")
-    token = await run.step(session, 1)
-    await run.commit_token(session, token)
-    await run.step(session, 2)
+    tokens = [BEGINNING, *[await run.step(session, step) for step in range(1, stepped + 1)]]
+    if committed:
+        await run.commit_token(session, tokens[committed])
+    before = await run.last_wake_up()
 
-    again = await run.start("second", token)
+    again = await run.start("second", None if token_step is None else tokens[token_step])
 
-    assert (again.next_step, again.session_epoch, again.lineage) == (2, 2, "main-1")
-    assert list(again.returning_steps) == [2]
-    assert not again.is_rollback
-    assert await run.frontier() == (3, 1, 1)
-    assert await run.trained() == (4, 0, 2)
-
-
-async def test_a_restart_without_a_token_begins_again_while_nothing_is_committed(run: Any) -> None:
-    await run.plan_steps(2)
-    session = await run.start("first")
-    await run.step(session, 1)
-
-    again = await run.start("second")
-
-    assert (again.next_step, again.lineage) == (1, "main-1")
-    assert await run.trained() == (4, 0, 0)
+    step = token_step or 0
+    assert (again.next_step, again.session_epoch) == (step + 1, 2)
+    assert again.lineage == ("main-1" if returning else "main")
+    assert (again.previous_stepped, again.previous_committed) == (stepped, committed)
+    assert (list(again.returning_steps), again.is_rollback) == (returning, is_rollback)
+    assert await run.frontier() == (3, step, step)
+    assert await run.trained() == trained
+    assert await run.last_wake_up() != before
 
 
 async def test_a_restart_without_a_token_is_refused_when_batches_are_committed(run: Any) -> None:
@@ -108,68 +116,6 @@ async def test_a_restart_without_a_token_is_refused_when_batches_are_committed(r
         await run.start("second")
 
     assert await run.step(session, 1)
-
-
-async def test_the_token_of_step_0_goes_back_to_the_start(run: Any) -> None:
-    await run.plan_steps(2)
-    session = await run.start("first")
-    await run.step(session, 1)
-    await run.commit_token(session, await run.step(session, 2))
-
-    again = await run.start("second", BEGINNING)
-
-    assert again.is_rollback
-    assert list(again.returning_steps) == [1, 2]
-    assert await run.frontier() == (2, 0, 0)
-    assert await run.trained() == (4, 0, 0)
-
-
-async def test_an_older_token_is_a_rollback_and_the_same_plan_comes_back(run: Any) -> None:
-    await run.plan_steps(3)
-    session = await run.start("first")
-    tokens = [await run.step(session, step) for step in (1, 2, 3)]
-    await run.commit_token(session, tokens[2])
-
-    again = await run.start("second", tokens[0])
-    token = await run.step(again, 2)
-
-    assert again.is_rollback
-    assert (again.previous_stepped, again.previous_committed) == (3, 3)
-    assert token == RecoveryToken(lineage="main-1", step=2, chain_hash=tokens[1].chain_hash)
-    assert await run.frontier() == (3, 2, 1)
-
-
-async def test_every_rollback_names_a_new_lineage(run: Any) -> None:
-    await run.plan_steps(2)
-    lineages = []
-    for number in range(3):
-        session = await run.start(f"session {number}")
-        lineages.append(session.lineage)
-        await run.step(session, 1)
-
-    assert lineages == ["main", "main-1", "main-2"]
-
-
-async def test_a_start_at_the_same_place_keeps_the_lineage(run: Any) -> None:
-    await run.plan_steps(1)
-    session = await run.start("first")
-    token = await run.step(session, 1)
-
-    again = await run.start("second", token)
-
-    assert (again.next_step, again.lineage) == (2, "main")
-    assert list(again.returning_steps) == []
-
-
-async def test_token_proves_a_checkpoint_that_was_never_reported(run: Any) -> None:
-    # The trainer died between the checkpoint on disk and its acknowledgement.
-    await run.plan_steps(2)
-    session = await run.start("first")
-    token = await run.step(session, 1)
-
-    await run.start("second", token)
-
-    assert await run.frontier() == (2, 1, 1)
 
 
 async def test_a_trainer_that_goes_back_tells_the_plan_so_once(run: Any) -> None:
@@ -195,41 +141,34 @@ async def test_the_checkpoint_of_an_abandoned_lineage_can_be_continued(run: Any)
     await run.plan_steps(3)
     session = await run.start("first")
     tokens = [await run.step(session, step) for step in (1, 2, 3)]
-    await run.start("second", tokens[0])
+    second = await run.start("second", tokens[0])
+    token = await run.step(second, 2)
 
     again = await run.start("third", tokens[2])
 
+    assert token == replace(tokens[1], lineage="main-1")
     assert (again.next_step, again.lineage) == (4, "main-2")
     assert await run.trained() == (0, 0, 6)
 
 
-async def test_a_store_that_lacks_the_batch_of_the_token_is_behind(run: Any) -> None:
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (7, "step 7, but the newest batch of this store is 2"),
+        (0, "this store has"),
+        (2, "this store has"),
+    ],
+)
+async def test_store_without_the_batch_of_the_token_is_behind(
+    run: Any, step: int, words: str
+) -> None:
     await run.plan_steps(2)
     before = await run.dump()
 
-    with pytest.raises(StoreBehindError, match="step 7, but the newest batch of this store is 2"):
-        await run.start("s", token_of(7, "0" * 64))
-
-    assert await run.dump() == before
-
-
-@pytest.mark.parametrize("step", [0, 2])
-async def test_a_store_whose_chain_differs_from_the_token_is_behind(run: Any, step: int) -> None:
-    await run.plan_steps(2)
-
-    with pytest.raises(StoreBehindError, match="this store has"):
+    with pytest.raises(StoreBehindError, match=words):
         await run.start("s", token_of(step, "0" * 64))
 
-    assert await run.frontier() == (2, 0, 0)
-
-
-async def test_a_start_wakes_up_the_calls_of_the_session_before(run: Any) -> None:
-    await run.start("first")
-    before = await run.last_wake_up()
-
-    await run.start("second")
-
-    assert await run.last_wake_up() != before
+    assert await run.dump() == before
 
 
 @pytest.mark.parametrize(
@@ -242,18 +181,3 @@ async def test_a_start_with_a_senseless_argument_names_it(
 
     with pytest.raises(InvalidConfigError, match=f"^{field}: "):
         await start_session(run.client, run.name, **arguments)
-
-
-@pytest.mark.parametrize(("next_step", "is_rollback"), [(3, True), (4, False)])
-def test_a_session_that_begins_with_a_committed_batch_is_a_rollback(
-    next_step: int, is_rollback: bool
-) -> None:
-    session = TrainerSession(
-        session_epoch=1,
-        next_step=next_step,
-        lineage="main",
-        previous_stepped=5,
-        previous_committed=3,
-    )
-
-    assert session.is_rollback == is_rollback

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,6 @@ from turnstream.errors import InvalidConfigError, RejectedError, StoreUnavailabl
 from turnstream_server.bus.core.stores import check_store, open_store
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.settings import Settings
-
-pytestmark = pytest.mark.redis
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The state of a prompt after the end of its group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -18,8 +16,6 @@ from turnstream.store.run.tasks import (
     read_prompt_counts,
 )
 from turnstream.types import TrajectoryState
-
-pytestmark = pytest.mark.redis
 
 
 def give(client: redis.Redis, run: Any, *uids: str) -> None:

@@ -40,52 +40,35 @@ def test_event_posted_for_its_own_trajectory_is_accepted(event: object) -> None:
     assert read_entry(entry(record, "g/1/0")) == event
 
 
-def test_damaged_seal_ends_the_trajectory_that_it_was_posted_for() -> None:
-    found = read_entry(entry(DAMAGED, "g/1/0"))
+@pytest.mark.parametrize(
+    ("record", "posted_for", "key", "words"),
+    [
+        pytest.param(DAMAGED, "g/1/0", KEY, "checksum", id="damaged"),
+        pytest.param(DAMAGED, "", None, "checksum", id="damaged, posted for nothing"),
+        pytest.param(
+            encode_event(SEAL), "g/2/0", KEY._replace(sample=2), "sample=1", id="names another"
+        ),
+        pytest.param(encode_event(RunClosed()), "g/1/0", KEY, "is a RunClosed", id="no seal"),
+        pytest.param(NEWER_KIND, "g/1/0", KEY, "", id="unknown kind"),
+        *(
+            pytest.param(encode_event(SEAL), name, KEY, name, id=f"field t is {name}")
+            for name in ("g/1", "g/1/x", "g/+1/0", "g/01/0", "g/-1/0", "/1/0")
+        ),
+    ],
+)
+def test_unreadable_event_ends_the_trajectory_that_it_or_its_record_names(
+    record: bytes, posted_for: str, key: TrajectoryKey | None, words: str
+) -> None:
+    found = read_entry(entry(record, posted_for))
 
     assert isinstance(found, UnreadableEvent)
-    assert found.key == KEY
-    assert "checksum" in found.reason
+    assert found.key == key
+    assert words in found.reason
 
 
-def test_seal_that_names_another_trajectory_ends_its_own() -> None:
-    found = read_entry(entry(encode_event(SEAL), "g/2/0"))
-
-    assert isinstance(found, UnreadableEvent)
-    assert found.key == TrajectoryKey("g", sample=2)
-    assert "sample=1" in found.reason
-
-
-def test_a_generator_cannot_close_the_run_with_a_seal() -> None:
-    found = read_entry(entry(encode_event(RunClosed()), "g/1/0"))
-
-    assert found == UnreadableEvent("what was posted for it is a RunClosed", KEY)
-
-
-@pytest.mark.parametrize("posted_for", ["g/1", "g/1/x", "g/+1/0", "g/01/0", "g/-1/0", "/1/0"])
-def test_seal_with_damaged_field_t_ends_what_its_record_names(posted_for: str) -> None:
-    found = read_entry(entry(encode_event(SEAL), posted_for))
-
-    assert isinstance(found, UnreadableEvent)
-    assert found.key == KEY
-    assert posted_for in found.reason
-
-
-def test_damaged_event_without_field_t_ends_no_trajectory() -> None:
-    found = read_entry(entry(DAMAGED))
-
-    assert isinstance(found, UnreadableEvent)
-    assert found.key is None
-
-
-def test_unknown_kind_of_event_ends_the_trajectory_it_was_posted_for() -> None:
+def test_unknown_kind_of_event_that_was_posted_for_nothing_stops_the_leader() -> None:
     with pytest.raises(RecordError, match="newer release"):
         read_entry(entry(NEWER_KIND))
-
-    found = read_entry(entry(NEWER_KIND, "g/1/0"))
-
-    assert isinstance(found, UnreadableEvent)
-    assert found.key == KEY
 
 
 @pytest.mark.parametrize("posted_for", ["", "g/1/0"])

@@ -11,10 +11,11 @@ import pytest
 
 from harness.stored import content_of
 from testkit import wait_until_async
+from testkit.houses import House
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import WaitKind, WaitReason
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect, connect_async
+from turnstream.store.client.connection import connect_async
 from turnstream.store.run.credits import credit
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import Group
@@ -62,25 +63,24 @@ def replan(house):
 @pytest.fixture
 def look(house) -> Look:
     """Reads what the store has of a run."""
-    return Look(house.url)
+    return Look(house)
 
 
 class Look:
     """The state of a run in the store, for comparisons."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, house: House) -> None:
+        self.url = house.url
+        self.client = house.client
 
     def letters(self, run: str) -> dict[str, str]:
         """The dead letters, with their reasons."""
-        with connect(self.url) as client:
-            found = read_dead_letters(client, run).trajectories
-            return {each.name: each.reason for each in found}
+        found = read_dead_letters(self.client, run).trajectories
+        return {each.name: each.reason for each in found}
 
     def plans(self, run: str) -> list[Manifest]:
         """The plans, but for what names their run and the moment of an event."""
-        with connect(self.url) as client:
-            stored = [read_plan(client, run, step + 1) for step in range(self.planned(run))]
+        stored = [read_plan(self.client, run, step + 1) for step in range(self.planned(run))]
         return [
             replace(each.manifest, run="", previous_hash="", last_event_id="")
             for each in stored
@@ -89,10 +89,9 @@ class Look:
 
     def chain(self, run: str) -> list[int]:
         """The steps whose plans make one chain, from the first on."""
-        with connect(self.url) as client:
-            stored = [read_plan(client, run, step + 1) for step in range(self.planned(run))]
-            hashes = {b"%d" % (step + 1): each.hash for step, each in enumerate(stored) if each}
-            entries: Any = client.hgetall(keys.run_keys(run).batches)
+        stored = [read_plan(self.client, run, step + 1) for step in range(self.planned(run))]
+        hashes = {b"%d" % (step + 1): each.hash for step, each in enumerate(stored) if each}
+        entries: Any = self.client.hgetall(keys.run_keys(run).batches)
         assert {step: entry.decode().partition(":")[2] for step, entry in entries.items()} == hashes
         previous = ""
         for each in stored:
@@ -105,44 +104,37 @@ class Look:
         """Return the state of a run, except its leader, requests and time."""
         names = keys.run_keys(run)
         may_change = (names.leader, names.frontier, names.wake, names.clock)
-        with connect(self.url) as client:
-            contents = [content_of(client, name) for name in names if name not in may_change]
-            frontier: Any = client.hgetall(names.frontier)
+        contents = [content_of(self.client, name) for name in names if name not in may_change]
+        frontier: Any = self.client.hgetall(names.frontier)
         frontier.pop(b"replanned", None)
         return [*contents, frontier]
 
     def planned(self, run: str) -> int:
         """The newest step that is planned."""
-        with connect(self.url) as client:
-            return read_frontier(client, run).planned
+        return read_frontier(self.client, run).planned
 
     def num_kept_plans(self, run: str) -> int:
         """How many plans are still there."""
-        with connect(self.url) as client:
-            kept: Any = client.xlen(keys.run_keys(run).plan)
+        kept: Any = self.client.xlen(keys.run_keys(run).plan)
         return kept
 
     def snapshot_step(self, run: str) -> int:
         """The newest plan that the snapshot includes; 0 before the first."""
-        with connect(self.url) as client:
-            step: Any = client.hget(keys.run_keys(run).snapshot, "step")
+        step: Any = self.client.hget(keys.run_keys(run).snapshot, "step")
         return int(step or 0)
 
     def most_live(self, run: str) -> int:
         """How many groups may be live now."""
-        with connect(self.url) as client:
-            return credit(client, run).most
+        return credit(self.client, run).most
 
     def damage_reasons(self, run: str) -> list[WaitReason]:
         """Return the reasons of `turnstream why` that name damage."""
-        with connect(self.url) as client:
-            found = reasons(read_snapshot(client, run))
+        found = reasons(read_snapshot(self.client, run))
         return [each for each in found if each.kind is WaitKind.PAYLOAD_DAMAGED]
 
     def num_folded(self, run: str) -> int:
         """How many records there are of what ended untrained and left the ledger."""
-        with connect(self.url) as client:
-            records: Any = client.hlen(keys.run_keys(run).ended)
+        records: Any = self.client.hlen(keys.run_keys(run).ended)
         return records
 
     async def observe(self, run: str, *, seen_step: int) -> int:
@@ -160,15 +152,13 @@ class Look:
 
     def held(self, run: str) -> tuple[int, int, int]:
         """The sums of bytes: reserved, planned, and the rest of what is stored."""
-        with connect(self.url) as client:
-            held = read_budget(client, run)
+        held = read_budget(self.client, run)
         return held.reserved, held.planned, held.stored
 
     def sum_held(self, run: str, state: str) -> int:
         """The bytes of every trajectory in a state, one by one."""
         names = keys.run_keys(run)
-        with connect(self.url) as client:
-            ledger: Any = client.hgetall(names.ledger)
-            held: Any = client.hgetall(names.held)
+        ledger: Any = self.client.hgetall(names.ledger)
+        held: Any = self.client.hgetall(names.held)
         start = f"{state}:".encode()
         return sum(int(held.get(name, 0)) for name, of in ledger.items() if of.startswith(start))

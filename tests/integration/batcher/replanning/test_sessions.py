@@ -17,10 +17,7 @@ from turnstream.errors import (
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.planning.replans import Replanned
 from turnstream_server.jobs.history import RunHistory
-
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
 async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
@@ -131,21 +128,6 @@ async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(house,
     (last,) = await trainer.get(num_steps + 1)
 
     assert last.mini_batch.rows.group_id == ["g10", "g10"]
-
-
-async def test_a_second_call_changes_nothing(house, planned, replan, look, of_3):
-    run, trainer = await planned(of_3("g0"), group("g1"), step=2)
-    house.damage(run, "g0/0/0")
-
-    both = await asyncio.gather(replan(run), replan(run), return_exceptions=True)
-    await trainer.start("b")
-    await trainer.get(2)
-    before = look.digest(run)
-    with pytest.raises(ConflictError, match="no payload after step 0 is damaged"):
-        await replan(run)
-
-    assert sum(isinstance(each, Replanned) for each in both) >= 1
-    assert look.digest(run) == before
 
 
 async def test_continuing_from_a_withdrawn_plan_is_refused_by_its_hash(house, replan, look, of_3):

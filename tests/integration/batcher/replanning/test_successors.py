@@ -12,8 +12,6 @@ from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.admin.forks import fork_run
 
-pytestmark = [pytest.mark.redis, pytest.mark.grpc]
-
 
 @pytest.mark.parametrize("selection", ["ready_first", "in_order"])
 async def test_leader_that_starts_after_the_withdrawal_makes_the_same_plans(

@@ -1,18 +1,27 @@
-"""Withdrawn plans: the checks of the script, and repeats, which change nothing."""
+"""Requests to plan again, and withdrawn plans, as the scripts and a follower see them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import redis
 
 from harness.stored import content_of
-from turnstream.errors import ConflictError, FencedError, NotReadyError, RunNotFoundError
+from testkit import wait_until_async
+from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys
+from turnstream.store.client.cancellation import cancel_all
 from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey, TrajectoryState
+from turnstream_server.batcher.assembly.assembler import Assembler
+from turnstream_server.batcher.planner.parking import ParkedRuns
+from turnstream_server.batcher.planner.planner import RunPlanner
+from turnstream_server.batcher.planner.renewal import LeadershipKeeper
+from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP
 from turnstream_server.bus.core.frontier import (
     Frontier,
     Withdrawn,
@@ -21,6 +30,7 @@ from turnstream_server.bus.core.frontier import (
 from turnstream_server.bus.leadership.snapshots import save_snapshot
 from turnstream_server.bus.planning.manifests import read_manifest, read_manifests
 from turnstream_server.bus.planning.replans import (
+    Withdrawal,
     await_replan,
     note_damage,
     refuse_replan,
@@ -28,13 +38,36 @@ from turnstream_server.bus.planning.replans import (
     withdraw_plans,
 )
 
-pytestmark = pytest.mark.redis
+
+def ask(run: Any) -> str:
+    """Store a request."""
+    return request_replan(run.store, run.name)
 
 
-@pytest.fixture
-def digest(client: redis.Redis, run: Any) -> Callable[[], dict[str, Any]]:
-    """All that the store has of the run."""
-    return lambda: {name: content_of(client, name) for name in run.keys}
+def from_step(run: Any, first: int, **changes: Any) -> Withdrawal:
+    """Return the withdrawal of the plans from a step on; their first trajectory is dead."""
+    plans = [stored for step, stored in sorted(run.manifests.items()) if step >= first]
+    members = [t.key for p in plans for g in p.manifest.groups for t in g.trajectories]
+    withdrawal = Withdrawal(
+        first_step=first,
+        newest_step=plans[-1].manifest.step,
+        manifest_hash=plans[-1].hash,
+        dead=[TrajectoryDied(key=members[0], reason="checksum")],
+        lease_epochs=dict.fromkeys(members[1:], 1),
+        position="7-1",
+        snapshot=b"what a planner knows",
+    )
+    return dataclasses.replace(withdrawal, **changes)
+
+
+async def withdraw(run: Any, first: int, **changes: Any) -> bool:
+    """Ask for a withdrawal from a step on, and do it."""
+    return await withdraw_plans(run.term, ask(run), from_step(run, first, **changes))
+
+
+def digest(run: Any) -> dict[str, Any]:
+    """Return all that the store has of the run."""
+    return {name: content_of(run.store, name) for name in run.keys}
 
 
 async def last_wake(run: Any) -> bytes:
@@ -50,15 +83,13 @@ async def frontier(run: Any) -> Frontier:
     return await read_frontier_async(run.client, run.name)
 
 
-async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(
-    run: Any, ask: Any, from_step: Any
-) -> None:
+async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any) -> None:
     await run.plan_steps(4)
     session = await run.start("s")
     await run.commit(session, 1)
     await run.client.hset(run.keys.frontier, "session_ms", began_ms := b"7")
 
-    assert await withdraw_plans(run.term, ask(run), from_step(run, 3))
+    assert await withdraw(run, 3)
 
     seen = await frontier(run)
     assert (seen.planned, seen.stepped, seen.committed) == (2, 1, 1)
@@ -95,24 +126,20 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(
     ]
 
 
-async def test_bytes_of_withdrawn_plans_are_stored_and_not_planned(
-    run: Any, ask: Any, from_step: Any
-) -> None:
+async def test_bytes_of_withdrawn_plans_are_stored_and_not_planned(run: Any) -> None:
     await run.plan_steps(2)
     await run.client.hset(run.keys.held, mapping={"g1/0/0": 5, "g2/0/0": 7, "g2/1/0": 11})
     await run.client.hset(run.keys.budget, mapping={"stored": 1, "planned": 23})
 
-    await withdraw_plans(run.term, ask(run), from_step(run, 2))
+    await withdraw(run, 2)
 
-    budget = await run.client.hgetall(run.keys.budget)
+    budget = await run.hash_of("budget")
     assert (budget[b"stored"], budget[b"planned"]) == (b"19", b"5")
 
 
-async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(
-    run: Any, ask: Any, from_step: Any
-) -> None:
+async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(run: Any) -> None:
     await run.plan_steps(2)
-    await withdraw_plans(run.term, ask(run), from_step(run, 2, position="7-1"))
+    await withdraw(run, 2, position="7-1")
 
     await save_snapshot(run.term, position="7-1", step=2, record=b"late")
 
@@ -121,19 +148,19 @@ async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(
 
 
 async def test_withdrawal_after_the_newest_snapshot_keeps_the_events_since_the_last(
-    run: Any, ask: Any, from_step: Any
+    run: Any,
 ) -> None:
     await run.plan_steps(2)
     await run.client.hset(run.keys.snapshot, mapping={"position": "7-1", "before": "3-1"})
 
-    await withdraw_plans(run.term, ask(run), from_step(run, 2, position="7-1"))
+    await withdraw(run, 2, position="7-1")
 
     assert await run.client.hget(run.keys.snapshot, "before") == b"3-1"
 
 
-async def test_next_plan_has_a_number_of_its_own(run: Any, ask: Any, from_step: Any) -> None:
+async def test_next_plan_has_a_number_of_its_own(run: Any) -> None:
     await run.plan_steps(2)
-    await withdraw_plans(run.term, ask(run), from_step(run, 1))
+    await withdraw(run, 1)
     assert (await frontier(run)).revision_of(2) == 1
     assert (await frontier(run)).revision_of(3) == 0
 
@@ -150,31 +177,15 @@ async def test_next_plan_has_a_number_of_its_own(run: Any, ask: Any, from_step: 
     assert ids == [b"1-1", b"2-1", b"3-0"]
 
 
-async def test_session_ended_by_a_withdrawal_is_refused_until_another_starts(
-    run: Any, ask: Any, from_step: Any
-) -> None:
-    await run.plan_steps(2)
-    session = await run.start("a")
-    await withdraw_plans(run.term, ask(run), from_step(run, 2))
-
-    with pytest.raises(FencedError, match="1 has ended: payload was damaged and plans were with"):
-        await run.step(session, 1)
-    await run.start("b")
-    with pytest.raises(FencedError, match="1 has ended, 3 has begun"):
-        await run.step(session, 1)
-
-
-async def test_withdrawing_again_changes_nothing(
-    run: Any, ask: Any, from_step: Any, digest: Any
-) -> None:
+async def test_withdrawing_again_changes_nothing(run: Any) -> None:
     await run.plan_steps(2)
     request, withdrawal = ask(run), from_step(run, 2)
     await withdraw_plans(run.term, request, withdrawal)
-    before = digest()
+    before = digest(run)
 
     assert not await withdraw_plans(run.term, request, withdrawal)
 
-    assert digest() == before
+    assert digest(run) == before
 
 
 @pytest.mark.parametrize(
@@ -187,11 +198,11 @@ async def test_withdrawing_again_changes_nothing(
     ],
 )
 async def test_withdrawal_of_other_plans_writes_nothing(
-    run: Any, ask: Any, name: str, changes: Any, match: str, from_step: Any, digest: Any
+    run: Any, name: str, changes: Any, match: str
 ) -> None:
     await run.plan_steps(3)
     request = ask(run)
-    before = digest()
+    before = digest(run)
 
     with pytest.raises(ConflictError, match=match):
         await withdraw_plans(
@@ -200,7 +211,7 @@ async def test_withdrawal_of_other_plans_writes_nothing(
             from_step(run, 2, **changes),
         )
 
-    assert digest() == before
+    assert digest(run) == before
 
 
 @pytest.mark.parametrize(
@@ -212,7 +223,7 @@ async def test_withdrawal_of_other_plans_writes_nothing(
     ],
 )
 async def test_no_plan_is_withdrawn_after_a_change_in_between(
-    run: Any, ask: Any, from_step: Any, digest: Any, change: str, match: str
+    run: Any, change: str, match: str
 ) -> None:
     await run.plan_steps(2)
     session = await run.start("s")
@@ -223,17 +234,15 @@ async def test_no_plan_is_withdrawn_after_a_change_in_between(
         await run.commit(session, 1)
     else:
         await run.plan_steps(1)
-    before = digest()
+    before = digest(run)
 
     with pytest.raises(ConflictError, match=match):
         await withdraw_plans(run.term, request, withdrawal)
 
-    assert digest() == before
+    assert digest(run) == before
 
 
-async def test_damage_of_a_current_plan_is_recorded_and_removed_with_it(
-    run: Any, ask: Any, from_step: Any
-) -> None:
+async def test_damage_of_a_current_plan_is_recorded_and_removed_with_it(run: Any) -> None:
     await run.plan_steps(2)
     told = {"manifest_hash": run.manifests[2].hash, "sentence": "step 2: g2/0/0: checksum"}
     await note_damage(run.client, run.name, step=2, manifest_hash="other", sentence="no")
@@ -242,27 +251,13 @@ async def test_damage_of_a_current_plan_is_recorded_and_removed_with_it(
     damaged = await run.client.hget(run.keys.frontier, "damaged")
     assert damaged.decode() == ":".join(["2", *told.values()])
 
-    await withdraw_plans(run.term, ask(run), from_step(run, 2))
+    await withdraw(run, 2)
     await note_damage(run.client, run.name, step=2, **told)
 
     assert not await run.client.hexists(run.keys.frontier, "damaged")
 
 
-async def test_an_observer_goes_back_to_the_first_step_that_is_withdrawn(
-    run: Any, ask: Any, from_step: Any
-) -> None:
-    await run.plan_steps(3)
-    await run.client.hset(run.keys.observers, mapping={"far": "3:9:60", "near": "1:9:60"})
-
-    await withdraw_plans(run.term, ask(run), from_step(run, 3))
-
-    seen = await run.client.hgetall(run.keys.observers)
-    assert seen == {b"far": b"2:9:60", b"near": b"1:9:60"}
-
-
-async def test_request_and_answer_of_a_replan_wake_waiting_callers(
-    run: Any, ask: Any, from_step: Any
-) -> None:
+async def test_request_and_answer_of_a_replan_wake_waiting_callers(run: Any) -> None:
     await run.plan_steps(2)
     seen = [await last_wake(run)]
 
@@ -278,7 +273,7 @@ async def test_request_and_answer_of_a_replan_wake_waiting_callers(
     assert len(set(seen)) == len(seen)
 
 
-async def test_a_full_server_withdraws_plans(run: Any, ask: Any, from_step: Any) -> None:
+async def test_a_full_server_withdraws_plans(run: Any) -> None:
     await run.plan_steps(2)
     told = {"manifest_hash": run.manifests[1].hash, "sentence": "checksum"}
     await run.client.config_set("maxmemory", 1)
@@ -293,14 +288,12 @@ async def test_a_full_server_withdraws_plans(run: Any, ask: Any, from_step: Any)
     assert (await frontier(run)).planned == 0
 
 
-async def test_dead_letters_of_a_withdrawal_have_their_size(
-    run: Any, ask: Any, from_step: Any
-) -> None:
+async def test_dead_letters_of_a_withdrawal_have_their_size(run: Any) -> None:
     await run.plan_steps(1)
     await run.client.hset(run.keys.held, mapping={"g1/0/0": 168, "g1/1/0": 32})
     dead = [died("g1", sample) for sample in (0, 1)]
 
-    await withdraw_plans(run.term, ask(run), from_step(run, 1, dead=dead, lease_epochs={}))
+    await withdraw(run, 1, dead=dead, lease_epochs={})
 
     letters = await run.client.hgetall(run.keys.letters)
     assert letters[b"g1/0/0"].endswith(b":168")
@@ -308,19 +301,10 @@ async def test_dead_letters_of_a_withdrawal_have_their_size(
     assert await run.client.hget(run.keys.counts, "dead_bytes") == b"200"
 
 
-async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(
-    run: Any, ask: Any, from_step: Any
-) -> None:
-    groups = [f"g{number}" for number in range(4_500)]
-    ids = [f"{group}/{sample}/0" for group in groups for sample in (0, 1)]
-    pipeline = run.client.pipeline(transaction=False)
-    pipeline.hset(run.keys.ledger, mapping=dict.fromkeys(ids, "sealed:1"))
-    pipeline.hset(run.keys.groups, mapping=dict.fromkeys(groups, "2:open"))
-    pipeline.hset(run.keys.counts, mapping={"sealed": 9_000, "accepted": 9_000})
-    await pipeline.execute()
-    await run.plan(*groups)
+async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(run: Any) -> None:
+    await run.plan(*await run.seal_members(4_500))
 
-    await withdraw_plans(run.term, ask(run), from_step(run, 1))
+    await withdraw(run, 1)
 
     counts = run.ledger()
     counts.check()
@@ -330,7 +314,7 @@ async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(
     )
 
 
-async def test_second_request_joins_the_pending_one(run: Any, ask: Any, client: Any) -> None:
+async def test_second_request_joins_the_pending_one(run: Any, client: Any) -> None:
     await run.plan_steps(2)
     first = ask(run)
 
@@ -361,3 +345,44 @@ def test_replan_of_an_unknown_run_is_refused(client: Any) -> None:
         request_replan(client, "nowhere")
 
     assert not client.exists(keys.run_keys("nowhere").frontier)
+
+
+@pytest.fixture
+async def view(run: Any, server: Any) -> AsyncIterator[RunView]:
+    """The view of a run in a replica that does not lead it."""
+    frontier = await read_frontier_async(run.client, run.name)
+    view = RunView(run.client, run.name, frontier=frontier, on_stepped=lambda _: None)
+    assembler = Assembler(server.url, max_cache_bytes=1 << 20)
+    keeper = LeadershipKeeper(server.url, owner="follower", lease_s=60)
+    parked = ParkedRuns(run.client)
+    planner = RunPlanner(view, assembler, keeper=keeper, upkeep=DEFAULT_UPKEEP, parked=parked)
+    following = asyncio.create_task(planner.run())
+    yield view
+    await cancel_all([following])
+    await keeper.close()
+    await assembler.close()
+
+
+async def test_follower_receives_a_plan_with_the_number_of_a_withdrawn_one(
+    run: Any, view: RunView
+) -> None:
+    # Groups that were decided are planned again without a word but the plan itself.
+    seen: list[int] = []
+
+    async def until_planned(step: int) -> None:
+        async def is_so() -> bool:
+            return view.frontier.planned == step
+
+        await wait_until_async(is_so)
+        seen.append(step)
+
+    await run.plan_steps(3)
+    await until_planned(3)
+    await withdraw(run, 1)
+    await until_planned(0)
+    run.manifests.clear()
+
+    await run.plan("g2", step=1, revision=1)
+    await until_planned(1)
+
+    assert seen == [3, 0, 1]
