@@ -138,7 +138,7 @@ class RunWriter:
             names.times,
         )
         stepped = (names.frontier, names.batches, names.wake, names.ranks, names.times)
-        committed = (names.frontier, names.batches, names.times, names.wake)
+        committed = (names.frontier, names.batches, names.times, names.wake, names.ranks)
         watermark = (names.leader, names.frontier, names.config, names.observers)
         self._store.run(
             ("HSET", names.ledger, *values),
@@ -153,8 +153,8 @@ class RunWriter:
                 *(1, step, batch.manifest_hash, self._hash_before, "m", 1, "main"),
                 *ids,
             ),
-            self._call("stepped", stepped, 1, step, batch.manifest_hash),
-            self._call("committed", committed, 1, step, batch.manifest_hash),
+            self._call("stepped", stepped, 1, step, batch.manifest_hash, "", 0),
+            self._call("committed", committed, 1, step, batch.manifest_hash, "", 0),
             self._call("advance_watermark", watermark, 1, ""),
             self._call("save_snapshot", (names.leader, names.snapshot), 1, f"{step}-0", step, "s"),
         )

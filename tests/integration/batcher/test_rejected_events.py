@@ -120,7 +120,7 @@ async def test_newer_record_stops_the_run_and_sets_nothing_aside(
         patched.setattr("turnstream.records.framing.MAJOR_VERSION", 1)
         newer = write_frame(EVENT, SEAL[8:-4].rstrip(b"\0"))
     event_id = add_event(house, run, {"r": newer, **posted})
-    batcher = await house.start_batcher()
+    await house.start_batcher()
 
     await wait_until_async(
         lambda: "newer release" in why(house, run), describe="why names the newer release"
@@ -129,11 +129,6 @@ async def test_newer_record_stops_the_run_and_sets_nothing_aside(
     assert event_id in why(house, run)
     found = house.dead_letters(run)
     assert found.trajectories == found.events == ()
-    await batcher.stop()
-    monkeypatch.setattr("turnstream.records.framing.MAJOR_VERSION", 1)
-    trainer = await house.start_trainer(run)
-    (pulled,) = await trainer.get(1, wait_s=15)
-    assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g0"}
 
 
 NUM_SMALL, NUM_LARGE = 3_000, 20
