@@ -166,23 +166,6 @@ async def test_plan_made_before_the_revision_of_its_step_is_repeated(house, capl
     assert "failed" not in caplog.text
 
 
-async def test_revised_lease_is_the_one_that_expires(house):
-    run = house.create_run(batch_groups=1, max_planned_ahead=0, lease_s=600)
-    await house.start_batcher()
-    await revise(house, run, from_step=1, lease_s=0.4)
-    names = keys.run_keys(run)
-    await wait_until_async(
-        lambda: house.client.hget(names.config, "newest") == b"2", describe="the revision"
-    )
-    house.client.hset(names.config, "lease_floor", "1:1")  # as ten minutes later
-    house.open_group(run, "gone", "gone/0/0")
-
-    await wait_until_async(
-        lambda: house.client.hget(names.ledger, "gone/0/0") == b"abandoned:the lease of w ended",
-        describe="the end of the lease",
-    )
-
-
 async def test_a_shorter_lease_costs_a_living_publisher_nothing(house):
     run = house.create_run(batch_groups=1, lease_s=30.0)
     await house.start_batcher()

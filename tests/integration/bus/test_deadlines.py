@@ -285,16 +285,6 @@ async def test_a_late_reward_completes_a_trajectory_once(timed: Any) -> None:
     assert await members_of(timed, "deadlines") == [b"group:a"]
 
 
-async def test_a_seal_that_awaits_its_reward_may_be_posted_twice(timed: Any) -> None:
-    await timed.open("a")
-
-    answers = [*await timed.seal("a", 0, awaits_reward=True)]
-    answers += await timed.seal("a", 0, awaits_reward=True)
-
-    assert answers == [b"OK", b"DUPLICATE"]
-    timed.ledger().check()
-
-
 @pytest.mark.parametrize(
     ("sample", "reason"),
     [(0, "a/0/0 was sealed with its reward"), (1, "a/1/0 is open"), (7, "a/7/0 was never opened")],

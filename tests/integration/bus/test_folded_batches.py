@@ -11,7 +11,6 @@ from turnstream.records.compact import decode_batch
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import run_command_async
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.snapshots import save_snapshot
 from turnstream_server.bus.planning.manifests import write_manifest
 from turnstream_server.bus.release.release import finish_batches, fold_batches
@@ -105,16 +104,6 @@ async def test_a_plan_that_is_still_needed_cannot_be_replaced(
         await finish_batches(released.term, {step: b""})
 
     assert await released.dump() == before
-
-
-async def test_planner_continues_after_the_last_batch_when_all_are_folded(released: Any) -> None:
-    for step in (1, 2):
-        await released.fold(step)
-
-    await released.plan_steps(1)
-
-    assert (await read_frontier_async(released.client, released.name)).planned == 5
-    released.ledger().check()
 
 
 async def test_plan_of_a_finished_batch_is_refused(released: Any) -> None:

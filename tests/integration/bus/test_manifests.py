@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from testkit import sealed
-from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import (
     ConflictError,
     GroupTooLargeError,
@@ -152,15 +151,6 @@ async def test_plan_of_an_abandoned_lineage_must_be_repeated(run: Any) -> None:
     await run.plan("a", lineage="main-1")
 
     assert refused == before
-
-
-async def test_a_group_that_was_decided_before_is_no_longer_counted_as_open(run: Any) -> None:
-    await open_and_seal(run, "a", "b")
-    await run.carry_out(GroupCut(group_id="a", reason="enough"))
-
-    await run.plan("a")
-
-    assert await run.client.hget(run.keys.frontier, "open_groups") == b"1"
 
 
 async def test_a_batch_may_name_more_trajectories_than_lua_can_unpack(run: Any) -> None:

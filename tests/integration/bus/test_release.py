@@ -68,13 +68,6 @@ async def test_unreachable_checkpoints_are_dropped(released: Any) -> None:
     assert (await released.hash_of("frontier"))[b"checkpoints"] == b"2,3"
 
 
-async def test_watermark_waits_for_live_observers(run: Any) -> None:
-    await run.plan_steps(4)
-    await run.commit(await run.start("s"), 2, 3, 4)
-
-    assert [await run.advance_watermark(at_most=most) for most in (0, 1, 9)] == [0, 1, 3]
-
-
 async def test_a_live_observer_keeps_what_it_has_not_seen_until_it_expires(run: Any) -> None:
     where = (run.client, run.name)
     await run.plan_steps(4)

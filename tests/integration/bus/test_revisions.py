@@ -110,16 +110,6 @@ async def test_plan_with_a_config_not_in_force_is_refused(
     assert await run.dump() == before
 
 
-async def test_a_revision_of_a_later_step_keeps_no_plan_from_being_written(
-    run: Any, revise: Any
-) -> None:
-    revise(run, from_step=3, max_staleness=7)
-
-    await run.plan_steps(2)
-
-    assert (await read_frontier_async(run.client, run.name)).planned == 2
-
-
 @pytest.mark.parametrize(
     ("before", "sizes", "after"), [(1, (1, 1), 4), (3, (3, 3), 1), (3, (3, 1), 2)]
 )

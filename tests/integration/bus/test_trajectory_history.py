@@ -1,16 +1,12 @@
 """The counts of the ledger, and the history of one trajectory."""
 
-import json
-import re
-from io import StringIO
 from typing import Any
 
 import pytest
 import redis
 
 from turnstream.errors import RunNotFoundError
-from turnstream.store.run.runs import list_runs
-from turnstream.types import TrajectoryState, VersionAnnounced
+from turnstream.types import TrajectoryState
 from turnstream_server.bus.core.scan import server_ms
 from turnstream_server.bus.queries.ledger import (
     LedgerMismatchError,
@@ -18,9 +14,7 @@ from turnstream_server.bus.queries.ledger import (
     run_summary,
 )
 from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, read_history
-from turnstream_server.bus.sessions.sessions import acknowledge_committed, announce_version
-from turnstream_server.jobs.ledger import history_json, print_history
-from turnstream_server.jobs.screen import Screen
+from turnstream_server.bus.sessions.sessions import acknowledge_committed
 
 
 async def test_every_accepted_trajectory_is_in_one_state(run: Any) -> None:
@@ -71,23 +65,6 @@ async def test_a_ledger_that_was_changed_by_hand_does_not_add_up(
 
     with pytest.raises(LedgerMismatchError, match="accepted"):
         counts.check()
-
-
-async def test_a_run_is_summed_up_for_people(run: Any, client: redis.Redis) -> None:
-    await run.plan_steps(2)
-    session = await run.start("s")
-    await run.step(session, 1)
-    announced = VersionAnnounced(version=3, step=1, lineage="main")
-    await announce_version(run.client, run.name, announced, session_epoch=1)
-
-    summary = run_summary(client, run.name)
-
-    assert (summary.run, summary.planner) == (run.name, "p")
-    assert (summary.frontier.planned, summary.frontier.stepped) == (2, 1)
-    assert (summary.frontier.session, summary.frontier.dp_world_size) == ("s", 1)
-    assert summary.ledger.num_trained == 2
-    assert summary.newest_version == announced
-    assert run.name in list_runs(client)
 
 
 def test_a_run_that_does_not_exist_has_no_ledger(client: redis.Redis) -> None:
@@ -200,22 +177,3 @@ async def test_history_of_an_undone_step_has_only_its_plan(client: redis.Redis, 
 
     assert stepped[-1] == ("stepped", "in step 2")
     assert told(client, run, "g2/0/0")[-1] == ("planned", "in step 2")
-
-
-async def test_command_prints_events_with_time_and_age_then_the_state(
-    client: redis.Redis, run: Any, server: Any
-) -> None:
-    await run.open("g")
-    await run.seal("g", 0)
-    screen = StringIO()
-
-    print_history(server.url, run.name, "g/0/0", Screen(screen, width=120))
-    first = json.loads(history_json(server.url, run.name, "g/0/0"))["events"][0]
-
-    printed = screen.getvalue()
-    when = r"│ \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00, \d+ s ago │"
-    assert re.search(rf"group opened +{when}", printed)
-    assert re.search(rf"sealed +{when} completed, reward 1", printed)
-    assert re.search(r"state +│ +│ sealed", printed)
-    opened_ms = history(client, run, "g/0/0").events[0].at_ms
-    assert first == {"name": "group opened", "details": "", "at_ms": opened_ms}
