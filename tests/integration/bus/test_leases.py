@@ -36,7 +36,8 @@ async def lapse(run: Any, *ids: str, since_ms: int = 1) -> None:
 
 
 async def give_up(run: Any, *, until_ms: int | None = None) -> bool:
-    until_ms = await run.server_ms() if until_ms is None else until_ms
+    if until_ms is None:
+        return await abandon_lapsed(run.term, until_ms=await run.server_ms())
     return await abandon_lapsed(run.term, until_ms=until_ms)
 
 
