@@ -186,14 +186,14 @@ SCORES = (
     ),
     Mutation(
         "a group with one live member is filtered",
-        "fold/eligibility.py",
+        "fold/members.py",
         "    if num_live < 2:\n",
         "    if False:\n",
         ("test_readiness",),
     ),
     Mutation(
         "a member that the run masks is live",
-        "fold/eligibility.py",
+        "fold/members.py",
         "return not is_masked(member, config) and any(",
         "return any(",
         ("test_lengths",),

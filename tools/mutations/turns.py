@@ -10,24 +10,17 @@ TURNS = (
     # ----------------------------------------------------------------------------------
     # anchors
     Mutation(
-        "an anchor is a truth value",
-        "merge/anchors.py",
-        "isinstance(anchor, bool) or ",
-        "",
-        ("test_turn_advantages",),
-    ),
-    Mutation(
         "an anchor has more than 64 bits",
-        "merge/anchors.py",
-        "not 0 <= number < _LIMIT",
-        "not 0 <= number",
+        "merge/storing.py",
+        "limit=2 ** (8 * _NUM_ANCHOR_BYTES)",
+        "limit=2 ** (16 * _NUM_ANCHOR_BYTES)",
         ("test_turn_advantages",),
     ),
     Mutation(
         "an anchor is read in the order of this machine",
-        "merge/anchors.py",
-        '[:_NUM_BYTES], "big")',
-        '[:_NUM_BYTES], "little")',
+        "merge/storing.py",
+        '[:_NUM_ANCHOR_BYTES], "big")',
+        '[:_NUM_ANCHOR_BYTES], "little")',
         ("test_turn_advantages",),
     ),
     Mutation(
@@ -111,14 +104,14 @@ TURNS = (
     ),
     Mutation(
         "turns that differ are filtered for their equal rewards",
-        "fold/eligibility.py",
+        "fold/members.py",
         " and not _turns_differ(compared, config)",
         "",
         _BY_TURN,
     ),
     Mutation(
         "turns that weigh nothing keep a group",
-        "fold/eligibility.py",
+        "fold/members.py",
         " or not config.turn_weight",
         "",
         _BY_TURN,

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 import testkit
-from turnstream.batching.merge.anchors import anchor_hash
 from turnstream.batching.merge.merging import turn_prompts
+from turnstream.batching.merge.storing import anchor_hash
 from turnstream.errors import InvalidConfigError, NotReadyError, StoreUnavailableError
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,29 +68,6 @@ def test_golden_the_cost_of_a_transformer_of_4096_hidden_sizes() -> None:
     budget = Budget(limit=0, model="quadratic", a=24_576, b=1)
 
     assert budget.cost([1000, 10]) == 24_576 * 1000 + 1000**2 + 24_576 * 10 + 10**2
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"limit": -1},
-        {"limit": math.nan},
-        {"limit": math.inf},
-        {"a": math.inf, "model": "quadratic"},
-        {"alignment": 0},
-        {"a": -1, "model": "quadratic"},
-        {"b": 1, "model": "packed"},
-        {"model": "dense"},
-    ],
-)
-def test_a_budget_that_means_nothing_is_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(BatchingError):
-        Budget(**{"limit": 8, **bad})
-
-
-def test_a_pipeline_of_no_stages_is_refused() -> None:
-    with pytest.raises(BatchingError, match="multiple_of=0"):
-        plan_passes([[1]], budget=Budget(limit=8), multiple_of=0)
 
 
 budgets = st.builds(

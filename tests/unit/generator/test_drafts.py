@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, group, trajectory, turn
 from testkit.strategies import declared_columns, trees, with_extras
-from turnstream.batching.merge.anchors import anchor_hash
+from turnstream.batching.merge.storing import anchor_hash
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.api.adoption import adopted_turns
 from turnstream.generator.encode import checks, encoder

@@ -19,7 +19,7 @@ from turnstream.types.names import encode_name
 
 Anchor = str | bytes | int
 """Name of the state at the beginning of a turn: a text or bytes, stored as 64 bits of a hash, or
-such a hash, from 0 to 2^64 - 1 (`turnstream.batching.merge.anchors`)."""
+such a hash, from 0 to 2^64 - 1 (`turnstream.batching.merge.storing`)."""
 
 NO_PARENT = -1
 """`parent_turn` of a turn whose prompt shares no token with an earlier turn."""

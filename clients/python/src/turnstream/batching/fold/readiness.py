@@ -33,8 +33,12 @@ from turnstream.batching.fold.decisions import (
     incomplete_member,
     surplus_member,
 )
-from turnstream.batching.fold.eligibility import problem_of, teaches_nothing
-from turnstream.batching.fold.members import FoldState, GroupMembers
+from turnstream.batching.fold.members import (
+    FoldState,
+    GroupMembers,
+    problem_of,
+    teaches_nothing,
+)
 from turnstream.batching.merge.plan import GroupPlan
 from turnstream.batching.scoring.filters import is_compared
 from turnstream.batching.scoring.rewards import with_posted_reward

@@ -31,11 +31,14 @@ from turnstream.batching.config.declarations import (
     no_values,
     require_declared,
 )
-from turnstream.batching.merge.anchors import anchor_hash
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
 from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, StoredTurn, Turn
 from turnstream.types.extras import ROUTE_DTYPES
+from turnstream.types.names import checked_text
+from turnstream.types.scalars import whole_number
+
+_NUM_ANCHOR_BYTES = 8
 
 
 class LinkedTurn(NamedTuple):
@@ -245,6 +248,27 @@ def stored_turn(turn: Turn, linked: LinkedTurn, *, index: int) -> StoredTurn:
         extras=linked.pieces,
         anchor=anchor_hash(turn.anchor),
     )
+
+
+def anchor_hash(anchor: Any) -> int | None:
+    """Return the 64 bits that stand for the state in which a turn began; None for None.
+
+    A text or bytes become the first 8 bytes of their SHA-256, read big-endian; a text is the bytes
+    of its UTF-8 form. Any language and any process gives the same number, and a generator may send
+    such a number itself.
+
+    >>> anchor_hash("room 3") == anchor_hash(b"room 3") == 0xCE7E7C3D821BD771
+    True
+    >>> anchor_hash(7), anchor_hash(None)
+    (7, None)
+    """
+    if anchor is None:
+        return None
+    if isinstance(anchor, str):
+        anchor = checked_text(anchor, field="anchor").encode()
+    if isinstance(anchor, bytes):
+        return int.from_bytes(hashlib.sha256(anchor).digest()[:_NUM_ANCHOR_BYTES], "big")
+    return whole_number(anchor, field="anchor", limit=2 ** (8 * _NUM_ANCHOR_BYTES))
 
 
 def narrowed(choices: NDArray[Any], *, field: str = "routes") -> NDArray[Any]:

@@ -45,16 +45,6 @@ class Budget:
     a: float = 1.0
     b: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        numbers = (self.limit, self.a, self.b)
-        if self.alignment < 1 or not all(0 <= number < math.inf for number in numbers):
-            raise BatchingError(f"{self}: a number is out of range")
-        if self.model not in CostModel.__args__:
-            raise BatchingError(f"{self.model!r} is not one of {', '.join(CostModel.__args__)}")
-        if self.model != "quadratic" and (self.a, self.b) != (1.0, 0.0):
-            raise BatchingError(f"a={self.a} and b={self.b} do not go with the {self.model} model")
-
     def cost(self, lengths: Sequence[int]) -> float:
         """Return the cost of a pass over rows of these lengths."""
         if self.model == "padded":
@@ -74,8 +64,6 @@ def plan_passes(
     >>> plan_passes([[6, 5], [2, 2]], budget=Budget(limit=8, model="packed"))
     [[[0], [1]], [[0], [1]]]
     """
-    if multiple_of < 1:
-        raise BatchingError(f"multiple_of={multiple_of} must be at least 1")
     fewest = [_fewest(share, budget) for share in shares]
     num_passes = max((len(passes) for passes in fewest), default=0)
     num_passes = -(-num_passes // multiple_of) * multiple_of

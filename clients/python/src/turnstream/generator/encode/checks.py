@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.config.declarations import field_of, require_declared
-from turnstream.batching.merge.anchors import anchor_hash
+from turnstream.batching.merge.storing import anchor_hash
 from turnstream.errors import InvalidTurnError
 from turnstream.types import Anchor, DeclaredColumn, Turn, VersionRun
 from turnstream.types.names import shown

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from turnstream.batching.merge.anchors import anchor_hash
 from turnstream.batching.merge.merging import plan_sequences
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
-from turnstream.batching.merge.storing import ExtraIndex, LinkedTurn, stored_turn
+from turnstream.batching.merge.storing import ExtraIndex, LinkedTurn, anchor_hash, stored_turn
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode import checks, group_checks
 from turnstream.records.events import MAX_EVENT_BYTES, MAX_TURNS, encode_event
