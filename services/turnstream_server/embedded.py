@@ -6,7 +6,7 @@ Two processes are started, each in a session of its own, so that Ctrl-C reaches 
 
 * the server. It starts as a shell that waits for one line and then becomes the server. So a server
   never runs without its watcher.
-* the watcher, a shell that reads a pipe whose only write end is held here. When this process is
+* the watcher, a shell that reads a pipe whose only write end is open here. When this process is
   gone, for whatever reason, the pipe ends and the watcher stops the server.
 
 The data folder is locked by an open file that the server inherits: the lock lasts until this

@@ -24,15 +24,15 @@ NAMES: Final = frozenset(
         "plan.after_write",
         "replan.before_write",  # the damage is known, the plans are still valid
         "replan.after_write",  # the plans are withdrawn, nothing is planned in their place
-        "revise.before",  # a revision of the config is due, the run was not told
-        "revise.after",  # it was told, and nothing is planned by it yet
+        "revise.before",  # a revision of the config is due, the run has no event of it
+        "revise.after",  # the run has the event, and nothing is planned by it yet
         "settle.before",  # groups that were dropped, the ledger does not know yet
         "settle.after",
         "batch_due.before",  # the groups of a batch are to be chosen
         "batch_due.after",  # the event is written, no groups are chosen
         "grant_refill.before",  # a refill is wanted, the ledger does not know yet
         "grant_refill.after",
-        "fire_deadlines.before",  # deadlines have passed, the run was not told
+        "fire_deadlines.before",  # deadlines have passed, the run has no event of it
         "fire_deadlines.after",  # the event is written, but not folded
         "abandon_lapsed.before",  # leases have expired, no generator adopted
         "abandon_lapsed.after",  # the run has the event, the payload does not

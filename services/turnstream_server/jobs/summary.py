@@ -17,8 +17,6 @@ class BatchNumbers:
     """Numbers of one batch.
 
     Attributes:
-        num_groups: groups of the batch.
-        num_trajectories: trajectories of all groups.
         num_rows: merged sequences.
         num_tokens: tokens of all rows.
         num_turn_tokens: tokens of its turns if each were sent with its whole context.
@@ -92,12 +90,10 @@ class Summary:
     """The statistics of a job.
 
     Attributes:
-        groups: opened groups.
         trajectories: accepted; equals the sum of `ledger`.
         turns: turns of the sealed trajectories.
         sequences: trained rows.
-        batches: planned batches.
-        steps: batches that the trainer acknowledged.
+        batches, steps: planned batches, and those that the trainer acknowledged.
         merge_ratio: tokens of the trained turns sent one by one / tokens of the trained rows.
         padding_share: padding positions of the trained mini-batches, left-padded, 0 to 1.
         wire_bytes: stored turn records of the sealed trajectories.

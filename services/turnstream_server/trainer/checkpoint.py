@@ -38,14 +38,11 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one trainer, in one folder."""
+    """The checkpoints of one trainer; unfinished ones of a killed trainer are removed at first."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-
-    def clean(self) -> None:
-        """Remove the unfinished folders of a trainer that was killed."""
-        remove_unfinished(self._folder)
+        remove_unfinished(folder)
 
     def newest(self) -> Checkpoint | None:
         """Return the complete checkpoint of the highest step; None if there is none."""

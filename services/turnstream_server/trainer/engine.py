@@ -61,7 +61,7 @@ class Engine:
     depend on the cuts and the padding of the mini-batch.
 
     Args:
-        learning_rate: of AdamW, constant after `warmup_updates` updates of linear growth.
+        learning_rate: the rate of AdamW after `warmup_updates` updates of linear growth.
         temperature: sampling temperature of the generators.
         max_grad_norm: gradients of a larger global norm are scaled down to it.
 

@@ -42,7 +42,6 @@ def train(config: TrainerConfig) -> None:
         torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
     checkpoints = Checkpoints(config.folder / "checkpoints")
-    checkpoints.clean()
     checkpoint = checkpoints.newest()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = checkpoint.folder if checkpoint else _first_policy(config)

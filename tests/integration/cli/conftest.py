@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import redis
 from typer.testing import CliRunner
 
+from testkit.batchers import BatcherThread
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
@@ -19,7 +18,6 @@ from turnstream.store.run.runs import create_run
 from turnstream.types import Group, RecoveryToken
 from turnstream.worker import BatchStream
 from turnstream_server import cli
-from turnstream_server.batcher.serving.service import BatcherOptions, serving
 from turnstream_server.embedded import EmbeddedServer
 
 
@@ -93,33 +91,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         environment.chdir(tmp_path_factory.mktemp("typed"))
         environment.setenv("COLUMNS", "300")
         environment.setenv("TURNSTREAM_REDIS_URL", server.url)
-        with _Batcher(server.url) as batcher:
+        with BatcherThread(server.url) as batcher:
             yield Place(server.url, batcher.target)
-
-
-class _Batcher:
-    """A replica in a thread of its own, because streams block the one of the tests."""
-
-    def __init__(self, url: str) -> None:
-        self._options = BatcherOptions(redis_url=url, listen="127.0.0.1:0", shutdown_grace_s=0.1)
-        self._is_ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-        self.target = ""
-
-    def __enter__(self) -> _Batcher:
-        self._thread.start()
-        assert self._is_ready.wait(60)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._loop.call_soon_threadsafe(self._may_end.set)
-        self._thread.join(60)
-
-    async def _serve(self) -> None:
-        self._loop, self._may_end = asyncio.get_running_loop(), asyncio.Event()
-        async with serving(self._options) as self.target:
-            self._is_ready.set()
-            await self._may_end.wait()
 
 
 def _entries(client: redis.Redis, stream: str) -> Any:

@@ -37,15 +37,10 @@ def letters(token_ids: list[int]) -> str:
     return "".join(map(chr, token_ids))
 
 
-def test_the_merge_of_a_batch_says_how_much_it_saved(typed: Any) -> None:
+def test_the_merge_of_a_batch_shows_its_ratio_and_where_trajectories_break(typed: Any) -> None:
     shown = typed("batch", RUN, "1", "--merge")
 
     assert "9 turns of 4 trajectories merge into 7 rows, 53 tokens into 45: 1.18 to 1" in shown
-
-
-def test_the_merge_of_a_batch_shows_where_each_trajectory_breaks(typed: Any) -> None:
-    shown = typed("batch", RUN, "1", "--merge")
-
     rows = [re.split(r" *│ *", line)[1:-1] for line in shown.splitlines() if line[0] == "│"]
     assert rows == [
         ["g1/1/0", "1", "turn 0", "7", "100 101 102 103 [104]", "100 101 102 103 [120] 105 106"],

@@ -49,19 +49,23 @@ def test_a_history_is_found_by_either_name_and_shows_the_readable_one(
     assert as_json["reason"] == f"of {meant}"
 
 
-@pytest.mark.parametrize("typed", ["task-8%231/0/0", "task-8#1/0/0"])
-def test_unknown_object_is_refused_with_its_readable_name(place: Any, run: str, typed: str) -> None:
-    with pytest.raises(TrajectoryNotFoundError, match="trajectory 'task-8#1/0/0'"):
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("task-8%231/0/0", "'task-8#1/0/0'"),
+        ("task-8#1/0/0", "'task-8#1/0/0'"),
+        *(
+            (name, f"{name}' is no trajectory")
+            for name in ("a/b", "a/b/c", "/0/0", "a/0/x", f"{'a' * 600}/0/0")
+        ),
+    ],
+)
+def test_unknown_or_invalid_name_is_refused_with_the_reason(
+    place: Any, run: str, typed: str, message: str
+) -> None:
+    with pytest.raises(TrajectoryNotFoundError, match=re.escape(message)):
         place.type("ledger", run, typed)
-    with pytest.raises(DeadLetterNotFoundError, match="letter 'task-8#1/0/0'"):
-        place.type("dead", "show", run, typed)
-
-
-@pytest.mark.parametrize("typed", ["a/b", "a/b/c", "/0/0", "a/0/x", f"{'a' * 600}/0/0"])
-def test_invalid_name_is_refused_with_the_reason(place: Any, run: str, typed: str) -> None:
-    with pytest.raises(TrajectoryNotFoundError, match=f"{re.escape(typed)}' is no trajectory"):
-        place.type("ledger", run, typed)
-    with pytest.raises(DeadLetterNotFoundError, match=f"{re.escape(typed)}' is no trajectory"):
+    with pytest.raises(DeadLetterNotFoundError, match=re.escape(message)):
         place.type("dead", "show", run, typed)
 
 
@@ -83,6 +87,8 @@ def test_dead_letter_is_shown_exported_and_discarded_by_either_name(
 
     assert "d#1/1/0" in listed
     assert f"{run}: d#1/1/0" in shown
+    assert re.search(r"turn 0 +│ \d+ bytes: the checksum", shown)
+    assert re.search(r"seal +│ \d+ bytes +│", shown)
     assert json.loads(exported.read_text())["name"] == "d%231/1/0"
     assert discarded == "1 discarded\n"
     with pytest.raises(ConflictError):

@@ -68,25 +68,19 @@ def content(client: redis.Redis, run: str) -> dict[str, object]:
     return {name: content_of(client, name) for name in keys.run_keys(run)}
 
 
-def test_close_ends_a_run_once_and_keeps_the_leftover(
+def test_close_ends_a_run_once_and_reopen_opens_it_once(
     client: redis.Redis, run: str, turnstream: Shell
 ) -> None:
-    first = turnstream("run", "close", run, "--leftover", "carry", "--reason", "enough")
+    closed = turnstream("run", "close", run, "--leftover", "carry", "--reason", "enough")
     again = turnstream("run", "close", run)
+    stored = client.hmget(keys.run_keys(run).frontier, "closed", "leftover")
+    reopened, open_before = (turnstream("run", "reopen", run) for _ in range(2))
 
-    assert first == Told(0, f"run {run} is closed\n", "")
+    assert closed == Told(0, f"run {run} is closed\n", "")
     assert again == Told(0, f"run {run} was closed before\n", "")
-    closed, leftover = client.hmget(keys.run_keys(run).frontier, "closed", "leftover")
-    assert (closed, leftover) == (b"1", b"carry")
-
-
-def test_reopen_opens_a_closed_run_once(client: redis.Redis, run: str, turnstream: Shell) -> None:
-    turnstream("run", "close", run)
-
-    first, again = turnstream("run", "reopen", run), turnstream("run", "reopen", run)
-
-    assert first == Told(0, f"run {run} takes groups again\n", "")
-    assert again == Told(0, f"run {run} was not closed\n", "")
+    assert stored == [b"1", b"carry"]
+    assert reopened == Told(0, f"run {run} takes groups again\n", "")
+    assert open_before == Told(0, f"run {run} was not closed\n", "")
     assert not read_frontier(client, run).is_closed
 
 

@@ -244,22 +244,6 @@ def test_why_counts_trajectories_left_without_a_seal(url: str) -> None:
     assert unsealed["facts"] == {"trajectories": 3}
 
 
-def test_why_lists_a_live_writer_and_a_group_with_one_refill(url: str) -> None:
-    with connect(url) as client:
-        refills: dict[str, Any] = {"deadline_policy": "refill", "max_refills": 1}
-        create_run(client, "maze", dataclasses.replace(config(2), **refills))
-        open_group(client, "maze", "b", "b/0/0", num_samples=1)
-        open_group(client, "maze", "r", "r/0/0", num_samples=1)
-        client.hset(keys.run_keys("maze").ledger, "r/0/0", "abandoned:why")
-        lead_and_grant(url, "maze", TrajectoryKey("r", 0, 1))
-
-    found = reasons_of("maze")
-
-    assert [each["kind"] for each in found] == ["too_few_ready", "refill_open", "member_open"]
-    assert found[0]["facts"]["open"] == 2
-    assert 0 < found[2]["facts"]["lease_left_s"] <= 60
-
-
 def test_why_reports_an_idle_and_a_finished_run(url: str) -> None:
     with connect(url) as client:
         create_run(client, "maze", config())

@@ -208,17 +208,3 @@ def test_archive_writes_every_committed_step(typed: Any, tmp_path: Path) -> None
     assert shown.splitlines() == [str(path) for path in paths]
     groups = [pq.read_table(path)["group_id"].to_pylist() for path in paths]
     assert groups == [["g1"] * 2, ["g2"] * 2, ["g3"] * 2]
-
-
-def test_dead_show_names_the_defect_of_a_record(place: Any) -> None:
-    run = place.create_run("damaged", batch_groups=2, mini_batch_groups=2)
-    place.publish(run, group("d", *_members(3)))
-    place.damage(run, "d/1/0")
-    place.publish(run, group("f"))
-    place.train(run)
-
-    shown = lines_of(place.type("dead", "show", run, "d/1/0"))
-
-    assert "checksum" in shown["reason"]
-    assert re.search(r"\d+ bytes: the checksum", shown["turn 0"])
-    assert re.fullmatch(r"\d+ bytes", shown["seal"])

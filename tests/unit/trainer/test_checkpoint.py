@@ -54,8 +54,7 @@ def test_half_written_checkpoint_is_ignored_and_removed_by_the_next_start(
             checkpoints.save(engine, _token(2))
     left = len(list(tmp_path.iterdir()))
 
-    checkpoints.clean()
-    newest = checkpoints.newest()
+    newest = Checkpoints(tmp_path).newest()
 
     assert left == 2
     assert newest is not None

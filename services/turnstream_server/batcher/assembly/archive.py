@@ -47,13 +47,7 @@ def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
     or null where `advantage` is that of every trained token. The maps `tags` and `metrics` are
     those of the row's trajectory, null where its seal cannot be read. The file appears whole or
     not at all, and is on disk when this returns. Its metadata name run, step, lineage and manifest
-    hash.
-
-    Raises:
-        ReleasedError: the step is no longer retained.
-        NotReadyError: the step is not planned yet.
-        DamagedPayloadError: payload of it is damaged.
-        OSError: the file cannot be written.
+    hash. Errors are those of `read_planned_batch` and `assemble_batch`, and OSError.
     """
     batch = read_planned_batch(url, run, step)
     path = archive_path(folder, run, step)

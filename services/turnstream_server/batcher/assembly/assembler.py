@@ -51,11 +51,7 @@ class _Key(NamedTuple):
 
 
 class Assembler:
-    """Makes the shares of planned batches, with a cache of limited bytes.
-
-    Args:
-        max_cache_bytes: limit of the memory of kept rows, cuts and shares.
-    """
+    """Makes the shares of planned batches, with a cache of at most `max_cache_bytes`."""
 
     def __init__(self, url: str, *, max_cache_bytes: int) -> None:
         self._payload = PayloadReader(url)
@@ -101,7 +97,7 @@ class Assembler:
     def prepare(
         self, batch: PlannedBatch, *, mini_batch: int, dp_rank: int, dp_world_size: int
     ) -> None:
-        """Begin to make a share that will be requested soon."""
+        """Start to make a share that will be requested soon."""
         key = _key(batch, mini_batch, dp_world_size, dp_rank)
         self._cache.prepare(key, lambda: self._make_share(batch, key))
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
-from turnstream.errors import NotReadyError, RunNotFoundError
+from turnstream.errors import NotReadyError
 from turnstream.records.batches import EncodedMiniBatch
 from turnstream.records.configs import decode_config
-from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.client.replies import translating
-from turnstream.store.run.configs import open_run
+from turnstream.store.run.configs import open_run, stored_config
 from turnstream_server.batcher.assembly.payload import PayloadReader
 from turnstream_server.batcher.assembly.shares import (
     PlannedBatch,
@@ -57,11 +55,6 @@ def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
         stored = read_plan(client, run, step)
         if stored is None:
             raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
-        revision = str(stored.manifest.config_revision)
-        with translating():
-            config = client.hget(keys.run_keys(run).config, revision)
-    if not isinstance(config, bytes):
-        raise RunNotFoundError(f"run {run!r} has no config revision {revision}")
-    return PlannedBatch(
-        manifest=stored.manifest, manifest_hash=stored.hash, config=decode_config(config, run=run)
-    )
+        text = stored_config(client, run, stored.manifest.config_revision)
+    config = decode_config(text, run=run)
+    return PlannedBatch(manifest=stored.manifest, manifest_hash=stored.hash, config=config)

@@ -47,11 +47,7 @@ class Cut:
 
 
 def check_assembly_version(manifest: Manifest) -> None:
-    """Refuse a plan that a newer release assembles by other rules.
-
-    Raises:
-        UnknownFormatError: names both versions.
-    """
+    """Refuse a plan that a newer release assembles by other rules, with an UnknownFormatError."""
     if manifest.assembly_version > ASSEMBLY_VERSION:
         raise UnknownFormatError("assembly", manifest.assembly_version, ASSEMBLY_VERSION)
 
@@ -86,11 +82,7 @@ def build_rows(batch: PlannedBatch, reader: PayloadReader, *, mini_batch: int) -
 
 
 def cut_mini_batch(batch: PlannedBatch, rows: Rows, *, dp_world_size: int) -> Cut:
-    """Return the shares of all ranks of a mini-batch.
-
-    Raises:
-        BatchingError: the rows cannot be divided among so many ranks.
-    """
+    """Return the shares of all ranks; BatchingError if the rows cannot be divided among them."""
     config, lengths = batch.config, rows.input_ids.lengths
     multiple_of = rows_multiple(
         dp_world_size=dp_world_size,

@@ -57,41 +57,35 @@ Request = TypeVar("Request", bound=Message)
 
 
 def parse_request(data: bytes, kind: type[Request]) -> Request:
-    """Return the request in these bytes, with every field within its limits.
+    """Return the request in these bytes.
 
     Raises:
         InvalidConfigError: the bytes are no such request, or a field is out of its limits.
     """
+    name = kind.DESCRIPTOR.name
     try:
         request = kind.FromString(data)
     except DecodeError as error:
-        name = kind.DESCRIPTOR.name
         raise InvalidConfigError("request", f"{len(data)} bytes are no {name}: {error}") from error
-    check_request(request)
-    return request
-
-
-def check_request(request: Message) -> None:
-    """Refuse a request with a field that is out of its limits.
-
-    Raises:
-        InvalidConfigError: names the field, its value and the limit.
-    """
-    kind = request.DESCRIPTOR.name
-    for name in request.DESCRIPTOR.fields_by_name:
-        value: Any = getattr(request, name)
-        if f"{kind}.{name}" in _NOT_EMPTY and not value:
-            raise InvalidConfigError(name, f"a {kind} needs one, and has ''")
-        if name == "run":
-            encode_run(value)
-        elif name == "observer":
-            _check_observer(value)
-        else:
-            _check_limits(name, value, _LIMITS.get(f"{kind}.{name}") or _LIMITS[name])
+    for field in kind.DESCRIPTOR.fields_by_name:
+        _check_field(name, field, getattr(request, field))
     if isinstance(request, wire.GetRequest) and request.dp_rank >= request.dp_world_size:
         raise InvalidConfigError(
             "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
         )
+    return request
+
+
+def _check_field(kind: str, field: str, value: Any) -> None:
+    """Refuse a value that is out of its limits, with an error that names all three."""
+    if f"{kind}.{field}" in _NOT_EMPTY and not value:
+        raise InvalidConfigError(field, f"a {kind} needs one, and has ''")
+    if field == "run":
+        encode_run(value)
+    elif field == "observer":
+        _check_observer(value)
+    else:
+        _check_limits(field, value, _LIMITS.get(f"{kind}.{field}") or _LIMITS[field])
 
 
 def parse_token(text: str) -> RecoveryToken:

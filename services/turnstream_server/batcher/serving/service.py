@@ -77,22 +77,14 @@ _MIDDLE_ROUNDS: Final = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatcherOptions:
-    """Settings of one batcher replica.
+    """Settings of one batcher replica; `Settings` explains those of the environment.
 
     Attributes:
-        redis_url: the store.
-        listen: host:port of the gRPC server; port 0 takes a free one.
-        advertise: "host:port" or "host" at which workers reach this replica; "" for the address
-            that it listens on, or the name of this machine if it listens on all addresses.
-        address_file: file for the bound "host:port", written once the server answers; None for
-            none.
-        get_wait_max_s: longest wait of a Get for its batch.
-        leader_lease_s: longest time until a dead planner is replaced.
+        address_file: receives the bound "host:port" once the server answers; None for none.
         park_after_s: seconds without news after which a run is parked, if nothing in it can expire.
             A parked run costs nothing until something is written to it.
         cache_bytes: limit of payload, rows and encoded mini-batches in memory, least recently used
             dropped first. One mini-batch that is larger is still served.
-        upkeep: settings of the release of the runs that it leads.
         shutdown_grace_s: time for calls in progress after a request to stop.
     """
 
@@ -109,12 +101,7 @@ class BatcherOptions:
 
 
 def run_batcher(options: BatcherOptions) -> None:
-    """Serve until SIGTERM or SIGINT, then stop cleanly.
-
-    Raises:
-        InvalidConfigError: the address to listen on is taken, or none.
-        StoreUnavailableError: the store cannot be reached at the start.
-    """
+    """Serve until SIGTERM or SIGINT, then stop cleanly; errors as of `serving`."""
     asyncio.run(_serve_until_signal(options))
 
 

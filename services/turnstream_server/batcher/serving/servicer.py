@@ -130,8 +130,8 @@ class BatchesServicer:
             expiry_s=request.expiry_s,
         )
         _, config = await view.newest_config()
-        name, first = request.observer, declared.next_step
-        logger.info("observer %r of run %s begins at step %d", name, run, first)
+        first = declared.next_step
+        logger.info("observer %r of run %s begins at step %d", request.observer, run, first)
         return wire.ObserveReply(
             next_step=declared.next_step,
             config_json=encode_config(config),
@@ -203,10 +203,11 @@ def _log_start(request: wire.StartRequest, session: TrainerSession, run: str) ->
     name, returning = request.session, list(session.returning_steps)
     logger.info("trainer session %r of run %s begins at step %d", name, run, session.next_step)
     if session.is_rollback:
-        committed = session.previous_committed
         logger.warning(
             "run %s goes back behind committed step %d; steps %s come again",
-            *(run, committed, returning),
+            run,
+            session.previous_committed,
+            returning,
         )
     elif returning:
         logger.info("run %s: steps %s were not committed and come again", run, returning)
