@@ -19,6 +19,7 @@ from redis.exceptions import OutOfMemoryError
 from testkit.waiting import wait_until
 from turnstream_server import embedded as server_module
 from turnstream_server.embedded import (
+    Durability,
     EmbeddedServer,
     EmbeddedServerError,
     free_port,
@@ -84,20 +85,14 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_is_append_only_and_never_evicts(embedded: EmbeddedServer) -> None:
-    with connect(embedded) as client:
-        config = client.config_get("append*", "maxmemory-policy", "save", "bind")
+@pytest.mark.parametrize(("durability", "sync"), [("everysec", "everysec"), ("fsync", "always")])
+def test_is_append_only_and_never_evicts(durability: Durability, sync: str) -> None:
+    names = ("appendonly", "appendfsync", "maxmemory-policy", "save", "bind")
 
-    assert config["appendonly"] == "yes"
-    assert config["appendfsync"] == "everysec"
-    assert config["maxmemory-policy"] == "noeviction"
-    assert config["save"] == ""
-    assert config["bind"] == "127.0.0.1"
+    with EmbeddedServer(durability=durability) as server, connect(server) as client:
+        config = client.config_get(*names)
 
-
-def test_forces_every_write_to_disk_when_asked_for_fsync() -> None:
-    with EmbeddedServer(durability="fsync") as server, connect(server) as client:
-        assert client.config_get("appendfsync") == {"appendfsync": "always"}
+    assert [config[name] for name in names] == ["yes", sync, "noeviction", "", "127.0.0.1"]
 
 
 def test_refuses_writes_above_its_memory_limit() -> None:

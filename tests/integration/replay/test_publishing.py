@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -59,7 +58,7 @@ def replay(
 ) -> Callable[..., ReplayConfig]:
     """`replay(*lines, **changes)` publishes a file of these lines into a new run."""
 
-    def publish(*lines: dict[str, Any], num_shards: int = 1, **changes: Any) -> ReplayConfig:
+    def publish(*lines: dict[str, Any], **changes: Any) -> ReplayConfig:
         path = tmp_path / "recordings.jsonl"
         path.write_text("".join(json.dumps(recorded) + "\n" for recorded in lines))
         config = ReplayConfig(
@@ -68,11 +67,9 @@ def replay(
             writer="replay",
             recordings=path,
             tokenizer=tokenizer_folder,
-            num_shards=num_shards,
             **changes,
         )
-        for shard in range(num_shards):
-            run_replay(dataclasses.replace(config, shard=shard, writer=f"replay-{shard}"))
+        run_replay(config)
         return config
 
     return publish
@@ -116,14 +113,6 @@ def test_stored_turns_read_back_as_what_the_model_saw(
     for turn, read, prompt in zip(expected, stored, turn_prompts(stored), strict=True):
         assert np.array_equal(prompt, turn.prompt_ids)
         assert np.array_equal(read.response_ids, turn.response_ids)
-
-
-def test_shards_together_publish_the_whole_file(
-    client: redis.Redis, replay: Callable[..., ReplayConfig]
-) -> None:
-    config = replay(*[line(f"maze/{number}", 0) for number in range(5)], num_shards=2)
-
-    assert len(sealed(client, config.run)) == 5
 
 
 def test_a_recording_without_a_turn_is_abandoned_with_the_reason(

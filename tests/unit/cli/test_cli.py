@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from turnstream.errors import TurnstreamError
 from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.stack import ServiceFailedError
 
 TOP = (
     *("up", "demo", "replay", "config", "status", "why", "text", "ledger", "batch", "evals"),
@@ -129,22 +127,6 @@ def test_a_replay_of_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:
     assert "none.jsonl" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "job").exists()
-
-
-@pytest.mark.parametrize("error", [TurnstreamError("no luck"), ServiceFailedError("no luck")])
-def test_an_error_of_ours_is_printed_and_exits_with_1(
-    error: TurnstreamError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail() -> None:
-        raise error
-
-    monkeypatch.setattr(cli, "app", fail)
-
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-
-    assert caught.value.code == 1
-    assert capsys.readouterr().err == "error: no luck\n"
 
 
 def test_a_service_ends_when_its_standard_input_does() -> None:

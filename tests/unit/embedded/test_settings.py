@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -14,18 +13,6 @@ def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith("TURNSTREAM_"):
             monkeypatch.delenv(name)
-
-
-def test_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TURNSTREAM_DATA_DIR", "/data")
-    monkeypatch.setenv("TURNSTREAM_BATCHER_PORT", "7000")
-    monkeypatch.setenv("TURNSTREAM_DURABILITY", "fsync")
-
-    settings = Settings()
-
-    assert settings.data_dir == Path("/data")
-    assert settings.batcher_port == 7000
-    assert settings.durability == "fsync"
 
 
 def test_an_empty_variable_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:

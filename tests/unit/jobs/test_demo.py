@@ -2,21 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from testkit import sealed
+from testkit.summaries import make_summary
 from turnstream_server.jobs.demo import judge
-from turnstream_server.jobs.summary import Summary, summarise
-
-
-def summary(*rewards: float) -> Summary:
-    return summarise(
-        num_groups=1,
-        sealed=[sealed(reward=reward) for reward in rewards],
-        batches=[],
-        planned=1,
-        stepped=1,
-        ledger={},
-        elapsed_s=1,
-    )
 
 
 @pytest.mark.parametrize(
@@ -32,12 +19,12 @@ def summary(*rewards: float) -> Summary:
 def test_goal_is_double_the_reward_and_a_share_of_the_best(
     first: float, last: float, has_learned: bool
 ) -> None:
-    assert judge(summary(first, *[0.5] * 8, last))[0] is has_learned
+    assert judge(make_summary(first, *[0.5] * 8, last))[0] is has_learned
 
 
 def test_verdict_names_the_rewards_and_the_goal() -> None:
-    _, words = judge(summary(0.2, *[0.5] * 9))
+    _, words = judge(make_summary(0.2, *[0.5] * 9))
 
     assert "0.500 in the last tenth, 0.200 in the first" in words
     assert "wanted: 0.600" in words
-    assert judge(summary()) == (False, "no game was finished")
+    assert judge(make_summary()) == (False, "no game was finished")

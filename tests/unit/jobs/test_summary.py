@@ -8,13 +8,8 @@ import pytest
 from rich.console import Console
 
 from testkit import manifest, sealed, shape
-from turnstream_server.jobs.summary import (
-    Summary,
-    numbers_of,
-    reward_tenths,
-    summarise,
-    summary_table,
-)
+from testkit.summaries import make_summary
+from turnstream_server.jobs.summary import Summary, numbers_of, reward_tenths, summary_table
 
 TURNS = (
     shape(new_prompt=10, response=5),
@@ -29,13 +24,13 @@ def summary(**changes: object) -> Summary:
     games = [
         replace(sealed(reward=reward, turns=TURNS), num_payload_bytes=100) for reward in (0.0, 1.0)
     ]
-    given = summarise(
+    given = make_summary(
+        ledger={"open": 0, "planned": 4, "committed": 4},
         num_groups=2,
         sealed=games,
         batches=[BATCH],
         planned=2,
         stepped=1,
-        ledger={"open": 0, "planned": 4, "committed": 4},
         elapsed_s=3.0,
     )
     return replace(given, **changes)
@@ -74,9 +69,7 @@ def test_summary_counts_stepped_batches_sent_bytes_and_states() -> None:
 
 
 def test_summary_of_an_empty_run_has_no_rewards() -> None:
-    empty = summarise(
-        num_groups=0, sealed=[], batches=[], planned=0, stepped=0, ledger={"open": 0}, elapsed_s=0
-    )
+    empty = make_summary(ledger={"open": 0}, elapsed_s=0)
 
     assert (empty.merge_ratio, empty.padding_share, empty.tokens_per_s) == (0.0, 0.0, 0.0)
     assert (empty.reward_first_tenth, empty.reward_last_tenth) == (None, None)

@@ -19,26 +19,6 @@ def recording(*texts: str, turns: tuple[int, ...]) -> Recording:
     return Recording(prompt_uid="a", sample=0, reward=0.0, messages=messages, turns=[*turns])
 
 
-def test_prompt_is_the_conversation_and_the_header_of_a_reply(
-    tokenizer_folder: Path,
-) -> None:
-    chat = ChatTokenizer.load(tokenizer_folder)
-    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-
-    first, second = chat.encode_turns(recording("hi", "yo", "more", "end", turns=(1, 3)))
-
-    assert tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False) == (
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert tokenizer.decode(first.response_ids.tolist(), skip_special_tokens=False) == (
-        "yo<|im_end|>"
-    )
-    assert tokenizer.decode(second.prompt_ids.tolist(), skip_special_tokens=False) == (
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
-        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 @pytest.mark.parametrize(
     "text", ["plain", "", "\n\nstarts with newlines", "has <|im_start|>user\n in it", "ends \n\n"]
 )

@@ -1,11 +1,46 @@
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from testkit.summaries import make_summary
 from turnstream.errors import InvalidConfigError
-from turnstream_server.jobs.job import job_folder
+from turnstream_server.jobs.job import job_folder, progress_display, progress_text
+
+
+def test_progress_shows_time_step_reward_and_ledger() -> None:
+    summary = make_summary(0.5, ledger={"open": 3, "committed": 1})
+
+    text = progress_text(summary, elapsed_s=75.0, goal=0.6)
+
+    numbers = "1:15  step 7  reward 0.500 of 0.600  0 tokens/s"
+    assert text == f"{numbers}  ledger: open 3, committed 1"
+
+
+def test_terminal_shows_the_newest_progress() -> None:
+    out = io.StringIO()
+
+    with progress_display(Console(file=out, force_terminal=True, width=100)) as show:
+        show("step 7")
+
+    assert "step 7" in out.getvalue()
+
+
+@pytest.mark.parametrize(("every_s", "num_lines"), [(0.0, 2), (10.0, 0)])
+def test_log_file_gets_a_line_at_intervals(
+    monkeypatch: pytest.MonkeyPatch, every_s: float, num_lines: int
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("turnstream_server.jobs.job._LINE_EVERY_S", every_s)
+
+    with progress_display(Console(file=out, width=60)) as show:
+        for _ in range(2):
+            show("step 7")
+
+    assert len(out.getvalue().splitlines()) == num_lines
 
 
 def test_files_of_a_job_stay_until_it_starts_again(tmp_path: Path) -> None:
