@@ -22,7 +22,7 @@ from turnstream.errors import (
     WaitKind,
 )
 from turnstream.generator.api.adoption import Reopened, adopt_trajectory, adopt_unfinished
-from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
+from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase, restore_turns
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.encode.encoder import DraftedGroup, draft_group
 from turnstream.generator.encode.group_checks import checked_name, checked_opening
@@ -240,7 +240,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         )
         group = GroupOpened(group_id=key.group_id, prompt_uid="", num_samples=adopted.num_samples)
         writer = self._writer(group, key, lane)
-        writer.restore(adopted.turns)
+        restore_turns(writer, adopted.turns)
         return writer
 
     async def _reopen(self, group: GroupOpened) -> Reopened[_Writer]:

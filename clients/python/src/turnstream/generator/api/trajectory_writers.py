@@ -71,12 +71,6 @@ class TrajectoryWriterBase(ABC, Generic[_Sender]):
     def abandon(self, reason: str) -> Delivery:
         """End the trajectory untrained."""
 
-    def restore(self, turns: Sequence[AdoptedTurn]) -> None:
-        """Continue after the turns that an earlier writer stored."""
-        for stored, turn in turns:
-            self._drafted.restore(turn, stored)
-        self._turns = tuple(each.turn for each in turns)
-
     @property
     def _drafted(self) -> TrajectoryDraft:
         """The turns so far; made when the columns of the run are known."""
@@ -192,6 +186,13 @@ class TrajectoryWriterBase(ABC, Generic[_Sender]):
         """Refuse writes to a trajectory that was sealed or abandoned here."""
         if self._has_ended:
             raise RejectedError(f"trajectory {self._key} is sealed or abandoned")
+
+
+def restore_turns(writer: TrajectoryWriterBase[Any], turns: Sequence[AdoptedTurn]) -> None:
+    """Let a writer continue after the turns that an earlier one stored."""
+    for stored, turn in turns:
+        writer._drafted.restore(turn, stored)
+    writer._turns = tuple(each.turn for each in turns)
 
 
 class TrajectoryWriter(TrajectoryWriterBase[ThreadSender]):
