@@ -356,8 +356,8 @@ def test_an_anchor_is_the_same_64_bits_in_any_language(anchor: Any, kept: int | 
         (-1, "-1 is not a whole number from 0 to 1844674"),
         (2**64, "18446744073709551616 is not a whole number from 0 to 1844674"),
         (True, "True is not a whole number from 0 to 1844674"),
-        (1.0, "1.0 is not a whole number"),
-        (["a"], r"\['a'\] is not a whole number"),
+        (1.0, "1.0 is not a text, bytes or a whole number"),
+        (["a"], r"\['a'\] is not a text, bytes or a whole number"),
         ("\ud800", r"'\\ud800' is no valid Unicode"),
     ],
 )
