@@ -67,8 +67,9 @@ def test_interrupted_call_is_cancelled_in_the_loop() -> None:
 
     async def wait() -> None:
         try:
-            signal.pthread_kill(main, signal.SIGINT)
-            await asyncio.Event().wait()
+            while True:  # a signal just before the thread waits interrupts no wait
+                signal.pthread_kill(main, signal.SIGINT)
+                await asyncio.sleep(2)
         except asyncio.CancelledError:
             was_cancelled.set()
             raise
