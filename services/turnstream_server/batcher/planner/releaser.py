@@ -241,13 +241,20 @@ class Releaser:
         logger.info("released steps %d to %d of run %s", min(records), max(records), self._run)
 
     async def _plans(self, first: int, *, last: int) -> list[StoredManifest]:
-        """Return the plans of one step or more from `first` on, about ROUND_SLICE trajectories."""
+        """Return the plans of one step or more from `first` on, about ROUND_SLICE trajectories.
+
+        Raises:
+            FencedError: another planner has replaced the first one by its compact record.
+            ConflictError: the first one is missing.
+        """
         max_count = min(self._steps_at_once, last - first + 1)
         found = await read_manifests(self._client, self._run, first_step=first, max_count=max_count)
         if found and found[0].manifest.step == first:
             num_trajectories = max(1, sum(each.manifest.num_trajectories for each in found))
             self._steps_at_once = 1 + ROUND_SLICE * len(found) // num_trajectories
             return found
+        if first <= (await read_release_state(self._client, self._run)).folded:
+            raise FencedError(f"another planner has folded step {first} of run {self._run!r}")
         raise ConflictError(f"step {first} of run {self._run!r} has no plan")
 
     async def _release_ended(self, state: ReleaseState) -> bool:
