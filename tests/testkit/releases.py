@@ -15,8 +15,8 @@ async def release_payload(
     trajectory_ids: Sequence[str],
     *,
     lease_s: float = 60.0,
-    given_up: Container[str] = (),
+    abandoned: Container[str] = (),
 ) -> None:
     """Remove the payload of ended trajectories, and return its bytes to the budget."""
-    await remove_payload(client, run, trajectory_ids, lease_s=lease_s, given_up=given_up)
+    await remove_payload(client, run, trajectory_ids, lease_s=lease_s, abandoned=abandoned)
     await give_back(client, run, trajectory_ids)

@@ -160,7 +160,7 @@ async def test_tombstone_of_an_abandoned_trajectory_has_the_reason(run: Any) -> 
     await run.open("a")
     await run.append(b"turn", trajectory_id="a/0/0")
 
-    await release_payload(run.client, run.name, ["a/0/0", "a/1/0"], given_up={"a/0/0"})
+    await release_payload(run.client, run.name, ["a/0/0", "a/1/0"], abandoned={"a/0/0"})
 
     with pytest.raises(FencedError, match="given up, and its payload released"):
         await run.append(b"turn", trajectory_id="a/0/0")
@@ -241,7 +241,7 @@ async def test_late_turn_writes_nothing_and_its_writer_gets_an_error(run: Any, s
 
     await run.client.zadd(run.keys.leases, {"g/0/0": 1})  # which ended long ago
     await abandon_lapsed(run.term, until_ms=1)
-    await release_payload(run.client, run.name, ["g/0/0"], given_up={"g/0/0"})
+    await release_payload(run.client, run.name, ["g/0/0"], abandoned={"g/0/0"})
     await run.client.delete(payload.meta)  # as it expires by itself some time later
     written = Delivery()
     outbox.append(lane, TrajectoryDraft(KEY).add(turn("a", "B")), written)

@@ -219,7 +219,7 @@ class Releaser:
         _, config = await self._view.newest_config()
         reach("release_payload.before")
         await remove_payload(
-            self._client, self._run, trajectory_ids, lease_s=config.lease_s, given_up=abandoned
+            self._client, self._run, trajectory_ids, lease_s=config.lease_s, abandoned=abandoned
         )
         reach("give_back.before")
         await give_back(self._client, self._run, trajectory_ids)

@@ -128,11 +128,11 @@ async def remove_payload(
     trajectory_ids: Sequence[str],
     *,
     lease_s: float,
-    given_up: Container[str] = (),
+    abandoned: Container[str] = (),
 ) -> None:
     """Remove payload, which is counted until `give_back`."""
     commands = (
-        release_command(run, each, lease_s=lease_s, is_given_up=each in given_up)
+        release_command(run, each, lease_s=lease_s, is_abandoned=each in abandoned)
         for each in trajectory_ids
     )
     await _run_all(client, commands)
@@ -145,11 +145,11 @@ async def give_back(client: redis.asyncio.Redis, run: str, trajectory_ids: Seque
 
 
 def release_command(
-    run: str, trajectory_id: str, *, lease_s: float, is_given_up: bool = False
+    run: str, trajectory_id: str, *, lease_s: float, is_abandoned: bool = False
 ) -> Command:
     """Return the call that removes the payload of one trajectory; nothing is sent."""
     tombstone_ms = round(max(SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES * lease_s) * 1_000)
-    says = GIVEN_UP if is_given_up else OVER
+    says = GIVEN_UP if is_abandoned else OVER
     return _RELEASE(keys.trajectory_keys(run, trajectory_id), tombstone_ms, says)
 
 

@@ -144,7 +144,7 @@ async def adopt_unfinished(
     Leases of another writer are awaited. A sample is left to its writer if that renews the lease.
     """
     reopened = Reopened[_Writer](unfinished.unopened, {})
-    pending = [sample for sample in unfinished.begun if not is_written_here(sample)]
+    pending = [sample for sample in unfinished.open if not is_written_here(sample)]
     left_s: dict[int, float] = {}
     while pending:
         for sample in [*pending]:

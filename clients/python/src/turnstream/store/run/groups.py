@@ -18,11 +18,11 @@ class Unfinished(NamedTuple):
 
     Attributes:
         unopened: samples that no generator has opened, in order.
-        begun: samples that a generator has opened and not ended, in order.
+        open: samples that a generator has opened and not ended, in order.
     """
 
     unopened: Sequence[int]
-    begun: Sequence[int]
+    open: Sequence[int]
 
 
 def group_size(group: GroupOpened, *, is_again: bool = False, prompt_number: int = 0) -> str:
@@ -58,9 +58,9 @@ def parse_unfinished(reply: Sequence[bytes], *, num_samples: int) -> Unfinished:
     """Return the unfinished samples of a group, from the reply of the script read_group.
 
     >>> parse_unfinished([b"new"], num_samples=2)
-    Unfinished(unopened=[0, 1], begun=[])
+    Unfinished(unopened=[0, 1], open=[])
     >>> parse_unfinished([b"open", b"sealed", b"open", b""], num_samples=3)
-    Unfinished(unopened=[2], begun=[1])
+    Unfinished(unopened=[2], open=[1])
     """
     state, *samples = [word.decode() for word in reply]
     if state == "new":
