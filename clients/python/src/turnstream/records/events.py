@@ -6,7 +6,9 @@ No plan can hold an event that exceeds the limits on its values.
 from __future__ import annotations
 
 import re
-from typing import Any, Final, cast, get_args
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, Final, TypeVar, cast, get_args
 
 from google.protobuf.message import DecodeError
 
@@ -27,6 +29,8 @@ from turnstream.types import (
 from turnstream.types.names import encode_name
 from turnstream.wire.v1 import records_pb2 as wire
 
+_Value = TypeVar("_Value")
+
 MAX_EVENT_BYTES: Final = 1 << 20
 """Longest record of an event."""
 
@@ -39,16 +43,13 @@ MAX_TURN_TOKENS: Final = 2**31 - 1
 MAX_NUMBER: Final = 2**31 - 1
 """Largest number of a sample or an attempt."""
 
+_shape_values: Final = attrgetter(*TurnShape._fields)
 _STATUSES: Final = {status.value: status for status in Status}
 
 _NAMES: Final[dict[type, str]] = {
     kind: re.sub(r"\B([A-Z])", r"_\1", kind.__name__).lower() for kind in get_args(Event)
 } | {SealedTrajectory: "trajectory_sealed"}
 _KINDS: Final[dict[str, type[Any]]] = {name: kind for kind, name in _NAMES.items()}
-
-_SCALARS: Final = ("lease_epoch", "num_payload_bytes", "has_logprobs", "awaits_reward")
-_OPTIONAL: Final = ("reward", "oldest_version", "newest_version")
-_MAPS: Final = ("reward_components", "sampling", "tags", "metrics")
 
 
 def encode_event(event: Event) -> bytes:
@@ -120,15 +121,19 @@ def _encode_seal(event: SealedTrajectory) -> wire.TrajectorySealed:
     turns = zip(
         *(event.turns, event.turn_rewards, event.payload_crcs, versions, anchors), strict=True
     )
-    values: dict[str, Any] = {name: getattr(event, name) for name in _SCALARS + _OPTIONAL}
-    for name in _MAPS:  # an empty map costs a microsecond, None nothing
-        values[name] = getattr(event, name) or None
-    return wire.TrajectorySealed(
-        key=to_message(event.key),
+    return wire.TrajectorySealed(  # an empty map costs a microsecond, None nothing
+        key=_encode_key(event.key),
+        lease_epoch=event.lease_epoch,
         status=event.status.value,
+        reward=event.reward,
+        reward_components=event.reward_components or None,
         turns=[
             wire.TurnShape(
-                **shape._asdict(),
+                parent_turn=shape.parent_turn,
+                shared_tokens=shape.shared_tokens,
+                num_new_prompt_tokens=shape.num_new_prompt_tokens,
+                num_response_tokens=shape.num_response_tokens,
+                num_trained_tokens=shape.num_trained_tokens,
                 reward=reward,
                 payload_crc=crc,
                 trained_versions=[wire.VersionRun(version=v, count=n) for v, n in own],
@@ -136,46 +141,77 @@ def _encode_seal(event: SealedTrajectory) -> wire.TrajectorySealed:
             )
             for shape, reward, crc, own, anchor in turns
         ],
-        **values,
+        oldest_version=event.oldest_version,
+        newest_version=event.newest_version,
+        num_payload_bytes=event.num_payload_bytes,
+        has_logprobs=event.has_logprobs,
+        sampling=event.sampling or None,
+        tags=event.tags or None,
+        metrics=event.metrics or None,
+        awaits_reward=event.awaits_reward,
     )
 
 
 def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
     shapes: list[TurnShape] = []
+    rewards: list[float] = []
+    crcs: list[int] = []
+    versions: list[tuple[VersionRun, ...]] = []
+    anchors: list[int | None] = []
     for turn in message.turns:
-        shape = TurnShape(*[getattr(turn, name) for name in TurnShape._fields])
+        shape = TurnShape(*_shape_values(turn))
         _check_shape(shape, earlier=shapes)
         shapes.append(shape)
-    anchors = [turn.anchor if turn.HasField("anchor") else None for turn in message.turns]
+        rewards.append(turn.reward)
+        crcs.append(turn.payload_crc)
+        versions.append(_decode_versions(turn))
+        anchors.append(turn.anchor if turn.HasField("anchor") else None)
     status = _STATUSES.get(message.status)
     if status is None:
         raise CorruptRecordError(f"{message.status!r} is no status of a trajectory")
-    values: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS}
-    for name in _OPTIONAL:
-        values[name] = getattr(message, name) if message.HasField(name) else None
-    for name in _MAPS:  # maps of a message have no order of their own
-        values[name] = dict(sorted(getattr(message, name).items()))
     return SealedTrajectory(
-        key=read_value(TrajectoryKey, message.key),
+        key=_decode_key(message.key),
+        lease_epoch=message.lease_epoch,
         status=status,
+        reward=message.reward if message.HasField("reward") else None,
+        reward_components=_sorted(message.reward_components),
         turns=tuple(shapes),
-        turn_rewards=tuple([turn.reward for turn in message.turns]),
-        payload_crcs=tuple([turn.payload_crc for turn in message.turns]),
+        turn_rewards=tuple(rewards),
+        payload_crcs=tuple(crcs),
         anchors=() if set(anchors) <= {None} else tuple(anchors),
-        turn_versions=_decode_versions(message, shapes),
-        **values,
+        turn_versions=_check_versions(versions, shapes),
+        oldest_version=message.oldest_version if message.HasField("oldest_version") else None,
+        newest_version=message.newest_version if message.HasField("newest_version") else None,
+        num_payload_bytes=message.num_payload_bytes,
+        has_logprobs=message.has_logprobs,
+        sampling=_sorted(message.sampling),
+        tags=_sorted(message.tags),
+        metrics=_sorted(message.metrics),
+        awaits_reward=message.awaits_reward,
     )
 
 
-def _decode_versions(
-    message: wire.TrajectorySealed, shapes: list[TurnShape]
+def _encode_key(key: TrajectoryKey) -> wire.TrajectoryKey:
+    return wire.TrajectoryKey(group_id=key.group_id, sample=key.sample, attempt=key.attempt)
+
+
+def _decode_key(key: wire.TrajectoryKey) -> TrajectoryKey:
+    return TrajectoryKey(key.group_id, key.sample, key.attempt)
+
+
+def _sorted(values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return the values by name: maps of a message have no order of their own."""
+    return dict(sorted(values.items())) if values else {}
+
+
+def _decode_versions(turn: wire.TurnShape) -> tuple[VersionRun, ...]:
+    runs = turn.trained_versions
+    return tuple([VersionRun(r.version if r.HasField("version") else None, r.count) for r in runs])
+
+
+def _check_versions(
+    versions: list[tuple[VersionRun, ...]], shapes: list[TurnShape]
 ) -> tuple[tuple[VersionRun, ...], ...]:
-    versions: list[tuple[VersionRun, ...]] = []
-    for turn in message.turns:
-        runs = turn.trained_versions
-        versions.append(
-            tuple([VersionRun(r.version if r.HasField("version") else None, r.count) for r in runs])
-        )
     if not any(versions):
         return ()
     for index, (own, shape) in enumerate(zip(versions, shapes, strict=True)):
@@ -207,6 +243,9 @@ def _check_shape(shape: TurnShape, *, earlier: list[TurnShape]) -> None:
 
 def _check_event(event: Event) -> None:
     """Check that a plan and the ledger can hold the values."""
+    if isinstance(event, SealedTrajectory):
+        _check_seal(event)
+        return
     named: list[TrajectoryKey | None] = [getattr(event, name, None) for name in ("key", "awaited")]
     for key in (*named, *getattr(event, "dead", ())):
         if key is not None:
@@ -217,13 +256,15 @@ def _check_event(event: Event) -> None:
         raise CorruptRecordError(
             f"a group of {event.num_samples} samples needs {event.num_needed} of them"
         )
-    if isinstance(event, SealedTrajectory):
-        for index, turn in enumerate(event.turns):
-            if turn.num_tokens > MAX_TURN_TOKENS:
-                raise CorruptRecordError(
-                    f"turn {index} of a seal has {turn.num_tokens} tokens, "
-                    f"more than {MAX_TURN_TOKENS}"
-                )
+
+
+def _check_seal(seal: SealedTrajectory) -> None:
+    check_key(seal.key)
+    for index, turn in enumerate(seal.turns):
+        if turn.num_tokens > MAX_TURN_TOKENS:
+            raise CorruptRecordError(
+                f"turn {index} of a seal has {turn.num_tokens} tokens, more than {MAX_TURN_TOKENS}"
+            )
 
 
 def check_key(key: TrajectoryKey) -> None:

@@ -81,6 +81,7 @@ def _reader(hint: Any) -> _Read:
     return _reader_of_fields(hint) if _has_fields(hint) else _reader_of_scalar(hint)
 
 
+@cache
 def _has_fields(kind: type[Any]) -> bool:
     return is_dataclass(kind) or hasattr(kind, "_fields")
 
