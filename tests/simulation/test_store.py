@@ -1,8 +1,7 @@
-"""The store in memory says what a server says."""
+"""The store in memory replies like a server."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,161 +10,132 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from simulator.clients import error_of
-from simulator.commands import COMMANDS
+from simulator.commands import COMMANDS, WRITES
 from simulator.lua import ScriptDefectError
-from simulator.store import WRITES, Store
+from simulator.store import Store
 from simulator.values import NotSimulatedError, StoreError
 from turnstream.store.client.replies import error_text
 
-HASH, ZSET, STREAM, SET, STRING = b"hash", b"zset", b"stream", b"set", b"string"
-KEYS = [HASH, ZSET, STREAM, SET, STRING]
+FORMS = """
+PING
+EXISTS key+
+UNLINK key+
+DEL key+
+PEXPIRE key milliseconds
+GET key
+HGET hash name
+HSET hash name text name text
+HSETNX hash name text
+HMGET hash name+
+HGETALL hash
+HKEYS hash
+HVALS hash
+HLEN hash
+HEXISTS hash name
+HDEL hash name+
+HINCRBY hash name number
+HSCAN hash 0 COUNT 100
+SADD set name+
+ZADD zset NX? score name score name
+ZREM zset name+
+ZSCORE zset name
+ZCARD zset
+ZRANGE zset number number WITHSCORES?
+ZRANGEBYSCORE zset bound bound WITHSCORES?
+ZRANGEBYSCORE zset bound bound WITHSCORES? LIMIT 0 2
+ZRANGEBYSCORE zset bound bound LIMIT 1 -1
+XADD stream new name text
+XADD stream MAXLEN 1 new name text
+XADD stream MAXLEN 2 new name text name text
+XADD stream MAXLEN ~ 99 new name text
+XRANGE stream low high
+XRANGE stream low high COUNT 2
+XREVRANGE stream high low
+XREVRANGE stream high low COUNT 1
+XTRIM stream MINID 1-0
+XREAD STREAMS stream id
+XREAD COUNT 1 STREAMS stream id
+"""
+"""Commands: a lower-case word is a key or a value, `+` means up to three, `?` means optional."""
+NOT_COMPARED = {"TIME", "SCRIPT", "CONFIG", "INFO"}
+"""Each server has its own clock and names."""
+KEYS = ["hash", "zset", "stream", "set"]
+IDS = ["0-1", "0-2", "0-3", "1-0", "1-1", "2-0", "3"]
+VALUES: dict[str, list[Any]] = {
+    "key": KEYS,
+    "name": ["a", "b", "c", "d"],
+    "text": ["", "1", "x", b"\xff\x00", "-7", "99999999999"],
+    "number": [str(number) for number in range(-3, 7)],
+    "milliseconds": ["1000000", "0", "1.5"],
+    "score": ["0", "1", "1.5", "-2", "1700000000123", "3e2"],
+    "bound": ["-inf", "+inf", "0", "1", "(1", "1.5", "(-2"],
+    "new": IDS,
+    "id": ["0-0", *IDS],
+    "low": ["-", *IDS, "(0-1", "(1-0"],
+    "high": ["+", *IDS, "(0-1", "(1-0"],
+}
 CALL = b"#!lua\nreturn redis.call(unpack(ARGV))"
-NOT_COMPARED = {
-    b"TIME",  # the clock of the simulation is set by hand
-    b"PTTL",
-    b"SCRIPT",
-    b"CONFIG",
-    b"INFO",  # each has a name of its own
-}
-
-names = st.sampled_from([b"a", b"b", b"c", b"d"])
-texts = st.sampled_from([b"", b"1", b"x", b"\xff\x00", b"-7", b"99999999999"])
-numbers = st.integers(-3, 6).map(lambda n: b"%d" % n)
-scores = st.sampled_from([b"0", b"1", b"1.5", b"-2", b"1700000000123", b"3e2"])
-bounds = st.sampled_from([b"-inf", b"+inf", b"0", b"1", b"(1", b"1.5", b"(-2"])
-ids = st.sampled_from([b"0-1", b"0-2", b"0-3", b"1-0", b"1-1", b"2-0", b"3", b"0-0"])
-low_ids = st.one_of(st.just(b"-"), ids, st.sampled_from([b"(0-1", b"(1-0"]))
-high_ids = st.one_of(st.just(b"+"), ids, st.sampled_from([b"(0-1", b"(1-0"]))
-counts = st.sampled_from([(), (b"COUNT", b"1"), (b"COUNT", b"2")])
 
 
-def words(*parts: Any) -> st.SearchStrategy[list[bytes]]:
-    """Commands of these parts: a word stands for itself, a strategy may give several."""
-    drawn = [part if isinstance(part, st.SearchStrategy) else st.just(part) for part in parts]
-    return st.tuples(*drawn).map(_flat)
+@st.composite
+def commands(draw: st.DrawFn) -> list[bytes]:
+    """A command of one of the forms, sometimes with a key of another type."""
+    words: list[Any] = []
+    for part in draw(st.sampled_from(FORMS.strip().splitlines())).split():
+        part, count = part.rstrip("+?"), part[len(part.rstrip("+?")) :]
+        least, most = {"+": (1, 3), "?": (0, 1)}.get(count, (1, 1))
+        if part in KEYS and draw(st.integers(0, 9)) == 0:
+            part = "key"
+        choices = st.sampled_from(VALUES.get(part, [part]))
+        words += draw(st.lists(choices, min_size=least, max_size=most))
+    return [word.encode() if isinstance(word, str) else word for word in words]
 
 
-def _flat(parts: Sequence[Any]) -> list[bytes]:
-    flat: list[bytes] = []
-    for part in parts:
-        flat += [part] if isinstance(part, bytes) else _flat(part)
-    return flat
+def server_reply(client: redis.Redis, *command: Any) -> Any:
+    connection = client.connection_pool.get_connection()
+    try:
+        connection.send_command(*command)
+        return connection.read_response()
+    except redis.ResponseError as error:
+        return code_of(error)
+    finally:
+        client.connection_pool.release(connection)
 
 
-def some(*parts: st.SearchStrategy[Any], most: int = 3) -> st.SearchStrategy[Any]:
-    return st.lists(st.tuples(*parts), min_size=1, max_size=most)
+def simulated_reply(store: Store, *command: bytes) -> Any:
+    try:
+        return store.execute(command)
+    except StoreError as error:
+        return code_of(error_of(error))
+    except ScriptDefectError:
+        return "error ERR"
 
 
-any_key = st.sampled_from(KEYS)
-BY_COMMAND: dict[bytes, st.SearchStrategy[list[bytes]]] = {
-    b"EXISTS": words(b"EXISTS", some(any_key)),
-    b"UNLINK": words(b"UNLINK", some(any_key)),
-    b"DEL": words(b"DEL", some(any_key)),
-    b"PING": words(b"PING"),
-    b"PEXPIRE": words(b"PEXPIRE", any_key, st.sampled_from([b"1000000", b"0", b"1.5"])),
-    b"GET": words(b"GET", STRING),
-    b"SET": words(b"SET", STRING, texts, st.sampled_from([(), (b"NX",)])),
-    b"HGET": words(b"HGET", HASH, names),
-    b"HSET": words(b"HSET", HASH, some(names, texts)),
-    b"HSETNX": words(b"HSETNX", HASH, names, texts),
-    b"HMGET": words(b"HMGET", HASH, some(names)),
-    b"HGETALL": words(b"HGETALL", HASH),
-    b"HKEYS": words(b"HKEYS", HASH),
-    b"HVALS": words(b"HVALS", HASH),
-    b"HLEN": words(b"HLEN", HASH),
-    b"HEXISTS": words(b"HEXISTS", HASH, names),
-    b"HDEL": words(b"HDEL", HASH, some(names)),
-    b"HINCRBY": words(b"HINCRBY", HASH, names, numbers),
-    b"HSCAN": words(b"HSCAN", HASH, b"0", b"COUNT", b"100"),
-    b"SADD": words(b"SADD", SET, some(names)),
-    b"ZADD": words(b"ZADD", ZSET, st.sampled_from([(), (b"NX",)]), some(scores, names)),
-    b"ZREM": words(b"ZREM", ZSET, some(names)),
-    b"ZSCORE": words(b"ZSCORE", ZSET, names),
-    b"ZCARD": words(b"ZCARD", ZSET),
-    b"ZRANGE": words(b"ZRANGE", ZSET, numbers, numbers, st.sampled_from([(), (b"WITHSCORES",)])),
-    b"ZRANGEBYSCORE": words(
-        b"ZRANGEBYSCORE",
-        ZSET,
-        bounds,
-        bounds,
-        st.sampled_from([(), (b"WITHSCORES",)]),
-        st.sampled_from([(), (b"LIMIT", b"0", b"2"), (b"LIMIT", b"1", b"-1")]),
-    ),
-    b"ZREMRANGEBYSCORE": words(b"ZREMRANGEBYSCORE", ZSET, bounds, bounds),
-    b"XADD": words(
-        b"XADD",
-        STREAM,
-        st.sampled_from([(), (b"MAXLEN", b"1"), (b"MAXLEN", b"2"), (b"MAXLEN", b"~", b"99")]),
-        ids,
-        some(names, texts, most=2),
-    ),
-    b"XRANGE": words(b"XRANGE", STREAM, low_ids, high_ids, counts),
-    b"XREVRANGE": words(b"XREVRANGE", STREAM, high_ids, low_ids, counts),
-    b"XLEN": words(b"XLEN", STREAM),
-    b"XDEL": words(b"XDEL", STREAM, some(ids)),
-    b"XTRIM": words(b"XTRIM", STREAM, st.sampled_from([(b"MAXLEN", b"1"), (b"MINID", b"1-0")])),
-    b"XREAD": words(b"XREAD", counts, b"STREAMS", STREAM, ids),
-}
-wrong_types = st.tuples(st.one_of(*BY_COMMAND.values()), any_key).map(
-    lambda drawn: [drawn[1] if word in KEYS else word for word in drawn[0]]
-)
-commands = st.one_of(*BY_COMMAND.values(), wrong_types)
-calls = st.lists(st.tuples(st.booleans(), commands), min_size=1, max_size=40)
-
-
-class Both:
-    """A server and the store in memory, told the same."""
-
-    def __init__(self, client: redis.Redis) -> None:
-        self._client = client
-        self._store = Store()
-        self.sha = str(client.script_load(CALL.decode())).encode()
-        assert self._store.execute([b"SCRIPT", b"LOAD", CALL]) == self.sha
-
-    def say(self, command: list[bytes], *, by_script: bool) -> tuple[Any, Any]:
-        """Both replies, in the same form."""
-        if by_script:
-            command = [b"EVALSHA", self.sha, b"0", *command]
-        return self._real(command), self._simulated(command)
-
-    def _real(self, command: list[bytes]) -> Any:
-        connection = self._client.connection_pool.get_connection()
-        try:
-            connection.send_command(*command)
-            return connection.read_response()
-        except redis.ResponseError as error:
-            return _code(error)
-        finally:
-            self._client.connection_pool.release(connection)
-
-    def _simulated(self, command: list[bytes]) -> Any:
-        try:
-            reply = self._store.execute(command)
-        except StoreError as error:
-            return _code(error_of(error))  # type: ignore[arg-type]
-        return reply
-
-
-def _code(error: redis.ResponseError) -> str:
+def code_of(error: Any) -> str:
     return f"error {error_text(error).partition(' ')[0]}"
 
 
 def test_every_simulated_command_is_compared() -> None:
-    assert set(BY_COMMAND) | NOT_COMPARED == set(COMMANDS)
+    compared = {form.split()[0] for form in FORMS.strip().splitlines()}
+
+    assert {name.encode() for name in compared | NOT_COMPARED} == set(COMMANDS)
     assert set(COMMANDS) >= WRITES
 
 
 @pytest.mark.redis
 @pytest.mark.timeout(120)
 def test_random_commands_have_the_replies_of_a_server(client: redis.Redis) -> None:
+    sha = str(client.script_load(CALL.decode())).encode()
+
     @settings(suppress_health_check=[HealthCheck.too_slow])
-    @given(calls)
+    @given(st.lists(st.tuples(st.booleans(), commands()), min_size=20, max_size=60))
     def compare(drawn: list[tuple[bool, list[bytes]]]) -> None:
         client.unlink(*KEYS)
-        both = Both(client)
+        store = Store()
+        store.execute([b"SCRIPT", b"LOAD", CALL])
         for by_script, command in drawn:
-            real, simulated = both.say(command, by_script=by_script)
-            assert simulated == real, command
+            words = [b"EVALSHA", sha, b"0", *command] if by_script else command
+            assert simulated_reply(store, *words) == server_reply(client, *words), command
 
     try:
         compare()
@@ -184,10 +154,10 @@ def test_random_commands_have_the_replies_of_a_server(client: redis.Redis) -> No
         "return redis.sha1hex('a')",
         "return redis.pcall('HINCRBY', 'hash', 'f', 'x')['err'] ~= nil",
         "redis.call('HSET', 'hash', 'f', 3, 'g', 1.5) return redis.call('HGETALL', 'hash')",
-        "redis.call('SET', 'string', 1700000000123) return redis.call('GET', 'string')",
+        "redis.call('HSET', 'hash', 'f', 1700000000123) return redis.call('HGET', 'hash', 'f')",
         "return redis.call('HMGET', 'hash', 'none', 'neither')",
         "return redis.call('HGET', 'hash', 'none') == false",
-        "return type(redis.call('SET', 'string', 'x')) == 'table'",
+        "return type(redis.call('PING')) == 'table'",
         'return cjson.decode(\'{"a": [1, 2.5, "b"], "c": null}\').a[3]',
         "return cjson.decode('{\"c\": null}').c == cjson.null",
         "undeclared = 1",
@@ -200,56 +170,47 @@ def test_random_commands_have_the_replies_of_a_server(client: redis.Redis) -> No
 def test_scripts_have_the_replies_of_a_server(client: redis.Redis, body: str) -> None:
     source = f"#!lua\n{body}".encode()
     client.unlink(*KEYS)
-    store = Store()
-    sha = store.execute([b"SCRIPT", b"LOAD", source])
     client.script_load(source.decode())
+    store, sha = store_with(source)
 
-    try:
-        real: Any = client.execute_command("EVALSHA", sha, 0)
-    except redis.ResponseError as error:
-        real = _code(error)
-    try:
-        simulated: Any = store.execute([b"EVALSHA", sha, b"0"])
-    except StoreError as error:
-        simulated = _code(error_of(error))  # type: ignore[arg-type]
-    except ScriptDefectError:
-        simulated = "error ERR"
+    real = server_reply(client, "EVALSHA", sha, 0)
+    simulated = simulated_reply(store, b"EVALSHA", sha, b"0")
 
     client.unlink(*KEYS)
     assert simulated == real
 
 
-def test_unknown_command_raises() -> None:
+def store_with(source: bytes) -> tuple[Store, bytes]:
     store = Store()
-
-    with pytest.raises(NotSimulatedError, match="BITCOUNT"):
-        store.execute([b"BITCOUNT", b"a"])
-    with pytest.raises(NotSimulatedError, match="KEEPTTL"):
-        store.execute([b"SET", b"a", b"1", b"KEEPTTL"])
+    return store, store.execute([b"SCRIPT", b"LOAD", source])
 
 
-def test_script_with_an_unknown_command_raises() -> None:
-    store = Store()
-    sha = store.execute([b"SCRIPT", b"LOAD", b"#!lua\nreturn redis.call('BITCOUNT', 'a')"])
-
-    with pytest.raises(ScriptDefectError, match="BITCOUNT"):
-        store.execute([b"EVALSHA", sha, b"0"])
+@pytest.mark.parametrize("command", [b"BITCOUNT a", b"ZRANGE a 0 -1 REV", b"XTRIM a MAXLEN 1"])
+def test_unknown_command_raises(command: bytes) -> None:
+    with pytest.raises(NotSimulatedError):
+        Store().execute(command.split())
 
 
-def test_script_without_writes_may_not_write() -> None:
-    store = Store()
-    source = b"#!lua flags=no-writes\nreturn redis.call('SET', 'a', '1')"
-    sha = store.execute([b"SCRIPT", b"LOAD", source])
+@pytest.mark.parametrize(
+    ("source", "error", "match"),
+    [
+        (b"#!lua\nreturn redis.call('BITCOUNT', 'a')", ScriptDefectError, "BITCOUNT"),
+        (b"#!lua flags=no-writes\nreturn redis.call('DEL', 'a')", StoreError, "not allowed"),
+    ],
+)
+def test_script_with_a_forbidden_call_raises(
+    source: bytes, error: type[Exception], match: str
+) -> None:
+    store, sha = store_with(source)
 
-    with pytest.raises(StoreError, match="Write commands are not allowed"):
+    with pytest.raises(error, match=match):
         store.execute([b"EVALSHA", sha, b"0"])
 
 
 def test_full_store_runs_only_scripts_with_allow_oom() -> None:
-    store = Store()
-    store.is_full = True
-    writing = store.execute([b"SCRIPT", b"LOAD", b"#!lua\nreturn 1"])
+    store, writing = store_with(b"#!lua\nreturn 1")
     allowed = store.execute([b"SCRIPT", b"LOAD", b"#!lua flags=allow-oom\nreturn 1"])
+    store.is_full = True
 
     assert store.execute([b"EVALSHA", allowed, b"0"]) == 1
     with pytest.raises(StoreError, match="OOM"):
@@ -258,11 +219,11 @@ def test_full_store_runs_only_scripts_with_allow_oom() -> None:
 
 def test_key_expires_at_its_time() -> None:
     store = Store()
-    store.execute([b"SET", b"a", b"1"])
+    store.execute([b"SADD", b"a", b"1"])
     store.execute([b"PEXPIRE", b"a", b"1500"])
 
     store.now_ms = 1499
-    assert store.execute([b"PTTL", b"a"]) == 1
+    assert store.execute([b"EXISTS", b"a"]) == 1
     store.now_ms = 1500
     assert store.execute([b"EXISTS", b"a"]) == 0
 
@@ -270,12 +231,12 @@ def test_key_expires_at_its_time() -> None:
 def test_scan_returns_every_remaining_field_once() -> None:
     store = Store()
     fields = {b"f%d" % n: b"%d" % n for n in range(100)}
-    store.execute([b"HSET", HASH, *[word for pair in fields.items() for word in pair]])
+    store.execute([b"HSET", b"hash", *[word for pair in fields.items() for word in pair]])
     cursor, found = b"0", []
     while True:
-        cursor, page = store.execute([b"HSCAN", HASH, cursor, b"COUNT", b"7"])
+        cursor, page = store.execute([b"HSCAN", b"hash", cursor, b"COUNT", b"7"])
         found += page[::2]
-        store.execute([b"HDEL", HASH, *page[::2]])  # a removed field does not move the others
+        store.execute([b"HDEL", b"hash", *page[::2]])  # a removed field does not move the others
         if cursor == b"0":
             break
 

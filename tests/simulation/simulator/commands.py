@@ -1,4 +1,4 @@
-"""The commands of a server that Turnstream uses, with the options that it uses.
+"""The commands and options that simulated runs use.
 
 Anything else raises NotSimulatedError. `tests/simulation/test_store.py` compares the replies with a
 server's. A blocking read is a matter of `world`.
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from simulator.values import (
     LAST_ID,
-    OK,
     EntryId,
     NotSimulatedError,
     Status,
@@ -86,13 +85,6 @@ def _expire_after(store: Store, words: Words) -> int:
     return 1
 
 
-def _left(store: Store, words: Words) -> int:
-    if words[1] not in store.values:
-        return -2
-    end_ms = store.expires.get(words[1])
-    return -1 if end_ms is None else int(end_ms - store.now_ms)
-
-
 def _script(store: Store, words: Words) -> Any:
     if words[1].upper() != b"LOAD":
         raise _unknown(words[:2])
@@ -119,14 +111,6 @@ def _config(store: Store, words: Words) -> Any:
     if [word.upper() for word in words[1:]] != [b"GET", *names]:
         raise _unknown(words)
     return [b"appendfsync", store.appends_only, b"no-appendfsync-on-rewrite", b"no"]
-
-
-def _set(store: Store, words: Words) -> Any:
-    if _options(words, 3, NX=0) and words[1] in store.values:
-        return None
-    store.drop(words[1])
-    store.values[words[1]] = words[2]
-    return OK
 
 
 _Fields = dict[bytes, bytes]
@@ -207,26 +191,19 @@ def _zrange(zset: ZSet, words: Words) -> list[bytes]:
     return _listed(zset.order[first : last + 1], with_scores=bool(options))
 
 
-def _within(zset: ZSet, words: Words) -> list[tuple[float, bytes]]:
+def _zrangebyscore(zset: ZSet, words: Words) -> list[bytes]:
+    options = _options(words, 4, WITHSCORES=0, LIMIT=2)
     least, most = (score_of(word.removeprefix(b"(")) for word in words[2:4])
     is_above, is_below = (word.startswith(b"(") for word in words[2:4])
-    return [
+    pairs = [
         pair
         for pair in zset.order
         if (least < pair[0] if is_above else least <= pair[0])
         and (pair[0] < most if is_below else pair[0] <= most)
     ]
-
-
-def _zrangebyscore(zset: ZSet, words: Words) -> list[bytes]:
-    options = _options(words, 4, WITHSCORES=0, LIMIT=2)
     start, count = map(integer, options.get("LIMIT", (b"0", b"-1")))
-    pairs = _within(zset, words)[start:]
+    pairs = pairs[start:]
     return _listed(pairs if count < 0 else pairs[:count], with_scores="WITHSCORES" in options)
-
-
-def _zremrangebyscore(zset: ZSet, words: Words) -> int:
-    return sum([zset.remove(member) for _, member in _within(zset, words)])
 
 
 def _entry_id(word: bytes, *, seq: int) -> EntryId:
@@ -302,29 +279,22 @@ def _xrevrange(stream: Stream, words: Words) -> list[Any]:
     return _entries(stream, found[::-1][: _count(words)])
 
 
-def _xdel(store: Store, words: Words) -> int:
-    stream = store.get(words[1], Stream)
-    ids = [_entry_id(word, seq=0) for word in words[2:]]
-    return 0 if stream is None else sum([stream.remove(entry_id) for entry_id in ids])
-
-
 def _xtrim(store: Store, words: Words) -> int:
+    """XTRIM key MINID id, or XTRIM key MINID ~ id LIMIT number.
+
+    A server may keep entries because of the tilde. Here it keeps none that it may remove.
+    """
+    match [word.upper() for word in words[2:]]:
+        case [b"MINID", first_kept]:
+            limit = None
+        case [b"MINID", b"~", first_kept, b"LIMIT", most]:
+            limit = integer(most)
+        case _:
+            raise _unknown(words)
     stream = store.get(words[1], Stream)
-    kind, *rest = words[2:]
-    limit = None
-    if kind.upper() == b"MINID" and rest[0] == b"~":
-        # A server may keep some of them: here it keeps nothing that it may remove.
-        _, *rest = rest
-        if len(rest) == 3 and rest[1].upper() == b"LIMIT":
-            limit = integer(rest.pop())
-            rest.pop()
-    if kind.upper() not in {b"MAXLEN", b"MINID"} or len(rest) != 1:
-        raise _unknown(words)
     if stream is None:
         return 0
-    if kind.upper() == b"MAXLEN":
-        return stream.trim(max(0, len(stream) - integer(rest[0])))
-    num_old = stream.between(_entry_id(rest[0], seq=0), LAST_ID).start
+    num_old = stream.between(_entry_id(first_kept, seq=0), LAST_ID).start
     return stream.trim(num_old if limit is None else min(num_old, limit))
 
 
@@ -351,13 +321,11 @@ COMMANDS: dict[bytes, Command] = {
     b"UNLINK": lambda store, words: sum([store.drop(key) for key in words[1:]]),
     b"DEL": lambda store, words: sum([store.drop(key) for key in words[1:]]),
     b"PEXPIRE": _expire_after,
-    b"PTTL": _left,
     b"SCRIPT": _script,
     b"CONFIG": _config,
     b"INFO": _info,
     b"PING": lambda store, words: Status(b"PONG"),
     b"GET": lambda store, words: store.get(words[1], bytes),
-    b"SET": _set,
     b"HGET": _read(dict, lambda fields, words: fields.get(words[2])),
     b"HMGET": _read(dict, lambda fields, words: [fields.get(name) for name in words[2:]]),
     b"HGETALL": _read(dict, lambda fields, words: _flat(fields.items())),
@@ -379,13 +347,16 @@ COMMANDS: dict[bytes, Command] = {
     b"ZRANGEBYSCORE": _read(ZSet, _zrangebyscore),
     b"ZADD": _change(ZSet, _zadd),
     b"ZREM": _change(ZSet, lambda zset, words: sum([zset.remove(each) for each in words[2:]])),
-    b"ZREMRANGEBYSCORE": _change(ZSet, _zremrangebyscore),
     b"XADD": _xadd,
     b"XRANGE": _read(Stream, _xrange),
     b"XREVRANGE": _read(Stream, _xrevrange),
-    b"XLEN": _read(Stream, lambda stream, words: len(stream)),
-    b"XDEL": _xdel,
     b"XTRIM": _xtrim,
     b"XREAD": _xread,
 }
-"""Every command that is simulated."""
+WRITES = frozenset(
+    {
+        *(b"UNLINK", b"DEL", b"PEXPIRE", b"HSET", b"HSETNX", b"HDEL", b"HINCRBY"),
+        *(b"SADD", b"ZADD", b"ZREM", b"XADD", b"XTRIM"),
+    }
+)
+"""Those that a script with the flag no-writes may not call."""

@@ -66,12 +66,19 @@ class Execution:
 
     def _find_out(self) -> None:
         """A run that is closed takes no group again that was lost."""
-        world, shared = self._world, self._shared
+        world = self._world
         if "cut" in world.counts:
             until_s = world.now_s + _FINDING_OUT_S
-            world.run_until(
-                lambda: generators.have_found_out(shared), max_steps=_MAX_STEPS, until_s=until_s
-            )
+            world.run_until(self._have_all_resent, max_steps=_MAX_STEPS, until_s=until_s)
+
+    def _have_all_resent(self) -> bool:
+        """Return whether every living publisher has resent what the store lost."""
+        self._shared.generators = [
+            each
+            for each in self._shared.generators
+            if not (each.process.is_over or each.has_resent())
+        ]
+        return not self._shared.generators
 
     def _end(self) -> None:
         world, shared, writes = self._world, self._shared, self.invariants.writes
@@ -93,7 +100,7 @@ class Execution:
             self.invariants.check_end()
         else:
             shown = _shown(world, shared.run)
-            world.blame(f"P5: {shared.run} has not ended after {world.now_s:.0f} s: {shown}")
+            world.fail(f"P5: {shared.run} has not ended after {world.now_s:.0f} s: {shown}")
 
 
 def _shown(world: World, run: str) -> str:
@@ -144,7 +151,7 @@ class Supervisor:
     def _look_at_end(self, slot: Slot, process: Process) -> None:
         error = None if process.task.cancelled() else process.task.exception()
         if error is not None:
-            self.world.blame(f"{process.name} failed: {error!r}")
+            self.world.fail(f"{process.name} failed: {error!r}")
         self.world.kill(process)
         slot.start_at_s = self.world.now_s + self.world.rng.random()
 

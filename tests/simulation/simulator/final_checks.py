@@ -119,12 +119,12 @@ def states_of(writes: RunWrites) -> dict[str, str]:
         ended = decode_ends(record)
         for key, end in zip(ended.trajectories, ended.ends, strict=True):
             if (name := keys.trajectory_id(key)) in states:
-                writes.world.blame(f"{name} is {states[name]} and {end}")
+                writes.world.fail(f"{name} is {states[name]} and {end}")
             states[name] = end
     for raw, entry in writes.hash("ledger").items():
         name, state = raw.decode(), entry.decode()
         if states.setdefault(name, state) != state:
-            writes.world.blame(f"{name} is {states[name]} and {state}")
+            writes.world.fail(f"{name} is {states[name]} and {state}")
     return states
 
 

@@ -23,19 +23,19 @@ class History:
     """Facts of one run.
 
     Attributes:
-        said: trajectory id -> the CRCs of the turns of every attempted seal.
+        sealed_crcs: trajectory id -> the CRCs of the turns of every attempted seal.
         writers: trajectory id -> the processes that wrote to it, or asked to.
         rewarded: trajectory -> time and value of an acknowledged reward.
         groups: name, samples and needed members of groups that several generators write.
         trained: step -> manifest hash, of the surviving history; `ever_trained` of all histories.
         checkpoints: tokens of the surviving history, oldest first; `on_disk` has all of them.
         most_withdrawn: the newest step that was trained by a withdrawn plan.
-        newest_said: the newest step that the current session acknowledged, or tried to.
+        newest_stepped: the newest step that the current session acknowledged, or tried to.
         revised: acknowledged configs by number: first step, config.
         mixed: refusals that no caller may get.
     """
 
-    said: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
+    sealed_crcs: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
     acknowledged: set[str] = field(default_factory=set)
     writers: dict[str, set[str]] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
@@ -50,32 +50,36 @@ class History:
     checkpoints: list[RecoveryToken] = field(default_factory=list)
     most_withdrawn: int = 0
     releasable: int = 0
-    newest_said: int = 0
+    newest_stepped: int = 0
     num_sessions: int = 0
     session: str = ""
     newest_version: int = 0
     revised: dict[int, tuple[int, BatchingConfig]] = field(default_factory=dict)
-    refusals: dict[str, int] = field(default_factory=dict)
     mixed: list[str] = field(default_factory=list)
 
     def wrote(self, key: TrajectoryKey, process: str) -> None:
         """A process writes to a trajectory, or asks to."""
         self.writers.setdefault(keys.trajectory_id(key), set()).add(process)
 
-    def begun(
+    def started(
         self, name: str, session: TrainerSession, token: RecoveryToken | None, *, released: int
     ) -> None:
-        """Start a session: later checkpoints than its token are invalid."""
+        """Start a session: later steps and checkpoints than its token are invalid."""
         self.session = name
-        self.newest_said = session.next_step - 1
+        self.newest_stepped = session.next_step - 1
+        self.trained = {
+            step: own_hash
+            for step, own_hash in self.planned.items()
+            if step < session.next_step and (step, own_hash) in self.all_trained
+        }
         kept = [each for each in self.checkpoints if each.step < session.next_step - 1]
         self.checkpoints = [*kept, *([token] if token is not None and token.step else [])]
         self.releasable = released
 
-    def saved(self, token: RecoveryToken, *, is_present: bool, retained: int) -> None:
-        """A checkpoint is on disk: one of the history that survives, if its session is present."""
+    def saved(self, token: RecoveryToken, *, is_newest: bool, retained: int) -> None:
+        """Note a checkpoint on disk, which survives if its session is the newest."""
         self.on_disk.append(token)
-        if is_present:
+        if is_newest:
             self.checkpoints.append(token)
             self.may_release(retained=retained)
 
@@ -101,8 +105,6 @@ class History:
                 self.awaiting.append(key)  # its poster may have died
 
     def refused(self, error: Exception) -> None:
-        """Count an error that a caller was told."""
-        name = type(error).__name__
-        self.refusals[name] = self.refusals.get(name, 0) + 1
+        """Note an error that a caller got, if none may get it."""
         if isinstance(error, TurnGapError) or any(text in str(error) for text in _NEVER):
             self.mixed.append(str(error))

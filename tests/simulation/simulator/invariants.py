@@ -40,7 +40,7 @@ class Invariants:
         """After every step of the world."""
         if self.writes.new_steps:
             self._check_plans()
-        self._blame_all(self._leases.check())
+        self._fail_all(self._leases.check())
         if b"parked" in self.writes.hash("leader"):
             self._term = b"", 0  # parking a run releases the lease of its leader
         if self._world.num_steps % _EVERY_STEPS == 0:
@@ -48,24 +48,24 @@ class Invariants:
 
     def _check_plans(self) -> None:
         for step in self.writes.take_new_steps():
-            self._blame_all(plan_holds(self.writes, *self.writes.manifests[step]))
-            self._blame_all(ledger_adds_up(self.writes))
+            self._fail_all(plan_holds(self.writes, *self.writes.manifests[step]))
+            self._fail_all(ledger_adds_up(self.writes))
 
     def check_end(self) -> None:
         """Check the invariants of a finished run."""
         self._check_state()
-        self._blame_all(everything_ended(self.writes))
-        self._blame_all(history_repeats(self.writes))
+        self._fail_all(everything_ended(self.writes))
+        self._fail_all(history_repeats(self.writes))
 
     def _check_state(self) -> None:
         self._let_plans_fall()
-        self._blame_all(ledger_adds_up(self.writes))
+        self._fail_all(ledger_adds_up(self.writes))
         for check in (
             *(self._frontier_holds, self._leaders_stay_apart, self._snapshot_holds),
             *(self._payload_holds, self._writers_stay_apart, self._revisions_hold),
             self._end_holds,
         ):
-            self._blame_all(check())
+            self._fail_all(check())
 
     def _let_plans_fall(self) -> None:
         num_withdrawn = sum([isinstance(each, tuple) for each in self.writes.plans])
@@ -73,9 +73,9 @@ class Invariants:
             self._num_withdrawn = num_withdrawn
             del self._lows["planned"], self._lows[_SNAPSHOT_STEP]
 
-    def _blame_all(self, violations: Violations) -> None:
+    def _fail_all(self, violations: Violations) -> None:
         for text in violations:
-            self._world.blame(text)
+            self._world.fail(text)
 
     def _note_synced(self) -> None:
         self.writes.note_synced()
@@ -116,7 +116,7 @@ class Invariants:
         if number["planned"] != max(manifests, default=0):
             yield f"step {number['planned']} is the newest, plans are {sorted(manifests)}"
         yield from self._checkpoints_hold(number["committed"], number["released"])
-        newest = self._shared.history.newest_said
+        newest = self._shared.history.newest_stepped
         if self.knows_session and number["stepped"] > newest:
             yield f"step {number['stepped']} is stepped, {newest} was said"
 

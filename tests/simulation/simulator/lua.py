@@ -16,6 +16,7 @@ from typing import Any
 
 import lupa.lua51 as lupa
 
+from simulator.commands import WRITES
 from simulator.values import Status, StoreError
 
 Carry = Callable[[bytes, Sequence[bytes]], Any]
@@ -185,7 +186,7 @@ class Scripts:
         words_of_bytes = [word if type(word) is bytes else _number(word) for word in words]
         name = words_of_bytes[0].upper()
         try:
-            if self._is_read_only and name in _writes():
+            if self._is_read_only and name in WRITES:
                 return None, b"err", b"ERR Write commands are not allowed from read-only scripts."
             reply = self.carry_out(name, words_of_bytes)
         except StoreError as error:
@@ -238,13 +239,6 @@ def _number(value: Any) -> bytes:
     if type(value) is float:
         return b"%.17g" % value
     raise ScriptDefectError(f"redis.call takes strings and numbers, not {value!r}")
-
-
-@functools.cache
-def _writes() -> frozenset[bytes]:
-    from simulator.store import WRITES  # which runs scripts by this module
-
-    return WRITES
 
 
 def _nothing(name: bytes, words: Sequence[bytes]) -> Any:

@@ -56,7 +56,7 @@ class _Complaints(logging.Handler):
             text = record.getMessage()
             if record.exc_info is not None:
                 text += "\n" + logging.Formatter().formatException(record.exc_info)
-            process.world.blame(f"{process.name} logs: {text}")
+            process.world.fail(f"{process.name} logs: {text}")
 
 
 def _in_process(make: Callable[[Process], Any]) -> Callable[..., Any]:

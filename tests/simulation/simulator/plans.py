@@ -42,7 +42,7 @@ def _group_holds(writes: RunWrites, manifest: Manifest, group: GroupPlan) -> Vio
         name = keys.trajectory_id(member.key)
         if writes.step_of.setdefault(name, manifest.step) != manifest.step:
             yield f"I2: {name} is in step {writes.step_of[name]} and {manifest.step}"
-        said = writes.shared.history.said.get(name, set())
+        said = writes.shared.history.sealed_crcs.get(name, set())
         if member.payload_crcs not in said:
             yield f"{name} is planned with turns that nobody sealed"
         others = _mean_of_others(rewards, member.reward)

@@ -138,7 +138,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self.process.is_dead:
-            self.process.world.blame(f"{self.process.name}: {context}")
+            self.process.world.fail(f"{self.process.name}: {context}")
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self.tasks.pop(task, None)
@@ -193,10 +193,7 @@ class Process:
     """A loop and its tasks, which can be killed.
 
     Attributes:
-        begun: trajectories that it started; it neither starts them again nor adopts them.
         hangs_until_s: time at which its slow call arrives.
-        given_up: started trajectories that it abandoned; a store that forgot this may give them
-            again.
     """
 
     def __init__(self, world: World, name: str, main: Main) -> None:
@@ -205,8 +202,6 @@ class Process:
         self.is_dead = False
         self.is_queued = False
         self.asleep_until_s = self.hangs_until_s = 0.0
-        self.begun: set[Any] = set()
-        self.given_up: set[Any] = set()
         self.loop = ProcessLoop(self)
         self.task = self.loop.create_task(main(self), name=name)
 
@@ -224,7 +219,7 @@ class Process:
             if not self.loop.tasks:
                 break
         else:
-            self.world.blame(f"{self.name} cannot be ended: {[*self.loop.tasks]}")
+            self.world.fail(f"{self.name} cannot be ended: {[*self.loop.tasks]}")
         if self.task.done() and not self.task.cancelled():
             self.task.exception()
 

@@ -125,26 +125,26 @@ class RunWrites:
         owner, served = self.hash("leader").get(b"owner", b"").decode(), self.world.served
         is_free = isinstance(written, SealedTrajectory) or not owner
         if served.startswith("batcher") and served != owner and not is_free:
-            self.world.blame(f"{served} writes {written} while {owner} leads")
+            self.world.fail(f"{served} writes {written} while {owner} leads")
 
     def _note_going_on(self, written: object) -> None:
         if b"paused" in self.hash("frontier"):
-            self.world.blame(f"{written}, and the run is paused")
+            self.world.fail(f"{written}, and the run is paused")
 
     def _note_version(self, announced: VersionAnnounced) -> None:
         frontier, served = self.hash("frontier"), self.world.served
         lineage, session = frontier[b"lineage"].decode(), frontier[b"session"].decode()
         if announced.lineage != lineage:
-            self.world.blame(f"{announced} while the run continues {lineage!r}")
+            self.world.fail(f"{announced} while the run continues {lineage!r}")
         if session.rpartition("-")[0] != served:
-            self.world.blame(f"{served} announces {announced} while {session!r} trains")
+            self.world.fail(f"{served} announces {announced} while {session!r} trains")
 
     def _note_withdrawal(self, event_id: str, event: PlansWithdrawn) -> None:
         """Its plans are void; nothing of them was stepped."""
         if event.step <= int(self.hash("frontier")[b"stepped"]):
-            self.world.blame(f"{event} of a step that is stepped")
+            self.world.fail(f"{event} of a step that is stepped")
         if not any(keys.trajectory_id(key) in self.shared.rotten for key in event.dead):
-            self.world.blame(f"{event}, and nothing of it was damaged")
+            self.world.fail(f"{event}, and nothing of it was damaged")
         self.plans.append((self.hash("snapshot")[b"position"].decode(), event_id, event))
         self.manifests = {s: each for s, each in self.manifests.items() if s < event.step}
         self.step_of = {name: s for name, s in self.step_of.items() if s < event.step}
@@ -156,9 +156,9 @@ class RunWrites:
         stored, planned = self.hash("config"), max(self.manifests, default=0)
         first = int(stored.get(b"from:%d" % event.revision, 0))
         if not first == event.step == planned + 1:
-            self.world.blame(f"{event} of a config from step {first} on, and {planned} is planned")
+            self.world.fail(f"{event} of a config from step {first} on, and {planned} is planned")
         if event.revision <= int(stored[b"newest"]):
-            self.world.blame(f"{event}, and {int(stored[b'newest'])} is in force")
+            self.world.fail(f"{event}, and {int(stored[b'newest'])} is in force")
         self.note_most_live()
         self.shared.goes_by(self.config(event.revision))
         self.note_most_live()
@@ -190,7 +190,7 @@ class RunWrites:
     def _note_end(self, event: RunClosed | RunReopened) -> None:
         is_closed = isinstance(event, RunClosed)
         if is_closed == self.is_closed:
-            self.world.blame(f"{event} is said twice")
+            self.world.fail(f"{event} is said twice")
         self.is_closed = is_closed
         self.shared.is_ended = self.shared.is_ended and is_closed
 
@@ -205,7 +205,7 @@ class RunWrites:
         self._note_planner(f"step {manifest.step}")
         if manifest.step in self.manifests:
             if self.manifests[manifest.step][1] != own_hash:
-                self.world.blame(f"step {manifest.step} is planned twice")
+                self.world.fail(f"step {manifest.step} is planned twice")
             return  # a withdrawal writes those that stand again
         self._note_going_on(f"step {manifest.step} is planned")
         self.plans.append(manifest)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simulator.history import History
-from simulator.processes import Process
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import UnavailableError
-from turnstream.generator import AsyncPublisher
 from turnstream_server.batcher.planner.snapshotting import Upkeep
+
+if TYPE_CHECKING:
+    from simulator.generators import Generator
 
 URL = "redis://simulated"
 
@@ -41,13 +42,13 @@ class SharedState:
     is_closing: bool = False
     is_ended: bool = False
     is_closed_for_good: bool = False
-    num_begun: int = 0
+    num_groups: int = 0
     num_evals: int = 0
     max_evals: int = 0
     num_prompts: int = 0
     most_episodes: int = 1
     rotten: set[str] = field(default_factory=set)
-    publishers: list[tuple[Process, AsyncPublisher]] = field(default_factory=list)
+    generators: list[Generator] = field(default_factory=list)
     token_ids: int = 0
 
     def __post_init__(self) -> None:

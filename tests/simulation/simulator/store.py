@@ -124,12 +124,3 @@ class Store:
         if self.is_full and not script.allows_oom and not script.is_read_only:
             raise StoreError("OOM command not allowed when used memory > 'maxmemory'.")
         return script.run(num_keys, words[3:])
-
-
-WRITES = frozenset(
-    {
-        *(b"UNLINK", b"DEL", b"PEXPIRE", b"SET", b"HSET", b"HSETNX", b"HDEL", b"HINCRBY", b"SADD"),
-        *(b"ZADD", b"ZREM", b"ZREMRANGEBYSCORE", b"XADD", b"XDEL", b"XTRIM"),
-    }
-)
-"""Those that a script with the flag no-writes may not call."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from simulator.clients import AsyncClient
 from simulator.processes import Process
 from simulator.shared_state import URL, SharedState, patiently
-from simulator.world import World
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import (
     ConflictError,
@@ -44,339 +42,288 @@ from turnstream_server.bus.sessions.sessions import (
 _LONGEST_WAIT_S = 1.0
 _HANGS = 0.15
 _SHORTEST_HANG_S, _LONGEST_HANG_S = 0.55, 1.2
-"""How often a session hangs before it says something, and for how long: most of the time
-another session starts in this time."""
+"""How often a session hangs before a call, and for how long: another one usually starts then."""
 _LONGEST_SAVE_S = 0.5
 """Longest time to save a checkpoint."""
 _FROM_THE_START = RecoveryToken(lineage="main", step=0, chain_hash="")
-
-
-class Ranks:
-    """All ranks of a session; each of them acknowledges."""
-
-    def __init__(
-        self,
-        client: AsyncClient,
-        shared: SharedState,
-        name: str,
-        begun: TrainerSession,
-        *,
-        dp_world_size: int,
-    ) -> None:
-        self._client = client
-        self._shared = shared
-        self._assembler = Assembler(URL, max_cache_bytes=1)
-        self._step = begun.next_step - 1
-        self._batch: PlannedBatch | None = None
-        self._asked = [
-            wire.GetRequest(
-                run=shared.run,
-                step=begun.next_step,
-                session=name,
-                session_epoch=begun.session_epoch,
-                dp_rank=rank,
-                dp_world_size=dp_world_size,
-            )
-            for rank in range(dp_world_size)
-        ]
-
-    @property
-    def manifests(self) -> set[str]:
-        """From which the batch was delivered that was pulled last."""
-        return {asked.previous_hash for asked in self._asked}
-
-    async def pull(self, view: RunView) -> PlannedBatch:
-        """The next batch of rank 0, once every rank has one; called again where it failed."""
-        for asked in self._asked:
-            if asked.step == self._step + 1:
-                batch = await self._get(view, asked)
-                asked.step, asked.previous_hash = asked.step + 1, batch.manifest_hash
-                self._batch = batch if asked.dp_rank == 0 else self._batch
-        assert self._batch is not None
-        self._step += 1
-        return self._batch
-
-    async def stepped(self, step: int, manifest_hash: str) -> RecoveryToken:
-        """Acknowledge a step on every rank, each with the manifest of its own batch."""
-        *others, last = self._asked
-        for asked in others:
-            with contextlib.suppress(NotReadyError):  # the last rank has not called yet
-                await self._acknowledge(asked, step, manifest_hash)
-        return await self._acknowledge(last, step, manifest_hash)
-
-    async def _acknowledge(
-        self, asked: wire.GetRequest, step: int, manifest_hash: str
-    ) -> RecoveryToken:
-        return await acknowledge_stepped(
-            self._client,
-            asked.run,
-            session_epoch=asked.session_epoch,
-            step=step,
-            manifest_hash=asked.previous_hash if step == self._step else manifest_hash,
-            session=asked.session,
-            dp_rank=asked.dp_rank,
-        )
-
-    async def committed(self, token: RecoveryToken) -> None:
-        """Acknowledge a checkpoint on every rank."""
-        for asked in self._asked:
-            await acknowledge_committed(
-                self._client,
-                asked.run,
-                session_epoch=asked.session_epoch,
-                token=token,
-                session=asked.session,
-                dp_rank=asked.dp_rank,
-            )
-
-    async def _get(self, view: RunView, asked: wire.GetRequest) -> PlannedBatch:
-        """Do the work of the servicer before it sends a batch."""
-        batch = await admit(self._client, view, asked, wait_s=0.0)
-        if self._shared.rotten:
-            await self._check_payload(batch)
-        return batch
-
-    async def _check_payload(self, batch: PlannedBatch) -> None:
-        """Refuse damaged payload, as a replica does that assembles it for the first time."""
-        damages = await self._assembler.examine(batch)
-        if damages:
-            step, sentence = batch.manifest.step, f"damaged payload of {damages[0].key}"
-            await note_damage(
-                self._client,
-                self._shared.run,
-                step=step,
-                manifest_hash=batch.manifest_hash,
-                sentence=sentence,
-            )
-            raise CorruptRecordError(sentence)
-
-
-@dataclass
-class _Session:
-    """A session of one process, and what it has acknowledged.
-
-    It repeats acknowledgements that a store has lost, as `turnstream.worker._acknowledged` does.
-    """
-
-    world: World
-    shared: SharedState
-    client: AsyncClient
-    name: str
-    begun: TrainerSession
-    ranks: Ranks
-    said: list[tuple[int, str]] = field(default_factory=list)
-
-    async def say(self, step: int, manifest_hash: str) -> RecoveryToken:
-        """Acknowledge the step after those before."""
-        token = await self.insist(lambda: self._say(step, manifest_hash))
-        if len(self.ranks.manifests) > 1:
-            self.world.blame(f"step {step} is acknowledged, of {sorted(self.ranks.manifests)}")
-        self.said.append((step, manifest_hash))
-        return token
-
-    async def insist(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the result of a call that needs all acknowledged steps."""
-        try:
-            return await call()
-        except ConflictError:
-            if not self.said:
-                raise
-            await self.say_again()
-        return await call()
-
-    async def say_again(self) -> None:
-        """Say the newest step again, and in order those before it that are forgotten as well."""
-        forgotten: list[tuple[int, str]] = []
-        for step, manifest_hash in reversed(self.said):
-            try:
-                await self._say(step, manifest_hash)
-            except ConflictError:
-                forgotten.append((step, manifest_hash))
-            else:
-                break
-        for step, manifest_hash in reversed(forgotten):
-            await self._say(step, manifest_hash)
-
-    async def _say(self, step: int, manifest_hash: str) -> RecoveryToken:
-        start, history = self.world.store.num_starts, self.shared.history
-        if self.is_present:
-            history.newest_said = max(history.newest_said, step)
-        token = await patiently(lambda: self.ranks.stepped(step, manifest_hash))
-        planned = history.planned.get(step)
-        if start == self.world.store.num_starts and planned != manifest_hash:
-            self.world.blame(f"step {step} is {planned}, and is acknowledged as {manifest_hash}")
-        if self.is_present:
-            history.trained[step] = manifest_hash
-        return token
-
-    @property
-    def is_present(self) -> bool:
-        """Return whether no other session has started."""
-        return self.shared.history.session == self.name
-
-    def require_present(self) -> None:
-        """A session that sleeps finds out when it wakes up, or soon after."""
-        if not self.is_present:
-            raise FencedError(f"session {self.name} sleeps while another begins")
 
 
 async def trainer(process: Process, shared: SharedState) -> None:
     """One start of a trainer: from a checkpoint to the end of the run, or until it is replaced."""
     world, history = process.world, shared.history
     history.num_sessions += 1
-    client = AsyncClient(process)
-    name = f"{process.name}-{history.num_sessions}"
-    begun = await _begin(client, shared, name, process)
-    if begun is None:
-        return
-    session, dp_world_size = begun
-    history.trained = {
-        step: own_hash
-        for step, own_hash in history.planned.items()
-        if step < session.next_step and (step, own_hash) in history.all_trained
-    }
-    ranks = Ranks(client, shared, name, session, dp_world_size=dp_world_size)
+    session = Session(process, shared, f"{process.name}-{history.num_sessions}")
     try:
-        await _train_all(process, _Session(world, shared, client, name, session, ranks))
+        if await session.start():
+            await session.train_all()
     except EndOfRunError:
-        frontier: Any = world.store.values[keys.run_keys(shared.run).frontier.encode()]
-        shared.is_ended = frontier.get(b"finished") == b"1"  # unless it was opened again since
+        shared.is_ended = _frontier(process, shared).get(b"finished") == b"1"  # unless reopened
     except FencedError as error:
         history.refused(error)
     except (StoreBehindError, ConflictError) as error:
-        if "cut" not in world.counts:
+        if not session.is_started or "cut" not in world.counts:
             raise
         history.refused(error)
 
 
-async def _train_all(process: Process, session: _Session) -> None:
-    client, shared = session.client, session.shared
-    frontier = await patiently(lambda: read_frontier_async(client, shared.run))
-    view = RunView(client, shared.run, frontier=frontier, on_stepped=lambda _: None)
-    listener = RunListener(client, shared.run, after_step=frontier.planned)
-    while True:
-        try:
-            batch = await session.ranks.pull(view)
-        except NotReadyError:
-            await session.say_again()  # the store may wait for a step that it has forgotten
-            await _wait(listener)
-        except (UnavailableError, CorruptRecordError):
-            await asyncio.sleep(0.1 + 0.4 * process.world.rng.random())
-        else:
-            await _train(process, session, batch)
+def _frontier(process: Process, shared: SharedState) -> dict[bytes, bytes]:
+    found: Any = process.world.store.values[keys.run_keys(shared.run).frontier.encode()]
+    return found
 
 
-async def _wait(listener: RunListener) -> None:
-    try:
-        await listener.wait(with_events=False, wait_s=_LONGEST_WAIT_S)
-    except UnavailableError:
-        await asyncio.sleep(_LONGEST_WAIT_S / 2)
+class Session:
+    """A session of one process, with all of its ranks.
 
-
-async def _begin(
-    client: AsyncClient, shared: SharedState, name: str, process: Process
-) -> tuple[TrainerSession, int] | None:
-    history, rng = shared.history, process.world.rng
-    tokens: list[RecoveryToken | None] = [None, *history.checkpoints]
-    token = tokens[-1]
-    if rng.random() < 0.2:
-        token = rng.choice(tokens[-shared.in_force.retain_checkpoints - 1 :])
-    dp_world_size = rng.choice((2, 3, 4))
-    # Try the newest checkpoints on disk first: a session that sleeps may have started after one
-    # that is invalid here.
-    others = [tokens[-1], *reversed(history.on_disk), None, _FROM_THE_START]
-    while True:
-        try:
-            session = await start_session(
-                client, shared.run, session=name, dp_world_size=dp_world_size, token=token
-            )
-        except UnavailableError:
-            await asyncio.sleep(0.1)
-        except (ReleasedError, ConflictError, StoreBehindError) as error:
-            history.refused(error)
-            if not others:
-                raise
-            token = others.pop(0)
-        except FencedError as error:
-            history.refused(error)
-            return None
-        else:
-            frontier: Any = process.world.store.values[keys.run_keys(shared.run).frontier.encode()]
-            if frontier[b"session"] != name.encode():
-                return None  # it slept, and another began after it
-            if int(frontier[b"stepped"]) != session.next_step - 1:
-                process.world.blame(f"{name} begins with step {session.next_step}: {frontier}")
-            shared.is_ended = False
-            history.begun(name, session, token, released=int(frontier.get(b"released", 0)))
-            history.may_release(retained=shared.in_force.retain_checkpoints)
-            return session, dp_world_size
-
-
-async def _train(process: Process, session: _Session, batch: PlannedBatch) -> None:
-    shared, world, manifest = session.shared, process.world, batch.manifest
-    history = shared.history
-    session.require_present()
-    if history.planned.get(manifest.step) == batch.manifest_hash:  # else the store lost both
-        _payload_is_there(process, shared, manifest)
-    before = history.ever_trained.setdefault(manifest.step, batch.manifest_hash)
-    history.all_trained.add((manifest.step, batch.manifest_hash))
-    if "cut" in world.counts:  # the step may have been lost while the batch was on its way
-        before = history.ever_trained[manifest.step] = batch.manifest_hash
-    if before != batch.manifest_hash:
-        world.blame(f"step {manifest.step} was {before}, and comes as {batch.manifest_hash}")
-    await asyncio.sleep(world.rng.random() * 0.3)
-    token = await session.say(manifest.step, batch.manifest_hash)
-    await _hang(process)
-    await _announce(session, manifest.step)
-    if world.rng.random() < 0.6 or shared.is_closing:
-        await asyncio.sleep(world.rng.random() * _LONGEST_SAVE_S)
-        await _hang(process)
-        await _commit(session, token)
-
-
-async def _hang(process: Process) -> None:
-    """Hang by chance until another session has started, so that the next call is too late.
-
-    The trainer does not know this and calls; the store must refuse it.
+    It repeats acknowledgements that a store has lost, as `turnstream.worker._acknowledged` does.
     """
-    world = process.world
-    if world.rng.random() < _HANGS:
-        spread_s = _LONGEST_HANG_S - _SHORTEST_HANG_S
-        hangs_s = _SHORTEST_HANG_S + world.rng.random() * spread_s
-        process.hangs_until_s = world.now_s + hangs_s
-        await asyncio.sleep(hangs_s)
 
+    def __init__(self, process: Process, shared: SharedState, name: str) -> None:
+        self._process, self._world, self._rng = process, process.world, process.world.rng
+        self._shared, self._run, self._history = shared, shared.run, shared.history
+        self._name = name
+        self._client = AsyncClient(process)
+        self._assembler = Assembler(URL, max_cache_bytes=1)
+        self._acknowledged: list[tuple[int, str]] = []
+        self._requests: list[wire.GetRequest] = []
+        self._batch: PlannedBatch | None = None
+        self._step, self._session_epoch, self._lineage = 0, 0, ""
 
-async def _commit(session: _Session, token: RecoveryToken) -> None:
-    """Save a checkpoint and say so, also where it is too late: the store is to refuse it."""
-    shared, history = session.shared, session.shared.history
-    history.saved(token, is_present=session.is_present, retained=shared.in_force.retain_checkpoints)
-    await session.insist(lambda: patiently(lambda: session.ranks.committed(token)))
+    @property
+    def is_started(self) -> bool:
+        """Return whether the store has started it."""
+        return bool(self._requests)
 
+    @property
+    def is_newest(self) -> bool:
+        """Return whether no other session has started."""
+        return self._history.session == self._name
 
-async def _announce(session: _Session, step: int) -> None:
-    history = session.shared.history
-    history.newest_version += 1
-    announced = VersionAnnounced(
-        version=history.newest_version, step=step, lineage=session.begun.lineage
-    )
-    await patiently(
-        lambda: announce_version(
-            session.client,
-            session.shared.run,
-            announced,
-            session_epoch=session.begun.session_epoch,
-            session=session.name,
-        )
-    )
+    async def start(self) -> bool:
+        """Start from a checkpoint; return whether the session is still the newest."""
+        history, rng = self._history, self._rng
+        tokens: list[RecoveryToken | None] = [None, *history.checkpoints]
+        token = tokens[-1]
+        if rng.random() < 0.2:
+            token = rng.choice(tokens[-self._shared.in_force.retain_checkpoints - 1 :])
+        dp_world_size = rng.choice((2, 3, 4))
+        # Try the newest checkpoints on disk first: a session that sleeps may have started after one
+        # that is invalid here.
+        others = [tokens[-1], *reversed(history.on_disk), None, _FROM_THE_START]
+        while True:
+            try:
+                session = await start_session(
+                    self._client,
+                    self._run,
+                    session=self._name,
+                    dp_world_size=dp_world_size,
+                    token=token,
+                )
+            except UnavailableError:
+                await asyncio.sleep(0.1)
+            except (ReleasedError, ConflictError, StoreBehindError) as error:
+                history.refused(error)
+                if not others:
+                    raise
+                token = others.pop(0)
+            else:
+                return self._continue_from(session, token, dp_world_size=dp_world_size)
 
+    def _continue_from(
+        self, session: TrainerSession, token: RecoveryToken | None, *, dp_world_size: int
+    ) -> bool:
+        history, next_step = self._history, session.next_step
+        frontier = _frontier(self._process, self._shared)
+        if frontier[b"session"] != self._name.encode():
+            return False  # it slept, and another started after it
+        if int(frontier[b"stepped"]) != next_step - 1:
+            self._world.fail(f"{self._name} starts with step {next_step}: {frontier}")
+        self._shared.is_ended = False
+        history.started(self._name, session, token, released=int(frontier.get(b"released", 0)))
+        history.may_release(retained=self._shared.in_force.retain_checkpoints)
+        self._step, self._session_epoch = next_step - 1, session.session_epoch
+        self._lineage = session.lineage
+        self._requests = [
+            wire.GetRequest(
+                run=self._run,
+                step=next_step,
+                session=self._name,
+                session_epoch=session.session_epoch,
+                dp_rank=rank,
+                dp_world_size=dp_world_size,
+            )
+            for rank in range(dp_world_size)
+        ]
+        return True
 
-def _payload_is_there(process: Process, shared: SharedState, manifest: Manifest) -> None:
-    """The payload of a delivered batch is stored."""
-    store = process.world.store
-    for group in manifest.groups:
-        for member in group.trajectories:
-            name = keys.trajectory_id(member.key)
-            stream: Any = store.values.get(keys.trajectory_keys(shared.run, name).turns.encode())
+    async def train_all(self) -> None:
+        """Train until the run ends, or an error ends the session."""
+        frontier = await patiently(lambda: read_frontier_async(self._client, self._run))
+        view = RunView(self._client, self._run, frontier=frontier, on_stepped=lambda _: None)
+        listener = RunListener(self._client, self._run, after_step=frontier.planned)
+        while True:
+            try:
+                batch = await self._pull(view)
+            except NotReadyError:
+                await self._resend()  # the store may wait for a step that it has lost
+                try:
+                    await listener.wait(with_events=False, wait_s=_LONGEST_WAIT_S)
+                except UnavailableError:
+                    await asyncio.sleep(_LONGEST_WAIT_S / 2)
+            except (UnavailableError, CorruptRecordError):
+                await asyncio.sleep(0.1 + 0.4 * self._rng.random())
+            else:
+                await self._train(batch)
+
+    async def _pull(self, view: RunView) -> PlannedBatch:
+        """The next batch of rank 0, once every rank has one; called again after an error."""
+        for request in self._requests:
+            if request.step == self._step + 1:
+                batch = await admit(self._client, view, request, wait_s=0.0)
+                if self._shared.rotten:
+                    await self._check_payload(batch)
+                request.step, request.previous_hash = request.step + 1, batch.manifest_hash
+                self._batch = batch if request.dp_rank == 0 else self._batch
+        assert self._batch is not None
+        self._step += 1
+        return self._batch
+
+    async def _check_payload(self, batch: PlannedBatch) -> None:
+        """Refuse damaged payload, as a replica does that assembles it for the first time."""
+        damages = await self._assembler.examine(batch)
+        if damages:
+            step, sentence = batch.manifest.step, f"damaged payload of {damages[0].key}"
+            own_hash = batch.manifest_hash
+            await note_damage(
+                self._client, self._run, step=step, manifest_hash=own_hash, sentence=sentence
+            )
+            raise CorruptRecordError(sentence)
+
+    async def _train(self, batch: PlannedBatch) -> None:
+        world, history, rng = self._world, self._history, self._rng
+        step, own_hash = batch.manifest.step, batch.manifest_hash
+        if not self.is_newest:  # a session that sleeps finds out when it wakes up, or soon after
+            raise FencedError(f"session {self._name} sleeps while another starts")
+        if history.planned.get(step) == own_hash:  # else the store lost both
+            self._require_payload(batch.manifest)
+        before = history.ever_trained.setdefault(step, own_hash)
+        history.all_trained.add((step, own_hash))
+        if "cut" in world.counts:  # the step may have been lost while the batch was on its way
+            before = history.ever_trained[step] = own_hash
+        if before != own_hash:
+            world.fail(f"step {step} was {before}, and comes as {own_hash}")
+        await asyncio.sleep(rng.random() * 0.3)
+        token = await self._step_done(step, own_hash)
+        await self._hang()
+        await self._announce(step)
+        if rng.random() < 0.6 or self._shared.is_closing:
+            await asyncio.sleep(rng.random() * _LONGEST_SAVE_S)
+            await self._hang()
+            await self._commit(token)
+
+    def _require_payload(self, manifest: Manifest) -> None:
+        """The payload of a delivered batch is stored."""
+        for member in [each for group in manifest.groups for each in group.trajectories]:
+            names = keys.trajectory_keys(self._run, member.key.trajectory_id)
+            stream: Any = self._world.store.values.get(names.turns.encode())
             if stream is None or len(stream) != len(member.payload_crcs) + 1:
-                process.world.blame(f"step {manifest.step} has no payload of {name} any more")
+                self._world.fail(f"step {manifest.step} has no payload of {member.key} any more")
+
+    async def _hang(self) -> None:
+        """Hang by chance until another session has started, so that the next call is too late.
+
+        The trainer does not know this and calls; the store must refuse it.
+        """
+        if self._rng.random() < _HANGS:
+            spread_s = _LONGEST_HANG_S - _SHORTEST_HANG_S
+            hangs_s = _SHORTEST_HANG_S + self._rng.random() * spread_s
+            self._process.hangs_until_s = self._world.now_s + hangs_s
+            await asyncio.sleep(hangs_s)
+
+    async def _step_done(self, step: int, manifest_hash: str) -> RecoveryToken:
+        """Acknowledge the step after those before."""
+        token = await self._with_all_steps(lambda: self._acknowledge(step, manifest_hash))
+        pulled = {request.previous_hash for request in self._requests}
+        if len(pulled) > 1:
+            self._world.fail(f"step {step} is acknowledged, of {sorted(pulled)}")
+        self._acknowledged.append((step, manifest_hash))
+        return token
+
+    async def _with_all_steps(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the result of a call that needs all acknowledged steps."""
+        try:
+            return await call()
+        except ConflictError:
+            if not self._acknowledged:
+                raise
+            await self._resend()
+        return await call()
+
+    async def _resend(self) -> None:
+        """Repeat the newest acknowledgement, and in order those before it that the store lost."""
+        lost: list[tuple[int, str]] = []
+        for step, manifest_hash in reversed(self._acknowledged):
+            try:
+                await self._acknowledge(step, manifest_hash)
+            except ConflictError:
+                lost.append((step, manifest_hash))
+            else:
+                break
+        for step, manifest_hash in reversed(lost):
+            await self._acknowledge(step, manifest_hash)
+
+    async def _acknowledge(self, step: int, manifest_hash: str) -> RecoveryToken:
+        start, history = self._world.store.num_starts, self._history
+        if self.is_newest:
+            history.newest_stepped = max(history.newest_stepped, step)
+        token = await patiently(lambda: self._acknowledge_ranks(step, manifest_hash))
+        planned = history.planned.get(step)
+        if start == self._world.store.num_starts and planned != manifest_hash:
+            self._world.fail(f"step {step} is {planned}, and is acknowledged as {manifest_hash}")
+        if self.is_newest:
+            history.trained[step] = manifest_hash
+        return token
+
+    async def _acknowledge_ranks(self, step: int, manifest_hash: str) -> RecoveryToken:
+        """Acknowledge a step on every rank, each with the manifest of its own batch."""
+        *others, last = self._requests
+        for request in others:
+            with contextlib.suppress(NotReadyError):  # the last rank has not called yet
+                await self._acknowledge_rank(request, step, manifest_hash)
+        return await self._acknowledge_rank(last, step, manifest_hash)
+
+    async def _acknowledge_rank(
+        self, request: wire.GetRequest, step: int, manifest_hash: str
+    ) -> RecoveryToken:
+        return await acknowledge_stepped(
+            self._client,
+            self._run,
+            session_epoch=self._session_epoch,
+            step=step,
+            manifest_hash=request.previous_hash if step == self._step else manifest_hash,
+            session=self._name,
+            dp_rank=request.dp_rank,
+        )
+
+    async def _announce(self, step: int) -> None:
+        self._history.newest_version += 1
+        version = self._history.newest_version
+        announced = VersionAnnounced(version=version, step=step, lineage=self._lineage)
+        caller = {"session_epoch": self._session_epoch, "session": self._name}
+        await patiently(lambda: announce_version(self._client, self._run, announced, **caller))
+
+    async def _commit(self, token: RecoveryToken) -> None:
+        """Save a checkpoint and acknowledge it; where it is too late, the store must refuse it."""
+        retained = self._shared.in_force.retain_checkpoints
+        self._history.saved(token, is_newest=self.is_newest, retained=retained)
+        await self._with_all_steps(lambda: patiently(lambda: self._commit_ranks(token)))
+
+    async def _commit_ranks(self, token: RecoveryToken) -> None:
+        for request in self._requests:
+            await acknowledge_committed(
+                self._client,
+                self._run,
+                session_epoch=self._session_epoch,
+                token=token,
+                session=self._name,
+                dp_rank=request.dp_rank,
+            )

@@ -90,14 +90,6 @@ class Stream:
         del self.entries[:num_entries]
         return num_entries
 
-    def remove(self, entry_id: EntryId) -> int:
-        """Remove one entry; how many were there."""
-        at = bisect_left(self.ids, entry_id)
-        if at == len(self.ids) or self.ids[at] != entry_id:
-            return 0
-        del self.ids[at], self.entries[at]
-        return 1
-
 
 Value = bytes | dict[bytes, bytes] | set[bytes] | ZSet | Stream
 
@@ -105,7 +97,6 @@ Words = Sequence[bytes]
 
 _NO_INTEGER = "ERR value is not an integer or out of range"
 _NO_FLOAT = "ERR value is not a valid float"
-OK = Status(b"OK")
 
 
 class NotSimulatedError(NotImplementedError):

@@ -77,7 +77,7 @@ class World:
             return False
         return any(each.name == name and not each.asleep_until_s for each in self.processes)
 
-    def blame(self, problem: str) -> None:
+    def fail(self, problem: str) -> None:
         """Something happened that must not."""
         self.problems.append(problem)
 
