@@ -6,12 +6,16 @@ Replies go through the callbacks of redis-py itself, so that they look as from a
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
+import hiredis
 import redis
 import redis.asyncio
+from redis._parsers import Encoder
 from redis._parsers.base import BaseParser
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
@@ -23,22 +27,14 @@ from simulator.world import World
 _CALLBACKS = {
     name.encode(): callback for name, callback in redis.Redis(protocol=2).response_callbacks.items()
 }
+_ENCODER = Encoder("utf-8", "strict", decode_responses=False)
 _Result = TypeVar("_Result")
 
 
 def words_of(arguments: Sequence[Any]) -> list[bytes]:
-    words = [
-        word.encode() if type(word) is str else word if type(word) is bytes else _word(word)
-        for word in arguments
-    ]
+    words: list[Any] = [_ENCODER.encode(word) for word in arguments]
     words[0] = words[0].upper()
     return words
-
-
-def _word(argument: Any) -> bytes:
-    if isinstance(argument, str):  # a member of an enumeration
-        return argument.encode()
-    return repr(argument).encode() if isinstance(argument, int | float) else bytes(argument)
 
 
 def error_of(error: StoreError) -> Exception:
@@ -85,7 +81,7 @@ class AsyncClient(redis.asyncio.Redis):
         self, commands: Sequence[Sequence[bytes]], *, is_whole: bool = False
     ) -> list[Any]:
         process = self._process
-        while True:
+        while commands:
             try:
                 if self._start != process.world.store.num_starts:
                     await self._connect()
@@ -94,6 +90,7 @@ class AsyncClient(redis.asyncio.Redis):
                 self._start = 0
                 if process.is_dead or process.world.rng.random() < 0.5:
                     raise
+        return []
 
     async def _connect(self) -> None:
         start = self._process.world.store.num_starts
@@ -106,7 +103,7 @@ class AsyncClient(redis.asyncio.Redis):
         return await self.execute_command("SCRIPT", "LOAD", script)
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
-        return _AsyncPipeline(self, is_whole=transaction)
+        return _Pipeline(partial(self.exchange, is_whole=transaction))
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """There is no connection to close."""
@@ -135,43 +132,31 @@ class _NewConnection:
 
 
 class _Pipeline:
-    """Commands that are sent together."""
+    """Commands that are sent together, by a function from their words to their raw replies."""
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[list[list[bytes]]], Any]) -> None:
+        self._send = send
         self._commands: list[tuple[list[bytes], dict[str, Any]]] = []
 
     def execute_command(self, *args: Any, **options: Any) -> Self:
         self._commands.append((words_of(args), options))
         return self
 
+    def execute(self, raise_on_error: bool = True) -> Any:
+        """Return the replies, or a coroutine of them where the function is asynchronous."""
+        raw = self._send([words for words, _ in self._commands])
+        if not inspect.isawaitable(raw):
+            return self._replies(raw, raise_on_error=raise_on_error)
+
+        async def replies() -> list[Any]:
+            return self._replies(await raw, raise_on_error=raise_on_error)
+
+        return replies()
+
     def _replies(self, raw: Sequence[Any], *, raise_on_error: bool) -> list[Any]:
         pairs = zip(self._commands, raw, strict=True)
         replies = [_parsed(words, reply, options) for (words, options), reply in pairs]
         return [_raised(each) if raise_on_error else each for each in replies]
-
-
-class _AsyncPipeline(_Pipeline):
-    def __init__(self, client: AsyncClient, *, is_whole: bool) -> None:
-        super().__init__()
-        self._client = client
-        self._is_whole = is_whole
-
-    async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        if not self._commands:
-            return []
-        commands = [words for words, _ in self._commands]
-        raw = await self._client.exchange(commands, is_whole=self._is_whole)
-        return self._replies(raw, raise_on_error=raise_on_error)
-
-
-class _SyncPipeline(_Pipeline):
-    def __init__(self, carry_out: Callable[[list[bytes]], Any]) -> None:
-        super().__init__()
-        self._carry_out = carry_out
-
-    def execute(self, raise_on_error: bool = True) -> list[Any]:
-        raw = [self._carry_out(words) for words, _ in self._commands]
-        return self._replies(raw, raise_on_error=raise_on_error)
 
 
 def sent(
@@ -207,7 +192,7 @@ class SyncClient(redis.Redis):
         return self.execute_command("SCRIPT", "LOAD", script)
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
-        return _SyncPipeline(self._carry_out)
+        return _Pipeline(lambda commands: [*map(self._carry_out, commands)])
 
 
 def direct_client(world: World) -> SyncClient:
@@ -315,15 +300,7 @@ class LinkInMemory:
 
 
 def _commands(data: bytes) -> Iterator[list[bytes]]:
-    at = 0
-    while at < len(data):
-        end = data.index(b"\r\n", at)
-        num_words = int(data[at + 1 : end])
-        at = end + 2
-        words: list[bytes] = []
-        for _ in range(num_words):
-            end = data.index(b"\r\n", at)
-            length = int(data[at + 1 : end])
-            words.append(data[end + 2 : end + 2 + length])
-            at = end + 4 + length
+    reader = hiredis.Reader()
+    reader.feed(data)
+    while (words := reader.gets()) is not False:
         yield words

@@ -49,7 +49,7 @@ def strike(writes: RunWrites) -> None:
     shared.rotten.add(name)
 
 
-async def mender(process: Process, shared: SharedState) -> None:
+async def replanner(process: Process, shared: SharedState) -> None:
     random = process.world.rng.random
     client = thread_client(process)
     while True:

@@ -23,6 +23,12 @@ _CALM_S = 600.0
 _FINDING_OUT_S = 25.0
 """Longer than a generator sleeps, and then takes to find out that the store lost something."""
 _SETTLING_S = 3.0
+_OPERATORS = {
+    "pauser": operators.pauser,
+    "reviser": operators.reviser,
+    "reopener": operators.reopener,
+}
+"""Processes that are not started again."""
 
 
 class Execution:
@@ -39,7 +45,7 @@ class Execution:
     def run(self) -> None:
         """From now on until its end; then everybody is killed."""
         self._supervisor.tend()
-        self._run_with_faults(start_operators(self._world, self._shared, self._drawn))
+        self._run_with_faults()
         self._find_out()
         self._end()
         self._world.end()
@@ -52,8 +58,13 @@ class Execution:
         if self._world.num_steps % _TEND_EVERY == 0:
             self._supervisor.tend()
 
-    def _run_with_faults(self, started: list[Process]) -> None:
+    def _run_with_faults(self) -> None:
         world, shared = self._world, self._shared
+        started = [
+            world.start(name, lambda process, main=main: main(process, shared))
+            for name, main in _OPERATORS.items()
+            if name in self._drawn.optional
+        ]
         until_s = world.now_s + self._drawn.faults_s
         world.run_until(lambda: world.now_s >= until_s, max_steps=_MAX_STEPS, until_s=until_s)
         world.calm_down()
@@ -140,7 +151,7 @@ class Supervisor:
     is_over: Callable[[], bool]
 
     def tend(self) -> None:
-        """Look after every slot."""
+        """Start a process in every slot that needs one."""
         for slot in self.slots:
             process = slot.process
             if process is not None and process.task.done() and not process.is_dead:
@@ -178,19 +189,6 @@ def slots(drawn: Schedule) -> list[Slot]:
         *[Slot(f"batcher-{'ab'[n]}", services.batcher) for n in range(drawn.num_batchers)],
         *[Slot(f"generator-{n}-", generators.generator) for n in range(drawn.num_generators)],
         Slot("trainer", trainers.trainer),
-        *[Slot("observer", operators.observer) for _ in range(drawn.has_observer)],
-        *([Slot("mender", damage.mender)] if drawn.fault_rates.rot else []),
-    ]
-
-
-def start_operators(world: World, shared: SharedState, drawn: Schedule) -> list[Process]:
-    mains = (
-        ("operator", operators.pauser, drawn.has_operator),
-        ("reviser", operators.reviser, drawn.has_reviser),
-        ("reopener", operators.reopener, drawn.has_reopener),
-    )
-    return [
-        world.start(name, lambda process, main=main: main(process, shared))
-        for name, main, is_there in mains
-        if is_there
+        *([Slot("observer", operators.observer)] if "observer" in drawn.optional else []),
+        *([Slot("replanner", damage.replanner)] if drawn.fault_rates.rot else []),
     ]

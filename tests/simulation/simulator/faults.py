@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from simulator.processes import Process
     from simulator.world import World
 
 _STOPS = 0.3
@@ -60,7 +59,8 @@ class Faults:
         self._world = world
         self._full_until_s = 0.0
         self._on_disk: Any = None
-        self._synced_s = self._cut_at_s = 0.0
+        self._cut_at_s = 0.0
+        self._restore: Callable[[], None] = lambda: None
         fault_rates = world.fault_rates
         self._by_chance: tuple[tuple[float, Callable[[], None]], ...] = (
             (fault_rates.crash, self._crash_one),
@@ -100,16 +100,12 @@ class Faults:
         if living:
             process = world.rng.choice(living)
             if process.name.startswith("batcher") and world.rng.random() < _STOPS:
-                self._stop(process)
+                world.note("stop")
+                process.task.cancel()  # as SIGTERM does; it may sleep before it ends in order
                 return
             world.note("crash")
             world.died.add(process.name)
             world.kill(process)
-
-    def _stop(self, process: Process) -> None:
-        """End a process as by SIGTERM: it says good-bye, maybe after it has slept for long."""
-        self._world.note("stop")
-        process.task.cancel()
 
     def _put_one_to_sleep(self) -> None:
         world = self._world
@@ -135,9 +131,8 @@ class Faults:
         world = self._world
         if self._on_disk is None and world.store.appends_only == b"everysec":
             self._on_disk = world.store.save()
-            self._synced_s = world.now_s
             self._cut_at_s = world.now_s + world.rng.random() * world.fault_rates.longest_unsynced_s
-            world.synced()
+            self._restore = world.synced()
 
     def _cut_power(self) -> None:
         world = self._world
@@ -145,7 +140,7 @@ class Faults:
         world.lose_connections()
         world.store.load(self._on_disk)
         self._on_disk = None
-        world.went_back(self._synced_s)
+        self._restore()
 
     def _fill_store(self) -> None:
         world = self._world

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from simulator.final_checks import everything_ended
@@ -27,13 +29,11 @@ class Invariants:
         self.writes = RunWrites(world, shared)
         self._leases = Leases(self.writes)
         self._lows: Counter[str] = Counter()
-        self._synced_lows: Counter[str] = Counter()
         self._leaders: dict[bytes, bytes] = {}
         self._term: tuple[bytes, int] = b"", 0
         self._num_withdrawn = 0
         self._num_parks = 0
-        world.synced = self._note_synced
-        world.went_back = self._go_back
+        world.synced = self._save
         world.lost = shared.history.lost.__setitem__
 
     def check_step(self) -> None:
@@ -77,14 +77,14 @@ class Invariants:
         for text in violations:
             self._world.fail(text)
 
-    def _note_synced(self) -> None:
-        self.writes.note_synced()
-        self._synced_lows = Counter(self._lows)
+    def _save(self) -> Callable[[], None]:
+        """Return a function that drops what a store lost that has all until now."""
+        return partial(self._restore, self.writes.save(), Counter(self._lows), self._world.now_s)
 
-    def _go_back(self, synced_s: float) -> None:
-        self.writes.go_back()
+    def _restore(self, writes: Any, lows: Counter[str], synced_s: float) -> None:
+        self.writes.restore(writes)
         self._leases.forget()
-        self._lows = Counter(self._synced_lows)
+        self._lows = lows
         self._num_withdrawn = -1
         self._leaders.clear()  # the store may give an epoch again
         self._term = b"", 0

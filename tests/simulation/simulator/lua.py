@@ -24,7 +24,7 @@ Carry = Callable[[bytes, Sequence[bytes]], Any]
 _FLAGS = re.compile(rb"#!lua(?: +flags=([a-z,-]+))?[^\n]*")
 
 _SETUP = rb"""
-local carry, sha1hex, constructor = ...
+local carry, sha1hex, decoded = ...
 redis = {}
 function redis.error_reply(text)
   return {err = text}
@@ -49,19 +49,7 @@ function redis.pcall(...)
 end
 redis.sha1hex = sha1hex
 cjson = {null = setmetatable({}, {__tostring = 'null'})}
--- A text is compiled once into what makes its table anew every time.
-local null, made, num_made = cjson.null, {}, 0
-function cjson.decode(text)
-  local make = made[text]
-  if not make then
-    if num_made == 1000 then
-      made, num_made = {}, 0
-    end
-    make = constructor(text)
-    made[text], num_made = make, num_made + 1
-  end
-  return make(null)
-end
+cjson.decode = decoded
 local function refusing(library)
   return {__index = function(_, name) error(library .. name .. ' is not simulated') end}
 end
@@ -106,7 +94,7 @@ local function end_setup()
     __newindex = function(_, name) error('a script sets the global ' .. tostring(name), 2) end,
   })
 end
-return compile, run, pack, end_setup
+return compile, run, pack, cjson.null, end_setup
 """
 
 
@@ -146,14 +134,14 @@ class Scripts:
             encoding=None, unpack_returned_tuples=True, register_eval=False, register_builtins=False
         )
         load = self._lua.eval(b"loadstring")
-        self._raw_compile = load
         setup = load(_SETUP, b"=setup")
-        self._compile, self._run, self._pack, end = setup(self._carry, _sha1hex, self._constructor)
+        parts = setup(self._carry, _sha1hex, lambda text: self._table(json.loads(text)))
+        self._compile, self._run, self._pack, self._null, end = parts
         end()
 
     def load(self, source: bytes) -> bytes:
         """Compile a script; its SHA-1, in hex."""
-        sha = _sha_of_script(source)
+        sha = _sha1hex(source)
         if sha not in self.by_sha:
             first = _FLAGS.match(source)
             if first is None:
@@ -227,10 +215,16 @@ class Scripts:
             values.append(self._from_lua(value))
         return values
 
-    def _constructor(self, text: bytes) -> Any:
-        return self._raw_compile(
-            b"local null = ... return " + _lua_source(json.loads(text)), b"=json"
-        )
+    def _table(self, value: Any) -> Any:
+        """Return a JSON value as a Lua value."""
+        if isinstance(value, dict):
+            pairs = {key.encode(): self._table(item) for key, item in value.items()}
+            return self._lua.table_from(pairs)
+        if isinstance(value, list):
+            return self._lua.table_from([self._table(item) for item in value])
+        if isinstance(value, str):
+            return value.encode()
+        return self._null if value is None else value
 
 
 def _number(value: Any) -> bytes:
@@ -245,27 +239,7 @@ def _nothing(name: bytes, words: Sequence[bytes]) -> Any:
     raise ScriptDefectError(f"no store carries out {name.decode()}")
 
 
+@functools.lru_cache
 def _sha1hex(text: bytes) -> bytes:
+    """Return a digest; every publisher loads all of its scripts whenever it connects."""
     return hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()
-
-
-@functools.cache
-def _sha_of_script(source: bytes) -> bytes:
-    """Every publisher loads all of its scripts whenever it connects."""
-    return _sha1hex(source)
-
-
-def _lua_source(value: Any) -> bytes:
-    """A JSON value as a Lua expression; null is the local `null`."""
-    if value is None:
-        return b"null"
-    if value is True or value is False:
-        return b"true" if value else b"false"
-    if isinstance(value, int | float):
-        return repr(value).encode()
-    if isinstance(value, str):
-        return b'"' + b"".join(b"\\%03d" % byte for byte in value.encode()) + b'"'
-    if isinstance(value, list):
-        return b"{" + b",".join(map(_lua_source, value)) + b"}"
-    pairs = [b"[" + _lua_source(key) + b"]=" + _lua_source(item) for key, item in value.items()]
-    return b"{" + b",".join(pairs) + b"}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from simulator.damage import PutBack, put_back
 from simulator.run_writes import RunWrites, Violations
@@ -42,11 +42,12 @@ def _group_holds(writes: RunWrites, manifest: Manifest, group: GroupPlan) -> Vio
         name = keys.trajectory_id(member.key)
         if writes.step_of.setdefault(name, manifest.step) != manifest.step:
             yield f"I2: {name} is in step {writes.step_of[name]} and {manifest.step}"
-        said = writes.shared.history.sealed_crcs.get(name, set())
-        if member.payload_crcs not in said:
+        attempted = writes.shared.history.sealed_crcs.get(name, set())
+        if member.payload_crcs not in attempted:
             yield f"{name} is planned with turns that nobody sealed"
-        others = _mean_of_others(rewards, member.reward)
-        expected = 0.0 if others is None else member.reward - others
+        num_others = len(rewards) - 1
+        others = (math.fsum(rewards) - member.reward) / num_others if num_others else member.reward
+        expected = member.reward - others
         if not math.isclose(member.advantage, expected, abs_tol=1e-6):
             yield f"I4: {name} has the advantage {member.advantage}, not {expected}"
 
@@ -56,12 +57,6 @@ def _has_its_config(writes: RunWrites, manifest: Manifest) -> Violations:
     due = max(number for number, first in writes.revisions() if first <= manifest.step)
     if manifest.config_revision != due:
         yield f"step {manifest.step} has the config {manifest.config_revision}, and not {due}"
-
-
-def _mean_of_others(rewards: Sequence[float], own: float) -> float | None:
-    if len(rewards) < 2:
-        return None
-    return (math.fsum(rewards) - own) / (len(rewards) - 1)
 
 
 def _mini_batches_hold(manifest: Manifest) -> Violations:
@@ -85,21 +80,15 @@ def _denominators_hold(manifest: Manifest, part: MiniBatchPlan) -> Violations:
         for row in member.sequences
         if row.num_trained_tokens
     ]
-    shipped = part.denominators
     counted = (
         sum(number for *_, number in live),
         len(live),
         len({key for _, key, _ in live}),
         len({group for group, *_ in live}),
     )
-    said = (
-        shipped.num_tokens,
-        shipped.num_sequences,
-        shipped.num_trajectories,
-        shipped.num_groups,
-    )
-    if said != counted:
-        yield f"I6: step {manifest.step} ships {said}, counted {counted}"
+    shipped = part.denominators[:4]
+    if shipped != counted:
+        yield f"I6: step {manifest.step} ships {shipped}, counted {counted}"
 
 
 def history_repeats(writes: RunWrites) -> Violations:
@@ -145,9 +134,8 @@ class _Replay:
         """The plan that was written follows from the events so far."""
         config, fold, choice = self._config, self._fold, self._selector.choice
         ready = fold.ready[: len(manifest.groups)]
-        if (
-            self._writes.shared.rotten
-        ):  # a group before them may have died of what this event knew not
+        if self._writes.shared.rotten:
+            # A group before them may have died in a later event.
             names = {each.group_id for each in manifest.groups}
             ready = tuple(each for each in fold.ready if each.group_id in names)
         if config.chooses_by_event:

@@ -8,31 +8,12 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from contextvars import Context, copy_context
+from contextvars import Context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from simulator.world import World
-
-
-class _Handle(asyncio.Handle):
-    """A callback of one loop: a third of what the class of asyncio takes to make."""
-
-    def __init__(
-        self,
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        loop: ProcessLoop,
-        context: Context | None,
-    ) -> None:
-        self._context = copy_context() if context is None else context
-        self._loop = loop
-        self._callback = callback
-        self._args = args
-        self._cancelled = False
-        self._repr = None
-        self._source_traceback = None
 
 
 class _Task(asyncio.Task[Any]):
@@ -70,7 +51,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_soon(
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        handle = _Handle(callback, args, self, context)
+        handle = asyncio.Handle(callback, args, self, context)
         self.ready.append(handle)
         process = self.process
         if not process.is_queued:
@@ -95,7 +76,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         *args: Any,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        handle: Any = _Handle(callback, args, self, context)  # the world knows its time
+        handle: Any = asyncio.Handle(callback, args, self, context)  # the world knows its time
         fire = functools.partial(self._fire, handle)
         self.process.world.timers.add(when, fire, self.process, handle.cancelled)
         return handle

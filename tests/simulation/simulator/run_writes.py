@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,7 +52,6 @@ class RunWrites:
         self.opened: set[str] = set()
         self.is_closed = False
         self.new_steps: list[int] = []
-        self._synced: tuple[Any, ...] = ()
         self._configs: dict[bytes, BatchingConfig] = {}
         self._most_live = 0
         world.store.appended = self._note_entry
@@ -100,21 +100,15 @@ class RunWrites:
         new, self.new_steps = self.new_steps, []
         return new
 
-    def note_synced(self) -> None:
-        """The disk has all of it."""
-        self._synced = (
-            *(len(self.events), dict(self.manifests), dict(self.step_of)),
-            *(set(self.evals), set(self.opened), [*self.plans], self.is_closed),
-        )
+    def save(self) -> Any:
+        """Return the writes so far, for `restore`."""
+        names = ("events", "manifests", "step_of", "evals", "opened", "plans", "is_closed")
+        return {name: copy.copy(getattr(self, name)) for name in names}
 
-    def go_back(self) -> None:
-        """The store lost what came after; so do we."""
-        num_events, manifests, step_of, evals, opened, plans, is_closed = self._synced
-        self.is_closed = is_closed
-        self.manifests, self.step_of, self.evals, self.opened = manifests, step_of, evals, opened
-        self.plans = plans
+    def restore(self, saved: Any) -> None:
+        """Drop the writes that the store lost."""
+        vars(self).update(saved)
         self.new_steps = [step for step in self.new_steps if step in self.manifests]
-        del self.events[num_events:]
         planned = {step: own_hash for step, (_, own_hash) in self.manifests.items()}
         self.shared.history.planned = planned
         self.shared.goes_by(self.config(int(self.hash("config")[b"newest"])))
@@ -190,7 +184,7 @@ class RunWrites:
     def _note_end(self, event: RunClosed | RunReopened) -> None:
         is_closed = isinstance(event, RunClosed)
         if is_closed == self.is_closed:
-            self.world.fail(f"{event} is said twice")
+            self.world.fail(f"{event} is written twice")
         self.is_closed = is_closed
         self.shared.is_ended = self.shared.is_ended and is_closed
 

@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from simulator.clients import direct_client
 from simulator.execution import Execution
@@ -31,11 +31,11 @@ class Verdict:
 
     seed: int
     problems: tuple[str, ...]
-    digest: int
-    num_steps: int
-    num_batches: int
-    faults: dict[str, int]
-    states: Counter[str]
+    digest: int = 0
+    num_steps: int = 0
+    num_batches: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    states: Counter[str] = field(default_factory=Counter)
     cpu_s: float = 0.0
 
     def __str__(self) -> str:
@@ -88,19 +88,8 @@ def simulate_all(seeds: Iterable[int]) -> Iterator[Verdict]:
                 verdict = simulate(seed)
                 yield replace(verdict, cpu_s=time.process_time() - began_s)
             except Exception as error:  # noqa: BLE001 - a script or the simulation failed: say where
-                yield _failed(seed, "".join(traceback.format_exception(error)))
-
-
-def _failed(seed: int, problem: str) -> Verdict:
-    return Verdict(
-        seed=seed,
-        problems=(problem,),
-        digest=0,
-        num_steps=0,
-        num_batches=0,
-        faults={},
-        states=Counter(),
-    )
+                problem = "".join(traceback.format_exception(error))
+                yield Verdict(seed=seed, problems=(problem,))
 
 
 def _digest(world: World, writes: RunWrites) -> int:

@@ -20,7 +20,8 @@ from turnstream_server.batcher.planner.snapshotting import Upkeep
 
 RUN = "simulated"
 _LONG = 1 / 16
-_OBSERVED, _PAUSED, _REVISED, _REOPENED = 0.15, 0.1, 0.25, 0.12
+_OPTIONAL = {"observer": 0.15, "pauser": 0.1, "reviser": 0.25, "reopener": 0.12}
+"""Share of the runs that have these processes."""
 _CHANGES = 0.5
 """Share of the settings that a revision changes."""
 _SHORT_PACE = 0.5
@@ -36,10 +37,7 @@ class Schedule:
     faults_s: float
     num_batchers: int
     num_generators: int
-    has_observer: bool
-    has_operator: bool
-    has_reviser: bool
-    has_reopener: bool
+    optional: frozenset[str]
 
 
 def draw_schedule(rng: random.Random) -> Schedule:
@@ -51,10 +49,7 @@ def draw_schedule(rng: random.Random) -> Schedule:
         faults_s=rng.choice((2.0, 4.0, 10.0) if is_long else (0.5, 1.0, 2.0)),
         num_batchers=2 if is_long else rng.choice((1, 2, 2)),
         num_generators=rng.choice((1, 2, 3, 3) if is_long else (1, 2, 2)),
-        has_observer=rng.random() < _OBSERVED,
-        has_operator=rng.random() < _PAUSED,
-        has_reviser=rng.random() < _REVISED,
-        has_reopener=rng.random() < _REOPENED,
+        optional=frozenset([name for name, share in _OPTIONAL.items() if rng.random() < share]),
     )
 
 

@@ -31,8 +31,7 @@ class World:
 
     Attributes:
         counts: number of each fault.
-        synced: called when the disk has all of the store.
-        went_back: called with the time of the last sync after a power cut.
+        synced: called when the disk has all of the store; its result is called after a power cut.
         lost: called when a publisher reports an acknowledged write as lost.
         served: name of the process whose call is carried out, or was last.
     """
@@ -46,8 +45,7 @@ class World:
     problems: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     after_step: Callable[[], None] = lambda: None
-    synced: Callable[[], None] = lambda: None
-    went_back: Callable[[float], None] = lambda _: None
+    synced: Callable[[], Callable[[], None]] = lambda: lambda: None
     processes: list[Process] = field(default_factory=list)
     lost: Callable[[str, str], None] = lambda _, __: None
     rot: Callable[[], None] = lambda: None
