@@ -35,16 +35,17 @@ def scripts_that_check() -> dict[bytes, str]:
     return found
 
 
-def plain(value: Value | None) -> Any:
-    if isinstance(value, ZSet):
-        return copy.copy(value.order)
-    if isinstance(value, Stream):
-        return copy.copy(value.ids), value.last_id
-    return copy.copy(value)
+def plain(values: dict[bytes, Value]) -> dict[bytes, Any]:
+    return {
+        key: [getattr(value, name) for name in value.__slots__]
+        if isinstance(value, ZSet | Stream)
+        else value
+        for key, value in values.items()
+    }
 
 
 class Trials:
-    """Runs each script with one counter damaged, takes that back, and runs it as it was called.
+    """Runs each script on a copy of the store with one damaged counter.
 
     Attributes:
         refused: `<script> <key> <field>` of trials that were refused.
@@ -62,50 +63,38 @@ class Trials:
         name = self._names.get(words[1])
         if name is None or store.is_full:
             return
-        called = words[3 : 3 + int(words[2])]
-        for key, field in counters(store, called):
+        for key, field in counters(store, words):
             trial = f"{name} {key.rpartition(b':')[2].decode()} {field.decode()}"
             if self._num[trial] < NUM_TRIES:
                 self._num[trial] += 1
-                self._try(store, words, called, key, field, trial)
+                self._try(store, words, key, field, trial)
 
-    def _try(
-        self,
-        store: Store,
-        words: Words,
-        called: Words,
-        key: bytes,
-        field: bytes,
-        trial: str,
-    ) -> None:
-        kept = {each: copy.deepcopy(store.values.get(each)) for each in called}
-        told, store.appended = store.appended, None
-        num_added, num_parks = store.num_added, store.num_parks
-        store.get(key, dict)[field] = DAMAGED
-        before = {each: plain(store.values.get(each)) for each in called}
+    def _try(self, store: Store, words: Words, key: bytes, field: bytes, trial: str) -> None:
+        own = copy.copy(store)
+        own.appended, own.expires = None, dict(store.expires)
+        own.values = copy.deepcopy({each: store.values[each] for each in keys_of(words, store)})
+        own.get(key, dict)[field] = DAMAGED
+        before = copy.deepcopy(own.values)
         try:
-            EVALUATE(store, words)
+            EVALUATE(own, words)
         except (StoreError, ScriptDefectError) as error:
-            if before != {each: plain(store.values.get(each)) for each in called}:
+            if plain(before) != plain(own.values):
                 self.half.add(f"{trial}: {error}")
             if str(error).startswith(f"DAMAGED {key.decode()}, field '{field.decode()}': "):
                 self.refused.add(trial)
-        for each, value in kept.items():
-            store.values.pop(each, None)
-            if value is not None:
-                store.values[each] = value
-        store.appended, store.num_added, store.num_parks = told, num_added, num_parks
 
 
-def counters(store: Store, called: Words) -> Iterator[tuple[bytes, bytes]]:
-    for key in called:
-        part = key.rpartition(b":")[2]
-        value = store.values.get(key)
-        if not isinstance(value, dict):
-            continue
-        if part in {b"counts", b"budget", b"reasons"}:
+def keys_of(words: Words, store: Store) -> list[bytes]:
+    """Return the existing keys of a call of a script."""
+    return [key for key in words[3 : 3 + int(words[2])] if key in store.values]
+
+
+def counters(store: Store, words: Words) -> Iterator[tuple[bytes, bytes]]:
+    for key in keys_of(words, store):
+        part, value = key.rpartition(b":")[2], store.values[key]
+        if isinstance(value, dict) and part in {b"counts", b"budget", b"reasons"}:
             yield from ((key, field) for field in list(value))
-        elif part == b"frontier":
+        elif isinstance(value, dict) and part == b"frontier":
             yield from ((key, field) for field in GROUPS & value.keys())
 
 

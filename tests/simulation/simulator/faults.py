@@ -96,7 +96,7 @@ class Faults:
 
     def _crash_one(self) -> None:
         world = self._world
-        living = [each for each in world.processes if not each.is_over and world.may_crash(each)]
+        living = [each for each in world.processes if not each.is_over]
         if living:
             process = world.rng.choice(living)
             if process.name.startswith("batcher") and world.rng.random() < _STOPS:

@@ -6,7 +6,9 @@ Each call may be lost, late or repeated, and its process may be killed without a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from simulator.clients import AsyncClient, run_stepwise
 from simulator.processes import Process
@@ -25,20 +27,27 @@ _LONGEST_REST_S = 0.8
 _LEFTOVERS: tuple[Leftover | None, ...] = (None, "short", "carry", "drop")
 _AT_THE_END = b"short"
 """Policy for groups that make no whole batch."""
-_HEARD_OF_S = 0.1
-"""How much later than the others somebody may look at what he decides on."""
+_READ_AGE_S = 0.1
+"""Highest age of the state that a revision is decided on."""
+
+
+async def _call(
+    process: Process, shared: SharedState, act: Callable[..., Any], **options: Any
+) -> Any:
+    """Return the result of a call that is repeated until the store answers."""
+    act = partial(act, run=shared.run, **options)
+    client = AsyncClient(process)
+    return await patiently(lambda: run_stepwise(client, act))
 
 
 async def pauser(process: Process, shared: SharedState) -> None:
-    client, random = AsyncClient(process), process.world.rng.random
+    random = process.world.rng.random
     while not shared.is_closing:
         await asyncio.sleep(random() * _LONGEST_PAUSE_S)
         if not shared.is_closing:
-            await patiently(
-                lambda: run_stepwise(client, lambda c: pause_run(c, shared.run, "to look at it"))
-            )
+            await _call(process, shared, pause_run, reason="to look at it")
         await asyncio.sleep(random() * _LONGEST_PAUSE_S)
-        await patiently(lambda: run_stepwise(client, lambda c: resume_run(c, shared.run)))
+        await _call(process, shared, resume_run)
 
 
 async def reviser(process: Process, shared: SharedState) -> None:
@@ -46,80 +55,70 @@ async def reviser(process: Process, shared: SharedState) -> None:
 
 
 async def _revise(process: Process, shared: SharedState) -> None:
-    client, rng = AsyncClient(process), process.world.rng
+    rng = process.world.rng
     while not shared.is_closing:
         await asyncio.sleep(rng.random() * _LONGEST_REST_S)
-        frontier = _frontier(process, shared)
-        step = int(frontier.get(b"planned", 0)) + rng.choice((0, 1, 1, 1, 2, 3))
+        planned = int(_frontier(process, shared).get(b"planned", 0))
+        step = max(1, planned + rng.choice((0, 1, 1, 1, 2, 3)))
         config = shared.another_config(shared.in_force)
-        await asyncio.sleep(rng.random() * _HEARD_OF_S)
+        await asyncio.sleep(rng.random() * _READ_AGE_S)
         try:
-            number = await patiently(
-                lambda step=step, config=config: run_stepwise(
-                    client,
-                    lambda c: revise_config(c, shared.run, config, from_step=max(1, step)),
-                )
-            )
+            number = await _call(process, shared, revise_config, config=config, from_step=step)
         except ConflictError as error:
             shared.history.refused(error)
         else:
             if number > 1:  # else it is the first, which is from step 1 on
-                shared.history.revised[number] = max(1, step), config
+                shared.history.revised[number] = step, config
 
 
 async def reopener(process: Process, shared: SharedState) -> None:
-    client, rng = AsyncClient(process), process.world.rng
+    rng = process.world.rng
     while not shared.is_closing:
         await asyncio.sleep(rng.random() * _LONGEST_REST_S)
         leftover = rng.choice(_LEFTOVERS)
         if shared.is_closing:
             return
-        close = partial(close_run, run=shared.run, reason="for a while", leftover=leftover)
         try:
-            await patiently(partial(run_stepwise, client, close))
+            await _call(process, shared, close_run, reason="for a while", leftover=leftover)
         except ConflictError as error:  # an earlier call came late, and closed it otherwise
             shared.history.refused(error)
         await asyncio.sleep(rng.random() * _LONGEST_REST_S)
-        await patiently(lambda: run_stepwise(client, lambda c: reopen_run(c, shared.run)))
+        await _call(process, shared, reopen_run)
 
 
 async def closer(process: Process, shared: SharedState) -> None:
-    client = AsyncClient(process)
     while True:
         frontier = _frontier(process, shared)
         if b"paused" in frontier:
-            await patiently(lambda: run_stepwise(client, lambda c: resume_run(c, shared.run)))
+            await _call(process, shared, resume_run)
         if frontier[b"closed"] == b"1" and frontier[b"leftover"] != _AT_THE_END:
-            await patiently(lambda: run_stepwise(client, lambda c: reopen_run(c, shared.run)))
-        await patiently(lambda: run_stepwise(client, lambda c: close_run(c, shared.run, "the end")))
+            await _call(process, shared, reopen_run)
+        await _call(process, shared, close_run, reason="the end")
         await asyncio.sleep(_LONGEST_REST_S)
 
 
 def _frontier(process: Process, shared: SharedState) -> dict[bytes, bytes]:
-    frontier = process.world.store.values[keys.run_keys(shared.run).frontier.encode()]
-    assert isinstance(frontier, dict)
-    return frontier
+    found: Any = process.world.store.values[keys.run_keys(shared.run).frontier.encode()]
+    return found
 
 
 _EXPIRY_S = 0.4
 _LONGEST_SILENCE_S = 0.5
-"""A little above what it may be: by chance it is forgotten."""
+"""A little above the expiry: by chance the observer expires."""
 
 
 async def observer(process: Process, shared: SharedState) -> None:
     client, rng = AsyncClient(process), process.world.rng
     while not shared.is_ended:
-        first_step = rng.choice((None, 1))
+        declare = partial(
+            declare_observer,
+            *(client, shared.run),
+            observer="observer",
+            first_step=rng.choice((None, 1)),
+            expiry_s=_EXPIRY_S,
+        )
         try:
-            declared = await patiently(
-                lambda first_step=first_step: declare_observer(
-                    client,
-                    shared.run,
-                    observer="observer",
-                    first_step=first_step,
-                    expiry_s=_EXPIRY_S,
-                )
-            )
+            declared = await patiently(declare)
             await _observe(process, shared, client, declared.next_step)
         except (ObserverExpiredError, ReleasedError) as error:
             shared.history.refused(error)
@@ -129,13 +128,10 @@ async def observer(process: Process, shared: SharedState) -> None:
 async def _observe(
     process: Process, shared: SharedState, client: AsyncClient, next_step: int
 ) -> None:
-    rng = process.world.rng
+    note = partial(note_observed, client, shared.run, observer="observer")
     while not shared.is_ended:
-        await asyncio.sleep(rng.random() * _LONGEST_SILENCE_S)
+        await asyncio.sleep(process.world.rng.random() * _LONGEST_SILENCE_S)
         frontier = await patiently(lambda: read_frontier_async(client, shared.run))
         has_seen = frontier.planned >= next_step
-        said = {"seen": next_step} if has_seen else {"asks": next_step}
-        await patiently(
-            lambda said=said: note_observed(client, shared.run, observer="observer", **said)
-        )
+        await patiently(partial(note, **{"seen" if has_seen else "asks": next_step}))
         next_step += has_seen

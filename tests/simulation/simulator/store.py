@@ -42,7 +42,6 @@ class Store:
         self._next_expiry_ms = math.inf
         self.known_scripts: set[bytes] = set()
         self.scripts = SCRIPTS
-        self._call = self.call
         self.appends_only = b"everysec"
 
     def execute(self, words: Words) -> Any:
@@ -120,7 +119,7 @@ class Store:
         if sha not in self.known_scripts:
             raise StoreError("NOSCRIPT No matching script. Please use EVAL.")
         script = self.scripts.by_sha[sha]
-        self.scripts.carry_out = self._call
+        self.scripts.carry_out = self.call
         if self.is_full and not script.allows_oom and not script.is_read_only:
             raise StoreError("OOM command not allowed when used memory > 'maxmemory'.")
         return script.run(num_keys, words[3:])

@@ -50,7 +50,6 @@ class World:
     lost: Callable[[str, str], None] = lambda _, __: None
     rot: Callable[[], None] = lambda: None
     served: str = ""
-    may_crash: Callable[[Process], bool] = lambda _: True
 
     def __post_init__(self) -> None:
         self._runnable: list[Process] = []
