@@ -1,4 +1,4 @@
-"""The execution of one run: a storm, then calm until its end."""
+"""The execution of one run: with faults, then without until its end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from turnstream.store.run.runs import reopen_run, resume_run
 _MAX_STEPS = 20_000
 _TEND_EVERY = 16
 """Steps between two looks at who died."""
-_CALM_S = 600.0
-_FINDING_OUT_S = 25.0
+_END_S = 600.0
+_RESEND_S = 25.0
 """Longer than a generator sleeps, and then takes to find out that the store lost something."""
 _SETTLING_S = 3.0
 _OPERATORS = {
@@ -46,7 +46,7 @@ class Execution:
         """From now on until its end; then everybody is killed."""
         self._supervisor.tend()
         self._run_with_faults()
-        self._find_out()
+        self._await_resends()
         self._end()
         self._world.end()
 
@@ -67,7 +67,7 @@ class Execution:
         ]
         until_s = world.now_s + self._drawn.faults_s
         world.run_until(lambda: world.now_s >= until_s, max_steps=_MAX_STEPS, until_s=until_s)
-        world.calm_down()
+        world.stop_faults()
         shared.is_closing = True
         for process in started:
             if process in world.processes:
@@ -75,11 +75,11 @@ class Execution:
         resume_run(direct_client(world), shared.run)
         reopen_run(direct_client(world), shared.run)
 
-    def _find_out(self) -> None:
+    def _await_resends(self) -> None:
         """A run that is closed takes no group again that was lost."""
         world = self._world
         if "cut" in world.counts:
-            until_s = world.now_s + _FINDING_OUT_S
+            until_s = world.now_s + _RESEND_S
             world.run_until(self._have_all_resent, max_steps=_MAX_STEPS, until_s=until_s)
 
     def _have_all_resent(self) -> bool:
@@ -98,7 +98,7 @@ class Execution:
         has_ended = world.run_until(
             lambda: self._is_over() and not are_evals_open(writes),
             max_steps=_MAX_STEPS,
-            until_s=world.now_s + _CALM_S,
+            until_s=world.now_s + _END_S,
         )
         if has_ended and shared.num_evals:  # late events are settled a moment later
             until_s = world.now_s + _SETTLING_S

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from simulator.world import World
 
 
+_Callback = Callable[..., object]
+
+
 class _Task(asyncio.Task[Any]):
     """A task whose place in a set is a matter of the seed, and not of its address."""
 
@@ -49,7 +52,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return self.process.world.now_s
 
     def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, callback: _Callback, *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self.ready.append(handle)
@@ -61,20 +64,12 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     call_soon_threadsafe = call_soon
 
     def call_later(
-        self,
-        delay: float,
-        callback: Callable[..., object],
-        *args: Any,
-        context: Context | None = None,
+        self, delay: float, callback: _Callback, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        *args: Any,
-        context: Context | None = None,
+        self, when: float, callback: _Callback, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         handle: Any = asyncio.Handle(callback, args, self, context)  # the world knows its time
         fire = functools.partial(self._fire, handle)
@@ -95,7 +90,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         task = _Task(coro, loop=self, name=name, context=context)
         task.number = self.process.world.rng.getrandbits(16)
         self.tasks[task] = None
-        task.add_done_callback(self._forget)
+        task.add_done_callback(lambda done: self.tasks.pop(done, None))
         return task
 
     def run_in_executor(  # type: ignore[override]  # there are no threads here
@@ -120,9 +115,6 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self.process.is_dead:
             self.process.world.fail(f"{self.process.name}: {context}")
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self.tasks.pop(task, None)
 
 
 class Timers:
@@ -158,11 +150,10 @@ class Timers:
 
     def fire_due(self, now_s: float) -> None:
         """Call those that are due, in order."""
-        due: list[tuple[Callable[[], object], Any]] = []
+        due: list[Any] = []
         while self._heap and self._heap[0][0] <= now_s:
-            _, _, fire, owner, _ = heapq.heappop(self._heap)
-            due.append((fire, owner))
-        for fire, owner in due:
+            due.append(heapq.heappop(self._heap))
+        for _, _, fire, owner, _ in due:
             if not owner.is_dead:
                 fire()
 

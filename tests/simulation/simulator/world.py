@@ -63,7 +63,7 @@ class World:
         self.set_clock(ahead_ms=0.0)
 
     def start(self, name: str, main: Main) -> Process:
-        """Begin a process."""
+        """Start a process."""
         process = Process(self, name, main)
         self.processes.append(process)
         return process
@@ -75,7 +75,7 @@ class World:
         return any(each.name == name and not each.asleep_until_s for each in self.processes)
 
     def fail(self, problem: str) -> None:
-        """Something happened that must not."""
+        """Record a violation, which ends the run."""
         self.problems.append(problem)
 
     def note(self, fault: str) -> None:
@@ -83,13 +83,13 @@ class World:
         self.counts[fault] = self.counts.get(fault, 0) + 1
 
     def wake(self, process: Process) -> None:
-        """A process has something to run."""
+        """Queue a process that has something to run."""
         if not process.is_queued and not process.is_dead:
             process.is_queued = True
             self._runnable.append(process)
 
     def send(self, request: Request) -> None:
-        """A process calls the store."""
+        """Queue a call of a process to the store."""
         if request.process.is_dead:
             request.answered.set_exception(RedisConnectionError("the process is dead"))
         elif request.start != self.store.num_starts:
@@ -111,7 +111,7 @@ class World:
     is_dead = False  # for the timers, as a process
 
     def step(self) -> None:
-        """One thing happens."""
+        """Run a part of one process, or serve one call."""
         self.num_steps += 1
         random = self.rng.random
         self.now_s += random() * _MAX_STEP_S
@@ -173,12 +173,12 @@ class World:
             _fail(request)
 
     def set_clock(self, *, ahead_ms: float) -> None:
-        """The store's clock is wrong by so much, from now on."""
+        """Set the store's clock ahead of the simulated time."""
         self.clock_ahead_ms = ahead_ms
         self.store.now_ms = EPOCH_MS + self.now_s * 1000 + ahead_ms
 
-    def calm_down(self) -> None:
-        """From now on nothing goes wrong."""
+    def stop_faults(self) -> None:
+        """End the faults, for the rest of the run."""
         self.fault_rates = NO_FAULTS
         self._faults.end()
 
