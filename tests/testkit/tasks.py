@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import redis
-import redis.asyncio
 
-from turnstream.store.client.scripts import run_command, run_command_async
+from turnstream.store.client.scripts import run_command
 from turnstream.store.run.tasks import (
     NoTask,
     TakenTask,
@@ -21,14 +20,3 @@ def next_task(client: redis.Redis, run: str, *, writer: str) -> TakenTask | NoTa
     if isinstance(offer, NoTask):
         return offer
     return parse_task(offer, run_command(client, open_task_command(run, offer, writer=writer)))
-
-
-async def next_task_async(
-    client: redis.asyncio.Redis, run: str, *, writer: str
-) -> TakenTask | NoTask:
-    """Open the next task like `next_task`, for asyncio."""
-    offer = parse_offer(await run_command_async(client, next_task_command(run)))
-    if isinstance(offer, NoTask):
-        return offer
-    command = open_task_command(run, offer, writer=writer)
-    return parse_task(offer, await run_command_async(client, command))

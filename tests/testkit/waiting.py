@@ -64,15 +64,6 @@ def _gave_up(describe: str, timeout_s: float, answer: object) -> str:
     return f"timed out after {timeout_s:g} s waiting for {describe}; the last answer was {answer!r}"
 
 
-async def poll_until(predicate: Callable[[], Value], describe: str) -> Value:
-    """`wait_until` for a coroutine, without blocking its event loop."""
-
-    async def ask() -> Value:
-        return predicate()
-
-    return await wait_until_async(ask, describe=describe)
-
-
 async def finish(call: Callable[[], Any]) -> Any:
     """Return the result of a call of either publisher; a blocking call runs in a thread."""
     answer = await asyncio.to_thread(call)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import redis
 
-from testkit.tasks import next_task_async
+from testkit.tasks import next_task
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.store.run.tasks import (
     NoTask,
@@ -24,7 +24,7 @@ def give(client: redis.Redis, run: Any, *uids: str) -> None:
 
 
 async def take(run: Any) -> str:
-    taken = await next_task_async(run.client, run.name, writer="w")
+    taken = next_task(run.store, run.name, writer="w")
     assert isinstance(taken, TakenTask), taken
     assert taken.task.payload.decode() == taken.task.group.prompt_uid
     return taken.task.group.group_id
@@ -109,12 +109,12 @@ async def test_planned_prompt_wakes_waiting_generators(client: redis.Redis, run:
     for sample in range(2):
         await run.seal(group_id, sample)
     await run.carry_out(GroupCut(group_id=group_id, reason="enough"))
-    found = await next_task_async(run.client, run.name, writer="v")
+    found = next_task(run.store, run.name, writer="v")
     assert isinstance(found, NoTask)
 
     await run.plan(group_id)
     woken = client.xread({run.keys.wake: found.wake_id})
-    ended = await next_task_async(run.client, run.name, writer="v")
+    ended = next_task(run.store, run.name, writer="v")
 
     assert woken
     assert isinstance(ended, NoTask)

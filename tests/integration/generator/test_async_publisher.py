@@ -6,7 +6,7 @@ import pytest
 
 from testkit import group, ids, trajectory, turn
 from testkit.stores import Store
-from testkit.waiting import poll_until
+from testkit.waiting import wait_until_async
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.types import TrajectoryKey
 
@@ -73,7 +73,9 @@ async def test_seal_does_not_overtake_a_turn_that_waits_for_capacity(own_store: 
         await episode.append(ids("abc"), ids("d"))
         waiting = asyncio.create_task(episode.append(ids("abcd"), ids("e")))
         sealing = asyncio.create_task(episode.seal(1.0))
-        await poll_until(lambda: publisher.statistics().num_retries > 1, "failing writes")
+        await wait_until_async(
+            lambda: publisher.statistics().num_retries > 1, describe="failing writes"
+        )
         was_waiting = not waiting.done()
         await asyncio.to_thread(own_store.server.restart)
         await asyncio.gather(waiting, sealing)
@@ -97,4 +99,6 @@ async def test_a_publisher_whose_closing_is_cancelled_has_disconnected(own_store
     with pytest.raises(asyncio.CancelledError):
         await closing
 
-    await poll_until(lambda: len(own_store.client.client_list()) == 1, "the end of all others")
+    await wait_until_async(
+        lambda: len(own_store.client.client_list()) == 1, describe="the end of all others"
+    )

@@ -20,7 +20,7 @@ import pytest
 from testkit import group, ids, wait_until_async
 from testkit.scripts import script
 from testkit.stores import Store
-from testkit.waiting import entered, entry, facts, finish, kinds, poll_until
+from testkit.waiting import entered, entry, facts, finish, kinds
 from turnstream.errors import NotReadyError, StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client.connection import address_of
@@ -224,7 +224,7 @@ async def test_admission_wait_ends_by_its_deadline_on_a_silent_store(
     async with entered(kind(proxy.url, run, admission_timeout_s=1.0)) as publisher:
         first = await finish(entry(publisher.trajectory("a", 0, num_samples=1)))
         waiting = asyncio.ensure_future(ended(entry(publisher.group("b", 2))))
-        await poll_until(lambda: proxy.replies.is_silent, "the silence of the store")
+        await wait_until_async(lambda: proxy.replies.is_silent, describe="the silence of the store")
 
         clock.resume(ahead_s=1.0)
         error = await waiting

@@ -11,7 +11,7 @@ import redis.asyncio
 
 from testkit import group, wait_until
 from testkit.stores import Store
-from testkit.waiting import poll_until
+from testkit.waiting import wait_until_async
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.transport import sender
 
@@ -56,11 +56,13 @@ async def test_refusal_while_the_listener_closes_is_noticed(
     async with AsyncPublisher(store.url, run, keep_s=0) as publisher:
         await (await publisher.publish(group("a")))
         first = await publisher.publish(group("b"))
-        await poll_until(lambda: len(blocked(store.client)) == 1, "the listener")
+        await wait_until_async(lambda: len(blocked(store.client)) == 1, describe="the listener")
         store.read(run).frees_capacity(stepped=1)
         await first.result(10)
         second = await publisher.publish(group("c"))
-        await poll_until(lambda: publisher.statistics().num_waits == 2, "the second refusal")
+        await wait_until_async(
+            lambda: publisher.statistics().num_waits == 2, describe="the second refusal"
+        )
         may_close.set()
         store.read(run).frees_capacity(stepped=2)
         await second.result(10)

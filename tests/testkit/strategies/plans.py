@@ -8,11 +8,11 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 
 from testkit.strategies.extras import declared_columns
-from testkit.strategies.figures import figures
 from testkit.strategies.values import (
     anchors,
     crcs,
     exactly,
+    figures,
     floats32,
     keys,
     names,

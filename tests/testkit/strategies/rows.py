@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from testkit.batches import mini_batch_info
-from testkit.strategies.figures import figures
 from testkit.strategies.turns import version_runs
 from testkit.strategies.values import (
     exactly,
+    figures,
     floats,
     floats32,
     logprobs_of_tokens,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from testkit.plans import sealed
+from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.types import TrajectoryKey
 
 
@@ -26,6 +29,13 @@ texts_by_name = st.dictionaries(names, st.text(max_size=5), max_size=3).map(_ord
 crcs = st.integers(0, 2**32 - 1)
 anchors = st.none() | st.integers(0, 2**64 - 1)
 keys = st.builds(TrajectoryKey, names, st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
+labelled = st.builds(
+    lambda tags, metrics: replace(sealed(), tags=tags, metrics=metrics),
+    texts_by_name,
+    numbers_by_name,
+)
+figures = st.lists(st.tuples(labelled, st.none() | rewards_of_trajectories), max_size=3).map(sum_up)
+"""Statistics of the tags and metrics of some trajectories."""
 
 
 def tokens(min_size: int = 0, max_size: int = 6) -> st.SearchStrategy[NDArray[np.int32]]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from testkit import sealed
 from testkit.planning import plan, ready
-from testkit.strategies.figures import labelled
+from testkit.strategies.values import labelled
 from turnstream.batching.scoring.tag_statistics import MAX_METRICS, MAX_TAGS, MAX_VALUES, sum_up
 from turnstream.records.manifests import encode_manifest, manifest_hash
 from turnstream.types import Figures, MetricStatistics, TagStatistics, ValueStatistics

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from testkit import sealed, shape
 from testkit.strategies import events
-from testkit.strategies.figures import figures
-from testkit.strategies.values import names, optional_versions, rewards_of_trajectories
+from testkit.strategies.values import figures, names, optional_versions, rewards_of_trajectories
 from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.evals import (
     decode_evaluation,
