@@ -54,10 +54,9 @@ def seals(*samples: int, group_id: str = "g0") -> list[Event]:
     return [sealed(group_id, sample=sample) for sample in samples]
 
 
-def awaiting(sample: int, attempt: int = 0, **fields: Any) -> SealedTrajectory:
+def awaiting(sample: int, **fields: Any) -> SealedTrajectory:
     """A trajectory was sealed, and its reward follows."""
-    own = sealed(sample=sample, attempt=attempt, reward=None)
-    return replace(own, awaits_reward=True, **fields)
+    return replace(sealed(sample=sample, reward=None), awaits_reward=True, **fields)
 
 
 def abandoned(sample: int, attempt: int = 0, *, group_id: str = "g0") -> TrajectoryAbandoned:

@@ -128,18 +128,11 @@ class House:
         await asyncio.to_thread(send)
 
     def seal_group_of_one(
-        self,
-        run: str,
-        group_id: str,
-        stored: StoredTurn,
-        *,
-        said: TurnShape | None = None,
-        posts: bool = True,
+        self, run: str, group_id: str, stored: StoredTurn, *, said: TurnShape | None = None
     ) -> None:
         """Seal a group of one, past all checks of a publisher.
 
-        `said` is the shape in the seal, the true one by default. `posts` says whether its writer
-        lived to notify the run of the seal.
+        `said` is the shape in the seal, the true one by default.
         """
         key = TrajectoryKey(group_id, sample=0)
         record = encode_turn(stored)
@@ -148,7 +141,7 @@ class House:
             testkit.sealed(group_id, turns=[said or stored.shape], payload_crcs=[crc])
         )
         self.open_group(run, group_id, keys.trajectory_id(key))
-        self.seal(run, keys.trajectory_id(key), record, seal=seal, posts=posts)
+        self.seal(run, keys.trajectory_id(key), record, seal=seal)
 
     def open_group(
         self,
@@ -165,13 +158,12 @@ class House:
         )
 
     def seal(
-        self, run: str, trajectory_id: str, *turns: bytes, seal: bytes, lease: Any = 1, posts: bool
+        self, run: str, trajectory_id: str, *turns: bytes, seal: bytes, lease: Any = 1
     ) -> None:
         """Store the turns and the seal of an open trajectory as they are, and post the seal."""
         driver = RunDriver(self.client, run)
         driver.do(driver.append(*turns, seal, trajectory_id=trajectory_id, seals=True))
-        if posts:
-            driver.do(driver.post_sealed(trajectory_id, lease, seal))
+        driver.do(driver.post_sealed(trajectory_id, lease, seal))
 
     def change_records(self, stream: str, change: Callable[[list[bytes]], list[bytes]]) -> None:
         """Write a stream again with other records, under the same ids where they are as many."""

@@ -112,10 +112,10 @@ class OutboxDriver:
         self.outbox.answered(sent, replies=[*loads, *answers, *beats], now_s=self.now_s)
         return sent
 
-    def lose_round(self, error: Exception | None = None) -> Round:
+    def lose_round(self) -> Round:
         """Take a round and lose the connection."""
         sent = self.take_round()
-        self.outbox.lost(sent, error=error or RedisConnectionError("gone"), now_s=self.now_s)
+        self.outbox.lost(sent, error=RedisConnectionError("gone"), now_s=self.now_s)
         return sent
 
     def skip_pause(self) -> None:

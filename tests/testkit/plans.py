@@ -63,7 +63,6 @@ def sealed(
     version: int | None = None,
     turn_versions: Sequence[Sequence[tuple[int | None, int]]] = (),
     has_logprobs: bool = False,
-    lease_epoch: int = 1,
     tags: Mapping[str, str] | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> SealedTrajectory:
@@ -78,7 +77,7 @@ def sealed(
     crcs = payload_crcs if payload_crcs is not None else range(1, len(turns) + 1)
     return SealedTrajectory(
         key=TrajectoryKey(group_id, sample, attempt),
-        lease_epoch=lease_epoch,
+        lease_epoch=1,
         status=status,
         reward=reward,
         reward_components={},

@@ -14,9 +14,6 @@ from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.engine import Engine
 
-TEXTS = ("abCDefG", "xY", "hijKLM", "pqRsT")
-ADVANTAGES = (1.0, -0.5, 0.25, -1.5)
-
 
 def make_model(*, seed: int = 0) -> PreTrainedModel:
     """One layer over the letters."""
@@ -26,9 +23,9 @@ def make_model(*, seed: int = 0) -> PreTrainedModel:
     return load_policy(spec)
 
 
-def make_engine(*, seed: int = 0, **optimizer: Any) -> Engine:
+def make_engine(**optimizer: Any) -> Engine:
     """An engine for a new model."""
-    return Engine(make_model(seed=seed), **{"learning_rate": 1e-2, **optimizer})
+    return Engine(make_model(), **{"learning_rate": 1e-2, **optimizer})
 
 
 def pulled(built: Rows, **info: Any) -> PulledMiniBatch:
@@ -42,13 +39,16 @@ def pulled(built: Rows, **info: Any) -> PulledMiniBatch:
 
 
 def make_mini_batch(
-    texts: Sequence[str] = TEXTS,
     *,
-    advantages: Sequence[float] = ADVANTAGES,
+    advantages: Sequence[float] = (1.0, -0.5, 0.25, -1.5),
     logprobs: float | None = -4.5,
     **info: Any,
 ) -> PulledMiniBatch:
     """Rows in two groups, with advantages."""
-    groups = [f"g{2 * row // len(texts)}" for row in range(len(texts))]
-    built = testkit.rows(*texts, group_ids=groups, advantages=advantages, logprobs=logprobs)
+    built = testkit.rows(
+        *("abCDefG", "xY", "hijKLM", "pqRsT"),
+        group_ids=["g0", "g0", "g1", "g1"],
+        advantages=advantages,
+        logprobs=logprobs,
+    )
     return pulled(built, **info)

@@ -254,4 +254,4 @@ def publish_damaged_seal(house: Any, run: str, *, lease: str) -> None:
     """Publish a group of one whose seal is damaged before it is posted."""
     record, seal = encode_turn(stored_turn("ab", "CD")), encode_event(sealed("g0"))[:-1] + b"x"
     house.open_group(run, "g0", "g0/0/0")
-    house.seal(run, "g0/0/0", record, seal=seal, lease=lease, posts=True)
+    house.seal(run, "g0/0/0", record, seal=seal, lease=lease)

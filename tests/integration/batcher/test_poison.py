@@ -148,7 +148,7 @@ async def train(house: Any, caplog: pytest.LogCaptureFixture) -> Train:
         for sample in (DAMAGED, 0, 2):
             each = damage if sample == DAMAGED else stored(sample)
             house.open_group(run, "g", f"g/{sample}/0", num_samples=3)
-            house.seal(run, f"g/{sample}/0", *each.turns, seal=each.seal, posts=True)
+            house.seal(run, f"g/{sample}/0", *each.turns, seal=each.seal)
         (pulled,) = await trainer.get(1, wait_s=10)
         entry: Any = house.client.hget(keys.run_keys(run).ledger, f"g/{DAMAGED}/0")
         failures = [each for each in caplog.records if "failed" in each.getMessage()]

@@ -4,18 +4,9 @@ Token ids come from a small alphabet, so that contexts repeat, extend and resemb
 """
 
 from testkit.strategies.extras import declared_columns, with_extras
-from testkit.strategies.plans import configs, events, manifests, sealed_trajectories
+from testkit.strategies.plans import configs, events, manifests
 from testkit.strategies.rows import extra_columns, mini_batches, operation_mini_batches, scored_rows
-from testkit.strategies.turns import (
-    chains,
-    groups,
-    stored_turns,
-    trajectories,
-    trees,
-    turns,
-    version_runs,
-)
-from testkit.strategies.values import names, tokens
+from testkit.strategies.turns import chains, stored_turns, trees
 
 __all__ = [
     "chains",
@@ -23,18 +14,11 @@ __all__ = [
     "declared_columns",
     "events",
     "extra_columns",
-    "groups",
     "manifests",
     "mini_batches",
-    "names",
     "operation_mini_batches",
     "scored_rows",
-    "sealed_trajectories",
     "stored_turns",
-    "tokens",
-    "trajectories",
     "trees",
-    "turns",
-    "version_runs",
     "with_extras",
 ]

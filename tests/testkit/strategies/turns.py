@@ -16,16 +16,12 @@ from testkit.strategies.values import (
     masked,
     masks,
     optional_versions,
-    rewards_of_trajectories,
     tokens,
 )
 from turnstream.types import (
     NO_PARENT,
     ExtraPiece,
-    Group,
-    Status,
     StoredTurn,
-    Trajectory,
     Turn,
     VersionRun,
 )
@@ -104,9 +100,9 @@ def version_runs(draw: st.DrawFn, num_tokens: int) -> tuple[VersionRun, ...]:
 
 
 @st.composite
-def chains(draw: st.DrawFn, max_turns: int = 4) -> tuple[Turn, ...]:
+def chains(draw: st.DrawFn) -> tuple[Turn, ...]:
     """Turns that each see everything before them, and new observations; some sample nothing."""
-    return _episode(draw, max_turns=max_turns, recall=_all_of_the_last)
+    return _episode(draw, max_turns=4, recall=_all_of_the_last)
 
 
 @st.composite
@@ -117,25 +113,6 @@ def trees(draw: st.DrawFn, max_turns: int = 5) -> tuple[Turn, ...]:
     is without any token.
     """
     return _episode(draw, max_turns=max_turns, recall=_some_of_any)
-
-
-@st.composite
-def trajectories(draw: st.DrawFn, sample: int = 0) -> Trajectory:
-    """A chain or a tree with its reward."""
-    return Trajectory(
-        turns=draw(chains() | trees()),
-        sample=sample,
-        reward=draw(rewards_of_trajectories),
-        status=draw(st.sampled_from(Status)),
-    )
-
-
-@st.composite
-def groups(draw: st.DrawFn, group_id: str = "g0", max_samples: int = 4) -> Group:
-    """All samples of one visit of a prompt."""
-    num_samples = draw(st.integers(1, max_samples))
-    members = [draw(trajectories(sample=sample)) for sample in range(num_samples)]
-    return Group(group_id=group_id, trajectories=members, prompt_uid=draw(st.text(max_size=3)))
 
 
 def _all_of_the_last(draw: st.DrawFn, seen: list[Turn]) -> list[int]:
