@@ -96,12 +96,6 @@ class House:
         create_run(self.client, name, config)
         return name
 
-    def delete_run(self, run: str) -> None:
-        """Remove a run from the store, and wake its waiting callers."""
-        names = keys.run_keys(run)
-        self.client.delete(*names)
-        self.client.xadd(names.wake, {"w": ""})
-
     def end_leases(self, run: str, *trajectory_ids: str, ago_s: float = 3600) -> None:
         """Let leases have ended so long ago: those of these trajectories, or all of the run."""
         leases = keys.run_keys(run).leases

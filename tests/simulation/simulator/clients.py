@@ -200,27 +200,20 @@ def direct_client(world: World) -> SyncClient:
 
     def carry_out(words: list[bytes]) -> Any:
         world.served = ""
-        return _carried_out(world, words)
+        return world.reply(words)
 
     return SyncClient(carry_out)
 
 
 def thread_client(process: Process) -> SyncClient:
     """Return a client for another thread of a process: its calls are carried out at once."""
-    return SyncClient(lambda words: _carried_out_for(process, words))
+    return SyncClient(partial(_reply_in_thread, process))
 
 
-def _carried_out(world: World, words: Sequence[bytes]) -> Any:
-    try:
-        return world.store.execute(words)
-    except StoreError as error:
-        return error
-
-
-def _carried_out_for(process: Process, words: Sequence[bytes]) -> Any:
+def _reply_in_thread(process: Process, words: Sequence[bytes]) -> Any:
     if process.is_dead:
         raise RedisConnectionError("the process is dead")
-    return _carried_out(process.world, words)
+    return process.world.reply(words)
 
 
 class _UnansweredError(BaseException):
@@ -292,7 +285,7 @@ class LinkInMemory:
         self._process = process
 
     def exchange(self, data: bytes, num_replies: int) -> list[Any]:
-        replies = [_carried_out_for(self._process, words) for words in _commands(data)]
+        replies = [_reply_in_thread(self._process, words) for words in _commands(data)]
         return [error_of(each) if isinstance(each, StoreError) else each for each in replies]
 
     def close(self) -> None:

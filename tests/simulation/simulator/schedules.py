@@ -6,6 +6,7 @@ of them. One run in sixteen is long, to reach many batches and a store with many
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,7 +93,7 @@ def _fault_rates(rng: random.Random, *, density: float, pace: float) -> FaultRat
 
 def draw_run(rng: random.Random, *, is_long: bool) -> SharedState:
     most_groups, most_evals, pace = (12, 5, 1.0) if is_long else (4, 1, _SHORT_PACE)
-    any_config = partial(_config, rng, most_batch_groups=4 if is_long else 2, pace=pace)
+    any_config = partial(_config, rng, most_groups=4 if is_long else 2, pace=pace)
     return SharedState(
         run=RUN,
         config=any_config(),
@@ -136,20 +137,14 @@ def _another(rng: random.Random, before: BatchingConfig, drawn: BatchingConfig) 
         return drawn if drawn.reward_deadline_s or not before.reward_deadline_s else before
 
 
-def _config(rng: random.Random, *, most_batch_groups: int, pace: float) -> BatchingConfig:
+def _config(rng: random.Random, *, most_groups: int, pace: float) -> BatchingConfig:
     while True:
-        batch_groups = rng.choice((1, max(1, most_batch_groups // 2), most_batch_groups))
-        try:
-            return _any_config(
-                rng, batch_groups=batch_groups, most_groups=most_batch_groups, pace=pace
-            )
-        except InvalidConfigError:
-            continue
+        with contextlib.suppress(InvalidConfigError):
+            return _any_config(rng, most_groups=most_groups, pace=pace)
 
 
-def _any_config(
-    rng: random.Random, *, batch_groups: int, most_groups: int, pace: float
-) -> BatchingConfig:
+def _any_config(rng: random.Random, *, most_groups: int, pace: float) -> BatchingConfig:
+    batch_groups = rng.choice((1, max(1, most_groups // 2), most_groups))
     policy = rng.choice(("drop", "train_short", "refill", "refill"))
     return BatchingConfig(
         batch_groups=batch_groups,

@@ -258,14 +258,18 @@ class World:
         for words in commands:
             if words[0] == b"XREAD" and b"BLOCK" in words[:4]:
                 return self._block(request, words)
-            try:
-                replies.append(self.store.execute(words))
-            except StoreError as error:
-                replies.append(error)
+            replies.append(self.reply(words))
         if self._blocked and self.store.num_added != self._num_seen:
             self._num_seen = self.store.num_added
             self._serve_blocked()
         return replies
+
+    def reply(self, words: Sequence[bytes]) -> Any:
+        """Return the reply of the store, or its error."""
+        try:
+            return self.store.execute(words)
+        except StoreError as error:
+            return error
 
     def _block(self, request: Request, words: Sequence[bytes]) -> list[Any] | None:
         reply = self.store.execute(_without_block(words))
