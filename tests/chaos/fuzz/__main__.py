@@ -28,8 +28,8 @@ def _show(report: Report, *, seed: int) -> None:
     print(f"{report.num_cases} cases of seed {seed}")
     for outcome, number in sorted(report.outcomes.items()):
         print(f"  {number:5d}  {outcome}")
-    for name, growth in report.growth_bytes.items():
-        print(f"the {name} grew by {growth / 1e6:.0f} MB")
+    for name, peak in report.peak_bytes.items():
+        print(f"the {name} took at most {peak / 1e6:.0f} MB")
     for problem in report.problems:
         print(f"PROBLEM {problem}")
     print(f"{len(report.problems)} problems")

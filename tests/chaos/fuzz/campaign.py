@@ -6,14 +6,12 @@ import contextlib
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import grpc
-import redis
 
 from fuzz.calls import call_damaged
 from fuzz.damage import EVENTS, KINDS, LEDGER, PLAN, TURNS, Spot, damage_run
@@ -22,10 +20,8 @@ from fuzz.runs import (
     NUM_GROUPS,
     Rows,
     Trained,
-    copy_run,
     make_run,
     publish,
-    run_keys_of,
     train,
     wrong_rows,
 )
@@ -38,18 +34,22 @@ from turnstream.errors import (
 )
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.run.runs import close_run, list_run
+from turnstream.store.run.runs import close_run
 from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.stack import Service, Stack
+from turnstream_server.embedded import EmbeddedServer, free_port
+from turnstream_server.jobs.stack import Stack
 
 CHUNK: Final = 16
-"""Damaged runs that are offered at once."""
+"""Damaged runs that are trained at once."""
 
 CALLS_PER_CASE: Final = 2
 
-GROWTH_LIMIT_BYTES: Final = 200_000_000
+MAX_BYTES: Final = 400_000_000
+"""Memory limit of the batcher, and of the store."""
+
+PLANNED_KINDS: Final = (PLAN, LEDGER)
+"""Kinds of damage to a run that is planned; other runs are damaged before a batcher reads them."""
 
 _LEASE = {"TURNSTREAM_LEASE_S": "1"}
 _WAIT_S: Final = 8.0
@@ -66,9 +66,10 @@ class Case:
     """One damaged run, with the rows that it may serve; a control has no damage."""
 
     run: str
+    rng: random.Random
     rows: Rows
-    spot: Spot | None
-    trained: Trained
+    spot: Spot | None = None
+    trained: Trained = field(default_factory=Trained)
 
     @property
     def outcome(self) -> str:
@@ -80,20 +81,12 @@ class Case:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """The result of a campaign: its cases by end, violations, and the growth of each process."""
+    """The result of a campaign: its cases by end, violations, and the peak of each process."""
 
     num_cases: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     problems: list[str] = field(default_factory=list[str])
-    growth_bytes: dict[str, int] = field(default_factory=dict[str, int])
-
-
-class Place(NamedTuple):
-    """A store with a batcher, and a client of the store."""
-
-    server: EmbeddedServer
-    batcher: Service
-    client: redis.Redis
+    peak_bytes: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class Campaign:
@@ -103,87 +96,85 @@ class Campaign:
         self.report = Report()
         self._folder = folder
         self._seed = seed
+        self._address = f"127.0.0.1:{free_port()}"
         self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            self._fresh = stack.enter_context(EmbeddedServer(self._folder / "fresh"))
-            self._builder = stack.enter_context(_place(self._folder / "builder"))
-            self._subject = stack.enter_context(_place(self._folder / "subject"))
-            target = self._subject.batcher.address
-            self._fresh_client = stack.enter_context(connect(self._fresh.url))
-            self._channel = stack.enter_context(grpc.insecure_channel(target))
+            self._server = stack.enter_context(EmbeddedServer(self._folder / "data"))
+            self._url = self._server.url
+            self._client = stack.enter_context(connect(self._url))
+            self._stack = stack.enter_context(
+                Stack(self._folder, store_url=self._url, environment=_LEASE)
+            )
             self._resources = stack.pop_all()
+        self._start_batcher()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._resources.close()
 
+    def _start_batcher(self) -> None:
+        self._batcher = self._stack.start_batcher(listen=self._address)
+
     def run(self, num_cases: int) -> Report:
         """Run a chunk without damage, and then this many cases."""
-        self._chunk(range(CHUNK), is_damaged=False)
-        before = self._memory("VmRSS")
-        number = CHUNK
+        number = 0
         while self.report.num_cases < num_cases:
-            self._chunk(range(number, number + CHUNK), is_damaged=True)
+            self._run_chunk(range(number, number + CHUNK), is_damaged=number > 0)
             number += CHUNK
-        peaks = self._memory("VmHWM")
-        self.report.growth_bytes = {name: peaks[name] - before[name] for name in peaks}
-        self._judge_processes()
         return self.report
 
-    def _chunk(self, numbers: range, *, is_damaged: bool) -> None:
-        """Make, damage, offer and train a few runs; send damaged requests at the same time."""
-        cases = [self._case(number, is_damaged=is_damaged) for number in numbers]
+    def _run_chunk(self, numbers: range, *, is_damaged: bool) -> None:
+        """Make, damage and train a few runs; send damaged requests at the same time."""
+        kinds = {number: KINDS[number % len(KINDS)] for number in numbers}
+        cases = {n: self._make_case(n) for n, kind in kinds.items() if kind in PLANNED_KINDS}
+        for number, case in cases.items():
+            self._plan(case, is_trained=kinds[number] == LEDGER)
+        self._batcher.ask_to_stop()
+        self._batcher.wait(_READY_S)
+        cases |= {n: self._make_case(n) for n, kind in kinds.items() if kind not in PLANNED_KINDS}
+        for number, case in cases.items():
+            if is_damaged:
+                case.spot = damage_run(self._client, case.run, kinds[number], case.rng)
+        self._start_batcher()
         with ThreadPoolExecutor(CHUNK) as pool:
-            trained = [pool.submit(self._train, case) for case in cases]
+            trained = [pool.submit(self._train, case) for case in cases.values()]
             if is_damaged:
                 self._call(numbers)
             for each in trained:
                 each.result()
         self.report.num_cases += len(cases) * is_damaged
-        for case in cases:
+        for case in cases.values():
             self._judge(case)
             self._remove(case.run)
+        self._judge_processes()
 
-    def _case(self, number: int, *, is_damaged: bool) -> Case:
-        """Make a run, copy it to the store under test, and damage it there."""
-        rng = random.Random(self._seed * 1_000_003 + number)
-        kind = KINDS[number % len(KINDS)]
-        name = f"fuzz-{number}"
-        is_planned = kind in (PLAN, LEDGER)
-        server = self._builder.server if is_planned else self._fresh
-        source = self._builder.client if is_planned else self._fresh_client
-        rows = make_run(server.url, name, rng)
-        case = Case(run=name, rows=rows, spot=None, trained=Trained())
-        if is_planned:
-            wait_until(
-                lambda: read_frontier(source, name).planned == NUM_GROUPS,
-                timeout_s=_READY_S,
-                describe=f"the plans of {name}",
-            )
-        if kind == LEDGER:
-            address = self._builder.batcher.address
-            case.trained = train(address, name, timeout_s=_READY_S, max_steps=NUM_GROUPS - 1)
-        copy_run(source, self._subject.client, name)
-        _delete(source, name)
-        if is_damaged:
-            case.spot = damage_run(self._subject.client, name, kind, rng)
-        return case
+    def _make_case(self, number: int) -> Case:
+        rng, name = random.Random(self._seed * 1_000_003 + number), f"fuzz-{number}"
+        return Case(run=name, rng=rng, rows=make_run(self._url, name, rng))
+
+    def _plan(self, case: Case, *, is_trained: bool) -> None:
+        """Wait for all plans of a run; train all steps but the last, or none."""
+        wait_until(
+            lambda: read_frontier(self._client, case.run).planned == NUM_GROUPS,
+            timeout_s=_READY_S,
+            describe=f"the plans of {case.run}",
+        )
+        if is_trained:
+            steps = NUM_GROUPS - 1
+            case.trained = train(self._address, case.run, timeout_s=_READY_S, max_steps=steps)
 
     def _train(self, case: Case) -> None:
-        """Offer a run, write one more group, close the run, and train it to its end."""
-        name, url = case.run, self._subject.server.url
-        before = case.trained
-        list_run(self._subject.client, name)  # the batchers find it
+        """Write one more group, close the run, and train it to its end."""
+        name, before = case.run, case.trained
         try:
-            case.rows |= publish(url, name, [AFTER], random.Random(name))
-            close_run(self._subject.client, name)
+            case.rows |= publish(self._url, name, [AFTER], case.rng)
+            close_run(self._client, name)
         except TurnstreamError as error:
             case.trained = Trained(error=error, rows=before.rows)
             return
-        target = self._subject.batcher.address
-        case.trained = train(target, name, timeout_s=_WAIT_S, token=before.token)
+        case.trained = train(self._address, name, timeout_s=_WAIT_S, token=before.token)
         case.trained.rows = before.rows + case.trained.rows
 
     def _judge(self, case: Case) -> None:
@@ -191,45 +182,43 @@ class Campaign:
         problems = wrong_rows(case.rows, case.trained, checks_reward=not forged)
         problems += _stops(case)
         self.report.outcomes[case.outcome] += 1
-        told = f"{case.run} ({case.spot}): "
         error = case.trained.error
-        self.report.problems += [f"{told}{each}; ended by {error!r}" for each in problems]
+        self.report.problems += [
+            f"{case.run} ({case.spot}): {each}; ended by {error!r}" for each in problems
+        ]
 
     def _call(self, numbers: range) -> None:
         """Send damaged requests for a run that exists and for others."""
-        for number in numbers:
-            rng = random.Random(-self._seed * 1_000_003 - number)
-            for _ in range(CALLS_PER_CASE):
+        with grpc.insecure_channel(self._address) as channel:
+            for number in [number for number in numbers for _ in range(CALLS_PER_CASE)]:
+                rng = random.Random(-self._seed * 1_000_003 - self.report.num_cases)
                 run = rng.choice((f"fuzz-{number}", "another", "x" * 200))
-                answer = call_damaged(self._channel, run, rng)
+                answer = call_damaged(channel, run, rng)
                 self.report.num_cases += 1
                 self.report.outcomes[f"request: {answer.code}"] += 1
                 if not answer.is_typed:
                     self.report.problems.append(f"request of case {number}: {answer}")
 
     def _remove(self, name: str) -> None:
-        with contextlib.suppress(TurnstreamError):
-            delete_run(self._subject.client, name)
-        _delete(self._subject.client, name)
+        with contextlib.suppress(TurnstreamError):  # its state is damaged
+            delete_run(self._client, name)
+        found: Any = [*self._client.keys(f"ts:{{{name}}}*"), *self._client.keys(f"ts:{{{name}/*")]
+        if found:
+            self._client.delete(*found)
+        self._client.srem(keys.RUNS, keys.encode_name(name))
 
     def _judge_processes(self) -> None:
-        report = self.report
-        status = self._subject.batcher.status
-        if status is not None:
-            report.problems.append(f"the batcher has ended with status {status}")
-        for name, growth in report.growth_bytes.items():
-            if growth > GROWTH_LIMIT_BYTES:
-                report.problems.append(f"the {name} grew by {growth / 1e6:.0f} MB")
-
-    def _memory(self, what: str) -> dict[str, int]:
-        """Return a line of /proc/<pid>/status for each process, in bytes."""
-        found: dict[str, int] = {}
-        pids = {"batcher": self._subject.batcher.pid, "store": self._subject.server.pid}
-        for name, pid in pids.items():
+        """Check that the batcher lives, and the peak memory of both processes."""
+        if self._batcher.status is not None:
+            self.report.problems.append(f"the batcher ended with status {self._batcher.status}")
+            return
+        for name, pid in (("batcher", self._batcher.pid), ("store", self._server.pid)):
             status = Path(f"/proc/{pid}/status").read_text()
-            (kib,) = re.findall(rf"^{what}:\s+(\d+) kB$", status, re.MULTILINE)
-            found[name] = int(kib) * 1024
-        return found
+            (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+            peak = max(self.report.peak_bytes.get(name, 0), int(kib) * 1024)
+            self.report.peak_bytes[name] = peak
+            if peak > MAX_BYTES:
+                self.report.problems.append(f"the {name} took {peak / 1e6:.0f} MB")
 
 
 def _stops(case: Case) -> list[str]:
@@ -252,19 +241,3 @@ def _stops(case: Case) -> list[str]:
     if error is None or (isinstance(error, NotReadyError) and not is_named):
         return ["it has stopped without a reason"]
     return []
-
-
-def _delete(client: redis.Redis, name: str) -> None:
-    found = run_keys_of(client, name)
-    if found:
-        client.delete(*found)
-    client.srem(keys.RUNS, keys.encode_name(name))
-
-
-@contextlib.contextmanager
-def _place(folder: Path) -> Iterator[Place]:
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(EmbeddedServer(folder / "data"))
-        services = stack.enter_context(Stack(folder, store_url=server.url, environment=_LEASE))
-        client = stack.enter_context(connect(server.url))
-        yield Place(server, services.start_batcher(), client)

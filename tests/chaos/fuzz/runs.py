@@ -1,4 +1,4 @@
-"""Small runs whose rows are known: made in a store, copied to another one, and trained."""
+"""Small runs whose rows are known: made in a store and trained."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import string
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import redis
-
 import testkit
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import TurnstreamError
 from turnstream.generator import Publisher
-from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream.types import RecoveryToken, Trajectory, Turn
@@ -94,26 +91,6 @@ def _turns(rng: random.Random) -> tuple[list[Turn], str]:
 
 def _word(rng: random.Random, least: int, most: int) -> str:
     return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(least, most)))
-
-
-def copy_run(source: redis.Redis, target: redis.Redis, name: str) -> None:
-    """Copy all keys of a run to another store, where no batcher leads it yet."""
-    found = run_keys_of(source, name)
-    with source.pipeline(transaction=True) as pipeline:
-        for key in found:
-            pipeline.dump(key)
-        dumps: Any = pipeline.execute()
-    for key, dump in zip(found, dumps, strict=True):
-        if dump is not None:  # a key may be deleted after the list of keys was read
-            target.restore(key, 0, dump, replace=True)
-    leader = keys.run_keys(name).leader
-    if target.exists(leader):
-        target.hset(leader, "expires_ms", 0)
-
-
-def run_keys_of(client: redis.Redis, name: str) -> list[bytes]:
-    found: Any = [*client.keys(f"ts:{{{name}}}*"), *client.keys(f"ts:{{{name}/*")]
-    return sorted(found)
 
 
 def train(

@@ -19,13 +19,10 @@ from typing import Any
 from harness.history import History, Line, Violations
 from harness.invariants import (
     adopted_turns_are_those_appended,
-    awaited_rewards_are_those_posted,
     evaluations_add_up,
     groups_have_their_members,
-    nothing_awaits,
     nothing_else_is_trained,
     prompts_are_trained_once,
-    rewards_taken,
     rows_are_what_was_said,
     stale_sessions_are_refused,
     steps_are_stepped_by_all_ranks,
@@ -56,7 +53,7 @@ def check(
         is_drained: whether the run was trained to its end, with everything that was acknowledged.
         max_rss_bytes: memory limit of every process.
     """
-    checks = [*CHECKS, *(AT_THE_END if is_drained else ())]
+    checks = [*CHECKS, *([nothing_is_lost] if is_drained else [])]
     if history.cuts:
         checks = [each for each in checks if each not in OF_ONE_BRANCH]
     found = [f"{check.__name__}: {text}" for check in checks for text in check(history)]
@@ -65,7 +62,6 @@ def check(
         found += [f"ledger_adds_up: {text}" for text in ledger_adds_up(history, counts)]
     if is_drained and counts is not None:
         found += [f"evaluations_add_up: {text}" for text in evaluations_add_up(history, counts)]
-        found += [f"nothing_awaits: {text}" for text in nothing_awaits(counts)]
     if found:
         shown = "\n  ".join(found[:20])
         raise HistoryError(f"{len(found)} contradictions\n  {shown}")
@@ -77,9 +73,9 @@ def ledger_adds_up(history: History, counts: Mapping[str, int]) -> Violations:
     accepted = counts["accepted"]
     if sum(states.values()) != accepted:
         yield f"{accepted} are accepted, but the states add up to {sum(states.values())}"
-    told, tried = _accepted(history)
-    if not told <= accepted <= tried:
-        yield f"{accepted} are accepted, but generators were told of {told} and tried {tried}"
+    acknowledged, tried = _accepted(history)
+    if not acknowledged <= accepted <= tried:
+        yield f"{accepted} are accepted, but {acknowledged} were acknowledged and {tried} tried"
     ended = accepted - states.get("open", 0) - states.get("abandoned", 0)
     sealed = ended - states.get("surplus", 0)  # which an open trajectory may be
     sure = len(history.acknowledged - history.excused)
@@ -94,17 +90,17 @@ def ledger_adds_up(history: History, counts: Mapping[str, int]) -> Violations:
 def _accepted(history: History) -> tuple[int, int]:
     """Return the number of acknowledged trajectories, and the number of attempted ones."""
     # A name may come twice: a store that lost a task may assign it again.
-    told = {
+    acknowledged = {
         f"{line['group']}/{sample}/0"
         for line in history.of("opened")
         for sample in range(line["num_samples"])
     }
-    told |= {line["trajectory"] for line in history.of("granted")}
-    told |= {name for line in history.of("given") for name in line["trajectories"]}
+    acknowledged |= {line["trajectory"] for line in history.of("granted")}
+    acknowledged |= {name for line in history.of("given") for name in line["trajectories"]}
     tried = sum(line["num_samples"] for line in history.of("opening", "asking_task"))
     tried += sum(1 for _ in history.of("asking")) - sum(1 for _ in history.of("asked_in_vain"))
     tried -= sum(line["num_samples"] for line in history.of("asked_task_in_vain"))
-    return len(told - history.lost), tried
+    return len(acknowledged - history.lost), tried
 
 
 def _frontier_adds_up(history: History, states: Mapping[str, int]) -> Violations:
@@ -298,18 +294,13 @@ def bounds_hold(history: History, *, max_rss_bytes: int) -> Violations:
 
 
 def nothing_is_lost(history: History) -> Violations:
-    """P1, for a run that was trained to its end: groups that were sealed whole were trained.
-
-    One that awaits its reward is whole with it.
-    """
-    unrewarded = history.awaiting - rewards_taken(history).keys()
+    """P1, for a run that was trained to its end: groups that were sealed whole were trained."""
     trained = {row["trajectory"] for _, row in history.surviving_rows}
     for group, members in sorted(history.acknowledged_by_group.items()):
         if group in history.evaluations or members & history.lost:
             continue  # see evaluations_add_up; a group without a member may end untrained
-        whole = members - unrewarded
-        lost = whole - trained - history.excused
-        if len(whole) == history.members.get(group) and lost:
+        lost = members - trained - history.excused
+        if len(members) == history.members.get(group) and lost:
             yield f"{', '.join(sorted(lost))} were acknowledged and never trained"
 
 
@@ -330,7 +321,6 @@ CHECKS: tuple[Callable[[History], Violations], ...] = (
     steps_are_stepped_by_all_ranks,
     nothing_else_is_trained,
     prompts_are_trained_once,
-    awaited_rewards_are_those_posted,
 )
 
 OF_ONE_BRANCH = (
@@ -338,6 +328,3 @@ OF_ONE_BRANCH = (
     steps_have_one_leader,
 )
 """Invariants of a store that loses nothing. Others read the branch that survives a loss."""
-
-AT_THE_END: tuple[Callable[[History], Violations], ...] = (nothing_is_lost,)
-"""Additional invariants of a run that was trained to its end."""

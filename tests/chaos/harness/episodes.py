@@ -121,24 +121,9 @@ def _number(seed: str, what: str) -> int:
     return zlib.crc32(f"{seed}|{what}".encode())
 
 
-def awaits_reward(trajectory: str, *, one_in: int) -> bool:
-    """Whether its generator leaves the reward to another process: one in so many, 0 for none."""
-    return bool(one_in) and _number(trajectory, "awaits") % one_in == 0
-
-
-def left_alone(group: str, *, one_in: int) -> bool:
+def is_never_adopted(group: str, *, one_in: int) -> bool:
     """Return whether no generator adopts this group: one in so many, 0 for none."""
-    return bool(one_in) and _number(group, "left alone") % one_in == 0
-
-
-def held_back(trajectory: str) -> bool:
-    """Whether who posts its reward takes too long: one in eight of those that await it."""
-    return _number(trajectory, "held back") % 8 == 0
-
-
-def reward_by(poster: str, trajectory: str) -> float:
-    """Return the reward of a trajectory by a poster: a multiple of 1/4."""
-    return _number(f"{poster}|{trajectory}", "reward") % 5 / 4
+    return bool(one_in) and _number(group, "never adopted") % one_in == 0
 
 
 def prompt_payload(prompt_uid: str) -> bytes:

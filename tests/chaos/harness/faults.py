@@ -99,30 +99,30 @@ def put_the_store_to_sleep(stack: Stack) -> None:
 
 def lose_replies_of_the_store(stack: Stack) -> None:
     """Reset connections after their request has arrived."""
-    _cut_replies(stack, stack.store, within_bytes=400)
+    _cut_replies(stack, stack.store_proxy, within_bytes=400)
 
 
 def cut_all_connections_to_the_store(stack: Stack) -> None:
-    stack.store.cut_all()
+    stack.store_proxy.cut_all()
 
 
 def silence_the_store(stack: Stack) -> None:
     """Keep connections half-open: requests arrive, replies do not, until all are reset."""
-    stack.store.replies.is_silent = True
+    stack.store_proxy.replies.is_silent = True
     time.sleep(stack.rng.uniform(0.5, 2.0))
-    stack.store.replies.is_silent = False
-    stack.store.cut_all()
+    stack.store_proxy.replies.is_silent = False
+    stack.store_proxy.cut_all()
 
 
 def slow_the_store_down(stack: Stack) -> None:
-    stack.store.replies.delay_s = stack.rng.uniform(0.01, 0.1)
+    stack.store_proxy.replies.delay_s = stack.rng.uniform(0.01, 0.1)
     time.sleep(2.0)
-    stack.store.replies.delay_s = 0.0
+    stack.store_proxy.replies.delay_s = 0.0
 
 
 def cut_transfers_to_the_ranks(stack: Stack) -> None:
     """Reset connections in the middle of frames."""
-    _cut_replies(stack, stack.door, within_bytes=4000)
+    _cut_replies(stack, stack.batcher_proxy, within_bytes=4000)
 
 
 def _cut_replies(stack: Stack, proxy: Proxy, *, within_bytes: int) -> None:

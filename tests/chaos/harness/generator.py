@@ -1,8 +1,7 @@
 """A generator process: publishes groups of known content, and logs every call.
 
 Its options let it hang in one trajectory after the first turn, until a file appears; adopt open
-trajectories and play refills, without groups of its own; take tasks, or evaluate now and then; and
-leave the rewards of some trajectories to another process (harness.poster).
+trajectories and play refills, without groups of its own; and take tasks, or evaluate now and then.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.episodes import Episode, EpisodeTurn, awaits_reward, episode, left_alone
+from harness.episodes import Episode, EpisodeTurn, episode, is_never_adopted
 from harness.log import ProcessLog, parse_options
 from turnstream.errors import (
     ConflictError,
@@ -56,9 +55,8 @@ def main() -> None:
         helps_until=Path,
         takes_tasks=0,
         evaluates_every=0,
-        takes_over_every=0,
-        leaves_one_in=0,
-        awaits_one_in=0,
+        adopts_every=0,
+        never_adopts_one_in=0,
     )
     with (
         ProcessLog(options.log) as log,
@@ -111,8 +109,8 @@ class _Generator:
         Now and then it also adopts trajectories of others.
         """
         options = self._options
-        if options.takes_over_every and number % options.takes_over_every == 0:
-            self._take_over_lapsed()
+        if options.adopts_every and number % options.adopts_every == 0:
+            self._adopt_lapsed()
         if options.takes_tasks:
             return self._play_task()
         every, name = options.evaluates_every, f"{options.writer}-{number}"
@@ -123,7 +121,7 @@ class _Generator:
     def help(self, end: Path) -> None:
         """Adopt lapsed trajectories and play refills, until a file appears."""
         while not end.exists():
-            self._take_over_lapsed()
+            self._adopt_lapsed()
             self._log.write("asking")
             try:
                 refill = self._publisher.next_refill(_POLL_S)
@@ -178,8 +176,8 @@ class _Generator:
             group.__exit__(None, None, None)
         return True
 
-    def _take_over_lapsed(self) -> None:
-        """Adopt open trajectories of dead generators, except in groups that are left alone."""
+    def _adopt_lapsed(self) -> None:
+        """Adopt open trajectories of dead generators, except in groups that nobody adopts."""
         try:
             with self._log.waiting("lapsed", deadline_s=self._write_s):
                 found = self._publisher.lapsed()
@@ -187,7 +185,7 @@ class _Generator:
             self._log.write("not_answered", error=repr(error))
             return
         for lapsed in found:
-            if left_alone(lapsed.key.group_id, one_in=self._options.leaves_one_in):
+            if is_never_adopted(lapsed.key.group_id, one_in=self._options.never_adopts_one_in):
                 continue
             name = lapsed.key.trajectory_id
             try:
@@ -248,19 +246,16 @@ class _Generator:
 
     def _seal(self, writer: TrajectoryWriter, said: Episode) -> None:
         name = writer.key.trajectory_id
-        awaits = awaits_reward(name, one_in=self._options.awaits_one_in)
-        reward = None if awaits else said.reward
         self._log.write(
             "sealing",
             trajectory=name,
             writer=self._options.writer,
-            awaits=awaits,
-            reward=reward,
+            reward=said.reward,
             rows=said.rows,
             num_trained=said.num_trained,
         )
         with self._log.waiting("seal", deadline_s=self._write_s):
-            writer.seal(reward, awaits_reward=awaits)
+            writer.seal(said.reward)
         self._log.write("sealed", trajectory=name)
 
 

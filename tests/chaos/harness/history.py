@@ -37,16 +37,15 @@ class Logs:
     Each byte is read once, because tests look at the history many times a second.
     """
 
-    def __init__(self, folder: Path, *, names: str = "*.jsonl") -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._names = names
         self._read: dict[Path, int] = {}
         self._lines: list[Line] = []
         self._counts: Counter[str] = Counter()
 
     def lines(self) -> Sequence[Line]:
         """All lines so far, those of a process in their order."""
-        for path in self._folder.glob(self._names):
+        for path in self._folder.glob("*.jsonl"):
             with path.open("rb") as log:
                 log.seek(self._read.get(path, 0))
                 whole, newline, _ = log.read().rpartition(b"\n")
@@ -156,11 +155,6 @@ class History:
     def acknowledged(self) -> set[str]:
         """The trajectories of which a generator was told that the run knows their seal."""
         return {line["trajectory"] for line in self.of("sealed")}
-
-    @cached_property
-    def awaiting(self) -> set[str]:
-        """The trajectories that were sealed without the reward that another process posts."""
-        return {line["trajectory"] for line in self.of("sealing") if line.facts.get("awaits")}
 
     @cached_property
     def acknowledged_by_group(self) -> dict[str, set[str]]:

@@ -1,4 +1,4 @@
-"""Invariants of members, turns, later rewards, prompts, leaders, versions and sessions."""
+"""Invariants of members, turns, prompts, leaders, versions and sessions."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def groups_have_their_members(history: History) -> Violations:
 def rows_are_what_was_said(history: History) -> Violations:
     """P1: each trained trajectory is one sealed episode of one writer, token by token.
 
-    If several writers sealed it, the acknowledged seal counts. A reward that was posted later is
-    not part of the seal.
+    If several writers sealed it, the acknowledged seal counts.
     """
     told: dict[str, set[str]] = {}
     for line in history.of("sealed"):
@@ -48,7 +47,7 @@ def rows_are_what_was_said(history: History) -> Violations:
             got = (
                 [row["name"] for row in ordered],
                 [row["num_trained"] for row in ordered],
-                None if trajectory in history.awaiting else ordered[0]["reward"],
+                ordered[0]["reward"],
             )
             seals = history.seals.get(trajectory, [])
             counted = [seal for seal in seals if seal.process in told.get(trajectory, ())]
@@ -116,57 +115,6 @@ def _trained(history: History) -> Iterator[tuple[MiniBatchName, dict[str, list[d
         for row in itertools.chain.from_iterable(line["rows"] for line in lines):
             rows.setdefault(row["trajectory"], []).append(row)
         yield name, rows
-
-
-def awaited_rewards_are_those_posted(history: History) -> Violations:
-    """A reward that was acknowledged in time is the one that was trained; one told late is not."""
-    taken = rewards_taken(history)
-    trained = _trained_rewards(history)
-    for name, rewards in taken.items():
-        if name in history.lost:
-            continue
-        if len(rewards) > 1:
-            yield f"{name} was given the rewards {sorted(rewards)}, and each was told to count"
-        if not trained.get(name, set()) <= rewards:
-            yield f"{name} is trained with {trained[name]}, and {sorted(rewards)} was told to count"
-    for name, reward in _refused(history):
-        if reward in trained.get(name, ()) and reward not in taken.get(name, ()):
-            yield f"{name} is trained with {reward}, which was told not to count"
-    for name in trained.keys() - taken.keys():
-        tried = {line["reward"] for line in history.of("posting") if line["trajectory"] == name}
-        if not trained[name] <= tried:
-            yield f"{name} is trained with {trained[name]}, and {sorted(tried)} were posted"
-
-
-def rewards_taken(history: History) -> dict[str, set[float]]:
-    """Trajectory -> the rewards of which a process was told that they count."""
-    found: dict[str, set[float]] = {}
-    for line in history.of("posted"):
-        if line["outcome"] in ("POSTED", "DUPLICATE"):
-            found.setdefault(line["trajectory"], set()).add(line["reward"])
-    return found
-
-
-def _refused(history: History) -> Iterator[tuple[str, float]]:
-    """Rewards of which a process was told that they do not count."""
-    for line in history.of("posted", "refused"):
-        is_late = line.facts.get("outcome") == "LATE"
-        is_refused = "reward" in line.facts and line.facts.get("error", "").startswith("Conflict")
-        if (is_late or is_refused) and line["trajectory"] not in history.lost:
-            yield line["trajectory"], line["reward"]
-
-
-def _trained_rewards(history: History) -> dict[str, set[float]]:
-    found: dict[str, set[float]] = {}
-    for _, rows in _trained(history):
-        for name in rows.keys() & history.awaiting:
-            found.setdefault(name, set()).update(row["reward"] for row in rows[name])
-    return found
-
-
-def nothing_awaits(counts: Mapping[str, int]) -> Violations:
-    if num := counts.get("awaiting_reward", 0):
-        yield f"{num} still await their reward"
 
 
 _VISIT = re.compile(r"(?P<prompt>.+)%23\d+")

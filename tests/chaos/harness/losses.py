@@ -29,13 +29,10 @@ _NAMED = re.compile(
 
 
 def lost_trajectories(lines: Sequence[Line], cuts: Sequence[float], *, logs: Path) -> set[str]:
-    """Return the trajectories that may be lost, or whose reward may be.
-
-    `logs` has the error output of generators.
-    """
+    """Return the trajectories that may be lost; `logs` has the error output of generators."""
     found = _named_losses(logs)
     by_process = History(lines).by_process
-    unsure: dict[tuple[str, bool], set[str]] = {}
+    unsure: dict[str, set[str]] = {}
     previous = -RESENT_S
     for cut in cuts:
         if cut - previous >= RESENT_S:
@@ -43,25 +40,24 @@ def lost_trajectories(lines: Sequence[Line], cuts: Sequence[float], *, logs: Pat
         previous = cut
         survivors: set[str] = set()
         for process, own in by_process.items():
-            for write in _written(line for line in own if cut - LOSS_S < line.at < cut):
-                unsure.setdefault(write, set()).add(process)
+            for name in _written(line for line in own if cut - LOSS_S < line.at < cut):
+                unsure.setdefault(name, set()).add(process)
             ended_well = any(line.kind == "done" and line.at > cut for line in own)
             if ended_well or own[-1].at > cut + RESENT_S:
                 survivors.add(process)
-        found |= {name for (name, _), writers in unsure.items() if not writers & survivors}
+        found |= {name for name, writers in unsure.items() if not writers & survivors}
     return found
 
 
-def _written(lines: Iterable[Line]) -> Iterator[tuple[str, bool]]:
-    """Yield the trajectories of writes, and whether the write is a reward of its own."""
+def _written(lines: Iterable[Line]) -> Iterator[str]:
+    """Yield the trajectories of writes."""
     for line in lines:
-        if line.kind in ("sealing", "sealed", "posting", "posted"):
-            yield line["trajectory"], line.kind.startswith("post")
+        if line.kind in ("sealing", "sealed"):
+            yield line["trajectory"]
         elif line.kind == "given":
-            yield from ((name, False) for name in line["trajectories"])
+            yield from line["trajectories"]
         elif line.kind in ("opening", "opened"):
-            for sample in range(line["num_samples"]):
-                yield f"{line['group']}/{sample}/0", False
+            yield from (f"{line['group']}/{sample}/0" for sample in range(line["num_samples"]))
 
 
 def _named_losses(logs: Path) -> set[str]:
@@ -79,29 +75,17 @@ NAMED = ("ConflictError", "FencedError", "StoreBehindError")
 AFTER_CUT_S = 30.0
 """By when after a cut its losses are named."""
 
-_OTHER_REWARD = "another reward was posted"
-
 
 def refusals_have_a_cause(history: History) -> Violations:
-    """A refused trajectory was adopted or rewarded by another process, or a cut took it."""
+    """A refused trajectory was adopted by another process, or a cut took it."""
     takers: dict[str, set[str]] = {}
     for line in history.of("taken"):
         takers.setdefault(line["trajectory"], set()).add(line.process)
     for line in history.of("refused"):
-        if not line.process.startswith(("generator-", "poster-")):
+        if not line.process.startswith("generator-") or line["error"] == "EndOfRunError":
             continue
         name = line.facts.get("trajectory", line.facts.get("group", ""))
         is_taken = bool(takers.get(name, set()) - {line.process})
         is_after_cut = any(0 < line.at - cut < AFTER_CUT_S for cut in history.cuts)
-        if not (_is_of_the_end(line) or (_is_named(line) and (is_taken or is_after_cut))):
+        if not (line["error"].startswith(NAMED) and (is_taken or is_after_cut)):
             yield f"{line.process} was refused {name or 'something'}: {line['error']}"
-
-
-def _is_of_the_end(line: Line) -> bool:
-    """Whether it is none: the run has ended, or a reward is there already."""
-    is_second = line.process.startswith("poster-") and _OTHER_REWARD in line["error"]
-    return line["error"] == "EndOfRunError" or is_second
-
-
-def _is_named(line: Line) -> bool:
-    return line["error"].startswith(NAMED)

@@ -1,4 +1,4 @@
-"""Processes that sleep, clocks that jump, and disks that are slow or lose their power."""
+"""Processes that sleep, clocks that jump, and disks that lose their power."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +14,6 @@ import pytest
 
 from testkit import wait_until
 from turnstream_server.embedded import find_binary
-
-_EARLY_S = 0.5
-"""Time after the start of a sync in which no other sync starts."""
 
 _SLEEP_S = 180.0
 _SOURCE = Path(__file__).with_name("shim.c")
@@ -48,7 +44,9 @@ class Machine:
 
     def set_clock(self, *, wrong_by_s: float, of: str = "store") -> None:
         """The wall clock jumps, to so many seconds from the truth."""
-        _write_us(self._clock(of), wrong_by_s)
+        draft = self._clock(of).with_suffix(".draft")
+        draft.write_text(str(round(wrong_by_s * 1e6)))
+        draft.replace(self._clock(of))  # so that nobody reads half of the number
 
     def has_seen_clock(self, of: str) -> bool:
         """Whether a process has looked at this clock since it jumped."""
@@ -59,42 +57,19 @@ class Machine:
     def _clock(self, of: str) -> Path:
         return self._folder / f"clock-{of}"
 
-    def slow_disk_down(self, *, sync_s: float) -> None:
-        """From now on every sync takes so long."""
-        _write_us(self._synced / "slow", sync_s)
-
     def freeze_disk(self) -> None:
         """From now on the disk says that it has written, and has not."""
         (self._synced / "frozen").touch()
 
     def lose_power(self, data_dir: Path) -> int:
         """Cut the files of a killed server to their synced part; return the lost bytes."""
-        num_lost = self.unsynced(data_dir)
+        num_lost = 0
         for path in _append_only_files(data_dir):
-            os.truncate(path, self._synced_size(path))
+            synced = self._synced_size(path)
+            num_lost += path.stat().st_size - synced
+            os.truncate(path, synced)
         (self._synced / "frozen").unlink(missing_ok=True)
         return num_lost
-
-    def unsynced(self, data_dir: Path) -> int:
-        """Bytes of the append-only files that are not on disk."""
-        files = _append_only_files(data_dir)
-        return sum(path.stat().st_size - self._synced_size(path) for path in files)
-
-    def is_between_syncs(self, data_dir: Path) -> bool:
-        """Whether a server, which sleeps now, has ended a sync, has written, and began no other.
-
-        With everysec there is no more than one in a second, of the clock or since the last one.
-        """
-        (path,) = _append_only_files(data_dir)
-        ended = self._synced / str(path.stat().st_ino)
-        began = ended.with_suffix(".began")
-        if not (began.exists() and ended.exists()):
-            return False
-        now_s, began_s = time.time(), began.stat().st_mtime
-        is_over = began_s <= ended.stat().st_mtime
-        has_written = path.stat().st_size > self._synced_size(path)
-        is_early = now_s - began_s < _EARLY_S and int(now_s) == int(began_s)
-        return is_over and has_written and is_early
 
     def synced(self, data_dir: Path) -> int:
         """Bytes of the append-only files that are on disk."""
@@ -113,13 +88,6 @@ def _build_shim(folder: Path) -> Path:
     command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", str(shim)]
     subprocess.run([*command, str(_SOURCE), "-ldl"], check=True, capture_output=True)
     return shim
-
-
-def _write_us(path: Path, seconds: float) -> None:
-    """Microseconds as text, never half of them."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(str(round(seconds * 1e6)))
-    draft.replace(path)
 
 
 def _append_only_files(data_dir: Path) -> list[Path]:

@@ -1,14 +1,11 @@
-"""The processes of a long run, and its random choices."""
+"""The processes of a long run."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TypeVar
 
 from harness.episodes import prompt_payload
 from harness.machine import Machine
@@ -19,14 +16,6 @@ from turnstream.store.run.runs import resume_run
 from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream_server.embedded import Durability
 from turnstream_server.jobs.stack import Service
-
-Choice = TypeVar("Choice")
-
-AWAITS_ONE_IN = 8
-"""One trajectory in so many gets its reward from another process."""
-
-LATE_S = 12.0
-"""Delay of some of these rewards, longer than their deadline."""
 
 NUM_PROMPTS = 100
 """Prompts that a run has left, at least half of them: generators never wait for one."""
@@ -39,52 +28,26 @@ class InVainError(Exception):
     """A fault took no effect, because it met no process."""
 
 
-class Draws:
-    """Random choices of which each comes once before any comes again; `rng` decides the order."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self._bags: dict[str, list[int]] = {}
-
-    def draw(self, bag: str, choices: Sequence[Choice]) -> Choice:
-        """Return one of the choices of a bag."""
-        left = self._bags.setdefault(bag, [])
-        if not left:
-            left += self.rng.sample(range(len(choices)), len(choices))
-        return choices[left.pop()]
-
-
 @dataclass(slots=True, kw_only=True)
 class Stack:
     """The processes of a long run.
 
     Attributes:
-        store: proxy before the store, for generators and batchers.
-        door: proxy before the first batcher, for ranks.
+        store_proxy: proxy before the store, for generators and batchers.
+        batcher_proxy: proxy before the first batcher, for ranks.
         clock_s: error of the store's clock.
     """
 
     rig: Rig
     machine: Machine
-    store: Proxy
-    door: Proxy
-    draws: Draws
+    store_proxy: Proxy
+    batcher_proxy: Proxy
+    rng: random.Random
     durability: Durability
     batchers: dict[str, Service] = field(default_factory=dict[str, Service])
     generators: dict[str, Service] = field(default_factory=dict[str, Service])
-    poster: Service | None = None
     num_started: int = 0
     clock_s: float = 0.0
-
-    @property
-    def rng(self) -> random.Random:
-        """The source of independent random choices."""
-        return self.draws.rng
-
-    @property
-    def ends(self) -> Path:
-        """A file that appears when the run is to end."""
-        return self.rig.folder / "ends"
 
     def start(self) -> None:
         """Start two batchers, two generators, one of which takes tasks, and the ranks."""
@@ -94,15 +57,6 @@ class Stack:
         for kind in ("own", "task"):
             self.start_generator(kind)
         self.start_ranks()
-        self.start_poster()
-
-    def start_poster(self) -> None:
-        """Start a process that posts rewards, some of them late."""
-        self.num_started += 1
-        writer = f"poster-{self.num_started:03}"
-        options = {"url": self.rig.store_url, "run": self.rig.run, "writer": writer}
-        options |= {"late_s": LATE_S, "hurries_at": self.ends}
-        self.poster = self.rig.start(writer, "harness.poster", options)
 
     def start_generator(self, kind: str) -> None:
         """Start a generator with a new name.
@@ -113,7 +67,7 @@ class Stack:
         writer = f"{kind}{self.num_started}"
         self.num_started += 1
         more = {"evaluates_every": 8} if kind == "own" else {"takes_tasks": 1}
-        more |= {"awaits_one_in": AWAITS_ONE_IN, "takes_over_every": 2, "leaves_one_in": 4}
+        more |= {"adopts_every": 2, "never_adopts_one_in": 4}
         service = self.rig.start_generator(writer, groups=ENDLESS, pause_s=0.1, **more)
         self.generators[writer] = service
 
@@ -124,7 +78,7 @@ class Stack:
             rank.kill()
         self.rig.start_ranks(
             self.rng.randint(1, 4),
-            target=self.door.address,
+            target=self.batcher_proxy.address,
             checkpoint_every=3,
             timeout_s=15,
             update_s=0.02,
@@ -146,8 +100,6 @@ class Stack:
             if generator.status is not None:
                 del self.generators[writer]
                 self.start_generator(writer.rstrip("0123456789"))
-        if self.poster is not None and self.poster.status is not None:
-            self.start_poster()
         self.give_prompts()
 
     def give_prompts(self) -> None:
@@ -178,10 +130,3 @@ class Stack:
         server.restart()
         if power_off:
             resume_run(self.rig.client, self.rig.run)  # the cut may have taken the last resumption
-
-    def strike_beside(self) -> None:
-        """Kill a generator or the poster, and replace it."""
-        assert self.poster is not None
-        generator = self.rng.choice([*self.generators.values()])
-        self.draws.draw("beside", (self.poster, generator)).kill()
-        self.mend_services()

@@ -1,11 +1,10 @@
-/* Stands between a process and its machine, by LD_PRELOAD: time that jumps, and a disk that is slow
- * or loses its power.
+/* Stands between a process and its machine, by LD_PRELOAD: time that jumps, and a disk that
+ * loses its power.
  *
  *   TS_CLOCK   file with the microseconds, as text, that the wall clock is wrong by; read again at
  *              every look at the clock; `<file>.seen` receives the number that was seen last
- *   TS_SYNCED  folder in which every sync notes how many bytes of a file (by inode) are on disk, and
- *              in `<inode>.began` by its time when it began; a file `frozen` in it stands for a disk that only pretends from then on, a file `slow`
- *              for one that takes as many microseconds for a sync as it says
+ *   TS_SYNCED  folder in which every sync notes how many bytes of a file (by inode) are on disk; a
+ *              file `frozen` in it stands for a disk that only pretends from then on
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -78,12 +77,6 @@ static int noting(int file, int (*sync)(int)) {
   char path[4096], text[32];
   snprintf(path, sizeof path, "%s/frozen", folder);
   if (access(path, F_OK) == 0) return 0;
-  snprintf(path, sizeof path, "%s/%llu.began", folder, (unsigned long long)about.st_ino);
-  int began = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-  if (began < 0 || write(began, "1", 1) != 1) abort();
-  close(began);
-  snprintf(path, sizeof path, "%s/slow", folder);
-  usleep(number_in(path));
   int result = sync(file);
   if (result != 0) return result;
   snprintf(path, sizeof path, "%s/%llu", folder, (unsigned long long)about.st_ino);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import secrets
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,13 @@ import redis
 from rich.console import Console
 from rich.table import Column, Table
 
-from harness.faults import FAULTS
+from harness.faults import FAULTS, Fault
 from harness.invariants import trained_prompts
 from harness.losses import refusals_have_a_cause
 from harness.machine import Machine
 from harness.proxy import Proxy
 from harness.rig import Rig, config
-from harness.running import Draws, InVainError, Stack
+from harness.running import InVainError, Stack
 from harness.stored import archive_is_what_was_trained
 from turnstream.store.run.evals import eval_results
 from turnstream.store.run.runs import close_run
@@ -48,9 +50,7 @@ MAX_STORE_BYTES = 1 << 30
 
 MODES: tuple[Durability, ...] = ("fsync", "everysec")
 
-CONFIG = config(
-    max_staleness=8, retain_checkpoints=8, lease_s=5.0, takeover_s=3.0, reward_deadline_s=8.0
-)
+CONFIG = config(max_staleness=8, retain_checkpoints=8, lease_s=5.0, takeover_s=3.0)
 """Trajectories of killed generators are adopted or abandoned soon."""
 
 
@@ -97,7 +97,6 @@ class Report:
             "acknowledged_trajectories": len(history.acknowledged),
             "taken_over": sum(1 for _ in history.of("taken")),
             "archived_and_released_steps": read_frontier(rig.client, rig.run).released,
-            "rewards": Counter(line["outcome"].lower() for line in history.of("posted")),
             "ledger": rig.counts(),
             "most_store_bytes": self.most_store_bytes,
             "faults": faults,
@@ -138,35 +137,39 @@ def soak(
             max_memory_bytes=MAX_STORE_BYTES,
         ) as server,
         Rig(folder, server, config=CONFIG) as rig,
-        Proxy(server.url) as store,
-        Proxy(rig.address()) as door,
+        Proxy(server.url) as store_proxy,
+        Proxy(rig.address()) as batcher_proxy,
     ):
-        rig.store_url = store.url
+        rig.store_url = store_proxy.url
         rig.environment["TURNSTREAM_ARCHIVE_DIR"] = str(folder / "archive")
         stack = Stack(
             rig=rig,
             machine=machine,
-            store=store,
-            door=door,
-            draws=Draws(random.Random(seed)),
+            store_proxy=store_proxy,
+            batcher_proxy=batcher_proxy,
+            rng=random.Random(seed),
             durability=durability,
         )
         stack.start()
         deadline_s = time.monotonic() + seconds
         _await_step(stack, report, after="the start")
-        for number in range(num_faults):
+        faults = _in_random_order(stack.rng)
+        for fault in itertools.islice(faults, num_faults):
             if time.monotonic() > deadline_s:
                 break
-            if number % 2:
-                stack.strike_beside()
-            recovery_s = _inject(stack, report)
+            recovery_s = _inject(fault, stack, report)
             time.sleep(max(0.0, stack.rng.uniform(0.5, 1.5) * every_s - recovery_s))
         _finish(stack, report)
     return report
 
 
-def _inject(stack: Stack, report: Report) -> float:
-    fault = stack.draws.draw("faults", FAULTS)
+def _in_random_order(rng: random.Random) -> Iterator[Fault]:
+    """Yield all faults in a random order, then again in another one."""
+    while True:
+        yield from rng.sample(FAULTS, len(FAULTS))
+
+
+def _inject(fault: Fault, stack: Stack, report: Report) -> float:
     name = fault.__name__
     try:
         fault(stack)
@@ -193,7 +196,6 @@ def _await_step(stack: Stack, report: Report, *, after: str) -> None:
 
 def _finish(stack: Stack, report: Report) -> None:
     rig = stack.rig
-    stack.ends.touch()
     for rank in rig.ranks:
         rank.kill()
     stack.mend_services()
