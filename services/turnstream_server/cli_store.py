@@ -102,9 +102,6 @@ def ledger(
 def batch(
     run: RunArgument,
     step: Annotated[int, typer.Argument(metavar="STEP", min=1, help="Number of the batch.")],
-    diff: Annotated[
-        int | None, typer.Option(min=1, metavar="STEP", help="Compare with this batch.")
-    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write its mini-batches as Arrow streams.")
     ] = None,
@@ -117,7 +114,7 @@ def batch(
     redis: Redis = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show the content of one batch: sizes, rewards, advantages, differences."""
+    """Show the content of one batch: sizes, rewards, advantages."""
     from turnstream_server.jobs import batches as jobs
     from turnstream_server.jobs import merges
 
@@ -126,9 +123,6 @@ def batch(
         ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
         paths = [str(path) for path in jobs.write_batch(url, run, step, out, **ranks)]
         say("\n".join(paths), as_json=as_json, files=paths)
-    elif diff is not None:
-        lines = jobs.read_difference(url, run, step, diff, folder=folder)
-        output(lines, jobs.print_difference, as_json=as_json)
     elif merge:
         output(merges.read_merge(url, run, step), merges.print_merge, as_json=as_json)
     else:

@@ -35,16 +35,13 @@ class LiveGeneratorConfig:
             show_default=False,
         ),
     ] = field(default_factory=lambda: f"live-{socket.gethostname()}-{os.getpid()}")
-    num_numbers: Annotated[
-        int, typer.Option("--numbers", min=2, help="The secret is 1 to this.")
-    ] = 15
-    max_guesses: Annotated[int, typer.Option("--guesses", min=1, help="Guesses of one game.")] = 4
-    group_size: Annotated[int, typer.Option(min=1, help="Games with one secret.")] = 8
+    group_size: int = 8
+    """Games with one secret."""
     groups_per_round: Annotated[
         int, typer.Option("--round", min=1, help="Groups played at the same time.")
     ] = 32
-    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 1.0
-    max_groups: Annotated[int, typer.Option(min=0, help="0: until the run is closed.")] = 0
+    max_groups: int = 0
+    """Groups after which it stops; 0 plays until the run is closed."""
     num_threads: Threads = 0
     seed: Annotated[
         int,
@@ -54,10 +51,6 @@ class LiveGeneratorConfig:
     ] = field(default_factory=lambda: secrets.randbits(31))
     timeout_s: float = 600.0
     """Longest wait for the first weights, and for the admission of a group."""
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +65,6 @@ class ReplayConfig:
     shard: Annotated[int, typer.Option(min=0, help="Publish the groups shard, shard + N ...")] = 0
     num_shards: Annotated[int, typer.Option("--shards", min=1, help="Number N of shares.")] = 1
     max_groups: Groups = 0
-    speed: Annotated[
-        float, typer.Option(min=0, help="Recorded seconds per second; 0: as fast as admitted.")
-    ] = 0.0
     policy: Annotated[
         Path | None,
         typer.Option(

@@ -25,14 +25,15 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.configs import open_run
 from turnstream.store.run.runs import newest_version
 from turnstream.types import VersionAnnounced
+from turnstream_server.generators import guessing
 from turnstream_server.generators.config import LiveGeneratorConfig
-from turnstream_server.generators.guessing import Episode, GuessingGame
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.sampling import sample_tokens
 
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
+_TEMPERATURE: Final = 1.0
 
 
 def run_live_generator(config: LiveGeneratorConfig) -> None:
@@ -92,7 +93,6 @@ class _LiveGenerator:
         self._config = config
         self._publisher = publisher
         self._policy = policy
-        self._game = GuessingGame(num_numbers=config.num_numbers, max_guesses=config.max_guesses)
         self._secrets = np.random.default_rng(config.seed)
         self._rng = torch.Generator().manual_seed(config.seed)
         # Group ids are used once, also after a restart of the same writer.
@@ -130,7 +130,7 @@ class _LiveGenerator:
     async def _play_group(self, number: int) -> None:
         """Request a group, and play its games, which have one secret."""
         size = self._config.group_size
-        episode, prompt_ids = self._game.reset(seed=int(self._secrets.integers(1 << 62)))
+        episode, prompt_ids = guessing.reset(seed=int(self._secrets.integers(1 << 62)))
         try:
             async with (
                 self._publisher.group(
@@ -148,7 +148,10 @@ class _LiveGenerator:
         self._requests.put_nowait(None)
 
     async def _play_game(
-        self, trajectory: AsyncTrajectoryWriter, episode: Episode, prompt_ids: NDArray[np.int32]
+        self,
+        trajectory: AsyncTrajectoryWriter,
+        episode: guessing.Episode,
+        prompt_ids: NDArray[np.int32],
     ) -> None:
         """Play one game to its end; publish each turn when it is sampled."""
         while True:
@@ -162,10 +165,9 @@ class _LiveGenerator:
                 policy_version=response.version,
                 anchor=prompt_ids.astype("<i4").tobytes(),  # the tokens so far are its state
             )
-            answer = self._game.step(episode, response.token_ids)
+            answer = guessing.step(episode, response.token_ids)
             if answer.is_done:
-                sampling = {"temperature": self._config.temperature}
-                await trajectory.seal(answer.reward, sampling=sampling)
+                await trajectory.seal(answer.reward, sampling={"temperature": _TEMPERATURE})
                 return
             episode = answer.episode
             prompt_ids = np.concatenate((prompt_ids, response.token_ids, answer.observation_ids))
@@ -176,7 +178,7 @@ class _LiveGenerator:
             sample_tokens,
             self._policy.model,
             [each.prompt_ids for each in requests],
-            temperature=self._config.temperature,
+            temperature=_TEMPERATURE,
             generator=self._rng,
         )
         for request, token_ids, logprobs in zip(requests, *sampled, strict=True):

@@ -1,8 +1,8 @@
 """Settings with which a small transformer learns the guessing game in a few seconds of CPU time.
 
 Measured in one process: 0.6 of the best mean reward after 58 to 94 steps of 256 games, 6 to 10 CPU
-seconds with one thread, for each of ten seeds. Groups, temperature and numbers are the defaults of
-the generator.
+seconds with one thread, for each of ten seeds. A random policy finds the secret in a fifth of the
+games, the best one always.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from turnstream.batching.config import BatchingConfig
-from turnstream_server.generators.guessing import PAD, GuessingGame
+from turnstream_server.generators.guessing import MAX_TOKENS, PAD, VOCAB_SIZE
 from turnstream_server.models.spec import SmallModelSpec
-
-GAME: Final = GuessingGame()
-"""A random policy finds the secret in a fifth of the games, the best one always."""
 
 LEARNING_RATE: Final = 2e-3
 
@@ -35,4 +32,4 @@ def preset_config() -> BatchingConfig:
 
 def preset_policy(*, seed: int) -> SmallModelSpec:
     """Return the first weights: two layers, 85,000 parameters."""
-    return SmallModelSpec(vocab_size=GAME.vocab_size, max_positions=GAME.max_tokens, seed=seed)
+    return SmallModelSpec(vocab_size=VOCAB_SIZE, max_positions=MAX_TOKENS, seed=seed)

@@ -3,7 +3,7 @@
 Multi-turn, one trajectory a line; turn t saw `messages[:turns[t]]` and wrote `messages[turns[t]]`::
 
     {"prompt_uid": "tau/07", "sample": 0, "reward": 1.0, "messages": [...], "turns": [2, 4],
-     "policy": ..., "source": ..., "finish": ..., "times": [one a message, in seconds]}
+     "policy": ..., "source": ..., "finish": ...}
 
 Samples, one prompt a line::
 
@@ -80,7 +80,6 @@ class Recording(_Model):
 
     Attributes:
         turns: ascending indices of the messages of the policy.
-        times: seconds, one per message, on the clock of its source; empty without a clock.
         finish: the source's word for its end.
     """
 
@@ -92,7 +91,6 @@ class Recording(_Model):
     policy: str | None = None
     source: str | None = None
     finish: str | None = None
-    times: list[float] | None = None
 
     @property
     def status(self) -> Status:
@@ -109,14 +107,6 @@ class Recording(_Model):
             if (role := messages[turn].role) != "assistant":
                 raise ValueError(f"message {turn} is of role {role!r}, not assistant")
         return turns
-
-    @field_validator("times")
-    @classmethod
-    def _check_times(cls, times: list[float] | None, info: ValidationInfo) -> list[float] | None:
-        messages = info.data.get("messages", ())
-        if times and len(times) != len(messages):
-            raise ValueError(f"{len(times)} values for {len(messages)} messages")
-        return times
 
 
 class _Sample(_Model):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
 
 from turnstream.generator import GroupWriter, Publisher
 from turnstream.types import Turn
@@ -18,14 +16,6 @@ from turnstream_server.models.spec import read_policy_source
 logger = logging.getLogger(__name__)
 
 TurnsOf = Callable[[Recording], list[Turn]]
-
-
-class _ScheduledTurn(NamedTuple):
-    """One turn in the order of its group; `due_s` is its recorded time, or 0.0."""
-
-    due_s: float
-    turn: int
-    sample: int
 
 
 def run_replay(config: ReplayConfig) -> None:
@@ -43,7 +33,7 @@ def run_replay(config: ReplayConfig) -> None:
             with publisher.group(
                 group.prompt_uid, len(turns), prompt_uid=group.prompt_uid
             ) as writer:
-                _publish_group(writer, group, turns, speed=config.speed)
+                _publish_group(writer, group, turns)
         publisher.flush()
         logger.info("replay done", extra={"groups": len(groups)})
 
@@ -53,29 +43,13 @@ def groups_of_shard(groups: Sequence[RecordedGroup], config: ReplayConfig) -> li
     return list(groups[: config.max_groups or None][config.shard :: config.num_shards])
 
 
-def schedule(group: RecordedGroup) -> list[_ScheduledTurn]:
-    """Return the turns of a group in the order of publication.
-
-    If all trajectories have recorded times, these decide, and each trajectory begins at 0.
-    Otherwise the first turns of all trajectories come first, then the second ones, and so on.
-    """
-    is_timed = all(recording.times for recording in group.recordings)
-    return sorted(
-        _ScheduledTurn(times[message] - times[0] if is_timed else 0.0, turn, sample)
-        for sample, recording in enumerate(group.recordings)
-        for times in [recording.times or []]
-        for turn, message in enumerate(recording.turns)
-    )
-
-
 def _publish_group(
-    writer: GroupWriter,
-    group: RecordedGroup,
-    turns: Sequence[Sequence[Turn]],
-    *,
-    speed: float,
+    writer: GroupWriter, group: RecordedGroup, turns: Sequence[Sequence[Turn]]
 ) -> None:
-    """Publish the trajectories of a group concurrently; sample k is the k-th recording."""
+    """Publish the first turns of all trajectories, then the second ones, and so on.
+
+    Sample k is the k-th recording.
+    """
     with ExitStack() as stack:
         trajectories = [
             stack.enter_context(writer.trajectory(sample)) for sample in range(len(turns))
@@ -83,10 +57,8 @@ def _publish_group(
         for trajectory, recording in zip(trajectories, group.recordings, strict=True):
             if not recording.turns:
                 trajectory.abandon("the recording has no turn")
-        start_s = time.monotonic()
-        for due_s, index, sample in schedule(group):
-            if speed:
-                time.sleep(max(0.0, start_s + due_s / speed - time.monotonic()))
+        order = sorted((index, k) for k, own in enumerate(turns) for index in range(len(own)))
+        for index, sample in order:
             turn, recording = turns[sample][index], group.recordings[sample]
             trajectories[sample].append(turn.prompt_ids, turn.response_ids, logprobs=turn.logprobs)
             if index + 1 == len(recording.turns):

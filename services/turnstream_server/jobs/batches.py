@@ -1,8 +1,7 @@
-"""Batches of a run: content, numbers, bytes, differences and archive."""
+"""Batches of a run: content, numbers, bytes and archive."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -74,11 +73,6 @@ def _print_trajectories(
         console.print(f"mini-batch {index}: {values}", soft_wrap=True)
 
 
-def print_difference(lines: Sequence[str], console: Console) -> None:
-    """Print the differences of two batches, from `read_difference`."""
-    console.print("\n".join(lines) if lines else "no difference", highlight=False)
-
-
 def write_batch(
     url: str, run: str, step: int, path: Path, *, dp_rank: int, dp_world_size: int
 ) -> list[Path]:
@@ -115,19 +109,6 @@ def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> 
             f"run {run!r}: step {step} was trained by its origin; see the batch in {origin.run!r}"
         )
     raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
-
-
-def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the differences of two batches, in lines that begin with - or + as in a patch."""
-    before, after = _lines(one), _lines(other)
-    removed = [f"- {line}" for line in before if line not in after]
-    return removed + [f"+ {line}" for line in after if line not in before]
-
-
-def read_difference(url: str, run: str, step: int, other: int, *, folder: Path | None) -> list[str]:
-    """Return the differences of two batches of a run, as `difference` does."""
-    batches = [read_batch(url, run, each, folder=folder) for each in (step, other)]
-    return difference(*batches)
 
 
 def _past_content(run: str, past: CompactBatch) -> dict[str, Any]:
@@ -181,27 +162,6 @@ def _mini_batch(manifest: Manifest, cut: MiniBatchPlan) -> dict[str, Any]:
             for member in group.trajectories
         ],
     }
-
-
-def _lines(batch: dict[str, Any]) -> dict[str, None]:
-    """Return a line per trajectory, then one per mini-batch, in order."""
-    lines = [
-        f"{keys.readable_name(each['id'])} no longer retained"
-        for each in batch.get("trajectories", ())
-    ]
-    for index, mini_batch in enumerate(batch["mini_batches"]):
-        for each in mini_batch["trajectories"]:
-            advantages = " ".join(f"{value:g}" for value in each["turn_advantages"])
-            of_turns = f"of its turns {advantages}, " if advantages else ""
-            lines.append(
-                f"{keys.readable_name(each['id'])} reward {each['reward']:g}, "
-                f"advantage {each['advantage']:g}, {of_turns}mini-batch {index}"
-            )
-    lines += [
-        f"mini-batch {index} {json.dumps(mini_batch['denominators'], sort_keys=True)}"
-        for index, mini_batch in enumerate(batch["mini_batches"])
-    ]
-    return dict.fromkeys(lines)
 
 
 def archive_run(url: str, run: str, folder: Path) -> Iterator[Path]:

@@ -45,9 +45,6 @@ class ReplayOptions:
         int, typer.Option("--processes", min=1, help="Number of replay processes.")
     ] = 2
     batch_groups: Annotated[int, typer.Option(min=1, help="Groups of one training step.")] = 4
-    speed: Annotated[
-        float, typer.Option(min=0, help="Recorded seconds per second; 0: as fast as possible.")
-    ] = 0.0
     with_logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Send log-probabilities, by the first weights.")
     ] = False

@@ -95,7 +95,6 @@ def _start_services(
             shard=shard,
             shards=options.num_processes,
             groups=options.max_groups,
-            speed=options.speed,
             logprobs_by=policy if options.with_logprobs else None,
         )
         for shard in range(options.num_processes)

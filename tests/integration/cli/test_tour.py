@@ -178,19 +178,6 @@ def test_batch_tells_what_a_step_is_made_of(typed: Any) -> None:
         typed("batch", RUN, "9")
 
 
-def test_batch_tells_what_two_steps_do_not_have_in_common(typed: Any) -> None:
-    same = typed("batch", RUN, "1", "--diff", "1")
-    lines = typed("batch", RUN, "1", "--diff", "3").splitlines()
-    as_json = json.loads(typed("batch", RUN, "1", "--diff", "3", "--json"))
-
-    assert same == "no difference\n"
-    assert [line.split(" reward")[0] for line in lines] == [
-        *("- g1/0/0", "- g1/1/0", "+ g3/0/0", "+ g3/1/0")
-    ]
-    assert lines[1].startswith("- g1/1/0 reward 1, advantage 0.7")
-    assert as_json == lines
-
-
 def test_batch_writes_the_bytes_of_a_step(typed: Any, tmp_path: Path) -> None:
     path = tmp_path / "step.arrow"
 

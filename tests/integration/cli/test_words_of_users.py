@@ -70,7 +70,7 @@ SHOWN = {
     ("why", RUN): [f"the run is paused: {PAUSE}", "group p[/p]#1", "generator gen [/w]"],
     ("ledger", RUN, "p[/p]#1/0/0"): [f"{RUN}: p[/p]#1/0/0", "open"],
     ("batch", RUN, "1", "--all"): [f"step 1 of {RUN}", "g[/g]/1/0", "e[nv]", "[/b]", "acc[val]"],
-    ("batch", RUN, "1", "--diff", "2"): ["- g[/g]/0/0 reward 0", "+ d[/d]/0/0 reward 0"],
+    ("batch", RUN, "2"): [f"step 2 of {RUN}", "d[/d]/0/0"],
     ("dead", "list", RUN): [f"dead letters of {RUN}", "d[/d]/1/0"],
     ("dead", "show", RUN, "d[/d]/1/0"): [f"{RUN}: d[/d]/1/0"],
     ("evals", RUN): [f"evaluations of {RUN}", "e[nv]", "[/b]", "acc[val]"],

@@ -38,12 +38,10 @@ from turnstream_server.bus.sessions.sessions import announce_version, start_sess
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators import live
 from turnstream_server.generators.config import LiveGeneratorConfig
-from turnstream_server.generators.guessing import Episode, GuessingGame
+from turnstream_server.generators.guessing import VOCAB_SIZE, Episode, step
 from turnstream_server.generators.live import NewestPolicy, generate
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec
-
-GAME = GuessingGame(num_numbers=7, max_guesses=3)
 
 
 class LiveRun(NamedTuple):
@@ -57,8 +55,7 @@ class LiveRun(NamedTuple):
 
     def config(self, writer: str = "live", **fields: Any) -> LiveGeneratorConfig:
         """Of a generator of this run."""
-        game = {"num_numbers": GAME.num_numbers, "max_guesses": GAME.max_guesses}
-        defaults = {"group_size": 2, "groups_per_round": 4, "timeout_s": 60.0, **game}
+        defaults = {"group_size": 2, "groups_per_round": 4, "timeout_s": 60.0}
         return LiveGeneratorConfig(
             redis_url=self.url, run=self.name, writer=writer, **{**defaults, **fields}
         )
@@ -66,7 +63,7 @@ class LiveRun(NamedTuple):
     async def announce(self, version: int, *, seed: int) -> PreTrainedModel:
         """Publish weights of this seed."""
         model = load_policy(
-            SmallModelSpec(vocab_size=GAME.vocab_size, hidden_size=16, num_layers=1, seed=seed)
+            SmallModelSpec(vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=1, seed=seed)
         )
         save_policy(model, self.folder / f"v{version}")
         uri = (self.folder / f"v{version}").as_uri()
@@ -283,11 +280,6 @@ async def test_an_error_in_the_middle_of_the_games_comes_out_as_itself(
         await generate(live_run.config())
 
 
-def test_temperature_of_zero_is_refused_with_its_name() -> None:
-    with pytest.raises(InvalidConfigError, match=r"temperature: 0.0 is not above 0"):
-        LiveGeneratorConfig(run="run", temperature=0.0)
-
-
 def _replayed(turns: Sequence[StoredTurn], *, secret: int) -> float:
     """The outcome of the game when the stored responses are played again."""
     episode, context, reward = Episode(secret), [1], 0.0
@@ -295,7 +287,7 @@ def _replayed(turns: Sequence[StoredTurn], *, secret: int) -> float:
         assert turn.parent_turn == index - 1
         context += turn.new_prompt_ids.tolist() if index else []
         response = turn.response_ids
-        answer = GAME.step(episode, response)
+        answer = step(episode, response)
         assert answer.is_done == (index == len(turns) - 1)
         if not answer.is_done:
             expected = turns[index + 1].new_prompt_ids

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from turnstream_server import bootstrap, cli
 from turnstream_server.generators.config import LiveGeneratorConfig, ReplayConfig
-from turnstream_server.generators.preset import GAME, LEARNING_RATE, preset_policy
+from turnstream_server.generators.preset import LEARNING_RATE, preset_policy
 from turnstream_server.jobs.job import write_policy
 from turnstream_server.jobs.stack import Stack
 from turnstream_server.models.spec import SmallModelSpec
@@ -71,7 +71,7 @@ def test_trainer_gets_the_options_of_its_job(start: Start, tmp_path: Path) -> No
 
 
 def test_replay_process_gets_the_options_of_its_job(start: Start, tmp_path: Path) -> None:
-    options = {"writer": "replay-1", "tokenizer": tmp_path, "shard": 1, "speed": 2.5}
+    options = {"writer": "replay-1", "tokenizer": tmp_path, "shard": 1}
 
     config = start("replayer", str(tmp_path / "a"), shards=3, groups=5, logprobs_by=None, **options)
 
@@ -86,15 +86,8 @@ def test_demo_services_have_the_preset_as_default(start: Start, tmp_path: Path) 
 
     assert trainer.small_model == preset_policy(seed=7)
     assert trainer.learning_rate == LEARNING_RATE
-    assert generator == LiveGeneratorConfig(
-        run="run",
-        writer="live-1",
-        num_numbers=GAME.num_numbers,
-        max_guesses=GAME.max_guesses,
-        groups_per_round=16,
-        temperature=trainer.temperature,
-        seed=5,
-    )
+    assert trainer.temperature == 1.0
+    assert generator == LiveGeneratorConfig(run="run", writer="live-1", groups_per_round=16, seed=5)
 
 
 def test_generators_without_options_differ_in_their_seeds(start: Start) -> None:

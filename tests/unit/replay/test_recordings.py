@@ -51,14 +51,13 @@ def write_lines(path: Path, *lines: object) -> Path:
 
 
 def test_reads_a_multi_turn_line(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", multi_turn(times=[0, 1, 2, 3, 4.5]))
+    path = write_lines(tmp_path / "a.jsonl", multi_turn())
 
     [recording] = read_recordings(path)
 
     assert (recording.prompt_uid, recording.sample, recording.reward) == ("maze/1", 0, 1.0)
     assert recording.messages[1] == Message(role="assistant", content="left")
     assert recording.turns == [1, 3]
-    assert recording.times == [0.0, 1.0, 2.0, 3.0, 4.5]
     assert (recording.policy, recording.source) == ("tiny", "maze")
 
 
@@ -152,7 +151,6 @@ def test_writes_tool_calls_after_the_content_and_keeps_string_arguments_verbatim
         (multi_turn(turns=[2]), "turns"),
         (multi_turn(turns="1"), "turns"),
         (multi_turn(turns=[1.5]), r"turns\[0\]"),
-        (multi_turn(times=[0.0]), "times"),
         (multi_turn(messages=[{"content": "go"}], turns=[]), r"messages\[0\]\.role"),
         (multi_turn(messages=["go"], turns=[]), r"messages\[0\]"),
         (
