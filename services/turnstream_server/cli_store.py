@@ -88,14 +88,11 @@ def ledger(
     from turnstream_server.jobs import ledger as jobs
 
     url, folder = store_url(redis), environment().archive_dir
-    if trajectory is None and as_json:
-        typer.echo(jobs.ledger_json(url, run))
-    elif trajectory is None:
-        jobs.print_ledger(url, run, console())
-    elif as_json:
-        typer.echo(jobs.history_json(url, run, trajectory, folder=folder))
+    if trajectory is None:
+        output(jobs.read_run_ledger(url, run), jobs.print_ledger, as_json=as_json)
     else:
-        jobs.print_history(url, run, trajectory, console(), folder=folder)
+        content = jobs.read_trajectory(url, run, trajectory, folder=folder)
+        output(content, functools.partial(jobs.print_trajectory, run), as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)

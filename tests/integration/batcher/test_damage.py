@@ -21,7 +21,7 @@ from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.queries.trajectory_history import read_history
-from turnstream_server.jobs.ledger import ledger_json
+from turnstream_server.jobs.ledger import read_run_ledger
 
 
 async def test_group_too_small_after_damage_is_replaced_by_the_next(house):
@@ -206,7 +206,7 @@ async def test_commands_list_show_export_and_discard(house: Any, of_3: Any, tmp_
     assert shown == exported.read_text() + "\n"
     assert bytes.fromhex(json.loads(junk.read_text())["records"][0]["record"]) == b"junk of nobody"
     assert "dead letters of" in await command(house, "list", run)
-    assert json.loads(ledger_json(house.url, run))["states"]["dead"]["count"] == 1
+    assert read_run_ledger(house.url, run)["states"]["dead"]["count"] == 1
     assert "checksum" in await command(house, "show", run, "g0/1/0")
     discarded = await command(house, "discard", run, "g0/1/0", event["name"])
     assert discarded == "2 discarded\n"

@@ -1,7 +1,6 @@
 """What can be read of a run, also when a field of it is damaged."""
 
 import asyncio
-import json
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from testkit import group, ids, trajectory, wait_until, wait_until_async
 from turnstream.errors import CorruptRecordError, TurnstreamError
@@ -27,7 +25,7 @@ from turnstream_server.bus.core.scan import entry_ms, readable_events, server_ms
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.release.compact_records import find_past_step, read_past_batch
 from turnstream_server.jobs.batches import print_batch, read_batch, write_batch
-from turnstream_server.jobs.ledger import history_json, ledger_json, print_ledger
+from turnstream_server.jobs.ledger import print_ledger, read_run_ledger, read_trajectory
 from turnstream_server.jobs.screen import Screen
 
 EQUAL = (trajectory(sample=0), trajectory(sample=1))
@@ -43,11 +41,11 @@ def is_folded(house, run):
 
 
 async def ledger(house, run):
-    return json.loads(await asyncio.to_thread(ledger_json, house.url, run))
+    return await asyncio.to_thread(read_run_ledger, house.url, run)
 
 
 async def history(house, run, trajectory_id):
-    return json.loads(await asyncio.to_thread(history_json, house.url, run, trajectory_id))
+    return await asyncio.to_thread(read_trajectory, house.url, run, trajectory_id)
 
 
 def opened_ms(house, run):
@@ -106,8 +104,9 @@ async def test_json_has_every_reason_and_the_table_counts_the_rest(house):
     await asyncio.to_thread(give_up)
     screen = StringIO()
 
-    reasons = (await ledger(house, run))["states"]["abandoned"]["reasons"]
-    await asyncio.to_thread(print_ledger, house.url, run, Screen(screen, width=120))
+    content = await ledger(house, run)
+    reasons = content["states"]["abandoned"]["reasons"]
+    print_ledger(content, Screen(screen, width=120))
 
     assert reasons == {"error 6": 6, **{f"error {n}": 1 for n in range(6)}}
     assert [n for n in range(7) if f"x error {n} " in screen.getvalue()] == [0, 1, 2, 3, 6]
@@ -251,14 +250,13 @@ def calls(url: str, run: str) -> dict[str, Callable[[], Any]]:
         with connect(url) as client:
             return read_past_batch(client, run, 1)
 
-    console = Console(quiet=True)
     found: dict[str, Callable[[], Any]] = {
-        "print_ledger": lambda: print_ledger(url, run, console),
+        "ledger": lambda: read_run_ledger(url, run),
         "batch": batch,
         "past": lambda: past(NAMES[3]),
     }
     for name in NAMES:
-        found[f"history of {name}"] = lambda name=name: history_json(url, run, name)
+        found[f"history of {name}"] = lambda name=name: read_trajectory(url, run, name)
     return found
 
 

@@ -1,7 +1,6 @@
 """Finished steps and trajectories are released, at a pace that bounds the backlog."""
 
 import asyncio
-import json
 import signal
 from typing import Any
 
@@ -16,7 +15,7 @@ from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.ledger import read_budget, read_ledger
 from turnstream_server.jobs.batches import read_batch, write_batch
-from turnstream_server.jobs.ledger import history_json, ledger_json
+from turnstream_server.jobs.ledger import read_run_ledger, read_trajectory
 
 EQUAL = (trajectory(sample=0), trajectory(sample=1))
 SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
@@ -124,10 +123,8 @@ async def test_compact_records_still_answer_queries(house, tmp_path):
 
     def ask():
         batch = read_batch(house.url, run, 1)
-        ledger = json.loads(ledger_json(house.url, run))
-        trained, equal = [
-            json.loads(history_json(house.url, run, each)) for each in ("g1/1/0", "equal/0/0")
-        ]
+        ledger = read_run_ledger(house.url, run)
+        trained, equal = [read_trajectory(house.url, run, each) for each in ("g1/1/0", "equal/0/0")]
         return batch, ledger, trained, equal
 
     batch, ledger, trained, equal = await asyncio.to_thread(ask)

@@ -1,5 +1,4 @@
 import asyncio
-import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -39,7 +38,7 @@ from turnstream_server.bus.release.release import advance_watermark
 from turnstream_server.bus.sessions.sessions import TrainerSession, announce_version, start_session
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.batches import read_batch
-from turnstream_server.jobs.ledger import ledger_json
+from turnstream_server.jobs.ledger import read_run_ledger
 
 StartRun = Callable[..., Awaitable[Any]]
 
@@ -199,7 +198,7 @@ async def test_fork_names_its_origin_for_earlier_batches(
     client: redis.Redis, server: EmbeddedServer, origin: Any
 ) -> None:
     fork_run(client, origin.name, "fork f", origin.token(2))
-    shown = json.loads(ledger_json(server.url, "fork f"))
+    shown = read_run_ledger(server.url, "fork f")
     delete_run(client, origin.name)
 
     again = fork_run(client, origin.name, "fork f", origin.token(2))

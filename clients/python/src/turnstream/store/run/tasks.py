@@ -86,14 +86,6 @@ class PromptCounts:
         """Whether there were prompts, and all of them are done."""
         return self.num_added > 0 and not self.num_left and not self.num_given
 
-    @property
-    def sentence(self) -> str:
-        """For people."""
-        return (
-            f"{self.num_added} added, {self.num_left} left, {self.num_given} given out, "
-            f"{self.num_trained} trained, {self.num_filtered} filtered"
-        )
-
 
 NO_PROMPTS: Final = PromptCounts()
 
