@@ -78,8 +78,8 @@ def test_any_ends_survive_their_record(pairs: list[tuple[TrajectoryKey, str]]) -
     [
         ("the lease of generator-{small} ended", 6.0),
         ("the lease of rollout-{small}.pool-b:812:9f3c2{small}a ended", 6.0),
-        ("TimeoutError: judge did not answer in 30 s (request {hex})", 13.0),
-        ("RuntimeError: container {uuid} exited with status 137", 13.0),
+        ("TimeoutError: judge did not answer in 30 s (request {hex})", 20.0),
+        ("RuntimeError: container {uuid} exited with status 137", 30.0),
         ("TimeoutError: judge did not answer in {seconds} s", 10.0),
         ("the lease of pool-9f3c21aa ended after {seconds} s", 10.0),
     ],
@@ -101,23 +101,6 @@ def test_an_end_costs_little_beside_what_is_random_in_its_reason(reason: str, mo
     record = encode_ends(compact_ends(ends))
 
     assert len(record) / len(ends) < most
-
-
-@pytest.mark.parametrize(
-    ("reason", "left"),
-    [
-        ("(request 8f3a1b2c77d0e1f2)", "(request 8f3a1b2c…)"),
-        ("container 8f3a1b2c-77d0-41f2-9c3d-0123456789ab exited", "container 8f3a1b2c… exited"),
-        ("<Judge object at 0x7f3a1b2c4d5e>", "<Judge object at 0x7f3a1b…>"),
-        ("(request 8f3a1b2c)", "(request 8f3a1b2c)"),
-        ("the lease of generator12345-a100x8:812 ended", None),
-        ("model-20261122 after 1234567890123 ms", None),
-    ],
-)
-def test_ids_in_a_reason_are_shortened(reason: str, left: str | None) -> None:
-    ended = compact_ends({TrajectoryKey("g", 0): f"abandoned:{reason}"})
-
-    assert ended.ends == (f"abandoned:{left or reason}",)
 
 
 def record_of(columns: object, *, kind: bytes = ENDS) -> bytes:

@@ -22,7 +22,7 @@ from turnstream.errors import (
     TurnstreamError,
     UnknownFormatError,
 )
-from turnstream.records.events import check_key, decode_event, key_of_seal
+from turnstream.records.events import check_key, decode_event
 from turnstream.store.client import keys
 from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.assembly.payload import Damage
@@ -55,7 +55,7 @@ def read_entry(entry: EventEntry) -> Event | UnreadableEvent:
     """Return the event of an entry, or why it cannot be read.
 
     An entry with field t must be a seal, or a reward, of the trajectory that the field names. A
-    seal that names another trajectory ends the one in field t.
+    seal that names another trajectory, or cannot be read, ends the one in field t.
 
     Raises:
         UnknownFormatError: a newer release wrote the event, which this one must not pass over.
@@ -70,7 +70,7 @@ def read_entry(entry: EventEntry) -> Event | UnreadableEvent:
             raise
         return UnreadableEvent(str(error), key)
     except RecordError as error:
-        return UnreadableEvent(str(error), key or key_of_seal(entry.record))
+        return UnreadableEvent(str(error), key)
     is_of_generator = isinstance(event, SealedTrajectory | RewardPosted)
     if not entry.posted_for or (is_of_generator and event.key == key):
         return event

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 import pyarrow as pa
 
-from turnstream.errors import BatchingError, CorruptRecordError, RecordError
+from turnstream.errors import BatchingError, CorruptRecordError
 from turnstream.records.arrow import (
     column_of,
     content_hash,
@@ -35,7 +35,7 @@ from turnstream.records.arrow import (
 )
 from turnstream.records.checks import OPERATION_COLUMNS, ROW_COLUMNS, contradiction
 from turnstream.records.framing import check_format
-from turnstream.records.values import field_names, read_value, to_plain
+from turnstream.records.values import field_names, read_value, reading, to_plain
 from turnstream.types import (
     ExtraColumn,
     MiniBatch,
@@ -62,11 +62,6 @@ _OPTIONAL: Final = ("logprobs", "rewards", "advantages", "token_weights")
 _EXTRA_PREFIX: Final = "extra."
 _EXTENTS: Final = b"extras"
 _TEXTS: Final = ("run", "lineage", "manifest_hash")
-
-_UNREADABLE: Final = (
-    *(pa.ArrowException, OSError, ValueError, TypeError, AttributeError, LookupError),
-    *(OverflowError, StopIteration),
-)
 
 
 class EncodedMiniBatch(NamedTuple):
@@ -105,16 +100,12 @@ def decode_mini_batch(
         data: the stream of `encode_mini_batch`.
         expected_hash: the content hash; None skips this check.
     """
-    try:
+    with reading(f"no mini-batch in {len(data)} bytes", pa.ArrowException, OSError):
         batch = _read_stream(data)
         if expected_hash is not None and content_hash(batch) != expected_hash:
             raise CorruptRecordError(f"the content of a mini-batch of {len(data)} bytes differs")
         info = _decode_info(batch.schema.metadata or {})
         mini_batch = MiniBatch(rows=_to_rows(batch), info=info)
-    except RecordError:
-        raise
-    except _UNREADABLE as error:
-        raise CorruptRecordError(f"no mini-batch in {len(data)} bytes: {error!r}") from error
     reason = contradiction(mini_batch)
     if reason:
         raise CorruptRecordError(reason)
@@ -221,7 +212,7 @@ def _encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
 
 
 def _decode_info(metadata: Mapping[bytes, bytes]) -> MiniBatchInfo:
-    try:
+    with reading("the metadata of a mini-batch"):
         check_format("mini-batch", json.loads(metadata[b"format"]), newest=METADATA_FORMAT)
         stored = {name: metadata[name.encode()] for name in field_names(MiniBatchInfo)}
         values = {
@@ -229,8 +220,6 @@ def _decode_info(metadata: Mapping[bytes, bytes]) -> MiniBatchInfo:
             for name, value in stored.items()
         }
         return read_value(MiniBatchInfo, values)
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CorruptRecordError(f"the metadata of a mini-batch: {error!r}") from error
 
 
 def _json(value: object) -> bytes:

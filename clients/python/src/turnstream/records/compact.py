@@ -13,7 +13,6 @@ otherwise sample and attempt of each.
 from __future__ import annotations
 
 import json
-import re
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from turnstream.batching.merge.plan import Manifest
-from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
+from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.framing import (
     COMPACT,
     COMPACT_VERSION,
@@ -33,17 +32,11 @@ from turnstream.records.framing import (
     read_frame,
     write_frame,
 )
+from turnstream.records.values import reading
 from turnstream.types import TrajectoryKey
 
 _KEY_COLUMNS: Final = {"groups", "members"}
 _BATCH: Final = ("step", "manifest_hash", "lineage")
-
-_SHOWN: Final = 8
-_UUID: Final = re.compile(r"\b([0-9A-Fa-f]{8})(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b", re.ASCII)
-_WORD: Final = re.compile(r"[0-9A-Za-z]*[0-9][0-9A-Za-z]*", re.ASCII)
-_CHANGE: Final = re.compile(r"[0-9](?=[A-Za-z])|[A-Za-z](?=[0-9])", re.ASCII)
-_FEW_CHANGES: Final = 2
-"""From digits to letters or back: "generator12" has one, and "a100x" two; ids have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,27 +82,12 @@ def compact_batch(manifest: Manifest, *, manifest_hash: str) -> CompactBatch:
 
 def compact_ends(ends: Mapping[TrajectoryKey, str]) -> CompactEnds:
     """Return the compact form of ended trajectories, with shortened ids in their reasons."""
-    return CompactEnds(trajectories=tuple(ends), ends=tuple(map(brief, ends.values())))
+    return CompactEnds(trajectories=tuple(ends), ends=tuple(ends.values()))
 
 
 def trajectory_crc(payload_crcs: Sequence[int]) -> int:
     """Return one CRC-32 of the CRCs of all turns, each as four little-endian bytes."""
     return zlib.crc32(struct.pack(f"<{len(payload_crcs)}I", *payload_crcs))
-
-
-def brief(reason: str) -> str:
-    """Return a reason with shortened ids: random characters do not compress.
-
-    >>> brief("judge did not answer in 30 s (request 8f3a1b2c77d0e1f2)")
-    'judge did not answer in 30 s (request 8f3a1b2c…)'
-    """
-    return _WORD.sub(_beginning, _UUID.sub(r"\1…", reason))
-
-
-def _beginning(found: re.Match[str]) -> str:
-    word = found[0]
-    is_id = len(word) > _SHOWN and len(_CHANGE.findall(word)) > _FEW_CHANGES
-    return f"{word[:_SHOWN]}…" if is_id else word
 
 
 def encode_batch(batch: CompactBatch) -> bytes:
@@ -150,10 +128,8 @@ def decode_ends(record: bytes) -> CompactEnds:
     trajectories, table = _keys(columns), columns["reasons"]
     if array or len(columns["ends"]) != len(trajectories):
         raise CorruptRecordError("the ends of a compact record are not those of its trajectories")
-    try:
+    with reading("a compact record names a reason that it lacks"):
         ends = tuple([table[index] for index in columns["ends"]])
-    except (IndexError, TypeError) as error:
-        raise CorruptRecordError("a compact record names a reason that it lacks") from error
     return CompactEnds(trajectories=trajectories, ends=ends)
 
 
@@ -191,15 +167,13 @@ def _members(members: Sequence[TrajectoryKey]) -> int | list[int]:
 
 def _keys(columns: Mapping[str, Any]) -> tuple[TrajectoryKey, ...]:
     keys: list[TrajectoryKey] = []
-    try:
+    with reading("the names of a compact record"):
         for name, members in zip(columns["groups"], columns["members"], strict=True):
             if isinstance(members, int):
                 keys += [TrajectoryKey(name, sample) for sample in range(members)]
             else:
                 pairs = zip(members[::2], members[1::2], strict=True)
                 keys += [TrajectoryKey(name, sample, attempt) for sample, attempt in pairs]
-    except (TypeError, ValueError) as error:
-        raise CorruptRecordError(f"the names of a compact record: {error}") from error
     return tuple(keys)
 
 
@@ -212,17 +186,13 @@ def _unpacked(record: bytes, *, kind: bytes, known: set[str]) -> tuple[dict[str,
     """Return columns and array of a record; they have exactly the known names."""
     frame = read_frame(record, kind=kind)
     known = known | _KEY_COLUMNS
-    try:
+    with reading("a compact record does not unpack"):
         columns: Any = json.loads(zlib.decompress(frame.header))
         unknown = sorted(columns.keys() - known)
         if unknown:
             part = ", ".join(unknown)
             raise UnknownFormatError("compact", COMPACT_VERSION, COMPACT_VERSION, part)
         missing = sorted(known - columns.keys())
-    except RecordError:
-        raise
-    except (zlib.error, ValueError, AttributeError) as error:
-        raise CorruptRecordError(f"a compact record does not unpack: {error}") from error
     if missing:
         raise CorruptRecordError(f"a compact record lacks {', '.join(missing)}")
     return columns, record[frame.body_start : frame.body_stop]

@@ -8,8 +8,9 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any, Final, cast
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import CorruptRecordError, InvalidConfigError, UnknownFormatError
+from turnstream.errors import InvalidConfigError, UnknownFormatError
 from turnstream.records.framing import check_format
+from turnstream.records.values import reading
 from turnstream.types import DeclaredColumn
 
 RUN_FORMAT: Final = 2
@@ -34,11 +35,9 @@ def decode_config(text: str | bytes, *, run: str = "") -> BatchingConfig:
         UnknownFormatError: another release wrote it.
         InvalidConfigError: a field is missing or has an impossible value.
     """
-    try:
+    with reading("no run configuration"):
         stored: Any = json.loads(text)
         version = stored["format"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptRecordError(f"no run configuration: {error!r}") from error
     name = f"run {run!r}" if run else "run configuration"
     check_format(name, version, newest=RUN_FORMAT, oldest=RUN_FORMAT)
     _check_names(name, "setting", stored, {"format"}.union(_names_of(BatchingConfig)))

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from typing import TypeVar
 
-from turnstream.errors import CorruptRecordError
 from turnstream.records.framing import EVALUATION, read_header, write_frame
-from turnstream.records.values import read_value, to_plain
+from turnstream.records.values import read_value, reading, to_plain
 from turnstream.types import EvalGroup, EvalResult
 
 _Evaluation = TypeVar("_Evaluation", EvalGroup, EvalResult)
-
-_UNREADABLE = (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError)
 
 
 def encode_evaluation(value: EvalGroup | EvalResult) -> bytes:
@@ -22,7 +19,5 @@ def encode_evaluation(value: EvalGroup | EvalResult) -> bytes:
 
 def decode_evaluation(kind: type[_Evaluation], record: bytes) -> _Evaluation:
     """Return the group or result of a record."""
-    try:
+    with reading(f"no {kind.__name__} of an evaluation"):
         return read_value(kind, json.loads(read_header(record, kind=EVALUATION)))
-    except _UNREADABLE as error:
-        raise CorruptRecordError(f"no {kind.__name__} of an evaluation: {error!r}") from error

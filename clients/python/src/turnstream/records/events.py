@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Final, TypeVar, cast, get_args
 
-from google.protobuf.message import DecodeError
-
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records.framing import EVENT, MAJOR_VERSION, read_header, write_frame
-from turnstream.records.values import read_value, to_message
+from turnstream.records.values import parse_message, read_value, to_message
 from turnstream.types import (
     NO_PARENT,
     DeadlineFired,
@@ -66,48 +64,18 @@ def encode_event(event: Event) -> bytes:
 
 def decode_event(record: bytes) -> Event:
     """Return the event of a record."""
-    name, message = _parse(record)
-    if name == "trajectory_sealed" and len(message.turns) > MAX_TURNS:
-        raise CorruptRecordError(f"a seal has {len(message.turns)} turns, more than {MAX_TURNS}")
-    event = _decode_message(name, message)
+    message = parse_message(wire.Event, read_header(record, kind=EVENT))
+    name = message.WhichOneof("event")
+    if name is None:
+        raise UnknownFormatError("event", MAJOR_VERSION, MAJOR_VERSION, "an unknown kind")
+    event = _decode_message(name, getattr(message, name))
     _check_event(event)
     return event
 
 
-def decode_accepted_event(record: bytes) -> Event:
-    """Return an event that a fold has accepted, perhaps in a release that had no limits."""
-    return _decode_message(*_parse(record))
-
-
-def key_of_seal(record: bytes) -> TrajectoryKey | None:
-    """Return the trajectory of a seal that contradicts itself; None for any other record."""
-    try:
-        message = wire.Event.FromString(read_header(record, kind=EVENT))
-        if message.WhichOneof("event") != "trajectory_sealed":
-            return None
-        key = read_value(TrajectoryKey, message.trajectory_sealed.key)
-        check_key(key)
-    except (DecodeError, RecordError):
-        return None
-    return key
-
-
-def _parse(record: bytes) -> tuple[str, Any]:
-    """Return the name of an event's kind in the message, and its own message."""
-    header = read_header(record, kind=EVENT)
-    try:
-        message = wire.Event.FromString(header)
-    except DecodeError as error:
-        raise CorruptRecordError(f"the header of an event is unreadable: {error}") from error
-    name = message.WhichOneof("event")
-    if name is None:
-        raise UnknownFormatError("event", MAJOR_VERSION, MAJOR_VERSION, "an unknown kind")
-    return name, getattr(message, name)
-
-
 def _decode_message(name: str, message: Any) -> Event:
+    kind = _KINDS[name]
     try:
-        kind = _KINDS[name]
         return _decode_seal(message) if kind is SealedTrajectory else read_value(kind, message)
     except (RecordError, MemoryError):
         raise
@@ -153,6 +121,8 @@ def _encode_seal(event: SealedTrajectory) -> wire.TrajectorySealed:
 
 
 def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
+    if len(message.turns) > MAX_TURNS:
+        raise CorruptRecordError(f"a seal has {len(message.turns)} turns, more than {MAX_TURNS}")
     shapes: list[TurnShape] = []
     rewards: list[float] = []
     crcs: list[int] = []

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
-from google.protobuf.message import DecodeError
-
 from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
 from turnstream.errors import CorruptRecordError
 from turnstream.records.framing import MANIFEST, read_header, write_frame
-from turnstream.records.values import read_value, to_message
+from turnstream.records.values import parse_message, read_value, reading, to_message
 from turnstream.wire.v1 import records_pb2 as wire
 
 
@@ -20,11 +18,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(record: bytes) -> Manifest:
     """Return the manifest of a record."""
-    header = read_header(record, kind=MANIFEST)
-    try:
-        manifest = read_value(Manifest, wire.Manifest.FromString(header))
-    except (DecodeError, ValueError) as error:
-        raise CorruptRecordError(f"the header of a manifest is unreadable: {error}") from error
+    message = parse_message(wire.Manifest, read_header(record, kind=MANIFEST))
+    with reading("the values of a manifest"):
+        manifest = read_value(Manifest, message)
     for group in manifest.groups:
         for trajectory in group.trajectories:
             _check_trajectory(trajectory)

@@ -24,9 +24,10 @@ from typing import Any, Final, TypeVar, cast, get_args
 from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.fold.evals import EvalResults
 from turnstream.batching.fold.members import FoldState, GroupMembers
-from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
-from turnstream.records.events import decode_accepted_event, encode_event
+from turnstream.errors import CorruptRecordError, UnknownFormatError
+from turnstream.records.events import decode_event, encode_event
 from turnstream.records.framing import SNAPSHOT, check_format, read_header, write_frame
+from turnstream.records.values import reading
 from turnstream.types import (
     EvalResult,
     Event,
@@ -103,14 +104,10 @@ def encode_snapshot(snapshot: PlannerSnapshot) -> bytes:
 def decode_snapshot(record: bytes) -> PlannerSnapshot:
     """Return the snapshot of a record."""
     header = read_header(record, kind=SNAPSHOT)
-    try:
+    with reading("no snapshot of a planner"):
         content: Any = json.loads(zlib.decompress(header))
         check_format("snapshot", content["format"], newest=FORMAT, oldest=FORMAT)
         snapshot = _decode(content["planner"])
-    except RecordError:
-        raise
-    except (ValueError, TypeError, LookupError, zlib.error) as error:
-        raise CorruptRecordError(f"no snapshot of a planner: {error!r}") from error
     if not isinstance(snapshot, PlannerSnapshot):
         raise CorruptRecordError(f"no snapshot of a planner, but a {type(snapshot).__name__}")
     return snapshot
@@ -167,6 +164,6 @@ _DECODERS: Final[dict[str, Callable[[list[Any]], Any]]] = {
     "s": lambda rest: {_decode(each) for each in rest},
     "d": lambda rest: {_decode(key): _decode(each) for key, each in rest},
     "k": lambda rest: TrajectoryKey(*rest),
-    "e": lambda rest: decode_accepted_event(base64.b64decode(rest[0])),
+    "e": lambda rest: decode_event(base64.b64decode(rest[0])),
     "o": _decode_object,
 }

@@ -12,11 +12,11 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from turnstream.errors import CorruptRecordError, InvalidTurnError
 from turnstream.records.framing import TURN, Frame, read_frame, write_frame
+from turnstream.records.values import parse_message
 from turnstream.types import NO_PARENT, ExtraPiece, StoredTurn, VersionRun
 from turnstream.types.extras import EXTRA_DTYPES
 from turnstream.wire.v1 import records_pb2 as wire
@@ -75,10 +75,7 @@ def encode_turn(turn: StoredTurn) -> bytes:
 def decode_turn(record: bytes) -> StoredTurn:
     """Return the turn of a record; its arrays are read-only views into `record`."""
     frame = read_frame(record, kind=TURN)
-    try:
-        header = wire.TurnHeader.FromString(frame.header)
-    except DecodeError as error:
-        raise CorruptRecordError(f"the header of a turn is unreadable: {error}") from error
+    header = parse_message(wire.TurnHeader, frame.header)
     pieces = _pieces(record, frame, header.arrays)
     if "token_ids" not in pieces:
         raise CorruptRecordError(f"turn {header.index} has no token_ids")

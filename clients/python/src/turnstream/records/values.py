@@ -6,21 +6,49 @@ annotations say how a stored field is read: a missing message field is None wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import zlib
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
-from turnstream.errors import UnknownFormatError
+from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records.framing import MAJOR_VERSION
 from turnstream.wire.v1 import records_pb2 as wire
 
 _Value = TypeVar("_Value")
+_Message = TypeVar("_Message", bound=Message)
 _Read = Callable[[Any], Any]
+
+_UNREADABLE: Final = (
+    *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError),
+    *(StopIteration, RecursionError, zlib.error),
+)
+"""Errors of parsers that get other bytes than were written."""
+
+
+@contextlib.contextmanager
+def reading(what: str, *others: type[Exception]) -> Generator[None]:
+    """Raise the error of a parser inside the block, or one of `others`, as a CorruptRecordError."""
+    try:
+        yield
+    except RecordError:
+        raise
+    except (*_UNREADABLE, *others) as error:
+        raise CorruptRecordError(f"{what}: {error!r}") from error
+
+
+def parse_message(kind: type[_Message], data: bytes) -> _Message:
+    """Return the message in these bytes; CorruptRecordError if there is none."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise CorruptRecordError(f"no {kind.__name__} in {len(data)} bytes: {error}") from error
 
 
 def to_message(value: object) -> Any:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import grpc
 import pyarrow as pa
-from google.protobuf.message import DecodeError
 
 from turnstream.batching.config.values import RowWeights
 from turnstream.batching.scoring.denominators import check_share
@@ -30,6 +29,7 @@ from turnstream.errors import (
     UnknownFormatError,
 )
 from turnstream.records.batches import decode_mini_batch
+from turnstream.records.values import parse_message
 from turnstream.store.client.backoff import pause_after
 from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
 from turnstream.worker._calls import BatcherCalls, error_of, retry_delay_s
@@ -322,7 +322,7 @@ def read_step(
     num_filled = num_complete = 0
     num_expected: int | None = None
     for message in messages:
-        chunk = _parse(message)
+        chunk = parse_message(GetChunk, message)
         match chunk.WhichOneof("chunk"):
             case "header":
                 found = (chunk.header.step, chunk.header.mini_batch)
@@ -352,10 +352,3 @@ def read_step(
         raise CorruptRecordError(
             f"step {step} ended after {num_complete} of {num_expected or 'all'} mini-batches"
         )
-
-
-def _parse(message: bytes) -> GetChunk:
-    try:
-        return GetChunk.FromString(message)
-    except DecodeError as error:
-        raise CorruptRecordError(f"a message of {len(message)} bytes is no chunk") from error
