@@ -14,7 +14,7 @@ from testkit import config, sealed
 from testkit.folds import snapshot_of
 from turnstream.batching.fold.members import FoldState
 from turnstream.batching.fold.readiness import RunFold
-from turnstream.errors import CorruptRecordError, UnknownFormatError
+from turnstream.errors import RecordError
 from turnstream.records.framing import SNAPSHOT, read_header, write_frame
 from turnstream.records.snapshots import (
     FORMAT,
@@ -89,33 +89,22 @@ def test_snapshot_has_the_content_of_format_2() -> None:
 
 
 @pytest.mark.parametrize(
-    ("newer", "named"),
+    ("other", "named"),
     [
-        ({"format": 3}, r"format 3; this one reads up to 2"),
-        ({"planner": ["o", "planner", {"mood": 1}]}, "the field of planner 'mood'"),
-        ({"planner": ["o", "mood", {}]}, "the object 'mood'"),
-        ({"planner": ["m", 1]}, "the kind of value 'm'"),
+        ({"format": 1}, r"older .*format 1; this one reads format 2"),
+        ({"format": 3}, r"newer .*format 3; this one reads up to 2"),
+        ({"planner": ["o", "planner", {"mood": 1}]}, "newer .* the field of planner 'mood'"),
+        ({"planner": ["o", "mood", {}]}, "newer .* the object 'mood'"),
+        ({"planner": ["m", 1]}, "newer .* the kind of value 'm'"),
+        ({"planner": 3}, "no snapshot of a planner, but a int"),
+        ({"planner": ["o", "planner", 3]}, "no snapshot of a planner: AttributeError"),
     ],
 )
-def test_snapshot_of_a_newer_release_is_refused(newer: dict[str, Any], named: str) -> None:
-    content = {**content_of(encode_snapshot(golden_snapshot())), **newer}
+def test_snapshot_of_another_release_is_refused(other: dict[str, Any], named: str) -> None:
+    content = {**content_of(encode_snapshot(golden_snapshot())), **other}
 
-    with pytest.raises(UnknownFormatError, match=f"snapshot was written by a newer .*{named}"):
+    with pytest.raises(RecordError, match=named):
         decode_snapshot(record_with(content))
-
-
-def test_snapshot_of_an_older_release_is_refused() -> None:
-    older = {"format": 1, "planner": ["o", "planner", {}]}
-
-    with pytest.raises(UnknownFormatError, match=r"older release .*format 1; this one reads"):
-        decode_snapshot(record_with(older))
-
-
-def test_damaged_snapshot_is_refused() -> None:
-    record = encode_snapshot(snapshot_of(FoldState()))
-
-    with pytest.raises(CorruptRecordError):
-        decode_snapshot(record[:-1])
 
 
 def test_forget_keeps_ready_and_open_groups() -> None:

@@ -7,8 +7,9 @@ Importing this package needs grpcio and pyarrow. Torch is loaded by `to_torch()`
 from turnstream.optional import from_extra
 
 with from_extra("worker", needed_by="turnstream.worker"):
+    from turnstream.worker._prefetch import StreamStatistics
     from turnstream.worker.observer import ObserverStream
     from turnstream.worker.steps import PulledMiniBatch
-    from turnstream.worker.stream import BatchStream, StreamStatistics
+    from turnstream.worker.stream import BatchStream
 
 __all__ = ["BatchStream", "ObserverStream", "PulledMiniBatch", "StreamStatistics"]

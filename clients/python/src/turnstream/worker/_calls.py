@@ -82,7 +82,7 @@ class BatcherCalls:
         # (step, manifest hash) of each acknowledged step; replaced and never changed: another
         # thread reads it.
         self._steps: tuple[tuple[int, str], ...] = ()
-        self._replicas = Replicas(target)
+        self.replicas = Replicas(target)
 
     def start(self, *, recovery_token: str, session: str) -> wire.StartReply:
         """Begin a session, or resume it; later calls carry its epoch and its run id."""
@@ -140,16 +140,12 @@ class BatcherCalls:
             previous_hash=previous_hash,
             manifest_hash=manifest_hash,
         )
-        return self._replicas.get(_path("Get"), request)
-
-    def end_get(self) -> None:
-        """End the present Get from another thread."""
-        self._replicas.end_get()
+        return self.replicas.get(_path("Get"), request)
 
     def end_failed_get(self, error: TurnstreamError) -> None:
         """Send the next Get to another replica, unless the last one ended with an answer."""
         if not _is_answer(error):
-            self._replicas.end_get(skips=True)
+            self.replicas.end_get(skips=True)
 
     def _identity(self) -> dict[str, Any]:
         """Return the fields that the requests of a session have in common."""
@@ -234,7 +230,7 @@ class BatcherCalls:
 
     def close(self) -> None:
         """Close all connections; calls in flight end as cancelled."""
-        self._replicas.close()
+        self.replicas.close()
         self._closed.set()
 
     def _repeat(
@@ -254,8 +250,8 @@ class BatcherCalls:
         num_failures = 0
         warnings = WaitWarnings()
         while True:
-            address = self._replicas.current
-            call = self._replicas.channel(address).unary_unary(
+            address = self.replicas.current
+            call = self.replicas.channel(address).unary_unary(
                 _path(method),
                 request_serializer=type(request).SerializeToString,
                 response_deserializer=reply.FromString,
@@ -268,7 +264,7 @@ class BatcherCalls:
             if _is_answer(error):
                 answered_s = now_s
             else:
-                self._replicas.skip(address)
+                self.replicas.skip(address)
             num_failures += 1
             delay_s = retry_delay_s(error, num_failures=num_failures)
             if delay_s is None or now_s + delay_s + least_s >= deadline_s:

@@ -50,6 +50,32 @@ _ENDS_OF_SESSION = (FencedError, StoreBehindError, ConflictError)
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, kw_only=True)
+class StreamStatistics:
+    """Statistics of a stream.
+
+    Attributes:
+        num_mini_batches, num_bytes: received, checked and queued since the start.
+        queued_mini_batches: prefetched and not yet taken by the iteration.
+        queued_bytes: bytes of these, and of the one that is arriving.
+        max_prefetch_bytes: the bound on `queued_bytes`.
+        num_retries: calls repeated after an unavailable batcher or an interrupted stream.
+        num_damaged: mini-batches dropped on arrival because of a wrong hash or length.
+        wait_s: seconds that the iteration spent waiting for data.
+        waiting_for: the batcher's last reason for having no data yet; "" if none.
+    """
+
+    num_mini_batches: int = 0
+    num_bytes: int = 0
+    queued_mini_batches: int = 0
+    queued_bytes: int = 0
+    max_prefetch_bytes: int
+    num_retries: int = 0
+    num_damaged: int = 0
+    wait_s: float = 0.0
+    waiting_for: str = ""
+
+
 @dataclass(slots=True)
 class Progress:
     """Progress of the prefetching thread, which alone writes it.
@@ -71,10 +97,6 @@ class Progress:
     previous_hash: str = ""
     num_failures: int = 0
     num_bad_in_a_row: int = 0
-    num_retries: int = 0
-    num_damaged: int = 0
-    num_mini_batches: int = 0
-    num_bytes: int = 0
     error: TurnstreamError | None = None
     answered_s: float = field(default_factory=time.monotonic)
     asked_s: float = field(default_factory=time.monotonic)
@@ -88,6 +110,7 @@ class Prefetcher:
 
     Attributes:
         queue: mini-batches that were not taken.
+        statistics: the counts so far, without those of the queue.
     """
 
     def __init__(
@@ -104,7 +127,7 @@ class Prefetcher:
         Rows with other weights than `row_weights` are refused.
         """
         self.progress = Progress(first_step)
-        self.max_bytes = max_bytes
+        self.statistics = StreamStatistics(max_prefetch_bytes=max_bytes)
         self.queue: deque[PulledMiniBatch] = deque()
         self._arriving_bytes = 0
         self._failure: BaseException | None = None
@@ -225,7 +248,7 @@ class Prefetcher:
                 lambda: (
                     self._closed.is_set()
                     or not self.queue
-                    or self.queued_bytes + header.num_bytes <= self.max_bytes
+                    or self.queued_bytes + header.num_bytes <= self.statistics.max_prefetch_bytes
                 )
             )
             self._arriving_bytes = header.num_bytes
@@ -251,8 +274,8 @@ class Prefetcher:
         )
         progress.hashes.append(header.content_hash)
         progress.manifest_hash = info.manifest_hash
-        progress.num_mini_batches += 1
-        progress.num_bytes += header.num_bytes
+        self.statistics.num_mini_batches += 1
+        self.statistics.num_bytes += header.num_bytes
         progress.num_failures = progress.num_bad_in_a_row = 0
         progress.error = None
         pulled = PulledMiniBatch(
@@ -287,7 +310,7 @@ class Prefetcher:
         if delay_s is None:
             raise error
         if not isinstance(error, NotReadyError):
-            progress.num_retries += 1
+            self.statistics.num_retries += 1
             logger.warning(
                 "Get is repeated",
                 extra={"step": progress.step, "delay_s": delay_s, "error": str(error)},
@@ -301,7 +324,7 @@ class Prefetcher:
             return retry_delay_s(error, num_failures=progress.num_failures)
         if isinstance(error, UnknownFormatError | BatchingError):
             return None
-        progress.num_damaged += isinstance(error, RecordError)
+        self.statistics.num_damaged += isinstance(error, RecordError)
         progress.num_bad_in_a_row += 1
         if progress.num_bad_in_a_row >= MAX_BAD_IN_A_ROW:
             return None

@@ -23,8 +23,9 @@ from turnstream.types import MiniBatch, MiniBatchInfo
 if TYPE_CHECKING:
     import torch
 
+    from turnstream.worker._prefetch import StreamStatistics
     from turnstream.worker.layouts import JaggedTensors, PackedTensors, RightPaddedTensors
-    from turnstream.worker.stream import BatchStream, StreamStatistics
+    from turnstream.worker.stream import BatchStream
     from turnstream.worker.tensors import LeftPaddedTensors
 
 

@@ -17,7 +17,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Self
 
 from turnstream.errors import (
@@ -37,7 +37,7 @@ from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types import MiniBatchInfo, RecoveryToken
 from turnstream.wire.v1.batches_pb2 import ObserveReply, StartReply
 from turnstream.worker._calls import BatcherCalls, reasons_of
-from turnstream.worker._prefetch import Prefetcher
+from turnstream.worker._prefetch import Prefetcher, StreamStatistics
 from turnstream.worker.steps import PulledMiniBatch
 
 GIB = 1 << 30
@@ -52,32 +52,6 @@ SILENT_S = 1.0
 """After the requested wait plus this, the last reason of the batcher is outdated."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamStatistics:
-    """Statistics of a stream.
-
-    Attributes:
-        num_mini_batches, num_bytes: received, checked and queued since the start.
-        queued_mini_batches: prefetched and not yet taken by the iteration.
-        queued_bytes: bytes of these, and of the one that is arriving.
-        max_prefetch_bytes: the bound on `queued_bytes`.
-        num_retries: calls repeated after an unavailable batcher or an interrupted stream.
-        num_damaged: mini-batches dropped on arrival because of a wrong hash or length.
-        wait_s: seconds that the iteration spent waiting for data.
-        waiting_for: the batcher's last reason for having no data yet; "" if none.
-    """
-
-    num_mini_batches: int
-    num_bytes: int
-    queued_mini_batches: int
-    queued_bytes: int
-    max_prefetch_bytes: int
-    num_retries: int
-    num_damaged: int
-    wait_s: float
-    waiting_for: str
 
 
 class MiniBatches:
@@ -107,7 +81,6 @@ class MiniBatches:
         self._poll_s = min(LONG_POLL_S, timeout_s / 4)
         self._last_acknowledged = first.next_step - 1
         self._finished: MiniBatchInfo | None = None
-        self._wait_s = 0.0
         self._warnings = WaitWarnings()
         self._prefetcher = Prefetcher(
             calls,
@@ -129,7 +102,7 @@ class MiniBatches:
         except EndOfRunError:
             raise StopIteration from None
         finally:
-            self._wait_s += time.monotonic() - began_s
+            self._prefetcher.statistics.wait_s += time.monotonic() - began_s
         self._finished = mini_batch.info if mini_batch.is_last else None
         return mini_batch
 
@@ -156,14 +129,13 @@ class MiniBatches:
         wanted = wait_reason(WaitKind.NO_BATCH, facts)
         silent_s = time.monotonic() - progress.answered_s
         error = progress.error
-        if error is not None and not isinstance(error, NotReadyError):
-            why = reasons_of(error, target=target, since_s=silent_s)
-            return BatcherUnavailableError(f"{waited}: {error}", [wanted, *why])
-        if error is None or silent_s > self._poll_s + SILENT_S:
-            facts = {"address": target, "since_s": silent_s}
-            silent = wait_reason(WaitKind.BATCHER_SILENT, facts)
-            return BatcherUnavailableError(f"{waited}: {target} has not answered", [wanted, silent])
-        return NotReadyError(f"{waited}: {error}", [wanted, *error.reasons])
+        if isinstance(error, NotReadyError) and silent_s <= self._poll_s + SILENT_S:
+            return NotReadyError(f"{waited}: {error}", [wanted, *error.reasons])
+        if error is None or isinstance(error, NotReadyError):
+            silent = wait_reason(WaitKind.BATCHER_SILENT, {"address": target, "since_s": silent_s})
+            error = BatcherUnavailableError(f"{target} has not answered", [silent])
+        why = reasons_of(error, target=target, since_s=silent_s)
+        return BatcherUnavailableError(f"{waited}: {error}", [wanted, *why])
 
     def _end_stalled_get(self, *, since_s: float) -> float:
         """End a Get without an answer for its wait and 10 s; return the seconds until then.
@@ -176,7 +148,7 @@ class MiniBatches:
         left_s = latest_s + limit_s - time.monotonic()
         if left_s > 0:
             return left_s
-        self._calls.end_get()
+        self._calls.replicas.end_get()
         return limit_s
 
     def __enter__(self) -> Self:
@@ -187,18 +159,12 @@ class MiniBatches:
 
     def statistics(self) -> StreamStatistics:
         """Return the present numbers."""
-        prefetcher, progress = self._prefetcher, self._prefetcher.progress
-        has_reason = isinstance(progress.error, NotReadyError)
-        return StreamStatistics(
-            num_mini_batches=progress.num_mini_batches,
-            num_bytes=progress.num_bytes,
+        prefetcher, error = self._prefetcher, self._prefetcher.progress.error
+        return replace(
+            prefetcher.statistics,
             queued_mini_batches=len(prefetcher.queue),
             queued_bytes=prefetcher.queued_bytes,
-            max_prefetch_bytes=prefetcher.max_bytes,
-            num_retries=progress.num_retries,
-            num_damaged=progress.num_damaged,
-            wait_s=self._wait_s,
-            waiting_for=str(progress.error) if has_reason else "",
+            waiting_for=str(error) if isinstance(error, NotReadyError) else "",
         )
 
     def close(self) -> None:
@@ -343,7 +309,7 @@ class BatchStream(MiniBatches):
         try:
             yield
         except RunNotFoundError as error:
-            if not (self._last_acknowledged or self._prefetcher.progress.num_mini_batches):
+            if not (self._last_acknowledged or self._prefetcher.statistics.num_mini_batches):
                 raise
             raise StoreBehindError(
                 f"the store has lost run {self._calls.run!r}, or it was deleted: "
