@@ -34,7 +34,7 @@ _HALF_WRITTEN: Final = "left half-written by an earlier process"
 _POLL_S: Final = 1.0
 """Seconds between two attempts to adopt the samples of another writer."""
 
-_Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any])
+_Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any, Any])
 
 
 class Adopted(NamedTuple):
@@ -144,37 +144,33 @@ async def adopt_unfinished(
     Leases of another writer are awaited. A sample is left to its writer if that renews the lease.
     """
     reopened = Reopened[_Writer](unfinished.unopened, {})
-    pending = [sample for sample in unfinished.open if not is_written_here(sample)]
-    left_s: dict[int, float] = {}
-    while pending:
-        for sample in [*pending]:
+    left_s = {sample: math.inf for sample in unfinished.open if not is_written_here(sample)}
+    while left_s:
+        for sample, before_s in [*left_s.items()]:
             try:
                 writer = await adopt(sample)
             except (ConflictError, FencedError) as error:
-                lease_s = error.retry_after_s if isinstance(error, ConflictError) else None
-                if lease_s is None or lease_s > left_s.get(sample, math.inf):
-                    pending.remove(sample)
+                lease_s = error.retry_after_s
+                if lease_s is None or lease_s > before_s:
+                    del left_s[sample]
                     continue
-                if not left_s:
+                if before_s == math.inf:
                     _logger.info(
-                        "group %s belongs to another writer; its lease ends in %.0f s unless it is "
-                        "renewed",
-                        *(group_id, lease_s),
+                        "group %s: sample %d belongs to another writer; its lease ends in %.0f s "
+                        "unless it is renewed",
+                        *(group_id, sample, lease_s),
                     )
                 left_s[sample] = lease_s
                 continue
-            pending.remove(sample)
+            del left_s[sample]
             if writer.turns:
-                _abandon_half_written(group_id, sample, writer)
+                writer.abandon(_HALF_WRITTEN)
+                _logger.warning(
+                    "group %s: sample %d is abandoned: an earlier process left it with %d turns, "
+                    "no seal",
+                    *(group_id, sample, len(writer.turns)),
+                )
             else:
                 reopened.writers[sample] = writer
-        await asyncio.sleep(min([_POLL_S, max([left_s[each] for each in pending], default=0.0)]))
+        await asyncio.sleep(min(_POLL_S, max(left_s.values(), default=0.0)))
     return reopened
-
-
-def _abandon_half_written(group_id: str, sample: int, writer: TrajectoryWriterBase[Any]) -> None:
-    writer.abandon(_HALF_WRITTEN)
-    _logger.warning(
-        "group %s: sample %d is abandoned: an earlier process left it with %d turns, no seal",
-        *(group_id, sample, len(writer.turns)),
-    )

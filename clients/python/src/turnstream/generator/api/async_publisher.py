@@ -11,12 +11,11 @@ from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter
 from turnstream.generator.api.work import AsyncTask
 from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.receipts import AsyncReceipt
-from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.generator.transport.sender import Sender
 from turnstream.store.run.leases import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.store.run.tasks import Refill
-from turnstream.types import Group, GroupOpened, TrajectoryKey
+from turnstream.types import Group, TrajectoryKey
 
 
 class AsyncPublisher(PublisherCore[AsyncReceipt, AsyncGroupWriter, AsyncTrajectoryWriter]):
@@ -27,6 +26,9 @@ class AsyncPublisher(PublisherCore[AsyncReceipt, AsyncGroupWriter, AsyncTrajecto
 
     Its arguments are those of `Publisher`.
     """
+
+    _group_kind = AsyncGroupWriter
+    _writer_kind = AsyncTrajectoryWriter
 
     async def __aenter__(self) -> Self:
         return self
@@ -82,14 +84,3 @@ class AsyncPublisher(PublisherCore[AsyncReceipt, AsyncGroupWriter, AsyncTrajecto
 
     def _make_sender(self, url: str) -> Sender[AsyncReceipt]:
         return Sender(url, self._outbox, AsyncReceipt)
-
-    def _group_writer(self, group: GroupOpened, *, exist_ok: bool) -> AsyncGroupWriter:
-        reopen = self._reopen if exist_ok else None
-        return AsyncGroupWriter(
-            self._sender, self._outbox, group, make_writer=self._writer, reopen=reopen
-        )
-
-    def _writer(
-        self, group: GroupOpened, key: TrajectoryKey, lane: Lane | None = None
-    ) -> AsyncTrajectoryWriter:
-        return AsyncTrajectoryWriter(self._sender, self._outbox, group, key, lane)

@@ -23,7 +23,7 @@ from turnstream.types import GroupOpened, TrajectoryKey
 _NOT_STARTED: Final = "never started"
 
 _Sender = TypeVar("_Sender", bound=Sender[Any])
-_Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any])
+_Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any, Any])
 
 
 class GroupWriterBase(Generic[_Sender, _Writer]):

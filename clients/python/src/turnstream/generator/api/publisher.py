@@ -12,12 +12,11 @@ from turnstream.generator.api.work import Task
 from turnstream.generator.encode.encoder import draft_group
 from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.receipts import Receipt
-from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.generator.transport.sender import ThreadSender
 from turnstream.store.run.leases import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.store.run.tasks import Refill
-from turnstream.types import Group, GroupOpened, TrajectoryKey
+from turnstream.types import Group, TrajectoryKey
 from turnstream.types.scalars import timeout
 
 
@@ -44,6 +43,9 @@ class Publisher(PublisherCore[Receipt, GroupWriter, TrajectoryWriter]):
             answers.
         max_kept_bytes: limit of the kept bytes; beyond it the oldest turns are dropped.
     """
+
+    _group_kind = GroupWriter
+    _writer_kind = TrajectoryWriter
 
     def __enter__(self) -> Self:
         return self
@@ -190,14 +192,3 @@ class Publisher(PublisherCore[Receipt, GroupWriter, TrajectoryWriter]):
     def _make_sender(self, url: str) -> ThreadSender:
         self._threads = ThreadSender(url, self._outbox)
         return self._threads
-
-    def _group_writer(self, group: GroupOpened, *, exist_ok: bool) -> GroupWriter:
-        reopen = self._reopen if exist_ok else None
-        return GroupWriter(
-            self._threads, self._outbox, group, make_writer=self._writer, reopen=reopen
-        )
-
-    def _writer(
-        self, group: GroupOpened, key: TrajectoryKey, lane: Lane | None = None
-    ) -> TrajectoryWriter:
-        return TrajectoryWriter(self._threads, self._outbox, group, key, lane)

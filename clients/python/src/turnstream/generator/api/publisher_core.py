@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from turnstream.errors import (
@@ -22,9 +22,10 @@ from turnstream.errors import (
     WaitKind,
 )
 from turnstream.generator.api.adoption import Reopened, adopt_trajectory, adopt_unfinished
-from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase, restore_turns
+from turnstream.generator.api.group_writers import GroupWriterBase
+from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
 from turnstream.generator.api.work import WorkQueue
-from turnstream.generator.encode.encoder import DraftedGroup, draft_group
+from turnstream.generator.encode.encoder import AdoptedTurn, DraftedGroup, draft_group
 from turnstream.generator.encode.group_checks import checked_name, checked_opening
 from turnstream.generator.outbox.calls import TargetRun
 from turnstream.generator.outbox.inflight import PublisherStatistics
@@ -56,12 +57,15 @@ _LAST_FLUSH_S: Final = 10.0
 _logger = logging.getLogger(__name__)
 
 _Receipt = TypeVar("_Receipt", bound=Delivery)
-_Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any])
-_GroupWriter = TypeVar("_GroupWriter")
+_Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any, Any])
+_GroupWriter = TypeVar("_GroupWriter", bound=GroupWriterBase[Any, Any])
 
 
 class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
     """Sends the trajectories of one generator to a run. Its arguments: see Publisher."""
+
+    _group_kind: type[_GroupWriter]
+    _writer_kind: type[_Writer]
 
     def __init__(
         self,
@@ -115,7 +119,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             num_samples: number of its trajectories.
             num_needed: members that decide the group, the first that are sealed; None for all.
             prompt_uid: the dataset's name of the prompt.
-            purpose: "train", or "eval" for a group that is never trained.
+            purpose: "train", or "eval" for a group that waits for bytes alone and is never trained.
             exist_ok: accept a group that was opened before, and iterate over its unfinished
                 samples only. So a restarted generator can iterate over its prompts again. A sample
                 that an earlier process left with turns and without a seal is abandoned. Samples of
@@ -131,7 +135,10 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         group = checked_opening(
             group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
         )
-        return self._group_writer(group, exist_ok=flag(exist_ok, field="exist_ok"))
+        reopen = self._reopen if flag(exist_ok, field="exist_ok") else None
+        return self._group_kind(
+            self._sender, self._outbox, group, make_writer=self._writer, reopen=reopen
+        )
 
     def trajectory(
         self,
@@ -151,10 +158,10 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         Args:
             group_id: the same for all samples that are compared with each other.
             sample: from 0 to `num_samples` - 1.
-            num_samples: samples of the group.
-            num_needed: members that decide the group, the first that are sealed; None for all.
-            prompt_uid: the dataset's name of the prompt.
-            purpose: "eval" waits for bytes alone and is never trained: `turnstream evals`.
+            num_samples: see `group`.
+            num_needed: see `group`.
+            prompt_uid: see `group`.
+            purpose: see `group`.
             attempt: number of the retry of an abandoned sample, below 1,000.
 
         Raises:
@@ -163,8 +170,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         group = checked_opening(
             group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose
         )
-        key = TrajectoryKey(group_id, sample, attempt)
-        return self._writer(group, key)
+        return self._writer(group, TrajectoryKey(group_id, sample, attempt))
 
     def refill_trajectory(self, refill: Refill) -> _Writer:
         """Return the writer of an attempt that `next_refill` returned.
@@ -184,13 +190,14 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
     @abstractmethod
     def _make_sender(self, url: str) -> Sender[_Receipt]: ...
 
-    @abstractmethod
-    def _group_writer(self, group: GroupOpened, *, exist_ok: bool) -> _GroupWriter: ...
-
-    @abstractmethod
     def _writer(
-        self, group: GroupOpened, key: TrajectoryKey, lane: Lane | None = None
-    ) -> _Writer: ...
+        self,
+        group: GroupOpened,
+        key: TrajectoryKey,
+        lane: Lane | None = None,
+        stored: Sequence[AdoptedTurn] = (),
+    ) -> _Writer:
+        return self._writer_kind(self._sender, self._outbox, group, key, lane, stored)
 
     def _calls(
         self, what: str, kind: WaitKind | None = None, wait_s: float | None = None
@@ -239,9 +246,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             )
         )
         group = GroupOpened(group_id=key.group_id, prompt_uid="", num_samples=adopted.num_samples)
-        writer = self._writer(group, key, lane)
-        restore_turns(writer, adopted.turns)
-        return writer
+        return self._writer(group, key, lane, adopted.turns)
 
     async def _reopen(self, group: GroupOpened) -> Reopened[_Writer]:
         """Return the unfinished samples of a group that may exist, those without turns adopted."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, Self, TypeVar
 
@@ -23,14 +22,16 @@ from turnstream.types.names import shown
 
 _MAX_REASON_LENGTH: Final = 200  # a ledger keeps it for every trajectory
 
+_Receipt = TypeVar("_Receipt", bound=Delivery)
 _Sender = TypeVar("_Sender", bound=Sender[Any])
 _logger = logging.getLogger(__name__)
 
 
-class TrajectoryWriterBase(ABC, Generic[_Sender]):
+class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
     """The one implementation of both kinds of trajectory writers.
 
     Without the `lane` of an open trajectory, the first use opens the group and waits for admission.
+    An adopted trajectory continues after the `stored` turns.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class TrajectoryWriterBase(ABC, Generic[_Sender]):
         outbox: Outbox,
         group: GroupOpened,
         key: TrajectoryKey,
-        lane: Lane | None,
+        lane: Lane | None = None,
+        stored: Sequence[AdoptedTurn] = (),
     ) -> None:
         self._sender = sender
         self._outbox = outbox
@@ -47,10 +49,12 @@ class TrajectoryWriterBase(ABC, Generic[_Sender]):
         self._key = checked_key(key, num_samples=group.num_samples)
         self._lane = lane
         self._draft: TrajectoryDraft | None = None
-        self._turns: tuple[Turn, ...] = ()
+        self._turns = tuple(each.turn for each in stored)
         self._has_ended = False
         self._order = asyncio.Lock()  # orders the writes that wait
         self._numbering = threading.Lock()  # guards the draft
+        for each in stored:
+            self._drafted.restore(each.turn, each.stored)
 
     @property
     def key(self) -> TrajectoryKey:
@@ -67,9 +71,26 @@ class TrajectoryWriterBase(ABC, Generic[_Sender]):
         """Whether it was sealed or abandoned."""
         return self._has_ended
 
-    @abstractmethod
-    def abandon(self, reason: str) -> Delivery:
-        """End the trajectory untrained."""
+    def abandon(self, reason: str) -> _Receipt:
+        """Abandon the trajectory: none of it is trained. Returns before the store has answered.
+
+        Raises:
+            RejectedError: the trajectory has ended.
+        """
+        if not isinstance(reason, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidTurnError("reason", f"{shown(reason)} is not a text")
+        self._require_open()
+        end: _Receipt = self._sender.receipt()
+        lane = self._lane
+        if lane is None:
+            self._sender.require_open()
+            end.settle(self._key)
+        else:
+            # It may quote anything; invalid Unicode could not be sent.
+            text = reason[:_MAX_REASON_LENGTH].encode(errors="replace").decode()
+            self._sender.put(lambda: self._outbox.abandon(lane, text, end=end))
+        self._has_ended = True
+        return end
 
     @property
     def _drafted(self) -> TrajectoryDraft:
@@ -160,21 +181,6 @@ class TrajectoryWriterBase(ABC, Generic[_Sender]):
                 self._has_ended = True
         await end
 
-    def _abandon(self, reason: str, end: Delivery) -> None:
-        """Abandon the trajectory after its last turn, if it was opened."""
-        if not isinstance(reason, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidTurnError("reason", f"{shown(reason)} is not a text")
-        self._require_open()
-        lane = self._lane
-        if lane is None:
-            self._sender.require_open()
-            end.settle(self._key)
-        else:
-            # It may quote anything; invalid Unicode could not be sent.
-            text = reason[:_MAX_REASON_LENGTH].encode(errors="replace").decode()
-            self._sender.put(lambda: self._outbox.abandon(lane, text, end=end))
-        self._has_ended = True
-
     def _abandon_unsealed(self, error: BaseException | None) -> None:
         """Abandon the trajectory at the end of its block, if it is not sealed."""
         if not self._has_ended:
@@ -188,14 +194,7 @@ class TrajectoryWriterBase(ABC, Generic[_Sender]):
             raise RejectedError(f"trajectory {self._key} is sealed or abandoned")
 
 
-def restore_turns(writer: TrajectoryWriterBase[Any], turns: Sequence[AdoptedTurn]) -> None:
-    """Let a writer continue after the turns that an earlier one stored."""
-    for stored, turn in turns:
-        writer._drafted.restore(turn, stored)
-    writer._turns = tuple(each.turn for each in turns)
-
-
-class TrajectoryWriter(TrajectoryWriterBase[ThreadSender]):
+class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
     """A trajectory being written; a context manager. Made by `Publisher` and `GroupWriter`.
 
     Leaving it by an exception, or without `seal`, abandons the trajectory. Several threads may
@@ -300,18 +299,8 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender]):
             )
         )
 
-    def abandon(self, reason: str) -> Receipt:
-        """Abandon the trajectory: none of it is trained. Returns before the store has answered.
 
-        Raises:
-            RejectedError: the trajectory has ended.
-        """
-        end = self._sender.receipt()
-        self._abandon(reason, end)
-        return end
-
-
-class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt]]):
+class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt], AsyncReceipt]):
     """The same as `TrajectoryWriter`, made by `AsyncPublisher` and `AsyncGroupWriter`."""
 
     async def __aenter__(self) -> Self:
@@ -372,12 +361,6 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt]]):
             metrics=metrics,
             awaits_reward=awaits_reward,
         )
-
-    def abandon(self, reason: str) -> AsyncReceipt:
-        """Abandon the trajectory. See `TrajectoryWriter.abandon`."""
-        end = self._sender.receipt()
-        self._abandon(reason, end)
-        return end
 
 
 def warn_unsealed(group_id: str, samples: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ from turnstream.store.waits.awaited import no_refill, no_task
 from turnstream.types import TrajectoryKey
 
 _T = TypeVar("_T")
-_AnyWriter = TypeVar("_AnyWriter", bound=TrajectoryWriterBase[Any])
+_AnyWriter = TypeVar("_AnyWriter", bound=TrajectoryWriterBase[Any, Any])
 
 
 class _Task(Generic[_AnyWriter]):
