@@ -38,10 +38,7 @@ def typed(place: Any) -> Iterator[Any]:
     with connect(place.url) as client:
         assert len(read_dead_letters(client, RUN).trajectories) == 1
         note = (keys.run_keys(RUN).conflicts,)
-        run_command(
-            client,
-            script("note_conflict")(note, "k/0/0", "has [/another] content", "t"),
-        )
+        run_command(client, script("note_conflict")(note, "k/0/0", "has [/another] content"))
         add_prompts(client, RUN, [Prompt(prompt_uid="p[/p]", payload=b"", num_samples=1)], first=1)
     with Publisher(place.url, RUN, writer="gen [/w]") as publisher:
         with publisher.group("e[/e]", 1, purpose="eval") as evaluated:

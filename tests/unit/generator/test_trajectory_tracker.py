@@ -67,32 +67,20 @@ def test_a_seal_is_posted_only_after_its_payload_was_acknowledged() -> None:
     assert driver.script_names(driver.answer([b"OK"])) == ["post_sealed"]
 
 
-def test_conflict_with_a_lost_answer_is_recorded_once() -> None:
-    driver, lane = driver_with_lane()
-    driver.append(lane)
-
-    driver.answer(ResponseError("CONFLICT turn 0 has another content"))
-    told = driver.take_round()
-    driver.outbox.lost(told, error=ConnectionError("gone"), now_s=driver.now_s)
-    driver.skip_pause()
-    again = driver.answer(1)
-
-    assert told.commands[0].args[:2] == ("g/0/0", "turn 0 has another content")
-    assert again.commands == told.commands
-    assert driver.take() is None
-
-
-def test_two_conflicts_are_recorded_as_two() -> None:
+def test_each_conflict_is_recorded_until_it_is_answered() -> None:
     driver = OutboxDriver()
     for lane in driver.open_lanes(2):
         driver.append(lane)
     conflict = ResponseError("CONFLICT turn 0 has another content")
 
     driver.answer(conflict, conflict)
-    told = driver.answer(1, 1)
+    lost = driver.reconnect()
+    again = driver.answer(1, 1)
 
-    assert driver.script_names(told) == ["note_conflict", "note_conflict"]
-    assert len({command.args[-1] for command in told.commands}) == 2
+    assert driver.script_names(again) == ["note_conflict", "note_conflict"]
+    assert again.commands[0].args == ("g/0/0", "turn 0 has another content")
+    assert again.commands == lost.commands
+    assert driver.take() is None
 
 
 def test_a_refusal_stops_one_trajectory_and_no_other() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -44,7 +45,7 @@ class Admissions:
         waits: the last known state of the run.
 
     Shortly before a wait times out, the store is asked for the reasons, once for all waiting
-    groups. A wait shorter than that is asked with the group's request.
+    groups.
 
     A wait also times out while a request is unanswered. If the store opens the group later, its
     trajectories are abandoned. A group that was open before a restart of the store has no deadline:
@@ -58,7 +59,7 @@ class Admissions:
         self._timeout_s = timeout_s
         self.waits: WaitSnapshot | None = None
         self._asked_s: float | None = None
-        self._refused: dict[Admission, None] = {}  # oldest first
+        self._refused: deque[Admission] = deque()  # oldest first
 
     def request(
         self,
@@ -110,15 +111,14 @@ class Admissions:
         ]
 
     def _put_back(self, admission: Admission) -> None:
-        if not admission.has_timed_out:
+        if not admission.opened.is_done:
             self._queues.admissions.appendleft(admission)
 
     def _granted(self, admission: Admission, answers: Sequence[Any], now_s: float) -> None:
         """Open the members of an admitted group; a refused member fails."""
-        if admission.has_timed_out:
+        if admission.opened.is_done:
             self._abandon_late(admission, answers)
             return
-        self._refused.pop(admission, None)
         if admission.since_s is not None:
             self._tracker.inflight.add_wait(now_s - admission.since_s)
         first_error = None
@@ -134,13 +134,12 @@ class Admissions:
 
     def _refuse(self, admission: Admission, refused: Refusal, now_s: float) -> None:
         """Let a refused group wait for capacity, or fail it."""
-        if admission.has_timed_out:
+        if admission.opened.is_done:
             return
         newest_wake_id = wake_id(refused)
         if newest_wake_id is not None:
             self._wait_for_capacity(admission, str(refused.error), newest_wake_id, now_s)
             return
-        self._refused.pop(admission, None)
         for lane in admission.lanes:
             self._tracker.refuse(lane, refused, now_s)
         if any(lane.error is None for lane in admission.lanes):
@@ -182,9 +181,7 @@ class Admissions:
         A full store is asked every few seconds, until it takes writes.
         """
         is_old = self._asked_s is None or now_s - self._asked_s >= ASKS_EVERY_S
-        may_end_soon = self._timeout_s < ASKS_BEFORE_S and len(self._queues.admissions) > 0
-        is_due = (is_full and is_old) or may_end_soon or self.asks_in_s(now_s) == 0
-        if not is_due:
+        if not (is_full and is_old) and self.asks_in_s(now_s) != 0:
             return []
         command = waits_command(self._tracker.run)
         return [Call(command, self._answered, self._not_answered, is_write=False)]
@@ -222,12 +219,9 @@ class Admissions:
     @property
     def _oldest(self) -> Admission | None:
         """Return the group that has waited longest."""
-        while self._refused:
-            admission = next(iter(self._refused))
-            if not admission.opened.is_done:
-                return admission
-            del self._refused[admission]
-        return None
+        while self._refused and self._refused[0].opened.is_done:
+            self._refused.popleft()
+        return self._refused[0] if self._refused else None
 
     def _left_s(self, admission: Admission, now_s: float) -> float:
         return max(0.0, (admission.since_s or 0.0) + self._timeout_s - now_s)
@@ -249,7 +243,7 @@ class Admissions:
         if admission.since_s is None:
             admission.since_s = now_s
             if not admission.is_again:
-                self._refused[admission] = None
+                self._refused.append(admission)
             self._tracker.inflight.add("num_waits")
         admission.reason = reason
         self._queues.waiting.append(admission)
@@ -257,8 +251,6 @@ class Admissions:
         self.withdraw_abandoned()
 
     def _reject(self, admission: Admission, error: TurnstreamError) -> None:
-        admission.has_timed_out = True
-        self._refused.pop(admission, None)
         self._queues.withdraw_admission(admission)
         for lane in admission.lanes:
             self._tracker.fail(lane, error)

@@ -260,6 +260,6 @@ def abandon_command(run: str, writer: str, lane: Lane) -> Command:
     return _ABANDON(run_keys, lane.trajectory_id, f"{lane.epoch}:{writer}", reason, record)
 
 
-def note_command(run: str, trajectory_id: str, reason: str, token: str) -> Command:
+def note_command(run: str, trajectory_id: str, reason: str) -> Command:
     """Return the call that counts a write which was refused for its content."""
-    return _NOTE_CONFLICT((keys.run_keys(run).conflicts,), trajectory_id, reason, token)
+    return _NOTE_CONFLICT((keys.run_keys(run).conflicts,), trajectory_id, reason)

@@ -81,13 +81,8 @@ class Outbox:
         self.writer = writer
         self.inflight = InflightCounts(max_inflight_bytes)
         self._resend_buffer = ResendBuffer(keep_s=keep_s, max_bytes=max_kept_bytes)
-        # The same writer may have more than one outbox: their notes differ by a nonce.
         self.tracker = TrajectoryTracker(
-            self.target,
-            writer,
-            inflight=self.inflight,
-            resend_buffer=self._resend_buffer,
-            nonce=jitter(),
+            self.target, writer, inflight=self.inflight, resend_buffer=self._resend_buffer
         )
         self._queues = self.tracker.queues
         self.admissions = Admissions(self.tracker, timeout_s=admission_timeout_s)

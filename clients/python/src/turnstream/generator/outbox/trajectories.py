@@ -48,9 +48,6 @@ _logger = logging.getLogger(__name__)
 class TrajectoryTracker:
     """The trajectories of one publisher, from their first write to their end.
 
-    Args:
-        nonce: part of the ids of its conflict notes; several publishers may share a writer name.
-
     Attributes:
         losses: errors of acknowledged trajectories that a restarted store has lost.
         unended: trajectories whose end the run has not acknowledged.
@@ -63,7 +60,6 @@ class TrajectoryTracker:
         *,
         inflight: InflightCounts,
         resend_buffer: ResendBuffer,
-        nonce: float,
     ) -> None:
         self.target = target
         self.writer = writer
@@ -74,8 +70,6 @@ class TrajectoryTracker:
         self.reservations = Reservations(target, writer)
         self.losses: list[TurnstreamError] = []
         self.unended: dict[Lane, None] = {}
-        self._nonce = nonce
-        self._num_conflicts = 0
 
     @property
     def run(self) -> str:
@@ -373,10 +367,8 @@ class TrajectoryTracker:
 
     def _count_conflict(self, lane: Lane, error: TurnstreamError) -> None:
         if isinstance(error, ConflictError):
-            self._num_conflicts += 1
-            token = f"{self._nonce}:{self._num_conflicts}"
             note = RunCall(
-                lambda: note_command(self.run, lane.trajectory_id, str(error), token),
+                lambda: note_command(self.run, lane.trajectory_id, str(error)),
                 lambda _, __: None,
                 lambda refused, _: _logger.warning(
                     "run %s: a conflict is not counted: %s", self.run, refused.error

@@ -103,7 +103,6 @@ class Admission:
         opened: receipt of the answer.
         since_s: time of the first refusal for lack of capacity; None before.
         reason: message of the last refusal.
-        has_timed_out: its wait has failed.
         prompt_number: number of the prompt of a task; 0 for another group.
         is_again: it was open before a restart of the store.
     """
@@ -114,7 +113,6 @@ class Admission:
     opened: Delivery
     since_s: float | None = None
     reason: str = ""
-    has_timed_out: bool = False
     prompt_number: int = 0
     is_again: bool = False
 

@@ -73,7 +73,7 @@ budget     hash    reserved, stored, planned: sums of `held` of unsealed, sealed
                    estimate, the usual bytes of a trajectory; settled, their number, up to a limit
 over       hash    bucket -> fingerprints of finished groups, see below
 letters    hash    id of a dead trajectory -> `<since, server ms>:<bytes>`
-conflicts  hash    num, writes refused for their content; last, last_ms, token: note_conflict.lua
+conflicts  hash    num, writes refused for their content; last, last_ms: note_conflict.lua
 damaged    stream  rejected events of no sealed trajectory, under their own ids; fields `r`, `why`
 rejected   zset    ids of events that no leader folds, by their milliseconds: see trim_events.lua
 evals      hash    version, or `unknown` -> record of the result of its evaluations
