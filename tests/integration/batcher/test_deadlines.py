@@ -223,8 +223,8 @@ async def test_trajectory_may_be_adopted_before_it_is_abandoned(
 ):
     run, ended_ms = await open_and_leave(house, client)
     settings = dataclasses.replace(config(), lease_s=LEASE_S, takeover_s=TAKEOVER_S)
-    no_view: Any = None  # this job needs none
-    timekeeper = Timekeeper(Term(client, run, 1), no_view, settings)
+    none: Any = None  # this job needs neither view nor leader
+    timekeeper = Timekeeper(Term(client, run, 1), none, none, settings)
 
     pause_s = await timekeeper.abandon_lapsed(ClockReading(ended_ms + after_ms, steady_s, 0.0))
 

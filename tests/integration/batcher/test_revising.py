@@ -8,8 +8,7 @@ import pytest
 
 from testkit import group, ids, wait_until_async
 from turnstream.generator import AsyncPublisher
-from turnstream.records.configs import encode_config
-from turnstream.records.events import decode_event, encode_event
+from turnstream.records.events import decode_event
 from turnstream.store.client import keys
 from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.types import ConfigRevised
@@ -79,38 +78,6 @@ async def test_a_successor_plans_on_by_the_revised_config(house, upkeep):
 
     assert [info(each).config_revision for each in pulled] == [1, 2, 2]
     assert [names(each) for each in pulled] == [["g0"], ["g1", "g2"], ["g3", "g4"]]
-
-
-async def test_leader_that_reads_its_successors_revision_does_not_report_a_missing_run(
-    house, caplog
-):
-    run = house.create_run(batch_groups=1, max_planned_ahead=5)
-    trainer = await house.start_trainer(run, lease_s=0.6)
-    await house.publish(run, group("g0"))
-    await house.planned(run, 1)
-    waiting = asyncio.create_task(trainer.get(2))
-
-    put_in_force_by_another(house, run, **REVISED)
-    await house.publish(run, group("g1"), group("g2"))
-
-    (pulled,) = await waiting
-    assert info(pulled).config_revision == 2
-    assert names(pulled) == ["g1", "g2"]
-    assert "is gone from the store" not in caplog.text
-
-
-def put_in_force_by_another(house, run, **changes):
-    """A revision that is stored and announced at once, as this replica's leader never does it."""
-    own = keys.run_keys(run)
-    after = dataclasses.replace(read_revisions(house.client, run).last.config, **changes)
-    last_id = house.client.xinfo_stream(own.events)["last-generated-id"].decode()
-    event_id = f"{int(last_id.partition('-')[0]) + 1}-0"
-    fields: Any = {"2": encode_config(after), "from:2": 2, "at:2": event_id, "newest": 2}
-    with house.client.pipeline(transaction=True) as pipeline:
-        pipeline.hset(own.config, mapping=fields)
-        event = encode_event(ConfigRevised(revision=2, step=2))
-        pipeline.xadd(own.events, {"r": event}, id=event_id)
-        pipeline.execute()
 
 
 async def test_a_revision_whose_event_is_damaged_stays_where_it_was(house):

@@ -9,8 +9,12 @@ import pytest
 from turnstream.errors import FencedError, StoreBehindError, UnknownFormatError
 from turnstream.records.batches import EncodedMiniBatch
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.serving.get import CHUNK_BYTES, data_messages, header_message
-from turnstream_server.batcher.serving.request_checks import check_caller
+from turnstream_server.batcher.serving.get import (
+    CHUNK_BYTES,
+    check_caller,
+    data_messages,
+    header_message,
+)
 from turnstream_server.batcher.serving.requests import parse_token
 from turnstream_server.bus.core.frontier import Frontier
 

@@ -25,12 +25,11 @@ from turnstream.types import BatchDue, ConfigRevised, Event
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.payload import DamagedPayloadError
 from turnstream_server.batcher.assembly.shares import PlannedBatch
-from turnstream_server.batcher.planner.chain import PlanChain
+from turnstream_server.batcher.planner.chain import ConfigInForce, PlanChain
 from turnstream_server.batcher.planner.decisions import DecisionWriter, FoldBrokenError
 from turnstream_server.batcher.planner.event_loop import LoopShare
 from turnstream_server.batcher.planner.listener import RunListener
 from turnstream_server.batcher.planner.replanning import Replanner
-from turnstream_server.batcher.planner.revising import ConfigInForce
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, Upkeep
 from turnstream_server.bus.core.scan import PAGE_EVENTS, EventEntry
@@ -117,7 +116,6 @@ class Leader:
             self._chain.next_step,
             extra={"epoch": self._term.epoch},
         )
-        self._view.follow_leader(self)
         while True:
             await self._replan()
             await self._plan_due_batches()
@@ -143,7 +141,7 @@ class Leader:
         decisions = await self._pass_all(planned, through=self._listener.position)
         while events := await self._listener.read_events():
             for entry in events:
-                decisions += await self._apply(entry)
+                decisions += self._apply(entry)
                 decisions += await self._pass_all(planned, through=entry.event_id)
                 await self._share.after(entry)
             self._snapshots.count_events(len(events))
@@ -211,19 +209,17 @@ class Leader:
     async def _take_in(self, events: Iterable[EventEntry]) -> None:
         decisions: list[Decision] = []
         for entry in events:
-            decisions += await self._apply(entry)
+            decisions += self._apply(entry)
             self._snapshots.count_events(1)
             await self._share.after(entry)
         self._snapshots.forget_groups(self._fold, position=self._listener.position)
         await self._carry_out(decisions)
 
-    async def _apply(self, entry: EventEntry) -> list[Decision]:
+    def _apply(self, entry: EventEntry) -> list[Decision]:
         """Fold an event and return the decisions; reject an event that cannot be read or folded."""
         event = self._decisions.read(entry) or self._in_force.revision_of_event(entry.event_id)
         if event is None:
             return []
-        if isinstance(event, ConfigRevised):
-            await self._in_force.learn(entry.event_id, event)
         try:
             return self._fold_in(entry.event_id, event)
         except Exception as error:  # noqa: BLE001 - raised again where not due to the event
@@ -326,8 +322,7 @@ class Leader:
         self._chain.note(stored)
         self._listener.pass_step(manifest.step)
         num_over_age = self._selector.num_over_age(groups, step=manifest.step)
-        left_over = self._fold.take(groups)
-        self._selector.pass_step(manifest.step)
+        left_over = self._pass(manifest)
         self._view.offer(batch)
         await self._carry_out(left_over)
         logger.info(

@@ -80,7 +80,6 @@ class RunPlanner:
                 logger.warning("planning of run %s waits: %s", self.view.run, error)
             except Exception:  # a defect in one run must not stop the others
                 logger.exception("planning of run %s failed", self.view.run)
-            self.view.follow_leader(None)
             lasted_s = asyncio.get_running_loop().time() - started_s
             num_failures = num_failures + 1 if lasted_s < _SETTLED_S else 1
             await asyncio.sleep(pause_after(num_failures))
@@ -96,7 +95,6 @@ class RunPlanner:
             async with PinnedClient(self._keeper.url) as store:
                 position = await self._run_term(store)
             self._leads_parked = await self._parked.wait(self.view.run, position)
-            self.view.follow_leader(None)
 
     async def _run_term(self, store: PinnedClient) -> Position:
         """Follow and lead until the run is parked; return the position up to which it was read."""
@@ -109,7 +107,6 @@ class RunPlanner:
             position = await first_of(
                 self._lead(term),
                 self._keeper.hold(term.run, term.epoch),
-                self._keep_time(term),
                 self._clear_trouble(term),
             )
         except asyncio.CancelledError:
@@ -157,7 +154,6 @@ class RunPlanner:
     async def _lead(self, term: Term) -> Position | None:
         """Lead from the newest snapshot on until the run is parked; again if the fold breaks."""
         while True:
-            self.view.follow_leader(None)
             revisions = await read_revisions_async(term.client, term.run)
             leader = Leader(
                 term, self.view, self._assembler, revisions=revisions, upkeep=self._upkeep
@@ -165,7 +161,10 @@ class RunPlanner:
             releaser = Releaser(term, self.view, owner=self._keeper.owner, upkeep=self._upkeep)
             try:
                 return await first_of(
-                    leader.lead(), releaser.run(), self._park_when_idle(term, leader, releaser)
+                    leader.lead(),
+                    releaser.run(),
+                    self._keep_time(term, leader),
+                    self._park_when_idle(term, leader, releaser),
                 )
             except FoldBrokenError:
                 logger.exception("the state of run %s is rebuilt", self.view.run)
@@ -179,18 +178,18 @@ class RunPlanner:
             if leader.position != position:
                 position, since_s = leader.position, loop.time()
                 continue
-            is_ending = self.view.frontier.is_closed and self.view.undecided()
+            is_ending = self.view.frontier.is_closed and leader.undecided()
             if leader.is_waiting and releaser.done_at_s >= since_s and not is_ending:
                 reach("park.before")
                 if await park_leadership(term, position):
                     reach("park.after")
                     return position
 
-    async def _keep_time(self, term: Term) -> None:
+    async def _keep_time(self, term: Term, leader: Leader) -> None:
         """Run the timekeeper with the config in force, until another one is in force."""
         while True:
             revision, config = await self.view.newest_config()
-            await Timekeeper(term, self.view, config).run(revision=revision)
+            await Timekeeper(term, self.view, leader, config).run(revision=revision)
 
     async def _clear_trouble(self, term: Term) -> None:
         """Clear the recorded error once this term has lasted; then wait until cancelled."""

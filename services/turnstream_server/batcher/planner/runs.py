@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import redis.asyncio
 
@@ -30,15 +30,6 @@ from turnstream_server.bus.planning.manifests import read_manifest
 _MANIFESTS_KEPT: Final = 8
 
 
-class _LocalLeader(Protocol):
-    """The leader of a run in this replica."""
-
-    @property
-    def config_revision(self) -> int: ...
-
-    def undecided(self) -> list[str]: ...
-
-
 async def _no_reasons(_: str) -> list[WaitReason]:
     return []
 
@@ -52,7 +43,6 @@ class RunView:
 
     Attributes:
         frontier: the last read frontier.
-        leader: the leader of the run, if it is led here or was parked from here.
     """
 
     def __init__(
@@ -66,7 +56,6 @@ class RunView:
     ) -> None:
         self.run = RunId(run)
         self.frontier = frontier
-        self.leader: _LocalLeader | None = None
         self._client = client
         self._on_stepped = on_stepped
         self._read_reasons = read_reasons
@@ -114,14 +103,6 @@ class RunView:
         except TimeoutError:
             return False
         return True
-
-    def follow_leader(self, leader: _LocalLeader | None) -> None:
-        """Take the undecided groups and the config from this leader; None if none is here."""
-        self.leader = leader
-
-    def undecided(self) -> list[str]:
-        """Return the undecided groups of the local leader; empty without a leader."""
-        return [] if self.leader is None else self.leader.undecided()
 
     def reset(self) -> None:
         """Drop the caches after a restart of the store, which may have lost what they hold."""

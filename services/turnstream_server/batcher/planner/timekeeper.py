@@ -16,6 +16,7 @@ import redis.asyncio
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.replies import translating
+from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.bus.leadership.leadership import LONGEST_MOST_S, RunClock, Term
 from turnstream_server.bus.planning.deadlines import (
@@ -95,9 +96,10 @@ class Timekeeper:
     again.
     """
 
-    def __init__(self, term: Term, view: RunView, config: BatchingConfig) -> None:
+    def __init__(self, term: Term, view: RunView, leader: Leader, config: BatchingConfig) -> None:
         self._term = term
         self._view = view
+        self._leader = leader
         self._config = config
         self._tolerance_s = config.lease_s * TOLERANCE_LEASES
         self._read_every_s = config.lease_s / READS_PER_LEASE
@@ -116,7 +118,7 @@ class Timekeeper:
             self.end_orphaned,
         )
         due_s = [0.0] * len(jobs)
-        while self._view.leader is None or self._view.leader.config_revision <= revision:
+        while self._leader.config_revision <= revision:
             reading = clock.read(server_ms=await _read_clock(self._term.client), now_s=loop.time())
             for index, job in enumerate(jobs):
                 if due_s[index] <= loop.time():
@@ -160,7 +162,7 @@ class Timekeeper:
             since_s.clear()
             return self._read_every_s
         now_s = asyncio.get_running_loop().time()
-        found = await find_orphaned(self._term, self._view.undecided()[:MAX_ORPHANED])
+        found = await find_orphaned(self._term, self._leader.undecided()[:MAX_ORPHANED])
         self._orphaned_since_s = {each: since_s.get(each, now_s) for each in found}
         oldest_s = now_s - self._config.lease_s - self._config.takeover_s
         due = {each: found[each] for each in found if self._orphaned_since_s[each] <= oldest_s}

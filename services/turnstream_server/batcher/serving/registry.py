@@ -140,14 +140,14 @@ class RunDiscovery:
         self._block_ms = max(1, round(list_every_s * 1000))
         self._known: set[bytes] = set()
         self._last_id: bytes | str = "0-0"
-        self._has_lost_news = False
+        self._may_lack_news = False
 
     async def read_all(self) -> None:
         """Report all runs; later news follow them."""
         with translating():
             newest: Any = await self._client.xrevrange(keys.NEWS, count=1)
         self._last_id = newest[0][0] if newest else "0-0"
-        self._known = set()
+        self._known.clear()
         await self._read_list()
 
     async def follow(self) -> None:
@@ -155,14 +155,11 @@ class RunDiscovery:
         await repeat(self._follow_once, what="new runs are not found")
 
     async def _follow_once(self) -> None:
-        """Report the next news; after an error report all runs, because news may be lost."""
-        has_lost_news, self._has_lost_news = self._has_lost_news, True
-        if has_lost_news:
-            await self.read_all()
-            logger.info("new runs are found again")
-        else:
-            await self._read_news()
-        self._has_lost_news = False
+        """Report the next news; after an error report all runs."""
+        read = self.read_all if self._may_lack_news else self._read_news
+        self._may_lack_news = True
+        await read()
+        self._may_lack_news = False
 
     async def _read_news(self) -> None:
         """Wait for the next names, and report them; read the list if there are none or too many."""

@@ -37,6 +37,7 @@ from turnstream_server.batcher.serving.health import StoreHealth
 from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
 from turnstream_server.bus.core.frontier import Frontier
+from turnstream_server.bus.release.compact_records import write_durably
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ async def _serve_until_signal(options: BatcherOptions) -> None:
     async with serving(options) as address:
         tune_process()
         if options.address_file is not None:
-            _write_whole(options.address_file, address)
+            write_durably(options.address_file, address.encode())
         await stop.wait()
         logger.info("batcher at %s stops", address)
 
@@ -248,14 +249,6 @@ def _bind(server: grpc.aio.Server, listen: str) -> str:
             f"another port with --listen or TURNSTREAM_BATCHER_PORT; 0 takes a free one",
         ) from error
     return f"{host}:{port}"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that no reader sees half-written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
 
 
 def tune_process() -> None:
