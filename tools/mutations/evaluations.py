@@ -31,8 +31,8 @@ EVALUATIONS = (
     Mutation(
         "a reward that nobody awaits is placed",
         "fold/readiness.py",
-        "group.awaiting.pop(event.key, None)",
-        "group.awaiting.pop(event.key, group.members.get(event.key.sample))",
+        "group.awaiting.pop(key, None)\n\n",
+        "group.awaiting.pop(key, group.members.get(key.sample))\n\n",
         ("test_evals",),
     ),
     Mutation(
@@ -59,22 +59,22 @@ EVALUATIONS = (
     Mutation(
         "a sample that nobody asked for is lost",
         "fold/readiness.py",
-        "not group.is_sample(key.sample) or not group.lose(key)",
-        "not group.lose(key)",
+        "if group is None or not group.is_sample(key.sample):",
+        "if group is None:",
         ("test_evals",),
     ),
     Mutation(
         "a member that proves dead counts",
         "fold/members.py",
-        "            del self.members[key.sample]\n        elif",
-        "            pass\n        elif",
+        "        del self.members[key.sample]\n        self.end_attempt(key)\n        return True",
+        "        self.end_attempt(key)\n        return True",
         ("test_evals",),
     ),
     Mutation(
         "another attempt that dies takes the member along",
         "fold/members.py",
-        "if member is not None and member.key == key:\n            del",
-        "if member is not None:\n            del",
+        "if member is None or member.key != key:",
+        "if member is None:",
         ("test_evals",),
     ),
     Mutation(

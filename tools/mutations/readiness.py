@@ -99,8 +99,8 @@ READINESS = (
     Mutation(
         "a reward that is missed is waited for",
         "fold/readiness.py",
-        '        group.end_attempt(key)\n        dropped = incomplete_member(key, "no reward',
-        '        group.awaiting[key] = sealed\n        dropped = incomplete_member(key, "no reward',
+        "        group.end_attempt(key)\n        if key.group_id in self.state.ready:\n",
+        "        group.awaiting[key] = sealed\n        if key.group_id in self.state.ready:\n",
         ("test_readiness_deadlines", "test_readiness_machine"),
     ),
     Mutation(

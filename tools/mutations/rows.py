@@ -38,7 +38,7 @@ ROWS = (
     Mutation(
         "a choice outlives a dead member",
         "planning/selection.py",
-        "if own is not None and not any(group is own for group in fold.ready):",
+        "if own is not None and own not in fold.ready:",
         "if False:",
         ("test_selection",),
     ),

@@ -64,37 +64,37 @@ WITHDRAWING = (
     Mutation(
         "a group that lost members is not judged again",
         "fold/readiness.py",
-        "if group_id in smaller and group_id in self.state.ready:",
+        "if group.opened.group_id in smaller & self.state.ready.keys():",
         "if False:",
         ("test_withdrawing",),
     ),
     Mutation(
         "a group that lost nobody is decided a second time",
         "fold/readiness.py",
-        "if group_id in smaller and group_id in self.state.ready:",
-        "if group_id in self.state.ready:",
+        "if group.opened.group_id in smaller & self.state.ready.keys():",
+        "if group.opened.group_id in self.state.ready:",
         ("test_withdrawing",),
     ),
     Mutation(
         "a withdrawn group is decided after it was dropped",
         "fold/readiness.py",
-        "if group_id in smaller and group_id in self.state.ready:",
-        "if group_id in smaller:",
+        "if group.opened.group_id in smaller & self.state.ready.keys():",
+        "if group.opened.group_id in smaller:",
         ("test_withdrawing",),
     ),
     Mutation(
         "groups that come back are not judged by the config in force",
         "fold/readiness.py",
         "            decisions += self._review(event_id, group)\n"
-        "            if group_id in smaller",
-        "            if group_id in smaller",
+        "            if group.opened.group_id in smaller",
+        "            if group.opened.group_id in smaller",
         ("test_withdrawing",),
     ),
     Mutation(
         "the groups of a second plan come before those of the first",
         "fold/withdrawing.py",
-        'opened_by=f"0-{len(groups)}"',
-        'opened_by=f"0-{-len(groups)}"',
+        'event_id = f"0-{len(groups)}"',
+        'event_id = f"0-{-len(groups)}"',
         ("test_withdrawing",),
     ),
     Mutation(
@@ -107,8 +107,8 @@ WITHDRAWING = (
     Mutation(
         "a withdrawn group was complete at another event",
         "fold/withdrawing.py",
-        "as_ready(completed_by=manifest.last_event_id)",
-        'as_ready(completed_by="0-0")',
+        "ready[plan.group_id] = manifest.last_event_id",
+        'ready[plan.group_id] = "0-0"',
         ("test_withdrawing",),
     ),
     Mutation(

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from testkit import config, sealed
-from testkit.folds import snapshot_of
+from testkit.folds import abandoned, awaiting, key, opened, snapshot_of
 from turnstream.batching.fold.members import FoldState
 from turnstream.batching.fold.readiness import RunFold
-from turnstream.errors import RecordError
+from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.framing import SNAPSHOT, read_header, write_frame
-from turnstream.records.snapshots import (
-    FORMAT,
-    OBJECTS,
-    PlannerSnapshot,
-    decode_snapshot,
-    encode_snapshot,
-)
-from turnstream.types import GroupOpened, Purpose, TrajectoryAbandoned, TrajectoryKey
+from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
+from turnstream.types import Purpose
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -31,15 +25,19 @@ GOLDEN = Path(__file__).parent / "golden"
 def golden_snapshot() -> PlannerSnapshot:
     """A planner with an open, a ready and a dropped group, and an evaluation with a result."""
     fold = RunFold(config(2))
-    for name, purpose in (("a", "train"), ("b", "train"), ("c", "train"), ("e", "eval")):
-        opened = GroupOpened(
-            group_id=name, prompt_uid="p", num_samples=1 + (name == "a"), purpose=Purpose(purpose)
+    for event_id, event in enumerate(
+        (
+            opened(3, group_id="a"),
+            *(opened(1, group_id=name) for name in "bc"),
+            opened(1, group_id="e", purpose=Purpose.EVAL),
+            sealed("a", turn_versions=[[(None, 1), (4, 2)]], anchors=[7]),
+            replace(awaiting(1), key=key(1, group_id="a")),
+            sealed("b"),
+            abandoned(0, group_id="c"),
+            sealed("e", tags={"env": "maze"}, metrics={"turns": 2.0}),
         )
-        fold.apply("1-0", opened)
-    fold.apply("2-0", sealed("a"))
-    fold.apply("3-0", sealed("b"))
-    fold.apply("4-0", TrajectoryAbandoned(key=TrajectoryKey("c", 0), reason=""))
-    fold.apply("5-0", sealed("e"))
+    ):
+        fold.apply(f"{event_id}-0", event)
     return PlannerSnapshot(
         position="5-0",
         step=3,
@@ -66,53 +64,50 @@ def test_snapshot_holds_every_attribute_of_the_fold() -> None:
     assert vars(RunFold(config(2))).keys() == {"_config", "state"}
 
 
-def test_object_without_a_stored_name_is_refused() -> None:
-    strange: Any = FoldState(groups=cast("Any", config(2)))
-
-    with pytest.raises(TypeError, match="cannot hold a BatchingConfig"):
-        encode_snapshot(snapshot_of(strange))
-
-
-def test_stored_names_are_those_of_format_2() -> None:
-    names = {
-        name: [each.name for each in dataclasses.fields(kind)] for name, kind in OBJECTS.items()
-    }
-
-    assert {"format": FORMAT, **names} == json.loads((GOLDEN / "snapshot_names.json").read_text())
-
-
-def test_snapshot_has_the_content_of_format_2() -> None:
+def test_snapshot_has_the_names_and_content_of_format_3() -> None:
     stored = json.loads((GOLDEN / "snapshot.json").read_text())
 
     assert content_of(encode_snapshot(golden_snapshot())) == stored
     assert decode_snapshot(record_with(stored)) == golden_snapshot()
 
 
-@pytest.mark.parametrize(
-    ("other", "named"),
-    [
-        ({"format": 1}, r"older .*format 1; this one reads format 2"),
-        ({"format": 3}, r"newer .*format 3; this one reads up to 2"),
-        ({"planner": ["o", "planner", {"mood": 1}]}, "newer .* the field of planner 'mood'"),
-        ({"planner": ["o", "mood", {}]}, "newer .* the object 'mood'"),
-        ({"planner": ["m", 1]}, "newer .* the kind of value 'm'"),
-        ({"planner": 3}, "no snapshot of a planner, but a int"),
-        ({"planner": ["o", "planner", 3]}, "no snapshot of a planner: AttributeError"),
-    ],
-)
-def test_snapshot_of_another_release_is_refused(other: dict[str, Any], named: str) -> None:
-    content = {**content_of(encode_snapshot(golden_snapshot())), **other}
+def test_snapshot_keeps_the_order_of_groups() -> None:
+    fold = RunFold(config(2))
+    for name in "cab":
+        fold.apply("1-0", opened(1, group_id=name))
 
-    with pytest.raises(RecordError, match=named):
+    restored = decode_snapshot(encode_snapshot(snapshot_of(fold.state)))
+
+    assert [*restored.fold.groups] == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize(("number", "age"), [(4, "newer"), (2, "older")])
+def test_snapshot_of_another_format_is_refused(number: int, age: str) -> None:
+    content = {**content_of(encode_snapshot(golden_snapshot())), "format": number}
+
+    with pytest.raises(UnknownFormatError, match=f"{age} release .*format {number}; this one"):
         decode_snapshot(record_with(content))
 
 
-def test_forget_keeps_ready_and_open_groups() -> None:
+@pytest.mark.parametrize("content", [{"format": 3}, {"format": 3, "planner": {"step": 1}}])
+def test_snapshot_without_its_fields_is_refused(content: dict[str, Any]) -> None:
+    with pytest.raises(CorruptRecordError, match="no snapshot of a planner: KeyError"):
+        decode_snapshot(record_with(content))
+
+
+def test_damaged_snapshot_is_refused() -> None:
+    record = encode_snapshot(snapshot_of(FoldState()))
+
+    with pytest.raises(CorruptRecordError):
+        decode_snapshot(record[:-1])
+
+
+def test_removed_decided_groups_leave_ready_and_open_ones() -> None:
     fold = RunFold(config(2))
     for name in ("ready", "dropped", "open"):
-        fold.apply("1-0", GroupOpened(group_id=name, prompt_uid="", num_samples=1))
+        fold.apply("1-0", opened(1, group_id=name))
     fold.apply("2-0", sealed("ready"))
-    fold.apply("3-0", TrajectoryAbandoned(key=TrajectoryKey("dropped", 0), reason=""))
+    fold.apply("3-0", abandoned(0, group_id="dropped"))
 
     fold.remove_decided([*fold.state.decided])
 

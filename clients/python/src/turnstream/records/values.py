@@ -76,11 +76,13 @@ def _converted(value: Any, make: Callable[[type[Any], dict[str, Any]], Any]) -> 
     if _has_fields(kind):
         parts = {name: _converted(getattr(value, name), make) for name in field_names(kind)}
         return make(kind, parts)
-    if kind is tuple:
+    if kind in (tuple, set):
         return [_converted(each, make) for each in value]
     if isinstance(value, dict):
-        items = cast("dict[str, Any]", value).items()
-        return {name: _converted(each, make) for name, each in items}
+        values = cast("dict[Any, Any]", value)
+        if all(isinstance(key, str) for key in values):
+            return {name: _converted(each, make) for name, each in values.items()}
+        return [[_converted(key, make), _converted(each, make)] for key, each in values.items()]
     return value
 
 
@@ -96,17 +98,28 @@ def _reader(hint: Any) -> _Read:
     if origin in (Union, UnionType):
         read = _reader(next(each for each in arguments if each is not NoneType))
         return lambda stored: None if stored is None else read(stored)
-    if origin is tuple:
+    if origin in (tuple, set):
         read = _reader(arguments[0])
-        return lambda stored: tuple([read(each) for each in stored])
+        return lambda stored: cast("Any", origin)([read(each) for each in stored])
     if origin is not None and origin is not Literal and issubclass(origin, Mapping):
-        read = _reader(arguments[1])
-        return lambda stored: {name: read(stored[name]) for name in sorted(stored.keys())}
+        return _reader_of_mapping(*arguments)
     if origin is Literal:
         return _reader_of_texts({text: text for text in arguments})
     if issubclass(hint, StrEnum):
         return _reader_of_texts({each.value: each for each in hint})
     return _reader_of_fields(hint) if _has_fields(hint) else _reader_of_scalar(hint)
+
+
+def _reader_of_mapping(key_hint: Any, value_hint: Any) -> _Read:
+    read_key, read = _reader(key_hint), _reader(value_hint)
+
+    def read_mapping(stored: Any) -> dict[Any, Any]:
+        if key_hint is not str:
+            return {read_key(key): read(each) for key, each in stored}
+        names: list[str] = [*stored] if isinstance(stored, dict) else sorted(stored.keys())
+        return {name: read(stored[name]) for name in names}
+
+    return read_mapping
 
 
 @cache

@@ -131,13 +131,12 @@ class GroupMembers:
         if key.sample not in self.members:
             self.ended.add(key.sample)
 
-    def lose(self, key: TrajectoryKey) -> bool:
-        """Remove an abandoned or dead attempt; return False where it had ended as no member."""
+    def remove_member(self, key: TrajectoryKey) -> bool:
+        """Remove an attempt that ended; return whether it was a member."""
         member = self.members.get(key.sample)
-        if member is not None and member.key == key:
-            del self.members[key.sample]
-        elif self.awaiting.pop(key, None) is None and key in self.seen:
+        if member is None or member.key != key:
             return False
+        del self.members[key.sample]
         self.end_attempt(key)
         return True
 
@@ -223,7 +222,8 @@ class FoldState:
 
     Attributes:
         groups: open and ready groups and evaluations, oldest first.
-        ready: decided groups that no plan has taken, in order of completion.
+        ready: decided groups that no plan has taken, in order of completion, each with the id of
+            the event that made it what it is.
         decided: attempts that the fold has seen of each finished group.
         evals: results of evaluations.
         closed: whether the run takes no new group.
@@ -231,11 +231,16 @@ class FoldState:
     """
 
     groups: dict[str, GroupMembers] = field(default_factory=dict[str, GroupMembers])
-    ready: dict[str, ReadyGroup] = field(default_factory=dict[str, ReadyGroup])
+    ready: dict[str, str] = field(default_factory=dict[str, str])
     decided: dict[str, set[TrajectoryKey]] = field(default_factory=dict[str, set[TrajectoryKey]])
     evals: EvalResults = field(default_factory=EvalResults)
     closed: bool = False
     leftover: Leftover = "short"
+
+    @property
+    def ready_groups(self) -> list[GroupMembers]:
+        """Decided groups that no plan has taken, in order of completion."""
+        return [self.groups[group_id] for group_id in self.ready]
 
     @property
     def undecided(self) -> list[str]:

@@ -77,7 +77,8 @@ class RunFold:
     @property
     def ready(self) -> tuple[ReadyGroup, ...]:
         """Groups that can be planned, in order of completion."""
-        return tuple(self.state.ready.values())
+        pairs = zip(self.state.ready_groups, self.state.ready.values(), strict=True)
+        return tuple([group.as_ready(completed_by=event_id) for group, event_id in pairs])
 
     @property
     def num_ready(self) -> int:
@@ -152,8 +153,7 @@ class RunFold:
         groups = [each for each in self.state.groups.values() if not each.is_evaluation]
         decisions = [each for group in groups for each in self._review(event_id, group)]
         if config.max_open_groups and config.surplus == "drop":
-            ready = [self.state.groups[name] for name in self.state.ready]
-            decisions += [each for group in ready for each in self._cut(group)]
+            decisions += [each for group in self.state.ready_groups for each in self._cut(group)]
         return decisions
 
     def take(self, groups: Iterable[ReadyGroup | GroupPlan]) -> list[Decision]:
@@ -188,13 +188,12 @@ class RunFold:
         seen.add(key)
         if group is None:
             return [surplus_member(key, _DECIDED_BEFORE)]
-        return self._place(event_id, group, event)
+        return self._place(event_id, event)
 
-    def _place(
-        self, event_id: str, group: GroupMembers, sealed: SealedTrajectory
-    ) -> list[Decision]:
+    def _place(self, event_id: str, sealed: SealedTrajectory) -> list[Decision]:
         """Make a sealed trajectory a member of its group, or drop it with a reason."""
         key = sealed.key
+        group = self.state.groups[key.group_id]
         is_late = key.group_id in self.state.ready and self._config.surplus == "drop"
         surplus = _DECIDED_BEFORE if is_late else group.surplus_reason(key)
         if surplus:
@@ -205,48 +204,56 @@ class RunFold:
             return []
         problem = "" if group.is_evaluation else problem_of(sealed, self._config)
         if problem:
-            group.end_attempt(key)
             dropped = incomplete_member(key, f"sample {key.sample} {problem}")
-            return [dropped, *self._continue_without(event_id, group)]
+            return [dropped, *self._end_attempt(event_id, key)]
         group.members[key.sample] = sealed
         group.granted.discard(key)
         if key.group_id in self.state.ready:
-            self._set_ready(event_id, group)
+            self.state.ready[key.group_id] = event_id
             return []
         return self._decide_if_complete(event_id, group)
 
     def _post_reward(self, event_id: str, event: RewardPosted) -> list[Decision]:
-        group = self.state.groups.get(event.key.group_id)
-        sealed = group.awaiting.pop(event.key, None) if group else None
-        if group is None or sealed is None:
-            return []
-        return self._place(event_id, group, with_posted_reward(sealed, event))
+        sealed = self._pop_awaiting(event.key)
+        return [] if sealed is None else self._place(event_id, with_posted_reward(sealed, event))
 
     def _miss_reward(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
         """Continue without a late reward; an evaluation keeps the rest of the trajectory."""
-        group = self.state.groups.get(key.group_id)
-        sealed = group.awaiting.pop(key, None) if group else None
-        if group is None or sealed is None:
+        sealed = self._pop_awaiting(key)
+        if sealed is None:
             return []
+        group = self.state.groups[key.group_id]
         if group.is_evaluation:
-            return self._place(event_id, group, replace(sealed, awaits_reward=False))
-        group.end_attempt(key)
+            return self._place(event_id, replace(sealed, awaits_reward=False))
         dropped = incomplete_member(key, "no reward was posted before its deadline")
+        group.end_attempt(key)
+        if key.group_id in self.state.ready:
+            return [dropped]
         num_possible = len(group.members) + len(group.pending())
-        if (
-            key.group_id not in self.state.ready
-            and self._config.deadline_policy == "drop"
-            and num_possible < group.opened.num_needed
-        ):
+        if self._config.deadline_policy == "drop" and num_possible < group.opened.num_needed:
             reason = f"no reward of sample {key.sample} was posted before its deadline"
             return [dropped, self._drop(group, TrajectoryState.INCOMPLETE, reason)]
         return [dropped, *self._continue_without(event_id, group)]
 
     def _lose(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
         group = self.state.groups.get(key.group_id)
-        if group is None or not group.is_sample(key.sample) or not group.lose(key):
+        if group is None or not group.is_sample(key.sample):
             return []
-        return self._continue_without(event_id, group)
+        if group.remove_member(key):
+            return self._continue_without(event_id, group)
+        if group.awaiting.pop(key, None) is None and key in group.seen:
+            return []
+        return self._end_attempt(event_id, key)
+
+    def _end_attempt(self, event_id: str, key: TrajectoryKey) -> list[Decision]:
+        """Continue without an attempt that is no member; a decided group does not change."""
+        group = self.state.groups[key.group_id]
+        group.end_attempt(key)
+        return [] if key.group_id in self.state.ready else self._continue_without(event_id, group)
+
+    def _pop_awaiting(self, key: TrajectoryKey) -> SealedTrajectory | None:
+        group = self.state.groups.get(key.group_id)
+        return None if group is None else group.awaiting.pop(key, None)
 
     def _grant_refill(self, event: RefillGranted) -> list[Decision]:
         group = self.state.groups.get(event.key.group_id)
@@ -268,8 +275,8 @@ class RunFold:
                 self.state.closed = False
             case RunFinished() if self.state.closed and self.state.leftover == "drop":
                 reason = "left over when the run was closed"
-                groups = [self.state.groups[name] for name in self.state.ready]
-                return [self._drop(group, TrajectoryState.SURPLUS, reason) for group in groups]
+                ready = self.state.ready_groups
+                return [self._drop(group, TrajectoryState.SURPLUS, reason) for group in ready]
             case PlansWithdrawn(dead=dead):
                 return self._review_ready(event_id, {key.group_id for key in dead})
             case _:
@@ -321,28 +328,24 @@ class RunFold:
     def _review_ready(self, event_id: str, smaller: Set[str]) -> list[Decision]:
         """Judge groups that were put back, and those that have fewer members now."""
         decisions: list[Decision] = []
-        for group_id in [*self.state.ready]:
-            group = self.state.groups[group_id]
+        for group in self.state.ready_groups:
             decisions += self._review(event_id, group)
-            if group_id in smaller and group_id in self.state.ready:
+            if group.opened.group_id in smaller & self.state.ready.keys():
                 decisions += self._decide(event_id, group)
         return decisions
 
     # Decisions.
 
     def _continue_without(self, event_id: str, group: GroupMembers) -> list[Decision]:
-        """Refill, continue with the others or end the group after an attempt that is no member."""
+        """Refill, continue with the others or end the group."""
         group_id = group.opened.group_id
-        ready = self.state.ready.get(group_id)
-        if ready is not None and len(group.members) == len(ready.members):
-            return []
         if self._config.deadline_policy == "refill" and not group.is_evaluation:
             asked = group.refill_lost(max_refills=self._config.max_refills)
             if asked:
                 self.state.ready.pop(group_id, None)
                 group.is_cut = False
                 return [*asked]
-        decide = self._decide_if_complete if ready is None else self._decide
+        decide = self._decide if group_id in self.state.ready else self._decide_if_complete
         return decide(event_id, group)
 
     def _decide_if_complete(self, event_id: str, group: GroupMembers) -> list[Decision]:
@@ -365,14 +368,11 @@ class RunFold:
             return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
         if self._config.drop_zero_variance and teaches_nothing(compared, self._config):
             return [self._drop(group, TrajectoryState.FILTERED, "all rewards are equal")]
-        self._set_ready(event_id, group)
+        self.state.ready[group.opened.group_id] = event_id
         return self._cut(group) if self._config.surplus == "drop" else []
 
     def _compared(self, group: GroupMembers) -> list[SealedTrajectory]:
         return [member for member in group.ordered if is_compared(member, self._config)]
-
-    def _set_ready(self, event_id: str, group: GroupMembers) -> None:
-        self.state.ready[group.opened.group_id] = group.as_ready(completed_by=event_id)
 
     def _cut(self, group: GroupMembers) -> list[Decision]:
         """Continue without all unsealed samples, which are surplus from now on.
@@ -385,9 +385,8 @@ class RunFold:
         return []
 
     def _drop(self, group: GroupMembers, state: TrajectoryState, reason: str) -> GroupDropped:
-        dropped = group.dropped(state, reason)
         self._end(group)
-        return dropped
+        return group.dropped(state, reason)
 
     def _evaluate(self, group: GroupMembers) -> GroupEvaluated:
         self._end(group)

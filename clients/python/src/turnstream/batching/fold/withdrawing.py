@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Final
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.fold.members import FoldState, GroupMembers
 from turnstream.batching.merge.plan import GroupPlan, Manifest, TrajectoryPlan
 from turnstream.batching.scoring.rewards import length_penalty, with_posted_reward
@@ -33,13 +32,13 @@ def state_before(
     They are opened by "0-0", "0-1", ... in plan order, before any group that was never planned.
     """
     groups: dict[str, GroupMembers] = {}
-    ready: dict[str, ReadyGroup] = {}
+    ready: dict[str, str] = {}
     for manifest in manifests:
         for plan in manifest.groups:
             seen = state.decided.get(plan.group_id, set[TrajectoryKey]())
-            group = _group_of(plan, members, opened_by=f"0-{len(groups)}", seen=seen)
-            groups[plan.group_id] = group
-            ready[plan.group_id] = group.as_ready(completed_by=manifest.last_event_id)
+            event_id = f"0-{len(groups)}"
+            groups[plan.group_id] = _group_of(plan, members, opened_by=event_id, seen=seen)
+            ready[plan.group_id] = manifest.last_event_id
     return replace(
         state,
         groups={**groups, **state.groups},

@@ -103,7 +103,7 @@ class Selector:
     def _reconsider(self, changed: TrajectoryKey, fold: RunFold) -> None:
         chosen = self.choice.groups if self.choice is not None else ()
         own = next((group for group in chosen if group.group_id == changed.group_id), None)
-        if own is not None and not any(group is own for group in fold.ready):
+        if own is not None and own not in fold.ready:
             self.choice = None
 
     def _choose(self, event_id: str, step: int, fold: RunFold) -> list[Decision]:
