@@ -82,7 +82,7 @@ DECLARED = (
     Mutation(
         "a column of another type is taken",
         "config/declarations.py",
-        "if values.dtype != column.numpy_dtype or values.shape[1:]",
+        "if not is_type or values.shape[1:]",
         "if values.shape[1:]",
         ("test_extras",),
     ),

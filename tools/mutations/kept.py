@@ -68,8 +68,8 @@ KEPT = (
     Mutation(
         "a token is a step older than it is",
         "fold/staleness.py",
-        "train_step - 1 - step >",
-        "train_step - step >",
+        "train_step - 1 - self._made_by(version) >",
+        "train_step - self._made_by(version) >",
         ("test_staleness",),
     ),
     Mutation(

@@ -45,8 +45,8 @@ MERGING = (
     Mutation(
         "a turn takes more tokens than its parent has",
         "merge/columns.py",
-        "if own > len(turn.token_ids):",
-        "if False:",
+        "        if missing > num_values:\n",
+        "        if False:\n",
         ("test_merge",),
     ),
     Mutation(

@@ -185,7 +185,7 @@ def test_a_turn_that_names_more_tokens_than_its_parent_has_is_refused() -> None:
     stored = store_turns([turn("ab", "CD"), turn("abcde", "F")])
     broken = [stored[0], replace(stored[1], shared_tokens=9)]
 
-    with pytest.raises(InvalidTurnError, match="shared_tokens: 9 tokens of turn 0, which has 4"):
+    with pytest.raises(InvalidTurnError, match="shared_tokens: 9 values of turn 0, which has 4"):
         shared_pieces(broken, 1)
 
 

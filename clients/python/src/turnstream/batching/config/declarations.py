@@ -5,7 +5,7 @@ Names, types, shapes and counts are checked; values are never read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -21,9 +21,8 @@ def checked_declarations(given: object, *, merge: bool) -> tuple[DeclaredColumn,
     try:
         columns = [_declaration(one) for one in cast("Any", given)]
     except TypeError as error:
-        raise InvalidConfigError(
-            "extra_columns", f"{given!r} is not a list of declarations: {error}"
-        ) from error
+        problem = f"{given!r} is not a list of declarations: {error}"
+        raise InvalidConfigError("extra_columns", problem) from error
     columns.sort(key=lambda column: column.name)
     names = [column.name for column in columns]
     for name in names:
@@ -66,18 +65,30 @@ def require_declared(
             if not column.is_optional and column.per != "items":
                 raise InvalidTurnError(field_of(column), "is missing, and not declared optional")
             continue
-        if values.dtype != column.numpy_dtype or values.shape[1:] != column.shape:
-            raise InvalidTurnError(
-                field_of(column),
-                f"{values.dtype}{list(values.shape)} is not {column.dtype}[n{shape_of(column)}]",
-            )
-        require_length(column, len(values), num_prompt=num_prompt, num_response=num_response)
+        require_values(column, values, num_prompt=num_prompt, num_response=num_response)
 
 
-def require_length(
-    column: DeclaredColumn, num_values: int, *, num_prompt: int, num_response: int
+def require_values(
+    column: DeclaredColumn,
+    values: NDArray[Any],
+    *,
+    num_prompt: int,
+    num_response: int,
+    num_shared: int = 0,
+    narrower: Collection[str] = (),
 ) -> None:
-    """Refuse another number of values than a turn of these lengths has of the column."""
+    """Refuse values of a turn with these lengths that are not as the column is declared.
+
+    Earlier turns have `num_shared` values before these. The types `narrower` are allowed too.
+    """
+    is_type = values.dtype == column.numpy_dtype or values.dtype.name in narrower
+    if not is_type or values.shape[1:] != column.shape:
+        sizes = "".join(f", {size}" for size in column.shape)
+        raise InvalidTurnError(
+            field_of(column),
+            f"{values.dtype}{list(values.shape)} is not {column.dtype}[n{sizes}]",
+        )
+    num_values = num_shared + len(values)
     num_tokens = num_prompt + num_response
     match column.per:
         case "token":
@@ -110,8 +121,3 @@ def no_values(column: DeclaredColumn) -> NDArray[Any]:
 def field_of(column: DeclaredColumn) -> str:
     """Return the name of the column in errors."""
     return f"extras[{column.name!r}]"
-
-
-def shape_of(column: DeclaredColumn) -> str:
-    """Return the shape of one value as errors write it after the number of values: ", 2, 3"."""
-    return "".join(f", {size}" for size in column.shape)

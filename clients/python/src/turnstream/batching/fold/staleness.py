@@ -7,6 +7,7 @@ weights made after step 6, so tokens of a version made after step 5 are one step
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from math import inf
 
 from turnstream.types import SealedTrajectory, VersionAnnounced
 
@@ -49,24 +50,15 @@ class VersionSteps:
             announced   10 made after step 1, 20 after step 2
             in step 4   5, 10 and 15 are 2, 2 and 1 steps old; 25 may be new
         """
-        made_by = self._made_by(set(among))
         return frozenset(
-            version for version, step in made_by.items() if train_step - 1 - step > max_age
+            version for version in among if train_step - 1 - self._made_by(version) > max_age
         )
 
-    def _made_by(self, versions: Collection[int]) -> dict[int, int]:
-        """Return the step by which each version was made; none above all announced ones."""
-        made_by: dict[int, int] = {}
-        oldest_above: int | None = None
-        announced = sorted(self.steps)
-        for version in sorted(versions, reverse=True):
-            while announced and announced[-1] > version:
-                step = self.steps[announced.pop()]
-                oldest_above = step if oldest_above is None else min(oldest_above, step)
-            step = self.steps.get(version, oldest_above)
-            if step is not None:
-                made_by[version] = step
-        return made_by
+    def _made_by(self, version: int) -> float:
+        """Return the step by which a version was made; infinity above all announced ones."""
+        if version in self.steps:
+            return self.steps[version]
+        return min([step for above, step in self.steps.items() if above > version], default=inf)
 
 
 def tokens_of(trajectory: SealedTrajectory, versions: Collection[int]) -> list[int]:
@@ -78,10 +70,7 @@ def tokens_of(trajectory: SealedTrajectory, versions: Collection[int]) -> list[i
 
 
 def is_wholly_of(trajectory: SealedTrajectory, versions: Collection[int]) -> bool:
-    """Return whether all its trained tokens count as those of these versions.
-
-    An older seal names its oldest version and not the tokens that it sampled.
-    """
+    """Return whether one version sampled all its trained tokens, and is one of these."""
     return not trajectory.turn_versions and trajectory.oldest_version in versions
 
 

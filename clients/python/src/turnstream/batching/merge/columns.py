@@ -7,7 +7,8 @@ observed between two responses have mask 0, log-probability 0.0, reward 0.0 and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -72,25 +73,38 @@ def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPiece
     return RowPieces(stored, indices, prompt_length, ids, spans)
 
 
-def shared_pieces(stored: Sequence[StoredTurn], index: int) -> list[NDArray[np.int32]]:
+def shared_pieces(stored: Sequence[StoredTurn], turn: int) -> list[NDArray[np.int32]]:
     """Return the prompt tokens that a turn shares with earlier ones, as views, first to last."""
-    pieces: list[NDArray[np.int32]] = []
-    missing, parent = stored[index].shared_tokens, stored[index].parent_turn
+    tokens = operator.attrgetter("shared_tokens", "token_ids")
+    return whole_pieces(stored, turn, tokens, field="shared_tokens")[:-1]
+
+
+def whole_pieces(
+    stored: Sequence[StoredTurn],
+    turn: int,
+    own: Callable[[StoredTurn], tuple[int, NDArray[Any]]],
+    *,
+    field: str,
+) -> list[NDArray[Any]]:
+    """Return all values of a turn, those that it shares with earlier turns first, as views.
+
+    `own` returns the number of values that a turn shares, and the values that it adds.
+    """
+    missing, values = own(stored[turn])
+    pieces = [values]
     while missing:
-        if not 0 <= parent < index:
-            raise InvalidTurnError("parent_turn", f"turn {index} follows turn {parent}")
-        turn, index = stored[parent], parent
-        own = missing - turn.shared_tokens
-        if own > len(turn.token_ids):
+        turn, child = stored[turn].parent_turn, turn
+        if not 0 <= turn < child:
+            raise InvalidTurnError("parent_turn", f"turn {child} follows turn {turn}")
+        num_shared, values = own(stored[turn])
+        num_values = num_shared + len(values)
+        if missing > num_values:
             raise InvalidTurnError(
-                "shared_tokens",
-                f"{missing} tokens of turn {parent}, which has "
-                f"{turn.shared_tokens + len(turn.token_ids)}",
+                field, f"{missing} values of turn {turn}, which has {num_values}"
             )
-        if own > 0:
-            pieces.append(turn.token_ids[:own])
-            missing = turn.shared_tokens
-        parent = turn.parent_turn
+        if missing > num_shared:
+            pieces.append(values[: missing - num_shared])
+        missing = min(missing, num_shared)
     pieces.reverse()
     return pieces
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +14,10 @@ from turnstream.batching.config.declarations import (
     field_of,
     filled,
     no_values,
-    require_length,
-    shape_of,
+    require_values,
 )
 from turnstream.batching.merge.buffers import offsets_of
-from turnstream.batching.merge.columns import RowPieces
+from turnstream.batching.merge.columns import RowPieces, whole_pieces
 from turnstream.errors import InvalidTurnError
 from turnstream.types import DeclaredColumn, ExtraColumn, ExtraPiece, Ragged, StoredTurn
 from turnstream.types.extras import ROUTE_DTYPES, num_values
@@ -91,23 +91,8 @@ def _turn_pieces(
     stored: Sequence[StoredTurn], turn: int, column: DeclaredColumn
 ) -> list[NDArray[Any]]:
     """Return all values of a turn in a column, its parents' part first, as views."""
-    missing, values = _own_piece(stored[turn], column)
-    pieces = [values]
-    while missing:
-        turn, child = stored[turn].parent_turn, turn
-        if not 0 <= turn < child:
-            raise InvalidTurnError("parent_turn", f"turn {child} follows turn {turn}")
-        num_shared, values = _own_piece(stored[turn], column)
-        if missing > num_shared + len(values):
-            raise InvalidTurnError(
-                field_of(column),
-                f"{missing} values of turn {turn}, which has {num_shared + len(values)}",
-            )
-        if missing > num_shared:
-            pieces.append(values[: missing - num_shared])
-        missing = min(missing, num_shared)
-    pieces.reverse()
-    return pieces
+    own = functools.partial(_own_piece, column=column)
+    return whole_pieces(stored, turn, own, field=field_of(column))
 
 
 def _own_piece(turn: StoredTurn, column: DeclaredColumn) -> ExtraPiece:
@@ -125,16 +110,12 @@ def _own_piece(turn: StoredTurn, column: DeclaredColumn) -> ExtraPiece:
             return ExtraPiece(0, no_values(column))
         num_shared = turn.shared_tokens if column.per == "token" else 0
         return ExtraPiece(num_shared, filled(column, count - num_shared))
-    values = piece.values
-    is_type = values.dtype == column.numpy_dtype or (
-        column.per == "first_tokens" and values.dtype.name in ROUTE_DTYPES
+    require_values(
+        column,
+        piece.values,
+        num_prompt=num_prompt,
+        num_response=num_response,
+        num_shared=piece.num_shared,
+        narrower=ROUTE_DTYPES if column.per == "first_tokens" else (),
     )
-    if not is_type or values.shape[1:] != column.shape:
-        raise InvalidTurnError(
-            field_of(column),
-            f"turn {turn.index} has {values.dtype}{list(values.shape)}, declared is "
-            f"{column.dtype}[n{shape_of(column)}]",
-        )
-    count = piece.num_shared + len(values)
-    require_length(column, count, num_prompt=num_prompt, num_response=num_response)
     return piece
