@@ -15,7 +15,14 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.errors import InvalidTurnError
 from turnstream.records.events import decode_event, encode_event
-from turnstream.types import Event, Purpose, RunClosed, SealedTrajectory, TrajectoryState
+from turnstream.types import (
+    Event,
+    Purpose,
+    RunClosed,
+    SealedTrajectory,
+    TrajectoryKey,
+    TrajectoryState,
+)
 
 CONFIG = config()
 FILTER = replace(CONFIG, drop_zero_variance=True)
@@ -28,26 +35,41 @@ def of_components(sample: int, *, group_id: str = "g0", **components: float) -> 
     return replace(sealed(group_id, sample=sample), reward_components=components)
 
 
-def test_group_is_ready_when_every_sample_is_sealed() -> None:
-    folded, decided = fold([opened(), sealed(sample=1, reward=0.0)])
-    num_ready_before = folded.num_ready
-
-    apply(folded, sealed(sample=0), first=2)
+@pytest.mark.parametrize(
+    ("events", "members", "completed_by"),
+    [
+        ([opened(), *seals(1, 0)], [key(0), key(1)], "2-0"),
+        ([opened(3), *seals(0), abandoned(1), *seals(2)], [key(0), key(2)], "3-0"),
+        ([opened(3), *seals(0, 1, 2), died(1)], [key(0), key(2)], "4-0"),
+        ([opened(), *seals(0), died(0), sealed(attempt=1), *seals(1)], [key(0, 1), key(1)], "4-0"),
+    ],
+    ids=["every sample", "one abandoned", "a member dies later", "another attempt after a death"],
+)
+def test_group_is_ready_when_no_sample_is_missing(
+    events: list[Event], members: list[TrajectoryKey], completed_by: str
+) -> None:
+    before, _ = fold(events[:-1])
+    folded, decided = fold(events)
 
     (group,) = folded.ready
-    assert (num_ready_before, folded.num_ready, decided) == (0, 1, [])
-    assert (group.group_id, group.prompt_uid, group.completed_by) == ("g0", "uid of g0", "2-0")
-    assert samples(folded) == [[0, 1]]
-
-
-def test_abandoned_sample_completes_a_group_with_enough_others() -> None:
-    folded, decided = fold([opened(3), *seals(0), abandoned(1), *seals(2)])
-
-    assert (samples(folded), decided) == ([[0, 2]], [])
+    assert decided == []
+    assert (group.group_id, group.prompt_uid, group.completed_by) == (
+        "g0",
+        "uid of g0",
+        completed_by,
+    )
+    assert [member.key for member in group.members] == members
+    assert before.ready != folded.ready
 
 
 @pytest.mark.parametrize(
-    ("events", "left"), [([*seals(0), abandoned(1)], [0]), ([abandoned(0), abandoned(1)], [])]
+    ("events", "left"),
+    [
+        ([*seals(0), abandoned(1)], [0]),
+        ([abandoned(0), abandoned(1)], []),
+        ([*seals(0, 1), died(1)], [0]),
+        ([*seals(0), died(0), *seals(1)], [1]),
+    ],
 )
 def test_group_with_too_few_members_is_incomplete(events: list[Event], left: list[int]) -> None:
     folded, (drop,) = fold([opened(), *events])
@@ -126,29 +148,26 @@ def test_equal_rewards_are_filtered_if_configured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trained", "is_kept"), [([3, 3], False), ([3, 0], True), ([0, 0], True), ([3, 3, 0], False)]
+    ("trained", "rewards", "is_kept"),
+    [
+        ([3, 3], [1, 1], False),
+        ([3, 0], [1, 1], True),
+        ([0, 0], [1, 1], True),
+        ([3, 3, 0], [1, 1, 1], False),
+        ([3, 3, 0], [1, 1, 0], True),
+    ],
 )
-def test_case_40_equal_group_with_one_live_member_is_kept(
-    trained: list[int], is_kept: bool
+def test_case_40_equal_rewards_are_filtered_with_two_live_members(
+    trained: list[int], rewards: list[float], is_kept: bool
 ) -> None:
     members = [
-        sealed(sample=s, turns=[shape(), shape(trained=count)])
-        if count
-        else sealed(sample=s, turns=[shape(trained=0)])
-        for s, count in enumerate(trained)
+        sealed(sample=s, reward=reward, turns=[shape(trained=0), shape(trained=count)])
+        for s, (count, reward) in enumerate(zip(trained, rewards, strict=True))
     ]
 
     folded, _ = fold([opened(len(members)), *members], FILTER)
 
     assert folded.num_ready == is_kept
-
-
-def test_case_40_masked_member_moves_the_baseline_and_keeps_the_group() -> None:
-    masked = sealed(sample=2, reward=0.0, turns=[shape(trained=0)])
-
-    folded, _ = fold([opened(3), *seals(0, 1), masked], FILTER)
-
-    assert folded.num_ready == 1
 
 
 def test_components_are_filtered_only_where_all_of_them_are_equal() -> None:
@@ -162,29 +181,6 @@ def test_components_are_filtered_only_where_all_of_them_are_equal() -> None:
 
     assert [group.group_id for group in folded.ready] == ["g0"]
     assert (drop.group_id, drop.state) == ("g1", FILTERED)
-
-
-def test_dead_member_leaves_the_ready_group() -> None:
-    folded, decided = fold([opened(3), *seals(0, 1, 2), died(1)])
-
-    (group,) = folded.ready
-    assert (samples(folded), group.completed_by, decided) == ([[0, 2]], "4-0", [])
-
-
-@pytest.mark.parametrize(
-    ("events", "left"), [([*seals(0, 1), died(1)], 0), ([*seals(0), died(0), *seals(1)], 1)]
-)
-def test_death_that_leaves_too_few_drops_the_group(events: list[Event], left: int) -> None:
-    folded, (drop,) = fold([opened(), *events])
-
-    assert folded.ready == ()
-    assert (drop.state, drop.keys) == (INCOMPLETE, (key(left),))
-
-
-def test_another_attempt_replaces_a_dead_one() -> None:
-    folded, decided = fold([opened(), *seals(0), died(0), sealed(attempt=1), *seals(1)])
-
-    assert ([m.key.attempt for m in folded.ready[0].members], decided) == ([1, 0], [])
 
 
 def test_closed_run_is_final_once_no_group_is_open() -> None:

@@ -53,13 +53,11 @@ def test_first_needed_members_decide_the_group_and_cut_the_others() -> None:
 
 def test_kept_surplus_joins_until_the_group_is_taken() -> None:
     folded, decided = fold([opened(4, 2), *seals(3, 1, 0)], KEEP)
-    joined = folded.ready
+    (joined,) = folded.ready
 
-    left_over = folded.take(joined)
+    assert (samples(folded), joined.completed_by, decided) == ([[0, 1, 3]], "3-0", [])
+    assert folded.take([joined]) == []
     (drop,) = apply(folded, sealed(sample=2), first=9)
-
-    assert ([m.key.sample for m in joined[0].members], decided, left_over) == ([0, 1, 3], [], [])
-    assert joined[0].completed_by == "3-0"
     assert (drop.key, drop.state) == (key(2), SURPLUS)
 
 
@@ -71,12 +69,6 @@ def test_kept_group_is_planned_without_members_that_await_rewards() -> None:
 
     assert isinstance(drop, MemberDropped)
     assert (drop.key, drop.state, after) == (key(2), SURPLUS, [])
-
-
-def test_fewer_than_needed_are_trained_where_every_other_sample_ended() -> None:
-    folded, decided = fold([opened(4, 3), *seals(0, 1), abandoned(2), abandoned(3)])
-
-    assert (samples(folded), decided) == ([[0, 1]], [])
 
 
 def test_group_is_dropped_at_its_deadline_with_the_missing_samples() -> None:
@@ -91,11 +83,13 @@ def test_group_is_dropped_at_its_deadline_with_the_missing_samples() -> None:
     )
 
 
-def test_group_is_trained_short_at_its_deadline() -> None:
+def test_short_group_is_trained_at_its_deadline_or_when_all_others_ended() -> None:
     folded, decided = fold([opened(4), *seals(0, 2), DEADLINE], SHORT)
+    ended, undecided = fold([opened(4, 3), *seals(0, 1), abandoned(2), abandoned(3)])
 
-    assert samples(folded) == [[0, 2]]
+    assert (samples(folded), samples(ended)) == ([[0, 2]], [[0, 1]])
     assert decided == [GroupCut(group_id="g0", reason="its group was decided by 2 of 4")]
+    assert undecided == []
 
 
 @pytest.mark.parametrize("of", [CONFIG, SHORT, REFILL])
@@ -251,25 +245,19 @@ def test_cut_is_void_after_a_config_that_keeps_surplus() -> None:
     assert not folded.still_holds(cut)
 
 
-def test_group_waits_for_a_reward_that_comes_later() -> None:
-    folded, decided = fold([opened(), *seals(0), awaiting(1)])
-    num_before = folded.num_ready
-
-    apply(folded, posted(1, 0.5), first=3)
-
-    assert (num_before, decided) == (0, [])
-    assert [member.reward for member in folded.ready[0].members] == [1.0, 0.5]
-    assert folded.ready[0].completed_by == "3-0"
-
-
-def test_posted_components_are_added_to_the_sealed_ones() -> None:
+def test_group_waits_for_a_reward_and_components_that_come_later() -> None:
     of = replace(CONFIG, estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
     whole = replace(sealed(sample=0), reward_components={"a": 1.0, "b": 0.0})
-    part = awaiting(1, reward_components={"b": 0.25})
+    events = [opened(), whole, awaiting(1, reward_components={"b": 0.25})]
+    folded, decided = fold(events, of)
+    num_before = folded.num_ready
 
-    folded, _ = fold([opened(), whole, part, posted(1, None, a=0.5)], of)
+    apply(folded, posted(1, 0.5, a=0.5), first=3)
 
-    assert folded.ready[0].members[1].reward_components == {"a": 0.5, "b": 0.25}
+    assert (num_before, decided) == (0, [])
+    assert folded.ready[0].completed_by == "3-0"
+    late = folded.ready[0].members[1]
+    assert (late.reward, late.reward_components) == (0.5, {"a": 0.5, "b": 0.25})
 
 
 def test_posted_reward_that_cannot_be_used_ends_the_member() -> None:
@@ -281,25 +269,17 @@ def test_posted_reward_that_cannot_be_used_ends_the_member() -> None:
     assert (group.keys, group.state) == ((key(0),), INCOMPLETE)
 
 
-def test_missed_reward_drops_a_group_that_needs_it() -> None:
-    folded, (drop, group) = fold([opened(3), *seals(0, 1), awaiting(2), missed(2)])
-
-    assert (drop.key, drop.reason) == (key(2), "no reward was posted before its deadline")
-    assert (group.keys, folded.num_open_groups) == ((key(0), key(1)), 0)
-
-
-def test_missed_reward_is_spared_where_enough_others_may_come() -> None:
-    folded, (drop,) = fold([opened(3, 2), *seals(0), awaiting(2), missed(2), *seals(1)])
-
-    assert (samples(folded), drop.key) == ([[0, 1]], key(2))
-
-
-def test_missed_reward_leaves_the_group_short_or_is_refilled() -> None:
+def test_missed_reward_drops_shortens_or_refills_its_group() -> None:
     events = [opened(3), *seals(0, 1), awaiting(2), missed(2)]
 
+    dropped, (drop, group) = fold(events)
+    spared, (other,) = fold([opened(3, 2), *seals(0), awaiting(2), missed(2), *seals(1)])
     short, _ = fold(events, SHORT)
     _, refilled = fold(events, REFILL)
 
+    assert (drop.key, drop.reason) == (key(2), "no reward was posted before its deadline")
+    assert (group.keys, dropped.num_open_groups) == ((key(0), key(1)), 0)
+    assert (samples(spared), other.key) == ([[0, 1]], key(2))
     assert samples(short) == [[0, 1]]
     assert refilled[1] == wanted(1, sample=2)
 
