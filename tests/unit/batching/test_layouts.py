@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from testkit import assert_same, rows
 from testkit.strategies import scored_rows
 from turnstream.batching.layouts.jagged import Jagged, jagged
-from turnstream.batching.layouts.packed import Packed, line_up, packed, sequence_alignment
+from turnstream.batching.layouts.packed import Packed, line_up, packed
 from turnstream.batching.layouts.padded import LeftPadded, RightPadded, left_padded, right_padded
 from turnstream.errors import BatchingError, RowTooLongError
 from turnstream.types import Ragged, Rows
@@ -170,15 +170,12 @@ def test_jagged_rows_agree_with_placing_token_by_token(batch: Rows) -> None:
         response_offsets=batch.loss_mask.offsets.astype(np.int64),
     )
     assert_same(found, expected)
-    starts = zip(
-        batch.input_ids.offsets, batch.prompt_length, batch.loss_mask.lengths, strict=False
-    )
-    scoring = [
+    starts = zip(batch.input_ids.offsets, batch.prompt_length, batch.loss_mask, strict=False)
+    assert found.scoring_tokens_M.tolist() == [
         start + prompt + j - 1 if prompt + j else -1
-        for start, prompt, num_response in starts
-        for j in range(num_response)
+        for start, prompt, response in starts
+        for j in range(len(response))
     ]
-    assert found.scoring_tokens_M.tolist() == scoring
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3))
@@ -205,38 +202,15 @@ def test_long_rows_agree_with_placing_token_by_token(seed: int, num_rows: int) -
     assert_same(found, slow_left_padded(batch, **widths))
 
 
-def pack_all(batch: Rows, *, alignment: int = 1) -> Packed:
-    bins = [list(range(len(batch)))]
-    [only] = packed(batch, bins=bins, pad_token_id=PAD, alignment=alignment)
-    return only
-
-
 def test_bins_of_nothing_are_empty() -> None:
     assert packed(rows("aB"), bins=[], pad_token_id=0) == []
     [empty] = packed(rows("aB"), bins=[[]], pad_token_id=0)
     assert (empty.cu_seqlens.tolist(), empty.max_length) == ([0], 0)
 
 
-def test_an_alignment_below_one_is_refused() -> None:
+def test_alignment_below_one_is_refused() -> None:
     with pytest.raises(BatchingError, match="alignment=0 must be at least 1"):
-        pack_all(rows("aB"), alignment=0)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ({"tensor_parallel": 1}, 1),
-        ({"tensor_parallel": 4}, 4),
-        ({"tensor_parallel": 2, "context_parallel": 2}, 8),
-        ({"context_parallel": 2}, 4),
-        ({"tensor_parallel": 2, "context_parallel": 2, "multiple_of": 32}, 32),
-        ({"tensor_parallel": 3, "multiple_of": 16}, 48),
-    ],
-)
-def test_the_alignment_is_what_parallel_ranks_cut_a_row_into(
-    sizes: dict[str, int], expected: int
-) -> None:
-    assert sequence_alignment(**sizes) == expected
+        packed(rows("aB"), bins=[[0]], pad_token_id=PAD, alignment=0)
 
 
 def test_more_slots_than_int32_counts_are_refused() -> None:
@@ -262,14 +236,6 @@ def test_array_of_the_right_type_is_not_copied() -> None:
     assert np.shares_memory(made.loss_mask_M, batch.loss_mask.values)
 
 
-def test_a_slice_of_a_larger_column_gets_offsets_from_0() -> None:
-    whole = Ragged.from_rows([[1], [2, 3], [4]], np.int32)
-
-    part = Ragged(whole.values, whole.offsets[1:]).flat()
-
-    assert (part.values.tolist(), part.offsets.tolist()) == ([2, 3, 4], [0, 2, 3])
-
-
 def test_rows_that_are_slices_are_laid_out_alone() -> None:
     batch = rows("xY", "abC")
     second = {
@@ -284,23 +250,17 @@ def test_rows_that_are_slices_are_laid_out_alone() -> None:
     assert (made.input_ids_N.tolist(), made.offsets.tolist()) == ([97, 98, 99], [0, 3])
 
 
-def pad_right(batch: Rows, *, width: int | None = None) -> RightPadded:
-    longest = int(batch.input_ids.lengths.max(initial=0))
-    return right_padded(batch, width=longest if width is None else width, pad_token_id=PAD)
-
-
 def test_case_9_right_padded_row_longer_than_the_width_is_refused() -> None:
     # The reference is as wide as its longest row, and above its limit warns once; nothing is cut.
-    assert pad_right(rows("abcD"), width=4).input_ids_BT.shape == (1, 4)
+    assert right_padded(rows("abcD"), width=4, pad_token_id=PAD).input_ids_BT.shape == (1, 4)
     with pytest.raises(RowTooLongError) as caught:
-        pad_right(rows("aB", "abcdE"), width=4)
+        right_padded(rows("aB", "abcdE"), width=4, pad_token_id=PAD)
     assert caught.value.args == (1, 5, 4)
 
 
 def test_right_padded_mask_counts_its_columns_beyond_int16() -> None:
     batch = replace(rows("|" + "a" * 32_768, "ab|"), logprobs=None)
 
-    padded = pad_right(batch)
+    padded = right_padded(batch, width=32_768, pad_token_id=PAD)
 
-    assert padded.attention_mask_BT.shape == (2, 32_768)
     assert np.count_nonzero(padded.attention_mask_BT, axis=1).tolist() == [32_768, 2]

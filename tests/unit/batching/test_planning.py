@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from testkit import assert_same, config, rows, sealed, shape, turn
-from testkit.planning import plan, ready
+from testkit.planning import plan, ready, stored_group
 from testkit.shares import join_shares, rank_share
 from turnstream.batching.layouts.padded import left_padded
 from turnstream.batching.merge.plan import ASSEMBLY_VERSION, SequenceShape
-from turnstream.batching.merge.storing import store_turns
 from turnstream.batching.planning.plan_batch import num_groups_to_plan
 from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
 from turnstream.errors import BatchingError
-from turnstream.types import Denominators, Status, TrajectoryKey
+from turnstream.types import Denominators, Status
 
 
 def test_a_manifest_says_which_batch_it_is() -> None:
@@ -27,12 +26,13 @@ def test_a_manifest_says_which_batch_it_is() -> None:
     assert (manifest.config_revision, manifest.assembly_version) == (2, ASSEMBLY_VERSION)
 
 
-def test_last_event_is_the_latest_in_the_stream() -> None:
+def test_last_event_is_the_latest_or_that_of_the_choice() -> None:
     events = ["99-0", "100-0", "100-10", "100-9"]
 
-    manifest = plan(*[ready(str(i), rewards=[1, 0], event=e) for i, e in enumerate(events)])
+    groups = [ready(str(i), rewards=[1, 0], event=e) for i, e in enumerate(events)]
 
-    assert manifest.last_event_id == "100-10"
+    assert plan(*groups).last_event_id == "100-10"
+    assert plan(*groups, chosen_at="101-0").last_event_id == "101-0"
 
 
 def test_fan_out_a_trajectory_of_three_rows_does_not_move_the_baseline() -> None:
@@ -140,12 +140,6 @@ def test_weights_are_numbers_that_a_float32_column_holds_exactly() -> None:
     assert manifest.mini_batches[0].denominators.weight_sum == math.fsum([third] * 6)
 
 
-def test_a_batch_that_was_chosen_names_the_event_it_was_chosen_at() -> None:
-    manifest = plan(ready("a", rewards=[1, 0], event="5-0"), chosen_at="9-0")
-
-    assert manifest.last_event_id == "9-0"
-
-
 def test_whitening_sees_the_whole_batch_and_not_one_mini_batch() -> None:
     groups = [ready("a", rewards=[1.0]), ready("b", rewards=[0.0])]
     of = replace(config(2, 1), estimator="reinforce_pp")
@@ -171,35 +165,17 @@ def test_components_are_compared_one_by_one() -> None:
 
 def test_case_35_a_split_trajectory_is_compared_once_and_its_advantage_broadcast() -> None:
     # Rows of trajectory 1 with masks 111 and 001 and a last reward of 1; trajectory 2, 011, 0.
-    turns = {
-        TrajectoryKey("a", 0): [turn("a", "BCD"), turn("x", "yzU")],
-        TrajectoryKey("a", 1): [turn("a", "bCD")],
-    }
-    stored = {
-        key: [replace(own, payload_crc=own.index) for own in store_turns(its)]
-        for key, its in turns.items()
-    }
-    members = [
-        sealed(
-            key.group_id,
-            sample=key.sample,
-            reward=1.0 - key.sample,
-            turns=[own.shape for own in its],
-            payload_crcs=[own.payload_crc for own in its],
-        )
-        for key, its in stored.items()
-    ]
+    episodes = [turn("a", "BCD"), turn("x", "yzU")], [turn("a", "bCD")]
+    group, payload = stored_group(*episodes, rewards=[1.0, 0.0])
     expected = np.array([[0.5, 0.5, 0.5], [0, 0, 0.5], [0, -0.5, -0.5]])
 
     for estimator, scale in (("dr_grpo", 1.0), ("grpo", 1.4142)):
-        manifest = plan(ready("a", *members), of=replace(config(), estimator=estimator))
-        batch = assemble_rows(manifest.groups, stored, first_row_id=0)
+        manifest = plan(group, of=replace(config(), estimator=estimator))
+        batch = assemble_rows(manifest.groups, payload, first_row_id=0)
         padded = left_padded(batch, width=4, response_width=3, pad_token_id=0)
         np.testing.assert_allclose(padded.advantages_BR, expected * scale, atol=2e-5)
         # Row by row the baseline would be 2/3: the reference takes the last rows alone.
-        assert [mini.denominators for mini in manifest.mini_batches] == [
-            Denominators(6, 3, 2, 1, 3.0, 0)
-        ]
+        assert manifest.mini_batches[0].denominators == Denominators(6, 3, 2, 1, 3.0, 0)
 
 
 def test_case_36_inert_rows_change_no_row_and_no_average() -> None:
@@ -324,11 +300,3 @@ def test_tokens_of_masked_versions_leave_the_rows_and_the_denominators() -> None
     assert (second.is_masked, second.sequences[0].num_trained_tokens) == (True, 0)
     assert manifest.mini_batches[0].denominators == Denominators(3, 1, 1, 1, 1.0, 0)
     assert [t.advantage for t in (first, second)] == pytest.approx([0.7071, -0.7071], abs=1e-4)
-
-
-def test_a_seal_that_says_only_its_oldest_version_is_masked_whole() -> None:
-    old = replace(sealed("a"), oldest_version=1, newest_version=3)
-
-    manifest = plan(ready("a", old, sealed("a", sample=1, reward=0.0)), masked_versions=(1,))
-
-    assert [t.is_masked for t in manifest.groups[0].trajectories] == [True, False]

@@ -87,7 +87,8 @@ class BatchingConfig:
         over_long: a row above the cost of a pass has a pass "alone", or its trajectory is not
             trained: "refuse".
         alignment: every row of a packed pass begins at a multiple of so many tokens, and its cost
-            is rounded up to them.
+            is rounded up to them. Tensor parallelism over t ranks needs a multiple of t, with
+            context parallelism over c ranks of 2 * t * c.
         passes_multiple_of: every rank has a multiple of so many passes, for the stages of an
             interleaved pipeline. Inert rows fill the others.
         rows_multiple_of: the rows of a mini-batch on all ranks, inert ones included, are a multiple

@@ -138,19 +138,3 @@ def line_up(
     if longest > np.iinfo(np.int32).max:
         raise BatchingError(f"{longest} slots in one bin: cu_seqlens are int32")
     return order, lengths, starts
-
-
-def sequence_alignment(
-    *, tensor_parallel: int = 1, context_parallel: int = 1, multiple_of: int = 1
-) -> int:
-    """Return the multiple that every packed row must be long for these parallel sizes.
-
-    Sequence parallelism cuts a row into `tensor_parallel` pieces. Context parallelism gives every
-    rank an early and a late chunk of each.
-
-    >>> sequence_alignment(tensor_parallel=2), sequence_alignment(tensor_parallel=2,
-    ...                                                           context_parallel=4)
-    (2, 16)
-    """
-    own = tensor_parallel * context_parallel * 2 if context_parallel > 1 else tensor_parallel
-    return int(np.lcm(own, multiple_of))
