@@ -77,30 +77,21 @@ def test_case_19_trajectories_whose_tokens_chain_never_merge() -> None:
     assert [spell(own) for own in rows] == [["aB"], ["abcD"]]
 
 
-def test_case_20_a_masked_turn_keeps_its_tokens() -> None:
-    (row,) = merge_turns([turn("ab", "cd"), turn("abcdef", "G")])
+def test_case_20_masked_turn_and_turn_without_response_are_merged() -> None:
+    (masked,) = merge_turns([turn("ab", "cd"), turn("abcdef", "G")])
+    (empty,) = merge_turns([turn("ab", ""), turn("abc", "D")])
 
-    assert row.input_ids.tolist() == [ord(letter) for letter in "abcdefg"]
-    assert row.loss_mask.tolist() == [0, 0, 0, 0, 1]
-
-
-def test_case_20_a_turn_without_response_is_merged_too() -> None:
-    (row,) = merge_turns([turn("ab", ""), turn("abc", "D")])
-
-    assert spell([row]) == ["abcD"]
-    assert (row.prompt_length, row.loss_mask.tolist()) == (2, [0, 1])
-
-
-def test_case_21_without_logprobs_there_are_none() -> None:
-    # As in the reference.
-    (row,) = merge_turns([turn("ab", "CD"), turn("abcdef", "G")])
-
-    assert row.logprobs is None
+    assert (spell([masked]), masked.loss_mask.tolist()) == (["abcdefG"], [0, 0, 0, 0, 1])
+    assert (spell([empty]), empty.loss_mask.tolist()) == (["abcD"], [0, 1])
+    assert empty.prompt_length == 2
 
 
 def test_case_21_trained_turn_without_logprobs_has_nan() -> None:
+    # Without any log-probability the column is None, as in the reference.
+    (none,) = merge_turns([turn("ab", "CD"), turn("abcdef", "G")])
     (row,) = merge_turns([turn("ab", "CdE"), turn("abcdef", "G", logprobs=-0.3)])
 
+    assert none.logprobs is None
     assert row.logprobs is not None
     np.testing.assert_array_equal(row.logprobs, np.array([np.nan, 0, np.nan, 0, -0.3], np.float32))
 
@@ -132,13 +123,7 @@ def _last(response: str, value: float) -> NDArray[np.float32]:
 @pytest.mark.parametrize("field", ["logprobs", "loss_mask", "rewards"])
 def test_refuses_an_array_of_another_length_than_its_response(field: str) -> None:
     dtype = np.uint8 if field == "loss_mask" else np.float32
-    short = Turn(
-        **{
-            "prompt_ids": FIRST.prompt_ids,
-            "response_ids": FIRST.response_ids,
-            field: np.ones(1, dtype),
-        }
-    )
+    short = replace(turn("ab", "CD"), **{field: np.ones(1, dtype)})
 
     with pytest.raises(InvalidTurnError, match=f"{field}: 1 values for 2 response tokens"):
         merge_turns([short])
@@ -181,20 +166,20 @@ def test_a_mask_of_booleans_is_a_mask() -> None:
     assert_same(row.loss_mask, np.array([0, 1], np.uint8))
 
 
-def test_a_turn_that_names_more_tokens_than_its_parent_has_is_refused() -> None:
-    stored = store_turns([turn("ab", "CD"), turn("abcde", "F")])
-    broken = [stored[0], replace(stored[1], shared_tokens=9)]
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"shared_tokens": 9}, "shared_tokens: 9 values of turn 0, which has 4"),
+        ({"parent_turn": 1}, "parent_turn: turn 1 follows turn 1"),
+    ],
+)
+def test_turn_that_shares_what_no_earlier_turn_has_is_refused(
+    damage: dict[str, int], message: str
+) -> None:
+    first, second = store_turns([turn("ab", "CD"), turn("abcde", "F")])
 
-    with pytest.raises(InvalidTurnError, match="shared_tokens: 9 values of turn 0, which has 4"):
-        shared_pieces(broken, 1)
-
-
-def test_a_turn_that_follows_a_later_one_is_refused() -> None:
-    stored = store_turns([turn("ab", "CD"), turn("abcde", "F")])
-    broken = [stored[0], replace(stored[1], parent_turn=1)]
-
-    with pytest.raises(InvalidTurnError, match="parent_turn: turn 1 follows turn 1"):
-        shared_pieces(broken, 1)
+    with pytest.raises(InvalidTurnError, match=message):
+        shared_pieces([first, replace(second, **damage)], 1)
 
 
 def test_more_tokens_than_int32_offsets_count_are_refused() -> None:
@@ -256,29 +241,17 @@ def as_lists(rows: list[Sequence]) -> list[tuple[list[int], list[list[float]]]]:
 
 
 @given(trees(max_turns=6))
-def test_agrees_with_merging_lists_token_by_token(turns: tuple[Turn, ...]) -> None:
-    rows = merge_turns(turns)
+def test_rows_are_those_of_merging_lists_token_by_token(turns: tuple[Turn, ...]) -> None:
+    rows, stored = merge_turns(turns), store_turns(turns)
 
     expected = slow_merge(turns)
     found = as_lists(rows)
     assert [own for own, _ in found] == [own for own, _ in expected]
     for (_, tokens), (_, expected_tokens) in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.array(tokens), np.array(expected_tokens))
-
-
-@given(trees(max_turns=6))
-def test_storing_then_restoring_prompts_is_the_identity(turns: tuple[Turn, ...]) -> None:
-    stored = store_turns(turns)
-
-    assert_same(turn_prompts(stored), [own.prompt_ids for own in turns])
-
-
-@given(trees(max_turns=6))
-def test_lengths_alone_give_the_rows_that_the_tokens_give(turns: tuple[Turn, ...]) -> None:
-    planned = plan_sequences([own.shape for own in store_turns(turns)], merge=True)
-
-    rows = merge_turns(turns)
-    assert planned == tuple(
+    # The lengths of stored turns give the same rows, and their prompts can be restored.
+    assert plan_sequences([own.shape for own in stored], merge=True) == tuple(
         SequenceShape(row.turns, row.prompt_length, len(row.input_ids), int(row.loss_mask.sum()))
         for row in rows
     )
+    assert_same(turn_prompts(stored), [own.prompt_ids for own in turns])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import assert_same, ids, mask, rows, spell
+from turnstream.batching.layouts.packed import packed
 from turnstream.batching.layouts.sft import (
     LossScale,
     SupervisedBins,
@@ -86,34 +87,20 @@ def test_sequences_that_cannot_be_learned_are_refused(
         supervised_rows(Ragged.from_rows(tokens, np.int32), Ragged.from_rows(weights, np.float64))
 
 
-def test_fractions_are_summed_and_small_sums_are_not_scaled_up() -> None:
-    # The reference truncates the sum of 2.5 to 2.
-    batch = learn("aaaa", "aa", "aa", weights=[[0, 1, 1, 0.5], [0, 0.25], [0, 0]])
-
-    own = scaled_weights(batch, loss_scale="own_targets")
-    scaled = scaled_weights(batch, loss_scale="all_targets")
-
-    assert [row.tolist() for row in own] == [
-        pytest.approx([0.4, 0.4, 0.2]),
-        pytest.approx([0.25]),
-        [],
-    ]
-    assert scaled.values.sum() == pytest.approx(1)
-
-
 @pytest.mark.parametrize(
     ("loss_scale", "expected"),
     [
-        ("all_targets", [[0.25 / 3.75, 1 / 3.75], [0.5 / 3.75, 0, 2 / 3.75]]),
-        ("own_targets", [[0.25 / 1.25, 1 / 1.25], [0.5 / 2.5, 0, 2 / 2.5]]),
-        ("none", [[0.25, 1], [0.5, 0, 2]]),
+        ("all_targets", [[0.0625, 0.25], [0.125, 0, 0.5], [0.0625], []]),
+        ("own_targets", [[0.2, 0.8], [0.2, 0, 0.8], [0.25], []]),
+        ("none", [[0.25, 1], [0.5, 0, 2], [0.25], []]),
     ],
 )
 def test_every_target_is_scaled_by_the_sum_that_is_asked_for(
     loss_scale: LossScale, expected: list[list[float]]
 ) -> None:
-    # The reference divides all of them by 3: the sum of 3.75, truncated.
-    batch = learn("aaa", "aaaa", weights=[[0, 0.25, 1], [0, 0.5, 0, 2]])
+    # The reference truncates a sum of 2.5 to 2. A sum below 1 is not scaled up.
+    weights = [[0, 0.25, 1], [0, 0.5, 0, 2], [0, 0.25], [0, 0]]
+    batch = learn("aaa", "aaaa", "aa", "aa", weights=weights)
 
     scaled = scaled_weights(batch, loss_scale=loss_scale)
 
@@ -178,46 +165,6 @@ def test_case_44_a_sequence_of_one_token_contributes_no_loss() -> None:
     assert made.target_weights_KW.tolist() == [[0, 0], [1, 0]]
 
 
-def slow_bins(
-    texts: list[list[int]], weights: list[list[float]], bins: list[list[int]], *, alignment: int
-) -> SupervisedBins:
-    """Token by token; weights divided by the sum over all sequences."""
-    total = max(1.0, sum(w for row in weights for w in row[1:]))
-    lines: list[tuple[list[int], list[int], list[int], list[float]]] = []
-    bounds: list[list[int]] = []
-    for own in bins:
-        tokens: list[int] = []
-        attended: list[int] = []
-        positions: list[int] = []
-        scores: list[float] = []
-        starts = [0]
-        for row in own:
-            length = len(texts[row])
-            for t in range(-(-length // alignment) * alignment):
-                tokens.append(texts[row][t] if t < length else PAD)
-                attended.append(t < length)
-                positions.append(t)
-                scores.append(weights[row][t + 1] * (1 / total) if t + 1 < length else 0)
-            starts.append(len(tokens))
-        lines.append((tokens, attended, positions, scores))
-        bounds.append(starts)
-    width = max((len(line[0]) for line in lines), default=0)
-
-    def stacked(column: int, fill: int, dtype: Any) -> Any:
-        rows = [line[column] + [fill] * (width - len(line[column])) for line in lines]
-        return np.array(rows, dtype).reshape(len(lines), width)
-
-    return SupervisedBins(
-        input_ids_KW=stacked(0, PAD, np.int64),
-        attention_mask_KW=stacked(1, 0, np.bool_),
-        position_ids_KW=stacked(2, 0, np.int64),
-        target_weights_KW=stacked(3, 0, np.float32),
-        bins=tuple(map(tuple, bins)),
-        sequence_lengths=tuple(tuple(len(texts[row]) for row in own) for own in bins),
-        cu_seqlens=tuple(np.array(starts, np.int32) for starts in bounds),
-    )
-
-
 sequences = st.lists(
     st.lists(
         st.tuples(st.integers(1, 9), st.sampled_from([0.0, 0.0, 0.25, 1.0])),
@@ -230,31 +177,43 @@ sequences = st.lists(
 
 
 @given(sequences, st.integers(1, 4), st.sampled_from([1, 2, 4]))
-def test_bins_agree_with_laying_out_token_by_token(
+def test_rectangle_has_the_slots_of_the_packed_layout(
     pairs: list[list[tuple[int, float]]], world: int, alignment: int
 ) -> None:
-    texts = [[token for token, _ in row] for row in pairs]
-    weights = [[weight for _, weight in row] for row in pairs]
     batch = supervised_rows(
-        Ragged.from_rows(texts, np.int32), Ragged.from_rows(weights, np.float32)
+        Ragged.from_rows([[token for token, _ in row] for row in pairs], np.int32),
+        Ragged.from_rows([[weight for _, weight in row] for row in pairs], np.float32),
     )
-    lengths = [len(text) for text in texts]
-    num_packed = len(pack(lengths, capacity=16, alignment=alignment))
+    lengths = batch.input_ids.lengths.tolist()
+    cut: dict[str, Any] = {"capacity": 16, "alignment": alignment}
+    num_packed = len(pack(lengths, **cut))
     if -(-num_packed // world) * world > len(lengths):
         with pytest.raises(BatchingError, match="cannot fill"):
-            bin_sequences(lengths, capacity=16, dp_world_size=world, alignment=alignment)
+            bin_sequences(lengths, dp_world_size=world, **cut)
         return
 
-    bins = bin_sequences(lengths, capacity=16, dp_world_size=world, alignment=alignment)
+    bins = bin_sequences(lengths, dp_world_size=world, **cut)
     made = lay_out(batch, bins, alignment=alignment)
 
     require_aligned(batch)
-    assert_same(made, slow_bins(texts, weights, bins, alignment=alignment))
     assert len(bins) % world == 0
     assert made.input_ids_KW.shape[1] <= 16
     assert sorted(row for own in bins for row in own) == list(range(len(lengths)))
-    total = scaled_weights(batch, loss_scale="all_targets").values.sum()
-    assert made.target_weights_KW.sum() == pytest.approx(total, rel=1e-5)
+    scaled = replace(batch, token_weights=scaled_weights(batch, loss_scale="all_targets"))
+    for k, one in enumerate(packed(scaled, bins=bins, pad_token_id=PAD, alignment=alignment)):
+        num_slots = len(one.input_ids_N)
+        is_token = one.position_ids_N < np.repeat(one.length_B, np.diff(one.cu_seqlens))
+        for line, expected in [
+            (made.input_ids_KW[k], one.input_ids_N),
+            (made.position_ids_KW[k], one.position_ids_N),
+            (made.attention_mask_KW[k], is_token),
+            (made.target_weights_KW[k], one.token_weights_N),
+        ]:
+            assert_same(line[:num_slots], expected)
+            assert not line[num_slots:].any()
+        assert_same(made.cu_seqlens[k], one.cu_seqlens)
+        assert made.sequence_lengths[k] == tuple(one.length_B.tolist())
+    assert made.bins == tuple(map(tuple, bins))
 
 
 def test_no_sequences_make_no_rows() -> None:
