@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import config, sealed, shape
+from testkit import config, folds, sealed, shape
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import Decision, GroupDropped, MemberDropped
 from turnstream.batching.fold.readiness import RunFold
@@ -16,13 +16,11 @@ from turnstream.batching.planning.selection import Selector
 from turnstream.types import (
     BatchDue,
     Event,
-    GroupOpened,
     RewardPosted,
     RolledBack,
     RunClosed,
     SealedTrajectory,
     Status,
-    TrajectoryDied,
     TrajectoryKey,
     TrajectoryState,
     VersionAnnounced,
@@ -53,18 +51,20 @@ class Planner:
         return [] if choice is None else [group.group_id for group in choice.groups]
 
     @property
-    def dropped(self) -> list[GroupDropped]:
-        """Groups that are not trained, in order."""
-        return [each for each in self.decided if isinstance(each, GroupDropped)]
-
-    @property
     def expired(self) -> list[str]:
         """Groups that were too old, in order."""
-        return [d.group_id for d in self.dropped if d.state is TrajectoryState.EXPIRED]
+        drops = [each for each in self.decided if isinstance(each, GroupDropped)]
+        assert {drop.state for drop in drops} <= {TrajectoryState.EXPIRED}
+        return [drop.group_id for drop in drops]
+
+    @property
+    def masked_versions(self) -> tuple[int, ...] | None:
+        """Versions whose tokens are not trained, if there is a choice."""
+        return self.selector.choice and self.selector.choice.masked_versions
 
 
 def opened(*names: str) -> list[Event]:
-    return [GroupOpened(group_id=name, prompt_uid="", num_samples=1) for name in names]
+    return [folds.opened(1, group_id=name) for name in names]
 
 
 def announced(*steps: int) -> list[Event]:
@@ -73,6 +73,11 @@ def announced(*steps: int) -> list[Event]:
 
 def one(name: str, version: int | None = None, **fields: Any) -> SealedTrajectory:
     return sealed(name, version=version, **fields)
+
+
+def mixed(name: str, *runs: tuple[int, int]) -> SealedTrajectory:
+    """A trajectory of one turn whose 3 tokens several versions sampled."""
+    return one(name, turns=[shape(2, 3)], turn_versions=[runs])
 
 
 def awaiting(member: SealedTrajectory) -> SealedTrajectory:
@@ -86,74 +91,81 @@ def policy(name: Any, batch_groups: int = 1, **fields: Any) -> BatchingConfig:
 # Step 4 trains the weights made after step 3: those of version v were made after step v.
 HISTORY = [*announced(0, 1, 2, 3), *opened("a", "b", "c")]
 
-# Not every version is announced: 10, 20 and 30 were, after steps 1, 2 and 3.
-SPARSE = [
-    *(VersionAnnounced(version=10 * step, step=step, lineage="main") for step in (1, 2, 3)),
-    *opened("a", "b", "c"),
-]
-
 
 @pytest.mark.parametrize(
-    ("selection", "expected"),
+    ("selection", "versions", "expected"),
     [
-        ("in_order", ["a", "b"]),
-        ("oldest_weights", ["c", "a"]),
-        ("ready_first", ["b", "c"]),
+        ("in_order", (2, 3, 1), ["a", "b"]),
+        ("oldest_weights", (2, 3, 1), ["c", "a"]),
+        ("oldest_weights", (None, 3, 1), ["c", "b"]),  # groups of no known version come last
+        ("ready_first", (2, 3, 1), ["b", "c"]),
     ],
 )
-def test_a_batch_takes_the_groups_that_the_run_prefers(selection: Any, expected: Any) -> None:
+def test_batch_takes_the_groups_that_the_run_prefers(
+    selection: Any, versions: Any, expected: Any
+) -> None:
     planner = Planner(replace(config(2), selection=selection), HISTORY)
+    of_a, of_b, of_c = versions
 
-    planner.apply(one("b", 3), one("c", 1), one("a", 2), BatchDue(step=4))
+    planner.apply(one("b", of_b), one("c", of_c), one("a", of_a), BatchDue(step=4))
 
     assert planner.chosen == expected
 
 
-def test_groups_of_no_known_version_come_behind_those_of_old_ones() -> None:
-    planner = Planner(replace(config(2), selection="oldest_weights"), HISTORY)
-
-    planner.apply(one("a"), one("b", 3), one("c", 1), BatchDue(step=4))
-
-    assert planner.chosen == ["c", "b"]
-
-
-def test_a_group_with_a_token_that_is_too_old_expires_whole() -> None:
+def test_group_with_a_token_that_is_too_old_expires_whole() -> None:
     planner = Planner(policy("drop"), HISTORY)
 
     planner.apply(one("a", 1), one("b", 2), BatchDue(step=4))
 
-    (drop,) = planner.dropped
+    (drop,) = planner.decided
+    assert isinstance(drop, GroupDropped)
     assert (drop.state, drop.keys) == (TrajectoryState.EXPIRED, (TrajectoryKey("a", 0),))
     assert drop.reason == "tokens more than 1 steps old when step 4 was planned"
-    assert planner.chosen == ["b"]
-    assert planner.fold.num_ready == 1
+    assert (planner.chosen, planner.fold.num_ready) == (["b"], 1)
 
 
-def test_a_token_that_will_not_be_trained_makes_no_group_expire() -> None:
-    planner = Planner(policy("drop", mask_truncated=True), HISTORY)
+@pytest.mark.parametrize(
+    ("of", "events", "expired", "chosen", "masked"),
+    [
+        # a token that will not be trained is never too old
+        (
+            policy("drop", mask_truncated=True),
+            [one("a", 1, status=Status.TRUNCATED)],
+            [],
+            ["a"],
+            (),
+        ),
+        # weights that a rollback has undone
+        (policy("drop"), [RolledBack(step=1), one("a", 3), one("b")], ["a"], ["b"], ()),
+        # only versions that sampled the batch are masked
+        (policy("mask"), [mixed("a", (1, 1), (3, 2))], [], ["a"], (1,)),
+        # nothing is left to train of "a" and "b", and nothing was trained of "c" before
+        (
+            policy("mask"),
+            [one("a", 1), mixed("b", (0, 1), (1, 2)), one("c", turns=[shape(2, 3, trained=0)])],
+            ["a", "b"],
+            ["c"],
+            (),
+        ),
+    ],
+    ids=["not trained", "undone", "in part", "nothing left"],
+)
+def test_old_tokens_expire_or_are_masked(
+    of: BatchingConfig, events: Any, expired: Any, chosen: Any, masked: Any
+) -> None:
+    planner = Planner(of, [*HISTORY, *events, BatchDue(step=4)])
 
-    planner.apply(one("a", 1, status=Status.TRUNCATED), BatchDue(step=4))
-
-    assert planner.chosen == ["a"]
-
-
-def test_group_of_undone_weights_expires_by_the_rollback_step() -> None:
-    planner = Planner(policy("drop"), HISTORY)
-
-    planner.apply(RolledBack(step=1), one("a", 3), one("b"), BatchDue(step=4))
-
-    assert planner.expired == ["a"]
-    assert planner.chosen == ["b"]
+    assert (planner.expired, planner.chosen, planner.masked_versions) == (expired, chosen, masked)
 
 
 def test_tokens_of_unannounced_versions_are_masked_with_those_above() -> None:
-    planner = Planner(policy("mask"), SPARSE)
-    mixed = one("a", turns=[shape(2, 3)], turn_versions=[[(5, 1), (25, 2)]])
+    # Versions 10, 20 and 30 were announced, after steps 1, 2 and 3.
+    known = [VersionAnnounced(version=10 * n, step=n, lineage="main") for n in (1, 2, 3)]
+    planner = Planner(policy("mask"), [*known, *opened("a")])
 
-    planner.apply(mixed, BatchDue(step=5))
+    planner.apply(mixed("a", (5, 1), (25, 2)), BatchDue(step=5))
 
-    assert planner.selector.choice is not None
-    assert planner.selector.choice.masked_versions == (5,)
+    assert planner.masked_versions == (5,)
 
 
 def test_old_tokens_are_trained_where_the_run_keeps_them() -> None:
@@ -161,48 +173,20 @@ def test_old_tokens_are_trained_where_the_run_keeps_them() -> None:
 
     planner.apply(one("a", 0), BatchDue(step=4))
 
-    assert planner.chosen == ["a"]
-    assert planner.selector.choice is not None
-    assert planner.selector.choice.masked_versions == ()
-    assert planner.selector.num_over_age(planner.selector.choice.groups, step=4) == 1
+    assert (planner.chosen, planner.masked_versions) == (["a"], ())
+    assert planner.selector.num_over_age(planner.fold.ready, step=4) == 1
 
 
-def test_too_old_versions_are_masked_only_where_they_sampled_the_batch() -> None:
-    planner = Planner(policy("mask"), HISTORY)
-    mixed = one("a", turns=[shape(2, 3)], turn_versions=[[(1, 1), (3, 2)]])
-
-    planner.apply(mixed, BatchDue(step=4))
-
-    assert planner.selector.choice is not None
-    assert planner.selector.choice.masked_versions == (1,)
-
-
-def test_a_group_of_which_nothing_is_left_to_train_expires() -> None:
-    planner = Planner(policy("mask"), HISTORY)
-    of_two = one("b", turns=[shape(2, 3)], turn_versions=[[(0, 1), (1, 2)]])
-
-    planner.apply(one("a", 1), of_two, one("c", turns=[shape(2, 3, trained=0)]), BatchDue(step=4))
-
-    assert planner.expired == ["a", "b"]
-    assert planner.chosen == ["c"]
-
-
-def test_choice_waits_until_a_later_event_has_enough_fresh_groups() -> None:
+def test_choice_waits_for_enough_fresh_groups_unless_the_run_ends() -> None:
     planner = Planner(policy("drop", batch_groups=2), HISTORY)
 
     planner.apply(one("a", 1), one("b", 2), BatchDue(step=4))
     first = planner.chosen
     planner.apply(one("c", 3), BatchDue(step=4))
+    ended = Planner(policy("drop", batch_groups=2), HISTORY)
+    ended.apply(one("a", 1), one("b", 2), one("c", 1), RunClosed(), BatchDue(step=4))
 
-    assert (first, planner.chosen) == ([], ["b", "c"])
-
-
-def test_fresh_groups_make_the_last_batch_of_a_run() -> None:
-    planner = Planner(policy("drop", batch_groups=2), HISTORY)
-
-    planner.apply(one("a", 1), one("b", 2), one("c", 1), RunClosed(), BatchDue(step=4))
-
-    assert planner.chosen == ["b"]
+    assert (first, planner.chosen, ended.chosen) == ([], ["b", "c"], ["b"])
 
 
 def test_a_choice_stands_whatever_comes_until_its_plan_is_written() -> None:
@@ -224,16 +208,16 @@ def test_a_choice_falls_when_a_member_dies() -> None:
     planner = Planner(policy("drop"), HISTORY)
     planner.apply(one("a", 2), one("b", 2), BatchDue(step=4))
 
-    planner.apply(TrajectoryDied(key=TrajectoryKey("b", 0), reason="why"))
+    planner.apply(folds.died(0, group_id="b"))
     stood = planner.chosen
-    planner.apply(TrajectoryDied(key=TrajectoryKey("a", 0), reason="why"))
+    planner.apply(folds.died(0, group_id="a"))
 
     assert (stood, planner.chosen) == (["a"], [])
 
 
 def test_a_choice_falls_when_a_member_joins_one_of_its_groups() -> None:
     of = replace(config(), selection="in_order", surplus="keep")
-    two = [GroupOpened(group_id=name, prompt_uid="", num_samples=3, num_needed=1) for name in "ab"]
+    two = [folds.opened(3, 1, group_id=name) for name in "ab"]
     planner = Planner(of, [*two, one("a"), one("b"), BatchDue(step=1)])
 
     planner.apply(one("b", sample=1), awaiting(one("a", sample=1)))
@@ -250,7 +234,7 @@ def test_a_choice_falls_when_a_member_joins_one_of_its_groups() -> None:
 
 def test_member_that_awaits_its_reward_in_an_expired_group_is_surplus() -> None:
     of = policy("drop", surplus="keep")
-    spare = GroupOpened(group_id="s", prompt_uid="", num_samples=2, num_needed=1)
+    spare = folds.opened(2, 1, group_id="s")
     planner = Planner(of, [*HISTORY, spare, one("s", 1), awaiting(one("s", 1, sample=1))])
 
     planner.apply(BatchDue(step=4))

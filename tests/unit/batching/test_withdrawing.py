@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from testkit import config, manifest, sealed, trajectory_plan
-from testkit.folds import apply, awaiting, died, fold, key, opened, posted, restored, samples, seals
+from testkit.folds import apply, awaiting, died, fold, key, opened, posted, restored, samples
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import GroupDropped
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.fold.withdrawing import state_before, with_planned_reward
 from turnstream.batching.merge.plan import GroupPlan, Manifest
-from turnstream.batching.scoring.rewards import planned_reward
-from turnstream.types import PlansWithdrawn, SealedTrajectory, TrajectoryState
+from turnstream.types import PlansWithdrawn, RewardPosted, SealedTrajectory, TrajectoryState
 
 CONFIG = config(2)
 REFILL = replace(CONFIG, deadline_policy="refill", max_refills=3, group_deadline_s=1.0)
@@ -95,13 +94,14 @@ def test_groups_of_several_plans_keep_the_order_of_the_steps() -> None:
     assert state.ready["c"] == "8-0"
 
 
-def test_group_continues_without_its_dead_members() -> None:
-    folded = planned_fold("a")
+def test_group_continues_without_its_dead_members_and_replaces_none() -> None:
+    for folded in (planned_fold("a", of=REFILL), RunFold(REFILL)):  # also of a removed group
+        decided = withdraw(folded, a=[0, 2])
 
-    decided = withdraw(folded, a=[0, 2])
-
-    assert (decided, samples(folded)) == ([], [[0, 2]])
-    assert folded.ready[0].completed_by == "20-0"
+        assert (decided, samples(folded)) == ([], [[0, 2]])
+        assert folded.ready[0].completed_by == "20-0"
+        assert apply(folded, seal("a", 1), first=30) == []
+        assert samples(folded) == [[0, 2]]
 
 
 def test_state_of_the_fold_stays_unchanged() -> None:
@@ -135,29 +135,12 @@ def test_group_whose_rewards_are_equal_without_its_dead_is_filtered() -> None:
     assert names(folded) == ["b"]
 
 
-def test_planned_group_takes_no_member_and_replaces_no_dead() -> None:
-    folded = planned_fold("a", of=REFILL)
-
-    decided = withdraw(folded, a=[0, 2])
-    late = apply(folded, seal("a", 1), first=30)
-
-    assert (decided, late, samples(folded)) == ([], [], [[0, 2]])
-
-
 def test_member_that_dies_afterwards_is_not_replaced() -> None:
     folded = planned_fold("a", of=REFILL)
     withdraw(folded, a=ALL)
 
     assert apply(folded, died(2, group_id="a"), first=30) == []
     assert samples(folded) == [[0, 1]]
-
-
-def test_removed_group_comes_back_with_its_members() -> None:
-    folded = RunFold(CONFIG)
-    withdraw(folded, a=[0, 2])
-
-    assert apply(folded, *seals(1, group_id="a"), first=30) == []
-    assert names(folded) == ["a"]
 
 
 def test_late_member_does_not_join_after_the_withdrawal() -> None:
@@ -181,68 +164,44 @@ def test_withdrawn_groups_are_judged_by_the_config_in_force() -> None:
     assert folded.ready == ()
 
 
-def test_repeated_withdrawal_changes_nothing() -> None:
-    folded = planned_fold("a", "b")
-    event = put_back(folded, a=[0, 2], b=[1])
-    folded.apply("20-0", event)
-    before = deepcopy(folded.state)
-
-    assert folded.apply("20-0", event) == []
-    assert folded.state == before
-
-
-def test_fold_from_a_snapshot_judges_as_the_original() -> None:
+def test_withdrawal_is_the_same_when_repeated_and_from_a_snapshot() -> None:
     folded = planned_fold("a", "b")
     event = put_back(folded, a=[0, 2], b=[1])
     other = restored(folded, CONFIG)
 
     decided = folded.apply("20-0", event)
+    before = deepcopy(folded.state)
 
+    assert folded.apply("20-0", event) == []
     assert other.apply("20-0", event) == decided
-    assert other.state == folded.state
-
-
-def test_posted_reward_is_taken_from_its_event() -> None:
-    event = posted(0, 0.5, x=1.0)
-    plan = replace(trajectory_plan(), reward=9.0)
-
-    rewarded = with_planned_reward(awaiting(0), plan, posted=event, config=CONFIG)
-
-    assert (rewarded.reward, rewarded.reward_components) == (0.5, {"x": 1.0})
-    assert not rewarded.awaits_reward
-
-
-COMPARED = {"estimator": "gdpo", "component_weights": (("x", 1.0), ("y", 1.0))}
+    assert other.state == folded.state == before
 
 
 @pytest.mark.parametrize(
-    ("changes", "reward"),
-    [({}, 0.25), (COMPARED, None), ({"reward_source": "sum_of_turns"}, None)],
+    ("event", "changes", "reward", "components"),
+    [
+        (posted(0, 0.5, x=1.0), {}, 0.5, {"x": 1.0}),
+        # The event is gone: the plan has the reward, but not its components.
+        (None, {}, 0.25, {}),
+        (
+            None,
+            {"estimator": "gdpo", "component_weights": (("x", 1.0), ("y", 1.0))},
+            None,
+            {},
+        ),
+        (None, {"reward_source": "sum_of_turns"}, None, {}),
+        (None, {"overlong_length": 4, "overlong_buffer": 2}, 0.75, {}),  # with a penalty of 0.5
+    ],
 )
-def test_plan_has_the_reward_if_its_event_is_gone_but_no_parts(
-    changes: dict[str, Any], reward: float | None
+def test_planned_reward_comes_from_its_event_or_the_plan(
+    event: RewardPosted | None, changes: dict[str, Any], reward: float | None, components: Any
 ) -> None:
     plan = replace(trajectory_plan(), reward=0.25)
+    config = replace(CONFIG, **changes)
 
-    rewarded = with_planned_reward(
-        awaiting(0), plan, posted=None, config=replace(CONFIG, **changes)
-    )
+    rewarded = with_planned_reward(awaiting(0), plan, posted=event, config=config)
 
-    assert (rewarded.reward, rewarded.reward_components) == (reward, {})
+    assert (rewarded.reward, rewarded.reward_components) == (reward, components)
     assert not rewarded.awaits_reward
-
-
-def test_length_penalty_is_not_in_the_reward_again() -> None:
-    punished = replace(CONFIG, overlong_length=4, overlong_buffer=2)
-    plan = replace(trajectory_plan(), reward=0.25)
-
-    rewarded = with_planned_reward(awaiting(0), plan, posted=None, config=punished)
-
-    assert rewarded.reward is not None
-    assert planned_reward(rewarded, punished) == pytest.approx(0.25)
-
-
-def test_sealed_reward_stays() -> None:
     own = sealed("a", reward=1.0)
-
-    assert with_planned_reward(own, trajectory_plan("a"), posted=None, config=CONFIG) is own
+    assert with_planned_reward(own, trajectory_plan("a"), posted=None, config=config) is own
