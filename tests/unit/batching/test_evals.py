@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -74,18 +75,21 @@ def test_evaluation_never_refills_a_lost_sample(end: Event) -> None:
     assert ended.result.best == 0.5
 
 
-def test_evaluation_without_a_seal_has_no_result() -> None:
-    _, (ended,) = fold([evaluation(), abandoned(0), abandoned(1)])
+@pytest.mark.parametrize(
+    ("events", "members", "num_lost"),
+    [
+        ([sealed(), died(0), sealed(sample=1)], (key(1),), 1),
+        ([sealed(), died(0, 1), sealed(sample=1)], (key(0), key(1)), 0),  # another attempt died
+        ([abandoned(0), abandoned(1)], (), None),
+    ],
+)
+def test_evaluation_loses_dead_and_abandoned_members(
+    events: list[Event], members: Any, num_lost: int | None
+) -> None:
+    _, (ended,) = fold([evaluation(), *events])
 
-    assert (ended.keys, ended.result, ended.total) == ((), None, None)
-
-
-def test_evaluation_loses_a_dead_member_but_not_for_another_attempt() -> None:
-    _, (lost,) = fold([evaluation(), sealed(), died(0), sealed(sample=1)])
-    _, (kept,) = fold([evaluation(), sealed(), died(0, 1), sealed(sample=1)])
-
-    assert (lost.keys, lost.result.num_lost) == ((key(1),), 1)
-    assert (len(kept.keys), kept.result.num_lost) == (2, 0)
+    assert (ended.keys, ended.result and ended.result.num_lost) == (members, num_lost)
+    assert (ended.result is None) == (ended.total is None) == (not members)
 
 
 def test_evaluation_counts_for_the_oldest_version_of_its_samples() -> None:
@@ -123,18 +127,19 @@ def test_trajectory_without_a_usable_reward_counts_with_its_labels() -> None:
     assert ended.total.figures.metrics["turns"].total == 2
 
 
-def test_evaluation_takes_an_awaited_reward_or_continues_without() -> None:
-    events = [evaluation(), awaiting(0), awaiting(1), posted(0, 0.25), missed(1)]
+@pytest.mark.parametrize(
+    ("events", "num_trajectories", "best"),
+    [
+        ([awaiting(0), awaiting(1), posted(0, 0.25), missed(1)], 2, 0.25),
+        ([sealed(reward=0.5), posted(0, 9.0), posted(1), abandoned(1)], 1, 0.5),  # none awaits it
+    ],
+)
+def test_evaluation_takes_awaited_rewards_alone(
+    events: list[Event], num_trajectories: int, best: float
+) -> None:
+    _, (ended,) = fold([evaluation(), *events])
 
-    _, (ended,) = fold(events)
-
-    assert (ended.result.num_trajectories, ended.result.best) == (2, 0.25)
-
-
-def test_evaluation_ignores_a_reward_that_no_seal_awaits() -> None:
-    _, (ended,) = fold([evaluation(), sealed(reward=0.5), posted(0, 9.0), posted(1), abandoned(1)])
-
-    assert (ended.result.num_trajectories, ended.result.best) == (1, 0.5)
+    assert (ended.result.num_trajectories, ended.result.best) == (num_trajectories, best)
 
 
 def test_seal_after_the_evaluation_is_surplus_once() -> None:
@@ -222,7 +227,7 @@ def test_training_decides_the_same_with_evaluations_in_between() -> None:
         sealed("a", sample=1, reward=0.0),
         sealed("b"),
     ]
-    beside: list[Event] = [
+    evaluations: list[Event] = [
         evaluation(),
         sealed(),
         abandoned(1),
@@ -231,11 +236,10 @@ def test_training_decides_the_same_with_evaluations_in_between() -> None:
     ]
 
     alone, mixed = RunFold(REFILLED), RunFold(REFILLED)
-    for number, (event, other) in enumerate(zip(training, beside, strict=True)):
+    for number, (event, other) in enumerate(zip(training, evaluations, strict=True)):
         decided = apply(alone, event, first=2 * number)
         assert apply(mixed, event, first=2 * number) == decided
         apply(mixed, other, first=2 * number + 1)
-    mixed.revise("99-0", dataclasses.replace(REFILLED, estimator="maxrl"))
 
     assert mixed.ready == alone.ready
     assert mixed.num_open_groups == alone.num_open_groups == 1

@@ -20,30 +20,25 @@ def refusing(limit: int, **fields: Any) -> BatchingConfig:
     return replace(config(), over_long="refuse", max_tokens_per_micro_batch=limit, **fields)
 
 
-@pytest.mark.parametrize(("limit", "is_refused"), [(15, False), (14, True)])
-def test_a_trajectory_is_refused_for_its_longest_row(limit: int, is_refused: bool) -> None:
-    problem = length_problem(sealed(turns=LONG), refusing(limit))
-
-    assert problem == (
-        "has a row of 15 tokens, which costs 15 of the 14 that a micro-batch may"
-        if is_refused
-        else ""
-    )
-
-
-def test_the_cost_of_a_row_is_the_one_that_the_run_counts() -> None:
-    quadratic = refusing(100, micro_batch_cost="quadratic", cost_per_squared_token=1.0)
-
-    assert "costs 240 of the 100" in length_problem(sealed(turns=LONG), quadratic)
+@pytest.mark.parametrize(
+    ("of", "problem"),
+    [
+        (refusing(15), ""),
+        (refusing(14), "has a row of 15 tokens, which costs 15 of the 14 that a micro-batch may"),
+        (
+            refusing(100, micro_batch_cost="quadratic", cost_per_squared_token=1.0),
+            "has a row of 15 tokens, which costs 240 of the 100 that a micro-batch may",
+        ),
+        (replace(config(), max_tokens_per_micro_batch=3), ""),  # a pass alone
+    ],
+)
+def test_trajectory_is_refused_for_the_cost_of_its_longest_row(
+    of: BatchingConfig, problem: str
+) -> None:
+    assert length_problem(sealed(turns=LONG), of) == problem
 
 
 MASKING = replace(config(), mask_truncated=True)
-
-
-def test_a_long_row_has_a_pass_alone_unless_the_run_refuses_it() -> None:
-    alone = replace(config(), max_tokens_per_micro_batch=3)
-
-    assert length_problem(sealed(turns=LONG), alone) == ""
 
 
 @pytest.mark.parametrize("status", Status)
@@ -96,22 +91,23 @@ def test_a_group_with_fewer_than_two_rewards_left_to_compare_is_incomplete() -> 
     assert drop.reason == "1 valid members, and 2 are needed to compare"
 
 
-@pytest.mark.parametrize(("masked_reward", "num_ready"), [("keep", 1), ("leave_out", 0)])
-def test_a_reward_that_is_left_out_is_no_variance(masked_reward: Any, num_ready: int) -> None:
+@pytest.mark.parametrize(
+    ("masked_reward", "rewards", "cut_off", "num_ready"),
+    [
+        ("keep", (1.0, 1.0, 0.0), 1, 1),
+        ("leave_out", (1.0, 1.0, 0.0), 1, 0),
+        ("keep", (1.0, 1.0, 1.0), 1, 0),
+        ("keep", (1.0, 1.0, 1.0), 2, 1),  # one live member is too few to decide
+    ],
+)
+def test_zero_variance_is_that_of_compared_rewards_with_two_live_members(
+    masked_reward: Any, rewards: tuple[float, ...], cut_off: int, num_ready: int
+) -> None:
     of = replace(MASKING, masked_reward=masked_reward, drop_zero_variance=True)
 
-    decided, _ = folded(of, 1.0, 1.0, 0.0, cut_off=1)
+    decided, _ = folded(of, *rewards, cut_off=cut_off)
 
     assert decided.num_ready == num_ready
-
-
-def test_equal_rewards_are_kept_where_all_members_but_one_are_masked() -> None:
-    of = replace(MASKING, drop_zero_variance=True)
-
-    two_live, _ = folded(of, 1.0, 1.0, 1.0, cut_off=1)
-    one_live, _ = folded(of, 1.0, 1.0, 1.0, cut_off=2)
-
-    assert (two_live.num_ready, one_live.num_ready) == (0, 1)
 
 
 def test_rewards_that_differ_by_the_penalty_alone_are_some_variance() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from testkit import config, sealed, shape
 from testkit.folds import apply, fold, key, opened, seals
-from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import FIXED, changed_settings, check_revision
 from turnstream.batching.fold.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
 from turnstream.batching.planning.selection import Selector
@@ -40,16 +40,13 @@ def of_components(group_id: str, sample: int, *names: str) -> SealedTrajectory:
 )
 def test_setting_that_a_change_would_break_is_refused(name, after) -> None:
     before = replace(config(), aggregation="seq_mean_token_sum")
+    assert FIXED.keys() == {"extra_columns", "aggregation", "row_weights"}
 
     with pytest.raises(InvalidConfigError) as caught:
         check_revision(before, replace(before, **{name: after}))
 
     assert caught.value.field == name
     assert FIXED[name] in str(caught.value)
-
-
-def test_every_fixed_setting_is_one() -> None:
-    assert FIXED.keys() <= {field.name for field in fields(BatchingConfig)}
 
 
 def test_differing_settings_are_listed_with_both_values() -> None:
@@ -87,19 +84,17 @@ def test_incomparable_member_is_dropped_with_its_short_group() -> None:
     folded, _ = fold(events)
     num_before = folded.num_ready
 
-    decisions = folded.revise("9-0", GDPO)
+    cut, lost, dropped = folded.revise("9-0", GDPO)
 
-    assert num_before == 2
     (kept,) = folded.ready
-    assert (kept.group_id, kept.completed_by) == ("kept", "9-0")
+    assert (num_before, kept.group_id, kept.completed_by) == (2, "kept", "9-0")
     assert [member.key.sample for member in kept.members] == [0, 1]
-    members = [each for each in decisions if isinstance(each, MemberDropped)]
-    groups = [each for each in decisions if isinstance(each, GroupDropped)]
-    assert [(each.key.group_id, each.key.sample) for each in members] == [("kept", 2), ("lost", 0)]
-    assert members[0].reason == "sample 2 has no reward component 'result'"
-    assert [(each.group_id, each.state) for each in groups] == [
-        ("lost", TrajectoryState.INCOMPLETE)
-    ]
+    assert isinstance(cut, MemberDropped)
+    assert isinstance(lost, MemberDropped)
+    assert (cut.key, lost.key) == (key(2, group_id="kept"), key(0, group_id="lost"))
+    assert cut.reason == "sample 2 has no reward component 'result'"
+    assert isinstance(dropped, GroupDropped)
+    assert (dropped.group_id, dropped.state) == ("lost", TrajectoryState.INCOMPLETE)
 
 
 def test_member_of_an_open_group_is_judged_and_refilled() -> None:
@@ -118,26 +113,33 @@ def test_member_of_an_open_group_is_judged_and_refilled() -> None:
     ]
 
 
-def test_group_with_too_few_comparable_members_is_dropped() -> None:
-    cut = replace(sealed(sample=1), status=Status.TRUNCATED)
-    folded, _ = fold([opened(), *seals(0), cut])
+@pytest.mark.parametrize(
+    ("member", "changes", "decided"),
+    [
+        (
+            sealed(sample=1, status=Status.TRUNCATED),
+            {"mask_truncated": True, "masked_reward": "leave_out"},
+            [GroupDropped],
+        ),
+        (
+            sealed(sample=1, turns=[shape(20, 20)]),
+            {"max_tokens_per_micro_batch": 16, "over_long": "refuse"},
+            [MemberDropped, GroupDropped],
+        ),
+    ],
+    ids=["masked", "too long"],
+)
+def test_group_with_too_few_comparable_members_is_dropped(
+    member: SealedTrajectory, changes: dict[str, Any], decided: list[type]
+) -> None:
+    folded, _ = fold([opened(), *seals(0), member])
     num_before = folded.num_ready
 
-    strict = replace(config(), mask_truncated=True, masked_reward="leave_out")
-    (dropped,) = folded.revise("4-0", strict)
+    decisions = folded.revise("4-0", replace(config(), **changes))
 
-    assert isinstance(dropped, GroupDropped)
+    assert [type(each) for each in decisions] == decided
     assert (num_before, folded.num_ready) == (1, 0)
-    assert dropped.reason == "1 valid members, and 2 are needed to compare"
-
-
-def test_a_row_above_the_new_limit_of_a_pass_is_not_trained() -> None:
-    folded, _ = fold([opened(), *seals(0), sealed(sample=1, turns=[shape(20, 20)])])
-
-    tight = replace(config(), max_tokens_per_micro_batch=16, over_long="refuse")
-    decisions = folded.revise("4-0", tight)
-
-    assert [type(each) for each in decisions] == [MemberDropped, GroupDropped]
+    assert decisions[-1].reason == "1 valid members, and 2 are needed to compare"
 
 
 def test_unplanned_choice_is_repeated_with_the_new_config() -> None:
