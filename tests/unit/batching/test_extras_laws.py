@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from testkit import turn
 from testkit.columns import IMAGES, POSITIONS, ROUTES, STYLE, TEACHER, images, routes, with_columns
+from testkit.links import linked_slowly
 from testkit.planning import assembled_rows
 from testkit.strategies import chains, declared_columns, trees, with_extras
 from turnstream.batching.merge.merging import merge_turns
@@ -30,52 +31,6 @@ def episodes(draw: st.DrawFn) -> tuple[tuple[Turn, ...], tuple[DeclaredColumn, .
     declared = draw(declared_columns())
     turns = draw(chains() | trees())
     return draw(with_extras(turns, declared)), declared
-
-
-def linked_slowly(
-    turns: Sequence[Turn], declared: Sequence[DeclaredColumn]
-) -> list[tuple[int, int]]:
-    """(parent, shared tokens) of every turn, by comparing lists.
-
-    A turn goes on in the longest row that its prompt begins with, of equal ones the newest, unless
-    it brings other items. Else it hangs on the longest beginning that an earlier turn holds.
-    """
-    whole = [[*t.prompt_ids.tolist(), *t.response_ids.tolist()] for t in turns]
-    links: list[tuple[int, int]] = []
-    for index, one in enumerate(turns):
-        prompt = one.prompt_ids.tolist()
-        shared = [
-            max(n for n in range(len(prompt) + 1) if prompt[:n] == earlier[:n])
-            for earlier in whole[:index]
-        ]
-        most = max(shared, default=0)
-        holders = [turn for turn in range(index) if most and shared[turn] == most]
-        ending = [turn for turn in holders if len(whole[turn]) == most]
-        continued = {
-            parent for parent, count in links if parent >= 0 and count == len(whole[parent])
-        }
-        open_rows = [
-            (shared[turn], turn)
-            for turn in range(index)
-            if shared[turn] == len(whole[turn]) and turn not in continued
-        ]
-        tried = [(turn, count) for count, turn in sorted(open_rows, reverse=True)]
-        tried += [(turn, most) for turn in [*ending, *holders][:1]]
-        same = [
-            link
-            for link in tried
-            if has_items_of(one, turns[link[0]], declared) or link[1] < len(whole[link[0]])
-        ]
-        links.append([*same, (NO_PARENT, 0)][0])
-    return links
-
-
-def has_items_of(one: Turn, before: Turn, declared: Sequence[DeclaredColumn]) -> bool:
-    names = [
-        column.name for column in declared if column.per == "items" and column.name in one.extras
-    ]
-    kept = [(before.extras[name].tolist(), one.extras[name].tolist()) for name in names]
-    return all(given[: len(known)] == known for known, given in kept)
 
 
 def said_slowly(

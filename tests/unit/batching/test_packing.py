@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,28 +21,32 @@ def tokens(bins: Bins, lengths: list[int]) -> list[int]:
     return [sum(lengths[row] for row in bin_rows) for bin_rows in bins]
 
 
-def scan_first_fit(order: list[int], lengths: list[int], capacity: int) -> Bins:
+Choose = Callable[[list[tuple[int, int]]], int]
+
+
+def scan(order: list[int], lengths: list[int], capacity: int, choose: Choose) -> Bins:
+    """Put each row into a bin with space for it, chosen by (space, bin), or into a new one."""
     bins: Bins = []
     for row in order:
-        for bin_rows in bins:
-            if sum(lengths[r] for r in bin_rows) + lengths[row] <= capacity:
-                bin_rows.append(row)
-                break
-        else:
-            bins.append([row])
+        spaces = [(capacity - used, k) for k, used in enumerate(tokens(bins, lengths))]
+        fitting = [each for each in spaces if each[0] >= lengths[row]]
+        chosen = choose(fitting) if fitting else len(bins)
+        if chosen == len(bins):
+            bins.append([])
+        bins[chosen].append(row)
     return bins
 
 
-def scan_best_fit(order: list[int], lengths: list[int], capacity: int) -> Bins:
-    bins: Bins = []
-    for row in order:
-        rooms = [capacity - sum(lengths[r] for r in bin_rows) for bin_rows in bins]
-        fitting = [(room, index) for index, room in enumerate(rooms) if room >= lengths[row]]
-        if fitting:
-            bins[min(fitting)[1]].append(row)
-        else:
-            bins.append([row])
-    return bins
+def first(fitting: list[tuple[int, int]]) -> int:
+    return fitting[0][1]
+
+
+def fullest(fitting: list[tuple[int, int]]) -> int:
+    return min(fitting)[1]
+
+
+def emptiest(fitting: list[tuple[int, int]]) -> int:
+    return min(fitting, key=lambda each: (-each[0], each[1]))[1]
 
 
 @pytest.mark.parametrize(
@@ -148,17 +153,6 @@ def test_bins_do_not_grow_to_an_impossible_number(multiple_of: int, message: str
         grow_bins([[0], [1, 2]], [1, 1, 1], multiple_of=multiple_of)
 
 
-def scan_worst_fit(order: list[int], lengths: list[int], capacity: int) -> Bins:
-    bins: Bins = []
-    for row in order:
-        used = [(total, index) for index, total in enumerate(tokens(bins, lengths))]
-        if used and min(used)[0] + lengths[row] <= capacity:
-            bins[min(used)[1]].append(row)
-        else:
-            bins.append([row])
-    return bins
-
-
 def scan_next_fit(order: list[int], lengths: list[int], capacity: int) -> Bins:
     bins: Bins = []
     for row in order:
@@ -196,7 +190,7 @@ def scan_modified(order: list[int], lengths: list[int], capacity: int) -> Bins:
     for index in range(len(bins)):
         while fitting := [row for row in rest if lengths[row] <= room(index)]:
             put(fitting[0], index)
-    return bins + scan_first_fit(rest, lengths, capacity)
+    return bins + scan(rest, lengths, capacity, first)
 
 
 @given(lengths=rows, capacity=st.integers(60, 75))
@@ -206,11 +200,11 @@ def test_every_method_finds_the_bins_of_a_plain_scan(lengths: list[int], capacit
     def found(method: Method) -> Bins:
         return pack(lengths, capacity=capacity, method=method)
 
-    assert found("first_fit") == scan_first_fit(list(range(len(lengths))), lengths, capacity)
-    assert found("best_fit_decreasing") == scan_best_fit(order, lengths, capacity)
-    assert found("worst_fit_decreasing") == scan_worst_fit(order, lengths, capacity)
+    assert found("first_fit") == scan(list(range(len(lengths))), lengths, capacity, first)
+    assert found("best_fit_decreasing") == scan(order, lengths, capacity, fullest)
+    assert found("worst_fit_decreasing") == scan(order, lengths, capacity, emptiest)
     assert found("next_fit") == scan_next_fit(list(range(len(lengths))), lengths, capacity)
-    assert found("first_fit_decreasing") == scan_first_fit(order, lengths, capacity)
+    assert found("first_fit_decreasing") == scan(order, lengths, capacity, first)
     assert found("modified_first_fit_decreasing") == scan_modified(order, lengths, capacity)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from numpy.typing import NDArray
 
 from testkit import ids
+from testkit.links import linked_slowly
 from testkit.strategies import trees
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
@@ -26,29 +27,6 @@ def index_of(*turns: tuple[str, str]) -> PrefixIndex:
     for prompt, response in turns:
         index.add(link(index, ids(prompt)), ids(prompt), ids(response))
     return index
-
-
-def slow_link(
-    rows: list[tuple[list[int], int]], earlier: list[list[int]], prompt: list[int]
-) -> PrefixMatch:
-    """The longest row that the prompt begins with, of equal ones the newest.
-
-    Without one, the longest beginning that an earlier turn holds: of several the lowest that ends
-    there, otherwise the lowest. Rows are given with their last turns.
-    """
-    held = [(len(row), turn) for row, turn in rows if prompt[: len(row)] == row]
-    if held:
-        shared, turn = max(held)
-        return PrefixMatch(turn, shared)
-    most = max([_num_shared(known, prompt) for known in earlier], default=0)
-    holders = [k for k, known in enumerate(earlier) if most and _num_shared(known, prompt) == most]
-    ending = [turn for turn in holders if len(earlier[turn]) == most]
-    return PrefixMatch([*ending, *holders][0], most) if holders else NOTHING
-
-
-def _num_shared(left: list[int], right: list[int]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def test_names_the_newest_of_equal_rows_and_then_the_one_before() -> None:
@@ -121,18 +99,12 @@ def test_finds_the_first_difference_wherever_it_is(position: int) -> None:
 @given(trees(max_turns=8))
 def test_agrees_with_comparing_every_earlier_turn(turns: tuple[Turn, ...]) -> None:
     index = PrefixIndex()
-    rows: list[tuple[list[int], int]] = []
-    earlier: list[list[int]] = []
-    for place, turn in enumerate(turns):
-        expected = slow_link(rows, earlier, turn.prompt_ids.tolist())
+    found: list[PrefixMatch] = []
+    for turn in turns:
+        found.append(link(index, turn.prompt_ids))
+        index.add(found[-1], turn.prompt_ids, turn.response_ids)
 
-        found = link(index, turn.prompt_ids)
-
-        assert found == expected
-        index.add(found, turn.prompt_ids, turn.response_ids)
-        earlier.append([*turn.prompt_ids.tolist(), *turn.response_ids.tolist()])
-        rows = [row for row in rows if (row[1], len(row[0])) != expected]
-        rows.append((earlier[-1], place))
+    assert found == linked_slowly(turns)
 
 
 def test_token_ids_of_another_type_are_refused() -> None:

@@ -4,10 +4,7 @@ import math
 import tracemalloc
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from testkit import config, sealed, shape
 from testkit.folds import abandoned, apply, died, fold, key, opened, samples, seals
@@ -221,50 +218,3 @@ def test_fold_keeps_open_groups_above_a_lowered_limit() -> None:
     folded.apply("1-0", opened(1024))
 
     assert list(folded.state.groups) == ["g0"]
-
-
-def stream(rng: np.random.Generator) -> list[Event]:
-    """Events of a few groups in any order that a run allows: opened before anything else."""
-    lanes: list[list[Event]] = []
-    for group_id in ("a", "b", "c")[: rng.integers(1, 4)]:
-        num_samples = int(rng.integers(1, 4))
-        later = [
-            ending(rng, group_id, sample, attempt)
-            for sample in range(num_samples)
-            for attempt in range(rng.integers(1, 3))
-        ]
-        if rng.random() < 0.3:
-            attempt = int(rng.integers(num_samples)), int(rng.integers(2))
-            later.append(died(*attempt, group_id=group_id))
-        first = opened(num_samples, group_id=group_id)
-        lanes.append([first, *(later[i] for i in rng.permutation(len(later)))])
-    order = rng.permutation([lane for lane, events in enumerate(lanes) for _ in events])
-    sources = [iter(lane) for lane in lanes]
-    return [next(sources[lane]) for lane in order]
-
-
-def ending(rng: np.random.Generator, group_id: str, sample: int, attempt: int) -> Event:
-    if rng.random() < 0.25:
-        return abandoned(sample, attempt, group_id=group_id)
-    reward = (0.0, 1.0, None)[rng.choice(3, p=[0.45, 0.45, 0.1])]
-    return sealed(group_id, sample=sample, attempt=attempt, reward=reward)
-
-
-@given(st.integers(0, 2**32 - 1), st.booleans())
-def test_repeated_events_change_nothing(seed: int, filters: bool) -> None:
-    rng = np.random.default_rng(seed)
-    of = replace(CONFIG, drop_zero_variance=filters)
-    events = stream(rng)
-    repeated: list[Event] = []
-    for event in events:
-        repeated.append(event)
-        repeated.extend(repeated[i] for i in rng.integers(0, len(repeated), rng.integers(3)))
-
-    once, decided = fold(events, of)
-    again, decided_again = fold(repeated, of)
-
-    def members(folded: RunFold) -> list[tuple[str, list[object]]]:
-        return [(group.group_id, [m.key for m in group.members]) for group in folded.ready]
-
-    assert members(again) == members(once)
-    assert decided_again == decided

@@ -7,9 +7,8 @@ has fired.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -37,6 +36,10 @@ from turnstream.types import DeadlineFired, Event, RefillGranted, RewardPosted, 
 
 some = st.integers(0, 10**6)
 """Choice among any number of things."""
+
+
+def is_event(entry: Event | BatchingConfig | frozenset[str]) -> TypeGuard[Event]:
+    return not isinstance(entry, BatchingConfig | frozenset)
 
 
 class _History(RuleBasedStateMachine):
@@ -247,15 +250,7 @@ class _History(RuleBasedStateMachine):
 
     @rule()
     def restart_planner(self) -> None:
-        self.fold = RunFold(self.first_config)
-        decisions: list[Decision] = []
-        for i, entry in enumerate(self.log):
-            if isinstance(entry, frozenset):
-                decisions += self.fold.take([g for g in self.fold.ready if g.group_id in entry])
-            elif isinstance(entry, BatchingConfig):
-                decisions += self.fold.revise(f"{i + 1}-0", entry)
-            else:
-                decisions += self.fold.apply(f"{i + 1}-0", entry)
+        self.fold, decisions = self.replayed()
         before = dict(self.ledger), dict(self.groups), set(self.refills), dict(self.deadlines)
         self.carry_out(decisions)
         assert before == (self.ledger, self.groups, self.refills, self.deadlines)
@@ -299,30 +294,33 @@ class _History(RuleBasedStateMachine):
             assert has_attempt or has_refill
 
     def teardown(self) -> None:
-        if self.log:
-            once = self.picture(lambda _: 1, cut=lambda fold, _: fold)
-            assert once == self.picture(lambda i: 1 + i % 3, cut=lambda fold, _: fold)
-            assert once == self.picture(lambda _: 1, cut=restored)
-
-    def picture(
-        self, times: Callable[[int], int], *, cut: Callable[[RunFold, BatchingConfig], RunFold]
-    ) -> list[Any]:
-        """Return the state of a successor that applies event i so many times."""
-        fold, of = RunFold(self.first_config), self.first_config
-        seen: list[Any] = []
-        for i, entry in enumerate(self.log):
-            fold = cut(fold, of)
-            if isinstance(entry, frozenset):
-                seen += fold.take([g for g in fold.ready if g.group_id in entry])
-                continue
-            for _ in range(times(i)):
-                if isinstance(entry, BatchingConfig):
-                    of = entry
-                    seen += fold.revise(f"{i + 1}-0", entry)
-                else:
-                    seen += fold.apply(f"{i + 1}-0", entry)
+        fold, decisions = self.replayed()
         assert fold.ready == self.fold.ready
-        return [*seen, fold.state]
+        for again, seen in (self.replayed(repeats=True), self.replayed(from_snapshots=True)):
+            assert (again.state, seen) == (fold.state, decisions)
+
+    def replayed(
+        self, *, repeats: bool = False, from_snapshots: bool = False
+    ) -> tuple[RunFold, list[Decision]]:
+        """Return the fold of a successor, and its decisions.
+
+        It may apply each event twice and an earlier one again, or resume from a snapshot each time.
+        """
+        fold, of = RunFold(self.first_config), self.first_config
+        decisions: list[Decision] = []
+        for i, entry in enumerate(self.log):
+            if from_snapshots:
+                fold = restored(fold, of)
+            if isinstance(entry, frozenset):
+                decisions += fold.take([g for g in fold.ready if g.group_id in entry])
+            elif isinstance(entry, BatchingConfig):
+                of = entry
+                decisions += fold.revise(f"{i + 1}-0", entry)
+            else:
+                again = [i, i // 2] if repeats else []
+                events = [(k, each) for k in (i, *again) if is_event(each := self.log[k])]
+                decisions += [d for k, each in events for d in fold.apply(f"{k + 1}-0", each)]
+        return fold, decisions
 
 
 def test_fold_keeps_its_laws_through_a_random_history() -> None:
