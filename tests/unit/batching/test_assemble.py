@@ -13,9 +13,9 @@ from testkit import assert_same, spell, turn
 from testkit.planning import planned_rows
 from testkit.strategies import chains, trees
 from turnstream.batching.merge.merging import merge_turns
-from turnstream.batching.merge.plan import GroupPlan, TrajectoryPlan
+from turnstream.batching.merge.plan import GroupPlan
 from turnstream.batching.merge.storing import store_turns
-from turnstream.batching.rows.assemble import assemble_rows
+from turnstream.batching.rows.assemble import assemble_rows, take_rows
 from turnstream.errors import CorruptRecordError
 from turnstream.store.client.keys import trajectory_id
 from turnstream.types import Status, StoredTurn, TrajectoryKey, Turn, VersionRun
@@ -23,23 +23,27 @@ from turnstream.types import Status, StoredTurn, TrajectoryKey, Turn, VersionRun
 Payload = Mapping[TrajectoryKey, Sequence[StoredTurn]]
 
 
-def planned(
-    key: TrajectoryKey, turns: Sequence[Turn], **changes: Any
-) -> tuple[TrajectoryPlan, list[StoredTurn]]:
-    """A trajectory of a plan, and the payload it names."""
-    stored = [replace(own, payload_crc=10 + own.index) for own in store_turns(turns)]
-    return planned_rows(key, stored, **changes), stored
-
-
-def build(*episodes: Sequence[Turn], group_id: str = "g0") -> tuple[GroupPlan, Payload]:
-    """A group of these episodes."""
-    members: list[TrajectoryPlan] = []
-    payload: dict[TrajectoryKey, Sequence[StoredTurn]] = {}
-    for sample, turns in enumerate(episodes):
-        plan, stored = planned(TrajectoryKey(group_id, sample), turns)
-        members.append(plan)
-        payload[plan.key] = stored
+def build(
+    *episodes: Sequence[Turn], group_id: str = "g0", **changes: Any
+) -> tuple[GroupPlan, Payload]:
+    """Return a group of these episodes, and the payload that its plan names."""
+    payload = {
+        TrajectoryKey(group_id, sample): [
+            replace(own, payload_crc=10 + own.index) for own in store_turns(turns)
+        ]
+        for sample, turns in enumerate(episodes)
+    }
+    members = [planned_rows(key, stored, **changes) for key, stored in payload.items()]
     return GroupPlan(group_id=group_id, prompt_uid="uid", trajectories=tuple(members)), payload
+
+
+def train(group: GroupPlan, sample: int, *counts: int, **changes: Any) -> GroupPlan:
+    """Return the group with so many trained tokens in the rows of one member."""
+    members = [*group.trajectories]
+    pairs = zip(members[sample].sequences, counts, strict=True)
+    rows = tuple(row._replace(num_trained_tokens=count) for row, count in pairs)
+    members[sample] = replace(members[sample], sequences=rows, **changes)
+    return replace(group, trajectories=tuple(members))
 
 
 CHAIN = [turn("ab", "CD"), turn("abcdef", "G")]
@@ -59,91 +63,59 @@ def test_rows_come_in_the_order_of_the_plan() -> None:
     assert assembled.prompt_length.tolist() == [2, 2, 2]
 
 
-def test_case_18_rows_have_the_status_of_their_trajectory() -> None:
+def test_case_18_rows_have_the_values_of_their_trajectory() -> None:
     # The reference writes the stop reason of the last turn of each row: "length" and "stop" here,
     # with flags False, True. A trajectory of ours ends once, by one reason.
     turns = [turn("ab", "CD"), turn("x", "Y"), turn("xyz", "U")]
-    key = TrajectoryKey("g0", 0)
-    plan, stored = planned(key, turns, status=Status.TRUNCATED)
-    group = GroupPlan(group_id="g0", prompt_uid="uid", trajectories=(plan,))
+    group, payload = build(
+        *(turns, turns),
+        group_id="g/1",
+        status=Status.TRUNCATED,
+        reward=0.25,
+        advantage=-0.5,
+        weights=(0.5, 0.5),
+    )
 
-    assembled = assemble_rows([group], {key: stored}, first_row_id=0)
+    assembled = take_rows(assemble_rows([group], payload, first_row_id=0), [2, 3])
 
     assert spell(assembled) == ["abCD", "xYzU"]
     assert assembled.is_last.tolist() == [False, True]
-    assert assembled.status == ["truncated", "truncated"]
-
-
-def test_rows_carry_what_the_plan_says_of_their_trajectory() -> None:
-    key = TrajectoryKey("g/1", sample=3, attempt=2)
-    plan, stored = planned(
-        key, CHAIN, reward=0.25, advantage=-0.5, weights=(0.5,), status=Status.TRUNCATED
-    )
-    group = GroupPlan(group_id="g/1", prompt_uid="uid", trajectories=(plan,))
-
-    assembled = assemble_rows([group], {key: stored}, first_row_id=0)
-
-    assert (assembled.group_id, assembled.prompt_uid) == (["g/1"], ["uid"])
-    assert (assembled.sample.tolist(), assembled.attempt.tolist()) == ([3], [2])
-    assert assembled.status == ["truncated"]
+    assert (assembled.group_id, assembled.prompt_uid) == (["g/1"] * 2, ["uid"] * 2)
+    assert (assembled.sample.tolist(), assembled.attempt.tolist()) == ([1, 1], [0, 0])
+    assert assembled.status == ["truncated"] * 2
     assert (assembled.reward[0], assembled.advantage[0], assembled.weight[0]) == (0.25, -0.5, 0.5)
-    assert not assembled.is_padding[0]
+    assert not assembled.is_padding.any()
 
 
 def test_masked_trajectory_keeps_all_tokens_and_trains_none() -> None:
-    masked, free = (TrajectoryKey("g", sample=sample) for sample in (0, 1))
     turns = [turn("ab", "CdE", logprobs=-0.5, rewards=1.0), turn("xy", "ZU", logprobs=-0.5)]
-    whole, stored = planned(free, turns)
-    plan = replace(
-        whole,
-        key=masked,
-        is_masked=True,
-        sequences=tuple(row._replace(num_trained_tokens=0) for row in whole.sequences),
-    )
-    group = GroupPlan(group_id="g", prompt_uid="", trajectories=(plan, whole))
+    group, payload = build(turns, turns, [turn("ab", "C")])  # of the last, no log-probability
+    group = train(train(group, 0, 0, 0, is_masked=True), 2, 0, is_masked=True)
 
-    assembled = assemble_rows([group], {masked: stored, free: stored}, first_row_id=0)
+    assembled = assemble_rows([group], payload, first_row_id=0)
 
-    assert spell(assembled) == ["abcde", "xyzu", "abCdE", "xyZU"]
+    assert spell(assembled) == ["abcde", "xyzu", "abCdE", "xyZU", "abc"]
     assert assembled.logprobs is not None
-    assert [own.tolist() for own in assembled.logprobs][:3] == [[0, 0, 0], [0, 0], [-0.5, 0, -0.5]]
-    assert assembled.trajectory_num_tokens.tolist() == [0, 0, 4, 4]
-    assert assembled.group_num_tokens.tolist() == [4, 4, 4, 4]
-    assert [own.sum() for own in assembled.rewards] == [1.0, 0.0, 1.0, 0.0]
+    assert [own.tolist() for own in assembled.logprobs] == [
+        *([0, 0, 0], [0, 0]),
+        *([-0.5, 0, -0.5], [-0.5, -0.5]),
+        [0],
+    ]
+    assert assembled.trajectory_num_tokens.tolist() == [0, 0, 4, 4, 0]
+    assert assembled.group_num_tokens.tolist() == [4] * 5
+    assert [own.sum() for own in assembled.rewards] == [1.0, 0.0, 1.0, 0.0, 0.0]
 
 
 def test_tokens_of_masked_versions_are_not_trained() -> None:
-    key = TrajectoryKey("g", sample=0)
     mixed = replace(turn("ab", "CdEF"), version_runs=(VersionRun(3, 2), VersionRun(4, 2)))
-    plan, stored = planned(key, [mixed, turn("abcdefg", "HI", version=3), turn("xy", "Z")])
-    trained = [2, 1]
-    plan = replace(
-        plan,
-        sequences=tuple(
-            row._replace(num_trained_tokens=count)
-            for row, count in zip(plan.sequences, trained, strict=True)
-        ),
-    )
-    group = GroupPlan(group_id="g", prompt_uid="", trajectories=(plan,))
+    group, payload = build([mixed, turn("abcdefg", "HI", version=3), turn("xy", "Z")])
+    group = train(group, 0, 2, 1)
 
-    assembled = assemble_rows([group], {key: stored}, first_row_id=0, masked_versions=(2, 3))
+    assembled = assemble_rows([group], payload, first_row_id=0, masked_versions=(2, 3))
 
     assert spell(assembled) == ["abcdEFghi", "xyZ"]
     with pytest.raises(CorruptRecordError, match="planned were"):
-        assemble_rows([group], {key: stored}, first_row_id=0)
-
-
-def test_a_masked_row_without_logprobs_beside_others_has_no_nan() -> None:
-    masked, free = (TrajectoryKey("g", sample=sample) for sample in (0, 1))
-    plan, stored = planned(masked, [turn("ab", "C")], is_masked=True)
-    plan = replace(plan, sequences=(plan.sequences[0]._replace(num_trained_tokens=0),))
-    other, more = planned(free, [turn("ab", "C", logprobs=-0.5)])
-    group = GroupPlan(group_id="g", prompt_uid="", trajectories=(plan, other))
-
-    assembled = assemble_rows([group], {masked: stored, free: more}, first_row_id=0)
-
-    assert assembled.logprobs is not None
-    assert assembled.logprobs.values.tolist() == [0.0, -0.5]
+        assemble_rows([group], payload, first_row_id=0)
 
 
 def test_the_id_of_a_trajectory_is_the_one_in_its_keys() -> None:
@@ -176,12 +148,11 @@ def test_case_22_payload_that_is_not_the_planned_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize("field", ["prompt_length", "num_tokens", "num_trained_tokens"])
-def test_refuses_tokens_of_other_lengths_than_planned(field: str) -> None:
+def test_tokens_of_other_lengths_than_planned_are_refused(field: str) -> None:
     group, payload = build([turn("ab", "CdE")])
     (member,) = group.trajectories
     (row,) = member.sequences
-    other = row._replace(**{field: getattr(row, field) + 1})
-    wrong = replace(member, sequences=(other,))
+    wrong = replace(member, sequences=(row._replace(**{field: getattr(row, field) + 1}),))
 
     with pytest.raises(CorruptRecordError, match=r"tokens \(2, 5, 2\), planned were"):
         assemble_rows([replace(group, trajectories=(wrong,))], payload, first_row_id=0)

@@ -108,6 +108,11 @@ def test_case_48_only_the_operation_with_short_or_missing_advantages_is_refused(
         (datum(2, num_targets=0), "cross_entropy", r"target_ids of shape \(2, 0\)"),
         (datum(2, num_targets=2), "dro", "dro takes one target per position"),
         (
+            Datum(input_ids=np.zeros(2, np.int32), target_ids=np.zeros(1, np.int64)),
+            "cross_entropy",
+            r"target_ids of shape \(1,\) for 2 input_ids",
+        ),
+        (
             datum(1, logprobs=[np.nan], advantages=[1]),
             "importance_sampling",
             r"logprobs is nan at \[0\]",
@@ -121,29 +126,23 @@ def test_a_datum_that_cannot_be_scored_is_refused_by_field(
         check_operation(operation("a", given_datum, loss=loss))
 
 
-def test_targets_of_another_length_are_refused() -> None:
-    short = Datum(input_ids=np.zeros(2, np.int32), target_ids=np.zeros(1, np.int64))
-
-    with pytest.raises(BatchingError, match=r"target_ids of shape \(1,\) for 2 input_ids"):
-        check_operation(operation("a", short, loss="cross_entropy"))
-
-
-def test_data_with_different_numbers_of_targets_are_refused() -> None:
-    mixed = operation("a", datum(2), datum(2, num_targets=3), loss="cross_entropy")
-
-    with pytest.raises(BatchingError, match=r"datum 1: .* unlike those of datum 0"):
-        check_operation(mixed)
-
-
 @pytest.mark.parametrize(
-    ("request_id", "loss", "data"),
-    [("", "ppo", [scored(1)]), ("a", "ppo", []), ("a", "unknown", [scored(1)])],
+    ("wrong", "problem"),
+    [
+        (Operation(request_id="", loss="ppo", data=[scored(1)]), "operation '' of 1 data"),
+        (Operation(request_id="a", loss="ppo", data=[]), "operation 'a' of 0 data"),
+        (operation("a", loss="unknown"), "operation 'a': loss 'unknown' is not one of"),
+        (
+            operation("a", datum(2), datum(2, num_targets=3), loss="cross_entropy"),
+            "datum 1: .* unlike those of datum 0",
+        ),
+    ],
 )
-def test_an_operation_without_name_data_or_known_loss_is_refused(
-    request_id: str, loss: str, data: list[Datum]
+def test_operation_without_name_data_loss_or_equal_targets_is_refused(
+    wrong: Operation, problem: str
 ) -> None:
-    with pytest.raises(BatchingError, match="operation"):
-        check_operation(Operation(request_id=request_id, loss=loss, data=data))
+    with pytest.raises(BatchingError, match=problem):
+        check_operation(wrong)
 
 
 def test_missing_weights_are_one_and_zeros_make_no_row_inert() -> None:

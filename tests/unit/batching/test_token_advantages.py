@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,30 +78,16 @@ def test_vapo_lambda_looks_further_in_longer_chains() -> None:
     assert found.tolist() == pytest.approx([0.0, 0.8, 0.98, 0.0])
 
 
-def split(batch: Rows) -> Rows:
-    return replace(
-        batch, is_last=np.array([False, True]), sequence_index=np.array([0, 1], np.int32)
-    )
-
-
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_pp"])
 def test_refuses_a_trajectory_that_was_split_into_rows(estimator: str) -> None:
-    batch = split(rows("x|A", "x|B"))
+    parts = {"is_last": np.array([False, True]), "sequence_index": np.array([0, 1], np.int32)}
+    batch = replace(rows("x|A", "x|B"), **parts)
     ones = Ragged.from_rows([[1], [1]], np.float32)
 
     estimate = {"gae": partial(gae, values=ones), "reinforce_pp": reinforce_plus_plus}[estimator]
 
     with pytest.raises(UnsupportedEstimatorError, match=f"^{estimator} .* g0/0/0 is split"):
         estimate(batch, rewards=ones)
-
-
-def test_an_inert_row_is_no_part_of_a_trajectory() -> None:
-    batch = rows("x|A", "x|b", is_padding=[False, True])
-    batch = replace(batch, is_last=np.array([True, False]))
-
-    returns = token_returns(batch, rewards=Ragged.from_rows([[1], [0]], np.float32))
-
-    assert lists(returns) == [[1], [0]]
 
 
 def test_refuses_values_that_are_not_aligned_with_the_responses() -> None:
@@ -179,24 +165,15 @@ def from_row_1(column: Any) -> Any:
 
 def test_a_slice_of_a_larger_batch_is_computed_alone() -> None:
     # Whitening took the mean over the rows before the slice too, and the others broke.
-    whole = rows("xYZ", "abC", "aBd")
-    part = Rows(
-        **{
-            field.name: column if not hasattr(column, "__len__") else from_row_1(column)
-            for field in fields(Rows)
-            if field.name != "extras" and (column := getattr(whole, field.name)) is not None
-        }
-    )
-    values = Ragged.from_rows([[9, 9], [1], [2, 0]], np.float32)
-    alone = rows("abC", "aBd")
+    whole, alone = rows("xYZ", "abC", "aBd"), rows("abC", "aBd")
+    names = ("row_id", "input_ids", "loss_mask", "is_padding", "is_last", "sequence_index")
+    part = replace(whole, **{name: from_row_1(getattr(whole, name)) for name in names})
+    sliced = from_row_1(Ragged.from_rows([[9, 9], [1], [2, 0]], np.float32))
     own = Ragged.from_rows([[1], [2, 0]], np.float32)
-
-    sliced = from_row_1(values)
 
     assert lists(whiten_tokens(sliced, loss_mask=part.loss_mask)) == lists(
         whiten_tokens(own, loss_mask=alone.loss_mask)
     )
-    assert lists(token_returns(part, rewards=sliced)) == [[1], [2, 0]]
     for found, expected in zip(
         gae(part, rewards=sliced, values=sliced), gae(alone, rewards=own, values=own), strict=True
     ):
@@ -212,12 +189,12 @@ def test_no_rows_have_no_advantages() -> None:
     assert len(reinforce_plus_plus(rows(), rewards=nothing)) == 0
 
 
-def test_an_inert_row_is_in_no_mean_of_whitening() -> None:
-    batch = rows("x|AbC", "x|D")
-    padded = rows("x|AbC", "x|D", "a|b", is_padding=[False, False, True])
+def test_inert_row_is_no_part_of_a_trajectory_and_in_no_mean() -> None:
     values = [[0, 0, 2], [1]]
+    padded = rows("x|AbC", "x|D", "a|b", is_padding=[False, False, True])
+    padded = replace(padded, is_last=np.array([True, True, False]))
 
-    alone = reinforce_plus_plus(batch, rewards=Ragged.from_rows(values, np.float32))
-    beside = reinforce_plus_plus(padded, rewards=Ragged.from_rows([*values, [7]], np.float32))
+    alone = reinforce_plus_plus(rows("x|AbC", "x|D"), rewards=Ragged.from_rows(values, np.float32))
+    found = reinforce_plus_plus(padded, rewards=Ragged.from_rows([*values, [7]], np.float32))
 
-    assert lists(beside) == [*lists(alone), [0]]
+    assert lists(found) == [*lists(alone), [0]]
