@@ -97,13 +97,6 @@ SHAPES = (
         "if False:",
         ("test_layouts",),
     ),
-    Mutation(
-        "context parallelism cuts rows once",
-        "layouts/packed.py",
-        "tensor_parallel * context_parallel * 2 if",
-        "tensor_parallel * context_parallel if",
-        ("test_layouts",),
-    ),
     # ----------------------------------------------------------------------------------
     # jagged
     Mutation(

@@ -139,7 +139,7 @@ def test_group_with_too_few_comparable_members_is_dropped(
 
     assert [type(each) for each in decisions] == decided
     assert (num_before, folded.num_ready) == (1, 0)
-    assert decisions[-1].reason == "1 valid members, and 2 are needed to compare"
+    assert "1 valid members, and 2 are needed to compare" in repr(decisions[-1])
 
 
 def test_unplanned_choice_is_repeated_with_the_new_config() -> None:
