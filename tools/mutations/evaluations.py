@@ -96,8 +96,8 @@ EVALUATIONS = (
     Mutation(
         "a group without a member has a result",
         "fold/evals.py",
-        "result = group_result(opened, members, rewards) if members else None",
-        "result = group_result(opened, members, rewards)",
+        "result = group_result(opened, members, known) if members else None",
+        "result = group_result(opened, members, known)",
         ("test_evals",),
     ),
     Mutation(
@@ -187,8 +187,8 @@ EVALUATIONS = (
     Mutation(
         "the best is the worst",
         "fold/evals.py",
-        "best=max(known, default=None)",
-        "best=min(known, default=None)",
+        "best=max(rewards, default=None)",
+        "best=min(rewards, default=None)",
         ("test_evals",),
     ),
     Mutation(

@@ -130,15 +130,15 @@ KEPT = (
     Mutation(
         "groups of one are not counted",
         "planning/report.py",
-        "manifest.num_singleton_groups if compares_groups else 0",
+        "compares_groups and len(group.trajectories) == 1",
         "0",
         ("test_report",),
     ),
     Mutation(
         "groups of one are counted where that was meant",
         "planning/report.py",
-        "manifest.num_singleton_groups if compares_groups else 0",
-        "manifest.num_singleton_groups",
+        "compares_groups and len(group.trajectories) == 1",
+        "len(group.trajectories) == 1",
         ("test_report",),
     ),
     Mutation(

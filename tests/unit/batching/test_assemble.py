@@ -89,7 +89,7 @@ def test_case_18_rows_have_the_values_of_their_trajectory() -> None:
 
 def test_masked_trajectory_keeps_all_tokens_and_trains_none() -> None:
     turns = [turn("ab", "CdE", logprobs=-0.5, rewards=1.0), turn("xy", "ZU", logprobs=-0.5)]
-    group, payload = build(turns, turns, [turn("ab", "C")])  # of the last, no log-probability
+    group, payload = build(turns, turns, [turn("ab", "C")])  # the last has no log-probability
     group = train(train(group, 0, 0, 0, is_masked=True), 2, 0, is_masked=True)
 
     assembled = assemble_rows([group], payload, first_row_id=0)

@@ -129,7 +129,7 @@ def test_a_stored_column_that_cannot_be_is_refused(
 
 
 def test_more_values_than_int32_offsets_can_count_are_refused() -> None:
-    # Of no memory: every value is the same one.
+    # The array needs no memory: every value is the same one.
     stored = store_turns([turn("ab", "C"), turn("x", "Y"), turn("q", "R")])
     many = ExtraPiece(0, np.broadcast_to(np.zeros((1, 2), np.float32), (2**30, 2)))
     wrong = [replace(one, extras={"images": many}) for one in stored]

@@ -77,7 +77,7 @@ def _converted(value: Any, make: Callable[[type[Any], dict[str, Any]], Any]) -> 
         parts = {name: _converted(getattr(value, name), make) for name in field_names(kind)}
         return make(kind, parts)
     if kind in (tuple, set):
-        return [_converted(each, make) for each in value]
+        return [_converted(each, make) for each in (value if kind is tuple else sorted(value))]
     if isinstance(value, dict):
         values = cast("dict[Any, Any]", value)
         if all(isinstance(key, str) for key in values):

@@ -41,7 +41,8 @@ class EvalResults:
     ) -> GroupEvaluated:
         """Return the decision on a group that has ended with these members; count its result."""
         rewards = [eval_reward(member, config) for member in members]
-        result = group_result(opened, members, rewards) if members else None
+        known = [reward for reward in rewards if reward is not None]
+        result = group_result(opened, members, known) if members else None
         return GroupEvaluated(
             group_id=opened.group_id,
             keys=tuple(member.key for member in members),
@@ -65,7 +66,7 @@ class EvalResults:
             num_groups=known.num_groups + 1,
             num_trajectories=known.num_trajectories + result.num_trajectories,
             num_lost=known.num_lost + result.num_lost,
-            reward=known.reward.with_numbers(_known(rewards)),
+            reward=known.reward.with_numbers([each for each in rewards if each is not None]),
             best=known.best if result.best is None else known.best.with_numbers([result.best]),
             figures=sum_up(zip(members, rewards, strict=True), onto=known.figures),
         )
@@ -92,10 +93,9 @@ def eval_reward(sealed: SealedTrajectory, config: BatchingConfig) -> float | Non
 
 
 def group_result(
-    opened: GroupOpened, members: Sequence[SealedTrajectory], rewards: Sequence[float | None]
+    opened: GroupOpened, members: Sequence[SealedTrajectory], rewards: Sequence[float]
 ) -> EvalGroup:
-    """Return the outcome of one group, from its members and the reward of each."""
-    known = _known(rewards)
+    """Return the outcome of one group, from its members and their known rewards."""
     versions = [m.oldest_version for m in members if m.oldest_version is not None]
     return EvalGroup(
         group_id=opened.group_id,
@@ -103,10 +103,6 @@ def group_result(
         version=min(versions, default=None),
         num_trajectories=len(members),
         num_lost=opened.num_samples - len(members),
-        reward=Spread().with_numbers(known),
-        best=max(known, default=None),
+        reward=Spread().with_numbers(rewards),
+        best=max(rewards, default=None),
     )
-
-
-def _known(rewards: Sequence[float | None]) -> list[float]:
-    return [reward for reward in rewards if reward is not None]

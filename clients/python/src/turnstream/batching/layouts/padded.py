@@ -5,7 +5,7 @@ Shapes: B rows, T columns (`width`), R response columns (`response_width`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,27 +85,20 @@ def left_padded(rows: Rows, *, width: int, response_width: int, pad_token_id: in
     if pad_token_id:
         _fill_left(rows.input_ids.lengths, ids_BT, pad_token_id)
     _right_align(rows.input_ids, attention_BT, ids_BT)
-
-    def on_responses(values: Ragged[Any]) -> NDArray[Any]:
-        return left_padded_column(values, rows, response_width=response_width)
-
+    order: NDArray[np.int64] = np.arange(1, len(rows) + 1, dtype=np.int64)
+    line = SlotLine(rows, order=order - 1, starts=order * width - rows.input_ids.lengths)
     return LeftPadded(
         input_ids_BT=ids_BT,
         attention_mask_BT=attention_BT,
         response_mask_BR=response_BR,
         **{f"{name}_BR": column for name, column in columns.items()},
-        extras=_left_padded_extras(rows, width=width, on_responses=on_responses),
+        extras=line.extras(
+            tokens,
+            on_responses=lambda values: left_padded_column(
+                values, rows, response_width=response_width
+            ),
+        ),
     )
-
-
-def _left_padded_extras(
-    rows: Rows, *, width: int, on_responses: Callable[[Ragged[Any]], NDArray[Any]]
-) -> dict[str, PlacedColumn]:
-    if not rows.extras:
-        return {}
-    order: NDArray[np.int64] = np.arange(len(rows), dtype=np.int64)
-    line = SlotLine(rows, order=order, starts=(order + 1) * width - rows.input_ids.lengths)
-    return line.extras((len(rows), width), on_responses=on_responses)
 
 
 def left_padded_column(values: Ragged[Any], rows: Rows, *, response_width: int) -> NDArray[Any]:

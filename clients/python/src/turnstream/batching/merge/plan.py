@@ -126,11 +126,6 @@ class Manifest:
         return sum(len(group.trajectories) for group in self.groups)
 
     @property
-    def num_singleton_groups(self) -> int:
-        """Groups of one trajectory, which is compared with nothing: worth a warning."""
-        return sum(len(group.trajectories) == 1 for group in self.groups)
-
-    @property
     def end_row_id(self) -> int:
         """The row id that the next batch begins with."""
         last = self.mini_batches[-1]

@@ -157,9 +157,8 @@ def _advantages(
     advantages: list[list[_Advantage]] = []
     for members, own, values in zip(planned, compared, estimated, strict=True):
         of_trajectories = values.astype(np.float32).tolist()
-        of_turns = _turn_advantages(own, config)
-        found = zip(of_trajectories, of_turns, strict=True)
-        by_key = {m.sealed.key: each for m, each in zip(own, found, strict=True)}
+        found = zip(own, of_trajectories, _turn_advantages(own, config), strict=True)
+        by_key = {m.sealed.key: (advantage, turns) for m, advantage, turns in found}
         advantages.append([by_key.get(m.sealed.key) or _left_out(m, config) for m in members])
     return advantages
 

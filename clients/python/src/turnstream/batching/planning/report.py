@@ -69,8 +69,8 @@ def plan_warnings(manifest: Manifest, config: BatchingConfig) -> dict[str, str]:
     longest = max((cut.width for cut in cuts), default=0)
     compares_groups = config.singleton_advantage == "zero" and config.estimator != "reinforce_pp"
     counts = {
-        "groups of one trajectory, which get an advantage of 0": (
-            manifest.num_singleton_groups if compares_groups else 0
+        "groups of one trajectory, which get an advantage of 0": sum(
+            compares_groups and len(group.trajectories) == 1 for group in manifest.groups
         ),
         "rows without a trained token": _num_untrained_rows(manifest),
         "updates without a trained token, which change nothing": sum(
