@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 import testkit
@@ -13,6 +14,8 @@ from turnstream.worker import PulledMiniBatch
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.engine import Engine
+
+torch.set_num_threads(1)  # tiny tensors: a second thread would only wait for the first
 
 
 def make_model(*, seed: int = 0) -> PreTrainedModel:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import redis
 import torch
 
 import testkit
+from testkit.batchers import BatcherThread
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import close_run, newest_version
 from turnstream.types import Group, RecoveryToken, TrajectoryState
@@ -28,7 +29,24 @@ from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.service import train
 
+pytestmark = [pytest.mark.redis, pytest.mark.grpc]
+
 POLICY = SmallModelSpec(vocab_size=128, hidden_size=16, num_layers=1)
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedServer]:
+    """A server for each test: a batcher serves every run of its store."""
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def batcher(server: EmbeddedServer) -> Iterator[str]:
+    """The address of a batcher."""
+    torch.set_num_threads(1)
+    with BatcherThread(server.url) as batcher:
+        yield batcher.target
 
 
 def _config(batcher: str, run: str, folder: Path, **changes: Any) -> TrainerConfig:
@@ -56,8 +74,6 @@ def _publish(url: str, run: str, groups: Sequence[str]) -> None:
             publisher.publish(Group(group_id=name, trajectories=trajectories))
 
 
-@pytest.mark.redis
-@pytest.mark.grpc
 def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
     server: EmbeddedServer,
     client: redis.Redis,
@@ -98,8 +114,6 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
         assert torch.equal(expected, actual)
 
 
-@pytest.mark.redis
-@pytest.mark.grpc
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("server", ["valkey"], indirect=True)

@@ -28,6 +28,7 @@ from turnstream.records.configs import encode_config
 from turnstream.records.statuses import error_to_status
 from turnstream.types import MiniBatch, RecoveryToken
 from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream.worker import BatchStream
 from turnstream_server.embedded import EmbeddedServer, free_port
 
 Fault = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
@@ -81,6 +82,10 @@ class FakeBatcher:
     def target(self) -> str:
         """Address of the server."""
         return f"127.0.0.1:{self.port}"
+
+    def stream(self, **changes: Any) -> BatchStream:
+        """Begin a session."""
+        return BatchStream(self.target, "run", **{"timeout_s": 10.0, **changes})
 
     def add_step(self, step: int, *texts: str, num_mini_batches: int = 1, **info: Any) -> None:
         """Add a step whose mini-batches all have these rows."""

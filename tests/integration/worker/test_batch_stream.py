@@ -29,16 +29,12 @@ LONGEST_S = 10.0
 """Far above a woken wait on a busy machine, and below its full length."""
 
 
-def open_stream(batcher: Any, **changes: Any) -> BatchStream:
-    return BatchStream(batcher.target, "run", **{"timeout_s": 10.0, **changes})
-
-
 def test_stream_begins_after_the_recovery_token(batcher: Any) -> None:
     batcher.needs_stepped = False
     batcher.add_step(6, "abC")
     token = RecoveryToken(lineage="main", step=5, chain_hash="ab")
 
-    with open_stream(batcher, recovery_token=token) as stream:
+    with batcher.stream(recovery_token=token) as stream:
         assert next(stream).info.step == 6
         assert stream.config == testkit.config(4)
         assert stream.newest_version == 3
@@ -46,16 +42,16 @@ def test_stream_begins_after_the_recovery_token(batcher: Any) -> None:
 
 def test_stream_refuses_impossible_ranks_and_sessions(batcher: Any) -> None:
     with pytest.raises(InvalidConfigError, match="session"):
-        open_stream(batcher, dp_world_size=2)
+        batcher.stream(dp_world_size=2)
     with pytest.raises(InvalidConfigError, match="dp_rank"):
-        open_stream(batcher, dp_rank=1)
+        batcher.stream(dp_rank=1)
 
 
 def test_refused_start_is_raised_and_leaves_no_thread(batcher: Any) -> None:
     batcher.refusals = [RunNotFoundError("no run 'run'")]
 
     with pytest.raises(RunNotFoundError, match="no run"):
-        open_stream(batcher)
+        batcher.stream()
     assert prefetch_threads() == []
 
 
@@ -67,7 +63,7 @@ def test_stepped_is_refused_before_the_last_mini_batch_and_when_repeated(
 ) -> None:
     batcher.add_step(1, "abC", num_mini_batches=2)
 
-    with open_stream(batcher) as stream:
+    with batcher.stream() as stream:
         with pytest.raises(RejectedError, match="last mini-batch"):
             stream.stepped()
         next(stream)
@@ -81,7 +77,7 @@ def test_stepped_is_refused_before_the_last_mini_batch_and_when_repeated(
 
 def test_version_is_refused_on_other_ranks(batcher: Any) -> None:
     with (
-        open_stream(batcher, dp_rank=1, dp_world_size=2, session="s") as stream,
+        batcher.stream(dp_rank=1, dp_world_size=2, session="s") as stream,
         pytest.raises(RejectedError, match="dp_rank 0 alone"),
     ):
         stream.announce_version(4)
@@ -90,7 +86,7 @@ def test_version_is_refused_on_other_ranks(batcher: Any) -> None:
 def test_version_is_announced_for_the_last_stepped_step(batcher: Any) -> None:
     batcher.add_step(1, "abC")
 
-    with open_stream(batcher) as stream:
+    with batcher.stream() as stream:
         stream.announce_version(4)
         next(stream)
         stream.stepped()
@@ -108,7 +104,7 @@ def test_version_is_announced_for_the_last_stepped_step(batcher: Any) -> None:
 def test_stepped_is_retried_after_a_temporary_refusal(batcher: Any, refusal: Exception) -> None:
     batcher.add_step(1, "abC")
 
-    with open_stream(batcher) as stream:
+    with batcher.stream() as stream:
         next(stream)
         batcher.refusals = [refusal, refusal]
         assert stream.stepped().step == 1
@@ -120,7 +116,7 @@ def test_stepped_is_retried_after_a_temporary_refusal(batcher: Any, refusal: Exc
 
 
 def test_wait_ends_at_its_deadline_with_the_batchers_reason(batcher: Any, retried: Any) -> None:
-    with retried(lambda: open_stream(batcher, timeout_s=0.4)) as stream:
+    with retried(lambda: batcher.stream(timeout_s=0.4)) as stream:
         testkit.wait_until(lambda: batcher.calls.count(("Get", 1)) > 1)  # the first was answered
         found = testkit.wait_until(lambda: not_ready(stream), describe="its reason")
 
@@ -149,7 +145,7 @@ def test_long_poll_that_ends_at_once_causes_no_busy_loop(
 
     started_s = time.monotonic()
     with (
-        retried(lambda: open_stream(batcher, timeout_s=1.0)) as stream,
+        retried(lambda: batcher.stream(timeout_s=1.0)) as stream,
         pytest.raises((NotReadyError, BatcherUnavailableError)),
     ):
         next(stream)
@@ -161,10 +157,10 @@ def test_prefetch_is_bounded_in_bytes(batcher: Any) -> None:
     batcher.needs_stepped = False
     for step in range(1, 7):
         batcher.add_step(step, "abC")
-    with open_stream(batcher) as stream:
+    with batcher.stream() as stream:
         num_bytes = next(stream).num_bytes
 
-    with open_stream(batcher, max_prefetch_bytes=2 * num_bytes + 10) as stream:
+    with batcher.stream(max_prefetch_bytes=2 * num_bytes + 10) as stream:
         testkit.wait_until(lambda: stream.statistics().queued_mini_batches == 2)
         with pytest.raises(TimeoutError):  # the third one comes as fast, and does not fit
             testkit.wait_until(lambda: stream.statistics().queued_bytes > 2 * num_bytes, 0.2)
@@ -179,7 +175,7 @@ def test_prefetch_is_bounded_in_bytes(batcher: Any) -> None:
 def test_close_cancels_a_waiting_get_and_wakes_its_reader(batcher: Any) -> None:
     batcher.add_step(1, "abC")
     batcher.add_step(2, "abD")
-    stream = open_stream(batcher, timeout_s=600.0)  # the Get would last for as long as any may
+    stream = batcher.stream(timeout_s=600.0)  # the Get would last for as long as any may
     next(stream)
     testkit.wait_until(lambda: ("Get", 2) in batcher.calls)
 
@@ -205,7 +201,7 @@ def test_closed_or_dropped_stream_leaves_no_thread_or_socket(
     threads, sockets = client_threads(), open_sockets()
 
     for _ in range(3):
-        stream = open_stream(batcher, max_prefetch_bytes=max_prefetch_bytes)
+        stream = batcher.stream(max_prefetch_bytes=max_prefetch_bytes)
         next(stream)
         end(stream)
         del stream

@@ -88,24 +88,3 @@ def test_left_padded_extras_equal_the_published_columns(start_batcher: Any, publ
     assert extras["pixel_values"].values.tolist() == SECOND["pixel_values"]
     assert extras["image_grid_thw"].values.tolist() == SECOND["image_grid_thw"]
     assert extras["pixel_values"].num_items == (3, 0)
-
-
-def test_rank_without_real_rows_has_every_column(start_batcher: Any, published: str) -> None:
-    options: Any = {"dp_world_size": 3, "session": "s"}
-
-    with BatchStream(start_batcher().target, published, 2, **options) as stream:
-        mini_batch = next(stream)
-
-    assert mini_batch.rows.is_padding.tolist() == [True]
-    for tensors in (
-        mini_batch.to_torch(),
-        mini_batch.to_torch_right_padded(),
-        *mini_batch.to_torch_packed(),
-        mini_batch.to_torch_jagged(),
-    ):
-        routes = tensors.extras["routes"]
-        assert routes.values.reshape(-1, 2).unique(dim=0).tolist() == DUMMY
-        assert routes.is_missing is not None
-        assert routes.is_missing.all()
-        assert not tensors.extras["positions"].values.any()
-        assert len(tensors.extras["pixel_values"].values) == 0

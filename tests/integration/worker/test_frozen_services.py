@@ -6,8 +6,6 @@ Every wait of a worker ends by its deadline all the same, and says which of the 
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -157,22 +155,6 @@ def test_waits_of_a_worker_name_a_silent_batcher(
         assert kinds(error) == [*silent]
         assert error.reasons[0].facts["call"] == what
         assert error.reasons[1].facts["address"] == target
-
-
-def test_killed_batcher_is_reported_as_away_and_not_silent(
-    url: str,
-    process: tuple[int, str],
-    retried: Callable[..., Any],
-) -> None:
-    pid, target = process
-    with retried(lambda: BatchStream(target, RUN, timeout_s=TIMEOUT_S / 2)) as stream:
-        retried(lambda: next(stream))
-        os.kill(pid, signal.SIGKILL)
-
-        stepped = awaited(stream.stepped, (WaitKind.NOT_ACKNOWLEDGED, WaitKind.BATCHER_AWAY))
-        awaited(lambda: next(stream), (WaitKind.NO_BATCH, WaitKind.BATCHER_AWAY))
-
-    assert len(stepped.reasons) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,11 +21,9 @@ from turnstream.errors import (
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.runs import create_run
-from turnstream.types.names import RunId
 from turnstream.worker import BatchStream, ObserverStream
 from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
@@ -48,20 +44,10 @@ def create(client: redis.Redis, name: str, *, batch_groups: int = 1) -> None:
     create_run(client, name, replace(testkit.config(batch_groups), max_staleness=100))
 
 
-def publish(url: str, name: str, *group_ids: str, closes: bool = False) -> None:
+def publish(url: str, name: str, *group_ids: str) -> None:
     with Publisher(url, name) as publisher:
         for group_id in group_ids:
             publisher.publish(testkit.group(group_id)).result(10)
-        if closes:
-            publisher.close_run()
-
-
-def trained(stream: BatchStream) -> list[str]:
-    groups = []
-    for mini_batch in stream:
-        groups.append(mini_batch.rows.group_id[0])
-        stream.committed(stream.stepped())
-    return groups
 
 
 def state_of(client: redis.Redis, run: str) -> dict[str, Any]:
@@ -123,36 +109,3 @@ def test_old_observer_is_refused_by_the_next_run(
             next(stream) if call == "next" else stream.seen()
 
     assert not client.exists(keys.run_keys(f"{name}~2").observers)
-
-
-def test_next_run_trains_while_payload_of_the_old_one_remains(
-    server: EmbeddedServer, client: redis.Redis, start_batcher: Any, name: str
-) -> None:
-    publish(server.url, name, "a", "b")
-    target = start_batcher().target
-    with BatchStream(target, name, timeout_s=20) as stream:
-        next(stream)
-    environment = {
-        "TURNSTREAM_FAILPOINT": "delete.after_begin",
-        "TURNSTREAM_REDIS_URL": server.url,
-    }
-    command = [sys.executable, "-m", "turnstream_server.cli", "run", "delete", name, "--yes"]
-    killed = subprocess.run(command, env=environment, capture_output=True, check=False)
-
-    create(client, name)
-    publish(server.url, name, "a", "b", closes=True)
-    with BatchStream(target, name, timeout_s=20) as stream:
-        groups = trained(stream)
-    old_payload = keys.trajectory_keys(name, "a/0/0").turns
-    was_there = bool(client.exists(old_payload))
-    done = delete_run(client, RunId(name))
-
-    assert killed.returncode == -9
-    assert groups == ["a", "b"]
-    assert was_there
-    assert (done.runs, done.num_trajectories) == ((name,), 4)
-    assert not client.exists(old_payload)
-    ledger = read_ledger(client, f"{name}~2")
-    ledger.check()
-    assert (ledger.accepted, ledger.num_trained) == (4, 4)
-    assert read_frontier(client, f"{name}~2").committed == 2

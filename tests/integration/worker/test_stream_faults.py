@@ -23,24 +23,29 @@ from turnstream.errors import (
     TurnstreamError,
 )
 from turnstream.types import Denominators
-from turnstream.worker import BatchStream, StreamStatistics
+from turnstream.worker import StreamStatistics
 
 pytestmark = pytest.mark.grpc
-
-
-def open_stream(batcher: Any, **changes: Any) -> BatchStream:
-    return BatchStream(batcher.target, "run", **{"timeout_s": 10.0, **changes})
 
 
 def texts(mini_batch: Any) -> list[str]:
     return testkit.spell(mini_batch.rows)
 
 
-def test_missing_batcher_is_reported_at_the_deadline(batcher: Any) -> None:
-    batcher.stop()
+def test_missing_batcher_is_reported_at_the_deadline(batcher: Any, retried: Any) -> None:
+    batcher.add_step(1, "abC")
+    with retried(lambda: batcher.stream(timeout_s=2.0)) as stream:
+        retried(lambda: next(stream))
+        batcher.stop()
+        calls = {
+            "no_batch": lambda: next(stream),
+            "not_acknowledged": stream.stepped,
+        }
 
-    with pytest.raises(BatcherUnavailableError):
-        open_stream(batcher, timeout_s=0.5)
+        for kind, call in calls.items():
+            with pytest.raises(BatcherUnavailableError) as caught:
+                call()
+            assert [each.kind for each in caught.value.reasons] == [kind, "batcher_away"]
 
 
 def test_batcher_restart_during_a_batch_repeats_no_mini_batch(batcher: Any) -> None:
@@ -48,7 +53,7 @@ def test_batcher_restart_during_a_batch_repeats_no_mini_batch(batcher: Any) -> N
     batcher.chunk_bytes = 1 << 20
     batcher.faults = [stop_after(3, batcher)]
 
-    with open_stream(batcher, max_prefetch_bytes=1) as stream:
+    with batcher.stream(max_prefetch_bytes=1) as stream:
         seen = [next(stream)]
         batcher.stop()
         batcher.start()
@@ -62,7 +67,7 @@ def test_interrupted_stream_is_fetched_again(batcher: Any, num_messages: int) ->
     batcher.add_step(1, "abCDEFG", num_mini_batches=2)
     batcher.faults = [cut_after(num_messages), aborted_after(num_messages)]
 
-    with open_stream(batcher) as stream:
+    with batcher.stream() as stream:
         seen = [next(stream), next(stream)]
         statistics = stream.statistics()
 
@@ -78,7 +83,7 @@ def test_partly_received_step_names_its_manifest(batcher: Any) -> None:
     batcher.needs_stepped = False
     batcher.faults = [cut_after(1), cut_after(3)]  # in the first mini-batch, and in the second
 
-    with open_stream(batcher) as stream:
+    with batcher.stream() as stream:
         for _ in range(3):
             next(stream)
         testkit.wait_until(lambda: ("Get", 3) in batcher.calls, describe="the step after")
@@ -91,7 +96,7 @@ def test_damaged_mini_batch_is_fetched_again(batcher: Any) -> None:
     batcher.add_step(1, "abCDEFG")
     batcher.faults = [damage("abcd"), damage("defg")]
 
-    with open_stream(batcher) as stream:
+    with batcher.stream() as stream:
         mini_batch = next(stream)
         statistics = stream.statistics()
 
@@ -111,7 +116,7 @@ def test_repeated_failure_is_raised_after_3_attempts(batcher: Any, fault: Any, e
     batcher.add_step(1, "abC")
     batcher.faults = [fault()] * 10
 
-    with open_stream(batcher) as stream:
+    with batcher.stream() as stream:
         for _ in range(2):
             with pytest.raises(error):
                 next(stream)
@@ -126,7 +131,7 @@ def test_occasional_damage_is_never_raised(batcher: Any) -> None:
         batcher.add_step(step, "abC")
     batcher.faults = [damage("abc"), damage("abc"), None] * 3
 
-    with open_stream(batcher) as stream:
+    with batcher.stream() as stream:
         seen = [next(stream).info.step for _ in range(3)]
         assert stream.statistics().num_damaged == 6
 
@@ -136,7 +141,7 @@ def test_occasional_damage_is_never_raised(batcher: Any) -> None:
 def test_stream_refuses_the_mini_batch_of_another_run(batcher: Any) -> None:
     batcher.add_step(1, "abC", run="other")
 
-    with open_stream(batcher) as stream, pytest.raises(CorruptRecordError, match="other"):
+    with batcher.stream() as stream, pytest.raises(CorruptRecordError, match="other"):
         next(stream)
 
 
@@ -144,7 +149,7 @@ def test_stream_refuses_rows_beyond_the_shipped_denominators(batcher: Any) -> No
     fewer = Denominators(1, 1, 1, 1, weight_sum=1.0, length_constant=0)
     batcher.add_step(1, "abCD", denominators=fewer)
 
-    with open_stream(batcher) as stream, pytest.raises(BatchingError, match="num_tokens"):
+    with batcher.stream() as stream, pytest.raises(BatchingError, match="num_tokens"):
         next(stream)
 
     assert batcher.calls.count(("Get", 1)) == 1
@@ -155,7 +160,7 @@ def test_stream_refuses_a_batch_that_changes_between_attempts(batcher: Any) -> N
     batcher.chunk_bytes = 1 << 20
     batcher.faults = [aborted_after(3)]
 
-    with open_stream(batcher, max_prefetch_bytes=1) as stream:
+    with batcher.stream(max_prefetch_bytes=1) as stream:
         testkit.wait_until(lambda: stream.statistics().queued_mini_batches == 1)
         batcher.add_step(1, "xyZ", num_mini_batches=2)
         next(stream)
@@ -168,7 +173,7 @@ def test_queued_mini_batches_come_before_the_final_error(batcher: Any, failing: 
     batcher.add_step(1, "abC")
     batcher.faults = [None, failing(ReleasedError("step 2 is no longer retained"))]
 
-    with open_stream(batcher) as stream:
+    with batcher.stream() as stream:
         testkit.wait_until(lambda: ("Get", 2) in batcher.calls)
         assert texts(next(stream)) == ["abC"]
         for _ in range(2):
@@ -183,7 +188,7 @@ def test_queued_mini_batches_are_dropped_when_the_session_ends(
     batcher.add_step(1, "abC")
     batcher.faults = [None, failing(kind("the session is over"))]
 
-    with open_stream(batcher) as stream:
+    with batcher.stream() as stream:
         testkit.wait_until(lambda: _is_dropped(stream.statistics()), describe="the end")
         with pytest.raises(kind, match="is over"):
             next(stream)
@@ -206,7 +211,7 @@ def test_silent_batcher_is_reported_at_the_deadline(batcher: Any, num_messages: 
     batcher.add_step(1, "abC")
     batcher.faults = [silent, silent]
 
-    with open_stream(batcher, timeout_s=2.0) as stream:
+    with batcher.stream(timeout_s=2.0) as stream:
         with pytest.raises(BatcherUnavailableError) as caught:
             next(stream)
         assert [reason.kind for reason in caught.value.reasons] == ["no_batch", "batcher_silent"]

@@ -75,22 +75,3 @@ async def test_every_turn_has_its_own_advantage_in_layouts_and_command(
     batch = read_batch(server.url, run, 1)
     shown = batch["mini_batches"][0]["trajectories"]
     assert [each["turn_advantages"] for each in shown] == [[1.0, 0.5], [-1.0, -0.5]]
-
-
-async def test_turn_advantages_are_distributed_over_ranks_with_inert_rows(
-    server: Any, start_batcher: Any, run: str
-) -> None:
-    await publish(server.url, run)
-    target = start_batcher().target
-    options: Any = {"dp_world_size": 4, "session": "s"}
-
-    found: dict[int, list[float]] = {}
-    for dp_rank in range(4):
-        with BatchStream(target, run, dp_rank, **options) as stream:
-            rows = next(stream).rows
-        assert rows.advantages is not None
-        found |= dict(zip(rows.row_id.tolist(), map(list, rows.advantages), strict=True))
-
-    inert = [row_id for row_id in found if row_id < 0]
-    assert [found[row_id] for row_id in inert] == [[0.0]]
-    assert [found[row_id] for row_id in range(3)] == [[1.0, 1.0, 0.0, 0.5], [-1.0], [-0.5, -0.5]]

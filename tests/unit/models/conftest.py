@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
 
+torch.set_num_threads(1)  # tiny tensors: a second thread would only wait for the first
+
 VOCAB_SIZE = 128
 
 
@@ -43,9 +45,3 @@ def make_model(architecture: str) -> PreTrainedModel:
 def model_of() -> Callable[[str], PreTrainedModel]:
     """The maker `make_model`."""
     return make_model
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    """Tiny tensors: a second thread would only wait for the first."""
-    torch.set_num_threads(1)

@@ -4,8 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 import testkit
 from testkit.training import make_engine, make_mini_batch
 from turnstream.batching.scoring.tag_statistics import sum_up
@@ -196,8 +194,3 @@ def test_cut_metrics_line_is_closed_before_the_next_one(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[:2] == ['{"step": 1}', '{"ste']
     assert json.loads(lines[2])["step"] == 1
-
-
-def test_count_below_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="checkpoint_every"):
-        _config(tmp_path, checkpoint_every=0)

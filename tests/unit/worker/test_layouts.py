@@ -58,10 +58,13 @@ def causal(attended_BT: Tensor) -> Tensor:
     return (seen_TT & attended_BT[:, None, :]) | torch.eye(width, dtype=torch.bool)
 
 
+def token_loss(current: Tensor, advantages: Tensor | float) -> Tensor:
+    return -advantages * current + current**2 / 8
+
+
 def loss_of(current: Tensor, part: RowTensors, advantages: Tensor, *, mode: Any) -> Tensor:
-    loss = -advantages * current + current**2 / 8
-    denominators: Any = part
-    return aggregate(loss, part, mode=mode, denominators=denominators.denominators)
+    loss = token_loss(current, advantages)
+    return aggregate(loss, part, mode=mode, denominators=part.denominators)
 
 
 def left_loss(share: MiniBatch, score: Score, *, mode: Any) -> Result:
@@ -195,41 +198,23 @@ def test_supervised_rows_have_the_same_loss_in_all_layouts(
         Ragged.from_rows([[weight for _, weight in row] for row in pairs], np.float32),
     )
     scale = 1 / max(sum(weight for row in pairs for _, weight in row[1:]), 1)
-    info = testkit.mini_batch_info(rows)
-    mini_batch = MiniBatch(rows=rows, info=info)
-
-    def score(ids: Tensor) -> Tensor:
-        return score_by_token(ids, ids, ids)
-
-    def loss(current: Tensor, part: RowTensors) -> float:
-        sums = aggregate(-current, part, mode="seq_mean_token_sum", denominators=info.denominators)
-        return float(sums) * info.denominators.weight_sum * scale
-
-    left = to_torch(mini_batch)
-    left_BR = response_logprobs(
-        score(left.input_ids_BT), input_ids_BT=left.input_ids_BT, response_width=left.response_width
-    )
-    right = right_padded_to_torch(mini_batch)
-    right_BT = next_token_logprobs(score(right.input_ids_BT), input_ids=right.input_ids_BT)
-    [one] = packed_to_torch(mini_batch)
-    packed_N = next_token_logprobs(score(one.input_ids_N), input_ids=one.input_ids_N)
-    flat = jagged_to_torch(mini_batch)
-    jagged_M = token_logprobs(
-        score(flat.input_ids_N)[flat.scoring_tokens_M], tokens=flat.response_ids_M
-    )
+    mini_batch = MiniBatch(rows=rows, info=testkit.mini_batch_info(rows))
     bins = packed_supervised(
         rows,
         bins=bin_sequences(rows.input_ids.lengths.tolist(), capacity=16, dp_world_size=2),
         pad_token_id=0,
     )
     ids_KW = torch.from_numpy(bins.input_ids_KW)
-    bins_KW = next_token_logprobs(score(ids_KW), input_ids=ids_KW)
+    scored_KW = next_token_logprobs(score_by_token(ids_KW, ids_KW, ids_KW), input_ids=ids_KW)
+    in_bins = float((torch.from_numpy(bins.target_weights_KW) * token_loss(scored_KW, 1.0)).sum())
 
-    in_bins = -float((torch.from_numpy(bins.target_weights_KW) * bins_KW).sum())
-    in_layouts = [
-        loss(left_BR, left), loss(right_BT, right), loss(packed_N, one), loss(jagged_M, flat)
-    ]  # fmt: skip
-    assert in_layouts == pytest.approx([in_bins] * 4, rel=1e-4, abs=1e-6)
+    losses = [
+        layout(mini_batch, score_by_token, mode="seq_mean_token_sum")[0] for layout in LAYOUTS
+    ]
+
+    scale *= mini_batch.denominators.weight_sum
+    in_layouts = [float(loss) * scale for loss in losses]
+    assert in_layouts == pytest.approx([in_bins] * len(LAYOUTS), rel=1e-4, abs=1e-6)
 
 
 def test_response_values_exclude_inert_rows() -> None:

@@ -7,6 +7,7 @@ annotations say how a stored field is read: a missing message field is None wher
 from __future__ import annotations
 
 import contextlib
+import struct
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import fields, is_dataclass
@@ -25,9 +26,9 @@ _Value = TypeVar("_Value")
 _Message = TypeVar("_Message", bound=Message)
 _Read = Callable[[Any], Any]
 
-_UNREADABLE: Final = (
-    *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError),
-    *(StopIteration, RecursionError, zlib.error),
+UNREADABLE: Final = (
+    *(ValueError, TypeError, LookupError, ArithmeticError, AssertionError, AttributeError),
+    *(StopIteration, RecursionError, struct.error, zlib.error),
 )
 """Errors of parsers that get other bytes than were written."""
 
@@ -39,7 +40,7 @@ def reading(what: str, *others: type[Exception]) -> Generator[None]:
         yield
     except RecordError:
         raise
-    except (*_UNREADABLE, *others) as error:
+    except (*UNREADABLE, *others) as error:
         raise CorruptRecordError(f"{what}: {error!r}") from error
 
 

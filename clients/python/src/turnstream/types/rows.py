@@ -6,13 +6,11 @@ Shape suffixes in docstrings: B rows, T tokens of a row, P its prompt, T - P its
 from __future__ import annotations
 
 import collections.abc as abc
-import contextlib
 import itertools
 import re
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,11 +69,7 @@ class Ragged(Generic[Scalar]):
 
 
 def _as_array(row: Any, dtype: type[Any], *, place: int) -> NDArray[Any]:
-    if type(row) is list:  # plain numbers take half the time of numpy; others raise
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            numbers: Any = array(np.dtype(dtype).char, cast("list[Any]", row))
-            return np.frombuffer(numbers, dtype)
-    given: NDArray[Any] = np.asarray(cast("Any", row))
+    given: NDArray[Any] = np.asarray(row)
     if given.ndim == 0:
         raise BatchingError(f"row {place} is a single value, not a row of values")
     with np.errstate(invalid="ignore"):  # NaN as a whole number: found below

@@ -23,7 +23,6 @@ from turnstream.types import MiniBatch, MiniBatchInfo
 if TYPE_CHECKING:
     import torch
 
-    from turnstream.worker._prefetch import StreamStatistics
     from turnstream.worker.layouts import JaggedTensors, PackedTensors, RightPaddedTensors
     from turnstream.worker.stream import BatchStream
     from turnstream.worker.tensors import LeftPaddedTensors
@@ -95,6 +94,7 @@ class Step:
     Attributes:
         number: from 1.
         num_mini_batches: optimizer updates of the step.
+        state: the state that `done` returned; "" before.
     """
 
     def __init__(self, stream: BatchStream, first: PulledMiniBatch, *, waited_s: float) -> None:
@@ -106,7 +106,7 @@ class Step:
         self._num_tokens: list[int] = []
         self._mini_batches = self._pull(first)
         self._is_pulled = False
-        self._state = ""
+        self.state = ""
 
     def __iter__(self) -> Iterator[PulledMiniBatch]:
         return self._mini_batches
@@ -121,11 +121,6 @@ class Step:
             if self._is_pulled:
                 return
             mini_batch = next(self._stream)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `done` has returned."""
-        return bool(self._state)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -170,11 +165,11 @@ class Step:
             FencedError: a newer start of the trainer took over.
             StoreBehindError, ConflictError: the store lost this step, or one before it.
         """
-        if not self._state:
+        if not self.state:
             if not self._is_pulled:
                 raise RejectedError(f"step {self.number} has mini-batches that were not taken yet")
-            self._state = str(self._stream.stepped())
-        return self._state
+            self.state = str(self._stream.stepped())
+        return self.state
 
     def commit(self) -> None:
         """Acknowledge that this rank's part of the checkpoint is on disk, with its `done` state.
@@ -185,9 +180,9 @@ class Step:
             RejectedError: the step is not done.
             FencedError: a newer start of the trainer took over.
         """
-        if not self._state:
+        if not self.state:
             raise RejectedError(f"step {self.number} is not done: call done() before commit()")
-        self._stream.committed(self._state)
+        self._stream.committed(self.state)
 
 
 class Batches:
@@ -214,7 +209,7 @@ class Batches:
         return self
 
     def __next__(self) -> Step:
-        if self._step is not None and not self._step.is_done:
+        if self._step is not None and not self._step.state:
             raise RejectedError(
                 f"step {self._step.number} is not done: call done() after its last mini-batch, "
                 "then take the next step"
@@ -229,10 +224,6 @@ class Batches:
     ) -> None:
         """Announce weights named `version`; see `BatchStream.announce_version`."""
         self._stream.announce_version(version, step=step, weights_uri=weights_uri)
-
-    def statistics(self) -> StreamStatistics:
-        """Return numbers of the received and the queued mini-batches."""
-        return self._stream.statistics()
 
     def close(self) -> None:
         """Disconnect. Safe to call twice."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple, TypeVar
 
@@ -14,15 +12,10 @@ from turnstream.errors import (
     RejectedError,
     UnknownFormatError,
 )
+from turnstream.records.values import UNREADABLE
 from turnstream.store.client.keys import readable_name
 
 _T = TypeVar("_T")
-
-_UNREADABLE: Final = (
-    *(ValueError, TypeError, LookupError, ArithmeticError, AssertionError, AttributeError),
-    *(struct.error, zlib.error, RecursionError),
-)
-"""Errors of parsers that get other bytes than were stored."""
 
 _MAX_SHOWN: Final = 200
 """Characters of a cause that are shown: a parser may quote all that it was given."""
@@ -40,7 +33,7 @@ def reading(key: str, field: str = "") -> Iterator[None]:
         yield
     except UnknownFormatError:
         raise  # a newer release wrote it; it is not damaged
-    except (CorruptRecordError, InvalidConfigError, *_UNREADABLE) as error:
+    except (CorruptRecordError, InvalidConfigError, *UNREADABLE) as error:
         raise damaged(key, field, error) from error
     except RejectedError as error:
         if "WRONGTYPE" not in str(error):
