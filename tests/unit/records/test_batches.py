@@ -77,20 +77,6 @@ def test_columns_without_values_are_left_out_and_come_back():
     assert_same(decode_mini_batch(encoded.data), mini)
 
 
-def test_token_columns_are_decoded_without_a_copy():
-    built = rows("abCdE", "abF", token_reward=0.5)
-    encoded = encode_mini_batch(MiniBatch(rows=built, info=mini_batch_info(built)))
-    sent = np.frombuffer(encoded.data, np.uint8)
-
-    decoded = decode_mini_batch(encoded.data).rows
-
-    assert decoded.logprobs
-    for column in (decoded.input_ids, decoded.loss_mask, decoded.logprobs, decoded.rewards):
-        assert np.shares_memory(column.values, sent)
-        assert np.shares_memory(column.offsets, sent)
-        assert not column.values.flags.writeable
-
-
 def test_rows_inside_a_longer_buffer_are_encoded_alone():
     whole = rows("abC", "abCdE", "xY")
     second = replace(

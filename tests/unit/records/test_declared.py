@@ -88,13 +88,15 @@ def test_values_of_any_shape_are_decoded_without_a_copy(name: str):
 
     decoded = decode_mini_batch(encoded.data).rows
 
-    columns = [decoded.advantages, decoded.token_weights]
+    columns = [decoded.input_ids, decoded.loss_mask, decoded.logprobs]
+    columns += [decoded.advantages, decoded.token_weights]
     columns += [column.values for column in decoded.extras.values()]
     if decoded.operations:
         columns += [decoded.operations.target_ids, decoded.operations.target_weights]
     for column in columns:
         if column is not None:
             assert np.shares_memory(column.values, np.frombuffer(encoded.data, np.uint8))
+            assert np.shares_memory(column.offsets, np.frombuffer(encoded.data, np.uint8))
             assert not column.values.flags.writeable
 
 

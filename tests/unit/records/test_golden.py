@@ -15,7 +15,6 @@ import pytest
 from testkit import assert_same, config, manifest, mini_batch_info, rows, sealed, shape, stored_turn
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.scoring.tag_statistics import sum_up
-from turnstream.errors import UnknownFormatError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.records.configs import decode_config
 from turnstream.records.events import decode_event, encode_event
@@ -219,13 +218,6 @@ def test_event_has_the_bytes_of_format_0(name: str):
 
     assert_golden(f"{name}.hex", record)
     assert decode_event(record) == EVENTS[name]
-
-
-def test_stored_config_of_format_1_is_refused():
-    stored = (GOLDEN / "config_1.json").read_text()
-
-    with pytest.raises(UnknownFormatError, match=r"format 1; this one reads format 2"):
-        decode_config(stored)
 
 
 def test_stored_config_of_format_2_is_read():

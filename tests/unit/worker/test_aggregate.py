@@ -1,4 +1,4 @@
-"""The average of a loss: golden vectors, and a loop over rows and tokens."""
+"""The average of a loss: golden vectors, and the scale of every row."""
 
 from __future__ import annotations
 
@@ -114,65 +114,35 @@ def test_mini_batch_without_trained_tokens_has_a_loss_of_0(mode: Any) -> None:
     assert aggregate(torch.ones(2, 2), part, mode=mode, denominators=part.denominators).item() == 0
 
 
+_texts = st.from_regex(r"[a-c]\|[a-c]{1,2}[a-cA-C]{0,5}", fullmatch=True)
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_aggregate_applies_the_row_scales_of_the_plan(mode: Any) -> None:
-    rows = testkit.rows("abCD", "xYzZ", "a|bb", "a|b", group_ids=["g", "g", "h", ""])
-    rows = replace(rows, weight=np.array([1.0, 0.5, 2.0, 0.0], np.float32))
+@given(
+    rows_of=st.lists(st.tuples(_texts, st.sampled_from([0.25, 1.0, 2.0])), min_size=1, max_size=9),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_aggregate_applies_the_row_scales_whatever_masked_tokens_hold(
+    mode: Any, rows_of: list[tuple[str, float]], seed: int
+) -> None:
+    groups = [f"g{row // 2}" for row in range(len(rows_of))]
+    rows = testkit.rows(*[text for text, _ in rows_of], group_ids=groups)
+    rows = replace(rows, weight=np.array([weight for _, weight in rows_of], np.float32))
     denominators = count_denominators([rows], length_constant=9)
     part = to_torch(MiniBatch(rows=rows, info=testkit.mini_batch_info(rows)))
-    loss_BR = torch.zeros(part.loss_mask_BR.shape, dtype=torch.float64, requires_grad=True)
+    mask_BR = part.loss_mask_BR.numpy()
+    loss_BR = np.random.default_rng(seed).normal(0, 10, mask_BR.shape)
+    loss_BR[~mask_BR] = np.nan
+    given_BR = torch.from_numpy(loss_BR).requires_grad_()
 
-    aggregate(loss_BR, part, mode=mode, denominators=denominators).backward()
+    mean = aggregate(given_BR, part, mode=mode, denominators=denominators)
+    mean.backward()
 
     scales_B = row_scales(rows, denominators=denominators, aggregation=mode)
-    assert loss_BR.grad is not None
-    np.testing.assert_allclose(
-        loss_BR.grad.numpy(), scales_B[:, None] * part.loss_mask_BR.numpy(), rtol=1e-6
-    )
-
-
-def loop_mean(
-    loss_BR: np.ndarray, masks: list[str], keys: list[Any], groups: list[Any], mode: str
-) -> float:
-    """Straight from the table of definitions; `constant` with a length of 7."""
-    width = loss_BR.shape[1]
-    rows = []
-    for row, mask in enumerate(masks):
-        live = [loss_BR[row, width - len(mask) + t] for t, c in enumerate(mask) if c == "1"]
-        if live:
-            rows.append((keys[row], groups[row], live))
-    if not rows:
-        return 0.0
-    if mode == "token_mean":
-        return sum(sum(live) for *_, live in rows) / sum(len(live) for *_, live in rows)
-    if mode == "seq_mean_token_sum":
-        return sum(sum(live) for *_, live in rows) / len(rows)
-    if mode == "seq_mean_token_mean":
-        return sum(sum(live) / len(live) for *_, live in rows) / len(rows)
-    if mode == "constant":
-        return sum(sum(live) for *_, live in rows) / (len(rows) * 7)
-    position = 0 if mode == "rollout_mean" else 1
-    of_key: dict[Any, list[float]] = {}
-    for row in rows:
-        of_key.setdefault(row[position], []).extend(row[2])
-    return sum(sum(live) / len(live) for live in of_key.values()) / len(of_key)
-
-
-@given(seed=st.integers(0, 2**32 - 1), mode=st.sampled_from(MODES))
-def test_aggregate_equals_the_loop_whatever_masked_tokens_hold(seed: int, mode: Any) -> None:
-    rng = np.random.default_rng(seed)
-    num_rows = int(rng.integers(1, 10))
-    masks = ["".join(rng.choice(["0", "1"], rng.integers(1, 7))) for _ in range(num_rows)]
-    keys = rng.integers(0, 4, num_rows).tolist()
-    groups = [key // 2 for key in keys]
-    part = tensors_of(masks, trajectories=keys, groups=groups, length_constant=7)
-    loss_BR = rng.normal(0, 10, part.loss_mask_BR.shape)
-    loss_BR[~part.loss_mask_BR.numpy()] = np.nan
-
-    mean = aggregate(torch.from_numpy(loss_BR), part, mode=mode, denominators=part.denominators)
-
-    expected = loop_mean(loss_BR, masks, keys, groups, mode)
-    np.testing.assert_allclose(mean.item(), expected, rtol=1e-12, atol=1e-12)
+    sums_B = np.where(mask_BR, loss_BR, 0).sum(axis=1)
+    np.testing.assert_allclose(mean.item(), (scales_B * sums_B).sum(), rtol=1e-6, atol=1e-6)
+    assert given_BR.grad is not None
+    np.testing.assert_allclose(given_BR.grad.numpy(), scales_B[:, None] * mask_BR, rtol=1e-6)
 
 
 def test_weight_of_a_masked_token_is_not_read() -> None:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Final, TypeVar, cast, get_args
 
-from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
+from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.framing import EVENT, MAJOR_VERSION, read_header, write_frame
-from turnstream.records.values import parse_message, read_value, to_message
+from turnstream.records.values import parse_message, read_value, reading, to_message
 from turnstream.types import (
     NO_PARENT,
     DeadlineFired,
@@ -68,19 +68,11 @@ def decode_event(record: bytes) -> Event:
     name = message.WhichOneof("event")
     if name is None:
         raise UnknownFormatError("event", MAJOR_VERSION, MAJOR_VERSION, "an unknown kind")
-    event = _decode_message(name, getattr(message, name))
+    kind, own = _KINDS[name], getattr(message, name)
+    with reading(f"the values of a {name} event"):
+        event = _decode_seal(own) if kind is SealedTrajectory else read_value(kind, own)
     _check_event(event)
     return event
-
-
-def _decode_message(name: str, message: Any) -> Event:
-    kind = _KINDS[name]
-    try:
-        return _decode_seal(message) if kind is SealedTrajectory else read_value(kind, message)
-    except (RecordError, MemoryError):
-        raise
-    except Exception as error:
-        raise CorruptRecordError(f"the values of a {name} event: {error!r}") from error
 
 
 def _encode_seal(event: SealedTrajectory) -> wire.TrajectorySealed:

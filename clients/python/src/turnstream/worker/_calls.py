@@ -47,8 +47,6 @@ MAX_STEPS = 1000
 _SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """Statuses of a call that ended on this side, without a refusal."""
 
-Reply = TypeVar("Reply", bound=Message)
-First = TypeVar("First", wire.StartReply, wire.ObserveReply)
 Result = TypeVar("Result")
 
 
@@ -86,35 +84,33 @@ class BatcherCalls:
 
     def start(self, *, recovery_token: str, session: str) -> wire.StartReply:
         """Begin a session, or resume it; later calls carry its epoch and its run id."""
-        request = wire.StartRequest(
-            run=self.run,
+        reply: wire.StartReply = self._begin(
+            "Start",
+            "the beginning of a trainer session",
             recovery_token=checked_setting(recovery_token, field="recovery_token"),
             dp_world_size=self.dp_world_size,
             session=checked_setting(session, field="session"),
         )
-        what = "the beginning of a trainer session"
-        reply = self._begin("Start", request, wire.StartReply, what=what)
         self._session_epoch, self._session = reply.session_epoch, session
         return reply
 
     def observe(self, *, first_step: int, expiry_s: float) -> wire.ObserveReply:
         """Register the observer of this share, or resume it."""
-        request = wire.ObserveRequest(
-            run=self.run,
+        return self._begin(
+            "Observe",
+            f"the beginning of observer {self._observer}",
             observer=self._observer,
             first_step=first_step,
             expiry_s=expiry_s,
         )
-        what = f"the beginning of observer {self._observer}"
-        return self._begin("Observe", request, wire.ObserveReply, what=what)
 
-    def _begin(self, method: str, request: Message, first: type[First], *, what: str) -> First:
+    def _begin(self, method: str, what: str, **fields: Any) -> Any:
         """Return the first reply; later calls name its run id, whose name may go to another run.
 
         After an error this is closed.
         """
         try:
-            reply = self._repeat(method, request, first, what=what)
+            reply = self._repeat(method, what, run=self.run, **fields)
         except BaseException:
             self.close()
             raise
@@ -157,8 +153,8 @@ class BatcherCalls:
 
     def observed(self, step: int) -> None:
         """Report that the observer has seen every batch up to `step`."""
-        request = wire.ObservedRequest(run=self.run, observer=self._observer, step=step)
-        self._repeat("Observed", request, wire.ObservedReply, what=f"step {step} as seen")
+        what = f"step {step} as seen"
+        self._repeat("Observed", what, run=self.run, observer=self._observer, step=step)
 
     def stepped(self, step: int, *, manifest_hash: str) -> str:
         """Acknowledge the next step for this rank; return its recovery token as text."""
@@ -167,27 +163,17 @@ class BatcherCalls:
         return token
 
     def _stepped(self, step: int, manifest_hash: str, *, timeout_s: float | None = None) -> str:
-        request = wire.SteppedRequest(
-            **self._identity(),
-            step=step,
-            manifest_hash=manifest_hash,
-            dp_rank=self.dp_rank,
-        )
+        fields = {"step": step, "manifest_hash": manifest_hash, "dp_rank": self.dp_rank}
         what = f"step {step} as stepped"
-        reply = self._repeat("Stepped", request, wire.SteppedReply, what=what, timeout_s=timeout_s)
+        reply = self._repeat("Stepped", what, timeout_s=timeout_s, **self._identity(), **fields)
         return reply.recovery_token
 
     def committed(self, recovery_token: str) -> None:
         """Acknowledge that this rank's part of the checkpoint with this token is on disk."""
-        request = wire.CommittedRequest(
-            **self._identity(),
-            recovery_token=checked_setting(recovery_token, field="recovery_token"),
-            dp_rank=self.dp_rank,
-        )
+        token = checked_setting(recovery_token, field="recovery_token")
+        fields = {**self._identity(), "recovery_token": token, "dp_rank": self.dp_rank}
         what = f"the checkpoint {recovery_token}"
-        self._after_lost_steps(
-            lambda: self._repeat("Committed", request, wire.CommittedReply, what=what)
-        )
+        self._after_lost_steps(lambda: self._repeat("Committed", what, **fields))
 
     def _after_lost_steps(self, call: Callable[[], Result]) -> Result:
         """Return the result of a call; after a ConflictError, acknowledge again and call again.
@@ -219,14 +205,14 @@ class BatcherCalls:
 
     def announce_version(self, version: int, *, step: int, weights_uri: str) -> None:
         """Announce new weights."""
-        request = wire.AnnounceVersionRequest(
+        self._repeat(
+            "AnnounceVersion",
+            f"policy version {version}",
             **self._identity(),
             version=version,
             step=step,
             weights_uri=checked_setting(weights_uri, field="weights_uri"),
         )
-        what = f"policy version {version}"
-        self._repeat("AnnounceVersion", request, wire.AnnounceVersionReply, what=what)
 
     def close(self) -> None:
         """Close all connections; calls in flight end as cancelled."""
@@ -234,15 +220,14 @@ class BatcherCalls:
         self._closed.set()
 
     def _repeat(
-        self,
-        method: str,
-        request: Message,
-        reply: type[Reply],
-        *,
-        what: str,
-        timeout_s: float | None = None,
-    ) -> Reply:
-        """Return the reply of the first call with one; raise the last error after `timeout_s`."""
+        self, method: str, what: str, *, timeout_s: float | None = None, **fields: Any
+    ) -> Any:
+        """Return the first reply to a request with these fields.
+
+        Raises the last error after `timeout_s`; `what` names the call in it.
+        """
+        request: Message = getattr(wire, f"{method}Request")(**fields)
+        reply: type[Message] = getattr(wire, f"{method}Reply")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         least_s = min(LEAST_ATTEMPT_S, timeout_s / 4)
         began_s = answered_s = now_s = time.monotonic()
