@@ -11,6 +11,7 @@ from mutations.losses import LOSSES
 from mutations.merging import MERGING
 from mutations.mutation import Mutation
 from mutations.readiness import READINESS
+from mutations.results import RESULTS
 from mutations.rows import ROWS
 from mutations.scores import SCORES
 from mutations.settings import SETTINGS
@@ -39,4 +40,5 @@ MUTATIONS = (
     *EVALUATIONS,
     *LOSSES,
     *CORRECTIONS,
+    *RESULTS,
 )

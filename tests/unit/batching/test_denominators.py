@@ -40,6 +40,7 @@ def test_a_trajectory_on_two_ranks_counts_in_proportion_on_each() -> None:
     counts = [ShareCounts.of(share) for share in (left, right)]
 
     assert [share.num_trajectories for share in counts] == [1.75, 0.25]
+    assert [share.num_groups for share in counts] == pytest.approx([5 / 6, 1 / 6])
     assert count_denominators([left, right], length_constant=0) == count_denominators(
         [fan_out()], length_constant=0
     )

@@ -53,6 +53,14 @@ def test_a_turn_that_is_stored_without_a_parent_leaves_every_row_open() -> None:
     assert [*index.matches(ids("abcdef"))][:2] == [PrefixMatch(1, 5), PrefixMatch(0, 3)]
 
 
+def test_turn_that_shares_less_than_its_match_is_found_later() -> None:
+    index = index_of(("ab", "c"), ("abx", "y"))
+
+    index.add(PrefixMatch(1, 2), ids("abz"), ids("w"))
+
+    assert link(index, ids("abzwq")) == PrefixMatch(2, 4)
+
+
 def test_memory_is_free_as_soon_as_the_index_is() -> None:
     # Lines that referred to each other in a circle would stay until the garbage collector runs.
     index = index_of(("ab", "c"), ("abx", "y"))

@@ -67,6 +67,14 @@ def test_slices_and_the_order_of_columns_do_not_change_the_hash():
     assert {*map(content_hash, same)} == {content_hash(batch)}
 
 
+def test_slice_of_lists_of_fixed_size_has_the_hash_of_its_values():
+    pairs = pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2))
+    both = pa.record_batch({"extra": pairs})
+    last = pa.record_batch({"extra": pairs.take(pa.array([1]))})
+
+    assert content_hash(both.slice(1)) == content_hash(last) != content_hash(both.slice(0, 1))
+
+
 @pytest.mark.parametrize("name", COLUMNS)
 def test_change_of_any_column_changes_the_hash(name: str):
     batch = three_rows()
