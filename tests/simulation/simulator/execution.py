@@ -16,7 +16,6 @@ from simulator.shared_state import SharedState
 from simulator.world import World
 from turnstream.store.run.runs import reopen_run, resume_run
 
-_MAX_STEPS = 20_000
 _TEND_EVERY = 16
 """Steps between two looks at who died."""
 _END_S = 600.0
@@ -65,8 +64,7 @@ class Execution:
             for name, main in _OPERATORS.items()
             if name in self._drawn.optional
         ]
-        until_s = world.now_s + self._drawn.faults_s
-        world.run_until(lambda: world.now_s >= until_s, max_steps=_MAX_STEPS, until_s=until_s)
+        world.run_until(lambda: False, longest_s=self._drawn.faults_s)
         world.stop_faults()
         shared.is_closing = True
         for process in started:
@@ -77,10 +75,8 @@ class Execution:
 
     def _await_resends(self) -> None:
         """A run that is closed takes no group again that was lost."""
-        world = self._world
-        if "cut" in world.counts:
-            until_s = world.now_s + _RESEND_S
-            world.run_until(self._have_all_resent, max_steps=_MAX_STEPS, until_s=until_s)
+        if "cut" in self._world.counts:
+            self._world.run_until(self._have_all_resent, longest_s=_RESEND_S)
 
     def _have_all_resent(self) -> bool:
         """Return whether every living publisher has resent what the store lost."""
@@ -97,14 +93,10 @@ class Execution:
         world.start("closer", lambda process: operators.closer(process, shared))
         has_ended = world.run_until(
             lambda: self._is_over() and not are_evals_open(writes),
-            max_steps=_MAX_STEPS,
-            until_s=world.now_s + _END_S,
+            longest_s=_END_S,
         )
         if has_ended and shared.num_evals:  # late events are settled a moment later
-            until_s = world.now_s + _SETTLING_S
-            world.run_until(
-                lambda: not is_unfinished(writes), max_steps=_MAX_STEPS, until_s=until_s
-            )
+            world.run_until(lambda: not is_unfinished(writes), longest_s=_SETTLING_S)
         if world.problems:
             return
         if has_ended:

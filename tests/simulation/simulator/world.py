@@ -21,6 +21,7 @@ from simulator.store import Store
 from simulator.values import StoreError
 
 EPOCH_MS = 1_700_000_000_000
+_MAX_STEPS = 20_000
 _MAX_STEP_S = 0.002
 _IDLE_S = 0.05
 
@@ -97,9 +98,9 @@ class World:
         else:
             self._requests.append(request)
 
-    def run_until(self, is_over: Callable[[], bool], *, max_steps: int, until_s: float) -> bool:
+    def run_until(self, is_over: Callable[[], bool], *, longest_s: float) -> bool:
         """Run until the condition holds; return False if a limit comes first."""
-        last = self.num_steps + max_steps
+        last, until_s = self.num_steps + _MAX_STEPS, self.now_s + longest_s
         while not self.problems:
             if is_over():
                 return True
