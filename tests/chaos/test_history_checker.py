@@ -33,11 +33,10 @@ from turnstream_server.batcher.assembly.archive import archive_path
 Corrupt = Callable[[Lines], Lines]
 
 COUNTS = {"accepted": 16, "committed": 16}
-LOST_GROUP = group_lines("g99", at=10.0)
 
 
 def lose_group(lines: Lines) -> Lines:
-    return [*lines, *LOST_GROUP]
+    return [*lines, *group_lines("g99", at=10.0)]
 
 
 def repeat_batch(lines: Lines) -> Lines:
@@ -183,8 +182,7 @@ CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("steps_are_stepped_by_all_ranks", drop_last_mini_batch),
     ("steps_are_stepped_by_all_ranks", change_manifest(dp_rank=1)),
     ("steps_are_stepped_by_all_ranks", change_manifest()),
-    ("nothing_else_is_trained", lambda ls: change(ls, "opening", purpose="eval")),
-    ("nothing_else_is_trained", change_payload_of_task),
+    ("tasks_have_their_payload", change_payload_of_task),
     ("prompts_are_trained_once", train_two_visits_of_prompt),
     ("nothing_is_lost", lose_group),
 ]
@@ -232,14 +230,6 @@ def test_correct_history_has_no_contradiction() -> None:
 def test_ledger_that_contradicts_the_history_is_found(counts: dict[str, int]) -> None:
     with pytest.raises(HistoryError, match="ledger_adds_up"):
         check(History(right_history()), counts=counts)
-
-
-def test_counts_of_evaluations_are_checked() -> None:
-    history = History([*right_history(), *change(LOST_GROUP, "opening", purpose="eval")])
-
-    check(history, counts={"accepted": 18, "committed": 16, "evaluated": 2}, is_drained=True)
-    with pytest.raises(HistoryError, match="evaluations_add_up"):
-        check(history, counts={"accepted": 17, "committed": 16, "evaluated": 1}, is_drained=True)
 
 
 def test_sleep_of_a_process_excuses_a_late_answer() -> None:

@@ -24,7 +24,7 @@ def test_run_survives_random_faults(tmp_path: Path, durability: Durability) -> N
     survived = sum(map(len, report.recoveries_s.values()))
     assert survived + report.in_vain.total() == NUM_FAULTS
     assert 0 < report.most_store_bytes < MAX_STORE_BYTES
-    states = {"committed", "abandoned", "surplus", "incomplete", "evaluated"}
+    states = {"committed", "abandoned", "surplus", "incomplete"}
     assert report.facts["ledger"].keys() <= {"accepted", *states}
 
 

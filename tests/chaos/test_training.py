@@ -72,7 +72,7 @@ def test_rank_killed_within_a_transfer_gets_the_same_bytes_again(rig: Rig) -> No
     with ObserverStream(rig.address(), rig.run, "beside", 1, 2, first_step=1) as beside:
         sizes = [next(beside).num_bytes, next(beside).num_bytes]
     with Proxy(rig.address()) as proxy:
-        proxy.break_next_reply(after_bytes=sizes[0] + sizes[1] // 2, is_stop=True)
+        proxy.break_replies([sizes[0] + sizes[1] // 2], is_stop=True)
         targets = [rig.address(), proxy.address]
         whole, reading = rig.start_ranks(2, targets=targets, barrier_s=0.5)
         rig.wait(lambda: proxy.num_breaks, "half of a mini-batch")
@@ -107,7 +107,7 @@ def test_transfer_cut_in_its_middle_is_never_half_accepted(fed: Rig, proxy: Prox
     # The first two transfers begin with the session's start, of some 1,400 bytes; each mini-batch
     # has some 4,700.
     places = (700, 1470, 120, 230, 2500, 5100, 7500, 12000)
-    proxy.cut_connections(after_bytes=places)
+    proxy.break_replies(places)
 
     fed.join(fed.start_ranks(1, target=proxy.address, max_steps=NUM_STEPS))
 

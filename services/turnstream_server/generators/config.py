@@ -71,7 +71,6 @@ class ReplayConfig:
             "--logprobs-by", help="Policy that computes log-probabilities; else none are sent."
         ),
     ] = None
-    num_threads: Threads = 0
     timeout_s: float = 3600.0
     """Longest wait for the admission of a group."""
 

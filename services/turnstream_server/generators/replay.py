@@ -75,12 +75,8 @@ def _encoder(config: ReplayConfig) -> TurnsOf:
     chat = ChatTokenizer.load(config.tokenizer)
     if config.policy is None:
         return chat.encode_turns
-    import torch
-
     from turnstream_server.models.logprobs import score_turns
     from turnstream_server.models.policy import load_policy
 
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
     model = load_policy(read_policy_source(config.policy))
     return lambda recording: score_turns(model, chat.encode_turns(recording))

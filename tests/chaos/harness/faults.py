@@ -6,7 +6,6 @@ A fault without effect raises `InVainError` and is not counted.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,23 +14,14 @@ from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import LEASE_S
 from harness.running import InVainError, Stack
-from turnstream.errors import ConflictError
-from turnstream.store.run.configs import read_revisions, revise_config
-from turnstream.store.run.runs import pause_run, resume_run
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.jobs.stack import Service
 
 HOUR_S = 3600.0
-CUT_S = 1.0
-"""Longest wait for a reply that can be cut."""
+NUM_CUTS = 3
+CUT_S = 3.0
+"""Longest wait for replies that can be cut."""
 LATE_SYNC_S = 1.5
 """Longest delay of the disk under everysec; publishers keep their writes for longer."""
-IN_FORCE_S = 60.0
-MOST_GROUPS = 6
-"""Groups of a batch before and after a revision."""
-AHEAD = 2
-"""Steps between the newest plan and the first with another config, so that it is stored in time."""
 
 Fault = Callable[[Stack], None]
 
@@ -127,15 +117,12 @@ def cut_transfers_to_the_ranks(stack: Stack) -> None:
 
 def _cut_replies(stack: Stack, proxy: Proxy, *, within_bytes: int) -> None:
     before = proxy.num_breaks
-    for number in range(1, 4):
-        proxy.break_next_reply(after_bytes=stack.rng.randint(0, within_bytes))
-        with contextlib.suppress(TimeoutError):
-            stack.rig.wait(
-                lambda number=number: proxy.num_breaks >= before + number,
-                "a reply to cut",
-                timeout_s=CUT_S,
-            )
-    proxy.spare_next_reply()
+    proxy.break_replies(stack.rng.randint(0, within_bytes) for _ in range(NUM_CUTS))
+    with contextlib.suppress(TimeoutError):
+        stack.rig.wait(
+            lambda: proxy.num_breaks >= before + NUM_CUTS, "replies to cut", timeout_s=CUT_S
+        )
+    proxy.break_replies([])
     if proxy.num_breaks == before:
         raise InVainError("no request came")
 
@@ -168,63 +155,6 @@ def move_the_clock(stack: Stack) -> None:
     stack.machine.set_clock(wrong_by_s=stack.clock_s)
 
 
-def pause_the_run(stack: Stack) -> None:
-    """Pause the run; no group starts and no batch is planned until it is resumed.
-
-    Half of the time a batcher dies during the pause.
-    """
-    client, run = stack.rig.client, stack.rig.run
-    pause_run(client, run, "a fault")
-    before = read_frontier(client, run)
-    time.sleep(stack.rng.uniform(0.2, 1.0))
-    if stack.rng.random() < 0.5:
-        stack.batchers[stack.rng.choice(list(stack.batchers))].kill()
-        stack.mend_services()
-    after = read_frontier(client, run)
-    assert (before.paused, after.paused) == ("a fault", "a fault")
-    assert (before.planned, before.num_opened_groups) == (after.planned, after.num_opened_groups)
-    resume_run(client, run)
-
-
-def revise_the_run(stack: Stack) -> None:
-    client, run = stack.rig.client, stack.rig.run
-    number, from_step = _store_revision(stack)
-
-    def is_planned() -> bool:
-        stack.mend()
-        return read_frontier(client, run).planned >= from_step
-
-    stack.rig.wait(is_planned, f"step {from_step} by revision {number}", timeout_s=IN_FORCE_S)
-    revisions = read_revisions(client, run)
-    assert revisions.in_force == number
-    batch_groups = revisions.config(number).batch_groups
-    for step in (from_step - 1, from_step):
-        stored = read_plan(client, run, step)
-        if stored is None:
-            continue  # released meanwhile
-        planned_by = stored.manifest.config_revision
-        assert (planned_by == number) == (step == from_step), (step, planned_by, number)
-        if step == from_step:
-            assert len(stored.manifest.groups) == batch_groups
-
-
-def _store_revision(stack: Stack) -> tuple[int, int]:
-    """Return the number and the first step of a new config."""
-    client, run = stack.rig.client, stack.rig.run
-    last = read_revisions(client, run).last.config
-    wanted = dataclasses.replace(
-        last,
-        batch_groups=MOST_GROUPS if last.batch_groups < MOST_GROUPS else 4,
-        max_tokens_per_micro_batch=stack.rng.choice((64, 96, 128)),
-    )
-    while True:
-        from_step = read_frontier(client, run).planned + 1 + AHEAD
-        try:
-            return revise_config(client, run, wanted, from_step=from_step), from_step
-        except ConflictError:  # the step is already planned
-            continue
-
-
 FAULTS: tuple[Fault, ...] = (
     *(kill_a_batcher, put_a_batcher_to_sleep),
     *(kill_a_rank, put_a_rank_to_sleep),
@@ -232,5 +162,5 @@ FAULTS: tuple[Fault, ...] = (
     *(kill_the_store, cut_the_stores_power, put_the_store_to_sleep),
     *(lose_replies_of_the_store, cut_all_connections_to_the_store),
     *(silence_the_store, slow_the_store_down, cut_transfers_to_the_ranks),
-    *(fill_the_stores_memory, move_the_clock, revise_the_run, pause_the_run),
+    *(fill_the_stores_memory, move_the_clock),
 )

@@ -1,7 +1,7 @@
 """A generator process: publishes groups of known content, and logs every call.
 
 Its options let it hang in one trajectory after the first turn, until a file appears; adopt open
-trajectories and play refills, without groups of its own; and take tasks, or evaluate now and then.
+trajectories and play refills, without groups of its own; and take tasks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def main() -> None:
         hang_until=_NEVER,
         helps_until=Path,
         takes_tasks=0,
-        evaluates_every=0,
         adopts_every=0,
         never_adopts_one_in=0,
     )
@@ -104,7 +103,7 @@ class _Generator:
         self._write_s: float = options.timeout_s + 5.0
 
     def play(self, number: int) -> bool:
-        """Play one group more, and an evaluation now and then; False once the run is closed.
+        """Play one group more; False once the run is closed.
 
         Now and then it also adopts trajectories of others.
         """
@@ -113,10 +112,7 @@ class _Generator:
             self._adopt_lapsed()
         if options.takes_tasks:
             return self._play_task()
-        every, name = options.evaluates_every, f"{options.writer}-{number}"
-        if every and number % every == 0 and not self._play_group(f"{name}-eval", purpose="eval"):
-            return False
-        return self._play_group(name)
+        return self._play_group(f"{options.writer}-{number}")
 
     def help(self, end: Path) -> None:
         """Adopt lapsed trajectories and play refills, until a file appears."""
@@ -155,10 +151,10 @@ class _Generator:
                 self._play_trajectory(writer)
         return True
 
-    def _play_group(self, group_id: str, *, purpose: str = "train") -> bool:
+    def _play_group(self, group_id: str) -> bool:
         samples: int = self._options.samples
-        self._log.write("opening", group=group_id, num_samples=samples, purpose=purpose)
-        group = self._publisher.group(group_id, samples, purpose=purpose)
+        self._log.write("opening", group=group_id, num_samples=samples)
+        group = self._publisher.group(group_id, samples)
         try:
             with self._log.waiting("admission", deadline_s=_ADMISSION_S + 5.0):
                 group.__enter__()

@@ -146,12 +146,6 @@ class History:
         return taken | {line["group"]: line["num_samples"] for line in self.of("opening", "given")}
 
     @cached_property
-    def evaluations(self) -> set[str]:
-        """Groups that were opened to evaluate, which no batch may have."""
-        opened = self.of("opening")
-        return {line["group"] for line in opened if line.facts.get("purpose") == "eval"}
-
-    @cached_property
     def acknowledged(self) -> set[str]:
         """The trajectories of which a generator was told that the run knows their seal."""
         return {line["trajectory"] for line in self.of("sealed")}

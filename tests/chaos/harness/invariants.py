@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +121,8 @@ _VISIT = re.compile(r"(?P<prompt>.+)%23\d+")
 """The name of a group that a run has opened for one of its prompts."""
 
 
-def nothing_else_is_trained(history: History) -> Violations:
-    """No batch has a group that was opened to evaluate, and tasks are what the run was given."""
-    for line in history.of("received"):
-        for row in line["rows"]:
-            if row["trajectory"].split("/")[0] in history.evaluations:
-                yield f"{row['trajectory']} of step {line['step']} was opened to evaluate"
+def tasks_have_their_payload(history: History) -> Violations:
+    """A task has the payload that was added with its prompt."""
     for line in history.of("given"):
         if line["payload"] != prompt_payload(line["prompt"]).decode():
             yield f"{line.process} was given {line['payload']!r} for the prompt {line['prompt']}"
@@ -148,19 +144,6 @@ def trained_prompts(history: History) -> set[str]:
 
 def trained_groups(history: History) -> set[str]:
     return {row["trajectory"].split("/")[0] for _, row in history.surviving_rows}
-
-
-def evaluations_add_up(history: History, counts: Mapping[str, int]) -> Violations:
-    """Every trajectory that was sealed to evaluate is part of an evaluation at the end."""
-    sure = {
-        name
-        for group in history.evaluations
-        for name in history.acknowledged_by_group.get(group, set()) - history.excused
-    }
-    tried = {name for name in history.seals if name.split("/")[0] in history.evaluations}
-    evaluated = counts.get("evaluated", 0)
-    if not len(sure) <= evaluated <= len(tried):
-        yield f"{evaluated} are evaluated, {len(sure)} were acknowledged and {len(tried)} tried"
 
 
 _PLANNED = re.compile(

@@ -45,12 +45,10 @@ class _Break:
     Attributes:
         after_bytes: bytes that pass before it.
         is_stop: whether the connection stays open and forwards nothing more; otherwise it is reset.
-        is_next: whether it is in the next piece, however short that is.
     """
 
     after_bytes: int
     is_stop: bool = False
-    is_next: bool = False
 
 
 class Proxy:
@@ -71,11 +69,9 @@ class Proxy:
         self.stop_within = b""
         self.unanswered = b""
         self._lock = threading.Lock()
-        self._next_break: _Break | None = None
-        self._next_connections: deque[int] = deque()
-        self._cut_request = b""
-        self._cuts: deque[int | None] = deque()
-        self._breaks: dict[socket.socket, _Break] = {}
+        self._breaks: deque[_Break] = deque()
+        self._counts_replies = False
+        self._request_to_break = b""
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -103,32 +99,17 @@ class Proxy:
         """Return the same for a client of Redis."""
         return f"redis://{self.address}/0"
 
-    def break_next_reply(self, *, after_bytes: int = 0, is_stop: bool = False) -> None:
-        """Reset a connection after so many bytes of replies on any connection, or stop it.
+    def break_replies(
+        self, after_bytes: Iterable[int], *, is_stop: bool = False, request: bytes = b""
+    ) -> None:
+        """Reset a connection after each of these numbers of replied bytes, or stop it.
 
-        The request has arrived by then: the server has done what it asks for.
+        Bytes of all connections count, from the next request with these bytes on. That request has
+        arrived: the server has done what it asks for. Breaks that were not reached are replaced.
         """
         with self._lock:
-            self._next_break = _Break(after_bytes, is_stop)
-
-    def spare_next_reply(self) -> None:
-        """Cancel the break of the next reply."""
-        with self._lock:
-            self._next_break = None
-
-    def cut_answers(self, to: bytes, *, after_bytes: Iterable[int | None]) -> None:
-        """Reset connections within the answers to requests with these bytes.
-
-        `after_bytes` of each answer pass before the reset; None lets an answer pass.
-        """
-        with self._lock:
-            self._cut_request = to
-            self._cuts = deque(after_bytes)
-
-    def cut_connections(self, *, after_bytes: Iterable[int]) -> None:
-        """Reset each of the next connections after a number of answered bytes, in their order."""
-        with self._lock:
-            self._next_connections = deque(after_bytes)
+            self._counts_replies, self._request_to_break = False, request
+            self._breaks = deque(_Break(number, is_stop) for number in after_bytes)
 
     def cut_all(self) -> None:
         """Reset every connection that is open now."""
@@ -151,8 +132,6 @@ class Proxy:
                 continue
             with self._lock:
                 self._sockets |= {client, server}
-                if self._next_connections:
-                    self._breaks[client] = _Break(self._next_connections.popleft())
             self._start(lambda c=client, s=server: self._pump(c, s, self.requests))
             self._start(lambda c=client, s=server: self._pump(s, c, self.replies))
 
@@ -168,7 +147,7 @@ class Proxy:
                     continue
                 with self._lock:
                     is_request = lane is self.requests
-                    found = self._request(source, data) if is_request else self._reply(sink, data)
+                    found = self._request(data) if is_request else self._reply(data)
                     self.num_breaks += found is not None
                 sink.sendall(data if found is None else data[: found.after_bytes])
                 if found is not None:
@@ -179,31 +158,27 @@ class Proxy:
             _reset(each)
             with self._lock:
                 self._sockets.discard(each)
-                self._breaks.pop(each, None)
 
-    def _request(self, client: socket.socket, data: bytes) -> _Break | None:
-        """Return the break within a request; note a break of its answer."""
+    def _request(self, data: bytes) -> _Break | None:
+        """Return the break within a request."""
+        self._counts_replies = self._counts_replies or self._request_to_break in data
         if self.unanswered and self.unanswered in data:
             self.replies.is_silent = True
-        if self._cuts and self._cut_request in data:
-            after_bytes = self._cuts.popleft()
-            if after_bytes is not None:
-                self._breaks[client] = _Break(after_bytes, is_next=True)
         wanted = self.stop_within
         if not wanted or wanted not in data:
             return None
         self.stop_within = b""
         return _Break(data.index(wanted) + len(wanted) // 2, is_stop=True)
 
-    def _reply(self, client: socket.socket, data: bytes) -> _Break | None:
+    def _reply(self, data: bytes) -> _Break | None:
         """Return the break within a piece of a reply, or count its bytes."""
-        found = self._breaks.get(client) or self._next_break
-        if found is not None and not found.is_next and found.after_bytes >= len(data):
-            found.after_bytes -= len(data)
+        if not self._breaks or not self._counts_replies:
             return None
-        if found is self._next_break:
-            self._next_break = None
-        return found
+        if self._breaks[0].after_bytes >= len(data):
+            self._breaks[0].after_bytes -= len(data)
+            return None
+        self._counts_replies = False
+        return self._breaks.popleft()
 
     def _start(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, daemon=True)

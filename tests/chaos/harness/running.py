@@ -12,7 +12,6 @@ from harness.machine import Machine
 from harness.proxy import Proxy
 from harness.rig import ENDLESS, Rig
 from turnstream.errors import StoreUnavailableError
-from turnstream.store.run.runs import resume_run
 from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream_server.embedded import Durability
 from turnstream_server.jobs.stack import Service
@@ -61,14 +60,13 @@ class Stack:
     def start_generator(self, kind: str) -> None:
         """Start a generator with a new name.
 
-        The kind "own" brings its prompts, and evaluates now and then. The kind "task" takes tasks
-        of the run. Both adopt most of the trajectories of dead generators.
+        The kind "own" brings its prompts. The kind "task" takes tasks of the run. Both adopt most
+        of the trajectories of dead generators.
         """
         writer = f"{kind}{self.num_started}"
         self.num_started += 1
-        more = {"evaluates_every": 8} if kind == "own" else {"takes_tasks": 1}
-        more |= {"adopts_every": 2, "never_adopts_one_in": 4}
-        service = self.rig.start_generator(writer, groups=ENDLESS, pause_s=0.1, **more)
+        options = {"adopts_every": 2, "never_adopts_one_in": 4, "takes_tasks": int(kind == "task")}
+        service = self.rig.start_generator(writer, groups=ENDLESS, pause_s=0.1, **options)
         self.generators[writer] = service
 
     def start_ranks(self) -> None:
@@ -128,5 +126,3 @@ class Stack:
         if self.durability == "everysec":
             self.rig.cuts.append(time.monotonic())
         server.restart()
-        if power_off:
-            resume_run(self.rig.client, self.rig.run)  # the cut may have taken the last resumption

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_GROUPS = 3
-SUMMARY_KEYS = {
-    *("groups", "trajectories", "turns", "sequences", "batches", "steps", "merge_ratio"),
-    *("padding_share", "wire_bytes", "resend_bytes", "tokens_per_s", "reward_first_tenth"),
-    *("reward_last_tenth", "ledger"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,7 +128,6 @@ def test_the_trainer_sees_every_recorded_trajectory_token_for_token(
     rows = [row for _, row, _ in dumped_rows(tmp_path / "dump")]
     num_tokens = sum(len(row.input_ids) for row in rows)
     num_trajectories = len(recordings(data_folder))
-    assert set(summary) == SUMMARY_KEYS
     assert summary["ledger"] == {"committed": num_trajectories}
     assert summary["trajectories"] == summary["sequences"] == num_trajectories
     assert (summary["groups"], summary["batches"], summary["steps"]) == (NUM_GROUPS, 2, 2)
@@ -159,22 +153,3 @@ def test_log_probabilities_travel_with_the_recorded_tokens(
         num_tokens += len(row.input_ids)
         num_trained += int(row.loss_mask.sum())
     assert appended_bytes(job) <= 1.25 * 4 * num_tokens + 5 * num_trained
-
-
-def test_replay_with_a_dead_process_reports_it_and_cleans_up(
-    job: Job, data_folder: Path, tmp_path: Path
-) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    text = (data_folder / "tokenizer/tokenizer.json").read_text()
-    (broken / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|im_stop|>"))
-
-    status, output = job.run(
-        *("replay", str(data_folder / "tau_bench_trajectories.jsonl.gz")),
-        *("--tokenizer", str(broken)),
-        timeout_s=150,
-    )
-
-    assert status == 1
-    assert "has no token <|im_end|>" in output
-    assert job.processes() == []

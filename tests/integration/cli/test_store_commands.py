@@ -1,33 +1,22 @@
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import json
 import re
 from typing import Any
 
 import pytest
-import redis
 from typer.testing import CliRunner
 
-from testkit import config, ids, sealed, wait_until
-from testkit.scripts import script
-from turnstream.batching.fold.decisions import RefillWanted
+from testkit import config, ids
 from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
 from turnstream.generator import Publisher
 from turnstream.records.evals import encode_evaluation
-from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect, connect_async
-from turnstream.store.client.scripts import run_command
-from turnstream.store.run.groups import group_size
-from turnstream.store.run.leases import list_lapsed
+from turnstream.store.client.connection import connect
 from turnstream.store.run.rewards import post_reward
 from turnstream.store.run.runs import close_run, create_run
-from turnstream.types import EvalResult, GroupOpened, Spread, TrajectoryKey
+from turnstream.types import EvalResult, Spread, TrajectoryKey
 from turnstream_server import cli
-from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
-from turnstream_server.bus.planning.groups import grant_refill
 
 
 def test_run_list_shows_every_run_and_never_truncates_a_name(
@@ -132,42 +121,6 @@ def test_commands_of_a_name_show_its_newest_run(url: str) -> None:
     assert CliRunner().invoke(cli.app, ["run", "list"]).output.startswith("no runs ")
 
 
-def open_group(
-    client: redis.Redis, run: str, name: str, *ids: str, num_samples: int, num_needed: int = 0
-) -> None:
-    opened = GroupOpened(
-        group_id=name, prompt_uid="", num_samples=num_samples, num_needed=num_needed or num_samples
-    )
-    names = keys.run_keys(run)
-    words = (keys.encode_name(name), group_size(opened), f"writer of {name}", encode_event(opened))
-    run_command(client, script("open_group")(names.of_open_group, *words, *ids))
-
-
-def seal(client: redis.Redis, run: str, group: str, *, awaits: bool = False) -> None:
-    """Sample 0 of the group is sealed."""
-    trajectory = sealed(group)
-    if awaits:
-        trajectory = dataclasses.replace(trajectory, awaits_reward=True, reward=None)
-    words = (trajectory.key.trajectory_id, "1:awaits" if awaits else "1", encode_event(trajectory))
-    run_command(
-        client,
-        script("post_sealed")(keys.run_keys(run).of_post_sealed, *words),
-    )
-
-
-def lead_and_grant(url: str, run: str, key: TrajectoryKey) -> None:
-    """A planner leads the run, and grants a refill."""
-
-    async def act() -> None:
-        client = connect_async(url)
-        leadership = await acquire_leadership(client, run, owner="p", lease_s=60)
-        wanted = RefillWanted(key=key, prompt_uid="", number=1)
-        assert await grant_refill(Term(client, run, leadership.epoch), wanted)
-        await client.aclose()
-
-    asyncio.run(act())
-
-
 def reasons_of(run: str) -> list[dict[str, Any]]:
     shown = CliRunner().invoke(cli.app, ["why", run, "--json"])
     assert shown.exit_code == 0
@@ -187,49 +140,6 @@ def test_ledger_counts_the_rewards_that_came_too_late(url: str) -> None:
     assert "rewards came" not in before.output
     assert "1 rewards came after their groups were decided" in shown.output
     assert json.loads(told.output)["late_rewards"] == 1
-
-
-def test_why_names_whom_everybody_waits_for(url: str) -> None:
-    with connect(url) as client:
-        fields: dict[str, Any] = {
-            "lease_s": 0.3,
-            "reward_deadline_s": 500.0,
-            "group_deadline_s": 900.0,
-        }
-        refills: dict[str, Any] = {
-            "deadline_policy": "refill",
-            "max_refills": 1,
-            "max_staleness": 1,
-        }
-        create_run(client, "maze", dataclasses.replace(config(2), **fields, **refills))
-        open_group(client, "maze", "done", "done/0/0", num_samples=2, num_needed=1)
-        seal(client, "maze", "done")
-        open_group(client, "maze", "a [b]", "a%20%5Bb%5D/0/0", "a%20%5Bb%5D/1/0", num_samples=3)
-        open_group(client, "maze", "c", "c/0/0", num_samples=1)
-        seal(client, "maze", "c", awaits=True)
-        lead_and_grant(url, "maze", TrajectoryKey("a [b]", 1, 1))
-        wait_until(lambda: len(list_lapsed(client, "maze")) == 2)
-
-    found = reasons_of("maze")
-    printed = CliRunner().invoke(cli.app, ["why", "maze"])
-
-    facts = [(each["kind"], each["facts"]) for each in found]
-    assert [kind for kind, _ in facts] == [
-        *("too_few_ready", "generator_gone", "member_lapsed", "member_lapsed"),
-        *("reward_awaited", "refill_open", "member_not_started"),
-    ]
-    short, gone, lapsed, _, reward, refill, not_begun = [named for _, named in facts]
-    assert {"step": 1, "ready": 1, "needed": 2, "open": 2}.items() <= short.items()
-    assert short["since_s"] >= 0
-    assert (gone["writer"], gone["open"]) == ("writer of a [b]", 2)
-    assert (lapsed["group"], lapsed["sample"], lapsed["attempt"]) == ("a [b]", 0, 0)
-    assert -30 < lapsed["lease_left_s"] <= 0 <= lapsed["age_s"] < 30
-    assert reward["group"] == "c"
-    assert 0 <= reward["since_s"] < 30
-    assert (refill["group"], refill["sample"], refill["attempt"]) == ("a [b]", 1, 1)
-    assert (not_begun["group"], not_begun["sample"]) == ("a [b]", 2)
-    assert "its deadline is in" in str(found[4]["sentence"])
-    assert "group a [b] (0 of 3 members)" in printed.output
 
 
 def test_why_counts_trajectories_left_without_a_seal(url: str) -> None:

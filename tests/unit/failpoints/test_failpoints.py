@@ -37,7 +37,7 @@ def run(text: str) -> tuple[int, int]:
         ("", 0, 4),
         ("plan.after_write", 0, 4),
         ("plan.before_write", -signal.SIGKILL, 0),
-        ("plan.before_write@3=kill", -signal.SIGKILL, 2),
+        ("plan.before_write@3", -signal.SIGKILL, 2),
     ],
 )
 def test_process_dies_at_the_named_pass_of_the_named_place(
