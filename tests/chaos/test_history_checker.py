@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.checker import CHECKS, HistoryError, check
-from harness.episodes import episode, prompt_payload, sampled
+from harness.episodes import episode, sampled
 from harness.forging import (
     WRITER,
     Facts,
@@ -110,7 +110,7 @@ def train_fenced_writer(lines: Lines) -> Lines:
 def lose_turn(lines: Lines) -> Lines:
     turn = {"trajectory": "g0/0/0", "turn": 1}
     taken = {"trajectory": "g0/0/0", "num_turns": 1}
-    return [*lines, Line("w", "appended", 100.0, turn), Line("h", "taken", 101.0, taken)]
+    return [*lines, Line("w", "appended", 100.0, turn), Line("h", "adopted", 101.0, taken)]
 
 
 def adopt_turn_of(writer: str) -> Corrupt:
@@ -120,7 +120,7 @@ def adopt_turn_of(writer: str) -> Corrupt:
         found = sampled("g0/0/0", writer=writer, index=0).tolist()
         facts = {"trajectory": "g0/0/0", "num_turns": 1, "sampled": [found]}
         before = Line("generator-w", "appending", 0.01, {"trajectory": "g0/0/0", "turn": 0})
-        return [*lines, before, Line("generator-v", "taken", 0.02, facts)]
+        return [*lines, before, Line("generator-v", "adopted", 0.02, facts)]
 
     return corrupt
 
@@ -132,23 +132,6 @@ def change_manifest(**where: Any) -> Corrupt:
 def drop_last_mini_batch(lines: Lines) -> Lines:
     last = [line for line in lines if line.kind == "received" and line["dp_rank"] == 1][-1]
     return [line for line in lines if line is not last]
-
-
-def change_payload_of_task(lines: Lines) -> Lines:
-    payload = f"another than {prompt_payload('p1').decode()}"
-    facts = {"group": "p1%231", "num_samples": 1, "trajectories": ["p1%231/0/0"], "prompt": "p1"}
-    return [*lines, Line("generator", "given", 100.0, {**facts, "payload": payload})]
-
-
-def train_two_visits_of_prompt(lines: Lines) -> Lines:
-    def rows(facts: Facts) -> Facts:
-        names = {"g0": "p%231", "g5": "p%232"}
-        groups = [row["trajectory"].partition("/") for row in facts["rows"]]
-        trajectories = [f"{names.get(group, group)}/{rest}" for group, _, rest in groups]
-        pairs = zip(facts["rows"], trajectories, strict=True)
-        return {"rows": [{**row, "trajectory": name} for row, name in pairs]}
-
-    return edit_shares(lines, rows)
 
 
 CORRUPTIONS: list[tuple[str, Corrupt]] = [
@@ -182,8 +165,6 @@ CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("steps_are_stepped_by_all_ranks", drop_last_mini_batch),
     ("steps_are_stepped_by_all_ranks", change_manifest(dp_rank=1)),
     ("steps_are_stepped_by_all_ranks", change_manifest()),
-    ("tasks_have_their_payload", change_payload_of_task),
-    ("prompts_are_trained_once", train_two_visits_of_prompt),
     ("nothing_is_lost", lose_group),
 ]
 
@@ -264,7 +245,7 @@ def test_refusal_needs_an_adoption_a_cut_or_the_end(
     lines = [Line("generator-w", "refused", 9.0, facts)]
     if adopted_by:
         adopted = {"trajectory": "g0/0/0", "num_turns": 1}
-        lines.append(Line(adopted_by, "taken", 8.0, adopted))
+        lines.append(Line(adopted_by, "adopted", 8.0, adopted))
 
     found = list(refusals_have_a_cause(History(lines, cuts=cuts)))
 

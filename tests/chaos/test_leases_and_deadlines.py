@@ -122,7 +122,7 @@ def test_generator_killed_inside_a_turn_leaves_whole_turns_to_its_successor(
     end.touch()
     rig.drain()
 
-    (taken,) = [line for line in rig.history().of("taken") if line["trajectory"] == CUT]
+    (taken,) = [line for line in rig.history().of("adopted") if line["trajectory"] == CUT]
     waits = [
         line for line in rig.history().of("waiting", "waited") if line.process == "generator-w"
     ]

@@ -84,7 +84,7 @@ def test_killed_stack_continues_with_another_release_after_a_cold_start(
     rig.wait(lambda: rig.counts().get("open", 0) == 0, "the rest of the groups")
     end.touch()
     rig.drain(2)
-    assert OPEN in {line["trajectory"] for line in rig.history().of("taken")}
+    assert OPEN in {line["trajectory"] for line in rig.history().of("adopted")}
     assert OPEN in rig.trained()
 
 

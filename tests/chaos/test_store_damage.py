@@ -108,7 +108,7 @@ def test_empty_server_is_noticed_and_never_restarts_at_0(rig: Rig) -> None:
     rig.server.restart()
 
     rig.ranks[0].wait(PATIENCE_S)
-    lost = _told_to_rank_of(rig, "session-001")
+    lost = _error_of_rank(rig, "session-001")
     rig.wait_for_lines("ended", 2)
 
     assert rig.ranks[0].status == 3
@@ -119,12 +119,12 @@ def test_empty_server_is_noticed_and_never_restarts_at_0(rig: Rig) -> None:
     (ahead,) = rig.start_ranks(1)  # from its checkpoint
     ahead.wait(PATIENCE_S)
     assert ahead.status == 3
-    assert "StoreBehindError" in _told_to_rank_of(rig, "session-002")
+    assert "StoreBehindError" in _error_of_rank(rig, "session-002")
     create_run(rig.client, rig.run, CONFIG)  # as an operator would
     (ahead,) = rig.start_ranks(1)
     ahead.wait(PATIENCE_S)
     assert ahead.status == 3
-    assert "StoreBehindError" in _told_to_rank_of(rig, "session-003")
+    assert "StoreBehindError" in _error_of_rank(rig, "session-003")
     assert rig.ledger().accepted == 0
     assert rig.planned() == 0
     rig.join(rig.start_generator("new", groups=4))
@@ -132,7 +132,7 @@ def test_empty_server_is_noticed_and_never_restarts_at_0(rig: Rig) -> None:
     assert batcher.status is None
 
 
-def _told_to_rank_of(rig: Rig, session: str) -> str:
+def _error_of_rank(rig: Rig, session: str) -> str:
     refused = rig.history().of("refused")
     (error,) = [line["error"] for line in refused if line.process == f"{session}-rank-0"]
     return error

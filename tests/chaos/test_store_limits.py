@@ -16,7 +16,6 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from harness.history import Line
 from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import CONFIG, ENDLESS, Rig, config
@@ -34,7 +33,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
 StartRig = Callable[..., Rig]
 
 
-HELD = "full-0/0/0"
+WAITING = "full-0/0/0"
 """It has three turns; the first is stored when the server becomes full."""
 
 NUM_PLANNED = CONFIG.max_planned_ahead + 1
@@ -48,13 +47,13 @@ PLANNER_LEASE_S: float = Settings.model_fields["lease_s"].default
 
 @pytest.fixture
 def full(start_rig: StartRig) -> Rig:
-    """A server with payload for eight steps and no room for more, in front of two producers."""
+    """A server with payload for eight steps and no memory for more, in front of two producers."""
     rig = start_rig(config=config(max_staleness=20, retain_checkpoints=1))
     rig.start_batcher()
     rig.join(rig.start_generator("before", groups=32, samples=8))
     rig.wait(lambda: rig.planned() == NUM_PLANNED, "all plans")  # no payload is read any more
     may_go_on = rig.folder / "go on"
-    rig.start_generator("full", groups=3, hang_in=HELD, hang_until=may_go_on)
+    rig.start_generator("full", groups=3, hang_in=WAITING, hang_until=may_go_on)
     rig.wait_for_lines("hanging")
     rig.client.config_set("maxmemory", _memory(rig)["used_memory"] - 50_000)
     rig.start_generator("late", groups=4)
@@ -63,40 +62,37 @@ def full(start_rig: StartRig) -> Rig:
 
 
 def test_full_server_delays_producers_while_consumers_continue(full: Rig) -> None:
-    # Fault 9: the server gets no more memory. Released steps make room.
+    # Fault 9: the server gets no more memory. Released steps free some.
     limit = _memory(full)["maxmemory"]
-    looks: list[int] = []
+    used: list[int] = []
 
-    def look() -> None:
-        looks.append(_memory(full)["used_memory"])
+    def measure() -> None:
+        used.append(_memory(full)["used_memory"])
 
     began_s = time.monotonic()
-    full.wait(lambda: "full" in _told(full), "a producer that is told why it waits")
-    full.wait(lambda: full.count("opening") == 34, "a producer that asks for leave")
+    full.wait(lambda: "full" in _reason_of_wait(full), "a producer with the reason")
+    full.wait(lambda: full.count("opening") == 34, "a producer that requests admission")
     full.join(full.start_ranks(1, checkpoint_every=1, max_steps=1))
     refused, lasted_s = _num_refused(full), time.monotonic() - began_s
     full.wait(lambda: _num_refused(full) > refused + 1, "both producers, which try again")
-    look()
-    held_up = full.history()
+    measure()
+    while_full = full.history()
     full.start_ranks(1, checkpoint_every=1)
-    full.wait(lambda: look() or full.count("done") == 4, "the end of both producers")
+    full.wait(lambda: measure() or full.count("done") == 4, "the end of both producers")
     full.drain()
 
-    assert {line["group"] for line in held_up.of("opened")}.isdisjoint({"late-0"})
-    assert [line["trajectory"] for line in held_up.of("appended")][-1] == HELD
+    assert {line["group"] for line in while_full.of("opened")}.isdisjoint({"late-0"})
+    assert [line["trajectory"] for line in while_full.of("appended")][-1] == WAITING
     assert refused < 30 + 10 * lasted_s  # they wait between two tries
-    assert looks[0] > limit
-    assert max(looks) < 1.1 * limit  # I8: the consumers need little
+    assert used[0] > limit
+    assert max(used) < 1.1 * limit  # I8: the consumers need little
     assert full.counts() == {"accepted": 270, "committed": 270}
 
 
-def _told(rig: Rig) -> str:
-    told = [line["reasons"] for line in rig.history().of("told_to_wait") if _is_held(line)]
-    return dict(told[-1]).get(WaitKind.STORE_FULL, "") if told else ""
-
-
-def _is_held(line: Line) -> bool:
-    return line["trajectory"] == HELD
+def _reason_of_wait(rig: Rig) -> str:
+    lines = rig.history().of("wait_reasons")
+    found = [line["reasons"] for line in lines if line["trajectory"] == WAITING]
+    return dict(found[-1]).get(WaitKind.STORE_FULL, "") if found else ""
 
 
 def _num_refused(rig: Rig, error: str = "OOM") -> int:
@@ -131,7 +127,7 @@ def test_full_disk_refuses_writes_before_they_are_acknowledged(
     rig.wait_for_lines("done")
     _wait_for_health(rig, HealthCheckResponse.SERVING)
     _fill(small_disk)
-    held = rig.start_generator("held", groups=16)
+    waiting = rig.start_generator("waiting", groups=16)
     rig.wait(lambda: _num_refused(rig, "MISCONF") > 2, "refused writes")
     rig.wait_for_lines("opening", 4 + 1)  # by the producer that has to wait
     counts = rig.counts()
@@ -141,7 +137,7 @@ def test_full_disk_refuses_writes_before_they_are_acknowledged(
     assert rig.counts() == counts
 
     (small_disk / "filler").unlink()
-    rig.join(held)
+    rig.join(waiting)
     _wait_for_health(rig, HealthCheckResponse.SERVING)
 
     assert (first.kind, first.facts) == (
@@ -188,16 +184,16 @@ def test_full_disk_of_the_archive_only_delays_the_release(
     _fill(small_disk)
     rig.join(rig.start_generator("full", groups=16))
     rig.wait_for_lines("committed", 6)
-    rig.wait(lambda: _told_of_release(rig), "a word of why nothing is released")
-    told, released = _told_of_release(rig), _released(rig)
+    rig.wait(lambda: _release_trouble(rig), "the reason why nothing is released")
+    trouble, released = _release_trouble(rig), _released(rig)
 
     (small_disk / "filler").unlink()
-    rig.wait(lambda: _released(rig) == 6, "the release of what was held back")
-    rig.wait(lambda: not _told_of_release(rig), "the end of the trouble")
+    rig.wait(lambda: _released(rig) == 6, "the release of the other steps")
+    rig.wait(lambda: not _release_trouble(rig), "the end of the trouble")
 
     assert released == 2
-    assert told.startswith("step 3 is not archived: ")
-    assert "No space left on device" in told
+    assert trouble.startswith("step 3 is not archived: ")
+    assert "No space left on device" in trouble
     rig.drain()
     newest = _released(rig)
     found = archive_is_what_was_trained(rig.history(), small_disk, run=rig.run, released=newest)
@@ -208,7 +204,7 @@ def _released(rig: Rig) -> int:
     return read_frontier(rig.client, rig.run).released
 
 
-def _told_of_release(rig: Rig) -> str:
+def _release_trouble(rig: Rig) -> str:
     return read_snapshot(rig.client, rig.run).release_trouble
 
 

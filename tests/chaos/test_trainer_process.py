@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from harness.rig import Rig
+from testkit import group
 from turnstream.generator import Publisher
-from turnstream.types import Group, Trajectory, Turn, VersionRun
+from turnstream.types import Trajectory, Turn, VersionRun
 from turnstream_server.jobs.job import write_policy
 from turnstream_server.jobs.stack import Service
 from turnstream_server.models.spec import SmallModelSpec
@@ -51,22 +52,20 @@ def test_killed_trainer_has_every_step_once_in_its_weights(rig: Rig, failpoint: 
 
 
 def _publish(rig: Rig) -> None:
-    rng = np.random.default_rng(0)
     with Publisher(rig.server.url, rig.run) as publisher:
         for number in range(4 * NUM_STEPS):
-            members = [_trajectory(rng, sample=sample) for sample in range(2)]
-            publisher.publish(Group(group_id=f"g{number}", trajectories=members))
+            publisher.publish(group(f"g{number}", *_members(number)))
         publisher.close_run()
 
 
-def _trajectory(rng: np.random.Generator, *, sample: int) -> Trajectory:
+def _members(number: int) -> list[Trajectory]:
     turn = Turn(
-        prompt_ids=rng.integers(0, 32, 5, dtype=np.int32),
-        response_ids=rng.integers(0, 32, 7, dtype=np.int32),
+        prompt_ids=(np.arange(5, dtype=np.int32) + number) % 32,
+        response_ids=(np.arange(7, dtype=np.int32) * 3 + number) % 32,
         logprobs=np.full(7, -3.5, np.float32),
         version_runs=(VersionRun(0, 7),),
     )
-    return Trajectory(turns=[turn], sample=sample, reward=float(sample))
+    return [Trajectory(turns=[turn], sample=sample, reward=float(sample)) for sample in range(2)]
 
 
 def _start_trainer(rig: Rig, dump: str, *, failpoint: str = "") -> Service:

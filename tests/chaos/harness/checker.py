@@ -20,12 +20,10 @@ from harness.history import History, Line, Violations
 from harness.invariants import (
     adopted_turns_are_those_appended,
     groups_have_their_members,
-    prompts_are_trained_once,
     rows_are_what_was_said,
     stale_sessions_are_refused,
     steps_are_stepped_by_all_ranks,
     steps_have_one_leader,
-    tasks_have_their_payload,
     versions_are_never_reused,
 )
 
@@ -86,17 +84,14 @@ def ledger_adds_up(history: History, counts: Mapping[str, int]) -> Violations:
 
 def _accepted(history: History) -> tuple[int, int]:
     """Return the number of acknowledged trajectories, and the number of attempted ones."""
-    # A name may come twice: a store that lost a task may assign it again.
     acknowledged = {
         f"{line['group']}/{sample}/0"
         for line in history.of("opened")
         for sample in range(line["num_samples"])
     }
     acknowledged |= {line["trajectory"] for line in history.of("granted")}
-    acknowledged |= {name for line in history.of("given") for name in line["trajectories"]}
-    tried = sum(line["num_samples"] for line in history.of("opening", "asking_task"))
-    tried += sum(1 for _ in history.of("asking")) - sum(1 for _ in history.of("asked_in_vain"))
-    tried -= sum(line["num_samples"] for line in history.of("asked_task_in_vain"))
+    tried = sum(line["num_samples"] for line in history.of("opening"))
+    tried += sum(1 for _ in history.of("asking")) - sum(1 for _ in history.of("no_refill"))
     return len(acknowledged - history.lost), tried
 
 
@@ -316,8 +311,6 @@ CHECKS: tuple[Callable[[History], Violations], ...] = (
     groups_have_their_members,
     adopted_turns_are_those_appended,
     steps_are_stepped_by_all_ranks,
-    tasks_have_their_payload,
-    prompts_are_trained_once,
 )
 
 OF_ONE_BRANCH = (

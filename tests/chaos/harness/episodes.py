@@ -124,8 +124,3 @@ def _number(seed: str, what: str) -> int:
 def is_never_adopted(group: str, *, one_in: int) -> bool:
     """Return whether no generator adopts this group: one in so many, 0 for none."""
     return bool(one_in) and _number(group, "never adopted") % one_in == 0
-
-
-def prompt_payload(prompt_uid: str) -> bytes:
-    """Return the payload of a prompt, which a generator gets with its task."""
-    return f"the payload of {prompt_uid}".encode()

@@ -1,7 +1,7 @@
 """A generator process: publishes groups of known content, and logs every call.
 
 Its options let it hang in one trajectory after the first turn, until a file appears; adopt open
-trajectories and play refills, without groups of its own; and take tasks.
+trajectories and play refills, without groups of its own.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from turnstream.errors import (
     EndOfRunError,
     FencedError,
     NotReadyError,
-    PromptsExhaustedError,
     StoreUnavailableError,
     TurnstreamError,
 )
 from turnstream.generator import Publisher
 from turnstream.generator.api.trajectory_writers import TrajectoryWriter
-from turnstream.store.client import keys
 from turnstream_server.jobs.stack import end_when_stdin_closes
 
 _POLL_S = 0.05
@@ -53,7 +51,6 @@ def main() -> None:
         hang_in="",
         hang_until=_NEVER,
         helps_until=Path,
-        takes_tasks=0,
         adopts_every=0,
         never_adopts_one_in=0,
     )
@@ -110,8 +107,6 @@ class _Generator:
         options = self._options
         if options.adopts_every and number % options.adopts_every == 0:
             self._adopt_lapsed()
-        if options.takes_tasks:
-            return self._play_task()
         return self._play_group(f"{options.writer}-{number}")
 
     def help(self, end: Path) -> None:
@@ -122,34 +117,10 @@ class _Generator:
             try:
                 refill = self._publisher.next_refill(_POLL_S)
             except NotReadyError:
-                self._log.write("asked_in_vain")
+                self._log.write("no_refill")
                 continue
             self._log.write("granted", trajectory=refill.key.trajectory_id)
             self._play_trajectory(self._publisher.refill_trajectory(refill))
-
-    def _play_task(self) -> bool:
-        self._log.write("asking_task", num_samples=self._options.samples)
-        try:
-            with self._log.waiting("task", deadline_s=_ADMISSION_S + 5.0):
-                task = self._publisher.next_task(_ADMISSION_S)
-        except (EndOfRunError, NotReadyError, PromptsExhaustedError) as error:
-            self._log.write("asked_task_in_vain", num_samples=self._options.samples)
-            return not isinstance(error, EndOfRunError)
-        except StoreUnavailableError as error:  # a task that was assigned is returned again
-            self._log.write("not_answered", error=repr(error))
-            return True
-        with task:
-            self._log.write(
-                "given",
-                group=keys.encode_name(task.group_id),
-                num_samples=task.num_samples,
-                trajectories=[writer.key.trajectory_id for writer in task.trajectories],
-                prompt=task.prompt_uid,
-                payload=task.payload.decode(),
-            )
-            for writer in task.trajectories:
-                self._play_trajectory(writer)
-        return True
 
     def _play_group(self, group_id: str) -> bool:
         samples: int = self._options.samples
@@ -188,14 +159,13 @@ class _Generator:
                 with self._log.waiting("adoption", deadline_s=self._write_s):
                     writer = self._publisher.adopt(*lapsed.key)
             except (ConflictError, FencedError, StoreUnavailableError) as error:
-                self._log.write("not_taken", trajectory=name, error=repr(error))
+                self._log.write("not_adopted", trajectory=name, error=repr(error))
                 continue
             self._log.write(
-                "taken",
+                "adopted",
                 trajectory=name,
                 num_turns=len(writer.turns),
                 sampled=[turn.response_ids.tolist() for turn in writer.turns],
-                num_samples=self._options.samples,
             )
             self._play_trajectory(
                 writer, before=[EpisodeTurn(t.prompt_ids, t.response_ids) for t in writer.turns]
@@ -236,7 +206,7 @@ class _Generator:
                 except NotReadyError as slow:
                     reasons = [[reason.kind, reason.sentence] for reason in slow.reasons]
                     if not receipt.is_done:
-                        self._log.write("told_to_wait", trajectory=name, reasons=reasons)
+                        self._log.write("wait_reasons", trajectory=name, reasons=reasons)
             receipt.result(0)
         self._log.write("appended", trajectory=name, turn=index)
 

@@ -134,16 +134,8 @@ class History:
 
     @cached_property
     def members(self) -> dict[str, int]:
-        """Return the number of members of each opened group.
-
-        A generator that was killed before it logged its task leaves this to its successor.
-        """
-        taken = {
-            line["trajectory"].split("/")[0]: line["num_samples"]
-            for line in self.of("taken")
-            if "num_samples" in line.facts
-        }
-        return taken | {line["group"]: line["num_samples"] for line in self.of("opening", "given")}
+        """Return the number of members of each opened group."""
+        return {line["group"]: line["num_samples"] for line in self.of("opening")}
 
     @cached_property
     def acknowledged(self) -> set[str]:

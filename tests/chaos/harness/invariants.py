@@ -1,4 +1,4 @@
-"""Invariants of members, turns, prompts, leaders, versions and sessions."""
+"""Invariants of members, turns, leaders, versions and sessions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.episodes import prompt_payload, sampled
+from harness.episodes import sampled
 from harness.history import History, Line, MiniBatchName, Violations
 
 
@@ -66,7 +66,7 @@ def adopted_turns_are_those_appended(history: History) -> Violations:
     """
     known: dict[str, int] = {}
     writers: dict[tuple[str, int], list[str]] = {}
-    for line in history.of("appending", "appended", "taken"):
+    for line in history.of("appending", "appended", "adopted"):
         name = line["trajectory"]
         if line.kind == "appending":
             turn = name, line["turn"]
@@ -115,35 +115,6 @@ def _trained(history: History) -> Iterator[tuple[MiniBatchName, dict[str, list[d
         for row in itertools.chain.from_iterable(line["rows"] for line in lines):
             rows.setdefault(row["trajectory"], []).append(row)
         yield name, rows
-
-
-_VISIT = re.compile(r"(?P<prompt>.+)%23\d+")
-"""The name of a group that a run has opened for one of its prompts."""
-
-
-def tasks_have_their_payload(history: History) -> Violations:
-    """A task has the payload that was added with its prompt."""
-    for line in history.of("given"):
-        if line["payload"] != prompt_payload(line["prompt"]).decode():
-            yield f"{line.process} was given {line['payload']!r} for the prompt {line['prompt']}"
-
-
-def prompts_are_trained_once(history: History) -> Violations:
-    """A prompt that is given out again, because its group was lost, is trained in one visit."""
-    visits: dict[str, str] = {}
-    for group in sorted(trained_groups(history)):
-        visit = _VISIT.fullmatch(group)
-        if visit is not None and (other := visits.setdefault(visit["prompt"], group)) != group:
-            yield f"the prompt {visit['prompt']} is trained as {other} and {group}"
-
-
-def trained_prompts(history: History) -> set[str]:
-    found = (_VISIT.fullmatch(group) for group in trained_groups(history))
-    return {visit["prompt"] for visit in found if visit is not None}
-
-
-def trained_groups(history: History) -> set[str]:
-    return {row["trajectory"].split("/")[0] for _, row in history.surviving_rows}
 
 
 _PLANNED = re.compile(

@@ -54,8 +54,6 @@ def _written(lines: Iterable[Line]) -> Iterator[str]:
     for line in lines:
         if line.kind in ("sealing", "sealed"):
             yield line["trajectory"]
-        elif line.kind == "given":
-            yield from line["trajectories"]
         elif line.kind in ("opening", "opened"):
             yield from (f"{line['group']}/{sample}/0" for sample in range(line["num_samples"]))
 
@@ -79,7 +77,7 @@ AFTER_CUT_S = 30.0
 def refusals_have_a_cause(history: History) -> Violations:
     """A refused trajectory was adopted by another process, or a cut took it."""
     takers: dict[str, set[str]] = {}
-    for line in history.of("taken"):
+    for line in history.of("adopted"):
         takers.setdefault(line["trajectory"], set()).add(line.process)
     for line in history.of("refused"):
         if not line.process.startswith("generator-") or line["error"] == "EndOfRunError":

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from dataclasses import dataclass, field
 
-from harness.episodes import prompt_payload
 from harness.machine import Machine
 from harness.proxy import Proxy
 from harness.rig import ENDLESS, Rig
-from turnstream.errors import StoreUnavailableError
-from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream_server.embedded import Durability
 from turnstream_server.jobs.stack import Service
-
-NUM_PROMPTS = 100
-"""Prompts that a run has left, at least half of them: generators never wait for one."""
 
 REFUSED = 3
 """Exit status of a rank that got a typed error. It may need an older checkpoint."""
@@ -49,23 +42,18 @@ class Stack:
     clock_s: float = 0.0
 
     def start(self) -> None:
-        """Start two batchers, two generators, one of which takes tasks, and the ranks."""
+        """Start two batchers, two generators and the ranks."""
         self.batchers["other"] = self.rig.start_batcher("other", waits=False)
         self.batchers["batcher"] = self.rig.start_batcher()
-        self.give_prompts()
-        for kind in ("own", "task"):
-            self.start_generator(kind)
+        for _ in range(2):
+            self.start_generator()
         self.start_ranks()
 
-    def start_generator(self, kind: str) -> None:
-        """Start a generator with a new name.
-
-        The kind "own" brings its prompts. The kind "task" takes tasks of the run. Both adopt most
-        of the trajectories of dead generators.
-        """
-        writer = f"{kind}{self.num_started}"
+    def start_generator(self) -> None:
+        """Start a generator with a new name, which also adopts most trajectories of dead ones."""
+        writer = f"own{self.num_started}"
         self.num_started += 1
-        options = {"adopts_every": 2, "never_adopts_one_in": 4, "takes_tasks": int(kind == "task")}
+        options = {"adopts_every": 2, "never_adopts_one_in": 4}
         service = self.rig.start_generator(writer, groups=ENDLESS, pause_s=0.1, **options)
         self.generators[writer] = service
 
@@ -97,22 +85,7 @@ class Stack:
         for writer, generator in list(self.generators.items()):
             if generator.status is not None:
                 del self.generators[writer]
-                self.start_generator(writer.rstrip("0123456789"))
-        self.give_prompts()
-
-    def give_prompts(self) -> None:
-        """Add prompts before they run out; a store without memory gets them later."""
-        client, run = self.rig.client, self.rig.run
-        with contextlib.suppress(StoreUnavailableError):
-            counts = read_prompt_counts(client, run)
-            if counts.num_left > NUM_PROMPTS // 2:
-                return
-            first = counts.num_added + 1
-            uids = [f"p{number}" for number in range(first, first + NUM_PROMPTS)]
-            prompts = [
-                Prompt(prompt_uid=uid, payload=prompt_payload(uid), num_samples=2) for uid in uids
-            ]
-            add_prompts(client, run, prompts, first=first)
+                self.start_generator()
 
     def restart_store(self, *, power_off: bool = False) -> None:
         """Send SIGKILL and restart; a power cut also loses unsynced data.

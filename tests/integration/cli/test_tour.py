@@ -158,15 +158,6 @@ def test_ledger_tells_the_life_of_a_trajectory_that_was_trained(typed: Any) -> N
     assert shown["state"] == "committed"
 
 
-@pytest.mark.parametrize(
-    ("name", "state"), [("late/0/0", "abandoned: the tool hung"), ("late/1/0", "open")]
-)
-def test_ledger_tells_why_a_trajectory_is_not_trained(typed: Any, name: str, state: str) -> None:
-    shown = lines_of(typed("ledger", RUN, name))
-
-    assert shown["state"] == state
-
-
 def test_batch_tells_what_a_step_is_made_of(typed: Any) -> None:
     shown = typed("batch", RUN, "2")
 

@@ -85,27 +85,6 @@ def test_words_that_look_like_markup_are_shown_as_they_are(
     assert [each for each in SHOWN[words] if each not in told] == []
 
 
-def test_changing_commands_take_the_exact_name_of_a_run(place: Any) -> None:
-    run = place.create_run("[/r]:ok:")
-
-    told = [
-        place.type("run", word, run, *words)
-        for word, *words in (
-            ("revise", "--set", "max_staleness=3", "--from-step", "1"),
-            ("pause", "--reason", PAUSE),
-            ("resume",),
-            ("close", "--reason", "no [/more]"),
-            ("reopen",),
-            ("fork", "[/fork]", "--step", "0"),
-            ("delete", "--yes"),
-        )
-    ]
-
-    beginnings = [f"revision 2 of run {run}", *[f"run {run} "] * 4]
-    beginnings += [f"[/fork] continues from step 0 of {run}", f"deleted {run}"]
-    assert [each for each, start in zip(told, beginnings, strict=True) if start not in each] == []
-
-
 def test_a_terminal_obeys_nothing_that_a_reason_says(place: Any) -> None:
     run = place.create_run("obey")
     with Publisher(place.url, run) as publisher, publisher.group("g", 1) as opened:

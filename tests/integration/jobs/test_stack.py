@@ -117,14 +117,6 @@ def test_a_service_that_ends_before_it_is_ready_is_an_error(tmp_path: Path, stac
     assert str(caught.value).endswith("\n  nothing to do")
 
 
-def test_leaving_the_stack_stops_every_service(tmp_path: Path) -> None:
-    with Stack(tmp_path) as stack:
-        services = [stack.start_program(name, python(GOES_ON)) for name in ("a", "b")]
-        wait_until(lambda: all("started" in s.log_path.read_text() for s in services))
-
-    assert [service.status for service in services] == [-signal.SIGTERM] * 2
-
-
 def test_a_service_that_does_not_stop_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
