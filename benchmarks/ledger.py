@@ -22,7 +22,7 @@ import redis
 from ends import ends_of
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.records.compact import CompactBatch, compact_ends, encode_batch, encode_ends
+from turnstream.records.compact import CompactBatch, encode_batch, encode_ends
 from turnstream.store.client import keys
 from turnstream.store.client.connection import Link, connect
 from turnstream.store.client.scripts import Command, Script, pack
@@ -219,7 +219,7 @@ class RunWriter:
             *(names.over, names.ended, names.reasons, names.rewards),
         )
         ended = {keys.parse_trajectory_id(each): self._ended.pop(each) for each in ids}
-        record = encode_ends(compact_ends(ended))
+        record = encode_ends(ended)
         self._num_records += 1
         self._store.run(self._call("fold_ended", where, 1, self._num_records, record, *ids))
 

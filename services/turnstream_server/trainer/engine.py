@@ -27,6 +27,9 @@ _CLIP_HIGH: Final = 0.28
 _DUAL_CLIP: Final = 3.0
 """Bound of the loss where the advantage is negative."""
 
+_MAX_GRAD_NORM: Final = 1.0
+"""Gradients of a larger global norm are scaled down to it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
@@ -63,7 +66,6 @@ class Engine:
     Args:
         learning_rate: the rate of AdamW after `warmup_updates` updates of linear growth.
         temperature: sampling temperature of the generators.
-        max_grad_norm: gradients of a larger global norm are scaled down to it.
 
     Attributes:
         model: in evaluation mode, so that its log-probabilities are those of the sampling policy.
@@ -77,14 +79,12 @@ class Engine:
         learning_rate: float,
         warmup_updates: int = 0,
         temperature: float = 1.0,
-        max_grad_norm: float = 1.0,
     ) -> None:
         self.model = model
         self.num_updates = 0
         self._learning_rate = learning_rate
         self._warmup_updates = warmup_updates
         self._temperature = temperature
-        self._max_grad_norm = max_grad_norm
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=learning_rate, betas=_BETAS, weight_decay=0.0
         )
@@ -162,7 +162,7 @@ class Engine:
     def _step(self, learning_rate: float) -> float:
         """Apply the gradient if it is finite; return its norm before clipping."""
         parameters = self.model.parameters()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, _MAX_GRAD_NORM).item()
         if math.isfinite(norm):
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate

@@ -15,7 +15,7 @@ from testkit.releases import release_payload
 from testkit.run_driver import RunCommands
 from turnstream.batching.fold.decisions import GroupDropped, MemberDropped, RefillWanted
 from turnstream.batching.merge.plan import GroupPlan
-from turnstream.records.compact import CompactEnds, compact_batch, encode_batch, encode_ends
+from turnstream.records.compact import compact_batch, encode_batch, encode_ends
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
@@ -381,15 +381,8 @@ class LedRun:
 
     async def fold_ends(self, *ids: str, number: int = 1) -> bool:
         """Leave a compact record of trajectories that ended untrained."""
-        ended = CompactEnds(
-            trajectories=tuple(map(keys.parse_trajectory_id, ids)), ends=("x",) * len(ids)
-        )
-        return await fold_ended(
-            self.term,
-            ids,
-            number=number,
-            record=encode_ends(ended),
-        )
+        record = encode_ends(dict.fromkeys(map(keys.parse_trajectory_id, ids), "x"))
+        return await fold_ended(self.term, ids, number=number, record=record)
 
     async def hash_of(self, name: str) -> dict[bytes, bytes]:
         """Return a hash of the run."""

@@ -42,7 +42,7 @@ class FakeBatcher:
         faults: one for every coming Get, in order; None for none.
         refusals: errors for the coming acknowledgements, in order.
         calls: calls in order, such as ("Get", 1).
-        parts: manifest of each Get's own part of its step.
+        gets: every Get, in order.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,7 @@ class FakeBatcher:
         self.faults: list[Fault | None] = []
         self.refusals: list[TurnstreamError | None] = []
         self.calls: list[tuple[Any, ...]] = []
-        self.waits_s: list[float] = []
-        self.parts: list[str] = []
+        self.gets: list[wire.GetRequest] = []
         self.is_closed = False
         self.chunk_bytes = 300
         self.needs_stepped = True
@@ -126,8 +125,7 @@ class FakeBatcher:
     def get(self, request: wire.GetRequest, context: Any) -> Iterator[bytes]:
         """Send a step once it is due, with the next fault."""
         self.calls.append(("Get", request.step))
-        self.waits_s.append(request.wait_s)
-        self.parts.append(request.manifest_hash)
+        self.gets.append(request)
         _check_epoch(request, context)
         with self.changed:
             fault = self.faults.pop(0) if self.faults else None

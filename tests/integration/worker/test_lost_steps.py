@@ -31,6 +31,8 @@ LOST_AT_3 = (
     "this trainer had stepped to 3 and committed 2$"
 )
 
+TOKEN = "v1:main:3:cccccccc"
+
 PastOf = Callable[[EmbeddedServer], Any]
 
 
@@ -47,33 +49,23 @@ def pulled(batcher: Any, num_steps: int) -> BatchStream:
     return stream
 
 
-def acknowledged_steps(batcher: Any) -> list[int]:
-    return [call[1] for call in batcher.calls if call[0] == "Stepped"]
-
-
 @pytest.mark.parametrize(
-    ("num_lost", "expected"), [(1, [4, 3, 2, 3, 4]), (2, [4, 3, 2, 1, 2, 3, 4])]
+    ("call", "num_refusals", "expected"),
+    [
+        ("stepped", 2, [4, 3, 2, 3, 4]),
+        ("stepped", 3, [4, 3, 2, 1, 2, 3, 4]),
+        ("committed", 1, [TOKEN, 3, TOKEN]),
+    ],
 )
-def test_stepped_acknowledges_lost_steps_first(
-    batcher: Any, num_lost: int, expected: list[int]
+def test_acknowledgement_repeats_lost_steps_first(
+    batcher: Any, call: str, num_refusals: int, expected: list[object]
 ) -> None:
     with pulled(batcher, 3) as stream:
-        batcher.refusals = [ConflictError("it does not follow")] * (1 + num_lost)
+        batcher.refusals = [ConflictError("it does not follow")] * num_refusals
 
-        assert stream.stepped().step == 4
+        getattr(stream, call)(*([TOKEN] if call == "committed" else []))
 
-    assert acknowledged_steps(batcher) == expected
-
-
-def test_commit_acknowledges_a_lost_step_first(batcher: Any) -> None:
-    with pulled(batcher, 3) as stream:
-        batcher.refusals = [ConflictError("step 3 is not stepped")]
-
-        stream.committed("v1:main:3:cccccccc")
-
-    assert [call[0] for call in batcher.calls if call[0] != "Get"] == [
-        *("Committed", "Stepped", "Committed")
-    ]
+    assert [each[1] for each in batcher.calls if each[0] != "Get"] == expected
 
 
 def test_conflict_with_another_reason_is_raised(batcher: Any) -> None:
@@ -113,7 +105,7 @@ def test_lost_run_error_names_the_progress_of_the_trainer(
         stream.committed("v1:main:2:cccccccc")
         if call != "__next__":
             batcher.refusals = [RunNotFoundError("no run named 'run'")]
-        arguments = {"committed": ("v1:main:3:cccccccc",), "announce_version": (9,)}
+        arguments = {"committed": (TOKEN,), "announce_version": (9,)}
 
         with pytest.raises(StoreBehindError, match=LOST_AT_3) as caught:
             getattr(stream, call)(*arguments.get(call, ()))
@@ -142,9 +134,9 @@ def test_first_wait_after_a_failure_is_short(batcher: Any, failing: Any) -> None
     batcher.faults = [failing(StoreUnavailableError("loading"))]
 
     with BatchStream(batcher.target, RUN, timeout_s=60.0):
-        wait_until(lambda: len(batcher.waits_s) == 3, describe="three calls")
+        wait_until(lambda: len(batcher.gets) == 3, describe="three calls")
 
-    assert batcher.waits_s == [15.0, 1.0, 15.0]
+    assert [request.wait_s for request in batcher.gets] == [15.0, 1.0, 15.0]
 
 
 # ------------------------------------------------------------------- the batcher itself

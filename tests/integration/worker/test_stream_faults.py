@@ -88,7 +88,7 @@ def test_partly_received_step_names_its_manifest(batcher: Any) -> None:
             next(stream)
         testkit.wait_until(lambda: ("Get", 3) in batcher.calls, describe="the step after")
 
-    assert batcher.parts == ["", "", f"{1:064}", "", ""]
+    assert [request.manifest_hash for request in batcher.gets] == ["", "", f"{1:064}", "", ""]
 
 
 def test_damaged_mini_batch_is_fetched_again(batcher: Any) -> None:

@@ -116,8 +116,7 @@ def states_of(writes: RunWrites) -> dict[str, str]:
     """Every trajectory with its state, from the ledger, the plans and the compact records."""
     states = {name: f"planned:{step}" for name, step in writes.step_of.items()}
     for record in writes.hash("ended").values():
-        ended = decode_ends(record)
-        for key, end in zip(ended.trajectories, ended.ends, strict=True):
+        for key, end in decode_ends(record).items():
             if (name := keys.trajectory_id(key)) in states:
                 writes.world.fail(f"{name} is {states[name]} and {end}")
             states[name] = end

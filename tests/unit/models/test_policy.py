@@ -76,11 +76,9 @@ def test_invalid_spec_file_is_refused_with_its_path(tmp_path: Path, text: str) -
         read_policy_source(path)
 
 
-def test_folder_without_a_model_is_refused_with_its_path(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfigError, match=tmp_path.name):
-        load_policy(tmp_path)
-
-
-def test_an_unknown_architecture_is_refused() -> None:
-    with pytest.raises(InvalidConfigError, match="no-such-model"):
-        load_policy(SmallModelSpec(architecture="no-such-model", vocab_size=40))
+@pytest.mark.parametrize("source", [None, SmallModelSpec(architecture="no-model", vocab_size=40)])
+def test_source_without_a_model_is_refused_by_its_name(
+    tmp_path: Path, source: SmallModelSpec | None
+) -> None:
+    with pytest.raises(InvalidConfigError, match=source.architecture if source else tmp_path.name):
+        load_policy(source or tmp_path)

@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 
 
 BATCH = compact.encode_batch(compact.compact_batch(manifest("g0"), manifest_hash="ab" * 32))
-ENDS = compact.encode_ends(compact.compact_ends({TrajectoryKey("g", 0): "filtered:x"}))
+ENDS = compact.encode_ends({TrajectoryKey("g", 0): "filtered:x"})
 KINDS = {
     "turn": Kind(
         framing.TURN, decode_turn, encode_turn(stored_turn("abc", "DeF", logprobs=-0.5, version=1))

@@ -19,7 +19,7 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
-from turnstream.records.compact import compact_batch, compact_ends, encode_batch, encode_ends
+from turnstream.records.compact import compact_batch, encode_batch, encode_ends
 from turnstream.store.client import keys
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import Upkeep
@@ -319,7 +319,7 @@ class Releaser:
 
     async def _fold_ended(self, trajectory_ids: Sequence[str], *, number: int) -> None:
         ended = {keys.parse_trajectory_id(each): self._ended[each] for each in trajectory_ids}
-        record = await asyncio.to_thread(lambda: encode_ends(compact_ends(ended)))
+        record = await asyncio.to_thread(encode_ends, ended)
         reach("fold_ended.before")
         await fold_ended(self._term, trajectory_ids, number=number, record=record)
         for each in trajectory_ids:

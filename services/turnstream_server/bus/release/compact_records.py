@@ -97,9 +97,9 @@ def find_past_end(client: redis.Redis, run: str, key: TrajectoryKey) -> str | No
     name = keys.run_keys(run).ended
     for number, record in hash_fields(client, name):
         with reading(name, number):
-            ended = decode_ends(record)
-        if key in ended.trajectories:
-            return ended.ends[ended.trajectories.index(key)]
+            end = decode_ends(record).get(key)
+        if end is not None:
+            return end
     return None
 
 

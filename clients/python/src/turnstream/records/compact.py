@@ -55,19 +55,6 @@ class CompactBatch:
     crcs: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompactEnds:
-    """Trajectories that ended untrained.
-
-    Attributes:
-        trajectories: some of them; those of a group stand together.
-        ends: "<state>:<reason>" of each.
-    """
-
-    trajectories: tuple[TrajectoryKey, ...]
-    ends: tuple[str, ...]
-
-
 def compact_batch(manifest: Manifest, *, manifest_hash: str) -> CompactBatch:
     """Return the compact form of a batch."""
     members = [member for group in manifest.groups for member in group.trajectories]
@@ -78,11 +65,6 @@ def compact_batch(manifest: Manifest, *, manifest_hash: str) -> CompactBatch:
         trajectories=tuple(member.key for member in members),
         crcs=tuple(trajectory_crc(member.payload_crcs) for member in members),
     )
-
-
-def compact_ends(ends: Mapping[TrajectoryKey, str]) -> CompactEnds:
-    """Return the compact form of ended trajectories, with shortened ids in their reasons."""
-    return CompactEnds(trajectories=tuple(ends), ends=tuple(ends.values()))
 
 
 def trajectory_crc(payload_crcs: Sequence[int]) -> int:
@@ -111,26 +93,28 @@ def decode_batch(record: bytes) -> CompactBatch:
     )
 
 
-def encode_ends(ended: CompactEnds) -> bytes:
-    """Return the record of ended trajectories."""
-    table = {end: index for index, end in enumerate(dict.fromkeys(ended.ends))}
+def encode_ends(ends: Mapping[TrajectoryKey, str]) -> bytes:
+    """Return the record of trajectories that ended untrained, with "<state>:<reason>" of each.
+
+    Those of a group stand together.
+    """
+    table = {end: index for index, end in enumerate(dict.fromkeys(ends.values()))}
     columns = {
-        **_key_columns(ended.trajectories),
+        **_key_columns(ends),
         "reasons": [*table],
-        "ends": [table[end] for end in ended.ends],
+        "ends": [table[end] for end in ends.values()],
     }
     return write_frame(ENDS, _packed(columns))
 
 
-def decode_ends(record: bytes) -> CompactEnds:
-    """Return the trajectories of a record."""
+def decode_ends(record: bytes) -> dict[TrajectoryKey, str]:
+    """Return "<state>:<reason>" of the trajectories of a record."""
     columns, array = _unpacked(record, kind=ENDS, known={"reasons", "ends"})
     trajectories, table = _keys(columns), columns["reasons"]
     if array or len(columns["ends"]) != len(trajectories):
         raise CorruptRecordError("the ends of a compact record are not those of its trajectories")
     with reading("a compact record names a reason that it lacks"):
-        ends = tuple([table[index] for index in columns["ends"]])
-    return CompactEnds(trajectories=trajectories, ends=ends)
+        return dict(zip(trajectories, [table[i] for i in columns["ends"]], strict=True))
 
 
 def encode_ledger_file(records: Sequence[bytes]) -> bytes:
