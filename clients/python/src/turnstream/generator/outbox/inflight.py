@@ -111,11 +111,11 @@ class InflightCounts:
         counts["resend_bytes"] += num_bytes + 4 * shape.shared_tokens
         counts["turn_tokens"] += shape.num_tokens
 
-    def statistics(self, **resend_buffer: int) -> PublisherStatistics:
+    def statistics(self, **resend_counts: int) -> PublisherStatistics:
         """Return the counts so far, with those of the resend buffer."""
         return PublisherStatistics(
             **self._counts,
-            **resend_buffer,
+            **resend_counts,
             wait_s=self._wait_s,
             inflight_bytes=self.inflight_bytes + self.unadmitted_bytes,
             max_inflight_bytes=self.max_inflight_bytes,

@@ -170,7 +170,12 @@ class Outbox:
 
     def statistics(self) -> PublisherStatistics:
         """Return the counts so far."""
-        return self.inflight.statistics(**self._resend_buffer.statistics())
+        resend_buffer = self._resend_buffer
+        return self.inflight.statistics(
+            num_forgotten=resend_buffer.num_forgotten,
+            kept_bytes=resend_buffer.num_bytes,
+            max_kept_bytes=resend_buffer.max_bytes,
+        )
 
     def next_round(self, now_s: float) -> Round | None:
         """Return the calls to send now; None if there is nothing to send, or a pause lasts."""

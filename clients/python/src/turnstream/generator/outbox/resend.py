@@ -120,14 +120,6 @@ class ResendBuffer:
         self.num_bytes, self._newest_s = 0, None
         return taken
 
-    def statistics(self) -> dict[str, int]:
-        """Return the counts by their names in PublisherStatistics."""
-        return {
-            "num_forgotten": self.num_forgotten,
-            "kept_bytes": self.num_bytes,
-            "max_kept_bytes": self.max_bytes,
-        }
-
     def _drop(self) -> _Kept:
         dropped = self._kept.popleft()
         self.num_bytes -= dropped.num_bytes

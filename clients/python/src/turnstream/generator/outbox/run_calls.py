@@ -73,7 +73,7 @@ class RunCalls:
             self._tracker.resend_buffer.keep(call, now_s=now_s)
 
         call = RunCall(
-            lambda: close_command(self._tracker.target.run, reason),
+            lambda: close_command(self._tracker.run, reason),
             closed,
             partial(_refuse, receipt),
             receipt,
@@ -84,7 +84,7 @@ class RunCalls:
     def learn_columns(self, receipt: Delivery) -> None:
         """Read what the run declares."""
         call = RunCall(
-            lambda: read_config_command(self._tracker.target.run),
+            lambda: read_config_command(self._tracker.run),
             partial(self._accept_config, receipt),
             partial(_refuse, receipt),
             receipt,
@@ -95,7 +95,7 @@ class RunCalls:
     def post_reward(self, post: RewardPost) -> None:
         """Post a reward; the answer settles its receipt."""
         call = RunCall(
-            lambda: addressed(post.command, self._tracker.target.run),
+            lambda: addressed(post.command, self._tracker.run),
             lambda answer, now_s: self._accept_reward(call, post, answer.decode(), now_s),
             lambda refused, now_s: self._refuse_reward(call, post, refused.error, now_s),
             post.receipt,
