@@ -134,7 +134,7 @@ MERGING = (
         "        linked = self._extras.link(turn, [match])\n",
         "        match = self._index.link(turn.prompt_ids)\n"
         "        linked = self._extras.link(turn, [match])\n",
-        ("test_drafts",),
+        ("test_encoder",),
         package="generator",
     ),
 )

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import redis
 
 from testkit import group, wait_until
 from testkit.stores import Store
 from turnstream.errors import EndOfRunError, GroupTooLargeError, NotReadyError
 from turnstream.generator import Publisher
-from turnstream.generator.transport import sender
 from turnstream.store.run.runs import close_run
 
 pytestmark = pytest.mark.redis
@@ -19,38 +15,6 @@ ONE_GROUP = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
 
 def is_waiting(publisher: Publisher, num_groups: int = 1) -> None:
     wait_until(lambda: publisher.statistics().num_waits == num_groups, describe="a refused group")
-
-
-def num_script_calls(client: redis.Redis) -> int:
-    stats: Any = client.info("commandstats")
-    return stats["cmdstat_evalsha"]["calls"]
-
-
-def test_waiting_group_repeats_its_request_only_when_woken(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = store.new_run(**ONE_GROUP)
-    monkeypatch.setattr(sender, "ASK_AGAIN_S", 600.0)
-
-    with Publisher(store.url, run) as publisher:
-        publisher.publish(group("a")).result(10)
-        waiting = publisher.publish(group("b"))
-        is_waiting(publisher)
-        store.wait_for_blocked(1)
-        num_calls = num_script_calls(store.client)
-        store.read(run).frees_capacity(stepped=0)  # another group takes it
-        wait_until(
-            lambda: num_script_calls(store.client) == num_calls + 1, describe="the second try"
-        )
-        store.wait_for_blocked(1)
-        num_calls_after = num_script_calls(store.client)
-        store.read(run).frees_capacity(stepped=1)
-        waiting.result(10)
-        statistics = publisher.statistics()
-
-    assert num_calls_after == num_calls + 1
-    assert (statistics.num_waits, statistics.num_retries) == (1, 0)
-    assert statistics.wait_s > 0
 
 
 def test_groups_are_admitted_in_the_order_of_their_requests(store: Store) -> None:

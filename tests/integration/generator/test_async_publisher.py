@@ -31,18 +31,6 @@ async def test_both_publishers_store_the_same_bytes(store: Store) -> None:
         assert store.read(run).records(key) == store.read(other).records(key)
 
 
-async def test_parallel_agents_share_one_numbering(store: Store) -> None:
-    run = store.new_run()
-    prompts = [chr(97 + agent) * 20 for agent in range(8)]
-
-    async with AsyncPublisher(store.url, run) as publisher:
-        episode = publisher.trajectory("g", 0, num_samples=1)
-        await asyncio.gather(*[episode.append(ids(prompt), ids("z")) for prompt in prompts])
-        await episode.seal(1.0)
-
-    assert sorted(store.read(run).spelled(KEY)) == [(prompt, "z") for prompt in prompts]
-
-
 async def test_a_cancelled_task_abandons_its_trajectory(store: Store) -> None:
     run = store.new_run()
     is_playing = asyncio.Event()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from testkit import group, ids, trajectory, turn
+from testkit import group, ids
 from testkit.stores import Store
 from turnstream.errors import (
     ConflictError,
@@ -13,7 +13,6 @@ from turnstream.errors import (
     StoreUnavailableError,
 )
 from turnstream.generator import Publisher
-from turnstream.records.events import decode_event
 from turnstream.types import GroupOpened, RunClosed, SealedTrajectory, TrajectoryKey
 from turnstream_server.bus.queries.ledger import read_ledger
 
@@ -52,22 +51,6 @@ def test_a_reason_may_quote_anything(store: Store) -> None:
     assert len(entry) < 300
 
 
-def test_a_conflict_stops_one_trajectory_and_no_other(store: Store) -> None:
-    run = store.new_run()
-    with Publisher(store.url, run, writer="w") as earlier:
-        earlier.trajectory("g", 0, num_samples=2).append(ids("ab"), ids("c")).result(10)
-
-        with Publisher(store.url, run, writer="w") as publisher:
-            both = group("g", trajectory(turn("ab", "X")), trajectory(turn("ab", "Y"), sample=1))
-            receipt = publisher.publish(both)
-            with pytest.raises(ConflictError, match="turn 0 has another content"):
-                receipt.result(10)
-
-    assert list(receipt.errors) == [TrajectoryKey("g", 0)]
-    assert store.read(run).states() == {"g/0/0": "open", "g/1/0": "sealed"}
-    assert store.read(run).spelled(TrajectoryKey("g", 0)) == [("ab", "c")]
-
-
 def test_unread_failure_is_raised_by_flush(store: Store) -> None:
     publisher = Publisher(store.url, "nobody")
     publisher.publish(group("g"))
@@ -98,18 +81,6 @@ def test_a_closed_publisher_takes_nothing(store: Store) -> None:
 
     with pytest.raises(StoreUnavailableError, match="closed"):
         publisher.publish(group("g"))
-
-
-def test_names_of_any_kind_reach_the_store(store: Store) -> None:
-    run = store.new_run()
-
-    with Publisher(store.url, run, writer="host:1/{x}") as publisher:
-        publisher.publish(group("prompt {1}/ü"))
-
-    stored = store.read(run)
-    assert stored.sealed() == [TrajectoryKey("prompt {1}/ü", 0), TrajectoryKey("prompt {1}/ü", 1)]
-    for key in stored.sealed():
-        assert decode_event(stored.records(key)[-1]) in stored.events()
 
 
 def test_conflicts_are_counted_in_the_run_with_the_last_one_named(store: Store) -> None:

@@ -21,28 +21,6 @@ pytestmark = pytest.mark.redis
 PastOf = Callable[[EmbeddedServer], Any]
 
 
-def test_lost_task_is_opened_again_with_all_its_writes(own_store: Store, past_of: PastOf) -> None:
-    # A task was sent again as a take-over of what the store had forgotten, and refused: what was
-    # acknowledged of it was lost.
-    run = own_store.new_run()
-    add_prompts(own_store.client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=2)])
-
-    with Publisher(own_store.url, run, keep_s=60.0) as publisher:
-        past = past_of(own_store.server)
-        with publisher.next_task(10) as task:
-            for episode in task.trajectories:
-                episode.append(ids("ab"), ids("c")).result(10)
-                episode.seal(1.0)
-        publisher.flush()
-        past.come_back()
-        publisher.publish(group("h")).result(10)
-        publisher.flush()
-        statistics = publisher.statistics()
-
-    assert own_store.read(run).counts() == {"accepted": 4, "sealed": 4}
-    assert statistics.num_lost == 0
-
-
 @pytest.mark.parametrize("is_sealed", [False, True])
 def test_task_granted_again_to_its_owner_is_skipped(
     own_store: Store, past_of: PastOf, is_sealed: bool

@@ -15,7 +15,7 @@ import redis
 
 from testkit import ids, wait_until
 from testkit.stores import Store, wait_for_lapse
-from turnstream.errors import ConflictError, FencedError
+from turnstream.errors import ConflictError
 from turnstream.generator import Publisher
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
@@ -201,33 +201,6 @@ def test_generator_that_slept_without_a_takeover_continues(
 
     assert answers == ["done", "done"]
     assert store.read(run).states()["g/0/0"] == "sealed"
-
-
-def test_a_heartbeat_alone_finds_a_lost_trajectory(store: Store, often: None) -> None:
-    run = store.new_run()
-    with Publisher(store.url, run) as publisher:
-        lost = publisher.trajectory("g", 0, num_samples=2)
-        kept = publisher.trajectory("g", 1, num_samples=2)
-        for episode in (lost, kept):
-            episode.append(ids("ab"), ids("c")).result(10)
-        store.client.hset(keys.run_keys(run).ledger, "g/0/0", "abandoned:for a test")
-        wait_for_heartbeat_after(store.client, run, "g/1/0")
-
-        with pytest.raises(FencedError, match="g/0/0 is abandoned: for a test"):
-            lost.append(ids("abc"), ids("d"))
-        with pytest.raises(FencedError, match="g/0/0 is abandoned: for a test"):
-            lost.seal(1.0)
-        kept.seal(1.0)
-
-
-def wait_for_heartbeat_after(client: redis.Redis, run: str, trajectory_id: str) -> None:
-    """Three renewals of a lease: the second was sent after this was called, and was answered."""
-    for _ in range(3):
-        before = lease_end(client, run, trajectory_id)
-        wait_until(
-            lambda before=before: lease_end(client, run, trajectory_id) > before,
-            describe="a renewal",
-        )
 
 
 def test_closed_publisher_warns_of_open_trajectories(

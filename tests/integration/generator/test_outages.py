@@ -133,17 +133,6 @@ def used_memory(client: redis.Redis) -> int:
     return memory["used_memory"]
 
 
-def test_scripts_are_loaded_again_after_a_server_lost_them(own_store: Store) -> None:
-    run = own_store.new_run()
-
-    with Publisher(own_store.url, run) as publisher:
-        publisher.publish(group("g")).result(10)
-        own_store.client.script_flush()
-        publisher.publish(group("h")).result(10)
-
-    assert own_store.read(run).counts() == {"accepted": 4, "sealed": 4}
-
-
 def test_an_outage_longer_than_the_timeout_fails_what_was_accepted(own_store: Store) -> None:
     run = own_store.new_run()
     publisher = Publisher(own_store.url, run, timeout_s=0.3)

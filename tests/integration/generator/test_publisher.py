@@ -40,22 +40,6 @@ def test_trajectory_is_stored_with_its_turns_and_seal(store: Store) -> None:
     assert stored.counts() == {"accepted": 1, "sealed": 1}
 
 
-def test_a_whole_group_is_published_with_one_call(store: Store) -> None:
-    run = store.new_run()
-    members = [trajectory(turn("ab", "CD"), sample=n, reward=float(n)) for n in range(3)]
-
-    with Publisher(store.url, run) as publisher:
-        publisher.publish(group("g", *members, prompt_uid="p")).result(10)
-        statistics = publisher.statistics()
-
-    stored = store.read(run)
-    assert stored.sealed() == [TrajectoryKey("g", n) for n in range(3)]
-    assert stored.events()[0] == GroupOpened(group_id="g", prompt_uid="p", num_samples=3)
-    assert stored.spelled(TrajectoryKey("g", 2)) == [("ab", "cd")]
-    assert (statistics.num_trajectories, statistics.num_turns) == (3, 3)
-    assert statistics.inflight_bytes == 0
-
-
 def test_alternating_branches_send_only_what_is_new(store: Store) -> None:
     run = store.new_run()
     agent, helper = "the agent's long context " * 40, "the helper's own context " * 40

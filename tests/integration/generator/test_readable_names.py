@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from testkit import ids, wait_until
+from testkit import ids
 from testkit.stores import Store
 from turnstream.errors import ConflictError, NotReadyError
 from turnstream.generator import Publisher
@@ -29,18 +29,6 @@ def test_second_writer_gets_the_name_of_the_first(store: Store) -> None:
             second.adopt(GROUP, 0)
         with pytest.raises(ConflictError, match=rf"^group {GROUP} was opened with 2 samples"):
             second.trajectory(GROUP, 1, num_samples=3).__enter__()
-
-
-def test_lapsed_trajectory_names_its_writer(store: Store) -> None:
-    run = store.new_run(lease_s=0.3)
-    with Publisher(store.url, run, writer=WRITER) as first:
-        first.trajectory(GROUP, 0, num_samples=1).__enter__()
-
-    with Publisher(store.url, run, writer=OTHER) as second:
-        wait_until(lambda: len(second.lapsed()) == 1, describe="the end of a lease")
-        (lapsed,) = second.lapsed()
-
-    assert (lapsed.writer, lapsed.key.readable_name) == (WRITER, f"{GROUP}/0/0")
 
 
 def test_admission_wait_names_the_generator_of_the_open_groups(store: Store) -> None:

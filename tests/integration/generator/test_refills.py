@@ -77,25 +77,6 @@ def test_a_refill_is_waited_for_and_written_like_any_trajectory(store: Store) ->
     assert store.read(run).sealed() == [TrajectoryKey("g", 0), AGAIN]
 
 
-async def test_one_of_many_waiting_generators_gets_a_refill(store: Store) -> None:
-    run = store.new_run()
-    with Publisher(store.url, run) as publisher:
-        open_group(publisher)
-
-    async with AsyncPublisher(store.url, run) as one, AsyncPublisher(store.url, run) as other:
-        waiting = {asyncio.ensure_future(each.next_refill(30)) for each in (one, other)}
-        await asyncio.to_thread(store.wait_for_blocked, 2)
-        grant(store.client, run)
-        given, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.to_thread(store.wait_for_blocked, len(left))  # after it was woken, too
-        (refill,) = [each.result() for each in given]
-        for each in left:
-            each.cancel()
-
-    assert refill.key == AGAIN
-    assert (len(given), len(left)) == (1, 1)
-
-
 async def test_one_of_many_tasks_of_a_publisher_gets_a_refill(store: Store) -> None:
     # The store gives an attempt again to the writer that has it. Tasks that had all read of it
     # before the first of them opened it were all given it, and wrote one trajectory together.

@@ -54,23 +54,6 @@ def test_lost_writes_are_sent_again_from_the_opening_to_the_seal(
     assert statistics.num_trajectories == 5
 
 
-def test_a_restart_that_lost_nothing_changes_nothing(own_store: Store) -> None:
-    run = own_store.new_run()
-
-    with Publisher(own_store.url, run, keep_s=60.0) as publisher:
-        publisher.publish(group("g")).result(10)
-        before = own_store.read(run).events()
-        own_store.restart()
-        publisher.publish(group("h")).result(10)
-        publisher.flush()
-        statistics = publisher.statistics()
-
-    after = own_store.read(run).events()
-    assert after[: len(before)] == before
-    assert len(after) == 2 * len(before)
-    assert (statistics.num_restarts, statistics.num_lost) == (1, 0)
-
-
 def test_writes_that_survived_one_restart_are_sent_again_after_the_next(
     own_store: Store, past_of: PastOf
 ) -> None:
@@ -242,15 +225,3 @@ def test_lost_sealed_trajectory_is_reported_by_the_next_flush(own_store: Store, 
     errors = [lost.value, *lost.value.others]
     said = [f"g/{sample}/0 was acknowledged, and the store lost it" for sample in range(2)]
     assert sorted(str(error).partition(":")[0] for error in errors) == said
-
-
-def test_kept_bytes_are_limited(own_store: Store) -> None:
-    run = own_store.new_run()
-
-    with Publisher(own_store.url, run, keep_s=60.0, max_kept_bytes=300) as publisher:
-        for number in range(5):
-            publisher.publish(group(f"g{number}")).result(10)
-        statistics = publisher.statistics()
-
-    assert 0 < statistics.kept_bytes <= statistics.max_kept_bytes == 300
-    assert statistics.num_forgotten > 0

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import redis
 
 from harness.stored import content_of
-from testkit import config, ids, wait_until
+from testkit import config, ids
 from testkit.stores import Store
 from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError
 from turnstream.generator import Prompt, Publisher, add_prompts
@@ -151,26 +150,6 @@ def test_owner_of_an_old_task_is_refused_and_the_task_granted_again(
 
     assert unchanged
     assert again.prompt_uid == "p"
-
-
-def test_refused_heartbeat_of_an_old_publisher_fails_its_trajectories(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = next(_names)
-    create_run(store.client, name, replace(config(4), lease_s=0.6))
-    with Publisher(store.url, name, writer="w") as publisher:
-        trajectory = publisher.trajectory("g", 0, num_samples=1)
-        begin(trajectory)
-        before = replace_run(store.client, name)
-
-        wait_until(
-            lambda: "leases cannot be renewed: no run named" in caplog.text,
-            describe="a heartbeat that is refused",
-        )
-        with pytest.raises(REFUSALS, match="deleted"):
-            trajectory.append(ids("abcd"), ids("e"))
-
-    assert content(store.client, f"{name}~2") == before
 
 
 def test_publisher_that_first_writes_after_a_deletion_writes_to_the_next_run(

@@ -11,7 +11,7 @@ import redis
 import redis.asyncio
 
 from testkit import ids
-from testkit.stores import Store, wait_for_lapse
+from testkit.stores import Store
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator import Publisher
 from turnstream.generator.api.adoption import adopt_trajectory
@@ -24,34 +24,6 @@ pytestmark = pytest.mark.redis
 
 LEASE_S = 0.5
 KEY = TrajectoryKey("g", 0)
-
-
-def test_restarted_generator_continues_at_once(store: Store) -> None:
-    run = store.new_run()
-    with Publisher(store.url, run, writer="w") as publisher:
-        publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
-
-    with Publisher(store.url, run, writer="w") as publisher:
-        episode = publisher.adopt("g", 0)
-        episode.append(ids("abcd"), ids("e"))
-        episode.seal(1.0)
-
-    assert store.read(run).spelled(KEY) == [("ab", "c"), ("abcd", "e")]
-
-
-def test_trajectory_without_a_turn_is_adopted(store: Store) -> None:
-    run = store.new_run(lease_s=LEASE_S)
-    with Publisher(store.url, run) as gone:
-        gone.trajectory("g", 0, num_samples=2).__enter__()
-
-    with Publisher(store.url, run) as publisher:
-        wait_for_lapse(publisher, KEY)
-        episode = publisher.adopt("g", 0)
-        episode.append(ids("ab"), ids("c"))
-        episode.seal(1.0)
-
-    assert episode.turns == ()
-    assert store.read(run).spelled(KEY) == [("ab", "c")]
 
 
 @pytest.mark.parametrize(

@@ -159,28 +159,6 @@ def test_receipt_names_the_waiting_turn_and_the_outage(own_store: Store) -> None
     assert kinds(flushed.value)[:2] == [WaitKind.NOT_ACKNOWLEDGED, WaitKind.STORE_AWAY]
 
 
-async def test_awaited_receipt_reports_that_its_group_waits_for_admission(store: Store) -> None:
-    run = store.new_run(**ONE_GROUP)
-
-    async with AsyncPublisher(store.url, run, admission_timeout_s=600) as publisher:
-        await (await publisher.publish(group("a")))
-        receipt = await publisher.publish(group("b"))
-        await asyncio.to_thread(
-            wait_until, lambda: publisher.statistics().num_waits > 0, describe="a group that waits"
-        )
-        with pytest.raises(NotReadyError) as waited:
-            await receipt.result(0.05)
-        with pytest.raises(NotReadyError) as flushed:
-            await publisher.flush(0.05)
-        store.client.hset(keys.run_keys(run).frontier, "stepped", 1)
-        store.client.xadd(keys.run_keys(run).wake, {"w": ""})
-        await receipt
-
-    for error in (waited.value, flushed.value):
-        assert facts(error, WaitKind.NOT_ACKNOWLEDGED)["group"] == "b"
-        assert facts(error, WaitKind.NO_ADMISSION)["group"] == "b"
-
-
 def test_disk_wait_ends_with_the_time_left(store: Store) -> None:
     run = store.new_run()
 

@@ -229,18 +229,6 @@ def test_group_abandoned_during_admission_is_abandoned_once_open() -> None:
     assert driver.outbox.is_idle
 
 
-def test_admission_wait_ends_by_its_deadline_on_a_silent_store() -> None:
-    driver, _, opened = refused(timeout_s=600.0)
-    driver.outbox.admissions.woken()
-    driver.take_round()
-
-    driver.skip_to_deadline()
-    driver.outbox.expire(driver.now_s)
-
-    assert driver.now_s == pytest.approx(160.0)
-    assert kinds(opened) == [WaitKind.NO_ADMISSION, WaitKind.STORE_SILENT]
-
-
 @pytest.mark.parametrize("answer", [[5], ResponseError("WAIT [8-0] no capacity")])
 def test_group_opened_after_its_wait_ended_is_abandoned(answer: Any) -> None:
     driver, lane, asked = timed_out()

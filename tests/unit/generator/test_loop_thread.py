@@ -9,25 +9,12 @@ import threading
 import pytest
 
 from testkit import wait_until
-from turnstream.errors import ConflictError, StoreUnavailableError
+from turnstream.errors import StoreUnavailableError
 from turnstream.generator.transport.loop_thread import LoopThread
 
 
 async def returned(value: int) -> int:
     return value
-
-
-async def failed() -> None:
-    raise ConflictError("other")
-
-
-def test_loop_thread_returns_results_and_raises_errors() -> None:
-    loop = LoopThread()
-
-    assert loop.run(returned(3)) == 3
-    with pytest.raises(ConflictError, match="other"):
-        loop.run(failed())
-    loop.close()
 
 
 def test_closed_loop_thread_refuses_calls() -> None:

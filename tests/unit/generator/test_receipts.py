@@ -71,19 +71,6 @@ async def test_receipt_wait_ends_by_its_deadline(kind: Any) -> None:
         await finish(lambda: kind().result(0.01))
 
 
-def test_only_a_failure_is_unread_until_its_result_is_read() -> None:
-    failures: list[Delivery] = []
-    Receipt(unread_failures=failures).settle(ONE)
-    receipt = Receipt(unread_failures=failures)
-    receipt.settle(ONE, ConflictError("first"))
-
-    assert failures == [receipt]
-    assert not receipt.was_read
-    with pytest.raises(ConflictError):
-        receipt.result()
-    assert receipt.was_read
-
-
 def test_unread_failures_are_raised_once_as_one_error() -> None:
     failures: list[Delivery] = []
     lost, only, common, asked = (ConflictError(str(number)) for number in range(4))

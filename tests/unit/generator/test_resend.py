@@ -95,17 +95,6 @@ def test_ended_trajectory_is_lost_if_the_store_stays_away() -> None:
     assert errors(end) == []  # it was told long ago
 
 
-def test_lost_turns_that_are_no_longer_kept_are_named() -> None:
-    driver = OutboxDriver()
-    lane = driver.open_with_turn()
-    driver.append(lane)
-
-    driver.answer(ResponseError("GAP [0] the next turn is 0"))
-
-    with pytest.raises(StoreBehindError, match="came back without turn 0, which"):
-        driver.append(lane)
-
-
 def test_seal_refused_for_another_reason_does_not_ask_its_payload() -> None:
     driver, _, end = driver_with_seal(keep_s=5.0)
 
@@ -156,17 +145,6 @@ def test_only_ended_trajectories_are_losses() -> None:
     assert driver.outbox.take_losses() == []
 
 
-def test_adopted_trajectory_is_adopted_again() -> None:
-    driver = OutboxDriver(keep_s=5.0)
-    driver.open_lanes()
-    key = TrajectoryKey("g", sample=1)
-    driver.outbox.tracker.adopt(key, epoch=4, num_turns=2, num_bytes=0, now_s=driver.now_s)
-
-    driver.restart()
-
-    assert "take_over" in driver.script_names(driver.take_round())
-
-
 def test_no_lease_is_renewed_before_the_group_is_open_again() -> None:
     driver = OutboxDriver(keep_s=5.0)
     driver.open_with_turn()
@@ -191,21 +169,6 @@ def test_leases_and_bytes_of_a_known_group_are_renewed_at_once() -> None:
 
     assert "heartbeat" in driver.script_names(again)
     assert [name for name, _ in driver.reservations(again)] == ["g/0/0"]
-
-
-def test_twice_surviving_trajectory_is_resent_from_its_first_turn() -> None:
-    driver, lane, _ = driver_with_seal(keep_s=5.0)
-    driver.answer([b"OK"])
-
-    driver.restart()
-    driver.answer([b"CONFLICT [planned] g/0/0 is already planned"], b"OK")
-    acknowledged = lane.num_acknowledged
-    driver.restart()
-    asked = driver.answer([1], b"OK", b"OK")
-    again = driver.answer(2)
-
-    assert (acknowledged, driver.script_names(asked)[0]) == (1, "open_group")
-    assert (again.commands[0].args[1], driver.record_counts(again)) == (0, [2])
 
 
 def test_a_seal_that_goes_again_has_the_same_bytes() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from turnstream.errors import FencedError
 from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.resend import Ended, KeptTurn, ResendBuffer
+from turnstream.generator.outbox.resend import KeptTurn, ResendBuffer
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.types import GroupOpened, TrajectoryKey, TurnShape
 
@@ -29,17 +29,6 @@ def test_write_is_kept_until_a_late_answer_proves_it() -> None:
     assert (before, after) == ((30, False), (20, False))
     assert buffer.pause_s(6.0) == 2.0
     assert buffer.take() == [second]
-
-
-def test_everything_is_proven_when_the_newest_write_is() -> None:
-    buffer = ResendBuffer(keep_s=5.0, max_bytes=100)
-    buffer.keep(Ended(LANE), now_s=3.0)
-
-    buffer.prove(8.0)
-
-    assert buffer.is_settled
-    assert buffer.pause_s(8.0) is None
-    assert buffer.take() == []
 
 
 def test_beyond_its_bytes_the_oldest_turns_are_forgotten_but_nothing_is_proven() -> None:
@@ -81,14 +70,6 @@ def test_failed_or_resent_trajectory_does_not_count_as_opened() -> None:
 
     assert has_failed
     assert not buffer.has_opened(LANE.key)
-
-
-def test_taken_writes_are_kept_no_longer() -> None:
-    buffer = ResendBuffer(keep_s=5.0, max_bytes=25)
-    buffer.keep(kept(10), now_s=1.0)
-    buffer.take()
-
-    assert (buffer.take(), buffer.num_bytes, buffer.is_settled) == ([], 0, True)
 
 
 def test_nothing_is_kept_for_a_syncing_store() -> None:

@@ -39,21 +39,6 @@ def test_reservation_is_repeated_after_a_lost_connection() -> None:
     assert driver.reservations(again) == driver.reservations(lost) != []
 
 
-def test_reservation_is_repeated_after_a_restart_of_the_store() -> None:
-    driver, lane = driver_with_lane(keep_s=5.0)
-    driver.append(lane, response="B" * 5_000)
-    asked = driver.answer(1)
-    driver.append(lane)
-
-    driver.reconnect()
-    driver.answer()
-    driver.answer([1])
-    again = driver.take_round()
-
-    assert [name for name, _ in driver.reservations(again)] == ["g/0/0"]
-    assert driver.reservations(again) >= driver.reservations(asked)
-
-
 def test_whole_trajectory_reserves_its_exact_size() -> None:
     driver = OutboxDriver()
     (lane,) = driver.request()

@@ -109,21 +109,6 @@ def test_an_abandon_follows_the_turns_that_were_accepted() -> None:
     assert end.is_done
 
 
-def test_adopted_trajectory_continues_after_its_stored_turns() -> None:
-    driver = OutboxDriver()
-    lane = driver.outbox.tracker.adopt(
-        KEYS[0], epoch=4, num_turns=2, num_bytes=0, now_s=driver.now_s
-    )
-    driver.append(lane)
-
-    sent = driver.answer(1)
-    driver.skip_pause()
-    beat = driver.answer()
-
-    assert sent.commands[0].args[:3] == ("4/w", 2, 0)
-    assert beat.commands[0].args == ("g/0/0", "4:w")
-
-
 def test_trajectory_opened_by_a_task_has_its_lease_renewed() -> None:
     driver = OutboxDriver()
     group = GroupOpened(group_id="g", prompt_uid="", num_samples=2)
