@@ -14,18 +14,14 @@ from testkit.run_driver import RunDriver
 from testkit.trainers import Trainer
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
-from turnstream.records.events import encode_event
-from turnstream.records.turns import encode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import (
     Group,
     Purpose,
-    StoredTurn,
-    TrajectoryKey,
     TrajectoryState,
-    TurnShape,
 )
 from turnstream_server.batcher.planner.parking import PARK_AFTER_S
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
@@ -33,25 +29,22 @@ from turnstream_server.batcher.serving.service import BatcherOptions, serving
 from turnstream_server.bus.admin.dead_letters import DeadLetters, read_dead_letters
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 
 _numbers = itertools.count(1)
 
 Hook = Callable[[Any], Awaitable[object]]
 before_write: ContextVar[Hook | None] = ContextVar("before_write", default=None)
-before_act: ContextVar[Hook | None] = ContextVar("before_act", default=None)
-"""Hooks of the replica that a task belongs to."""
+"""Hook of the replica that a task belongs to."""
 
 
 class Replica:
     """A batcher in this process."""
 
-    def __init__(
-        self, options: BatcherOptions, before_write: Hook | None, before_act: Hook | None
-    ) -> None:
+    def __init__(self, options: BatcherOptions, before_write: Hook | None) -> None:
         self.address = ""
         self._options = options
         self._before_write = before_write
-        self._before_act = before_act
         self._may_end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -73,7 +66,6 @@ class Replica:
 
     async def _serve(self, ready: asyncio.Event) -> None:
         before_write.set(self._before_write)
-        before_act.set(self._before_act)
         async with serving(self._options) as self.address:
             ready.set()
             await self._may_end.wait()
@@ -120,22 +112,6 @@ class House:
                     publisher.close_run()
 
         await asyncio.to_thread(send)
-
-    def seal_group_of_one(
-        self, run: str, group_id: str, stored: StoredTurn, *, said: TurnShape | None = None
-    ) -> None:
-        """Seal a group of one, past all checks of a publisher.
-
-        `said` is the shape in the seal, the true one by default.
-        """
-        key = TrajectoryKey(group_id, sample=0)
-        record = encode_turn(stored)
-        crc = int.from_bytes(record[-4:], "little")
-        seal = encode_event(
-            testkit.sealed(group_id, turns=[said or stored.shape], payload_crcs=[crc])
-        )
-        self.open_group(run, group_id, keys.trajectory_id(key))
-        self.seal(run, keys.trajectory_id(key), record, seal=seal)
 
     def open_group(
         self,
@@ -185,7 +161,6 @@ class House:
         self,
         *,
         before_write: Hook | None = None,
-        before_act: Hook | None = None,
         lease_s: float = 5.0,
         park_after_s: float = PARK_AFTER_S,
         wait_max_s: float = 60.0,
@@ -193,8 +168,7 @@ class House:
     ) -> Replica:
         """Start a replica.
 
-        `before_write` is awaited with each checked plan before it is written, and `before_act` with
-        the name of each act of upkeep before it is done.
+        `before_write` is awaited with each checked plan before it is written.
         """
         options = BatcherOptions(
             redis_url=self.url,
@@ -204,7 +178,7 @@ class House:
             upkeep=upkeep,
             shutdown_grace_s=0.5,
         )
-        replica = Replica(options, before_write, before_act)
+        replica = Replica(options, before_write)
         await replica.start()
         self._replicas.append(replica)
         return replica
@@ -258,6 +232,11 @@ class House:
     def dead_letters(self, run: str) -> DeadLetters:
         """The dead letters of a run."""
         return read_dead_letters(self.client, run)
+
+    def why(self, run: str) -> str:
+        """The sentences of `turnstream why`."""
+        found = reasons(read_snapshot(self.client, run))
+        return "\n".join(reason.sentence for reason in found)
 
     async def planned(self, run: str, step: int) -> None:
         """Return when this step is planned."""

@@ -7,34 +7,20 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 
 import testkit
-from testkit.houses import House, before_act, before_write
+from testkit.houses import House, before_write
 from turnstream.types import (
     Group,
 )
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch
-from turnstream_server.batcher.planner import releaser, snapshotting
 from turnstream_server.batcher.serving import calls
 from turnstream_server.embedded import EmbeddedServer
-
-_ACTS = {
-    releaser: {
-        "advance_watermark": "advance_watermark",
-        "remove_payload": "release_payload",
-        "give_back": "give_back",
-        "fold_batches": "fold_batch",
-        "finish_batches": "finish_batch",
-        "fold_ended": "fold_ended",
-    },
-    snapshotting: {"save_snapshot": "save_snapshot", "trim_events": "trim_events"},
-}
-"""Names of the acts of a leader's upkeep by the functions that do them."""
 
 # A batcher process that dies or stops at a failpoint: url, failpoint, and options as JSON.
 BATCHER = """
@@ -79,7 +65,7 @@ def a_busy_store_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def hooks_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Await the hooks of a replica: after the check of a plan, and before each act of upkeep."""
+    """Await the hook of a replica after the check of a plan."""
     check = Assembler.check
 
     async def check_and_wait(self: Assembler, batch: PlannedBatch) -> None:
@@ -89,19 +75,6 @@ def hooks_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
             await hook(batch.manifest)
 
     monkeypatch.setattr(Assembler, "check", check_and_wait)
-    for module, acts in _ACTS.items():
-        for function, act in acts.items():
-            monkeypatch.setattr(module, function, _after_hook(getattr(module, function), act))
-
-
-def _after_hook(function: Callable[..., Awaitable[Any]], act: str) -> Callable[..., Any]:
-    async def call(*args: Any, **options: Any) -> Any:
-        hook = before_act.get()
-        if hook is not None:
-            await hook(act)
-        return await function(*args, **options)
-
-    return call
 
 
 class PythonProcess(subprocess.Popen[str]):

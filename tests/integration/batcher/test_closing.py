@@ -150,22 +150,6 @@ async def test_evaluation_that_outlasts_its_run_is_ended_by_a_later_batcher(hous
     await evaluation_ends(client, run)
 
 
-async def test_a_closed_run_ends_with_a_short_batch_and_then_an_end(house):
-    _, trainer = await house.started(
-        *(group(f"g{i}") for i in range(3)), closes=True, batch_groups=2
-    )
-
-    sizes = []
-    for step in (1, 2):
-        (pulled,) = await trainer.get(step)
-        sizes.append(len(pulled.rows))
-        await trainer.stepped([pulled])
-
-    assert sizes == [4, 2]
-    with pytest.raises(EndOfRunError):
-        await trainer.get(3)
-
-
 async def test_end_of_run_is_reported_once_the_last_batch_is_stepped(house):
     _, trainer = await house.started(group("g0"), closes=True, batch_groups=1)
     last = await trainer.get(1)

@@ -3,22 +3,17 @@
 import asyncio
 import dataclasses
 import signal
-import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import redis.asyncio
 
-from testkit import config, group, ids, wait_until_async
+from testkit import config, group, wait_until_async
 from turnstream.errors import NotReadyError
 from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect, connect_async
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.batcher.planner.timekeeper import ClockReading, Timekeeper
-from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
-from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.batcher.planner import timekeeper
+from turnstream_server.bus.leadership.leadership import Term
 
 DEADLINE_S = 10.0
 """Every write of a test comes before it; then the test lets it pass."""
@@ -169,12 +164,11 @@ async def test_a_reward_that_does_not_come_ends_by_its_own_deadline(house: Any) 
 
 
 async def test_restarted_batcher_does_not_wait_for_a_hanging_member(
-    house: Any, start_batcher_process: Callable[..., subprocess.Popen[str]]
+    house: Any, start_batcher_process: Any
 ) -> None:
     run = house.create_run(batch_groups=2, **SHORT)
     first = start_batcher_process()
-    assert first.stdout is not None
-    first.stdout.readline()
+    await first.line()
     await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
     house.pass_deadlines(run)
     await wait_for_states(house, run, {TrajectoryState.SEALED: 2, TrajectoryState.SURPLUS: 1})
@@ -188,48 +182,21 @@ async def test_restarted_batcher_does_not_wait_for_a_hanging_member(
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0", "h/0/0", "h/1/0"]
 
 
-LEASE_S, TAKEOVER_S = 1.0, 10.0
-LONG_S = 7_200
-
-
-@pytest.fixture
-async def client(house) -> Any:
-    async with connect_async(house.url) as client:
-        yield client
-
-
-async def open_and_leave(house, client: redis.asyncio.Redis, **fields: Any) -> tuple[str, int]:
-    """A run with one open trajectory; when its lease ended, in ms: long ago."""
-    run = house.create_run(lease_s=LEASE_S, takeover_s=TAKEOVER_S, **fields)
-    await acquire_leadership(client, run, owner="p", lease_s=60)
-
-    def write() -> None:
-        with Publisher(house.url, run) as publisher:
-            publisher.trajectory("g", 0, num_samples=1).append(ids("ab"), ids("c")).result(10)
-
-    await asyncio.to_thread(write)
-    seconds, _ = await client.time()
-    ended_ms = (seconds - LONG_S) * 1000
-    await client.zadd(keys.run_keys(run).leases, {"g/0/0": ended_ms})
-    return run, ended_ms
-
-
 @pytest.mark.parametrize(
-    ("after_ms", "steady_s", "num_abandoned"),
-    [(10_000, 0.5, 1), (9_999, 0.5, 0), (10_000, 0.49, 0), (3_600_000, 0, 0)],
+    ("steady_s", "until_ms"), [(0.5, [40_000]), (0.49, []), (0.0, [])], ids=str
 )
-async def test_trajectory_may_be_adopted_before_it_is_abandoned(
-    house, client, after_ms, steady_s, num_abandoned
-):
-    run, ended_ms = await open_and_leave(house, client)
-    settings = dataclasses.replace(config(), lease_s=LEASE_S, takeover_s=TAKEOVER_S)
+async def test_trajectory_may_be_adopted_before_it_is_abandoned(monkeypatch, steady_s, until_ms):
+    asked: list[int] = []
+
+    async def abandon(_: Any, *, until_ms: int) -> bool:
+        asked.append(until_ms)
+        return False
+
+    monkeypatch.setattr(timekeeper, "abandon_lapsed", abandon)
     none: Any = None  # this job needs neither view nor leader
-    timekeeper = Timekeeper(Term(client, run, 1), none, none, settings)
+    settings = dataclasses.replace(config(), lease_s=1.0, takeover_s=10.0)
+    keeper = timekeeper.Timekeeper(Term(none, "run", 1), none, none, settings)
 
-    pause_s = await timekeeper.abandon_lapsed(ClockReading(ended_ms + after_ms, steady_s, 0.0))
+    pause_s = await keeper.abandon_lapsed(timekeeper.ClockReading(50_000, steady_s, 0.0))
 
-    assert pause_s == LEASE_S / 10
-    with connect(house.url) as reader:
-        counts = read_ledger(reader, run)
-        counts.check()
-        assert counts.by_state[TrajectoryState.ABANDONED] == num_abandoned
+    assert (pause_s, asked) == (0.1, until_ms)

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import subprocess
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +12,9 @@ from turnstream.errors import ConflictError, EndOfRunError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.evals import eval_results
-from turnstream.types import EvalResult, Group, Purpose, TrajectoryState
+from turnstream.types import Group, Purpose, TrajectoryState
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 
 # Opens an evaluation of two, seals one of them, prints a line, and hangs.
 GENERATOR = """
@@ -42,19 +40,9 @@ def evaluation(group_id: str, *rewards: float, version: int = 1) -> Group:
     return replace(group(group_id, *members), purpose=Purpose.EVAL)
 
 
-def counts(house: Any, run: str) -> LedgerCounts:
-    found = read_ledger(house.client, run)
-    found.check()
-    return found
-
-
-def results(house: Any, run: str) -> list[EvalResult]:
-    return eval_results(house.client, run)
-
-
 async def num_evaluated(house: Any, run: str, number: int) -> None:
     await wait_until_async(
-        lambda: counts(house, run).by_state[TrajectoryState.EVALUATED] == number,
+        lambda: house.ledger(run).by_state[TrajectoryState.EVALUATED] == number,
         describe=f"{number} evaluated",
     )
 
@@ -86,7 +74,7 @@ async def test_the_same_training_gives_the_same_batches_with_evaluations_in_betw
     assert pulled[0] == pulled[1]
     assert plans(house, alone, 2) == plans(house, mixed, 2)
     assert len(plans(house, mixed, 2)) == 2
-    found = counts(house, mixed)
+    found = house.ledger(mixed)
     assert (found.accepted, found.num_in_batches) == (24, 8)
 
 
@@ -98,14 +86,14 @@ async def test_an_evaluation_ends_once_though_its_planner_is_killed_at_its_end(
     await house.publish(run, evaluation("e", 1.0, 0.0, version=3))
 
     status = await asyncio.to_thread(start_batcher_process(place).wait, 60)
-    known = results(house, run)
+    known = eval_results(house.client, run)
     await house.start_batcher(lease_s=0.6)
     await house.publish(run, evaluation("f", 0.5, version=3))
     await num_evaluated(house, run, 3)
 
     assert status == -signal.SIGKILL
     assert [each.num_groups for each in known] == ([1] if place == "settle.after" else [])
-    (found,) = results(house, run)
+    (found,) = eval_results(house.client, run)
     assert (found.num_groups, found.num_trajectories, found.reward.mean) == (2, 3, 0.5)
     assert [each.group_id for each in found.groups] == ["e", "f"]
 
@@ -126,12 +114,6 @@ async def test_evaluation_continues_while_training_waits_and_ends_with_the_run(h
     await num_evaluated(house, run, 2)
 
 
-def kill_after_seal(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == "sealed"
-    process.kill()
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -150,16 +132,19 @@ def test_evaluation_with_wrong_arguments_is_refused(house, fields, words):
 async def test_the_evaluation_of_a_killed_generator_ends_with_its_lease(house, start_process):
     run = house.create_run(lease_s=2.0, takeover_s=600)
     await house.start_batcher()
-    await asyncio.to_thread(kill_after_seal, start_process(GENERATOR, house.url, run))
+    process = start_process(GENERATOR, house.url, run)
+    assert await process.line() == "sealed"
+    process.kill()
 
     house.end_leases(run)
     await num_evaluated(house, run, 1)
 
-    (result,) = results(house, run)
+    (result,) = eval_results(house.client, run)
     assert (result.version, result.num_trajectories, result.num_lost) == (4, 1, 1)
-    by_state = counts(house, run).by_state
+    by_state = house.ledger(run).by_state
     assert by_state[TrajectoryState.ABANDONED] == 1
-    await payload_is_gone(house, run, "e/0/0")
+    turns = keys.trajectory_keys(run, "e/0/0").turns
+    await wait_until_async(lambda: not house.client.exists(turns), describe="released payload")
 
 
 async def test_a_hanging_member_of_an_evaluation_ends_at_the_deadline(house):
@@ -175,15 +160,8 @@ async def test_a_hanging_member_of_an_evaluation_ends_at_the_deadline(house):
         with pytest.raises(ConflictError, match="already evaluated"):
             await hanging.append(ids("ab"), ids("c"))
 
-    (result,) = results(house, run)
+    (result,) = eval_results(house.client, run)
     assert (result.num_trajectories, result.num_lost) == (1, 1)
-
-
-async def payload_is_gone(house: Any, run: str, trajectory_id: str) -> None:
-    await wait_until_async(
-        lambda: not house.client.exists(keys.trajectory_keys(run, trajectory_id).turns),
-        describe="released payload",
-    )
 
 
 async def test_results_survive_compaction_snapshots_and_a_successor(house):
@@ -200,7 +178,7 @@ async def test_results_survive_compaction_snapshots_and_a_successor(house):
     await num_evaluated(house, run, 4)
     await left_ledger(house, run)
 
-    (result,) = results(house, run)
+    (result,) = eval_results(house.client, run)
     assert (result.num_groups, result.reward.num, result.reward.mean) == (2, 4, 0.5)
     assert [each.group_id for each in result.groups] == ["e", "f"]
     with pytest.raises(ConflictError, match="is finished"):
@@ -208,8 +186,7 @@ async def test_results_survive_compaction_snapshots_and_a_successor(house):
 
 
 async def left_ledger(house: Any, run: str) -> None:
-    async def is_empty() -> bool:
-        names = keys.run_keys(run)
-        return not house.client.exists(names.ledger) and not house.client.exists(names.groups)
-
-    await wait_until_async(is_empty, describe="an empty ledger")
+    names = keys.run_keys(run)
+    await wait_until_async(
+        lambda: not house.client.exists(names.ledger, names.groups), describe="an empty ledger"
+    )

@@ -170,18 +170,6 @@ async def test_every_run_is_found_again_after_an_error_of_the_store(
     ]
 
 
-async def test_unreadable_news_does_not_end_the_discovery(own_client, start_finder, met, caplog):
-    create(own_client, "known")
-    await start_finder()
-
-    own_client.xadd(keys.NEWS, {"no": "name"})
-    await met.has_again("known")
-    create(own_client, "later")
-
-    await met.has("later")
-    assert "new runs are not found" in caplog.text
-
-
 async def test_store_that_stops_answering_during_the_first_search_ends_the_start(
     own_client, start_finder, met
 ):

@@ -1,8 +1,9 @@
 """Leaders: a lease kept by a thread, failing planners, and what a successor takes over."""
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ import pytest
 from testkit import group, wait_until_async
 from turnstream.errors import FencedError, StoreUnavailableError
 from turnstream.store.client import backoff, keys
+from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import connect, connect_async
-from turnstream_server.batcher.planner import planner, timekeeper
+from turnstream_server.batcher.planner import planner, releaser, timekeeper
 from turnstream_server.batcher.planner.chain import PAGE_MANIFESTS
 from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.core.scan import PAGE_EVENTS
 from turnstream_server.bus.leadership.leadership import Term, acquire_leadership, release_leadership
 
 LEASE_S = 0.5
@@ -94,44 +95,41 @@ async def test_a_planner_leads_on_while_its_loop_is_busy(house, start_stalled):
     assert house.client.hget(keys.run_keys(run).leader, "epoch") == b"1"
 
 
-async def test_losing_the_leadership_ends_the_term_and_no_other(house):
-    lost, kept = house.create_run(), house.create_run()
-    async with connect_async(house.url) as client:
-        keeper = LeadershipKeeper(house.url, owner="p", lease_s=LEASE_S)
+@contextlib.asynccontextmanager
+async def held(url: str, *runs: str) -> AsyncIterator[tuple[Any, list[asyncio.Task[None]]]]:
+    """Hold the leaderships of runs in epoch 1; yield a client, and the tasks that hold them."""
+    async with connect_async(url) as client:
+        keeper = LeadershipKeeper(url, owner="p", lease_s=LEASE_S)
         try:
-            for run in (lost, kept):
+            for run in runs:
                 await acquire_leadership(client, run, owner="p", lease_s=LEASE_S)
-            holds = [asyncio.create_task(keeper.hold(run, 1)) for run in (lost, kept)]
-            await release_leadership(Term(client, lost, 1), owner="p")
-            await acquire_leadership(client, lost, owner="q", lease_s=60)
-
-            with pytest.raises(FencedError, match="epoch 1 has ended, 'q' leads with epoch 2"):
-                await holds[0]
-            was_held = not holds[1].done()
-            holds[1].cancel()
+            holds = [asyncio.create_task(keeper.hold(run, 1)) for run in runs]
+            yield client, holds
+            await cancel_all(holds)
         finally:
             await keeper.close()
 
-    assert was_held
+
+async def test_losing_the_leadership_ends_the_term_and_no_other(house):
+    lost, kept = house.create_run(), house.create_run()
+    async with held(house.url, lost, kept) as (client, holds):
+        await release_leadership(Term(client, lost, 1), owner="p")
+        await acquire_leadership(client, lost, owner="q", lease_s=60)
+
+        with pytest.raises(FencedError, match="epoch 1 has ended, 'q' leads with epoch 2"):
+            await holds[0]
+        assert not holds[1].done()
 
 
 async def test_short_outage_of_the_store_costs_no_leadership(house_at, own_server, caplog):
     run = house_at(own_server.url).create_run()
-    async with connect_async(own_server.url) as client:
-        keeper = LeadershipKeeper(own_server.url, owner="p", lease_s=LEASE_S)
-        try:
-            await acquire_leadership(client, run, owner="p", lease_s=LEASE_S)
-            hold = asyncio.create_task(keeper.hold(run, 1))
-            await asyncio.to_thread(own_server.kill)
-            await wait_until_async(lambda: "leaderships cannot be renewed" in caplog.text)
-            await asyncio.to_thread(own_server.restart)
-            await is_renewed(own_server.url, run, 1)
-            was_held = not hold.done()
-            hold.cancel()
-        finally:
-            await keeper.close()
+    async with held(own_server.url, run) as (_, holds):
+        await asyncio.to_thread(own_server.kill)
+        await wait_until_async(lambda: "leaderships cannot be renewed" in caplog.text)
+        await asyncio.to_thread(own_server.restart)
+        await is_renewed(own_server.url, run, 1)
 
-    assert was_held
+        assert not holds[0].done()
 
 
 async def test_a_leader_whose_epoch_was_given_again_writes_nothing(
@@ -148,10 +146,11 @@ async def test_a_leader_whose_epoch_was_given_again_writes_nothing(
         is_checked.set()
         await may_write.wait()
 
-    async def release_nothing(_act):
+    async def release_nothing(_self):
         await asyncio.Event().wait()
 
-    await house.start_batcher(before_write=wait, before_act=release_nothing, lease_s=600)
+    monkeypatch.setattr(releaser.Releaser, "run", release_nothing)
+    await house.start_batcher(before_write=wait, lease_s=600)
     await is_checked.wait()
     async with connect_async(own_server.url) as client:
         epoch: Any = await client.hget(keys.run_keys(run).leader, "epoch")
@@ -211,74 +210,53 @@ async def fail(house: Any, hook: Failing) -> tuple[str, Any]:
     return run, batcher
 
 
-def trouble(house: Any, run: str) -> bytes | None:
-    return house.client.execute_command("HGET", keys.run_keys(run).leader, "planning_trouble")
-
-
-async def test_a_planner_that_fails_at_once_pauses_longer_and_longer(house, pauses):
-    pauses()
+@pytest.mark.parametrize(
+    ("first_s", "settled_s", "least_s", "most_s"),
+    [
+        pytest.param(0.02, 60.0, (0.02, 0.04, 0.08), 60.0, id="terms that fail at once"),
+        pytest.param(0.5, 0.0, (0.5, 0.5, 0.5), 2.0, id="terms that lasted"),
+    ],
+)
+async def test_pause_of_a_failing_planner_grows_unless_its_terms_last(
+    house, pauses, first_s, settled_s, least_s, most_s
+):
+    pauses(first_s=first_s, settled_s=settled_s)
     hook = Failing(RuntimeError("a defect"), num_times=4)
 
     await fail(house, hook)
     await asyncio.wait_for(hook.is_waiting.wait(), 30)
 
     gaps = [later - sooner for sooner, later in itertools.pairwise(hook.failed_s)]
-    assert all(gap >= least for gap, least in zip(gaps, (0.02, 0.04, 0.08), strict=True)), gaps
-
-
-async def test_planner_whose_terms_lasted_repeats_the_first_pause(house, pauses):
-    pauses(first_s=0.5, settled_s=0.0)
-    hook = Failing(RuntimeError("a defect"), num_times=4)
-
-    await fail(house, hook)
-    await asyncio.wait_for(hook.is_waiting.wait(), 30)
-
-    gaps = [later - sooner for sooner, later in itertools.pairwise(hook.failed_s)]
-    assert all(gap >= 0.5 for gap in gaps)
-    assert gaps[-1] < 2.0  # the third pause of a planner whose terms end at once
+    assert all(gap >= least for gap, least in zip(gaps, least_s, strict=True)), gaps
+    assert gaps[-1] < most_s
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
-    [(RuntimeError("a defect"), "a defect"), (ValueError(), r"ValueError\(\)")],
+    ("error", "settled_s", "words", "recorded"),
+    [
+        (RuntimeError("a defect"), 60.0, "batcher .* cannot .*: a defect$", b"a defect"),
+        (ValueError(), 60.0, r"batcher .* cannot .*: ValueError\(\)$", b"ValueError()"),
+        (RuntimeError("a defect"), 0.1, "^(?!.*cannot)", b""),
+        (FencedError("not ours"), 60.0, "^(?!.*cannot)", b""),
+        (StoreUnavailableError("no answer"), 60.0, "^(?!.*cannot)", b""),
+    ],
 )
-async def test_why_planning_failed_is_said_until_a_term_has_lasted(house, pauses, error, words):
-    pauses()  # longer than the test: no term lasts
-    hook = Failing(error, num_times=1)
-    run, batcher = await fail(house, hook)
-    trainer = house.trainer(batcher, run)
-    await trainer.start()
-
-    await trainer.refused(1, words=f"^step 1: .*; batcher .* cannot .*: {words}$")
-
-    assert trouble(house, run) == (str(error) or repr(error)).encode()
-
-
-async def test_lasting_term_clears_the_recorded_trouble(house, pauses):
-    pauses(settled_s=0.1)
-    hook = Failing(RuntimeError("a defect"), num_times=1)
-    run, batcher = await fail(house, hook)
-    trainer = house.trainer(batcher, run)
-    await trainer.start()
-    await asyncio.wait_for(hook.is_waiting.wait(), 30)
-
-    await trainer.refused(1, words=r"^(?!.*cannot)")
-
-    await wait_until_async(lambda: not trouble(house, run))
-
-
-@pytest.mark.parametrize("error", [FencedError("not ours"), StoreUnavailableError("no answer")])
-async def test_normal_end_of_a_term_is_not_recorded_as_trouble(house, pauses, error):
-    pauses()
+async def test_defect_that_ended_a_term_is_recorded_until_a_term_lasts(
+    house, pauses, error, settled_s, words, recorded
+):
+    pauses(settled_s=settled_s)
     hook = Failing(error)
     run, batcher = await fail(house, hook)
     trainer = house.trainer(batcher, run)
     await trainer.start()
     await asyncio.wait_for(hook.is_waiting.wait(), 30)
 
-    await trainer.refused(1, words="^(?!.*cannot)")
+    await trainer.refused(1, words=words)
 
-    assert trouble(house, run) is None
+    leader = keys.run_keys(run).leader
+    await wait_until_async(
+        lambda: (house.client.hget(leader, "planning_trouble") or b"") == recorded
+    )
 
 
 async def test_a_leader_whose_store_is_away_stops_without_a_complaint(house_at, own_server, caplog):
@@ -343,15 +321,3 @@ async def test_a_plan_of_several_pages_is_taken_over_whole(house):
 
     assert pulled.mini_batch.rows.group_id == ["next", "next"]
     assert pulled.mini_batch.rows.row_id.tolist() == [2 * num_steps, 2 * num_steps + 1]
-
-
-async def test_a_history_of_several_pages_is_folded_in_whole(house):
-    num_groups = PAGE_EVENTS // 3 * 2  # three events each
-    run = house.create_run(batch_groups=num_groups)
-    await house.publish(run, *(group(f"g{i}") for i in range(num_groups)))
-
-    trainer = await house.start_trainer(run)
-    (pulled,) = await trainer.get(1)
-
-    expected = [f"g{i}" for i in range(num_groups) for _ in range(2)]
-    assert pulled.mini_batch.rows.group_id == expected

@@ -86,15 +86,12 @@ async def test_batcher_neither_leads_nor_serves_an_older_run(
     with pytest.raises(UnknownFormatError, match=SAID):
         await house.trainer(batcher, RUN).start()
 
-    await wait_until_async(lambda: _is_said(caplog), describe="the batcher logs the refusal")
+    refusal = f"run {RUN!r} {SENTENCE}"
+    await wait_until_async(lambda: refusal in caplog.text, describe="the log of the refusal")
     trainer = house.trainer(batcher, newer)
     await trainer.start()
     assert await trainer.get(1)  # another run of the same store is not disturbed
     assert dump(client) == before
-
-
-async def _is_said(caplog: pytest.LogCaptureFixture) -> bool:
-    return f"run {RUN!r} {SENTENCE}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -106,30 +103,21 @@ async def _is_said(caplog: pytest.LogCaptureFixture) -> bool:
     ids=" ".join,
 )
 def test_command_refuses_an_older_run(
-    words: list[str], server: EmbeddedServer, client: redis.Redis, shell: Any
+    words: list[str],
+    server: EmbeddedServer,
+    client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = dump(client)
-
-    code, shown = shell(*words)
-
-    assert code == 1
-    assert SENTENCE in " ".join(shown.split())
-    assert dump(client) == before
-
-
-@pytest.fixture
-def shell(
-    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Any:
-    """Types commands for the store: returns the exit status and everything that was shown."""
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setenv("TURNSTREAM_REDIS_URL", server.url)
+    monkeypatch.setattr(sys, "argv", ["turnstream", *words])
 
-    def typed(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["turnstream", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        seen = capsys.readouterr()
-        return int(ended.value.code or 0), seen.out + seen.err
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    seen = capsys.readouterr()
 
-    return typed
+    assert ended.value.code == 1
+    assert SENTENCE in " ".join((seen.out + seen.err).split())
+    assert dump(client) == before

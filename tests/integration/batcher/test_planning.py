@@ -1,7 +1,6 @@
 """Which groups a leader plans, and which decisions it writes."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -84,43 +83,22 @@ async def test_oddities_of_the_batches_are_logged_once(house, caplog):
     ]
 
 
-GONE = GroupDropped(group_id="gone", state=TrajectoryState.FILTERED, reason="why", keys=())
-CUT = GroupCut(group_id="there", reason="enough")
-
-
-@pytest.fixture
-async def client(house: Any) -> AsyncIterator[Any]:
-    async with connect_async(house.url) as client:
-        yield client
-
-
-@pytest.fixture
-async def run(house: Any) -> str:
-    """A run with the group "there"."""
-    run = house.create_run()
-    await house.publish(run, group("there"))
-    return run
-
-
-@pytest.fixture
-async def settler(client: Any, run: str) -> DecisionWriter:
-    leadership = await acquire_leadership(client, run, owner="p", lease_s=60)
-    term = Term(client, run, leadership.epoch)
-    return DecisionWriter(term)
-
-
-async def test_released_group_may_lack_only_the_ends_of_its_members(settler):
+async def test_decisions_on_a_released_group_delay_no_other(house, caplog):
+    gone = GroupDropped(group_id="gone", state=TrajectoryState.FILTERED, reason="why", keys=())
     late = MemberDropped(
         key=TrajectoryKey("gone", 2), state=TrajectoryState.SURPLUS, reason="too late"
     )
+    cut = GroupCut(group_id="there", reason="enough")
+    run = house.create_run()
+    await house.publish(run, group("there"))
+    async with connect_async(house.url) as client:
+        leadership = await acquire_leadership(client, run, owner="p", lease_s=60)
+        decisions = DecisionWriter(Term(client, run, leadership.epoch))
 
-    assert await settler.without_settled([late, GONE, CUT]) == [late, CUT]
+        assert await decisions.without_settled([late, gone, cut]) == [late, cut]
+        await decisions.carry_out([gone, cut])
 
-
-async def test_a_group_that_cannot_be_settled_keeps_no_other_from_it(settler, client, run, caplog):
-    await settler.carry_out([GONE, CUT])
-
-    assert await client.hget(keys.run_keys(run).groups, "there") == b"2:decided"
+    assert house.client.hget(keys.run_keys(run).groups, "there") == b"2:decided"
     assert "cannot be settled: group gone is unknown, or finished" in caplog.text
 
 

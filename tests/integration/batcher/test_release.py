@@ -9,11 +9,9 @@ import pytest
 from testkit import group, trajectory, wait_until_async
 from turnstream.errors import ReleasedError
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect, connect_async
 from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.ledger import read_budget, read_ledger
+from turnstream_server.bus.queries.ledger import read_budget
 from turnstream_server.jobs.batches import read_batch, write_batch
 from turnstream_server.jobs.ledger import read_run_ledger, read_trajectory
 
@@ -26,40 +24,34 @@ ACTS = (
 )
 
 
-def payload_ids(url: str, run: str) -> set[str]:
+def payload_ids(house, run: str) -> set[str]:
     """Trajectories whose turns are in the store."""
     start = keys.trajectory_keys(run, "x").turns.partition("/x}")[0]
-    with connect(url) as client:
-        found: Any = client.keys(start.replace("*", "?") + "/*:turns")
+    found: Any = house.client.keys(start.replace("*", "?") + "/*:turns")
     return {name.decode().partition("/")[2].partition("}")[0] for name in found}
 
 
-def held_ids(url: str, run: str) -> set[str]:
+def held_ids(house, run: str) -> set[str]:
     """Trajectories for which the run holds bytes, as many as its sums say."""
-    with connect(url) as client:
-        entries: Any = client.hgetall(keys.run_keys(run).held)
-        sums = read_budget(client, run)
+    entries: Any = house.client.hgetall(keys.run_keys(run).held)
+    sums = read_budget(house.client, run)
     reserved = sum(int(value[1:]) for value in entries.values() if value.startswith(b"r"))
     stored = sum(int(value) for value in entries.values() if not value.startswith(b"r"))
     assert (sums.reserved, sums.stored + sums.planned) == (reserved, stored)
     return {name.decode() for name in entries}
 
 
-def is_settled(url: str, run: str, *, folded: int, filtered: int) -> bool:
-    """Whether so many steps and so many filtered trajectories are compact."""
-    names = keys.run_keys(run)
-    with connect(url) as client:
-        read_ledger(client, run).check()
-        num_steps = int(client.hget(names.frontier, "folded") or 0)
-        return (num_steps, sum(map(int, client.hvals(names.reasons)))) == (folded, filtered)
-
-
 async def settled(house, run: str, *, folded: int = 0, filtered: int = 0) -> None:
-    await wait_until_async(
-        lambda: asyncio.to_thread(is_settled, house.url, run, folded=folded, filtered=filtered),
-        100.0,
-        describe=f"{folded} batches, {filtered} ends",
-    )
+    """Wait until so many steps and so many filtered trajectories are compact."""
+    names = keys.run_keys(run)
+
+    def is_settled() -> bool:
+        house.ledger(run)
+        num_steps = int(house.client.hget(names.frontier, "folded") or 0)
+        num_filtered = sum(map(int, house.client.hvals(names.reasons)))
+        return (num_steps, num_filtered) == (folded, filtered)
+
+    await wait_until_async(is_settled, 100.0, describe=f"{folded} batches, {filtered} ends")
 
 
 async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(house):
@@ -158,11 +150,11 @@ async def test_release_resumes_wherever_a_leader_was_killed(house, start_batcher
     committing = asyncio.create_task(_commit_all(house.trainer(address.strip(), run)))
     status = await asyncio.to_thread(doomed.wait, 60)
     await asyncio.gather(committing, return_exceptions=True)
-    read_ledger(house.client, run).check()
-    frontier = read_frontier(house.client, run)
+    house.ledger(run)
+    frontier = house.frontier(run)
     retained = {f"g{i}/{sample}/0" for i in range(frontier.released + 1, 5) for sample in (0, 1)}
-    lost = retained - payload_ids(house.url, run)
-    not_counted = payload_ids(house.url, run) - held_ids(house.url, run)
+    lost = retained - payload_ids(house, run)
+    not_counted = payload_ids(house, run) - held_ids(house, run)
     trainer = house.trainer(await house.start_batcher(lease_s=0.6, upkeep=SMALL), run)
     await trainer.start(
         "s3", token=str(tokens[frontier.committed - 1]) if frontier.committed else ""
@@ -173,9 +165,9 @@ async def test_release_resumes_wherever_a_leader_was_killed(house, start_batcher
 
     assert status == -signal.SIGKILL
     assert not_counted == set()
-    assert held_ids(house.url, run) == payload_ids(house.url, run)
+    assert held_ids(house, run) == payload_ids(house, run)
     assert lost == set()
-    assert payload_ids(house.url, run) == {"g6/0/0", "g6/1/0"}
+    assert payload_ids(house, run) == {"g6/0/0", "g6/1/0"}
 
 
 async def _commit_all(trainer) -> None:
@@ -208,7 +200,7 @@ async def test_a_released_step_whose_plan_is_still_there_is_refused_too(house):
     await trainer.train(1)
 
     await wait_until_async(
-        lambda: not payload_ids(house.url, run), describe="the release of the payload"
+        lambda: not payload_ids(house, run), describe="the release of the payload"
     )
     with pytest.raises(ReleasedError, match="step 1 is no longer retained"):
         await trainer.get(1)
@@ -217,70 +209,27 @@ async def test_a_released_step_whose_plan_is_still_there_is_refused_too(house):
 WORK_S = 1.5
 
 
-class SlowAct:
-    """Makes the first act of a kind take WORK_S, and records when each act begins after it."""
-
-    def __init__(self, act: str) -> None:
-        self.done_s = 0.0
-        self.begun = asyncio.Event()
-        self._act = act
-        self._later_s: dict[str, float] = {}
-
-    async def before(self, act: str) -> None:
-        """Wait before the first act of the kind."""
-        loop = asyncio.get_running_loop()
-        if self.done_s:
-            self._later_s.setdefault(act, loop.time())
-        elif act == self._act:
-            self.begun.set()
-            await asyncio.sleep(WORK_S)
-            self.done_s = loop.time()
-
-    async def rest_s(self, *, until: str) -> float:
-        """Return the seconds from the end of the slow act to the next act of another kind."""
-        await wait_until_async(lambda: until in self._later_s, 60.0, describe=f"the next {until}")
-        return self._later_s[until] - self.done_s
-
-
-async def num_kept_groups(client: Any, run: str) -> int:
-    """Return the groups of two whose bytes are still counted."""
-    return await client.hlen(keys.run_keys(run).held) // 2
-
-
-async def test_release_rests_less_than_it_works(house):
-    slow = SlowAct("release_payload")
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(before_act=slow.before), run)
-    await house.publish(run, *(group(f"g{number}") for number in range(2)))
-    await trainer.start()
-
-    await trainer.train(1, 2)
-    rest_s = await slow.rest_s(until="advance_watermark")
-
-    assert rest_s < WORK_S
-
-
 async def test_rounds_follow_at_once_while_released_steps_are_left(house, monkeypatch):
     monkeypatch.setattr(releaser, "SHORTEST_PAUSE_S", 1_000.0)
     monkeypatch.setattr(releaser, "ROUND_SLICE", 1)
-    are_committed = asyncio.Event()
+    are_committed, run_round = asyncio.Event(), releaser.Releaser.run_round
 
-    async def wait_for_commits(_: str) -> None:
+    async def round_after_commits(self: releaser.Releaser) -> bool:
         await are_committed.wait()
+        return await run_round(self)
 
+    monkeypatch.setattr(releaser.Releaser, "run_round", round_after_commits)
     run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(before_act=wait_for_commits), run)
+    trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, *(group(f"g{number}") for number in range(6)))
     await trainer.start()
     await trainer.train(*range(1, 7))
     are_committed.set()
 
-    async with connect_async(house.url) as client:
-
-        async def is_released() -> bool:
-            return await num_kept_groups(client, run) == 1
-
-        await wait_until_async(is_released, 60.0, describe="the release of five steps")
+    held = keys.run_keys(run).held
+    await wait_until_async(
+        lambda: house.client.hlen(held) == 2, 60.0, describe="the release of five steps"
+    )
 
 
 async def test_search_that_finds_many_does_not_wait_for_its_rest(house, monkeypatch):
@@ -295,12 +244,9 @@ async def test_search_that_finds_many_does_not_wait_for_its_rest(house, monkeypa
     run = house.create_run(batch_groups=1, drop_zero_variance=True)
     await house.start_batcher()
 
-    async def has_searched(times: int) -> bool:
-        return len(searched_s) >= times
-
     await house.publish(run, group("first", *EQUAL))
-    await wait_until_async(lambda: has_searched(1), 60.0, describe="the first search")
+    await wait_until_async(lambda: len(searched_s) >= 1, 60.0, describe="the first search")
     await house.publish(run, *(group(f"g{number}", *EQUAL) for number in range(5)))
-    await wait_until_async(lambda: has_searched(2), 60.0, describe="the second search")
+    await wait_until_async(lambda: len(searched_s) >= 2, 60.0, describe="the second search")
 
     assert searched_s[1] - searched_s[0] < 5 * WORK_S

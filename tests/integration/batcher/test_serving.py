@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import redis.asyncio
 
 import testkit
-from testkit import group, ids, trajectory, turn, wait_until_async
+from testkit import group, ids, trajectory, turn
 from turnstream.batching.rows import minibatch
 from turnstream.errors import BatcherUnavailableError, NotReadyError
 from turnstream.generator import Publisher
@@ -134,16 +133,6 @@ async def test_waiting_on_an_ended_view_does_not_spin(view, ends):
     assert asyncio.get_running_loop().time() - started_s > 0.15
 
 
-async def test_waiting_call_is_woken_by_the_group_that_completes_the_batch(house):
-    run, trainer = await house.started(group("g0"), batch_groups=2)
-    waiting = asyncio.create_task(trainer.get(1))
-
-    await house.publish(run, group("g1"))
-    (pulled,) = await waiting
-
-    assert len(pulled.rows) == 4
-
-
 async def test_a_deadline_ends_the_wait_and_says_what_is_missing(house):
     _, trainer = await house.started(group("g0"), batch_groups=3)
 
@@ -189,24 +178,6 @@ async def test_ranks_with_the_same_wait_share_one_read(house, monkeypatch):
     left_s = {reason.facts["lease_left_s"] for each in told for reason in each[1:]}
     assert [len(each) for each in told] == [2] * 8
     assert len(left_s) == 1
-
-
-async def test_replica_that_does_not_plan_reports_missing_groups(house):
-    run = house.create_run(batch_groups=3)
-    await house.start_batcher()
-    await _is_led(house, run)
-    follower = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"))
-    await follower.start()
-
-    await follower.refused(1, words="step 1.*: 1 of 3 groups ready")
-
-
-async def _is_led(house, run):
-    """Wait until somebody plans a run."""
-    await wait_until_async(
-        lambda: bool(house.client.hget(keys.run_keys(run).leader, "owner")), describe="a leader"
-    )
 
 
 async def test_the_batcher_bounds_the_wait_that_a_call_asks_for(house):
@@ -255,23 +226,6 @@ async def test_reasons_of_former_runs_are_dropped(house, monkeypatch):
     assert len(watch._reads) == 1
 
 
-async def test_info_of_a_mini_batch_is_equal_on_every_rank(house):
-    _, trainer = await house.started(
-        _lettered("g0", "CD", "E"),
-        _lettered("g1", "F", "GH"),
-        batch_groups=2,
-        max_tokens_per_micro_batch=8,
-        dp_world_size=3,
-    )
-    infos = [(await trainer.get(1, dp_rank=rank))[0].mini_batch.info for rank in range(3)]
-
-    own = {"dp_rank": 0, "num_real_rows": 0, "num_inert_rows": 0, "micro_batches": ()}
-    first, *others = [dataclasses.replace(info, **own) for info in infos]
-    assert others == [first] * 2
-    assert len({len(info.micro_batches) for info in infos}) == 1
-    assert infos[0].denominators.num_tokens == 6
-
-
 async def test_trajectory_too_long_for_any_pass_is_refused_by_the_run(house):
     run, trainer = await house.serve(
         batch_groups=1, max_tokens_per_micro_batch=5, over_long="refuse"
@@ -282,30 +236,6 @@ async def test_trajectory_too_long_for_any_pass_is_refused_by_the_run(house):
     (pulled,) = await trainer.get(1)
 
     assert pulled.rows == ["abCD", "abJ"]
-
-
-async def test_mini_batches_of_a_step_are_ordered_and_hold_whole_groups(house):
-    _, trainer = await house.started(
-        *(group(f"g{i}") for i in range(3)), batch_groups=3, mini_batch_groups=1
-    )
-    pulled = await trainer.get(1)
-
-    assert [each.header.mini_batch for each in pulled] == [0, 1, 2]
-    assert [each.mini_batch.info.is_last for each in pulled] == [False, False, True]
-    assert [set(each.mini_batch.rows.group_id) for each in pulled] == [{"g0"}, {"g1"}, {"g2"}]
-
-
-async def test_a_mini_batch_of_several_chunks_arrives_whole(house):
-    run, trainer = await house.serve(batch_groups=1)
-    long = "abcdefgh" * 100_000
-    members = [trajectory(turn(long, "CD"), sample=i, reward=float(i)) for i in range(2)]
-    await house.publish(run, group("g0", *members))
-
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.header.num_bytes > 6 << 20
-    assert Counter(pulled.rows) == {long + "CD": 2}
 
 
 def _lettered(group_id: str, *responses: str):

@@ -11,7 +11,6 @@ from turnstream.errors import (
     ConflictError,
     FencedError,
     NotReadyError,
-    RunNotFoundError,
     StoreBehindError,
 )
 from turnstream.store.client import keys
@@ -74,24 +73,6 @@ async def test_a_waiting_call_ends_when_another_session_begins_elsewhere(house):
 
     with pytest.raises(FencedError):
         await waiting
-
-
-async def test_another_world_size_than_the_session_has_is_refused(house):
-    _, trainer = await house.serve()
-    await trainer.start(dp_world_size=2)
-    trainer.dp_world_size = 3
-
-    with pytest.raises(ConflictError, match="the session has 2 ranks, not 3"):
-        await trainer.get(1)
-
-
-async def test_unknown_run_is_not_found(house):
-    trainer = house.trainer(await house.start_batcher(), "nowhere")
-
-    with pytest.raises(RunNotFoundError):
-        await trainer.start()
-    with pytest.raises(RunNotFoundError):
-        await trainer.start(token="v1:main:0:")
 
 
 async def test_checkpoint_of_a_missing_run_is_ahead_of_the_store(house):

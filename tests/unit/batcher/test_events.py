@@ -13,8 +13,7 @@ from testkit import config, sealed
 from testkit.folds import restored
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.planning.plan_batch import plan_batch
-from turnstream.errors import RecordError, UnknownFormatError
-from turnstream.records import framing
+from turnstream.errors import RecordError
 from turnstream.records.events import encode_event
 from turnstream.records.framing import EVENT, write_frame
 from turnstream.types import GroupOpened, RewardPosted, RunClosed, TrajectoryKey
@@ -69,18 +68,6 @@ def test_unreadable_event_ends_the_trajectory_that_it_or_its_record_names(
 def test_unknown_kind_of_event_that_was_posted_for_nothing_stops_the_leader() -> None:
     with pytest.raises(RecordError, match="newer release"):
         read_entry(entry(NEWER_KIND))
-
-
-@pytest.mark.parametrize("posted_for", ["", "g/1/0"])
-def test_newer_version_of_a_record_stops_the_leader(
-    posted_for: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(framing, "MAJOR_VERSION", 1)
-        record = encode_event(SEAL)
-
-    with pytest.raises(UnknownFormatError, match="newer release"):
-        read_entry(entry(record, posted_for))
 
 
 CONFIGS = (

@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from turnstream.errors import FencedError, StoreBehindError, UnknownFormatError
-from turnstream.records.batches import EncodedMiniBatch
+from turnstream.errors import ConflictError, FencedError, StoreBehindError, UnknownFormatError
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.serving.get import (
     CHUNK_BYTES,
     check_caller,
     data_messages,
-    header_message,
 )
 from turnstream_server.batcher.serving.requests import parse_token
 from turnstream_server.bus.core.frontier import Frontier
@@ -31,6 +29,9 @@ WITHDRAWN = Frontier(
     is_closed=False,
 )
 """A run whose session 2 ended with its plans, before another one."""
+
+
+RESTARTED = replace(WITHDRAWN, session="next")
 
 
 @pytest.mark.parametrize("session_epoch", [0, 2])
@@ -53,7 +54,14 @@ def test_rank_gets_the_name_of_the_newer_session() -> None:
     request = wire.GetRequest(step=3, dp_world_size=1, session_epoch=2)
 
     with pytest.raises(FencedError, match="trainer session 2 has ended, the current one is 3"):
-        check_caller(request, replace(WITHDRAWN, session="next"))
+        check_caller(request, RESTARTED)
+
+
+def test_rank_of_another_world_size_is_refused() -> None:
+    request = wire.GetRequest(step=3, dp_world_size=3, session_epoch=3)
+
+    with pytest.raises(ConflictError, match="the session has 1 ranks, not 3"):
+        check_caller(request, RESTARTED)
 
 
 def test_token_of_a_newer_release_is_refused_as_such() -> None:
@@ -61,28 +69,12 @@ def test_token_of_a_newer_release_is_refused_as_such() -> None:
         parse_token("v2:main:7:ab12")
 
 
-def test_a_data_message_is_the_very_bytes_that_protobuf_would_write():
-    data = bytes(range(256)) * 3
+def test_data_messages_are_those_of_protobuf_and_join_to_the_whole():
+    data = b"abcdefgh" * (CHUNK_BYTES // 4) + b"rest"
 
     messages = list(data_messages(memoryview(data)))
 
-    assert messages == [wire.GetChunk(data=data).SerializeToString()]
-
-
-def test_data_is_cut_into_chunks_that_join_to_the_whole():
-    data = b"abcdefgh" * (CHUNK_BYTES // 4) + b"rest"
-
-    chunks = [wire.GetChunk.FromString(m).data for m in data_messages(memoryview(data))]
-
+    chunks = [wire.GetChunk.FromString(message).data for message in messages]
+    assert messages == [wire.GetChunk(data=chunk).SerializeToString() for chunk in chunks]
     assert [len(chunk) for chunk in chunks] == [CHUNK_BYTES, CHUNK_BYTES, 4]
     assert b"".join(chunks) == data
-
-
-def test_the_header_names_the_mini_batch_and_what_will_come():
-    share = EncodedMiniBatch(data=memoryview(b"12345"), content_hash="ab", num_bytes=5)
-
-    message = header_message(share, step=7, mini_batch=1, num_mini_batches=2)
-
-    assert wire.GetChunk.FromString(message).header == wire.MiniBatchHeader(
-        step=7, mini_batch=1, num_mini_batches=2, num_bytes=5, content_hash="ab"
-    )

@@ -310,11 +310,7 @@ class Releaser:
         number = state.num_records
         for start in range(0, len(foldable) - least + 1, FOLD_SLICE):
             number += 1
-            try:
-                await self._fold_ended(foldable[start : start + FOLD_SLICE], number=number)
-            except ConflictError as error:  # a plan was withdrawn: a group may change again
-                logger.warning("run %s: %s; the next round tries again", self._run, error)
-                return True
+            await self._fold_ended(foldable[start : start + FOLD_SLICE], number=number)
         return number > state.num_records
 
     async def _fold_ended(self, trajectory_ids: Sequence[str], *, number: int) -> None:

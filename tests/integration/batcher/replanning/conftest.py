@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from harness.stored import content_of
-from testkit import wait_until_async
 from testkit.houses import House
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import WaitKind, WaitReason
@@ -118,11 +116,6 @@ class Look:
         kept: Any = self.client.xlen(keys.run_keys(run).plan)
         return kept
 
-    def snapshot_step(self, run: str) -> int:
-        """The newest plan that the snapshot includes; 0 before the first."""
-        step: Any = self.client.hget(keys.run_keys(run).snapshot, "step")
-        return int(step or 0)
-
     def most_live(self, run: str) -> int:
         """How many groups may be live now."""
         return credit(self.client, run).most
@@ -132,11 +125,6 @@ class Look:
         found = reasons(read_snapshot(self.client, run))
         return [each for each in found if each.kind is WaitKind.PAYLOAD_DAMAGED]
 
-    def num_folded(self, run: str) -> int:
-        """How many records there are of what ended untrained and left the ledger."""
-        records: Any = self.client.hlen(keys.run_keys(run).ended)
-        return records
-
     async def observe(self, run: str, *, seen_step: int) -> int:
         """The next step of an observer, which has seen another one since."""
         async with connect_async(self.url) as client:
@@ -145,10 +133,6 @@ class Look:
             )
             await note_observed(client, run, observer="eyes", seen=seen_step)
         return declared.next_step
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until something holds."""
-        await wait_until_async(lambda: holds())
 
     def held(self, run: str) -> tuple[int, int, int]:
         """The sums of bytes: reserved, planned, and the rest of what is stored."""

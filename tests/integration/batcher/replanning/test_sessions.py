@@ -1,13 +1,11 @@
 """Trainers, observers and operators around a withdrawal: refusals and continuations."""
 
-import asyncio
 import logging
 from typing import Any
 
 import pytest
 
-from testkit import group
-from turnstream.batching.merge.plan import Manifest
+from testkit import group, wait_until_async
 from turnstream.errors import (
     ConflictError,
     CorruptRecordError,
@@ -30,7 +28,7 @@ async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
     token = await trainer.stepped(first)
     await trainer.committed(token)
     old = await trainer.get(2)
-    await look.until(lambda: look.planned(run) == 3)
+    await wait_until_async(lambda: look.planned(run) == 3)
     house.damage(run, "g1/2/0")
 
     with caplog.at_level(logging.WARNING):
@@ -66,7 +64,7 @@ async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
 async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, replan, look):
     run, trainer = await house.started(group("g0"), group("g1"), batch_groups=1, session="a")
     await trainer.stepped(await trainer.get(1))
-    await look.until(lambda: look.planned(run) == 2)
+    await wait_until_async(lambda: look.planned(run) == 2)
     house.damage(run, "g0/0/0")
     before = look.digest(run)
 
@@ -76,43 +74,12 @@ async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, replan, loo
     assert look.digest(run) == before
 
 
-async def test_a_step_that_was_released_before_anybody_answered_is_refused(house, replan, look):
-    # Nothing is left to examine, and a leader that asks for its plan would end its term by it.
-    is_held, may_write = asyncio.Event(), asyncio.Event()
-
-    async def hold(manifest: Manifest) -> None:
-        if manifest.step == 3:
-            is_held.set()
-            await may_write.wait()
-
-    run = house.create_run(batch_groups=1, max_planned_ahead=2, retain_checkpoints=1)
-    upkeep = Upkeep(snapshot_steps=1)
-    batcher = await house.start_batcher(before_write=hold, upkeep=upkeep)
-    trainer = house.trainer(batcher, run)
-    await house.publish(run, group("g0"), group("g1"))
-    await trainer.start("a")
-    await look.until(lambda: look.snapshot_step(run) == 2)
-    await house.publish(run, group("g2"))
-    await is_held.wait()
-    answer = asyncio.create_task(replan(run))
-    await look.until(lambda: house.frontier(run).replan)
-    for step in (1, 2):
-        await trainer.committed(await trainer.stepped(await trainer.get(step)))
-    await look.until(lambda: look.num_kept_plans(run) == 0)
-
-    may_write.set()
-    with pytest.raises(ConflictError, match="no payload after step 2 is damaged"):
-        await answer
-
-    await trainer.get(3)
-
-
 async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(house, replan, look):
     # More steps than a replica keeps plans of: the first is read from the store again.
     num_steps = 10
     run, trainer = await house.serve(batch_groups=1, max_planned_ahead=num_steps)
     await house.publish(run, *[group(f"g{number}") for number in range(num_steps)])
-    await look.until(lambda: look.planned(run) == num_steps)
+    await wait_until_async(lambda: look.planned(run) == num_steps)
     plan = keys.run_keys(run).plan
     entries: Any = house.client.xrange(plan)
     house.client.delete(plan)
@@ -138,7 +105,7 @@ async def test_continuing_from_a_withdrawn_plan_is_refused_by_its_hash(house, re
     house.damage(run, "g0/1/0")
 
     await replan(run)
-    await look.until(lambda: look.planned(run) == 2)
+    await wait_until_async(lambda: look.planned(run) == 2)
 
     with pytest.raises(StoreBehindError, match="step 1 was delivered from the manifest"):
         await trainer.get(2, observer="eyes", previous_hash=seen)
@@ -154,7 +121,7 @@ async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
     token = await trainer.stepped(await trainer.get(1))
     await trainer.committed(token)
     lost = await trainer.stepped(await trainer.get(2))
-    await look.until(lambda: look.planned(run) == 4)
+    await wait_until_async(lambda: look.planned(run) == 4)
     await trainer.start("b", token=str(token))
     house.damage(run, "g1/0/0")
 
@@ -205,12 +172,12 @@ async def test_observer_keeps_released_steps_and_drops_withdrawn_ones(house, rep
     history.summary()
     await trainer.committed(await trainer.stepped(first))
     await house.publish(run, of_3("g2"))
-    await look.until(lambda: look.planned(run) == 3 and look.num_kept_plans(run) == 2)
+    await wait_until_async(lambda: look.planned(run) == 3 and look.num_kept_plans(run) == 2)
     before = history.summary()
     house.damage(run, "g1/0/0")
 
     await replan(run)
-    await look.until(lambda: look.planned(run) == 2)
+    await wait_until_async(lambda: look.planned(run) == 2)
     after = history.summary()
 
     assert [(seen.batches, seen.sequences) for seen in (before, after)] == [(3, 3), (2, 3)]

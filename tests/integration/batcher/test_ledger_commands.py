@@ -1,7 +1,8 @@
-"""What can be read of a run, also when a field of it is damaged."""
+"""The ledger, histories and batches as commands print them, also of damaged runs."""
 
 import asyncio
-import random
+import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +19,6 @@ from turnstream.records.tag_statistics import shown_figures
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.client.trajectory_names import keys_named
-from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.types import GroupOpened, Purpose
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.core.scan import entry_ms, readable_events, server_ms
@@ -30,14 +30,6 @@ from turnstream_server.jobs.screen import Screen
 
 EQUAL = (trajectory(sample=0), trajectory(sample=1))
 SMALL = Upkeep(snapshot_events=1, snapshot_steps=1)
-
-
-async def is_trimmed(house, run, name):
-    return name not in opened_ms(house, run)
-
-
-def is_folded(house, run):
-    return house.client.hlen(keys.run_keys(run).ended) == 1
 
 
 async def ledger(house, run):
@@ -55,6 +47,17 @@ def opened_ms(house, run):
         for entry_id, event in readable_events(house.client, run)
         if isinstance(event, GroupOpened)
     }
+
+
+async def abandon(house, run, *reasons):
+    """Abandon every member of a group, each with its reason."""
+
+    def send():
+        with Publisher(house.url, run) as publisher, publisher.group("a", len(reasons)) as opened:
+            for sample, reason in enumerate(reasons):
+                opened.trajectory(sample).abandon(reason).result(10)
+
+    await asyncio.to_thread(send)
 
 
 async def test_ledger_shows_counts_and_reasons(house):
@@ -82,7 +85,7 @@ async def test_longest_hanging_trajectory_is_the_oldest_without_its_event(house)
     for step in range(1, 6):
         await house.publish(run, group(f"g{step}"))
         await trainer.stepped(await trainer.get(step))
-    await wait_until_async(lambda: is_trimmed(house, run, "g1"), describe="the events are trimmed")
+    await wait_until_async(lambda: "g1" not in opened_ms(house, run), describe="trimmed events")
     house.open_group(run, "young", "young/0/0")
 
     least_s = (server_ms(house.client) - born_ms["old/1"]) / 1_000
@@ -95,13 +98,7 @@ async def test_longest_hanging_trajectory_is_the_oldest_without_its_event(house)
 
 async def test_json_has_every_reason_and_the_table_counts_the_rest(house):
     run = house.create_run()
-
-    def give_up():
-        with Publisher(house.url, run) as publisher, publisher.group("a", 12) as opened:
-            for sample in range(12):
-                opened.trajectory(sample).abandon(f"error {min(sample, 6)}").result(10)
-
-    await asyncio.to_thread(give_up)
+    await abandon(house, run, *(f"error {min(sample, 6)}" for sample in range(12)))
     screen = StringIO()
 
     content = await ledger(house, run)
@@ -116,17 +113,11 @@ async def test_json_has_every_reason_and_the_table_counts_the_rest(house):
 @pytest.mark.parametrize("is_compacted", [False, True])
 async def test_history_of_an_abandoned_trajectory_has_the_reason(house, is_compacted: bool):
     run = house.create_run(batch_groups=1)
-
-    def abandon():
-        with Publisher(house.url, run) as publisher, publisher.group("a", 1) as opened:
-            opened.trajectory(0).abandon("no answer to 8f3a1b2c77d0e1f2 in 30 s").result(10)
-
-    await asyncio.to_thread(abandon)
+    await abandon(house, run, "no answer to 8f3a1b2c77d0e1f2 in 30 s")
     if is_compacted:
         await house.start_batcher(upkeep=replace(SMALL, fold_ended=1))
-        await wait_until_async(
-            lambda: asyncio.to_thread(is_folded, house, run), describe="the compact record"
-        )
+        ended = keys.run_keys(run).ended
+        await wait_until_async(lambda: house.client.hlen(ended) == 1, describe="the compact record")
 
     seen = await history(house, run, "a/0/0")
 
@@ -176,52 +167,50 @@ async def test_labels_are_summed_once_per_batch_for_workers_and_commands(house):
     assert re.search(r"env +│ +maze +│ +2 +│ +0.5", printed)
 
 
-WORN_UPKEEP = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
-NAMES = ("open/0/0", "sealed/0/0", "g4/0/0", "g1/0/0", "ended/0/0")
-"""Trajectories in different places: open, sealed, planned, in a compact record, and ended."""
+NAMES = ("open/0/0", "g4/0/0", "g1/0/0", "ended/0/0")
+"""Trajectories in different places: open, planned, and in compact records."""
 
 READ = ("frontier", "config", "ledger", "counts", "batches", "conflicts", "held", "budget", "past")
-READ += ("ended", "reasons", "events", "plan", "snapshot", "prompts", "times", "observers", "clock")
-READ += ("letters", "rewards", "cold", "damaged", "again")
-"""Keys of a run that the ledger reads."""
-
-RANDOM = random.Random(7)
+READ += ("ended", "reasons", "times", "observers", "clock", "letters", "rewards", "cold", "again")
+"""Hashes of a run that the ledger reads."""
 
 
-def _flip(value: bytes) -> bytes:
-    place = RANDOM.randrange(len(value)) if value else 0
-    return value[:place] + bytes([(value or b"0")[place] ^ 0x80]) + value[place + 1 :]
+@pytest.fixture
+async def worn_run(house: Any) -> str:
+    """A run with trajectories in every place that the ledger reads; its batcher has stopped."""
+    run = house.create_run(batch_groups=1, max_staleness=9, retain_checkpoints=1)
+    trainer = await house.start_trainer(run, upkeep=replace(SMALL, fold_ended=2))
+    await house.publish(run, *(group(f"g{step}") for step in range(1, 5)))
+    await trainer.train(1, 2, 3)
+    await trainer.get(4)
+    names = keys.run_keys(run)
 
+    def leave_others() -> None:
+        with Publisher(house.url, run, writer="gen-1") as publisher:
+            for name in ("ended", "ended2"):
+                with publisher.group(name, 2):
+                    pass
+            publisher.trajectory("open", 0, num_samples=2).append(ids("ab"), ids("c")).result(10)
+            for records in (names.ended, names.past):
+                wait_until(lambda key=records: house.client.hlen(key) > 0, describe=records)
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "random": lambda value: RANDOM.randbytes(max(4, len(value))),
-    "truncated": lambda value: value[: len(value) // 2],
-    "empty": lambda _: b"",
-    "flipped": _flip,
-    "text": lambda _: b"no number",
-    "long_number": lambda _: b"9" * 5000,
-}
+    await asyncio.to_thread(leave_others)
+    await house.close()  # no batcher repairs or meets the damage
+    with connect(house.url) as client:
+        client.hset(names.conflicts, mapping={"num": 1, "last": "g1/0/0: another turn"})
+        client.hset(names.letters, "g4/0/0", "1700000000000:100")
+        client.hset(names.observers, "o", "1:99999999999999:60000")
+    return run
 
 
 def damage_all(client: Any, key: str) -> Iterator[str]:
-    """Damage each field or entry of a key, and then its type; yield the name of each damage."""
-    before, kind = client.dump(key), client.type(key)
-    values: dict[bytes, Any] = {}
-    if kind == b"hash":
-        values = client.hgetall(key)
-    elif kind == b"stream":
-        values = {entry_id: fields[b"r"] for entry_id, fields in client.xrange(key)}
-    for field, value in values.items():
-        for way in RANDOM.sample(sorted(DAMAGES), 2):
-            if kind == b"hash":
-                client.hset(key, field, DAMAGES[way](value))
-            else:
-                client.delete(key)
-                for entry_id, record in values.items():
-                    stored = DAMAGES[way](record) if entry_id == field else record
-                    client.xadd(key, {"r": stored}, id=entry_id)
-            yield f"{key} {field} {way}"
-            client.restore(key, 0, before, replace=True)
+    """Damage each field of a hash, and then its type; yield the name of each damage."""
+    before = client.dump(key)
+    for field, value in client.hgetall(key).items():
+        for damaged in (b"", b"no number", bytes([(value or b"0")[0] ^ 0x80]) + value[1:]):
+            client.hset(key, field, damaged)
+            yield f"{key} {field} {damaged[:20]}"
+            client.hset(key, field, value)
     if before is not None:
         client.delete(key)
         client.rpush(key, "a list")
@@ -229,64 +218,8 @@ def damage_all(client: Any, key: str) -> Iterator[str]:
         client.restore(key, 0, before, replace=True)
 
 
-def calls(url: str, run: str) -> dict[str, Callable[[], Any]]:
-    """Everything that reads the ledger."""
-
-    def past(name: str) -> Any:
-        with connect(url) as client:
-            return find_past_step(client, run, keys_named(name)[-1])
-
-    def batch() -> Any:
-        with connect(url) as client:
-            return read_past_batch(client, run, 1)
-
-    found: dict[str, Callable[[], Any]] = {
-        "ledger": lambda: read_run_ledger(url, run),
-        "batch": batch,
-        "past": lambda: past(NAMES[3]),
-    }
-    for name in NAMES:
-        found[f"history of {name}"] = lambda name=name: read_trajectory(url, run, name)
-    return found
-
-
-@pytest.fixture
-async def worn_run(house: Any) -> str:
-    """A run with trajectories in every place that the ledger reads."""
-    run = house.create_run(batch_groups=1, max_staleness=9, retain_checkpoints=1)
-    trainer = await house.start_trainer(run, upkeep=WORN_UPKEEP)
-    for step in range(1, 4):
-        await house.publish(run, group(f"g{step}"))
-        await trainer.committed(await trainer.stepped(await trainer.get(step)))
-    await house.publish(run, group("g4"))
-    await trainer.get(4)
-    await asyncio.to_thread(_leave_others, house.url, run)
-    return run
-
-
-def _leave_others(url: str, run: str) -> None:
-    names = keys.run_keys(run)
-    with connect(url) as client:
-        add_prompts(client, run, [Prompt(prompt_uid="p", payload=b"", num_samples=2)])
-        with Publisher(url, run, writer="gen-1") as publisher:
-            for name in ("ended", "ended2"):
-                with publisher.group(name, 2):
-                    pass
-            wait_until(lambda: client.hlen(names.ended) > 0, describe="a record of ends")
-            publisher.trajectory("open", 0, num_samples=2).append(ids("ab"), ids("c")).result(10)
-            sealed = publisher.trajectory("sealed", 0, num_samples=2)
-            sealed.append(ids("ab"), ids("c"))
-            sealed.seal(reward=1.0)
-        wait_until(lambda: client.hlen(names.past) > 0, describe="a compact record")
-        client.hset(names.conflicts, mapping={"num": 1, "last": "g1/0/0: another turn"})
-        client.hset(names.letters, "sealed/0/0", "1700000000000:100")
-        client.hset(names.observers, "o", "1:99999999999999:60000")
-
-
 @pytest.mark.timeout(600)
 async def test_every_damaged_field_is_a_typed_error_of_ledger(house: Any, worn_run: str) -> None:
-    await house.close()  # no batcher repairs or meets the damage
-
     found = await asyncio.to_thread(_damage_all, house.url, worn_run)
 
     assert found == []
@@ -296,21 +229,24 @@ def _damage_all(url: str, run: str) -> list[str]:
     """Return the errors that are untyped, or name no key."""
     wrong: list[str] = []
     num_raised = 0
-    reads = calls(url, run)
     names = keys.run_keys(run)
-    payloads = [keys.trajectory_keys(run, name).meta for name in NAMES[:2]]
     with connect(url) as client:
-        for key in [*(getattr(names, name) for name in READ), *payloads]:
-            for place in damage_all(client, key):
-                for what, call in reads.items():
-                    try:
-                        call()
-                    except TurnstreamError as error:
-                        num_raised += 1
-                        is_named = "ts:{" in str(error) and "\n" not in str(error)
-                        if isinstance(error, CorruptRecordError) and not is_named:
-                            wrong.append(f"{place} {what}: unnamed: {error}")
-                    except Exception as error:  # noqa: BLE001 - that is what is looked for
-                        wrong.append(f"{place} {what}: {type(error).__name__} {error}")
-    assert num_raised > 200
+        reads: list[Callable[[], Any]] = [
+            lambda: read_run_ledger(url, run),
+            lambda: read_past_batch(client, run, 1),
+            lambda: find_past_step(client, run, keys_named("g1/0/0")[-1]),
+            *(functools.partial(read_trajectory, url, run, name) for name in NAMES),
+        ]
+        for place in itertools.chain(*(damage_all(client, getattr(names, each)) for each in READ)):
+            for read in reads:
+                try:
+                    read()
+                except TurnstreamError as error:
+                    num_raised += 1
+                    is_named = "ts:{" in str(error) and "\n" not in str(error)
+                    if isinstance(error, CorruptRecordError) and not is_named:
+                        wrong.append(f"{place}: unnamed: {error}")
+                except Exception as error:  # noqa: BLE001 - that is what is looked for
+                    wrong.append(f"{place}: {type(error).__name__} {error}")
+    assert num_raised > 100
     return wrong
