@@ -79,7 +79,7 @@ class Loop:
 
     def assemble_on_loop(self, run: str) -> int:
         """The first step of a run, by the loop itself; bytes."""
-        from turnstream_server.batcher.assembly.local import assemble_batch, read_planned_batch
+        from turnstream_server.batcher.assembly.assembler import assemble_batch, read_planned_batch
 
         async def assemble() -> int:
             batch = read_planned_batch(self._url, run, 1)

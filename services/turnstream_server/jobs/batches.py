@@ -16,7 +16,7 @@ from turnstream.records.tag_statistics import shown_figures
 from turnstream.store.client import keys
 from turnstream.store.run.configs import open_run
 from turnstream_server.batcher.assembly.archive import archive_step
-from turnstream_server.batcher.assembly.local import assemble_batch, read_planned_batch
+from turnstream_server.batcher.assembly.assembler import assemble_batch, read_planned_batch
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import StoredManifest, read_plan
 from turnstream_server.bus.queries.ledger import state_of_step

@@ -14,7 +14,7 @@ from turnstream.batching.merge.merging import turn_prompts
 from turnstream.batching.planning.report import MergeBreak, merge_breaks, merge_counts
 from turnstream.store.client import keys
 from turnstream.types import StoredTurn
-from turnstream_server.batcher.assembly.local import read_planned_batch
+from turnstream_server.batcher.assembly.assembler import read_planned_batch
 from turnstream_server.batcher.assembly.payload import PayloadReader
 from turnstream_server.jobs.screen import make_table
 

@@ -151,14 +151,14 @@ async def test_nothing_is_released_before_it_is_archived(house, tmp_path):
         assert table["trajectory_id"].to_pylist() == columns(batch, "trajectory_id")
 
 
-async def test_a_folder_that_cannot_be_written_holds_the_release_back(house, tmp_path):
+async def test_folder_that_cannot_be_written_delays_the_release(house, tmp_path):
     run = house.create_run(batch_groups=1, retain_checkpoints=1)
     await house.publish(run, *(group(f"g{i}") for i in range(3)))
-    asked, room = [], []
+    tried, space = [], []
 
     def archive(name, step):
-        asked.append(step)
-        if step == 2 and not room:
+        tried.append(step)
+        if step == 2 and not space:
             raise OSError("the disk is full")
 
     def trouble():
@@ -167,12 +167,12 @@ async def test_a_folder_that_cannot_be_written_holds_the_release_back(house, tmp
     await train(house, run, steps=3, upkeep=Upkeep(archive=archive))
     await released(house, run, 1)
 
-    await wait_until_async(lambda: asked.count(2) >= 3, describe="another try")
+    await wait_until_async(lambda: tried.count(2) >= 3, describe="another try")
     assert house.frontier(run).released == 1
     assert house.client.exists(keys.trajectory_keys(run, "g1/0/0").turns)
     assert trouble() == "step 2 is not archived: the disk is full"
 
-    room.append(1)
+    space.append(1)
     await released(house, run, 3)
     await wait_until_async(lambda: not trouble(), describe="the end of the trouble")
 
@@ -306,7 +306,7 @@ async def test_a_damaged_file_is_found_by_its_checksum(house, cooled: str, tmp_p
     assert read_batch(house.url, cooled, 4, folder=tmp_path)["step"] == 4
 
 
-async def test_a_folder_that_cannot_be_written_leaves_the_records_where_they_are(
+async def test_folder_that_cannot_be_written_keeps_the_records_in_the_store(
     house, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     (tmp_path / "file").touch()

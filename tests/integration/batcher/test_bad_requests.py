@@ -153,7 +153,7 @@ async def test_garbage_bytes_are_refused_with_one_log_line(house, caplog, method
     check_log(caplog)
 
 
-async def test_cancelled_transfer_leaves_one_log_line(house, caplog):
+async def test_cancelled_transfer_is_logged_once(house, caplog):
     run = house.create_run(batch_groups=1)
     replica = await house.start_batcher()
     await house.publish(run, large_group())

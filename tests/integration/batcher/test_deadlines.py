@@ -40,7 +40,7 @@ async def wait_for_states(house: Any, run: str, expected: dict[TrajectoryState, 
     await wait_until_async(lambda: house.states(run) == expected, describe=f"states {expected}")
 
 
-async def test_a_group_with_a_member_that_hangs_is_trained_short(house: Any) -> None:
+async def test_group_with_a_hanging_member_is_trained_short(house: Any) -> None:
     run, trainer = await house.serve(batch_groups=1, **SHORT)
     await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
 
@@ -52,14 +52,14 @@ async def test_a_group_with_a_member_that_hangs_is_trained_short(house: Any) -> 
     assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
 
 
-async def test_a_group_with_a_member_that_hangs_is_dropped_and_makes_room(house: Any) -> None:
+async def test_group_with_a_hanging_member_is_dropped_and_frees_capacity(house: Any) -> None:
     run, trainer = await house.serve(
         batch_groups=1, max_staleness=0, max_planned_ahead=0, group_deadline_s=DEADLINE_S
     )
     await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
 
     house.pass_deadlines(run)
-    await house.publish(run, group("next"))  # waits until there is room
+    await house.publish(run, group("next"))  # waits for admission
     await trainer.start()
     (pulled,) = await trainer.get(1)
 

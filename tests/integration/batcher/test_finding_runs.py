@@ -22,53 +22,49 @@ from turnstream_server.bus.core.frontier import read_frontier
 START = RecoveryToken(lineage="main", step=0, chain_hash="")
 
 
-class Met(list[str]):
-    """The runs that a finder has met, in order.
+class Found(list[str]):
+    """The reported runs, in order.
 
     Attributes:
-        defects: runs that cannot be met.
-        is_store_away: whether none can, for the store does not answer.
+        errors: raised for these runs.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.defects: set[str] = set()
-        self.is_store_away = False
+        self.errors: dict[str, Exception] = {}
 
-    async def meet(self, run: str) -> None:
-        """The callback of a finder."""
+    async def add(self, run: str) -> None:
+        """The callback of the discovery."""
         self.append(run)
-        if self.is_store_away:
-            raise StoreUnavailableError("no answer")
-        if run in self.defects:
-            raise ValueError(run)
+        if run in self.errors:
+            raise self.errors[run]
 
     async def has(self, *runs: str) -> None:
-        """Return when these have been met."""
+        """Return when these have been reported."""
         await wait_until_async(lambda: set(runs) <= set(self), describe=f"{runs} in {list(self)}")
 
     async def has_again(self, run: str) -> None:
-        """Return when it has been met twice."""
+        """Return when it has been reported twice."""
         await wait_until_async(
             lambda: self.count(run) >= 2, describe=f"{run} twice in {list(self)}"
         )
 
 
 @pytest.fixture
-def met() -> Met:
-    return Met()
+def found() -> Found:
+    return Found()
 
 
 @pytest.fixture
-async def start_finder(own_server, met) -> AsyncIterator[Callable[..., Awaitable[None]]]:
-    """`start_finder(list_every_s=...)` finds the existing runs, and from then on new ones."""
+async def discover(own_server, found) -> AsyncIterator[Callable[..., Awaitable[None]]]:
+    """`discover(list_every_s=...)` finds the existing runs, and from then on new ones."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(**options: float) -> None:
             client = await stack.enter_async_context(connect_async(own_server.url, num_retries=0))
-            finder = RunDiscovery(client, met.meet, **options)
-            await finder.read_all()
-            await stack.enter_async_context(background(finder.follow(), name="discovery"))
+            discovery = RunDiscovery(client, found.add, **options)
+            await discovery.read_all()
+            await stack.enter_async_context(background(discovery.follow(), name="discovery"))
 
         yield start
 
@@ -108,32 +104,32 @@ async def test_reopened_run_is_planned_by_a_batcher_started_after_its_end(house,
     await is_planned(client, run)
 
 
-async def test_existing_and_new_runs_are_found(own_client, start_finder, met):
+async def test_existing_and_new_runs_are_found(own_client, discover, found):
     create(own_client, "a/1", "b")
 
-    await start_finder()
-    at_first = list(met)
+    await discover()
+    at_first = list(found)
     create(own_client, "c d")
     fork_run(own_client, "b", "fork", START)
 
-    await met.has("c d", "fork")
+    await found.has("c d", "fork")
     assert at_first == ["a/1", "b"]
-    assert len(met) == 4
+    assert len(found) == 4
 
 
-async def test_run_whose_creator_died_is_found_in_the_list(own_client, start_finder, met):
+async def test_run_whose_creator_died_is_found_in_the_list(own_client, discover, found):
     create(own_client, "before")
-    await start_finder(list_every_s=0.1)
+    await discover(list_every_s=0.1)
 
     own_client.sadd(keys.RUNS, "silent")
 
-    await met.has("silent")
-    assert list(met) == ["before", "silent"]
+    await found.has("silent")
+    assert list(found) == ["before", "silent"]
 
 
-async def test_more_new_runs_than_the_stream_keeps_are_all_found(own_client, start_finder, met):
+async def test_more_new_runs_than_the_stream_keeps_are_all_found(own_client, discover, found):
     create(own_client, "known")
-    await start_finder()
+    await discover()
     many = [f"run {i}" for i in range(230)]
 
     with own_client.pipeline() as pipeline:  # at one moment, and the stream keeps the last half
@@ -142,16 +138,16 @@ async def test_more_new_runs_than_the_stream_keeps_are_all_found(own_client, sta
             pipeline.xadd(keys.NEWS, {"n": keys.encode_name(run)}, maxlen=115, approximate=False)
         pipeline.execute()
 
-    await met.has(*many)
-    await met.has_again("known")
+    await found.has(*many)
+    await found.has_again("known")
 
 
 async def test_every_run_is_found_again_after_an_error_of_the_store(
-    own_client, start_finder, met, caplog
+    own_client, discover, found, caplog
 ):
     caplog.set_level(logging.INFO, logger="turnstream_server.batcher")
     create(own_client, "known")
-    await start_finder()
+    await discover()
     own_client.set(keys.NEWS, "no stream")
 
     async def is_refused_twice() -> bool:
@@ -163,44 +159,54 @@ async def test_every_run_is_found_again_after_an_error_of_the_store(
     own_client.delete(keys.NEWS)
     create(own_client, "later")
 
-    await met.has("meanwhile", "later")
-    await met.has_again("known")
+    await found.has("meanwhile", "later")
+    await found.has_again("known")
     assert [each.getMessage().partition(":")[0] for each in caplog.records] == [
         "new runs are not found"
     ]
 
 
+async def test_unreadable_news_does_not_end_the_discovery(own_client, discover, found, caplog):
+    create(own_client, "known")
+    await discover()
+
+    own_client.xadd(keys.NEWS, {"no": "name"})
+    await found.has_again("known")
+    create(own_client, "later")
+
+    await found.has("later")
+    assert "new runs are not found" in caplog.text
+
+
 async def test_store_that_stops_answering_during_the_first_search_ends_the_start(
-    own_client, start_finder, met
+    own_client, discover, found
 ):
     create(own_client, "a", "b")
-    met.is_store_away = True
+    found.errors["a"] = StoreUnavailableError("no answer")
 
     with pytest.raises(StoreUnavailableError):
-        await start_finder()
+        await discover()
 
-    assert list(met) == ["a"]
+    assert list(found) == ["a"]
 
 
-async def test_unreadable_name_hides_no_other_run(own_client, start_finder, met, caplog):
+async def test_unreadable_name_hides_no_other_run(own_client, discover, found, caplog):
     own_client.sadd(keys.RUNS, b"\xff")
     create(own_client, "good")
 
-    await start_finder()
+    await discover()
     create(own_client, "later")
 
-    await met.has("good", "later")
+    await found.has("good", "later")
     assert r"run \xff is skipped for now" in caplog.text
 
 
-async def test_run_that_cannot_be_opened_is_retried_and_hides_no_other(
-    own_client, start_finder, met
-):
-    met.defects.add("bad")
+async def test_run_that_cannot_be_opened_is_retried_and_hides_no_other(own_client, discover, found):
+    found.errors["bad"] = ValueError()
     create(own_client, "bad", "good")
 
-    await start_finder(list_every_s=0.1)
+    await discover(list_every_s=0.1)
 
-    assert list(met) == ["bad", "good"]
-    met.clear()
-    await met.has("bad")
+    assert list(found) == ["bad", "good"]
+    found.clear()
+    await found.has("bad")

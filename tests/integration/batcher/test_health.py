@@ -169,11 +169,11 @@ async def test_batcher_of_full_store_says_full(
 ) -> None:
     _, replica, trainer = full_with_batcher
 
-    told = await trainer.refused(1, words="^step 1: .*; the store is full")
+    error = await trainer.refused(1, words="^step 1: .*; the store is full")
     async with grpc.aio.insecure_channel(replica.address) as channel:
         stub: Any = HealthStub(channel)
         health = await stub.Check(HealthCheckRequest(), timeout=60)
 
-    assert told.reasons[0].kind == "store_full"
-    assert says_full(told.reasons[0].sentence)
+    assert error.reasons[0].kind == "store_full"
+    assert says_full(error.reasons[0].sentence)
     assert health.status == HealthCheckResponse.SERVING

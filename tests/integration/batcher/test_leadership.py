@@ -76,7 +76,7 @@ async def is_renewed(url: str, run: str, number: int) -> None:
     await wait_until_async(is_so, describe=f"{number} renewals of the leadership")
 
 
-async def test_a_planner_leads_on_while_its_loop_is_busy(house, start_stalled):
+async def test_planner_keeps_its_leadership_while_its_loop_is_busy(house, start_stalled):
     run = house.create_run(batch_groups=1)
     process = await start_stalled(lease_s=60.0, renewals=600)
     await is_renewed(house.url, run, 1)  # it leads, before another may
@@ -132,7 +132,7 @@ async def test_short_outage_of_the_store_costs_no_leadership(house_at, own_serve
         assert not holds[0].done()
 
 
-async def test_a_leader_whose_epoch_was_given_again_writes_nothing(
+async def test_leader_whose_epoch_was_granted_again_writes_nothing(
     house_at, own_server, past_of, caplog, monkeypatch
 ):
     monkeypatch.setattr(timekeeper, "LONGEST_PAUSE_S", 600.0)
@@ -291,7 +291,7 @@ async def test_defect_is_raised_although_the_store_cannot_record_it(house, pause
     assert failures()[0][0] is RuntimeError
 
 
-async def test_a_planner_that_stops_cleanly_leaves_no_lease_behind(house):
+async def test_planner_that_stops_cleanly_releases_its_lease(house):
     run = house.create_run(batch_groups=1)
     first = await house.start_batcher(lease_s=600)
     await house.publish(run, group("g0"))
@@ -306,7 +306,7 @@ async def test_a_planner_that_stops_cleanly_leaves_no_lease_behind(house):
     assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
 
 
-async def test_a_plan_of_several_pages_is_taken_over_whole(house):
+async def test_chain_of_several_pages_is_read_whole_by_a_successor(house):
     num_steps = PAGE_MANIFESTS + 2
     run = house.create_run(batch_groups=1, max_planned_ahead=2 * num_steps)
     first = await house.start_batcher()

@@ -75,7 +75,7 @@ async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(house, k
     assert house.states(run) == {TrajectoryState.PLANNED: 2}
 
 
-async def test_group_of_a_killed_generator_is_abandoned_and_makes_room(house, kill_generator):
+async def test_group_of_a_killed_generator_is_abandoned_and_frees_capacity(house, kill_generator):
     one_group = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
     run, trainer = await house.serve(**one_group, lease_s=2.0, takeover_s=TAKEOVER_S)
     await kill_generator(run)

@@ -123,7 +123,7 @@ async def train(trainer: Any, step: int) -> Any:
     return pulled[0]
 
 
-async def test_groups_that_are_too_old_expire_and_make_room_for_fresh_ones(house):
+async def test_groups_that_are_too_old_expire_and_free_capacity(house):
     run, trainer = await house.serve(batch_groups=1, max_staleness=1, max_age_policy="drop")
     await trainer.start()
     await trainer.announce_version(0, step=0)

@@ -12,7 +12,7 @@ from testkit import group, wait_until_async
 from turnstream.errors import InvalidConfigError, StoreUnavailableError, UnavailableError
 from turnstream.store.client.connection import Link
 from turnstream.store.client.scripts import pack
-from turnstream_server.batcher.assembly.local import read_planned_batch
+from turnstream_server.batcher.assembly.assembler import read_planned_batch
 from turnstream_server.batcher.assembly.payload import PayloadReader
 from turnstream_server.batcher.planner import planner
 from turnstream_server.batcher.serving import servicer
@@ -92,7 +92,7 @@ async def test_replica_stops_while_a_call_to_the_store_misses_its_cancellation(
 
 async def test_a_replica_that_has_stopped_answers_no_call_any_more(house, monkeypatch):
     run = house.create_run()
-    is_asked, is_over = asyncio.Event(), asyncio.Event()
+    is_asked, has_ended = asyncio.Event(), asyncio.Event()
 
     async def start(*args, **kwargs):
         """Takes a while to end after a cancellation."""
@@ -103,7 +103,7 @@ async def test_a_replica_that_has_stopped_answers_no_call_any_more(house, monkey
         while not ending.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([ending])
-        is_over.set()
+        has_ended.set()
         raise asyncio.CancelledError
 
     monkeypatch.setattr(servicer, "start_session", start)
@@ -113,7 +113,7 @@ async def test_a_replica_that_has_stopped_answers_no_call_any_more(house, monkey
 
     await batcher.stop()
 
-    assert is_over.is_set()
+    assert has_ended.is_set()
     with pytest.raises(UnavailableError):
         await call
 

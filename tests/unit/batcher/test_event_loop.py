@@ -24,30 +24,30 @@ async def _fail() -> int:
 
 async def test_first_of_simultaneous_results_counts() -> None:
     # Which one counted was a matter of where they lay in memory.
-    given = {await first_of(*map(_give, range(5))) for _ in range(100)}
+    found = {await first_of(*map(_give, range(5))) for _ in range(100)}
 
-    assert given == {0}
+    assert found == {0}
 
 
 async def test_first_failure_is_raised_after_the_others_have_ended() -> None:
-    is_over = asyncio.Event()
+    has_ended = asyncio.Event()
 
     async def wait_for_ever() -> int:
         try:
             await asyncio.Event().wait()
         finally:
-            is_over.set()
+            has_ended.set()
         return 0
 
     with pytest.raises(ValueError, match="failed"):
         await first_of(wait_for_ever(), _fail())
 
-    assert is_over.is_set()
+    assert has_ended.is_set()
 
 
 async def test_second_cancellation_still_waits_for_the_others() -> None:
     # They continued alone, and a connection that one of them made stayed open.
-    is_ending, may_end, is_over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    is_ending, may_end, has_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def end_slowly() -> int:
         with contextlib.suppress(asyncio.CancelledError):
@@ -56,7 +56,7 @@ async def test_second_cancellation_still_waits_for_the_others() -> None:
         while not may_end.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await may_end.wait()
-        is_over.set()
+        has_ended.set()
         return 0
 
     racing = asyncio.create_task(first_of(end_slowly()))
@@ -69,7 +69,7 @@ async def test_second_cancellation_still_waits_for_the_others() -> None:
     with pytest.raises(asyncio.CancelledError):
         await racing
 
-    assert is_over.is_set()
+    assert has_ended.is_set()
 
 
 LOOK = """

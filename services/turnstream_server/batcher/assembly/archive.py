@@ -17,7 +17,7 @@ from turnstream.records.batches import COLUMNS, EncodedMiniBatch
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.types import SealedTrajectory
-from turnstream_server.batcher.assembly.local import assemble_batch, read_planned_batch
+from turnstream_server.batcher.assembly.assembler import assemble_batch, read_planned_batch
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.bus.planning.trajectories import read_seals
 from turnstream_server.bus.release.compact_records import write_durably

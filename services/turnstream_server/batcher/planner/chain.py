@@ -112,7 +112,6 @@ class PlanChain:
     """The plans of one run up to the newest that its leader knows.
 
     Attributes:
-        next_step: the step that is planned next.
         hash: hash of the newest plan; empty before the first.
         next_row_id: id of the first row of the next plan.
     """

@@ -78,7 +78,10 @@ def read_entry(entry: EventEntry) -> Event | UnreadableEvent:
         return UnreadableEvent(
             f"its field t is {entry.posted_for!r}, which names no trajectory", _named_by(event)
         )
-    return UnreadableEvent(f"what was posted for it is {_described(event)}", key)
+    posted = f"a {type(event).__name__}"
+    if isinstance(event, SealedTrajectory):
+        posted = f"the seal of {event.key}"
+    return UnreadableEvent(f"what was posted for it is {posted}", key)
 
 
 class DecisionWriter:
@@ -148,7 +151,6 @@ class DecisionWriter:
                 refills.append(decision)
             else:
                 settled.append(decision)
-                logger.debug("run %s: %s", self._term.run, decision)
         await self._settle(settled)
         for wanted in refills:
             await self._grant(wanted)
@@ -169,14 +171,14 @@ class DecisionWriter:
 
     async def _settle(self, settled: list[Settlement]) -> None:
         await self.write()
-        if settled:
-            reach("settle.before")
+        if not settled:
+            return
+        reach("settle.before")
         try:
             await settle_groups(self._term, settled)
         except ConflictError as error:  # the rest of them was settled
             logger.warning("a group of run %s cannot be settled: %s", self._term.run, error)
-        if settled:
-            reach("settle.after")
+        reach("settle.after")
 
     async def _grant(self, wanted: RefillWanted) -> None:
         reach("grant_refill.before")
@@ -211,12 +213,6 @@ def _posted_for(entry: EventEntry) -> TrajectoryKey | None:
 def _named_by(event: Event) -> TrajectoryKey | None:
     """Return the trajectory that an event is of; None where it is of none."""
     return getattr(event, "key", None)
-
-
-def _described(event: Event) -> str:
-    if isinstance(event, SealedTrajectory):
-        return f"the seal of {event.key}"
-    return f"a {type(event).__name__}"
 
 
 def _group_of(decision: Decision) -> str:

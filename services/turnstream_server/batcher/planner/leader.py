@@ -284,8 +284,9 @@ class Leader:
 
     def _due_groups(self) -> tuple[ReadyGroup, ...]:
         """Return the groups of the next batch; none while it must wait."""
-        is_paused = self._view.frontier.paused is not None
-        if is_paused or self._chain.next_step > self._last_allowed_step():
+        frontier = self._view.frontier
+        last_allowed = frontier.stepped + 1 + self._config.max_planned_ahead
+        if frontier.paused is not None or self._chain.next_step > last_allowed:
             return ()
         if self._selector.choice is not None:
             return self._selector.choice.groups
@@ -293,9 +294,6 @@ class Leader:
             self._fold.num_ready, self._config, is_final=self._fold.is_final
         )
         return self._fold.ready[:num_groups] if num_groups else ()
-
-    def _last_allowed_step(self) -> int:
-        return self._view.frontier.stepped + 1 + self._config.max_planned_ahead
 
     async def _plan(self, groups: tuple[ReadyGroup, ...]) -> bool:
         """Plan, check and write the next batch; return False if it must be planned again.

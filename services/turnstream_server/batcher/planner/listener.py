@@ -83,22 +83,25 @@ class RunListener:
         streams = dict(self._signals)
         if with_events:
             streams[self._events] = self._last_event
-        news = await self._wait(streams, wait_s=min(wait_s, MAX_BLOCK_S))
-        if len(news.events) == WAKE_EVENTS:
-            news.events.extend(await self.read_events())
-        return news
-
-    async def _wait(self, streams: dict[bytes, str], *, wait_s: float) -> News:
-        block_ms = max(1, round(wait_s * 1000))  # BLOCK 0 would never time out
-        words = ("XREAD", "COUNT", WAKE_EVENTS, "BLOCK", block_ms)
-        words = (*words, "STREAMS", *streams, *streams.values())
-        with translating():
-            reply: Any = await self._client.execute_command(*words)
-        found: dict[bytes, Any] = dict(reply or ())
+        wait_s = min(wait_s, MAX_BLOCK_S)
+        found = await wait_for_entries(self._client, streams, count=WAKE_EVENTS, wait_s=wait_s)
         new_events = found.pop(self._events, [])
         events = [event_entry(event_id, fields) for event_id, fields in new_events]
         if events:
             self._last_event = events[-1].event_id
         for stream, entries in found.items():
             self._signals[stream] = entries[-1][0].decode()
+        if len(events) == WAKE_EVENTS:
+            events += await self.read_events()
         return News(events=events, is_frontier_old=bool(found))
+
+
+async def wait_for_entries(
+    client: redis.asyncio.Redis, streams: dict[bytes, str], *, count: int, wait_s: float
+) -> dict[bytes, Any]:
+    """Return the entries of streams after these ids; none after `wait_s`."""
+    block_ms = max(1, round(wait_s * 1000))  # BLOCK 0 would never time out
+    words = ("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", *streams, *streams.values())
+    with translating():
+        reply: Any = await client.execute_command(*words)
+    return dict(reply or ())

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import redis.asyncio
 
 from turnstream.errors import UnavailableError
 from turnstream.store.client import keys
 from turnstream.store.client.connection import MAX_BLOCK_S
-from turnstream.store.client.replies import translating
 from turnstream_server.batcher.planner.event_loop import first_of, repeat
+from turnstream_server.batcher.planner.listener import wait_for_entries
 from turnstream_server.bus.leadership.leadership import Position
 
 logger = logging.getLogger(__name__)
@@ -35,12 +35,7 @@ class _Wait(NamedTuple):
 
 
 class ParkedRuns:
-    """Wakes the planners of parked runs.
-
-    Args:
-        client: client of the store; the read that waits holds a connection of its pool.
-        after_s: seconds without news after which a run is parked.
-    """
+    """Wakes the planners of parked runs; the read that waits holds a connection of the client."""
 
     def __init__(self, client: redis.asyncio.Redis, *, after_s: float = PARK_AFTER_S) -> None:
         self.after_s = after_s
@@ -92,19 +87,17 @@ class ParkedRuns:
 
     async def _read(self) -> set[str]:
         """Return the parked runs with entries after their position; none after MAX_BLOCK_S."""
-        streams: dict[bytes, tuple[str, str]] = {}
+        streams: dict[bytes, str] = {}
+        runs: dict[bytes, str] = {}
         for run, wait in self._waits.items():
             names = keys.run_keys(run)
-            streams[names.events.encode()] = run, wait.position.event_id
-            streams[names.wake.encode()] = run, wait.position.wake_id
+            events, wake = names.events.encode(), names.wake.encode()
+            streams |= {events: wait.position.event_id, wake: wait.position.wake_id}
+            runs |= {events: run, wake: run}
         if not streams:
             return set()
-        ids = (last_id for _, last_id in streams.values())
-        block_ms = round(MAX_BLOCK_S * 1000)
-        words = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *streams, *ids)
-        with translating():
-            reply: Any = await self._client.execute_command(*words)
-        return {streams[stream][0] for stream in dict(reply or ())}
+        found = await wait_for_entries(self._client, streams, count=1, wait_s=MAX_BLOCK_S)
+        return {runs[stream] for stream in found}
 
     async def _wait_for_more(self) -> set[str]:
         await self._has_more.wait()

@@ -307,19 +307,16 @@ class Releaser:
         self, foldable: Sequence[str], state: ReleaseState, *, least: int
     ) -> bool:
         """Replace entries by compact records of at least `least`; return whether any was made."""
-        number = state.num_records
-        for start in range(0, len(foldable) - least + 1, FOLD_SLICE):
-            number += 1
-            await self._fold_ended(foldable[start : start + FOLD_SLICE], number=number)
-        return number > state.num_records
-
-    async def _fold_ended(self, trajectory_ids: Sequence[str], *, number: int) -> None:
-        ended = {keys.parse_trajectory_id(each): self._ended[each] for each in trajectory_ids}
-        record = await asyncio.to_thread(encode_ends, ended)
-        reach("fold_ended.before")
-        await fold_ended(self._term, trajectory_ids, number=number, record=record)
-        for each in trajectory_ids:
-            del self._ended[each]
+        starts = range(0, len(foldable) - least + 1, FOLD_SLICE)
+        for number, start in enumerate(starts, start=state.num_records + 1):
+            some = foldable[start : start + FOLD_SLICE]
+            ended = {keys.parse_trajectory_id(each): self._ended[each] for each in some}
+            record = await asyncio.to_thread(encode_ends, ended)
+            reach("fold_ended.before")
+            await fold_ended(self._term, some, number=number, record=record)
+            for each in some:
+                del self._ended[each]
+        return len(starts) > 0
 
 
 def _by_group(trajectory_ids: Sequence[str]) -> dict[str, list[str]]:

@@ -90,17 +90,13 @@ class Replanner:
         members = await self._read_members(batches, dead)
         manifests = [batch.manifest for batch in batches]
         first = manifests[0]
-
-        def encode() -> bytes:
-            before = replace(
-                known,
-                step=first.step - 1,
-                manifest_hash=first.previous_hash,
-                next_row_id=first.mini_batches[0].first_row_id,
-                fold=state_before(manifests, members, known.fold),
-            )
-            return encode_snapshot(before)
-
+        before = replace(
+            known,
+            step=first.step - 1,
+            manifest_hash=first.previous_hash,
+            next_row_id=first.mini_batches[0].first_row_id,
+            fold=state_before(manifests, members, known.fold),
+        )
         return Withdrawal(
             first_step=first.step,
             newest_step=manifests[-1].step,
@@ -108,7 +104,7 @@ class Replanner:
             dead=[TrajectoryDied(key=key, reason=reason) for key, reason in dead.items()],
             lease_epochs={key: sealed.lease_epoch for key, sealed in members.items()},
             position=known.position,
-            snapshot=await self._assembler.in_thread(encode),
+            snapshot=await self._assembler.in_thread(lambda: encode_snapshot(before)),
         )
 
     async def _read_members(
@@ -135,7 +131,6 @@ class Replanner:
         posted = await read_posted_rewards(self._term.client, self._term.run, late)
         for key in late:
             plan, config = plans[key]
-            members[key] = with_planned_reward(
-                members[key], plan, posted=posted.get(key), config=config
-            )
+            sealed = members[key]
+            members[key] = with_planned_reward(sealed, plan, posted=posted.get(key), config=config)
         return members

@@ -93,13 +93,9 @@ class RunView:
 
     async def wait_for_change(self, wait_s: float) -> bool:
         """Wait until the frontier is read again; return False after `wait_s` without it."""
-        if self._is_closed or self._is_deleted:  # nothing changes any more
-            await asyncio.sleep(max(0.0, wait_s))
-            return False
-        changed = self._changed
         try:
             async with asyncio.timeout(max(0.0, wait_s)):
-                await changed.wait()
+                await self._changed.wait()
         except TimeoutError:
             return False
         return True
@@ -113,12 +109,12 @@ class RunView:
     def close(self) -> None:
         """Refuse all waiting calls: this replica stops."""
         self._is_closed = True
-        self._changed.set()
+        self._wake()
 
     def mark_deleted(self) -> None:
         """Refuse all waiting calls, and drop the caches: the run was deleted."""
         self._is_deleted = True
-        self._changed.set()
+        self._wake()
         self._on_stepped(self.frontier.planned)
 
     async def wait_for_batch(
@@ -195,6 +191,10 @@ class RunView:
     def _set_frontier(self, frontier: Frontier) -> None:
         self.frontier = frontier
         self._on_stepped(frontier.stepped)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake all waiting calls; later ones wait for the next change."""
         self._changed.set()
         self._changed = asyncio.Event()
 

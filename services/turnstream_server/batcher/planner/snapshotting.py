@@ -48,11 +48,7 @@ DEFAULT_UPKEEP: Final = Upkeep()
 
 
 class PlannerSnapshots:
-    """Snapshots of one leader's term.
-
-    Args:
-        assembler: owner of the threads in which snapshots are encoded.
-    """
+    """Snapshots of one leader's term, encoded in the threads of the assembler."""
 
     def __init__(self, term: Term, assembler: Assembler, *, upkeep: Upkeep) -> None:
         self._num_events = 0

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -109,19 +109,12 @@ async def bounded_by_store(
         raise StoreUnavailableError(error.message, why, error.retry_after_s) from error
 
 
-class _Read(NamedTuple):
-    """A read of the reasons of one run, finished or in progress."""
-
-    began_s: float
-    task: asyncio.Task[list[WaitReason]]
-
-
 class ReasonCache:
     """Reads the reasons why the runs of a store wait."""
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
-        self._reads: dict[str, _Read] = {}
+        self._reads: dict[str, asyncio.Task[list[WaitReason]]] = {}
 
     async def reasons(self, run: str) -> list[WaitReason]:
         """Return the reasons why a run waits, the most important first, a few seconds old at most.
@@ -129,15 +122,12 @@ class ReasonCache:
         They accompany an error, and must not replace it: nothing is returned if they cannot be
         read, or not in time.
         """
-        now_s = asyncio.get_running_loop().time()
-        oldest_s = now_s - _READ_EVERY_S
-        for name, read in [*self._reads.items()]:
-            if read.began_s < oldest_s and read.task.done():
-                del self._reads[name]
-        if run not in self._reads:
-            self._reads[run] = _Read(now_s, asyncio.create_task(self._read(run)))
-        done, _ = await asyncio.wait([self._reads[run].task], timeout=_READ_TIMEOUT_S)
-        return done.pop().result() if done else []
+        read = self._reads.get(run)
+        if read is None:
+            read = self._reads[run] = asyncio.create_task(self._read(run))
+            asyncio.get_running_loop().call_later(_READ_EVERY_S, self._reads.pop, run)
+        await asyncio.wait([read], timeout=_READ_TIMEOUT_S)
+        return read.result() if read.done() else []
 
     def close(self) -> None:
         """Close the connection."""

@@ -12,7 +12,6 @@ import grpc.aio
 import redis.asyncio
 
 from turnstream.errors import ConflictError, CorruptRecordError, FencedError, StoreBehindError
-from turnstream.records.batches import EncodedMiniBatch
 from turnstream.store.waits.wait_reasons import replan_hint
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.assembler import Assembler
@@ -102,12 +101,14 @@ class BatchSender:
             share = await self._assembler.share(batch, mini_batch=index, **whose)
             if index + 1 < num_mini_batches:  # made while this one is sent
                 self._assembler.prepare(batch, mini_batch=index + 1, **whose)
-            yield header_message(
-                share,
+            header = wire.MiniBatchHeader(
                 step=batch.manifest.step,
                 mini_batch=index,
                 num_mini_batches=num_mini_batches,
+                num_bytes=share.num_bytes,
+                content_hash=share.content_hash,
             )
+            yield wire.GetChunk(header=header).SerializeToString()
             reach("get.after_header")
             for message in data_messages(share.data):
                 yield message
@@ -152,10 +153,9 @@ async def record_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -
             lost.
         FencedError: the session has ended.
     """
-    if request.manifest_hash:
-        await _record(client, request, request.step, request.manifest_hash, has=True)
-    elif request.previous_hash:
-        await _record(client, request, request.step - 1, request.previous_hash, has=True)
+    step = request.step if request.manifest_hash else request.step - 1
+    if manifest_hash := request.manifest_hash or request.previous_hash:
+        await _record(client, request, step, manifest_hash, has=True)
 
 
 async def _record(
@@ -236,20 +236,6 @@ def _check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
             f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
             f"this store has {before!r} as step {request.step - 1}"
         )
-
-
-def header_message(
-    share: EncodedMiniBatch, *, step: int, mini_batch: int, num_mini_batches: int
-) -> bytes:
-    """Return the GetChunk that comes before a mini-batch's data."""
-    header = wire.MiniBatchHeader(
-        step=step,
-        mini_batch=mini_batch,
-        num_mini_batches=num_mini_batches,
-        num_bytes=share.num_bytes,
-        content_hash=share.content_hash,
-    )
-    return wire.GetChunk(header=header).SerializeToString()
 
 
 def data_messages(data: memoryview) -> Iterator[bytes]:

@@ -123,7 +123,7 @@ class RunDiscovery:
     """Finds every run of the store at first, and later each run that needs a planner.
 
     Args:
-        client: client of the store; the read that waits holds a connection of its pool.
+        client: its pool has a connection for the read that waits.
         on_run: called with the name of each run, and again whenever it may have been created again.
         list_every_s: longest wait for news before the list of runs is read.
     """

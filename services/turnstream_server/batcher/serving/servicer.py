@@ -130,10 +130,10 @@ class BatchesServicer:
             expiry_s=request.expiry_s,
         )
         _, config = await view.newest_config()
-        first = declared.next_step
-        logger.info("observer %r of run %s begins at step %d", request.observer, run, first)
+        next_step = declared.next_step
+        logger.info("observer %r of run %s begins at step %d", request.observer, run, next_step)
         return wire.ObserveReply(
-            next_step=declared.next_step,
+            next_step=next_step,
             config_json=encode_config(config),
             lineage=(await view.refresh()).lineage,
             first_missed=declared.first_missed,

@@ -11,11 +11,9 @@ import pytest
 from harness.stored import content_of
 from testkit.houses import House
 from turnstream.batching.merge.plan import Manifest
-from turnstream.errors import WaitKind, WaitReason
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.store.run.credits import credit
-from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import Group
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.bus.admin.dead_letters import read_dead_letters
@@ -23,7 +21,6 @@ from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
 from turnstream_server.bus.queries.ledger import read_budget
-from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 
 
@@ -59,12 +56,12 @@ def replan(house):
 
 
 @pytest.fixture
-def look(house) -> Look:
+def store(house) -> StoreReader:
     """Reads what the store has of a run."""
-    return Look(house)
+    return StoreReader(house)
 
 
-class Look:
+class StoreReader:
     """The state of a run in the store, for comparisons."""
 
     def __init__(self, house: House) -> None:
@@ -111,19 +108,9 @@ class Look:
         """The newest step that is planned."""
         return read_frontier(self.client, run).planned
 
-    def num_kept_plans(self, run: str) -> int:
-        """How many plans are still there."""
-        kept: Any = self.client.xlen(keys.run_keys(run).plan)
-        return kept
-
     def most_live(self, run: str) -> int:
         """How many groups may be live now."""
         return credit(self.client, run).most
-
-    def damage_reasons(self, run: str) -> list[WaitReason]:
-        """Return the reasons of `turnstream why` that name damage."""
-        found = reasons(read_snapshot(self.client, run))
-        return [each for each in found if each.kind is WaitKind.PAYLOAD_DAMAGED]
 
     async def observe(self, run: str, *, seen_step: int) -> int:
         """The next step of an observer, which has seen another one since."""

@@ -11,7 +11,7 @@ from turnstream.store.run.rewards import post_reward
 from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
 
 
-async def test_two_steps_are_planned_again_without_a_damaged_member(house, replan, look, of_3):
+async def test_two_steps_are_planned_again_without_a_damaged_member(house, replan, store, of_3):
     run = house.create_run(batch_groups=2)
     first = await house.start_batcher()
     trainer = house.trainer(first, run)
@@ -32,12 +32,10 @@ async def test_two_steps_are_planned_again_without_a_damaged_member(house, repla
     assert pulled[1].mini_batch.info.manifest_hash != before[0].mini_batch.info.manifest_hash
     assert [each.mini_batch.info.revision for each in pulled] == [1, 1]
     assert house.states(run) == {TrajectoryState.PLANNED: 8, TrajectoryState.DEAD: 1}
-    assert "checksum" in look.letters(run)["g0/1/0"]
+    assert "checksum" in store.letters(run)["g0/1/0"]
 
 
-async def test_group_too_small_without_its_dead_makes_room_for_the_next(
-    house, planned, replan, look
-):
+async def test_group_too_small_without_its_dead_frees_capacity(house, planned, replan, store):
     run, trainer = await planned(group("g0"), group("g1"), group("g2"), step=2)
     house.damage(run, "g0/0/0")
 
@@ -51,12 +49,16 @@ async def test_group_too_small_without_its_dead_makes_room_for_the_next(
         TrajectoryState.INCOMPLETE: 1,
         TrajectoryState.DEAD: 1,
     }
-    await wait_until_async(lambda: look.sum_held(run, "incomplete") == 0)
-    assert look.held(run) == (0, look.sum_held(run, "planned"), look.sum_held(run, "dead"))
+    await wait_until_async(lambda: store.sum_held(run, "incomplete") == 0)
+    assert store.held(run) == (
+        0,
+        store.sum_held(run, "planned"),
+        store.sum_held(run, "dead"),
+    )
 
 
 async def test_group_whose_seals_are_damaged_or_changed_is_dropped_whole(
-    house, planned, replan, look
+    house, planned, replan, store
 ):
     run, trainer = await planned(group("g0"), group("g1"), group("g2"), step=2)
     house.damage(run, "g0/0/0")
@@ -73,8 +75,8 @@ async def test_group_whose_seals_are_damaged_or_changed_is_dropped_whole(
     (pulled,) = await trainer.get(1)
 
     assert set(done.dead) == {"g0/0/0", "g1/0/0", "g1/1/0"}
-    assert "its seal cannot be read" in look.letters(run)["g1/0/0"]
-    assert look.letters(run)["g1/1/0"] == "its seal is not the one that it was planned with"
+    assert "its seal cannot be read" in store.letters(run)["g1/0/0"]
+    assert store.letters(run)["g1/1/0"] == "its seal is not the one that it was planned with"
     assert pulled.mini_batch.rows.group_id == ["g2", "g2"]
     assert house.states(run) == {
         TrajectoryState.PLANNED: 2,
@@ -83,7 +85,7 @@ async def test_group_whose_seals_are_damaged_or_changed_is_dropped_whole(
     }
 
 
-async def test_later_posted_reward_still_counts_after_a_replan(house, replan, look):
+async def test_later_posted_reward_still_counts_after_a_replan(house, replan, store):
     weights = (("right", 1.0), ("short", 1.0))
     run, trainer = await house.serve(batch_groups=1, estimator="gdpo", component_weights=weights)
     members = [
@@ -103,11 +105,11 @@ async def test_later_posted_reward_still_counts_after_a_replan(house, replan, lo
     await trainer.start("b")
     await trainer.get(1)
 
-    planned = look.plans(run)[0].groups[0].trajectories
+    planned = store.plans(run)[0].groups[0].trajectories
     assert [member.reward for member in planned] == [1.5, 2.0]
 
 
-async def test_steps_of_two_configs_are_planned_again_by_the_later_one(house, replan, look, of_3):
+async def test_steps_of_two_configs_are_planned_again_by_the_later_one(house, replan, store, of_3):
     run = house.create_run(batch_groups=1)
     before = read_revisions(house.client, run).last.config
     revise_config(house.client, run, replace(before, batch_groups=2), from_step=2)
@@ -115,7 +117,7 @@ async def test_steps_of_two_configs_are_planned_again_by_the_later_one(house, re
     await house.publish(run, of_3("g0"), group("g1"), group("g2"))
     await trainer.start("a")
     await trainer.get(2)
-    most = look.most_live(run)
+    most = store.most_live(run)
     house.damage(run, "g0/0/0")
 
     await replan(run)
@@ -124,7 +126,7 @@ async def test_steps_of_two_configs_are_planned_again_by_the_later_one(house, re
 
     assert [each.mini_batch.rows.group_id for each in pulled] == [["g0", "g0"], ["g1", "g1"]]
     assert pulled[0].mini_batch.info.config_revision == 2
-    assert (most, look.most_live(run)) == (1 + 2 * 1000, 2 + 2 * 1000)
+    assert (most, store.most_live(run)) == (1 + 2 * 1000, 2 + 2 * 1000)
     assert read_revisions(house.client, run).last.from_step == 1
 
 

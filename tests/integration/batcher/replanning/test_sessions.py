@@ -19,7 +19,7 @@ from turnstream_server.jobs.history import RunHistory
 
 
 async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
-    house, replan, caplog, look, of_3
+    house, replan, caplog, store, of_3
 ):
     run, trainer = await house.started(
         group("g0"), of_3("g1"), group("g2"), batch_groups=1, session="a"
@@ -28,7 +28,7 @@ async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
     token = await trainer.stepped(first)
     await trainer.committed(token)
     old = await trainer.get(2)
-    await wait_until_async(lambda: look.planned(run) == 3)
+    await wait_until_async(lambda: store.planned(run) == 3)
     house.damage(run, "g1/2/0")
 
     with caplog.at_level(logging.WARNING):
@@ -57,29 +57,29 @@ async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
     ]
     ids = [row_id for rows in trained for row_id in rows.row_id]
     assert ids == list(range(6))
-    assert look.chain(run) == [1, 2, 3]
+    assert store.chain(run) == [1, 2, 3]
     assert house.states(run)[TrajectoryState.DEAD] == 1
 
 
-async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, replan, look):
+async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, replan, store):
     run, trainer = await house.started(group("g0"), group("g1"), batch_groups=1, session="a")
     await trainer.stepped(await trainer.get(1))
-    await wait_until_async(lambda: look.planned(run) == 2)
+    await wait_until_async(lambda: store.planned(run) == 2)
     house.damage(run, "g0/0/0")
-    before = look.digest(run)
+    before = store.digest(run)
 
     with pytest.raises(ConflictError, match="no payload after step 1 is damaged"):
         await replan(run)
 
-    assert look.digest(run) == before
+    assert store.digest(run) == before
 
 
-async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(house, replan, look):
+async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(house, replan, store):
     # More steps than a replica keeps plans of: the first is read from the store again.
     num_steps = 10
     run, trainer = await house.serve(batch_groups=1, max_planned_ahead=num_steps)
     await house.publish(run, *[group(f"g{number}") for number in range(num_steps)])
-    await wait_until_async(lambda: look.planned(run) == num_steps)
+    await wait_until_async(lambda: store.planned(run) == num_steps)
     plan = keys.run_keys(run).plan
     entries: Any = house.client.xrange(plan)
     house.client.delete(plan)
@@ -97,23 +97,23 @@ async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(house,
     assert last.mini_batch.rows.group_id == ["g10", "g10"]
 
 
-async def test_continuing_from_a_withdrawn_plan_is_refused_by_its_hash(house, replan, look, of_3):
+async def test_continuing_from_a_withdrawn_plan_is_refused_by_its_hash(house, replan, store, of_3):
     run, trainer = await house.started(of_3("g0"), group("g1"), batch_groups=1, session="a")
     seen = (await trainer.get(1))[0].mini_batch.info.manifest_hash
     await trainer.get(2)
-    await look.observe(run, seen_step=2)
+    await store.observe(run, seen_step=2)
     house.damage(run, "g0/1/0")
 
     await replan(run)
-    await wait_until_async(lambda: look.planned(run) == 2)
+    await wait_until_async(lambda: store.planned(run) == 2)
 
     with pytest.raises(StoreBehindError, match="step 1 was delivered from the manifest"):
         await trainer.get(2, observer="eyes", previous_hash=seen)
-    assert await look.observe(run, seen_step=0) == 1
+    assert await store.observe(run, seen_step=0) == 1
 
 
 async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
-    house, replan, look, of_3
+    house, replan, store, of_3
 ):
     run, trainer = await house.started(
         group("g0"), of_3("g1"), group("g2"), group("g3"), batch_groups=1, session="a"
@@ -121,7 +121,7 @@ async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
     token = await trainer.stepped(await trainer.get(1))
     await trainer.committed(token)
     lost = await trainer.stepped(await trainer.get(2))
-    await wait_until_async(lambda: look.planned(run) == 4)
+    await wait_until_async(lambda: store.planned(run) == 4)
     await trainer.start("b", token=str(token))
     house.damage(run, "g1/0/0")
 
@@ -133,7 +133,7 @@ async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
         await trainer.stepped(await trainer.get(step))
 
     assert (done.first_step, done.newest_step) == (2, 4)
-    assert look.chain(run) == [1, 2, 3, 4]
+    assert store.chain(run) == [1, 2, 3, 4]
     assert house.states(run) == {
         TrajectoryState.COMMITTED: 2,
         TrajectoryState.STEPPED: 6,
@@ -141,7 +141,7 @@ async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
     }
 
 
-async def test_rank_and_operator_get_the_damage_and_the_command(house, replan, look, of_3):
+async def test_rank_and_operator_get_the_damage_and_the_command(house, replan, store, of_3):
     run = house.create_run(batch_groups=1)
     planner = house.trainer(await house.start_batcher(), run)
     await house.publish(run, of_3("g0"))
@@ -153,16 +153,15 @@ async def test_rank_and_operator_get_the_damage_and_the_command(house, replan, l
 
     with pytest.raises(CorruptRecordError, match=f"g0/1/0: .*`turnstream run replan '{run}'`"):
         await other.get(1)
-    (reason,) = look.damage_reasons(run)
+    why = house.why(run)
     await replan(run)
 
-    assert reason.facts["step"] == 1
-    assert "damaged payload of g0/1/0: the checksum" in reason.sentence
-    assert f"`turnstream run replan '{run}'`" in reason.sentence
-    assert look.damage_reasons(run) == []
+    assert "step 1: damaged payload of g0/1/0: the checksum" in why
+    assert f"`turnstream run replan '{run}'`" in why
+    assert "damaged" not in house.why(run)
 
 
-async def test_observer_keeps_released_steps_and_drops_withdrawn_ones(house, replan, look, of_3):
+async def test_observer_keeps_released_steps_and_drops_withdrawn_ones(house, replan, store, of_3):
     run = house.create_run(batch_groups=1, retain_checkpoints=1)
     trainer = house.trainer(await house.start_batcher(upkeep=Upkeep(snapshot_steps=1)), run)
     await house.publish(run, of_3("g0"), group("g1"))
@@ -172,12 +171,13 @@ async def test_observer_keeps_released_steps_and_drops_withdrawn_ones(house, rep
     history.summary()
     await trainer.committed(await trainer.stepped(first))
     await house.publish(run, of_3("g2"))
-    await wait_until_async(lambda: look.planned(run) == 3 and look.num_kept_plans(run) == 2)
+    plan = keys.run_keys(run).plan
+    await wait_until_async(lambda: store.planned(run) == 3 and house.client.xlen(plan) == 2)
     before = history.summary()
     house.damage(run, "g1/0/0")
 
     await replan(run)
-    await wait_until_async(lambda: look.planned(run) == 2)
+    await wait_until_async(lambda: store.planned(run) == 2)
     after = history.summary()
 
     assert [(seen.batches, seen.sequences) for seen in (before, after)] == [(3, 3), (2, 3)]

@@ -10,7 +10,7 @@ from turnstream_server.batcher.planner.snapshotting import Upkeep
 
 @pytest.mark.parametrize("selection", ["ready_first", "in_order"])
 async def test_leader_that_starts_after_the_withdrawal_makes_the_same_plans(
-    house, replan, selection, look, of_3
+    house, replan, selection, store, of_3
 ):
     # One leader continues. The other stops right after the withdrawal, while the run is paused.
     runs = [
@@ -26,15 +26,15 @@ async def test_leader_that_starts_after_the_withdrawal_makes_the_same_plans(
         house.damage(run, "g0/1/0")
         house.damage(run, "g2/0/0")
     await replan(runs[0])
-    await wait_until_async(lambda: look.planned(runs[0]) == 2)
+    await wait_until_async(lambda: store.planned(runs[0]) == 2)
     pause_run(house.client, runs[1])
     await replan(runs[1])
-    assert look.planned(runs[1]) == 0
+    assert store.planned(runs[1]) == 0
     await first.stop()
 
     second = await house.start_batcher()
     resume_run(house.client, runs[1])
-    await wait_until_async(lambda: look.planned(runs[1]) == 2)
+    await wait_until_async(lambda: store.planned(runs[1]) == 2)
     for run in runs:
         trainer = house.trainer(second, run)
         await trainer.start("b")
@@ -42,13 +42,13 @@ async def test_leader_that_starts_after_the_withdrawal_makes_the_same_plans(
         await house.publish(run, group("g5"), group("g6"))
         await trainer.get(3)
 
-    assert look.plans(runs[0]) == look.plans(runs[1])
-    assert look.chain(runs[1]) == [1, 2, 3]
+    assert store.plans(runs[0]) == store.plans(runs[1])
+    assert store.chain(runs[1]) == [1, 2, 3]
     assert house.states(runs[0]) == house.states(runs[1])
 
 
-async def test_snapshots_and_events_lead_on_from_a_withdrawal_to_the_same_plans(
-    house, replan, look, of_3
+async def test_successor_with_snapshots_makes_the_same_plans_after_a_withdrawal(
+    house, replan, store, of_3
 ):
     run = house.create_run(batch_groups=1)
     often = Upkeep(snapshot_events=1, snapshot_steps=1)
@@ -70,10 +70,10 @@ async def test_snapshots_and_events_lead_on_from_a_withdrawal_to_the_same_plans(
 
     assert pulled.mini_batch.rows.trajectory_id == ["g2/0/0", "g2/1/0"]
     assert pulled.mini_batch.rows.row_id[0] == 5
-    assert look.chain(run) == [1, 2, 3]
+    assert store.chain(run) == [1, 2, 3]
 
 
-async def test_a_run_that_had_ended_ends_again_with_what_is_left(house, planned, replan, look):
+async def test_a_run_that_had_ended_ends_again_with_what_is_left(house, planned, replan, store):
     run, trainer = await planned(group("g0"), group("g1"), closes=True, step=2)
     await wait_until_async(lambda: house.frontier(run).is_finished)
     house.damage(run, "g0/0/0")
