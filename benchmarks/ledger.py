@@ -104,7 +104,7 @@ class RunWriter:
             "planning": ("write_manifest",),
             "sessions": ("start_session", "stepped", "committed"),
             "release": (
-                *("advance_watermark", "give_back", "fold_batch", "finish_batch", "fold_ended"),
+                *("advance_watermark", "release_bytes", "fold_batch", "finish_batch", "fold_ended"),
             ),
         }
         self._scripts = {
@@ -180,9 +180,9 @@ class RunWriter:
             )
         )
         ids = batch.ids
-        given_back = (names.ledger, names.held, names.budget, names.wake)
+        bytes_keys = (names.ledger, names.held, names.budget, names.wake)
         self._store.run(
-            *(self._call("give_back", given_back, *some) for some in _sliced(ids, FOLD_SLICE)),
+            *(self._call("release_bytes", bytes_keys, *some) for some in _sliced(ids, FOLD_SLICE)),
             *(
                 self._call("fold_batch", fold, 1, batch.step, 0, *some)
                 for some in _sliced(ids, FOLD_SLICE)
@@ -204,9 +204,12 @@ class RunWriter:
             ("HINCRBY", names.budget, "stored", 9000 * len(ended)),
             ("HSET", names.groups, *[word for each in groups for word in (each, "8:incomplete")]),
         )
-        given_back = (names.ledger, names.held, names.budget, names.wake)
+        bytes_keys = (names.ledger, names.held, names.budget, names.wake)
         self._store.run(
-            *(self._call("give_back", given_back, *some) for some in _sliced([*ended], FOLD_SLICE))
+            *(
+                self._call("release_bytes", bytes_keys, *some)
+                for some in _sliced([*ended], FOLD_SLICE)
+            )
         )
         self._ended |= ended
         while len(self._ended) >= FOLD_SLICE:

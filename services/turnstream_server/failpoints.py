@@ -42,7 +42,7 @@ NAMES: Final = frozenset(
         "reject.after",  # the decision is stored, nothing that depends on it is planned
         "advance_watermark.before",  # the acts of the release, in their order
         "release_payload.before",
-        "give_back.before",
+        "release_bytes.before",
         "fold_batch.before",
         "finish_batch.before",
         "fold_ended.before",

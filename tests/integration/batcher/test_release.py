@@ -19,7 +19,7 @@ EQUAL = (trajectory(sample=0), trajectory(sample=1))
 SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
 HISTORY_FACTS = ("state", "reason", "step")
 ACTS = (
-    *("advance_watermark", "release_payload", "give_back", "fold_batch", "finish_batch"),
+    *("advance_watermark", "release_payload", "release_bytes", "fold_batch", "finish_batch"),
     *("fold_ended", "save_snapshot", "trim_events"),
 )
 

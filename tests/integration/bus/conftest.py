@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -10,18 +11,17 @@ import pytest
 import redis
 import redis.asyncio
 
-from testkit import manifest, sealed, trajectory_plan
-from testkit.releases import release_payload
+from harness.stored import content_of
+from testkit import manifest, sealed
 from testkit.run_driver import RunCommands
 from turnstream.batching.fold.decisions import GroupDropped, MemberDropped, RefillWanted
-from turnstream.batching.merge.plan import GroupPlan
 from turnstream.records.compact import compact_batch, encode_batch, encode_ends
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.store.client.fullness import Bytes
 from turnstream.store.client.scripts import run_command_async
-from turnstream.store.run.budget import reserve_command, settled_lease
+from turnstream.store.run.budget import settled_lease
 from turnstream.store.run.rewards import RewardOutcome, post_reward_async
 from turnstream.types import (
     Event,
@@ -32,10 +32,10 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
-from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
 from turnstream_server.bus.leadership.snapshots import save_snapshot
-from turnstream_server.bus.planning.deadlines import abandon_lapsed, fire_deadlines
+from turnstream_server.bus.planning.deadlines import fire_deadlines
 from turnstream_server.bus.planning.groups import Settlement, grant_refill, settle_groups
 from turnstream_server.bus.planning.manifests import (
     StoredManifest,
@@ -49,6 +49,7 @@ from turnstream_server.bus.release.release import (
     finish_batches,
     fold_batches,
     fold_ended,
+    release_payload,
 )
 from turnstream_server.bus.sessions.sessions import (
     TrainerSession,
@@ -67,10 +68,12 @@ async def async_client(server: EmbeddedServer) -> AsyncIterator[redis.asyncio.Re
 
 
 @pytest.fixture
-def start_run(client: redis.Redis, new_run: Callable[..., str]) -> Callable[..., Awaitable[LedRun]]:
+def start_run(
+    client: redis.Redis, async_client: redis.asyncio.Redis, new_run: Callable[..., str]
+) -> Callable[..., Awaitable[LedRun]]:
     """Makes a new run of batches of one group, led by the planner "p"."""
 
-    async def start(async_client: redis.asyncio.Redis, **fields: Any) -> LedRun:
+    async def start(**fields: Any) -> LedRun:
         name = new_run(client, **{"batch_groups": 1, "max_staleness": 1000, **fields})
         leadership = await acquire_leadership(async_client, name, owner="p", lease_s=60)
         return LedRun(async_client, name, leadership.epoch, store=client)
@@ -79,11 +82,9 @@ def start_run(client: redis.Redis, new_run: Callable[..., str]) -> Callable[...,
 
 
 @pytest.fixture
-async def run(
-    async_client: redis.asyncio.Redis, start_run: Callable[..., Awaitable[LedRun]]
-) -> LedRun:
+async def run(start_run: Callable[..., Awaitable[LedRun]]) -> LedRun:
     """A new run."""
-    return await start_run(async_client)
+    return await start_run()
 
 
 @pytest.fixture
@@ -100,9 +101,9 @@ class LedRun:
     """A run that the planner "p" leads, and the calls of all its processes.
 
     Attributes:
-        client: of the store.
-        store: a client that is not of asyncio.
-        manifests: by step.
+        client: asyncio client of the store.
+        store: client without asyncio.
+        manifests: the written ones by step.
     """
 
     def __init__(
@@ -115,6 +116,10 @@ class LedRun:
         self.keys = self.commands.keys
         self.leader_epoch = leader_epoch
         self.manifests: dict[int, StoredManifest] = {}
+
+    def run_named(self, name: str) -> LedRun:
+        """Another run of the same store, which no planner leads."""
+        return LedRun(self.client, name, 0, store=self.store)
 
     @property
     def term(self) -> Term:
@@ -133,29 +138,26 @@ class LedRun:
         num_needed: int = 0,
         attempt: int = 0,
         purpose: Purpose = Purpose.TRAIN,
-        num_begun: int | None = None,
+        num_opened: int | None = None,
+        num_sealed: int = 0,
     ) -> None:
-        """Open a group and the first `num_begun` of its samples; None for all."""
+        """Open a group and the first `num_opened` of its samples, None for all; seal the first."""
         ids = [
             keys.trajectory_id(TrajectoryKey(group_id, sample, attempt))
-            for sample in range(num_samples if num_begun is None else num_begun)
+            for sample in range(num_samples if num_opened is None else num_opened)
         ]
         sizes = {"num_samples": num_samples, "num_needed": num_needed}
         command = self.commands.open_samples(
             group_id, *ids, **sizes, purpose=purpose, writer="writer"
         )
         await run_command_async(self.client, command)
+        for sample in range(num_sealed):
+            await self.seal(group_id, sample)
 
     async def append(self, *records: bytes, lease: str = "1:writer", **where: Any) -> int:
         """Append to a trajectory, g/0/0 by default."""
         command = self.commands.append(*records, lease=lease, **where)
         return await run_command_async(self.client, command)
-
-    async def grow(self, group_id: str, sample: int, num_bytes: int) -> int:
-        """Ask room for so many bytes of an open trajectory."""
-        wanted = [(TrajectoryKey(group_id, sample).trajectory_id, 1, num_bytes)]
-        (granted,) = await run_command_async(self.client, reserve_command(self.name, wanted))
-        return granted
 
     async def seal(
         self,
@@ -178,39 +180,31 @@ class LedRun:
         return await run_command_async(self.client, command)
 
     async def abandon(self, group_id: str, sample: int) -> None:
-        """Give an open trajectory up."""
+        """Abandon an open trajectory."""
         key = TrajectoryKey(group_id, sample)
         record = encode_event(TrajectoryAbandoned(key=key, reason="crashed"))
         command = self.commands.abandon(keys.trajectory_id(key), reason="crashed", record=record)
         await run_command_async(self.client, command)
 
     async def kill(self, group_id: str, sample: int) -> bool:
-        """Set a sealed trajectory aside."""
+        """Mark a sealed trajectory as dead."""
         died = TrajectoryDied(key=TrajectoryKey(group_id, sample), reason="checksum")
         return await mark_dead(self.term, died)
 
     async def settle(self, group_id: str, state: TrajectoryState, *samples: int) -> None:
         """Drop a group, or its surplus."""
         keys = tuple(TrajectoryKey(group_id, sample) for sample in samples)
-        settled: list[Settlement] = [
-            GroupDropped(group_id=group_id, state=state, reason="why", keys=keys)
-        ]
+        fields: Any = {"state": state, "reason": "why"}
         if state == TrajectoryState.SURPLUS:
-            settled = [MemberDropped(key=key, state=state, reason="why") for key in keys]
-        await self.carry_out(*settled)
+            await self.carry_out(*(MemberDropped(key=key, **fields) for key in keys))
+        else:
+            await self.carry_out(GroupDropped(group_id=group_id, keys=keys, **fields))
 
     async def carry_out(self, *settled: Settlement) -> None:
         """Settle what was decided."""
         await settle_groups(self.term, settled)
 
-    async def grant(
-        self,
-        group_id: str,
-        sample: int,
-        *,
-        attempt: int = 1,
-        number: int = 1,
-    ) -> bool:
+    async def grant(self, group_id: str, sample: int, *, attempt: int = 1, number: int = 1) -> bool:
         """Grant a refill."""
         wanted = RefillWanted(
             key=TrajectoryKey(group_id, sample, attempt), prompt_uid="uid", number=number
@@ -234,7 +228,7 @@ class LedRun:
         return groups
 
     async def run_ms(self) -> int:
-        """The run's own time, which goes on by what a test says."""
+        """The run's own time, which only a tick advances."""
         ms: Any = await self.client.hget(self.keys.clock, "ms")
         return int(ms)
 
@@ -263,7 +257,7 @@ class LedRun:
         step = fields.pop("step", max(self.manifests, default=0) + 1)
         before = self.manifests.get(step - 1)
         fields.setdefault("previous_hash", before.hash if before else "")
-        fields.setdefault("lineage", (await read_frontier_async(self.client, self.name)).lineage)
+        fields.setdefault("lineage", self.read_frontier().lineage)
         plan = dataclasses.replace(manifest(*group_ids, run=self.name, step=step), **fields)
         stored = encode_for_store(plan)
         if not await write_manifest(self.term, stored):
@@ -271,29 +265,11 @@ class LedRun:
         self.manifests[step] = stored
         return stored
 
-    async def plan_members(self, *members: tuple[str, int], step: int) -> StoredManifest:
-        """Plan a step from these samples of groups."""
-        groups = tuple(
-            GroupPlan(
-                group_id=group_id,
-                prompt_uid="",
-                trajectories=tuple(
-                    trajectory_plan(group_id, sample=sample)
-                    for group, sample in members
-                    if group == group_id
-                ),
-            )
-            for group_id in dict.fromkeys(group for group, _ in members)
-        )
-        return await self.plan(groups=groups, step=step)
-
     async def plan_steps(self, num_steps: int) -> None:
         """Plan steps of one new group each."""
         for _ in range(num_steps):
             group_id = f"g{max(self.manifests, default=0) + 1}"
-            await self.open(group_id)
-            for sample in range(2):
-                await self.seal(group_id, sample)
+            await self.open(group_id, num_sealed=2)
             await self.plan(group_id)
 
     async def commit(self, session: TrainerSession, *steps: int) -> None:
@@ -307,38 +283,38 @@ class LedRun:
         """The token of a planned step."""
         return RecoveryToken(lineage="main", step=step, chain_hash=self.manifests[step].hash)
 
-    async def start(self, session: str, token: RecoveryToken | None = None) -> TrainerSession:
-        """Begin a trainer session of one rank."""
-        return await start_session(
-            self.client, self.name, session=session, dp_world_size=1, token=token
-        )
+    async def start(
+        self, session: str, token: RecoveryToken | None = None, *, dp_world_size: int = 1
+    ) -> TrainerSession:
+        """Start a trainer session, of one rank by default."""
+        fields: Any = {"session": session, "dp_world_size": dp_world_size, "token": token}
+        return await start_session(self.client, self.name, **fields)
 
     async def step(
         self, session: TrainerSession, step: int, *, manifest_hash: str = "", dp_rank: int = 0
     ) -> RecoveryToken:
         """Acknowledge a step, of its own manifest where no other is named."""
+        manifest_hash = manifest_hash or self.manifests[step].hash
+        whose: Any = {"session_epoch": session.session_epoch, "dp_rank": dp_rank}
         return await acknowledge_stepped(
-            self.client,
-            self.name,
-            session_epoch=session.session_epoch,
-            step=step,
-            manifest_hash=manifest_hash or self.manifests[step].hash,
-            dp_rank=dp_rank,
+            self.client, self.name, step=step, manifest_hash=manifest_hash, **whose
         )
 
     async def commit_token(
         self, session: TrainerSession, token: RecoveryToken, *, dp_rank: int = 0
     ) -> None:
         """Acknowledge a checkpoint."""
-        epoch = session.session_epoch
-        await acknowledge_committed(
-            self.client, self.name, session_epoch=epoch, token=token, dp_rank=dp_rank
-        )
+        whose: Any = {"session_epoch": session.session_epoch, "dp_rank": dp_rank}
+        await acknowledge_committed(self.client, self.name, token=token, **whose)
 
     async def frontier(self) -> tuple[int, int, int]:
         """The newest step that is planned, stepped, committed."""
-        found = await read_frontier_async(self.client, self.name)
+        found = self.read_frontier()
         return found.planned, found.stepped, found.committed
+
+    def read_frontier(self) -> Frontier:
+        """All numbers of the frontier."""
+        return read_frontier(self.store, self.name)
 
     def ledger(self) -> LedgerCounts:
         """The counts of the ledger."""
@@ -352,24 +328,17 @@ class LedRun:
         """How many trajectories are planned, stepped, committed; all states must add up."""
         counts = self.ledger()
         counts.check()
-        return (
-            counts.by_state[TrajectoryState.PLANNED],
-            counts.by_state[TrajectoryState.STEPPED],
-            counts.by_state[TrajectoryState.COMMITTED],
-        )
+        states = (TrajectoryState.PLANNED, TrajectoryState.STEPPED, TrajectoryState.COMMITTED)
+        planned, stepped, committed = (counts.by_state[state] for state in states)
+        return planned, stepped, committed
 
     async def advance_watermark(self, *, at_most: int | None = None) -> int:
         """Release the steps that no checkpoint can ask for."""
         return await advance_watermark(self.term, at_most=at_most)
 
-    async def give_up(self) -> None:
-        """Give up what lapsed in the first millisecond of all time: what a test let lapse."""
-        await abandon_lapsed(self.term, until_ms=1)
-
-    async def release(self, *members: tuple[str, int]) -> None:
-        """Remove the payload of these samples of groups, and release their bytes."""
-        ids = [TrajectoryKey(*member).trajectory_id for member in members]
-        await release_payload(self.client, self.name, ids)
+    async def release(self, *ids: str, lease_s: float = 60.0, **options: Any) -> None:
+        """Delete the payload of these trajectories, and release their bytes."""
+        await release_payload(self.client, self.name, ids, lease_s=lease_s, **options)
 
     async def fold(self, step: int) -> None:
         """Everything that a leader does with a released step."""
@@ -394,20 +363,33 @@ class LedRun:
         entries: Any = await self.client.execute_command("XRANGE", self.keys.events, "-", "+")
         return [decode_event(fields[b"r"]) for _, fields in entries]
 
-    async def dump(self) -> dict[str, Any]:
-        """Everything that the store holds of the run, but for the id of the last wake-up."""
-        content: dict[str, Any] = {}
-        for name in (
-            *("ledger", "counts", "groups", "frontier", "batches", "leader", "clock"),
-            *("members", "rewards", "past", "ended", "reasons", "over", "snapshot", "observers"),
-            "times",
-        ):
-            content[name] = await self.client.execute_command("HGETALL", getattr(self.keys, name))
-        for name in ("deadlines", "refills", "leases"):
-            content[name] = await self.client.zrange(getattr(self.keys, name), 0, -1)
-        for name in ("events", "plan", "versions", "wake"):
-            content[name] = await self.client.xrange(getattr(self.keys, name))
-        return content
+    def dump(self) -> dict[str, Any]:
+        """Return the content of every key of the run, except the count of refused writes."""
+        names = self.keys._replace(conflicts="")._asdict()
+        return {name: content_of(self.store, key) for name, key in names.items() if key}
+
+    @contextlib.asynccontextmanager
+    async def unchanged(self) -> AsyncIterator[None]:
+        """Check that the block changes no key of the run."""
+        before = self.dump()
+        yield
+        assert self.dump() == before
+
+    @contextlib.asynccontextmanager
+    async def refuses(self, error: type[Exception], match: str) -> AsyncIterator[None]:
+        """Check that the block raises this error, and changes no key of the run."""
+        async with self.unchanged():
+            with pytest.raises(error, match=match):
+                yield
+
+    @contextlib.asynccontextmanager
+    async def full_server(self) -> AsyncIterator[None]:
+        """The server refuses writes that take memory during the block."""
+        await self.client.config_set("maxmemory", 1)
+        try:
+            yield
+        finally:
+            await self.client.config_set("maxmemory", 0)
 
     async def last_wake_up(self) -> Any:
         """The newest entry of the wake stream."""

@@ -32,15 +32,12 @@ async def test_acknowledging_again_changes_nothing_and_gives_the_same_token(run:
     first = await run.step(session, 1)
     second = await run.step(session, 2)
     await run.commit_token(session, second)
-    before = await run.dump()
-
-    assert await run.step(session, 1) == first
-    assert await run.step(session, 2) == second
-    await run.commit_token(session, second)
-    await run.commit_token(session, first)
-    await run.commit_token(session, BEGINNING)
-
-    assert await run.dump() == before
+    async with run.unchanged():
+        assert await run.step(session, 1) == first
+        assert await run.step(session, 2) == second
+        await run.commit_token(session, second)
+        await run.commit_token(session, first)
+        await run.commit_token(session, BEGINNING)
 
 
 async def test_stepped_batch_wakes_groups_that_wait_for_capacity(run: Any) -> None:
@@ -91,16 +88,13 @@ async def test_a_session_that_was_replaced_can_acknowledge_nothing(run: Any) -> 
     old = await run.start("old")
     token = await run.step(old, 1)
     await run.start("new")
-    before = await run.dump()
-
-    with pytest.raises(FencedError):
-        await run.step(old, 1)
-    with pytest.raises(FencedError):
-        await run.commit_token(old, token)
-    with pytest.raises(FencedError):
-        await announce(run, version(0))
-
-    assert await run.dump() == before
+    async with run.unchanged():
+        with pytest.raises(FencedError):
+            await run.step(old, 1)
+        with pytest.raises(FencedError):
+            await run.commit_token(old, token)
+        with pytest.raises(FencedError):
+            await announce(run, version(0))
 
 
 async def test_lost_session_is_fenced_although_another_has_its_epoch(run: Any) -> None:
@@ -150,25 +144,19 @@ async def test_announcing_the_same_again_changes_nothing(run: Any) -> None:
     await run.start("s")
     await announce(run, version(0))
     await announce(run, version(1))
-    before = await run.dump()
-
-    await announce(run, version(0))
-    await announce(run, version(1))
-
-    assert await run.dump() == before
+    async with run.unchanged():
+        await announce(run, version(0))
+        await announce(run, version(1))
 
 
 async def test_a_version_is_never_used_for_other_weights(run: Any) -> None:
     await run.start("s")
     await announce(run, version(5))
-    before = await run.dump()
-
-    with pytest.raises(ConflictError, match="version 5 was announced with another content"):
-        await announce(run, version(5, step=1))
-    with pytest.raises(ConflictError, match="version 4 is not above 5"):
-        await announce(run, version(4))
-
-    assert await run.dump() == before
+    async with run.unchanged():
+        with pytest.raises(ConflictError, match="version 5 was announced with another content"):
+            await announce(run, version(5, step=1))
+        with pytest.raises(ConflictError, match="version 4 is not above 5"):
+            await announce(run, version(4))
 
 
 async def test_weights_of_an_abandoned_lineage_are_not_announced(run: Any) -> None:
@@ -176,12 +164,8 @@ async def test_weights_of_an_abandoned_lineage_are_not_announced(run: Any) -> No
     await run.plan_steps(2)
     await run.commit(await run.start("first"), 1, 2)
     await run.start("back", run.token(1))
-    before = await run.dump()
-
-    with pytest.raises(FencedError, match='goes on in lineage "main-1", not in "main"'):
+    async with run.refuses(FencedError, 'goes on in lineage "main-1", not in "main"'):
         await announce(run, version(0, step=1), session_epoch=2)
-
-    assert await run.dump() == before
 
 
 async def test_a_version_below_0_is_refused(run: Any) -> None:
@@ -197,16 +181,11 @@ StartRun = Callable[..., Awaitable[Any]]
     [(1, 2, {1: 1, 2: 1, 3: 2, 4: 4}), (2, 1, {1: 1, 2: 1, 3: 1, 4: 4})],
 )
 async def test_undone_versions_are_as_old_in_a_fork_as_in_its_origin(
-    async_client: redis.asyncio.Redis,
-    client: redis.Redis,
-    start_run: StartRun,
-    first: int,
-    then: int,
-    expected: dict[int, int],
+    client: redis.Redis, start_run: StartRun, first: int, then: int, expected: dict[int, int]
 ) -> None:
     # The trainer announces version 1 after step 3 and 2 after step 4, goes back to one step,
     # announces 3 after step 3, goes back to another one, and announces 4 after step 4.
-    run = await start_run(async_client)
+    run = await start_run()
     await run.plan_steps(4)
     await run.commit(await run.start("s"), 1, 2, 3, 4)
     await announce(run, version(1, step=3))

@@ -27,10 +27,9 @@ HOUR_MS = 3_600_000
 
 
 @pytest.fixture
-async def timed(async_client: Any, start_run: Callable[..., Any]) -> Any:
+async def timed(start_run: Callable[..., Any]) -> Any:
     """A run with deadlines of an hour, and refills."""
     return await start_run(
-        async_client,
         group_deadline_s=3600,
         reward_deadline_s=1800,
         deadline_policy="refill",
@@ -89,10 +88,8 @@ async def test_no_deadline_is_later_than_one_that_is_set_now(timed: Any) -> None
     assert await timed.fire() == HOUR_MS
 
 
-async def test_the_longer_deadline_of_the_run_is_the_latest(
-    async_client: Any, start_run: Callable[..., Any]
-) -> None:
-    run = await start_run(async_client, group_deadline_s=60, reward_deadline_s=3600)
+async def test_the_longer_deadline_of_the_run_is_the_latest(start_run: Callable[..., Any]) -> None:
+    run = await start_run(group_deadline_s=60, reward_deadline_s=3600)
     await run.open("a", num_samples=1)
     await run.seal("a", 0, awaits_reward=True)
     await run.client.zrem(run.keys.deadlines, "group:a")
@@ -111,11 +108,9 @@ async def test_a_deadline_from_before_the_run_had_none_stays_where_it_was(run: A
 async def write(run: Any, *record: Any, most: int = 9) -> Any:
     """Call the script with one record of a deadline, a few milliseconds after the run began."""
     names = run.keys
-    script_keys = (names.leader, names.deadlines, names.members, names.events, names.config)
-    fire = script("fire_deadlines")
-    return await run_command_async(
-        run.client, fire(script_keys, run.leader_epoch, 9, most, *record)
-    )
+    where = (names.leader, names.deadlines, names.members, names.events, names.config)
+    command = script("fire_deadlines")(where, run.leader_epoch, 9, most, *record)
+    return await run_command_async(run.client, command)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +155,7 @@ async def test_one_call_reads_and_moves_a_limited_number_of_deadlines(timed: Any
 
 @pytest.mark.parametrize("how", ["planned", "dropped", "cut"])
 async def test_a_group_that_is_decided_has_no_deadline(timed: Any, how: str) -> None:
-    await timed.open("a", num_samples=3)
-    await timed.seal("a", 0)
-    await timed.seal("a", 1)
+    await timed.open("a", num_samples=3, num_sealed=2)
     await timed.seal("a", 2, awaits_reward=True)
 
     if how == "planned":
@@ -181,11 +174,11 @@ async def test_a_refill_is_granted_once_and_gives_the_group_a_new_deadline(timed
     await timed.make_due()
 
     granted = await timed.grant("a", 1)
-    before = await timed.dump()
+    before = timed.dump()
     again = await timed.grant("a", 1)
 
     assert (granted, again) == (True, False)
-    assert await timed.dump() == before
+    assert timed.dump() == before
     assert (await timed.events())[-1] == RefillGranted(key=TrajectoryKey("a", 1, 1), number=1)
     assert await timed.fire() == HOUR_MS
 
@@ -231,16 +224,15 @@ async def test_refill_reopens_a_decided_group_and_never_a_finished_one(timed: An
 
 
 async def test_a_cut_that_comes_after_a_refill_was_granted_ends_nothing(timed: Any) -> None:
-    # A call that had waited in the network ended the new attempt, and nobody asked for another.
-    await timed.open("a")
-    await timed.seal("a", 0)
+    # A delayed call ended the new attempt, and no other was granted.
+    await timed.open("a", num_sealed=1)
     await timed.carry_out(cut := GroupCut(group_id="a", reason="enough"))
     await timed.grant("a", 1)
     await timed.open("a", attempt=1)
-    before = await timed.dump()
+    before = timed.dump()
 
     await timed.carry_out(cut)
-    late = await timed.dump()
+    late = timed.dump()
     await timed.carry_out(replace(cut, num_granted=1))
 
     assert late == before
@@ -292,8 +284,7 @@ async def test_a_late_reward_completes_a_trajectory_once(timed: Any) -> None:
 async def test_reward_for_a_trajectory_that_awaits_none_is_refused(
     timed: Any, sample: int, reason: str
 ) -> None:
-    await timed.open("a")
-    await timed.seal("a", 0)
+    await timed.open("a", num_sealed=1)
 
     with pytest.raises(ConflictError, match=reason):
         await timed.post_reward("a", sample, 1.0)

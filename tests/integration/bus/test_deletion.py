@@ -23,20 +23,23 @@ from turnstream.store.run.runs import (
     reopen_run,
     resume_run,
 )
-from turnstream.types import VersionAnnounced
 from turnstream.types.names import RunId
 from turnstream_server.bus.admin.deletion import delete_run, deleting_since_ms
-from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
-from turnstream_server.bus.leadership.snapshots import save_snapshot
+from turnstream_server.bus.leadership.leadership import acquire_leadership
 from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.bus.release.release import advance_watermark
 from turnstream_server.bus.sessions.observers import declare_observer
-from turnstream_server.bus.sessions.sessions import announce_version
 from turnstream_server.embedded import EmbeddedServer
 
-PLACES = ("delete.after_begin", "delete.after_slice", "delete.after_payload")
-NUM_MANY = 700
+NUM_MANY = 600
 """Trajectories of several slices, and of several pages of a hash."""
+
+
+WRITES = {
+    "hash": ("HSET", "x", 1),
+    "set": ("SADD", "x"),
+    "stream": ("XADD", "*", "x", 1),
+    "zset": ("ZADD", 1, "x"),
+}
 
 
 def keys_of(client: redis.Redis, run: str) -> dict[str, int]:
@@ -56,92 +59,89 @@ def content(client: redis.Redis, run: str) -> dict[str, Any]:
     return {name: content_of(client, name) for name in keys_of(client, run)}
 
 
-async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(
-    client: redis.Redis, async_client: redis.asyncio.Redis, start_run: Callable[..., Any]
-) -> None:
-    driver = await start_run(async_client)
-    run = driver.name
-    await driver.plan_steps(1)
-    RunDriver(client, run).fill(num_samples=2)
-    session = await driver.start("s")
-    await driver.commit(session, 1)
-    version = VersionAnnounced(version=0, step=1, lineage="main", weights_uri="")
-    await announce_version(async_client, run, version, session_epoch=1)
-    await declare_observer(async_client, run, observer="o", first_step=None, expiry_s=60)
-    await save_snapshot(
-        Term(async_client, run, driver.leader_epoch), position="1-0", step=1, record=b""
-    )
-    names = keys.run_keys(run)
-    for part in names._fields:  # whatever else a run may have
-        name = getattr(names, part)
-        kind = declared_type(name)
-        if part not in ("deleted", "doomed") and not client.exists(name):
-            client.zadd(name, {"x": 1}) if kind == "zset" else client.hset(name, "x", 1)
-    other = f"{run}-other"
+async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(run: Any) -> None:
+    client, name = run.store, run.name
+    await run.plan_steps(1)
+    RunDriver(client, name).fill(num_samples=2)
+    await run.commit(await run.start("s"), 1)
+    for part, key in run.keys._asdict().items():
+        if part not in ("deleted", "doomed") and not client.exists(key):
+            command, *words = WRITES[declared_type(key) or ""]
+            client.execute_command(command, key, *words)
+    other = f"{name}-other"
     create_run(client, other, config())
     RunDriver(client, other).fill(num_samples=2)
     before = content(client, other)
 
-    done = delete_run(client, run)
+    done = delete_run(client, name)
 
-    left = keys_of(client, run)
-    assert (done.runs, done.num_trajectories) == ((run,), 4)
+    left = keys_of(client, name)
+    assert (done.runs, done.num_trajectories) == ((name,), 4)
     assert parts(left) == {"deleted", "wake", "meta"}
     assert all(0 < ms <= 960_000 for ms in left.values()), left
-    assert len([name for name in left if name.endswith(":meta")]) == 4
-    assert run not in list_runs(client)
+    assert len([key for key in left if key.endswith(":meta")]) == 4
+    assert name not in list_runs(client)
     assert content(client, other) == before
     assert other in list_runs(client)
     assert read_ledger(client, other).accepted == 2
 
 
-async def test_planner_trainer_and_readers_get_run_not_found(
-    client: redis.Redis, async_client: redis.asyncio.Redis, start_run: Callable[..., Any]
-) -> None:
-    driver = await start_run(async_client)
-    await driver.plan_steps(2)
-    session = await driver.start("s")
-    delete_run(client, driver.name)
-    before = keys_of(client, driver.name)
+async def test_planner_trainer_and_readers_get_run_not_found(run: Any) -> None:
+    client, name = run.store, run.name
+    await run.plan_steps(2)
+    session = await run.start("s")
+    delete_run(client, name)
+    before = keys_of(client, name)
 
-    with pytest.raises(RunNotFoundError):
-        await driver.step(session, 1)
-    with pytest.raises(RunNotFoundError):
-        await driver.start("another")
-    with pytest.raises(RunNotFoundError):
-        await acquire_leadership(async_client, driver.name, owner="q", lease_s=1)
-    with pytest.raises(RunNotFoundError):
-        await declare_observer(async_client, driver.name, observer="o", first_step=1, expiry_s=60)
-    with pytest.raises(FencedError):
-        await advance_watermark(Term(async_client, driver.name, driver.leader_epoch))
-    with pytest.raises(RunNotFoundError):
-        list_lapsed(client, driver.name)
-    with pytest.raises(RunNotFoundError):
-        close_run(client, driver.name)
-    with pytest.raises(RunNotFoundError):
-        read_config(client, driver.name)
-    for change in (pause_run, resume_run, reopen_run):
+    calls: list[Callable[[], Any]] = [
+        lambda: run.step(session, 1),
+        lambda: run.start("another"),
+        lambda: acquire_leadership(run.client, name, owner="q", lease_s=1),
+        lambda: declare_observer(run.client, name, observer="o", first_step=1, expiry_s=60),
+    ]
+    for call in calls:
         with pytest.raises(RunNotFoundError):
-            change(client, driver.name)
+            await call()
+    for read in (list_lapsed, close_run, read_config, pause_run, resume_run, reopen_run):
+        with pytest.raises(RunNotFoundError):
+            read(client, name)
     with pytest.raises(RunNotFoundError):
-        revise_config(client, driver.name, config(), from_step=9)
-    assert keys_of(client, driver.name).keys() == before.keys()
+        revise_config(client, name, config(), from_step=9)
+    with pytest.raises(FencedError):
+        await run.advance_watermark()
+    assert keys_of(client, name).keys() == before.keys()
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_deletion_that_is_killed_anywhere_is_finished_by_the_next(
-    client: redis.Redis, server: EmbeddedServer, new_run: Callable[..., str], place: str
+@pytest.mark.parametrize(
+    ("place", "next_call"),
+    [
+        ("delete.after_begin", "same"),
+        ("delete.after_slice", "same"),
+        ("delete.after_payload", "same"),
+        ("delete.after_slice", "after reuse"),
+        ("delete.after_begin", "after reuse, by id"),
+    ],
+)
+def test_killed_deletion_is_finished_by_the_next_call(
+    client: redis.Redis,
+    server: EmbeddedServer,
+    new_run: Callable[..., str],
+    place: str,
+    next_call: str,
 ) -> None:
     run = new_run(client)
     RunDriver(client, run).fill(num_samples=NUM_MANY)
     command = [sys.executable, "-m", "turnstream_server.cli", "run", "delete", run, "--yes"]
     environment = {"TURNSTREAM_FAILPOINT": place, "TURNSTREAM_REDIS_URL": server.url}
-
     killed = subprocess.run(command, env=environment, capture_output=True, check=False)
-    names = keys.run_keys(run)
+    if next_call != "same":
+        create_run(client, run, config(7))
+        RunDriver(client, f"{run}~2").fill()
+    next_run = content(client, f"{run}~2")
+
     num_payloads = len([name for name in keys_of(client, run) if name.endswith(":turns")])
     is_listed, since_ms = run in list_runs(client), deleting_since_ms(client, run)
-    done = delete_run(client, run)
+    done = delete_run(client, RunId(run) if "by id" in next_call else run)
 
     assert killed.returncode == -9, killed.stderr
     assert is_listed
@@ -154,9 +154,9 @@ def test_a_deletion_that_is_killed_anywhere_is_finished_by_the_next(
     assert (done.runs, done.num_trajectories) == ((run,), num_payloads)
     assert parts(keys_of(client, run)) == {"deleted", "wake", "meta"}
     assert -1 not in keys_of(client, run).values()
-    assert not client.exists(names.doomed)
     assert deleting_since_ms(client, run) is None
     assert run not in list_runs(client)
+    assert content(client, f"{run}~2") == next_run
 
 
 def test_tombstones_of_a_deleted_run_outlast_fifteen_of_its_leases(

@@ -1,121 +1,108 @@
-"""What people and generators see of a run: for how long it waits, and what passes."""
+"""Durations and pass rate of a run, in both views."""
 
 import re
 from typing import Any
 
-import redis
-
 from turnstream.errors import WaitKind
-from turnstream.store.client import keys
 from turnstream.store.waits.read_waits import read_waits
 from turnstream.store.waits.wait_reasons import RecentGroups, reasons, recent_groups
+from turnstream.store.waits.wait_snapshot import WaitSnapshot
 from turnstream.types import Purpose, RecoveryToken, TrajectoryState
 from turnstream_server.bus.admin.forks import fork_run
 from turnstream_server.bus.queries.run_snapshot import openings_in_snapshot, read_snapshot
-from turnstream_server.bus.sessions.sessions import record_rank, start_session
+from turnstream_server.bus.sessions.sessions import record_rank
 
 AGO_S = 100
 """So much older `pass_time` makes everything that was noted by then."""
 
 
-def pass_time(client: redis.Redis, run: str) -> None:
+def pass_time(run: Any) -> None:
     """Make all recorded times older."""
-    names = keys.run_keys(run)
     for field in ("session_ms", "opened_ms"):
-        if client.hexists(names.frontier, field):
-            client.hincrby(names.frontier, field, -AGO_S * 1_000)
-    for field in client.hkeys(names.times):
-        client.hincrby(names.times, field, -AGO_S * 1_000)
+        if run.store.hexists(run.keys.frontier, field):
+            run.store.hincrby(run.keys.frontier, field, -AGO_S * 1_000)
+    for field in run.store.hkeys(run.keys.times):
+        run.store.hincrby(run.keys.times, field, -AGO_S * 1_000)
 
 
-def ages(client: redis.Redis, run: str) -> dict[str, int | None]:
-    """How often time has passed since, as `turnstream why` sees it; a generator sees the same."""
-    found = read_snapshot(client, run).durations
-    waits = read_waits(client, run)
+def both_views(run: Any) -> list[WaitSnapshot]:
+    """Return the run as `turnstream why` sees it, and as a generator sees it."""
+    waits = read_waits(run.store, run.name)
     assert waits is not None
-    both = [
-        {name: s if s is None else int(s / AGO_S) for name, s in each._asdict().items()}
-        for each in (found, waits.durations)
-    ]
-    assert both[0] == both[1]
-    return both[0]
+    return [read_snapshot(run.store, run.name), waits]
 
 
-def both_behind(client: redis.Redis, run: str) -> list[tuple[int, ...]]:
-    waits = read_waits(client, run)
-    assert waits is not None
-    return [read_snapshot(client, run).behind, waits.behind]
+def ages(run: Any) -> dict[str, int | None]:
+    """Return how often time has passed since, in both views."""
+    one, other = (
+        {name: s if s is None else int(s / AGO_S) for name, s in each.durations._asdict().items()}
+        for each in both_views(run)
+    )
+    assert one == other
+    return one
 
 
-async def test_a_step_is_awaited_since_the_one_before_was_stepped(
-    client: redis.Redis, run: Any
-) -> None:
-    made = ages(client, run.name)
-    pass_time(client, run.name)
-    waiting = ages(client, run.name)
+async def test_a_step_is_awaited_since_the_one_before_was_stepped(run: Any) -> None:
+    made = ages(run)
+    pass_time(run)
+    waiting = ages(run)
     await run.plan_steps(1)
     session = await run.start("s")
-    pass_time(client, run.name)
+    pass_time(run)
     await run.step(session, 1)
-    stepped = ages(client, run.name)
-    pass_time(client, run.name)
+    stepped = ages(run)
+    pass_time(run)
     await run.step(session, 1)
 
     assert made == {"trainer_s": None, "step_s": 0, "opened_s": None}
     assert waiting == {"trainer_s": None, "step_s": 1, "opened_s": None}
     assert stepped == {"trainer_s": None, "step_s": 0, "opened_s": 1}
-    assert ages(client, run.name) == {"trainer_s": None, "step_s": 1, "opened_s": 2}
+    assert ages(run) == {"trainer_s": None, "step_s": 1, "opened_s": 2}
 
 
-async def test_trainer_has_a_step_since_its_plan_or_session_start(
-    client: redis.Redis, run: Any
-) -> None:
+async def test_trainer_has_a_step_since_its_plan_or_session_start(run: Any) -> None:
     await run.plan_steps(1)
-    pass_time(client, run.name)
-    before = ages(client, run.name)
+    pass_time(run)
+    before = ages(run)
     await run.start("first")
-    first = ages(client, run.name)
-    pass_time(client, run.name)
+    first = ages(run)
+    pass_time(run)
     await run.start("first")
     await run.plan("g1", step=1)
-    again = ages(client, run.name)
+    again = ages(run)
     await run.start("second")
 
     assert [each["trainer_s"] for each in (before, first, again)] == [1, 0, 1]
-    assert ages(client, run.name)["trainer_s"] == 0
+    assert ages(run)["trainer_s"] == 0
 
 
-async def test_groups_are_counted_from_the_newest_that_was_opened_to_train(
-    client: redis.Redis, run: Any
-) -> None:
+async def test_groups_are_counted_from_the_newest_that_was_opened_to_train(run: Any) -> None:
     await run.open("a")
-    pass_time(client, run.name)
+    pass_time(run)
     await run.open("a")
     await run.open("e", purpose=Purpose.EVAL)
-    old = ages(client, run.name)
+    old = ages(run)
     await run.open("b")
 
     assert old["opened_s"] == 1
-    assert ages(client, run.name)["opened_s"] == 0
+    assert ages(run)["opened_s"] == 0
 
 
-async def test_a_fork_waits_since_it_was_made(client: redis.Redis, run: Any) -> None:
+async def test_a_fork_waits_since_it_was_made(run: Any) -> None:
     await run.plan_steps(2)
     await run.commit(await run.start("s"), 1)
-    pass_time(client, run.name)
+    pass_time(run)
 
-    fork_run(client, run.name, "a fork that waits", run.token(1))
+    fork_run(run.store, run.name, "a fork that waits", run.token(1))
 
-    told = ages(client, "a fork that waits")
+    told = ages(run.run_named("a fork that waits"))
     assert told == {"trainer_s": None, "step_s": 0, "opened_s": None}
 
 
-async def test_a_rollback_forgets_when_the_steps_were_trained_that_come_again(
-    client: redis.Redis, run: Any
-) -> None:
+async def test_a_rollback_forgets_when_the_steps_were_trained_that_come_again(run: Any) -> None:
     await run.plan_steps(4)
     await run.commit(await run.start("s"), 1, 3)
-    pass_time(client, run.name)
+    pass_time(run)
     before = await run.hash_of("times")
 
     await run.start("again", run.token(2))
@@ -125,7 +112,7 @@ async def test_a_rollback_forgets_when_the_steps_were_trained_that_come_again(
     assert gone < before.keys()
     assert after.keys() == (before.keys() - gone) | {b"committed:2"}
     assert int(after[b"committed:2"]) > int(before[b"stepped:3"]) + AGO_S * 1_000 / 2
-    assert ages(client, run.name)["trainer_s"] == 0
+    assert ages(run)["trainer_s"] == 0
 
 
 async def test_resumed_step_keeps_its_commit_time_and_an_undone_one_does_not(run: Any) -> None:
@@ -154,19 +141,17 @@ async def test_times_go_with_the_batch_before(released: Any) -> None:
     assert first.keys() - (await released.hash_of("times")).keys() == {*words}
 
 
-async def test_both_views_have_the_duration_and_the_ranks_behind(
-    client: redis.Redis, run: Any
-) -> None:
+async def test_both_views_have_the_duration_and_the_ranks_behind(run: Any) -> None:
     await run.plan_steps(2)
-    session = await start_session(run.client, run.name, session="s", dp_world_size=3, token=None)
+    session = await run.start("s", dp_world_size=3)
     for rank, step in ((0, 2), (2, 1)):
         heard: dict[str, Any] = {"manifest_hash": run.manifests[step].hash, "has": True}
         whose = {"session_epoch": session.session_epoch, "dp_rank": rank, "step": step}
         await record_rank(run.client, run.name, **whose, **heard)
-    pass_time(client, run.name)
+    pass_time(run)
 
-    found = reasons(read_snapshot(client, run.name))
-    told = reasons(read_waits(client, run.name))
+    found = reasons(read_snapshot(run.store, run.name))
+    told = reasons(read_waits(run.store, run.name))
 
     for each in (*found, *told):
         if each.kind == WaitKind.TRAINER_NOT_STEPPED:
@@ -176,45 +161,39 @@ async def test_both_views_have_the_duration_and_the_ranks_behind(
     assert [each.kind for each in (*found, *told)].count(WaitKind.TRAINER_NOT_STEPPED) == 2
 
 
-async def test_ranks_of_an_ended_session_are_not_behind(client: redis.Redis, run: Any) -> None:
+async def test_ranks_of_an_ended_session_are_not_behind(run: Any) -> None:
     await run.plan_steps(1)
-    await start_session(run.client, run.name, session="s", dp_world_size=2, token=None)
-    behind = both_behind(client, run.name)
-    client.hset(run.keys.frontier, "session", "")
+    await run.start("s", dp_world_size=2)
+    behind = [each.behind for each in both_views(run)]
+    run.store.hset(run.keys.frontier, "session", "")
 
     assert behind == [(0, 1), (0, 1)]
-    assert both_behind(client, run.name) == [(), ()]
+    assert [each.behind for each in both_views(run)] == [(), ()]
 
 
 async def drop(run: Any, *groups: str) -> None:
     for name in groups:
-        await run.open(name, num_samples=1)
-        await run.seal(name, 0)
+        await run.open(name, num_samples=1, num_sealed=1)
         await run.settle(name, TrajectoryState.FILTERED, 0)
 
 
-def recent(client: redis.Redis, run: str) -> RecentGroups:
-    """As `turnstream why` sees it; a generator sees the same."""
-    found = recent_groups(read_snapshot(client, run))
-    waits = read_waits(client, run)
-    assert waits is not None
-    assert recent_groups(waits) == found
-    return found
+def recent(run: Any) -> RecentGroups:
+    one, other = map(recent_groups, both_views(run))
+    assert one == other
+    return one
 
 
-async def test_groups_decided_before_the_last_two_batches_are_not_judged(
-    client: redis.Redis, run: Any
-) -> None:
+async def test_groups_decided_before_the_last_two_batches_are_not_judged(run: Any) -> None:
     await drop(run, "a", "b", "c")
-    at_first = recent(client, run.name)
+    at_first = recent(run)
     await run.plan_steps(1)
     await drop(run, "d")
-    after_one = recent(client, run.name)
+    after_one = recent(run)
     await run.plan_steps(1)
-    after_two = recent(client, run.name)
+    after_two = recent(run)
     await run.plan_steps(1)
     await drop(run, "e", "f")
-    after_three = recent(client, run.name)
+    after_three = recent(run)
 
     assert at_first == RecentGroups(since_step=0, num_dropped=3, num_decided=3)
     assert after_one == RecentGroups(since_step=0, num_dropped=4, num_decided=5)
@@ -222,37 +201,35 @@ async def test_groups_decided_before_the_last_two_batches_are_not_judged(
     assert after_three == RecentGroups(since_step=2, num_dropped=2, num_decided=3)
 
 
-async def test_a_manifest_that_is_written_again_leaves_the_window_where_it_was(
-    client: redis.Redis, run: Any
-) -> None:
+async def test_a_manifest_that_is_written_again_leaves_the_window_where_it_was(run: Any) -> None:
     await run.plan_steps(2)
     await drop(run, "a")
-    before = recent(client, run.name)
+    before = recent(run)
 
     await run.plan("g2", step=2)
 
-    assert recent(client, run.name) == before
+    assert recent(run) == before
 
 
-async def test_the_history_of_a_fork_is_not_judged(client: redis.Redis, run: Any) -> None:
+async def test_the_history_of_a_fork_is_not_judged(run: Any) -> None:
     await run.plan_steps(2)
     await run.commit(await run.start("s"), 1, 2)
 
-    fork_run(client, run.name, "a fork of it", run.token(2))
+    fork_run(run.store, run.name, "a fork of it", run.token(2))
 
-    assert recent(client, "a fork of it") == RecentGroups(
+    assert recent(run.run_named("a fork of it")) == RecentGroups(
         since_step=2, num_dropped=0, num_decided=0
     )
 
 
-async def test_a_damaged_snapshot_leaves_it_to_the_events(run: Any, client: Any) -> None:
+async def test_a_damaged_snapshot_leaves_it_to_the_events(run: Any) -> None:
     for group_id in ("gone", "kept"):
         await run.open(group_id)
     (first, _), _ = await run.client.xrange(run.keys.events)
     await run.client.xdel(run.keys.events, first)
     await run.client.hset(run.keys.snapshot, "record", b"\x00" * 64)
 
-    groups = read_snapshot(client, run.name).groups
+    groups = read_snapshot(run.store, run.name).groups
 
-    assert openings_in_snapshot(client, run.name) == {}
+    assert openings_in_snapshot(run.store, run.name) == {}
     assert {each.group_id: each.age_s is None for each in groups} == {"gone": True, "kept": False}

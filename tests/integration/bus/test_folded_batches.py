@@ -17,7 +17,7 @@ from turnstream_server.bus.release.release import finish_batches, fold_batches
 
 
 def fingerprints(*names: str) -> dict[bytes, bytes]:
-    """What the key `over` has of these groups, if no two of them share a bucket."""
+    """Return the entries of these groups in the key `over`, if no two of them share a bucket."""
     digests = [hashlib.sha1(name.encode()) for name in names]
     return {each.hexdigest()[:3].encode(): each.digest()[:8] for each in digests}
 
@@ -39,23 +39,20 @@ async def test_a_folded_batch_leaves_its_names_and_a_fingerprint_of_each_group(
 
 async def test_folding_again_changes_nothing(released: Any) -> None:
     await released.fold(1)
-    before = await released.dump()
-
-    await released.fold(1)
-
-    assert await released.dump() == before
+    async with released.unchanged():
+        await released.fold(1)
 
 
 async def test_trajectory_of_another_batch_stays_although_a_call_names_it(released: Any) -> None:
     await released.open("g9")
-    before = await released.dump()
+    before = released.dump()
     names = ("g9", "g9/0/0", "g3/0/0")  # an open group, its member, and one of a later batch
 
     command = script("fold_batch")(released.keys.of_fold_batch, released.leader_epoch, 1, 1, *names)
     num_folded = await run_command_async(released.client, command)
 
     assert num_folded == 0
-    assert await released.dump() == before
+    assert released.dump() == before
 
 
 async def test_the_states_add_up_after_every_act_of_the_release(released: Any) -> None:
@@ -73,13 +70,11 @@ async def test_the_states_add_up_after_every_act_of_the_release(released: Any) -
 
 
 async def test_a_batch_that_is_not_released_cannot_be_folded(released: Any) -> None:
-    before = await released.dump()
-    plan = released.manifests[3].manifest
+    async with released.unchanged():
+        plan = released.manifests[3].manifest
 
-    with pytest.raises(ConflictError, match="step 3 is not released; step 2 is"):
-        await fold_batches(released.term, [plan])
-
-    assert await released.dump() == before
+        with pytest.raises(ConflictError, match="step 3 is not released; step 2 is"):
+            await fold_batches(released.term, [plan])
 
 
 @pytest.mark.parametrize(
@@ -98,35 +93,23 @@ async def test_a_plan_that_is_still_needed_cannot_be_replaced(
         await released.fold(each)
     if snapshot_step is not None:
         await save_snapshot(released.term, position="0-0", step=snapshot_step, record=b"")
-    before = await released.dump()
-
-    with pytest.raises(ConflictError, match=why):
+    async with released.refuses(ConflictError, why):
         await finish_batches(released.term, {step: b""})
-
-    assert await released.dump() == before
 
 
 async def test_plan_of_a_finished_batch_is_refused(released: Any) -> None:
     for step in (1, 2):
         await released.fold(step)
-    before = await released.dump()
-
-    with pytest.raises(
-        ConflictError, match="step 1 is planned with the manifest of a released batch"
+    async with released.refuses(
+        ConflictError, "step 1 is planned with the manifest of a released batch"
     ):
         await write_manifest(released.term, released.manifests[1])
-
-    assert await released.dump() == before
 
 
 async def test_finished_group_cannot_be_opened_again(released: Any) -> None:
     await released.fold(1)
-    before = await released.dump()
-
-    with pytest.raises(ConflictError, match="group g1 is finished"):
+    async with released.refuses(ConflictError, "group g1 is finished"):
         await released.open("g1")
-
-    assert await released.dump() == before
 
 
 @pytest.mark.timeout(120)

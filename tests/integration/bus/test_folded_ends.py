@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import redis
 
 from turnstream.batching.fold.decisions import GroupCut, GroupDropped, GroupEvaluated
 from turnstream.errors import ConflictError
@@ -14,33 +13,13 @@ from turnstream_server.bus.release.release import DROPPED, find_ended, finished_
 
 
 async def ended_group(run: Any, group_id: str, state: TrajectoryState) -> None:
-    await run.open(group_id)
-    await run.seal(group_id, 0)
-    await run.seal(group_id, 1)
+    await run.open(group_id, num_sealed=2)
     await run.settle(group_id, state, 0, 1)
-
-
-async def test_untrained_ends_are_found_with_reasons_without_dead_letters(run: Any) -> None:
-    await ended_group(run, "a", TrajectoryState.FILTERED)
-    await run.open("b", num_samples=4)
-    await run.abandon("b", 0)
-    await run.seal("b", 1)
-    await run.seal("b", 2)
-    await run.kill("b", 2)
-
-    cursor, found = await find_ended(run.client, run.name, cursor="0", num_entries=500)
-
-    assert cursor == "0"
-    assert found == {
-        "a/0/0": "filtered:why",
-        "a/1/0": "filtered:why",
-        "b/0/0": "abandoned:crashed",
-    }
 
 
 @pytest.mark.parametrize("end", [*DROPPED, "dead:discarded"])
 async def test_an_end_of_every_kind_is_found(run: Any, end: str) -> None:
-    entries = {"a/0/0": f"{end}:why", "a/1/0": "sealed:1"}
+    entries = {"a/0/0": f"{end}:why", "a/1/0": "sealed:1", "b/0/0": "dead:checksum"}
     await run.client.hset(run.keys.ledger, mapping=entries)
 
     cursor, found = await find_ended(run.client, run.name, cursor="0", num_entries=500)
@@ -86,9 +65,7 @@ async def test_folded_ends_leave_counts_of_their_reasons_and_fingerprints(run: A
 async def test_a_group_is_folded_with_its_members_however_it_was_dropped(
     run: Any, state: str
 ) -> None:
-    await run.open("a")
-    await run.seal("a", 0)
-    await run.seal("a", 1)
+    await run.open("a", num_sealed=2)
     members = (TrajectoryKey("a", 0), TrajectoryKey("a", 1))
     dropped = GroupDropped(group_id="a", keys=members, state=TrajectoryState(state), reason="why")
     await run.carry_out(dropped)
@@ -100,8 +77,7 @@ async def test_a_group_is_folded_with_its_members_however_it_was_dropped(
 
 
 async def test_an_evaluation_that_has_ended_is_folded_with_its_members(run: Any) -> None:
-    await run.open("e", purpose=Purpose.EVAL)
-    await run.seal("e", 0)
+    await run.open("e", purpose=Purpose.EVAL, num_sealed=1)
     counted = (TrajectoryKey("e", 0),)
     await run.carry_out(GroupEvaluated(group_id="e", keys=counted, result=None, total=None))
 
@@ -111,24 +87,21 @@ async def test_an_evaluation_that_has_ended_is_folded_with_its_members(run: Any)
     assert (await run.hash_of("groups"), num_finished(await run.hash_of("over"))) == ({}, 1)
 
 
-async def test_dead_letter_is_folded_once_it_is_discarded(run: Any, client: redis.Redis) -> None:
-    await run.open("a")
-    await run.seal("a", 0)
+async def test_dead_letter_is_folded_once_it_is_discarded(run: Any) -> None:
+    await run.open("a", num_sealed=1)
     await run.kill("a", 0)
     await run.settle("a", TrajectoryState.INCOMPLETE)
 
     with pytest.raises(ConflictError, match="a/0/0 is dead:checksum, not at its end"):
         await run.fold_ends("a/0/0")
-    discard_trajectory(client, run.name, "a/0/0")
+    discard_trajectory(run.store, run.name, "a/0/0")
     await run.fold_ends("a/0/0")
 
     assert await run.hash_of("reasons") == {b"dead:discarded: checksum": b"1"}
 
 
 async def test_a_group_whose_surplus_is_folded_stays_until_its_batch_goes(run: Any) -> None:
-    await run.open("a", num_samples=3, num_needed=2)
-    for sample in range(3):
-        await run.seal("a", sample)
+    await run.open("a", num_samples=3, num_needed=2, num_sealed=3)
     await run.plan("a")
     await run.settle("a", TrajectoryState.SURPLUS, 2)
 
@@ -168,37 +141,26 @@ async def test_reasons_beyond_the_limit_are_counted_together(run: Any) -> None:
 async def test_folding_ends_again_changes_nothing(run: Any) -> None:
     await ended_group(run, "a", TrajectoryState.FILTERED)
     await run.fold_ends("a/0/0", "a/1/0")
-    before = await run.dump()
-
-    assert not await run.fold_ends("a/0/0", "a/1/0")
-
-    assert await run.dump() == before
+    async with run.unchanged():
+        assert not await run.fold_ends("a/0/0", "a/1/0")
 
 
 async def test_end_in_a_group_that_may_change_stays_in_the_ledger(run: Any) -> None:
     # Its entry is what keeps the same attempt from being opened once more.
     await run.open("a")
     await run.abandon("a", 0)
-    before = await run.dump()
-
-    assert await finished_groups(run.client, run.name, ["a"]) == set()
-    with pytest.raises(ConflictError, match="group a of a/0/0 is open"):
-        await run.fold_ends("a/0/0")
-
-    assert await run.dump() == before
+    async with run.unchanged():
+        assert await finished_groups(run.client, run.name, ["a"]) == set()
+        with pytest.raises(ConflictError, match="group a of a/0/0 is open"):
+            await run.fold_ends("a/0/0")
 
 
 @pytest.mark.parametrize(("what", "state"), [("a/0/0", "sealed:1"), ("x/0/0", "unknown")])
 async def test_only_what_has_ended_can_be_folded(run: Any, what: str, state: str) -> None:
     await ended_group(run, "b", TrajectoryState.FILTERED)
-    await run.open("a")
-    await run.seal("a", 0)
-    before = await run.dump()
-
-    with pytest.raises(ConflictError, match=f"{what} is {state}, not at its end"):
+    await run.open("a", num_sealed=1)
+    async with run.refuses(ConflictError, f"{what} is {state}, not at its end"):
         await run.fold_ends("b/0/0", what)
-
-    assert await run.dump() == before
 
 
 async def test_records_of_ends_are_numbered_without_a_gap(run: Any) -> None:
@@ -209,8 +171,7 @@ async def test_records_of_ends_are_numbered_without_a_gap(run: Any) -> None:
 
 
 async def test_seal_of_a_member_of_a_finished_group_is_surplus(run: Any) -> None:
-    await run.open("a")
-    await run.seal("a", 0)
+    await run.open("a", num_sealed=1)
     await run.settle("a", TrajectoryState.INCOMPLETE, 0)
     await run.fold_ends("a/0/0")
 
@@ -220,9 +181,7 @@ async def test_seal_of_a_member_of_a_finished_group_is_surplus(run: Any) -> None
 
 
 async def test_surplus_of_a_group_that_is_gone_can_still_be_settled(released: Any) -> None:
-    await released.open("late", num_samples=3)
-    for sample in range(3):
-        await released.seal("late", sample)
+    await released.open("late", num_samples=3, num_sealed=3)
     await released.plan("late")
     await released.client.hdel(released.keys.groups, "late")
 
@@ -231,11 +190,8 @@ async def test_surplus_of_a_group_that_is_gone_can_still_be_settled(released: An
     assert (await released.hash_of("ledger"))[b"late/2/0"] == b"surplus:why"
 
 
-async def test_folding_removes_members_deadlines_refills_and_leases(
-    async_client: Any, start_run: Any
-) -> None:
+async def test_folding_removes_members_deadlines_refills_and_leases(start_run: Any) -> None:
     run = await start_run(
-        async_client,
         group_deadline_s=3600,
         reward_deadline_s=1800,
         deadline_policy="refill",
@@ -266,25 +222,16 @@ async def test_folding_removes_members_deadlines_refills_and_leases(
 async def test_no_event_is_written_for_a_finished_group(run: Any) -> None:
     await ended_group(run, "a", TrajectoryState.FILTERED)
     await run.fold_ends("a/0/0", "a/1/0")
-    before = await run.dump()
-
-    await run.carry_out(GroupCut(group_id="a", reason="enough"))
-    with pytest.raises(ConflictError, match="group a is unknown, or finished"):
-        await run.settle("a", TrajectoryState.FILTERED, 0, 1)
-    with pytest.raises(ConflictError, match="group a is unknown, or finished"):
-        await run.grant("a", 0)
-
-    assert await run.dump() == before
+    async with run.unchanged():
+        await run.carry_out(GroupCut(group_id="a", reason="enough"))
+        with pytest.raises(ConflictError, match="group a is unknown, or finished"):
+            await run.settle("a", TrajectoryState.FILTERED, 0, 1)
+        with pytest.raises(ConflictError, match="group a is unknown, or finished"):
+            await run.grant("a", 0)
 
 
 async def test_a_group_that_is_gone_is_not_planned(run: Any) -> None:
-    await run.open("a")
-    await run.seal("a", 0)
-    await run.seal("a", 1)
+    await run.open("a", num_sealed=2)
     await run.client.hdel(run.keys.groups, "a")
-    before = await run.dump()
-
-    with pytest.raises(ConflictError, match="group a of a/0/0 is finished"):
+    async with run.refuses(ConflictError, "group a of a/0/0 is finished"):
         await run.plan("a")
-
-    assert await run.dump() == before

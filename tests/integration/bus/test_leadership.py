@@ -20,6 +20,7 @@ from turnstream.types import BatchDue
 from turnstream_server.bus.core.server_instance import PinnedClient
 from turnstream_server.bus.leadership.leadership import (
     LeaderScript,
+    Leadership,
     Position,
     RunClock,
     Term,
@@ -34,10 +35,14 @@ from turnstream_server.bus.sessions.observers import declare_observer
 from turnstream_server.embedded import EmbeddedServer
 
 
+async def acquire(run: Any, owner: str, *, lease_s: float = 60, **options: Any) -> Leadership:
+    return await acquire_leadership(run.client, run.name, owner=owner, lease_s=lease_s, **options)
+
+
 async def test_only_one_of_two_planners_leads(run: Any) -> None:
-    first = await acquire_leadership(run.client, run.name, owner="p", lease_s=60)
+    first = await acquire(run, "p")
     asked_ms = await run.server_ms()
-    second = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+    second = await acquire(run, "q")
     told_ms = await run.server_ms()
 
     assert (first.is_ours, first.epoch, first.owner) == (True, 1, "p")
@@ -48,47 +53,35 @@ async def test_only_one_of_two_planners_leads(run: Any) -> None:
 
 
 async def test_a_renewal_keeps_the_epoch_and_lengthens_the_lease(run: Any) -> None:
-    await acquire_leadership(run.client, run.name, owner="p", lease_s=60)
+    await acquire(run, "p")
 
-    renewed = await acquire_leadership(run.client, run.name, owner="p", lease_s=90)
+    renewed = await acquire(run, "p", lease_s=90)
 
-    other = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+    other = await acquire(run, "q")
     assert renewed.epoch == 1
     assert other.lease_left_s > 60
 
 
-async def test_another_planner_takes_over_with_a_new_epoch_when_the_lease_ends(run: Any) -> None:
-    await acquire_leadership(run.client, run.name, owner="p", lease_s=0.05)
+async def test_another_planner_leads_in_a_new_epoch_when_the_lease_ends(run: Any) -> None:
+    await acquire(run, "p", lease_s=0.05)
 
-    async def taken_over() -> Any:
-        other = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+    async def taken() -> Any:
+        other = await acquire(run, "q")
         return other if other.is_ours else None
 
-    taken = await wait_until_async(taken_over)
-
-    assert taken.epoch == 2
-    late = await acquire_leadership(run.client, run.name, owner="p", lease_s=60)
-    assert not late.is_ours
+    assert (await wait_until_async(taken)).epoch == 2
+    assert not (await acquire(run, "p")).is_ours
 
 
-async def test_a_released_leadership_can_be_taken_at_once(run: Any) -> None:
-    released = await release_leadership(run.term_of(1), owner="p")
-    again = await release_leadership(run.term_of(1), owner="p")
+async def test_released_leadership_is_free_and_a_late_release_changes_nothing(run: Any) -> None:
+    released = [await release_leadership(run.term_of(1), owner="p") for _ in range(2)]
+    taken = await acquire(run, "p")
 
-    taken = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
-    assert (released, again) == (True, False)
+    async with run.unchanged():
+        released.append(await release_leadership(run.term_of(1), owner="p"))
+
+    assert released == [True, False, False]
     assert (taken.is_ours, taken.epoch) == (True, 2)
-
-
-async def test_a_late_release_does_not_touch_the_next_leader(run: Any) -> None:
-    await release_leadership(run.term_of(1), owner="p")
-    await acquire_leadership(run.client, run.name, owner="p", lease_s=60)
-
-    released = await release_leadership(run.term_of(1), owner="p")
-
-    other = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
-    assert not released
-    assert (other.is_ours, other.owner, other.epoch) == (False, "p", 2)
 
 
 async def test_clock_set_back_does_not_extend_a_dead_leaders_lease(run: Any) -> None:
@@ -96,8 +89,8 @@ async def test_clock_set_back_does_not_extend_a_dead_leaders_lease(run: Any) -> 
     seconds, _ = await run.client.time()
     await run.client.hset(run.keys.leader, "expires_ms", (seconds + 3660) * 1000)
 
-    seen = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
-    later = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+    seen = await acquire(run, "q")
+    later = await acquire(run, "q")
 
     assert not seen.is_ours
     assert seen.lease_left_s == 60
@@ -105,17 +98,14 @@ async def test_clock_set_back_does_not_extend_a_dead_leaders_lease(run: Any) -> 
 
 
 async def test_trouble_is_recorded_by_the_leader_and_cleared_with_its_term(run: Any) -> None:
-    by_leader = await note_trouble(
-        run.client, run.name, "planning_trouble", "the moon is full", owner="p"
-    )
-    by_other = await note_trouble(
-        run.client, run.name, "planning_trouble", "no moon at all", owner="q"
-    )
+    what = (run.client, run.name, "planning_trouble")
+    by_leader = await note_trouble(*what, "the disk is full", owner="p")
+    by_other = await note_trouble(*what, "another trouble", owner="q")
     kept = await run.client.hget(run.keys.leader, "planning_trouble")
     await release_leadership(run.term_of(1), owner="p")
-    await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+    await acquire(run, "q")
 
-    assert (by_leader, by_other, kept) == (True, False, b"the moon is full")
+    assert (by_leader, by_other, kept) == (True, False, b"the disk is full")
     assert await run.client.hget(run.keys.leader, "planning_trouble") is None
 
 
@@ -132,30 +122,20 @@ async def park(run: Any, epoch: int, position: Position = START) -> bool:
     return await park_leadership(run.term_of(epoch), position)
 
 
-async def test_parked_run_is_led_by_the_next_planner_in_a_new_epoch(run: Any, epoch: int) -> None:
-    was_parked = await park(run, epoch)
+@pytest.mark.parametrize("owner", ["p", "q"])
+async def test_parked_run_is_led_in_a_new_epoch(run: Any, epoch: int, owner: str) -> None:
+    assert await park(run, epoch)
 
-    first = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+    found = await acquire(run, owner)
 
-    assert was_parked
-    assert (first.is_ours, first.epoch) == (True, epoch + 1)
+    assert (found.is_ours, found.epoch) == (True, epoch + 1)
     assert await run.client.hget(run.keys.leader, "parked") is None
-
-
-async def test_planner_that_parked_a_run_leads_it_in_a_new_epoch(run: Any, epoch: int) -> None:
-    await park(run, epoch)
-
-    again = await acquire_leadership(run.client, run.name, owner="p", lease_s=60)
-
-    assert (again.is_ours, again.epoch) == (True, epoch + 1)
 
 
 async def test_follower_learns_the_position_of_a_parked_run(run: Any, epoch: int) -> None:
     await park(run, epoch, Position("5-0", "7-1"))
 
-    found = await acquire_leadership(
-        run.client, run.name, owner="q", lease_s=60, leads_parked=False
-    )
+    found = await acquire(run, "q", leads_parked=False)
 
     assert (found.is_ours, found.parked) == (False, Position("5-0", "7-1"))
 
@@ -164,7 +144,7 @@ async def test_parked_run_can_be_led_after_the_clock_was_reset(run: Any, epoch: 
     await park(run, epoch)
     await run.client.hincrby(run.keys.leader, "expires_ms", 3_600_000)
 
-    found = await acquire_leadership(run.client, run.name, owner="q", lease_s=60)
+    found = await acquire(run, "q")
 
     assert found.is_ours
 
@@ -209,12 +189,11 @@ async def test_time_of_a_parked_run_stands_still(run: Any, epoch: int) -> None:
 
 
 async def test_lease_that_begins_in_a_parked_run_wakes_it(run: Any, epoch: int) -> None:
-    await run.open("g", num_samples=2, num_begun=1)
-    await run.seal("g", 0)
+    await run.open("g", num_samples=2, num_opened=1, num_sealed=1)
     woken_before = await run.last_wake_up()
     assert await park(run, epoch)
 
-    await run.open("g", num_samples=2, num_begun=2)
+    await run.open("g", num_samples=2, num_opened=2)
 
     assert await run.last_wake_up() != woken_before
 
@@ -236,13 +215,12 @@ assert len(SCRIPTS) >= 20, "scripts of a leader are missing"
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 async def test_script_of_a_fenced_leader_writes_nothing(run: Any, name: str) -> None:
     await run.plan_steps(1)
-    before = await run.dump()
-
-    for epoch in (run.leader_epoch - 1, run.leader_epoch + 1):
-        with pytest.raises(FencedError, match=f"another planner leads the run, not epoch {epoch}"):
-            await SCRIPTS[name].run(run.term_of(epoch))
-
-    assert await run.dump() == before
+    async with run.unchanged():
+        for epoch in (run.leader_epoch - 1, run.leader_epoch + 1):
+            with pytest.raises(
+                FencedError, match=f"another planner leads the run, not epoch {epoch}"
+            ):
+                await SCRIPTS[name].run(run.term_of(epoch))
 
 
 NewRun = Callable[..., str]
@@ -279,29 +257,6 @@ async def test_a_lost_connection_to_the_same_start_of_the_store_is_none(
         again = await acquire_leadership(store.client, run, owner="o", lease_s=30.0)
 
     assert again.epoch == mine.epoch
-
-
-async def test_waiting_call_learns_that_the_store_was_restarted(
-    own_server: EmbeddedServer, own_client: redis.Redis, new_run: NewRun
-) -> None:
-    run = new_run(own_client)
-    async with PinnedClient(own_server.url) as store:
-        await store.client.ping()
-        waiting = asyncio.create_task(read_in_the_end(store, f"ts:{{{run}}}:wake"))
-        await asyncio.sleep(0)
-        await asyncio.to_thread(own_server.restart)
-
-        with pytest.raises(FencedError, match="the store was restarted"):
-            await waiting
-
-
-async def read_in_the_end(store: PinnedClient, stream: str) -> None:
-    """Wait for an entry, and ask again for as long as the store is away."""
-    while True:
-        try:
-            await store.client.execute_command("XREAD", "BLOCK", 20_000, "STREAMS", stream, "$")
-        except redis.ConnectionError:
-            await asyncio.sleep(0.05)
 
 
 async def test_cancellation_while_leaving_a_store_closes_every_connection(

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from testkit import sealed, turn
-from testkit.releases import release_payload
 from testkit.scripts import script
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.encode.encoder import TrajectoryDraft
@@ -35,18 +34,17 @@ async def lapse(run: Any, *ids: str, since_ms: int = 1) -> None:
     await run.client.zadd(run.keys.leases, dict.fromkeys(ids, end_ms))
 
 
-async def give_up(run: Any, *, until_ms: int | None = None) -> bool:
-    if until_ms is None:
-        return await abandon_lapsed(run.term, until_ms=await run.server_ms())
-    return await abandon_lapsed(run.term, until_ms=until_ms)
+async def abandon(run: Any, *, until_ms: int | None = None) -> bool:
+    return await abandon_lapsed(run.term, until_ms=until_ms or await run.server_ms())
 
 
 async def end_lapsed(run: Any, found: LapsedTrajectory, *, until_ms: int) -> bool:
-    """Give up one that was listed; whether it is."""
+    """Abandon one that was listed; return whether it was abandoned."""
     names = run.keys
     where = (names.leader, names.ledger, names.leases, names.counts, names.events)
-    give_up = script("abandon_lapsed")
-    late = give_up(where, 1, until_ms, found.trajectory_id, found.epoch, "late", b"record")
+    late = script("abandon_lapsed")(
+        where, 1, until_ms, found.trajectory_id, found.epoch, "late", b"record"
+    )
     (reply,) = await run_command_async(run.client, late)
     return bool(reply)
 
@@ -55,7 +53,7 @@ async def test_lapsed_trajectory_is_abandoned_with_an_event_and_a_reason(run: An
     await run.open("a")
     await lapse(run, "a/0/0")
 
-    await give_up(run)
+    await abandon(run)
 
     assert await run.hash_of("ledger") == {
         b"a/0/0": f"abandoned:{REASON}".encode(),
@@ -73,24 +71,21 @@ async def test_lapsed_trajectory_is_abandoned_with_an_event_and_a_reason(run: An
     )
 
 
-async def test_giving_up_twice_changes_nothing(run: Any) -> None:
+async def test_abandoning_twice_changes_nothing(run: Any) -> None:
     await run.open("a")
     await lapse(run, "a/0/0")
-    await give_up(run)
-    before = await run.dump()
-
-    assert not await give_up(run)
-
-    assert await run.dump() == before
+    await abandon(run)
+    async with run.unchanged():
+        assert not await abandon(run)
 
 
-async def test_a_lease_that_ended_after_the_moment_is_kept(run: Any) -> None:
-    # The clock jumped forward behind the moment by which the planner judges.
+async def test_lease_that_ended_after_the_read_time_is_kept(run: Any) -> None:
+    # The clock jumped forward after the planner had read it.
     await run.open("a")
     await lapse(run, "a/0/0")
     end_ms = int(await run.client.zscore(run.keys.leases, "a/0/0"))
 
-    await give_up(run, until_ms=end_ms - 1)
+    await abandon(run, until_ms=end_ms - 1)
 
     assert (await run.hash_of("ledger"))[b"a/0/0"] == b"open:1:writer"
 
@@ -102,41 +97,38 @@ async def test_live_lease_has_not_ended_at_a_future_time(run: Any) -> None:
     # The planner read the clock, which was then set back by an hour.
     await run.open("a")
 
-    await give_up(run, until_ms=await run.server_ms() + HOUR_MS)
+    await abandon(run, until_ms=await run.server_ms() + HOUR_MS)
 
     assert (await run.hash_of("ledger"))[b"a/0/0"] == b"open:1:writer"
 
 
-async def test_lease_renewed_after_a_clock_reset_is_kept(run: Any) -> None:
-    # It was set back between the list, in which the lease had ended, and the end.
+@pytest.mark.parametrize(
+    ("rescue", "ahead_ms"),
+    [
+        ("heartbeat", 0),
+        ("heartbeat", HOUR_MS),  # the clock was set back in between
+        ("adopted", 0),
+        ("adopted, and silent again", 0),
+    ],
+)
+async def test_trajectory_rescued_between_list_and_end_is_kept(
+    run: Any, rescue: str, ahead_ms: int
+) -> None:
     await run.open("a")
     await lapse(run, "a/0/0")
     (found,) = await list_lapsed_async(run.client, run.name)
-    await run_command_async(run.client, heartbeat_command(run.name, [("a/0/0", 1)]))
-
-    given_up = await end_lapsed(run, found, until_ms=await run.server_ms() + HOUR_MS)
-
-    assert not given_up
-    assert (await run.hash_of("ledger"))[b"a/0/0"] == b"open:1:writer"
-
-
-@pytest.mark.parametrize("rescue", ["heartbeat", "taken over", "taken over, and silent again"])
-async def test_trajectory_adopted_between_list_and_end_is_kept(run: Any, rescue: str) -> None:
-    await run.open("a")
-    await lapse(run, "a/0/0")
-    (found,) = await list_lapsed_async(run.client, run.name)
-    until_ms = await run.server_ms()
+    until_ms = await run.server_ms() + ahead_ms
     if rescue == "heartbeat":
         command = heartbeat_command(run.name, [("a/0/0", 1)])
     else:
         command = take_over_command(run.name, "a/0/0", writer="second")
     await run_command_async(run.client, command)
-    if rescue == "taken over, and silent again":
+    if rescue == "adopted, and silent again":
         await run.client.zadd(run.keys.leases, {"a/0/0": until_ms - 1})
 
-    given_up = await end_lapsed(run, found, until_ms=until_ms)
+    was_abandoned = await end_lapsed(run, found, until_ms=until_ms)
 
-    assert not given_up
+    assert not was_abandoned
     assert (await run.hash_of("ledger"))[b"a/0/0"].startswith(b"open:")
 
 
@@ -145,7 +137,7 @@ async def test_writer_of_an_abandoned_trajectory_is_refused_at_its_next_turn(run
     await run.append(b"turn 0000", trajectory_id="a/0/0")
     await lapse(run, "a/0/0", "a/1/0")
 
-    await give_up(run)
+    await abandon(run)
 
     for late in ({"trajectory_id": "a/0/0", "first": 1, "lease": "1"}, {"trajectory_id": "a/1/0"}):
         with pytest.raises(FencedError):
@@ -160,7 +152,7 @@ async def test_tombstone_of_an_abandoned_trajectory_has_the_reason(run: Any) -> 
     await run.open("a")
     await run.append(b"turn", trajectory_id="a/0/0")
 
-    await release_payload(run.client, run.name, ["a/0/0", "a/1/0"], abandoned={"a/0/0"})
+    await run.release("a/0/0", "a/1/0", abandoned={"a/0/0"})
 
     with pytest.raises(FencedError, match="given up, and its payload released"):
         await run.append(b"turn", trajectory_id="a/0/0")
@@ -178,7 +170,7 @@ async def test_stored_seal_counts_if_its_writer_died_before_the_event(
     await run.client.delete(keys.trajectory_keys(run.name, "a/2/0").turns)
     await lapse(run, "a/0/0", "a/1/0", "a/2/0")
 
-    await give_up(run)
+    await abandon(run)
 
     assert (await run.hash_of("ledger"))[b"a/0/0"] == b"sealed:1"
     assert (await run.hash_of("ledger"))[b"a/1/0"].startswith(b"abandoned:")
@@ -199,7 +191,7 @@ async def test_late_seal_of_a_writer_that_lost_its_trajectory_is_refused(run: An
     )
     await lapse(run, "a/0/0")
 
-    await give_up(run)
+    await abandon(run)
 
     assert (await run.hash_of("ledger"))[b"a/0/0"] == b"abandoned:the lease of second ended"
     run.ledger().check()
@@ -210,7 +202,7 @@ async def test_more_than_a_page_is_abandoned_page_by_page(run: Any) -> None:
     await run.open("a", num_samples=num_samples)
     await lapse(run, *(f"a/{sample}/0" for sample in range(num_samples)))
 
-    has_more = [await give_up(run), await give_up(run)]
+    has_more = [await abandon(run), await abandon(run)]
 
     assert has_more == [True, False]
     counts = run.ledger()
@@ -229,7 +221,7 @@ async def send_all(outbox: Outbox, link: Link, *, now_s: float) -> None:
 
 
 async def test_late_turn_writes_nothing_and_its_writer_gets_an_error(run: Any, server: Any) -> None:
-    # It was stored, in no ledger and held by nobody, so that nothing ever released it.
+    # A late turn was stored although no ledger named it, so it was never released.
     limits = {"max_inflight_bytes": 1 << 20, "timeout_s": 10.0, "admission_timeout_s": 10.0}
     outbox = Outbox(run.name, "w", jitter=lambda: 0.0, keep_s=0.0, **limits)
     link = Link(server.url)
@@ -241,7 +233,7 @@ async def test_late_turn_writes_nothing_and_its_writer_gets_an_error(run: Any, s
 
     await run.client.zadd(run.keys.leases, {"g/0/0": 1})  # which ended long ago
     await abandon_lapsed(run.term, until_ms=1)
-    await release_payload(run.client, run.name, ["g/0/0"], abandoned={"g/0/0"})
+    await run.release("g/0/0", abandoned={"g/0/0"})
     await run.client.delete(payload.meta)  # as it expires by itself some time later
     written = Delivery()
     outbox.append(lane, TrajectoryDraft(KEY).add(turn("a", "B")), written)

@@ -1,8 +1,6 @@
 from typing import Any
 
 import pytest
-import redis
-import redis.asyncio
 
 from turnstream.errors import (
     InvalidConfigError,
@@ -71,7 +69,7 @@ async def test_a_silent_observer_is_forgotten_and_told_so(
 
 
 async def test_observer_that_skips_an_unseen_batch_counts_as_silent(run: Any) -> None:
-    # What was pulled ahead asked for more, while its reader hung: payload was kept for ever.
+    # The prefetch of an observer that hangs must not keep payload.
     await declare(run, first_step=4, expiry_s=60)
     await run.client.hincrby(run.keys.clock, "ms", 30_000)
 
@@ -86,7 +84,7 @@ async def test_observer_that_skips_an_unseen_batch_counts_as_silent(run: Any) ->
 
 @pytest.mark.parametrize("at_ms", [1, 10**15], ids=["ahead", "back"])
 async def test_clock_jump_neither_expires_an_observer_nor_keeps_it(run: Any, at_ms: int) -> None:
-    # The jump lies behind the planner's last word, and before the observer's.
+    # The jump is after the last tick of the planner, and before the call of the observer.
     await run.client.hset(run.keys.clock, mapping={"at_ms": at_ms, "most_ms": 500})
     await declare(run, expiry_s=60)
 
@@ -163,15 +161,13 @@ async def test_an_observer_that_cannot_be_is_refused(run: Any, wrong: Any, field
     assert not await run.client.exists(run.keys.observers)
 
 
-async def test_observer_expires_only_after_its_expiry_of_silence(
-    run: Any, client: redis.Redis
-) -> None:
-    # Whoever reads the clock may be behind the one that wrote down when it was heard.
+async def test_observer_expires_only_after_its_expiry_of_silence(run: Any) -> None:
+    # The clock of the reader may be behind that of the last writer.
     heard_ms = await run.run_ms() + 10**9
     entries = {"ahead": f"3:{heard_ms + 60_000}:60000", "gone": "4:0:60000"}
     await run.client.hset(run.keys.observers, mapping=entries)
 
-    ahead, gone = read_observers(client, run.name)
+    ahead, gone = read_observers(run.store, run.name)
 
     assert (ahead.seen, ahead.silent_s) == (3, 0)
     assert (gone.seen, gone.silent_s, gone.left_s) == (4, 60, 0)

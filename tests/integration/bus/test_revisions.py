@@ -5,33 +5,23 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-import redis.asyncio
 
 from turnstream.errors import ConflictError, RejectedError
-from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.store.run.leases import heartbeat_command, list_lapsed_async, take_over_command
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import ConfigRevised, Purpose
-from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.planning.announcements import announce_revision, read_revisions_async
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
-from turnstream_server.embedded import EmbeddedServer
 
 StartRun = Callable[..., Awaitable[Any]]
 
 
-@pytest.fixture
-def revise(server: EmbeddedServer) -> Callable[..., int]:
-    """`revise(run, from_step=..., ...)` stores the last config with other fields."""
-
-    def store(run: Any, *, from_step: int, **changes: Any) -> int:
-        with connect(server.url) as client:
-            changed = dataclasses.replace(read_revisions(client, run.name).last.config, **changes)
-            return revise_config(client, run.name, changed, from_step=from_step)
-
-    return store
+def revise(run: Any, *, from_step: int, **changes: Any) -> int:
+    """Store the last config with other fields."""
+    config = dataclasses.replace(read_revisions(run.store, run.name).last.config, **changes)
+    return revise_config(run.store, run.name, config, from_step=from_step)
 
 
 async def announce(run: Any, revision: int, *, step: int) -> bool:
@@ -39,24 +29,22 @@ async def announce(run: Any, revision: int, *, step: int) -> bool:
     return await announce_revision(run.term, revised)
 
 
-async def test_revision_comes_into_force_once_with_an_event(run: Any, revise: Any) -> None:
+async def test_revision_comes_into_force_once_with_an_event(run: Any) -> None:
     await run.plan_steps(2)
     revise(run, from_step=3, max_staleness=7)
 
     first = await announce(run, 2, step=3)
-    before = await run.dump()
+    before = run.dump()
     again = await announce(run, 2, step=3)
 
     assert (first, again) == (True, False)
-    assert await run.dump() == before
+    assert run.dump() == before
     assert (await run.events())[-1] == ConfigRevised(revision=2, step=3)
     assert (await read_revisions_async(run.client, run.name)).in_force == 2
-    assert (await read_frontier_async(run.client, run.name)).next_revision == 0
+    assert run.read_frontier().next_revision == 0
 
 
-async def test_revision_is_not_in_force_before_the_previous_step_is_planned(
-    run: Any, revise: Any
-) -> None:
+async def test_revision_is_not_in_force_before_the_previous_step_is_planned(run: Any) -> None:
     await run.plan_steps(1)
     revise(run, from_step=3, max_staleness=7)
 
@@ -66,73 +54,53 @@ async def test_revision_is_not_in_force_before_the_previous_step_is_planned(
     assert (await read_revisions_async(run.client, run.name)).in_force == 1
 
 
-async def test_next_of_several_revisions_is_returned_with_the_first(run: Any, revise: Any) -> None:
+async def test_next_of_several_revisions_is_returned_with_the_first(run: Any) -> None:
     revise(run, from_step=1, max_staleness=7)
     revise(run, from_step=4, max_staleness=8)
 
     await announce(run, 2, step=1)
 
-    assert (await read_frontier_async(run.client, run.name)).next_revision == 4
+    assert run.read_frontier().next_revision == 4
 
 
-async def test_plan_of_a_step_with_another_config_must_be_repeated(run: Any, revise: Any) -> None:
+async def test_plan_of_a_step_with_another_config_must_be_repeated(run: Any) -> None:
     await run.plan_steps(1)
-    await run.open("late")
-    for sample in range(2):
-        await run.seal("late", sample)
+    await run.open("late", num_sealed=2)
     revise(run, from_step=2, max_staleness=7)
-    before = await run.dump()
+    async with run.unchanged():
+        assert await run.try_to_plan("late", config_revision=1) is None
 
-    assert await run.try_to_plan("late", config_revision=1) is None
-    refused = await run.dump()
     await announce(run, 2, step=2)
     await run.plan("late", config_revision=2)
 
-    assert refused == before
-
 
 @pytest.mark.parametrize("revision", [1, 3])
-async def test_plan_with_a_config_not_in_force_is_refused(
-    run: Any, revise: Any, revision: int
-) -> None:
+async def test_plan_with_a_config_not_in_force_is_refused(run: Any, revision: int) -> None:
     await run.plan_steps(1)
-    await run.open("late")
-    for sample in range(2):
-        await run.seal("late", sample)
+    await run.open("late", num_sealed=2)
     revise(run, from_step=2, max_staleness=7)
     await announce(run, 2, step=2)
-    before = await run.dump()
-
-    words = f"planned with config revision {revision}, and revision 2 is in force"
-    with pytest.raises(ConflictError, match=words):
-        await run.plan("late", config_revision=revision)
-
-    assert await run.dump() == before
+    async with run.unchanged():
+        words = f"planned with config revision {revision}, and revision 2 is in force"
+        with pytest.raises(ConflictError, match=words):
+            await run.plan("late", config_revision=revision)
 
 
 @pytest.mark.parametrize(
     ("before", "sizes", "after"), [(1, (1, 1), 4), (3, (3, 3), 1), (3, (3, 1), 2)]
 )
 async def test_the_steps_before_count_with_the_groups_that_they_had(
-    async_client: redis.asyncio.Redis,
-    start_run: StartRun,
-    revise: Any,
-    server: EmbeddedServer,
-    before: int,
-    sizes: tuple[int, ...],
-    after: int,
+    start_run: StartRun, before: int, sizes: tuple[int, ...], after: int
 ) -> None:
-    # Two batches are trained, the last of them may be short; from step 3 on they have other numbers
-    # of groups. Of these, one step may be live beyond the next.
-    run = await start_run(async_client, batch_groups=before, max_staleness=1)
+    # Two batches are trained, the second may be short. Later steps have other numbers of groups.
+    # One of them may be live in addition to the next.
+    run = await start_run(batch_groups=before, max_staleness=1)
     most = sum(sizes) + 2 * after
     session = await run.start("s")
     for step, size in enumerate(sizes, 1):
         groups = [f"g{step}/{i}" for i in range(size)]
         for group_id in groups:
-            await run.open(group_id)
-            await run.seal(group_id, 0)
-            await run.seal(group_id, 1)
+            await run.open(group_id, num_sealed=2)
         await run.plan(*groups)
         await run.step(session, step)
     revise(run, from_step=3, batch_groups=after, mini_batch_groups=after)
@@ -143,14 +111,11 @@ async def test_the_steps_before_count_with_the_groups_that_they_had(
     with pytest.raises(RejectedError, match=f"{most} groups are live, {most} are allowed"):
         await run.open("one too many")
 
-    with connect(server.url) as client:
-        found = reasons(read_snapshot(client, run.name))
+    found = reasons(read_snapshot(run.store, run.name))
     assert [each.facts["most"] for each in found if each.kind == "out_of_capacity"] == [most]
 
 
-async def test_groups_that_are_open_get_the_deadline_that_the_run_had_not(
-    run: Any, revise: Any
-) -> None:
+async def test_groups_that_are_open_get_the_deadline_that_the_run_had_not(run: Any) -> None:
     await run.open("open")
     await run.open("eval", purpose=Purpose.EVAL)
     await run.plan_steps(1)
@@ -172,7 +137,7 @@ async def lease_ends(run: Any) -> dict[str, float]:
     return {name.decode(): end / 1000 - seconds - microseconds / 1e6 for name, end in found}
 
 
-async def open_and_shorten(run: Any, revise: Any, *lengths_s: float) -> None:
+async def open_and_shorten(run: Any, *lengths_s: float) -> None:
     """Open a group under leases of ten minutes, which become as short as this, one by one."""
     for revision, lease_s in enumerate((600.0, *lengths_s), 2):
         revise(run, from_step=1, lease_s=lease_s)
@@ -196,11 +161,9 @@ async def ask_for_all_leases(run: Any) -> int:
     return lease_ms
 
 
-async def test_leases_that_become_shorter_stay_until_every_living_writer_was_told(
-    run: Any, revise: Any
-) -> None:
-    # Whoever renewed every third of the lease before lost what it wrote before its next heartbeat.
-    await open_and_shorten(run, revise, 30.0, 1.0)
+async def test_leases_that_become_shorter_stay_until_every_living_writer_was_told(run: Any) -> None:
+    # A writer that renewed at a third of the old lease lost its writes before the next heartbeat.
+    await open_and_shorten(run, 30.0, 1.0)
 
     lease_ms = await ask_for_all_leases(run)
 
@@ -212,9 +175,9 @@ async def test_leases_that_become_shorter_stay_until_every_living_writer_was_tol
 
 @pytest.mark.parametrize("moved_ms", [-700_000, 700_000])
 async def test_leases_are_short_after_the_revision_despite_a_clock_reset(
-    run: Any, revise: Any, moved_ms: int
+    run: Any, moved_ms: int
 ) -> None:
-    await open_and_shorten(run, revise, 50.0)
+    await open_and_shorten(run, 50.0)
     floor_ms, _, most_ms = (await run.client.hget(run.keys.config, "lease_floor")).partition(b":")
     moved = f"{int(floor_ms) + moved_ms}:{int(most_ms)}"
     await run.client.hset(run.keys.config, "lease_floor", moved)

@@ -1,8 +1,6 @@
 """Runs that have, or take, the same name, one after the other: the store's side."""
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,16 +29,11 @@ from turnstream.store.run.runs import close_command, close_run, create_run, list
 from turnstream.store.run.tasks import next_task_command, read_prompt_counts
 from turnstream.types import RecoveryToken, TrajectoryKey
 from turnstream.types.names import RunId
-from turnstream_server.bus.admin.deletion import delete_run, deleting_since_ms
+from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.bus.admin.forks import fork_run
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.sessions.sessions import start_session
-from turnstream_server.embedded import EmbeddedServer
-
-PLACES = ("delete.after_begin", "delete.after_slice", "delete.after_payload")
-NUM_MANY = 200
-"""Trajectories of several slices."""
 
 _names = (f"maze {number}" for number in itertools.count(1))
 
@@ -58,13 +51,6 @@ def content(client: redis.Redis, run: str) -> dict[str, Any]:
     found: Any = client.scan_iter(match=f"ts:{{{keys.encode_name(RunId(run).name)}*", count=1000)
     own = [key.decode() for key in found if keys.run_of(key.decode()) == run]
     return {key: content_of(client, key) for key in own}
-
-
-def kill_deletion(server: EmbeddedServer, name: str, place: str) -> int:
-    """The exit status of a command `delete` that is killed at a failpoint."""
-    command = [sys.executable, "-m", "turnstream_server.cli", "run", "delete", name, "--yes"]
-    environment = {"TURNSTREAM_FAILPOINT": place, "TURNSTREAM_REDIS_URL": server.url}
-    return subprocess.run(command, env=environment, capture_output=True, check=False).returncode
 
 
 class Overtaken(redis.Redis):
@@ -171,51 +157,6 @@ def test_late_writers_of_a_deleted_run_leave_the_next_one_untouched(
     }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_killed_deletion_is_finished_after_the_name_was_used_again(
-    client: redis.Redis, server: EmbeddedServer, name: str, place: str
-) -> None:
-    RunDriver(client, name).fill(num_samples=NUM_MANY)
-    killed = kill_deletion(server, name, place)
-
-    create_run(client, name, config(7))
-    RunDriver(client, f"{name}~2").fill()
-    listed = [run for run in list_runs(client) if run.name == name]
-    since_ms = deleting_since_ms(client, name)
-    other_since_ms = deleting_since_ms(client, f"{name}~2")
-    done = delete_run(client, name)
-    num_left = client.hlen(keys.run_keys(f"{name}~2").ledger)
-    other = delete_run(client, name)
-
-    assert killed == -9
-    assert num_left > 0  # whoever repeats a deletion does not mean the run that came after it
-    assert listed == [name, f"{name}~2"]
-    assert (since_ms is not None, other_since_ms) == (True, None)
-    assert (done.runs, other.runs) == ((name,), (f"{name}~2",))
-    assert not [run for run in list_runs(client) if run.name == name]
-    assert not client.exists(keys.run_keys(name).doomed, keys.run_keys(f"{name}~2").doomed)
-    for run in (*done.runs, *other.runs):
-        left = {key: int(client.pttl(key)) for key in content(client, run)}
-        assert {key for key, ms in left.items() if ms == -1} <= {keys.incarnation_key(name)}
-    create_run(client, name, config())
-    assert find_run(client, name) == f"{name}~3"
-
-
-def test_finishing_an_old_deletion_spares_a_run_with_its_id(
-    client: redis.Redis, server: EmbeddedServer, name: str
-) -> None:
-    RunDriver(client, name).fill(num_samples=NUM_MANY)
-    kill_deletion(server, name, "delete.after_begin")
-    create_run(client, name, config())
-    RunDriver(client, f"{name}~2").fill()
-    before = content(client, f"{name}~2")
-
-    done = delete_run(client, RunId(name))
-
-    assert (done.runs, done.num_trajectories) == ((name,), NUM_MANY)
-    assert content(client, f"{name}~2") == before
-
-
 def test_run_created_while_its_name_moves_on_is_the_newest(client: redis.Redis, name: str) -> None:
     delete_run(client, name)
 
@@ -247,39 +188,37 @@ def test_name_that_ends_like_an_id_is_refused_for_a_new_run(
     assert not client.exists(keys.run_keys(name).config)
 
 
-async def test_fork_of_a_deleted_origin_is_distinct_from_the_next_run(
-    client: redis.Redis, run: Any
-) -> None:
+async def test_fork_of_a_deleted_origin_is_distinct_from_the_next_run(run: Any) -> None:
     await run.plan_steps(2)
     await run.commit(await run.start("s"), 1, 2)
     fork = next(_names)
-    made = fork_run(client, run.name, fork, run.token(2))
-    delete_run(client, run.name)
-    create_run(client, run.name, config())
+    made = fork_run(run.store, run.name, fork, run.token(2))
+    delete_run(run.store, run.name)
+    create_run(run.store, run.name, config())
 
-    again = fork_run(client, run.name, fork, run.token(2))
+    again = fork_run(run.store, run.name, fork, run.token(2))
 
     assert again == made
     with pytest.raises(StoreBehindError):
-        fork_run(client, run.name, next(_names), run.token(2))
+        fork_run(run.store, run.name, next(_names), run.token(2))
 
 
 async def test_token_of_a_deleted_run_begins_no_session_of_the_next(
-    client: redis.Redis, async_client: Any, run: Any
+    async_client: Any, run: Any
 ) -> None:
     await run.plan_steps(1)
     await run.commit(await run.start("s"), 1)
     token = run.token(1)
-    delete_run(client, run.name)
-    create_run(client, run.name, config())
-    before = content(client, f"{run.name}~2")
+    delete_run(run.store, run.name)
+    create_run(run.store, run.name, config())
+    before = content(run.store, f"{run.name}~2")
 
     with pytest.raises(StoreBehindError):
         await start_session(
             async_client, f"{run.name}~2", session="t", dp_world_size=1, token=token
         )
 
-    assert content(client, f"{run.name}~2") == before
+    assert content(run.store, f"{run.name}~2") == before
 
 
 @pytest.fixture
@@ -297,34 +236,32 @@ def without_payload(client: redis.Redis, run: str) -> list[Any]:
     return [client.hgetall(name) for name in hashes]
 
 
-def test_two_equal_forks_at_once_both_succeed(client: redis.Redis, origin: Any) -> None:
+def test_two_equal_forks_at_once_both_succeed(origin: Any) -> None:
     made: list[Any] = []
 
     def make() -> None:
-        made.append(fork_run(client, origin.name, "one fork", origin.token(2)))
-        made.append(without_payload(client, "one fork"))
+        made.append(fork_run(origin.store, origin.name, "one fork", origin.token(2)))
+        made.append(without_payload(origin.store, "one fork"))
 
-    later = Overtaken(client, "fork_run", make)
+    later = Overtaken(origin.store, "fork_run", make)
     again = fork_run(later, origin.name, "one fork", origin.token(2))
 
-    assert [again, without_payload(client, "one fork")] == made
+    assert [again, without_payload(origin.store, "one fork")] == made
 
 
 @pytest.mark.parametrize("other", ["fork", "run"])
-def test_name_taken_in_between_stays_with_its_new_owner(
-    client: redis.Redis, origin: Any, other: str
-) -> None:
+def test_name_taken_in_between_stays_with_its_new_owner(origin: Any, other: str) -> None:
     name, taken = f"a taken {other}", []
 
     def take() -> None:
         if other == "fork":
-            fork_run(client, origin.name, name, origin.token(1))
+            fork_run(origin.store, origin.name, name, origin.token(1))
         else:
-            create_run(client, name, config(7))
-        taken.extend(without_payload(client, name))
+            create_run(origin.store, name, config(7))
+        taken.extend(without_payload(origin.store, name))
 
-    later = Overtaken(client, "fork_run", take)
+    later = Overtaken(origin.store, "fork_run", take)
     with pytest.raises(ConflictError, match="was not forked from there"):
         fork_run(later, origin.name, name, origin.token(2))
 
-    assert without_payload(client, name) == taken
+    assert without_payload(origin.store, name) == taken

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import redis
 
 from testkit.tasks import next_task
 from turnstream.batching.fold.decisions import GroupCut
@@ -18,9 +17,9 @@ from turnstream.store.run.tasks import (
 from turnstream.types import TrajectoryState
 
 
-def give(client: redis.Redis, run: Any, *uids: str) -> None:
+def give(run: Any, *uids: str) -> None:
     prompts = [Prompt(prompt_uid=uid, payload=uid.encode(), num_samples=2) for uid in uids]
-    add_prompts(client, run.name, prompts)
+    add_prompts(run.store, run.name, prompts)
 
 
 async def take(run: Any) -> str:
@@ -30,39 +29,37 @@ async def take(run: Any) -> str:
     return taken.task.group.group_id
 
 
-def counts(client: redis.Redis, run: Any) -> tuple[int, int, int, int]:
+def counts(run: Any) -> tuple[int, int, int, int]:
     """Left, given out, trained, filtered."""
-    found = read_prompt_counts(client, run.name)
+    found = read_prompt_counts(run.store, run.name)
     return found.num_left, found.num_given, found.num_trained, found.num_filtered
 
 
-def stored(client: redis.Redis, run: Any) -> set[bytes]:
+def stored(run: Any) -> set[bytes]:
     """The numbers of the prompts that are kept."""
-    names: Any = client.hkeys(run.keys.prompts)
+    names: Any = run.store.hkeys(run.keys.prompts)
     return {name for name in names if name.isdigit()}
 
 
 @pytest.mark.parametrize("state", [TrajectoryState.INCOMPLETE, TrajectoryState.EXPIRED])
 async def test_a_prompt_whose_group_failed_is_given_out_again_before_the_next(
-    client: redis.Redis, run: Any, state: TrajectoryState
+    run: Any, state: TrajectoryState
 ) -> None:
-    give(client, run, "a", "b")
+    give(run, "a", "b")
     first = await take(run)
-    before = counts(client, run)
+    before = counts(run)
 
     await run.settle(first, state)
-    again = counts(client, run)
+    again = counts(run)
     groups = [await take(run) for _ in range(2)]
 
     assert (first, groups) == ("a#1", ["a#2", "b#1"])
     assert (before, again) == ((1, 1, 0, 0), (2, 0, 0, 0))
-    assert counts(client, run) == (0, 2, 0, 0)
+    assert counts(run) == (0, 2, 0, 0)
 
 
-async def test_a_prompt_is_given_out_again_once_however_often_the_planner_settles(
-    client: redis.Redis, run: Any
-) -> None:
-    give(client, run, "a")
+async def test_a_prompt_is_given_out_again_once_however_often_the_planner_settles(run: Any) -> None:
+    give(run, "a")
     group_id = await take(run)
 
     for _ in range(2):
@@ -70,13 +67,11 @@ async def test_a_prompt_is_given_out_again_once_however_often_the_planner_settle
     await take(run)
     await run.settle(group_id, TrajectoryState.INCOMPLETE)
 
-    assert counts(client, run) == (0, 1, 0, 0)
+    assert counts(run) == (0, 1, 0, 0)
 
 
-async def test_prompt_of_a_filtered_or_planned_group_is_done_and_removed(
-    client: redis.Redis, run: Any
-) -> None:
-    give(client, run, "a", "b", "c")
+async def test_prompt_of_a_filtered_or_planned_group_is_done_and_removed(run: Any) -> None:
+    give(run, "a", "b", "c")
     filtered, planned = await take(run), await take(run)
     await run.seal(planned, 0)
     await run.seal(planned, 1)
@@ -84,27 +79,27 @@ async def test_prompt_of_a_filtered_or_planned_group_is_done_and_removed(
     await run.settle(filtered, TrajectoryState.FILTERED)
     await run.plan(planned)
 
-    assert counts(client, run) == (1, 0, 1, 1)
-    assert stored(client, run) == {b"3"}
-    assert client.hkeys(run.keys.tasks) == []
+    assert counts(run) == (1, 0, 1, 1)
+    assert stored(run) == {b"3"}
+    assert run.store.hkeys(run.keys.tasks) == []
 
 
-async def test_run_with_all_prompts_done_reports_it(client: redis.Redis, run: Any) -> None:
-    give(client, run, "a")
+async def test_run_with_all_prompts_done_reports_it(run: Any) -> None:
+    give(run, "a")
     await run.settle(await take(run), TrajectoryState.FILTERED)
 
-    found = read_prompt_counts(client, run.name)
+    found = read_prompt_counts(run.store, run.name)
 
     assert found == PromptCounts(
         num_added=1, num_left=0, num_given=0, num_trained=0, num_filtered=1
     )
     assert found.is_exhausted
-    assert not read_prompt_counts(client, "another run").is_exhausted
+    assert not read_prompt_counts(run.store, "another run").is_exhausted
 
 
-async def test_planned_prompt_wakes_waiting_generators(client: redis.Redis, run: Any) -> None:
+async def test_planned_prompt_wakes_waiting_generators(run: Any) -> None:
     # The plan of a cut group woke no generator: they learned the end only when their wait ended.
-    give(client, run, "a")
+    give(run, "a")
     group_id = await take(run)
     for sample in range(2):
         await run.seal(group_id, sample)
@@ -113,7 +108,7 @@ async def test_planned_prompt_wakes_waiting_generators(client: redis.Redis, run:
     assert isinstance(found, NoTask)
 
     await run.plan(group_id)
-    woken = client.xread({run.keys.wake: found.wake_id})
+    woken = run.store.xread({run.keys.wake: found.wake_id})
     ended = next_task(run.store, run.name, writer="v")
 
     assert woken

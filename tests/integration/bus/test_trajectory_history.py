@@ -19,13 +19,9 @@ from turnstream_server.bus.sessions.sessions import acknowledge_committed
 
 async def test_every_accepted_trajectory_is_in_one_state(run: Any) -> None:
     await run.plan_steps(3)
-    await run.open("filtered")
-    await run.seal("filtered", 0)
-    await run.seal("filtered", 1)
+    await run.open("filtered", num_sealed=2)
     await run.settle("filtered", TrajectoryState.FILTERED, 0, 1)
-    await run.open("mixed", num_samples=4)
-    await run.seal("mixed", 0)
-    await run.seal("mixed", 1)
+    await run.open("mixed", num_samples=4, num_sealed=2)
     await run.kill("mixed", 1)
     await run.abandon("mixed", 2)
     session = await run.start("s")
@@ -74,27 +70,25 @@ def test_a_run_that_does_not_exist_has_no_ledger(client: redis.Redis) -> None:
         run_summary(client, "none")
 
 
-def history(client: redis.Redis, run: Any, name: str) -> TrajectoryHistory:
-    return read_history(client, run.name, name)
+def history(run: Any, name: str) -> TrajectoryHistory:
+    return read_history(run.store, run.name, name)
 
 
-def told(client: redis.Redis, run: Any, name: str) -> list[tuple[str, str]]:
+def told(run: Any, name: str) -> list[tuple[str, str]]:
     """Return (name, details) of the events, whose times must be in order and not in the future."""
-    now_ms = server_ms(client)
-    events = history(client, run, name).events
+    now_ms = server_ms(run.store)
+    events = history(run, name).events
     times = [event.at_ms for event in events]
     assert times == sorted(times)
     assert all(now_ms - 60_000 < ms <= now_ms for ms in times)
     return [(event.name, event.details) for event in events]
 
 
-async def test_history_lists_every_event_of_a_committed_trajectory(
-    client: redis.Redis, run: Any
-) -> None:
+async def test_history_lists_every_event_of_a_committed_trajectory(run: Any) -> None:
     await run.plan_steps(2)
     await run.commit(await run.start("s"), 2)
 
-    assert told(client, run, "g1/0/0") == [
+    assert told(run, "g1/0/0") == [
         ("group opened", ""),
         ("sealed", "completed, reward 1"),
         ("planned", "in step 1"),
@@ -103,77 +97,72 @@ async def test_history_lists_every_event_of_a_committed_trajectory(
     ]
 
 
-async def test_history_has_a_posted_reward_before_the_plan(client: redis.Redis, run: Any) -> None:
+async def test_history_has_a_posted_reward_before_the_plan(run: Any) -> None:
     await run.open("g")
     await run.seal("g", 0, awaits_reward=True)
-    waiting = history(client, run, "g/0/0")
+    waiting = history(run, "g/0/0")
     await run.post_reward("g", 0, 0.5)
 
-    seen = history(client, run, "g/0/0")
+    seen = history(run, "g/0/0")
 
     assert seen.state is TrajectoryState.SEALED
     assert (waiting.reward, seen.reward) == (1.0, 0.5)
-    assert told(client, run, "g/0/0")[1:] == [
+    assert told(run, "g/0/0")[1:] == [
         ("sealed", "completed, its reward comes later"),
         ("reward posted", "0.5"),
     ]
 
 
-async def test_history_has_the_deadline_of_a_missing_reward(client: redis.Redis, run: Any) -> None:
+async def test_history_has_the_deadline_of_a_missing_reward(run: Any) -> None:
     await run.open("g")
     await run.seal("g", 0, awaits_reward=True)
     await run.client.zadd(run.keys.deadlines, {"reward:g/0/0": 1})
 
     await run.fire()
 
-    assert told(client, run, "g/0/0")[2:] == [("deadline fired", "of its reward")]
+    assert told(run, "g/0/0")[2:] == [("deadline fired", "of its reward")]
 
 
-async def test_history_of_each_attempt_has_the_refill_of_its_sample(
-    client: redis.Redis, start_run: Any, async_client: Any
-) -> None:
-    run = await start_run(async_client, deadline_policy="refill", max_refills=2, group_deadline_s=9)
+async def test_history_of_each_attempt_has_the_refill_of_its_sample(start_run: Any) -> None:
+    run = await start_run(deadline_policy="refill", max_refills=2, group_deadline_s=9)
     await run.open("g")
     await run.make_due()
     await run.fire()
     await run.abandon("g", 0)
     await run.grant("g", 0)
-    await run.open("g", attempt=1, num_begun=1)
+    await run.open("g", attempt=1, num_opened=1)
 
-    assert told(client, run, "g/0/0") == [
+    assert told(run, "g/0/0") == [
         ("group opened", ""),
         ("deadline fired", "of its group, after 0 refills"),
         ("abandoned", "crashed"),
         ("refill granted", "attempt 1 of its sample"),
     ]
-    of_refill = {name for name, _ in told(client, run, "g/0/1")}
+    of_refill = {name for name, _ in told(run, "g/0/1")}
     assert "refill granted" in of_refill
     assert "abandoned" not in of_refill
-    assert "refill granted" not in {name for name, _ in told(client, run, "g/1/0")}
+    assert "refill granted" not in {name for name, _ in told(run, "g/1/0")}
 
 
-async def test_history_keeps_the_reason_when_its_events_are_trimmed(
-    client: redis.Redis, run: Any
-) -> None:
-    await run.open("g")
-    await run.seal("g", 0)
+async def test_history_keeps_the_reason_when_its_events_are_trimmed(run: Any) -> None:
+    await run.open("g", num_sealed=1)
     await run.kill("g", 0)
-    before = history(client, run, "g/0/0")
+    before = history(run, "g/0/0")
 
     await run.client.xtrim(run.keys.events, maxlen=0)
 
-    seen = history(client, run, "g/0/0")
+    seen = history(run, "g/0/0")
     assert (before.events[-1].name, before.events[-1].details) == ("dead", "checksum")
     assert (before.is_whole, seen.is_whole) == (True, False)
     assert (seen.state, seen.reason, seen.events) == (TrajectoryState.DEAD, "checksum", ())
 
 
-async def test_history_of_an_undone_step_has_only_its_plan(client: redis.Redis, run: Any) -> None:
+async def test_history_of_an_undone_step_has_only_its_plan(run: Any) -> None:
     await run.plan_steps(2)
     await run.commit(await run.start("s"), 1)
     await run.step(await run.start("t", run.token(1)), 2)
-    stepped = told(client, run, "g2/0/0")
+    stepped = told(run, "g2/0/0")
     await run.start("u", run.token(1))
 
     assert stepped[-1] == ("stepped", "in step 2")
-    assert told(client, run, "g2/0/0")[-1] == ("planned", "in step 2")
+    assert told(run, "g2/0/0")[-1] == ("planned", "in step 2")

@@ -1,4 +1,4 @@
-"""Requests to plan again, and withdrawn plans, as the scripts and a follower see them."""
+"""Requests to plan again, and withdrawn plans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from harness.stored import content_of
 from testkit import wait_until_async
 from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError
 from turnstream.records.events import decode_event
@@ -23,9 +22,7 @@ from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP
 from turnstream_server.bus.core.frontier import (
-    Frontier,
     Withdrawn,
-    read_frontier_async,
 )
 from turnstream_server.bus.leadership.snapshots import save_snapshot
 from turnstream_server.bus.planning.manifests import read_manifest, read_manifests
@@ -65,22 +62,8 @@ async def withdraw(run: Any, first: int, **changes: Any) -> bool:
     return await withdraw_plans(run.term, ask(run), from_step(run, first, **changes))
 
 
-def digest(run: Any) -> dict[str, Any]:
-    """Return all that the store has of the run."""
-    return {name: content_of(run.store, name) for name in run.keys}
-
-
-async def last_wake(run: Any) -> bytes:
-    ((entry_id, _),) = await run.client.xrevrange(run.keys.wake, count=1) or [(b"", {})]
-    return entry_id
-
-
 def died(group_id: str, sample: int) -> TrajectoryDied:
     return TrajectoryDied(key=TrajectoryKey(group_id, sample), reason="checksum")
-
-
-async def frontier(run: Any) -> Frontier:
-    return await read_frontier_async(run.client, run.name)
 
 
 async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any) -> None:
@@ -91,7 +74,7 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any) 
 
     assert await withdraw(run, 3)
 
-    seen = await frontier(run)
+    seen = run.read_frontier()
     assert (seen.planned, seen.stepped, seen.committed) == (2, 1, 1)
     assert (seen.session_epoch, seen.has_session) == (2, False)
     assert (seen.withdrawn, seen.replan) == (Withdrawn(revision=1, through_step=4), "")
@@ -126,15 +109,18 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any) 
     ]
 
 
-async def test_bytes_of_withdrawn_plans_are_stored_and_not_planned(run: Any) -> None:
+async def test_bytes_of_withdrawn_plans_are_stored_or_of_dead_letters(run: Any) -> None:
     await run.plan_steps(2)
-    await run.client.hset(run.keys.held, mapping={"g1/0/0": 5, "g2/0/0": 7, "g2/1/0": 11})
+    held = {"g1/0/0": 5, "g2/0/0": 7, "g2/1/0": 11}
+    await run.client.hset(run.keys.held, mapping=held)
     await run.client.hset(run.keys.budget, mapping={"stored": 1, "planned": 23})
 
     await withdraw(run, 2)
 
     budget = await run.hash_of("budget")
     assert (budget[b"stored"], budget[b"planned"]) == (b"19", b"5")
+    assert (await run.hash_of("letters"))[b"g2/0/0"].endswith(b":7")
+    assert (await run.hash_of("counts"))[b"dead_bytes"] == b"7"
 
 
 async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(run: Any) -> None:
@@ -161,15 +147,13 @@ async def test_withdrawal_after_the_newest_snapshot_keeps_the_events_since_the_l
 async def test_next_plan_has_a_number_of_its_own(run: Any) -> None:
     await run.plan_steps(2)
     await withdraw(run, 1)
-    assert (await frontier(run)).revision_of(2) == 1
-    assert (await frontier(run)).revision_of(3) == 0
+    assert run.read_frontier().revision_of(2) == 1
+    assert run.read_frontier().revision_of(3) == 0
 
     first = await run.plan("g2", step=1, previous_hash="", revision=1)
     run.manifests.pop(2)
     for group_id in ("x", "y"):
-        await run.open(group_id)
-        await run.seal(group_id, 0)
-        await run.seal(group_id, 1)
+        await run.open(group_id, num_sealed=2)
         await run.plan(group_id)
 
     assert await read_manifest(run.client, run.name, 1) == first
@@ -181,11 +165,8 @@ async def test_withdrawing_again_changes_nothing(run: Any) -> None:
     await run.plan_steps(2)
     request, withdrawal = ask(run), from_step(run, 2)
     await withdraw_plans(run.term, request, withdrawal)
-    before = digest(run)
-
-    assert not await withdraw_plans(run.term, request, withdrawal)
-
-    assert digest(run) == before
+    async with run.unchanged():
+        assert not await withdraw_plans(run.term, request, withdrawal)
 
 
 @pytest.mark.parametrize(
@@ -202,16 +183,12 @@ async def test_withdrawal_of_other_plans_writes_nothing(
 ) -> None:
     await run.plan_steps(3)
     request = ask(run)
-    before = digest(run)
-
-    with pytest.raises(ConflictError, match=match):
+    async with run.refuses(ConflictError, match):
         await withdraw_plans(
             run.term,
             name or request,
             from_step(run, 2, **changes),
         )
-
-    assert digest(run) == before
 
 
 @pytest.mark.parametrize(
@@ -234,16 +211,15 @@ async def test_no_plan_is_withdrawn_after_a_change_in_between(
         await run.commit(session, 1)
     else:
         await run.plan_steps(1)
-    before = digest(run)
-
-    with pytest.raises(ConflictError, match=match):
+    async with run.refuses(ConflictError, match):
         await withdraw_plans(run.term, request, withdrawal)
-
-    assert digest(run) == before
 
 
 async def test_damage_of_a_current_plan_is_recorded_and_removed_with_it(run: Any) -> None:
     await run.plan_steps(2)
+    await run.commit(await run.start("s"), 1)
+    stepped = {"manifest_hash": run.manifests[1].hash, "sentence": "late"}
+    await note_damage(run.client, run.name, step=1, **stepped)
     told = {"manifest_hash": run.manifests[2].hash, "sentence": "step 2: g2/0/0: checksum"}
     await note_damage(run.client, run.name, step=2, manifest_hash="other", sentence="no")
     assert not await run.client.hexists(run.keys.frontier, "damaged")
@@ -259,46 +235,30 @@ async def test_damage_of_a_current_plan_is_recorded_and_removed_with_it(run: Any
 
 async def test_request_and_answer_of_a_replan_wake_waiting_callers(run: Any) -> None:
     await run.plan_steps(2)
-    seen = [await last_wake(run)]
+    seen = [await run.last_wake_up()]
 
     first = ask(run)
-    seen.append(await last_wake(run))
+    seen.append(await run.last_wake_up())
     await refuse_replan(run.term, first, "no")
-    seen.append(await last_wake(run))
+    seen.append(await run.last_wake_up())
     second = ask(run)
-    seen.append(await last_wake(run))
+    seen.append(await run.last_wake_up())
     await withdraw_plans(run.term, second, from_step(run, 1))
-    seen.append(await last_wake(run))
+    seen.append(await run.last_wake_up())
 
-    assert len(set(seen)) == len(seen)
+    assert len({str(each) for each in seen}) == len(seen)
 
 
 async def test_a_full_server_withdraws_plans(run: Any) -> None:
     await run.plan_steps(2)
     told = {"manifest_hash": run.manifests[1].hash, "sentence": "checksum"}
-    await run.client.config_set("maxmemory", 1)
-    try:
+    async with run.full_server():
         await note_damage(run.client, run.name, step=1, **told)
         refused = ask(run)
         await refuse_replan(run.term, refused, "no")
         await withdraw_plans(run.term, ask(run), from_step(run, 1))
-    finally:
-        await run.client.config_set("maxmemory", 0)
 
-    assert (await frontier(run)).planned == 0
-
-
-async def test_dead_letters_of_a_withdrawal_have_their_size(run: Any) -> None:
-    await run.plan_steps(1)
-    await run.client.hset(run.keys.held, mapping={"g1/0/0": 168, "g1/1/0": 32})
-    dead = [died("g1", sample) for sample in (0, 1)]
-
-    await withdraw(run, 1, dead=dead, lease_epochs={})
-
-    letters = await run.client.hgetall(run.keys.letters)
-    assert letters[b"g1/0/0"].endswith(b":168")
-    assert letters[b"g1/1/0"].endswith(b":32")
-    assert await run.client.hget(run.keys.counts, "dead_bytes") == b"200"
+    assert run.read_frontier().planned == 0
 
 
 async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(run: Any) -> None:
@@ -314,30 +274,19 @@ async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(run: 
     )
 
 
-async def test_second_request_joins_the_pending_one(run: Any, client: Any) -> None:
+async def test_second_request_joins_the_pending_one(run: Any) -> None:
     await run.plan_steps(2)
     first = ask(run)
 
     assert ask(run) == first
     with pytest.raises(NotReadyError, match="no batcher has answered"):
-        await_replan(client, run.name, first, wait_s=0)
+        await_replan(run.store, run.name, first, wait_s=0)
     await refuse_replan(run.term, "other", "no")
-    assert (await frontier(run)).replan == first
+    assert run.read_frontier().replan == first
     await refuse_replan(run.term, first, "all is well")
     with pytest.raises(ConflictError, match="all is well"):
-        await_replan(client, run.name, first, wait_s=5)
+        await_replan(run.store, run.name, first, wait_s=5)
     assert ask(run) != first
-
-
-async def test_damage_of_a_stepped_step_is_not_noted(run: Any) -> None:
-    await run.plan_steps(1)
-    await run.commit(await run.start("s"), 1)
-
-    await note_damage(
-        run.client, run.name, step=1, manifest_hash=run.manifests[1].hash, sentence="late"
-    )
-
-    assert not await run.client.hexists(run.keys.frontier, "damaged")
 
 
 def test_replan_of_an_unknown_run_is_refused(client: Any) -> None:
@@ -350,8 +299,7 @@ def test_replan_of_an_unknown_run_is_refused(client: Any) -> None:
 @pytest.fixture
 async def view(run: Any, server: Any) -> AsyncIterator[RunView]:
     """The view of a run in a replica that does not lead it."""
-    frontier = await read_frontier_async(run.client, run.name)
-    view = RunView(run.client, run.name, frontier=frontier, on_stepped=lambda _: None)
+    view = RunView(run.client, run.name, frontier=run.read_frontier(), on_stepped=lambda _: None)
     assembler = Assembler(server.url, max_cache_bytes=1 << 20)
     keeper = LeadershipKeeper(server.url, owner="follower", lease_s=60)
     parked = ParkedRuns(run.client)

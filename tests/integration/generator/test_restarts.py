@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from testkit import group, ids, wait_until
-from testkit.releases import release_payload
 from testkit.stores import Store
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
@@ -18,6 +17,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.types import TrajectoryKey
+from turnstream_server.bus.release.release import release_payload
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -80,7 +80,7 @@ async def test_trajectory_released_before_its_group_is_not_reported_lost(own_sto
         own_store.client.hset(names.groups, "g", "2:planned")
         own_store.client.hset(names.ledger, "g/0/0", "planned:1")
         async with connect_async(own_store.url) as client:
-            await release_payload(client, run, ["g/1/0"])
+            await release_payload(client, run, ["g/1/0"], lease_s=60.0)
         own_store.client.hdel(names.ledger, "g/1/0")
         own_store.restart()
         publisher.publish(group("h")).result(10)
@@ -100,7 +100,7 @@ async def test_finished_adopted_trajectory_is_not_reported_lost(own_store: Store
         _leave_open(own_store.server, run)
         publisher.adopt("g", 0).seal(1.0)
         async with connect_async(own_store.url) as client:
-            await release_payload(client, run, ["g/0/0"])
+            await release_payload(client, run, ["g/0/0"], lease_s=60.0)
         own_store.client.hdel(names.ledger, "g/0/0")
         own_store.client.hdel(names.groups, "g")
         for number in range(2):

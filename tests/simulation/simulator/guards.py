@@ -115,7 +115,7 @@ GUARDS: Final[dict[str, Break]] = {
     "write_manifest: the groups of a step": script(
         "'planned_groups', num_groups)", "'planned_groups', 0)"
     ),
-    "give_back: bytes of a batch": condition(
+    "release_bytes: bytes of a batch": condition(
         "if string.sub(entries[i] or '', 1, 8) == 'planned:' then"
     ),
     "start_session: stepped batches come back": script(

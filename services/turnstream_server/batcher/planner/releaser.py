@@ -41,9 +41,8 @@ from turnstream_server.bus.release.release import (
     finished_groups,
     fold_batches,
     fold_ended,
-    give_back,
     read_release_state,
-    remove_payload,
+    release_payload,
 )
 from turnstream_server.failpoints import reach
 
@@ -217,12 +216,9 @@ class Releaser:
         self, trajectory_ids: list[str], *, abandoned: Container[str] = ()
     ) -> None:
         _, config = await self._view.newest_config()
-        reach("release_payload.before")
-        await remove_payload(
+        await release_payload(
             self._client, self._run, trajectory_ids, lease_s=config.lease_s, abandoned=abandoned
         )
-        reach("give_back.before")
-        await give_back(self._client, self._run, trajectory_ids)
 
     async def _fold_batches(self, plans: Sequence[StoredManifest]) -> None:
         records = await asyncio.to_thread(

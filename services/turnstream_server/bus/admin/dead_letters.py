@@ -17,13 +17,14 @@ from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import Command, Script, run_command, run_commands_async
+from turnstream.store.client.scripts import Command, run_command, run_commands_async
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream.store.run.configs import read_config
 from turnstream.store.waits.wait_snapshot import KeptDeadLetters
-from turnstream.types import Event, SealedTrajectory, StoredTurn
+from turnstream.types import Event, StoredTurn
+from turnstream_server.bus.core.run_script import RunScript
 from turnstream_server.bus.core.scan import entry_ms, hash_fields, stream_entries
-from turnstream_server.bus.release.release import give_back_command, release_command
+from turnstream_server.bus.release.release import release_bytes_command, release_command
 from turnstream_server.failpoints import reach
 
 OVER_LIMIT: Final = " above max_dead_bytes"
@@ -32,7 +33,7 @@ OVER_LIMIT: Final = " above max_dead_bytes"
 _PAGE: Final = 1_000
 _SLICE: Final = 64
 
-_DISCARD: Final = Script("discard_dead_letter", "turnstream_server.bus.admin")
+_DISCARD: Final = RunScript("discard_dead_letter", "admin", "ledger letters counts")
 
 
 class DeadLetterNotFoundError(RejectedError):
@@ -66,7 +67,7 @@ class DeadLetters:
 
 
 class DeadRecord(NamedTuple):
-    """A stored record: its content, None if it cannot be decoded, and its defect, else ""."""
+    """A stored record: its content, and why it cannot be decoded; one of them is None or ""."""
 
     record: bytes
     content: StoredTurn | Event | None
@@ -130,7 +131,7 @@ def find_trajectory(client: redis.Redis, run: str, name: str) -> str:
 
 
 def open_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> DeadContent:
-    """Return a dead trajectory with its records, the defect of each, and its missing turns."""
+    """Return a dead trajectory with its stored records."""
     names = keys.run_keys(run)
     with translating():
         value: Any = client.hget(names.letters, trajectory_id)
@@ -139,14 +140,9 @@ def open_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> DeadCo
         name = keys.readable_name(trajectory_id)
         raise DeadLetterNotFoundError(f"run {run!r} keeps no dead letter {name!r}")
     stream = keys.trajectory_keys(run, trajectory_id).turns
-    *turns, last = [record for _, record in stream_entries(client, stream)] or [b""]
-    seal = _read_seal(last, trajectory_id)
-    crcs = seal.content.payload_crcs if isinstance(seal.content, SealedTrajectory) else ()
-    num_turns = max(len(turns), len(crcs))
-    turns += [b""] * (num_turns - len(turns))
-    sealed_crcs = [*crcs, *[None] * (num_turns - len(crcs))]
-    records = map(_read_turn, turns, sealed_crcs)
-    return DeadContent(found[0], (*records, seal))
+    *turns, seal = [record for _, record in stream_entries(client, stream)] or [b""]
+    records = [_read(each, decode_turn) for each in turns]
+    return DeadContent(found[0], (*records, _read(seal, decode_event)))
 
 
 def open_event(client: redis.Redis, run: str, event_id: str) -> DeadContent:
@@ -170,12 +166,12 @@ def discard_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> boo
         ConflictError: it is not dead.
     """
     _, config = read_config(client, run)
-    is_new = bool(run_command(client, discard_trajectory_command(run, trajectory_id)))
+    is_new = bool(_DISCARD.call(client, run, trajectory_id, ""))
     # Repeated each time: an earlier call may have been interrupted here.
     reach("discard.after_entry")
     run_command(client, release_command(run, trajectory_id, lease_s=config.lease_s))
     reach("discard.after_payload")
-    run_command(client, give_back_command(run, [trajectory_id]))
+    run_command(client, release_bytes_command(run, [trajectory_id]))
     return is_new
 
 
@@ -202,18 +198,12 @@ async def discard_oldest(client: redis.asyncio.Redis, run: str, *, max_bytes: in
         if num_bytes <= max_bytes:
             break
         num_bytes -= kept[name][1]
-        commands.append(discard_trajectory_command(run, name.decode(), why=OVER_LIMIT))
+        commands.append(_DISCARD(run, name.decode(), OVER_LIMIT))
     num_discarded = 0
     for start in range(0, len(commands), _SLICE):
         replies = await run_commands_async(client, commands[start : start + _SLICE])
         num_discarded += sum(reply == 1 for reply in replies)
     return num_discarded
-
-
-def discard_trajectory_command(run: str, trajectory_id: str, *, why: str = "") -> Command:
-    """Return the call that discards a dead trajectory; nothing is sent."""
-    names = keys.run_keys(run)
-    return _DISCARD((names.ledger, names.letters, names.counts), trajectory_id, why)
 
 
 def _since_and_bytes(value: bytes) -> tuple[int, int]:
@@ -249,27 +239,8 @@ def _read_trajectories(
     return found
 
 
-def _record(record: bytes, decode: Callable[[bytes], StoredTurn | Event]) -> DeadRecord:
-    if not record:
-        return DeadRecord(record, None, "is not stored")
+def _read(record: bytes, decode: Callable[[bytes], StoredTurn | Event]) -> DeadRecord:
     try:
         return DeadRecord(record, decode(record), "")
     except RecordError as error:
         return DeadRecord(record, None, str(error))
-
-
-def _read_turn(record: bytes, sealed_crc: int | None) -> DeadRecord:
-    found = _record(record, decode_turn)
-    turn = found.content
-    if not isinstance(turn, StoredTurn) or sealed_crc in (None, turn.payload_crc):
-        return found
-    problem = f"the checksum is {turn.payload_crc:08x}, the seal has {sealed_crc:08x}"
-    return found._replace(problem=problem)
-
-
-def _read_seal(record: bytes, trajectory_id: str) -> DeadRecord:
-    found, key = _record(record, decode_event), keys.parse_trajectory_id(trajectory_id)
-    seal = found.content
-    if seal is None or (isinstance(seal, SealedTrajectory) and seal.key == key):
-        return found
-    return DeadRecord(record, None, f"it is not the seal of {key}")

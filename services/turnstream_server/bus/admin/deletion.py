@@ -9,8 +9,9 @@ Late writers use the id of the old run, so they never reach the next run of the 
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run, is_id
 from turnstream.store.client.scripts import Script, run_command, run_commands
 from turnstream.types.names import RunId
+from turnstream_server.bus.core.scan import hash_fields
 from turnstream_server.bus.release.release import SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES
 from turnstream_server.failpoints import reach
 
@@ -89,10 +91,13 @@ def _delete(client: redis.Redis, run: RunId) -> int:
         return 0
     reach("delete.after_begin")
     num_trajectories = 0
-    for some in _slices(client, names.doomed):
-        _remove_payload(client, run, some, fence_ms=fence_ms)
-        num_trajectories += len(some)
-        reach("delete.after_slice")
+    with translating():
+        while client.exists(names.doomed):
+            ids = (trajectory_id for trajectory_id, _ in hash_fields(client, names.doomed))
+            while some := [*itertools.islice(ids, SLICE)]:
+                _remove_payload(client, run, some, fence_ms=fence_ms)
+                num_trajectories += len(some)
+                reach("delete.after_slice")
     reach("delete.after_payload")
     with translating():
         client.srem(keys.RUNS, keys.encode_run(run))
@@ -111,26 +116,12 @@ def deleting_since_ms(client: redis.Redis, run: str) -> int | None:
 
 
 def _remove_payload(
-    client: redis.Redis, run: str, trajectory_ids: Sequence[bytes], *, fence_ms: int
+    client: redis.Redis, run: str, trajectory_ids: Sequence[str], *, fence_ms: int
 ) -> None:
     """Remove the payload of a few trajectories, and then their entries."""
-    places = [keys.trajectory_keys(run, each.decode()) for each in trajectory_ids]
+    places = [keys.trajectory_keys(run, each) for each in trajectory_ids]
     for reply in run_commands(client, [_RELEASE(place, fence_ms, _DELETED) for place in places]):
         if isinstance(reply, Exception):
             raise reply
     with translating():
         client.hdel(keys.run_keys(run).doomed, *trajectory_ids)
-
-
-def _slices(client: redis.Redis, doomed: str) -> Iterator[list[bytes]]:
-    """Yield the remaining trajectories in slices."""
-    cursor, is_left = 0, True
-    while is_left:
-        with translating():
-            page: Any = client.hscan(doomed, cursor, count=SLICE)
-        cursor, found = page
-        ids = list(found)
-        for start in range(0, len(ids), SLICE):
-            yield ids[start : start + SLICE]
-        with translating():
-            is_left = cursor != 0 or bool(client.exists(doomed))

@@ -10,11 +10,10 @@ import redis.asyncio
 
 from turnstream.errors import RecordError
 from turnstream.records.events import MAX_EVENT_BYTES, decode_event
-from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
 from turnstream.store.client.stored_values import reading
 from turnstream.types import Event
+from turnstream_server.bus.core.run_script import RunScript
 
 PAGE_EVENTS: Final = 400
 """Events of one slice, at most."""
@@ -25,7 +24,8 @@ PAGE_BYTES: Final = 1 << 18
 PAGE: Final = 1_000
 """Entries of one reply: a few hundred kilobytes, and a millisecond of the server."""
 
-_READ_EVENTS = Script("read_events", "turnstream_server.bus.core")
+_READ_EVENTS = RunScript("read_events", "core", "events")
+_LIMITS = (PAGE_EVENTS, PAGE_BYTES, MAX_EVENT_BYTES)
 
 
 class EventEntry(NamedTuple):
@@ -47,13 +47,13 @@ async def read_events_async(
     client: redis.asyncio.Redis, run: str, *, after: str
 ) -> list[EventEntry]:
     """Return the next events after an id, at most one slice; none at the end."""
-    return _entries(await run_command_async(client, _command(run, after)))
+    return _entries(await _READ_EVENTS.call_async(client, run, after, *_LIMITS))
 
 
 def read_events(client: redis.Redis, run: str) -> Iterator[EventEntry]:
     """Yield all events of a run in order, read slice by slice."""
     after = "0-0"
-    while entries := _entries(run_command(client, _command(run, after))):
+    while entries := _entries(_READ_EVENTS.call(client, run, after, *_LIMITS)):
         yield from entries
         after = entries[-1].event_id
 
@@ -63,11 +63,6 @@ def event_entry(event_id: bytes, fields: Mapping[bytes, bytes]) -> EventEntry:
     size = sum(len(name) + len(value) for name, value in fields.items())
     record = None if size > MAX_EVENT_BYTES else fields.get(b"r")
     return _entry(event_id, record, fields.get(b"t"), size)
-
-
-def _command(run: str, after: str) -> Command:
-    where = (keys.run_keys(run).events,)
-    return _READ_EVENTS(where, after, PAGE_EVENTS, PAGE_BYTES, MAX_EVENT_BYTES)
 
 
 def _entries(reply: Any) -> list[EventEntry]:

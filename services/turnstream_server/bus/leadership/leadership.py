@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import redis.asyncio
 
-from turnstream.store.client import keys
-from turnstream.store.client.scripts import Argument, Command, Script, run_command_async
+from turnstream.store.client.scripts import Argument, Command, run_command_async
+from turnstream_server.bus.core.run_script import RunScript
 
-_ACQUIRE = Script("acquire_leader", "turnstream_server.bus.leadership")
-_RENEW = Script("renew_leader", "turnstream_server.bus.leadership")
-_RELEASE = Script("release_leader", "turnstream_server.bus.leadership")
-_NOTE = Script("note_trouble", "turnstream_server.bus.leadership")
+_ACQUIRE = RunScript("acquire_leader", "leadership", "frontier leader")
+_RENEW = RunScript("renew_leader", "leadership", "leader")
+_RELEASE = RunScript("release_leader", "leadership", "leader")
+_NOTE = RunScript("note_trouble", "leadership", "leader")
 
 LONGEST_MOST_S: Final = 15.0
 """Longest delay of a deadline that starts while the store's clock jumps: see run_clock.lua."""
@@ -59,24 +58,18 @@ class Term:
 
 
 class LeaderScript:
-    """A script that only the leader of a run may call.
+    """A RunScript that only the leader of a run may call.
 
-    Its first key is `leader`, and its first argument is the epoch of the term.
-
-    Args:
-        name: name of the script.
-        package: its package below `turnstream_server.bus`.
-        key_names: names of its other keys in RunKeys, separated by spaces.
+    Its first key, in addition to `key_names`, is `leader`. Its first argument is the epoch.
     """
 
     def __init__(self, name: str, package: str, key_names: str) -> None:
         self.name = name
-        self._script = Script(name, f"turnstream_server.bus.{package}")
-        self._keys = operator.attrgetter("leader", *key_names.split())
+        self._script = RunScript(name, package, f"leader {key_names}")
 
     def __call__(self, term: Term, *args: Argument) -> Command:
         """Return the call of this script in a term; nothing is sent."""
-        return self._script(self._keys(keys.run_keys(term.run)), term.epoch, *args)
+        return self._script(term.run, term.epoch, *args)
 
     async def run(self, term: Term, *args: Argument) -> Any:
         """Call this script and return its reply."""
@@ -99,10 +92,8 @@ async def acquire_leadership(
     The name of the owner is unique also among its restarts. With `leads_parked` also a parked run
     is led.
     """
-    names = keys.run_keys(run)
-    where, lease_ms = (names.frontier, names.leader), max(1, round(lease_s * 1000))
-    command = _ACQUIRE(where, owner, lease_ms, int(not leads_parked))
-    leads, epoch, leader, left_ms, parked = await run_command_async(client, command)
+    words = (owner, max(1, round(lease_s * 1000)), int(not leads_parked))
+    leads, epoch, leader, left_ms, parked = await _ACQUIRE.call_async(client, run, *words)
     return Leadership(
         is_ours=bool(leads),
         epoch=epoch,
@@ -117,14 +108,12 @@ def renew_command(run: str, *, owner: str, epoch: int, lease_s: float) -> Comman
 
     Its reply is [whether the caller leads, the leader's epoch, the leader].
     """
-    names = keys.run_keys(run)
-    return _RENEW((names.leader,), owner, epoch, max(1, round(lease_s * 1000)))
+    return _RENEW(run, owner, epoch, max(1, round(lease_s * 1000)))
 
 
 async def release_leadership(term: Term, *, owner: str) -> bool:
     """End the term before its lease ends; return False where it was lost already."""
-    command = _RELEASE((keys.run_keys(term.run).leader,), owner, term.epoch)
-    return bool(await run_command_async(term.client, command))
+    return bool(await _RELEASE.call_async(term.client, term.run, owner, term.epoch))
 
 
 async def park_leadership(term: Term, position: Position) -> bool:
@@ -139,8 +128,7 @@ async def note_trouble(
     client: redis.asyncio.Redis, run: str, what: Trouble, trouble: str, *, owner: str
 ) -> bool:
     """Record why a leader cannot work, "" once it is solved; return False if another leads."""
-    command = _NOTE((keys.run_keys(run).leader,), owner, what, trouble)
-    return bool(await run_command_async(client, command))
+    return bool(await _NOTE.call_async(client, run, owner, what, trouble))
 
 
 _TICK = LeaderScript("tick_clock", "leadership", "clock")

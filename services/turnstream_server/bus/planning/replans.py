@@ -19,12 +19,8 @@ from turnstream.errors import ConflictError, NotReadyError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import Script, run_command, run_command_async
-from turnstream.types import (
-    PlansWithdrawn,
-    TrajectoryDied,
-    TrajectoryKey,
-)
+from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey
+from turnstream_server.bus.core.run_script import RunScript
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
 MAX_NAMED: Final = 16
@@ -33,7 +29,7 @@ MAX_NAMED: Final = 16
 _PAUSE_S: Final = 0.2
 """Pause between two reads of the answer."""
 
-_REQUEST = Script("request_replan", "turnstream_server.bus.planning")
+_REQUEST = RunScript("request_replan", "planning", "frontier wake")
 _REFUSE = LeaderScript("refuse_replan", "planning", "frontier wake")
 _WITHDRAW = LeaderScript(
     "withdraw_plans",
@@ -41,7 +37,7 @@ _WITHDRAW = LeaderScript(
     "frontier batches plan ledger counts groups snapshot events letters wake held budget config "
     "observers times deadlines",
 )
-_NOTE_DAMAGE = Script("note_damage", "turnstream_server.bus.planning")
+_NOTE_DAMAGE = RunScript("note_damage", "planning", "frontier batches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +75,7 @@ def request_replan(client: redis.Redis, run: str) -> str:
     Returns:
         Name of the pending request.
     """
-    names = keys.run_keys(run)
-    command = _REQUEST((names.frontier, names.wake), uuid.uuid4().hex)
-    name: bytes = run_command(client, command)
+    name: bytes = _REQUEST.call(client, run, uuid.uuid4().hex)
     return name.decode()
 
 
@@ -153,6 +147,4 @@ async def note_damage(
     client: redis.asyncio.Redis, run: str, *, step: int, manifest_hash: str, sentence: str
 ) -> None:
     """Record damaged payload that a rank was refused."""
-    names = keys.run_keys(run)
-    command = _NOTE_DAMAGE((names.frontier, names.batches), step, manifest_hash, sentence)
-    await run_command_async(client, command)
+    await _NOTE_DAMAGE.call_async(client, run, step, manifest_hash, sentence)

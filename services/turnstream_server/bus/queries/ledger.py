@@ -13,13 +13,13 @@ from turnstream.errors import TurnstreamError
 from turnstream.store.client import keys
 from turnstream.store.client.fullness import FIRST_ESTIMATE, Bytes
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import Script, run_command
 from turnstream.store.client.stored_values import StoredHash, damaged, parsed_number, reading
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import newest_version
 from turnstream.store.run.tasks import PromptCounts, read_prompt_counts
 from turnstream.types import TrajectoryState, VersionAnnounced
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
+from turnstream_server.bus.core.run_script import RunScript
 from turnstream_server.bus.core.scan import hash_fields
 from turnstream_server.bus.release.compact_records import past_reasons
 
@@ -34,7 +34,7 @@ STATES_WITH_REASON: Final = frozenset(
 )
 """Ends of a trajectory that is not trained; the ledger says why."""
 
-_READ = Script("read_ledger", "turnstream_server.bus.queries")
+_READ = RunScript("read_ledger", "queries", "frontier batches counts conflicts")
 _FOLLOW_FROM_THE_FRONTIER = (
     TrajectoryState.PLANNED,
     TrajectoryState.STEPPED,
@@ -106,7 +106,7 @@ def read_ledger(client: redis.Redis, run: str) -> LedgerCounts:
     names = keys.run_keys(run)
     where = (names.frontier, names.batches, names.counts, names.conflicts)
     with reading(" or ".join(where)):
-        reply = run_command(client, _READ(where))
+        reply = _READ.call(client, run)
     return _parse(names, reply)
 
 

@@ -228,7 +228,7 @@ def _read_times(client: redis.Redis, run: str) -> dict[str, int]:
     key = keys.run_keys(run).times
     for name, ms in hash_fields(client, key):
         with reading(key, name):
-            parsed_number(name.partition(":")[2].encode())  # of a step
+            parsed_number(name.partition(":")[2].encode())  # the step
             times[name] = parsed_number(ms)
     return times
 

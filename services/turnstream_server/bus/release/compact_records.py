@@ -8,6 +8,7 @@ dies in between, the next one writes the same file again.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import secrets
@@ -38,7 +39,7 @@ MAX_FILE_BATCHES: Final = 256
 """Batches of one file. It is read whole to find one of them: some hundreds of kilobytes."""
 
 _MOVE = LeaderScript("move_to_file", "release", "frontier past cold")
-_RANGE: Final = re.compile(r"ledger-([0-9]+)-([0-9]+)-")
+_FIRST_STEP: Final = re.compile(r"ledger-([0-9]+)-[0-9]+-")
 
 
 class LedgerFileError(RejectedError):
@@ -78,18 +79,11 @@ def read_past_batch(
 def find_past_step(
     client: redis.Redis, run: str, key: TrajectoryKey, *, folder: Path | None = None
 ) -> int | None:
-    """Return the newest step whose compact record names a trajectory, or None.
-
-    A forked run may use a name of its origin again. Files are read after the store.
-    """
-    for batches in (
-        _batches_of_store(client, run),
-        _batches_of_files(client, run, folder=folder),
-    ):
-        steps = [batch.step for batch in batches if key in batch.trajectories]
-        if steps:
-            return max(steps)
-    return None
+    """Return the step whose compact record names a trajectory, or None; files are read last."""
+    batches = itertools.chain(
+        _batches_of_store(client, run), _batches_of_files(client, run, folder=folder)
+    )
+    return next((batch.step for batch in batches if key in batch.trajectories), None)
 
 
 def find_past_end(client: redis.Redis, run: str, key: TrajectoryKey) -> str | None:
@@ -147,7 +141,7 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
     for changed in (path.parent, path.parent.parent):
         descriptor = os.open(changed, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # of the names in the folder
+            os.fsync(descriptor)  # keeps the names in the folder
         finally:
             os.close(descriptor)
 
@@ -168,31 +162,20 @@ def _batches_of_store(client: redis.Redis, run: str) -> Iterator[CompactBatch]:
 def _batches_of_files(
     client: redis.Redis, run: str, *, folder: Path | None, step: int | None = None
 ) -> Iterator[CompactBatch]:
-    """Yield the batches in files, the oldest first; all of them, or that of one step.
-
-    Files may overlap in their steps: the first one that has a step counts.
-    """
-    before = 0
-    for last, first, name in _files(client, run):
-        steps = range(max(first, before + 1), last + 1)
-        before = last
+    """Yield the batches in files: all of them, or that of one step."""
+    key = keys.run_keys(run).cold
+    for last, value in hash_fields(client, key):
+        with reading(key, last):
+            name = value.decode()
+            match = _FIRST_STEP.search(name)
+            if match is None:
+                raise ValueError(f"{name!r} names no steps")
+            first = int(match[1])
+            steps = range(first, parsed_number(last.encode()) + 1)
         wanted = steps if step is None else [step] if step in steps else []
         if wanted:
             records = _read_file(folder, run, name)
             yield from (decode_batch(records[each - first]) for each in wanted)
-
-
-def _files(client: redis.Redis, run: str) -> list[tuple[int, int, str]]:
-    """Return the last step, the first step and the name of each file, in order."""
-    key = keys.run_keys(run).cold
-    files: list[tuple[int, int, str]] = []
-    for last, name in hash_fields(client, key):
-        with reading(key, last):
-            match = _RANGE.search(name.decode())
-            if match is None:
-                raise ValueError(f"{name!r} names no steps")
-            files.append((parsed_number(last.encode()), int(match[1]), name.decode()))
-    return sorted(files)
 
 
 def _read_file(folder: Path | None, run: str, name: str) -> list[bytes]:

@@ -3,9 +3,9 @@
 The order keeps the payload of every batch that the ledger can still offer. Every call may be sent
 twice, and after a crash the next planner continues::
 
-    advance_watermark        no session can ask for these steps any more
-    remove_payload     of every trajectory in them
-    give_back          releases their bytes: others may begin
+    advance_watermark  no session can ask for these steps any more
+    release_payload    deletes the payload of every trajectory in them
+    release_bytes      returns their bytes to the budget
     fold_batch         moves trajectories and groups from the ledger to compact records
     finish_batch       replaces the plan by a compact record
 
@@ -25,17 +25,15 @@ from turnstream.batching.merge.plan import Manifest
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import no_such_run
-from turnstream.store.client.scripts import Command, Script, run_command_async, run_commands_async
+from turnstream.store.client.scripts import Command, Script, run_commands_async
+from turnstream_server.bus.core.run_script import RunScript
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream_server.failpoints import reach
 
 TOMBSTONE_LEASES: Final = 15
 """Leases for which a released trajectory keeps a tombstone, to refuse late writers."""
 
 SHORTEST_TOMBSTONE_S: Final = 900.0
-
-OVER: Final = "over"
-GIVEN_UP: Final = "given up"
-"""Text of the tombstone of an abandoned trajectory, for a writer whose seal the store lost."""
 
 SLICE_WORDS: Final = 512
 """Words of the calls of one round trip: they take the event loop about 3 ms to pack."""
@@ -53,10 +51,10 @@ _OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"surplus", 
 
 _ADVANCE = LeaderScript("advance_watermark", "release", "frontier config observers")
 _RELEASE = Script("release_payload", "turnstream_server.bus.release")
-_GIVE_BACK = Script("give_back", "turnstream_server.bus.release")
+_RELEASE_BYTES = RunScript("release_bytes", "release", "ledger held budget wake")
 _FOLD_BATCH = LeaderScript("fold_batch", "release", "frontier ledger groups over rewards")
 _FINISH = LeaderScript("finish_batch", "release", "frontier batches plan past snapshot times")
-_FIND_ENDED = Script("find_ended", "turnstream_server.bus.release")
+_FIND_ENDED = RunScript("find_ended", "release", "ledger")
 _FOLD_ENDED = LeaderScript(
     "fold_ended", "release", "frontier ledger groups over ended reasons rewards"
 )
@@ -122,7 +120,7 @@ async def advance_watermark(term: Term, *, at_most: int | None = None) -> int:
     return watermark
 
 
-async def remove_payload(
+async def release_payload(
     client: redis.asyncio.Redis,
     run: str,
     trajectory_ids: Sequence[str],
@@ -130,18 +128,16 @@ async def remove_payload(
     lease_s: float,
     abandoned: Container[str] = (),
 ) -> None:
-    """Remove payload, which is counted until `give_back`."""
+    """Delete payload, and then return its bytes to the budget; the ledger must name it."""
+    reach("release_payload.before")
     commands = (
         release_command(run, each, lease_s=lease_s, is_abandoned=each in abandoned)
         for each in trajectory_ids
     )
     await _run_all(client, commands)
-
-
-async def give_back(client: redis.asyncio.Redis, run: str, trajectory_ids: Sequence[str]) -> None:
-    """Release the bytes of trajectories without payload; they must be in the ledger."""
-    commands = [give_back_command(run, some) for some in _sliced(trajectory_ids, FOLD_SLICE)]
-    await _run_all(client, commands)
+    reach("release_bytes.before")
+    slices = _sliced(trajectory_ids, FOLD_SLICE)
+    await _run_all(client, (release_bytes_command(run, some) for some in slices))
 
 
 def release_command(
@@ -149,15 +145,13 @@ def release_command(
 ) -> Command:
     """Return the call that removes the payload of one trajectory; nothing is sent."""
     tombstone_ms = round(max(SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES * lease_s) * 1_000)
-    says = GIVEN_UP if is_abandoned else OVER
-    return _RELEASE(keys.trajectory_keys(run, trajectory_id), tombstone_ms, says)
+    text = "given up" if is_abandoned else "over"
+    return _RELEASE(keys.trajectory_keys(run, trajectory_id), tombstone_ms, text)
 
 
-def give_back_command(run: str, trajectory_ids: Sequence[str]) -> Command:
+def release_bytes_command(run: str, trajectory_ids: Sequence[str]) -> Command:
     """Return the call that releases the bytes of a few trajectories; nothing is sent."""
-    names = keys.run_keys(run)
-    where = (names.ledger, names.held, names.budget, names.wake)
-    return _GIVE_BACK(where, *trajectory_ids)
+    return _RELEASE_BYTES(run, *trajectory_ids)
 
 
 async def fold_batches(term: Term, manifests: Sequence[Manifest]) -> None:
@@ -190,8 +184,7 @@ async def find_ended(
     client: redis.asyncio.Redis, run: str, *, cursor: str, num_entries: int
 ) -> tuple[str, dict[str, str]]:
     """Return the untrained trajectories in a part of the ledger, and the next cursor, or "0"."""
-    command = _FIND_ENDED((keys.run_keys(run).ledger,), cursor, num_entries)
-    reply: list[bytes] = await run_command_async(client, command)
+    reply: list[bytes] = await _FIND_ENDED.call_async(client, run, cursor, num_entries)
     next_cursor, *pairs = [each.decode() for each in reply]
     return next_cursor, dict(zip(pairs[::2], pairs[1::2], strict=True))
 

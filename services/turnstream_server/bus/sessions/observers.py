@@ -12,16 +12,16 @@ import redis.asyncio
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import Script, run_command_async
 from turnstream.store.client.stored_values import reading
 from turnstream.store.run import clock
+from turnstream_server.bus.core.run_script import RunScript
 from turnstream_server.bus.core.scan import hash_fields, server_ms
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
 logger = logging.getLogger(__name__)
 
-_OBSERVE = Script("observe", "turnstream_server.bus.sessions")
-_OBSERVED = Script("observed", "turnstream_server.bus.sessions")
+_OBSERVE = RunScript("observe", "sessions", "frontier observers clock wake")
+_OBSERVED = RunScript("observed", "sessions", "observers clock")
 _FORGET = LeaderScript("forget_observers", "sessions", "observers")
 
 MOST_FORGOTTEN: Final = 256
@@ -88,14 +88,8 @@ async def declare_observer(
         raise InvalidConfigError("expiry_s", f"{expiry_s} is not from 0.001 to 1e9 seconds")
     if first_step is not None and first_step < 1:
         raise InvalidConfigError("first_step", f"{first_step}; steps count from 1")
-    names = keys.run_keys(run)
-    command = _OBSERVE(
-        (names.frontier, names.observers, names.clock, names.wake),
-        keys.encode_name(observer),
-        first_step or 0,
-        int(expiry_s * 1000),
-    )
-    return Declared(*await run_command_async(client, command))
+    words = (keys.encode_name(observer), first_step or 0, int(expiry_s * 1000))
+    return Declared(*await _OBSERVE.call_async(client, run, *words))
 
 
 async def note_observed(
@@ -109,9 +103,8 @@ async def note_observed(
     Raises:
         ObserverExpiredError: it was silent for too long, or never declared.
     """
-    names = keys.run_keys(run)
-    command = _OBSERVED((names.observers, names.clock), keys.encode_name(observer), seen, asks)
-    expiry_ms: int = await run_command_async(client, command)
+    name = keys.encode_name(observer)
+    expiry_ms: int = await _OBSERVED.call_async(client, run, name, seen, asks)
     return expiry_ms / 1000
 
 

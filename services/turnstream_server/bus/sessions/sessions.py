@@ -11,14 +11,14 @@ from turnstream.errors import InvalidConfigError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import Script, run_command_async
 from turnstream.types import RecoveryToken, RolledBack, VersionAnnounced
+from turnstream_server.bus.core.run_script import RunScript
 
-_START = Script("start_session", "turnstream_server.bus.sessions")
-_STEPPED = Script("stepped", "turnstream_server.bus.sessions")
-_COMMITTED = Script("committed", "turnstream_server.bus.sessions")
-_RECORD_RANK = Script("record_rank", "turnstream_server.bus.sessions")
-_ANNOUNCE = Script("announce_version", "turnstream_server.bus.sessions")
+_START = RunScript("start_session", "sessions", "frontier batches wake sessions events ranks times")
+_STEPPED = RunScript("stepped", "sessions", "frontier batches wake ranks times")
+_COMMITTED = RunScript("committed", "sessions", "frontier batches times wake ranks")
+_RECORD_RANK = RunScript("record_rank", "sessions", "frontier batches ranks wake")
+_ANNOUNCE = RunScript("announce_version", "sessions", "frontier versions events")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +65,10 @@ async def start_session(
         raise InvalidConfigError("session", "a trainer session needs a name")
     if dp_world_size < 1:
         raise InvalidConfigError("dp_world_size", f"{dp_world_size} is not at least 1")
-    names = keys.run_keys(run)
     step, chain_hash = ("", "") if token is None else (token.step, token.chain_hash)
-    command = _START(
-        (
-            *(names.frontier, names.batches, names.wake, names.sessions),
-            *(names.events, names.ranks, names.times),
-        ),
-        session,
-        dp_world_size,
-        step,
-        chain_hash,
-        encode_event(RolledBack(step=step or 0)),
-    )
-    epoch, next_step, lineage, stepped, committed = await run_command_async(client, command)
+    record = encode_event(RolledBack(step=step or 0))
+    words = (session, dp_world_size, step, chain_hash, record)
+    epoch, next_step, lineage, stepped, committed = await _START.call_async(client, run, *words)
     return TrainerSession(
         session_epoch=epoch,
         next_step=next_step,
@@ -109,17 +99,8 @@ async def record_rank(
         NotReadyError: the requested batch is not in the store any more.
         FencedError: another session has started.
     """
-    names = keys.run_keys(run)
-    command = _RECORD_RANK(
-        (names.frontier, names.batches, names.ranks, names.wake),
-        session_epoch,
-        session,
-        dp_rank,
-        step,
-        manifest_hash,
-        "has" if has else "gets",
-    )
-    await run_command_async(client, command)
+    words = (session_epoch, session, dp_rank, step, manifest_hash, "has" if has else "gets")
+    await _RECORD_RANK.call_async(client, run, *words)
 
 
 async def acknowledge_stepped(
@@ -143,16 +124,8 @@ async def acknowledge_stepped(
         ConflictError: not the next step, or trained from another manifest.
         NotReadyError: another rank has not called yet.
     """
-    names = keys.run_keys(run)
-    command = _STEPPED(
-        (names.frontier, names.batches, names.wake, names.ranks, names.times),
-        session_epoch,
-        step,
-        manifest_hash,
-        session,
-        dp_rank,
-    )
-    lineage: bytes = await run_command_async(client, command)
+    words = (session_epoch, step, manifest_hash, session, dp_rank)
+    lineage: bytes = await _STEPPED.call_async(client, run, *words)
     return RecoveryToken(lineage=lineage.decode(), step=step, chain_hash=manifest_hash)
 
 
@@ -174,10 +147,8 @@ async def acknowledge_committed(
         StoreBehindError: a rank has the step, or one before it, from another manifest.
         ConflictError: its step is not stepped, or was trained from another manifest.
     """
-    names = keys.run_keys(run)
-    where = (names.frontier, names.batches, names.times, names.wake, names.ranks)
-    command = _COMMITTED(where, session_epoch, token.step, token.chain_hash, session, dp_rank)
-    await run_command_async(client, command)
+    words = (session_epoch, token.step, token.chain_hash, session, dp_rank)
+    await _COMMITTED.call_async(client, run, *words)
 
 
 async def announce_version(
@@ -196,17 +167,9 @@ async def announce_version(
     """
     if announced.version < 0:
         raise InvalidConfigError("version", f"{announced.version} is below 0")
-    names = keys.run_keys(run)
     record = encode_event(announced)
-    command = _ANNOUNCE(
-        (names.frontier, names.versions, names.events),
-        session_epoch,
-        announced.version,
-        record,
-        session,
-        announced.lineage,
-    )
-    await run_command_async(client, command)
+    words = (session_epoch, announced.version, record, session, announced.lineage)
+    await _ANNOUNCE.call_async(client, run, *words)
 
 
 async def newest_version(client: redis.asyncio.Redis, run: str) -> VersionAnnounced | None:

@@ -1,17 +1,12 @@
 #!lua flags=no-writes
--- Scans a part of the ledger for trajectories that ended untrained. Dead ones count once they are
--- discarded.
+-- Scans a part of the ledger for trajectories that ended untrained.
 --
 -- Arguments: ARGV[1] cursor, "0" at first    ARGV[2] about how many entries to scan
 -- Reply:     {next cursor, "0" at the end; trajectory id; its entry; ...}
 
 local LEDGER = KEYS[1]
-local ENDS = {filtered = true, expired = true, surplus = true, incomplete = true, evaluated = true,
-  abandoned = true}
 
-local function has_ended(entry)
-  return ENDS[string.match(entry, '^[^:]*')] or string.sub(entry, 1, 14) == 'dead:discarded'
-end
+-- include: ended.lua
 
 local page = redis.call('HSCAN', LEDGER, ARGV[1], 'COUNT', ARGV[2])
 local reply = {page[1]}

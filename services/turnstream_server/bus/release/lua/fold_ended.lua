@@ -13,13 +13,8 @@ local LEADER, FRONTIER, LEDGER, GROUPS, OVER, ENDED, REASONS, REWARDS = unpack(K
 local MOST_REASONS = 1000  -- generators make some of them up
 local IS_OVER = {planned = true, filtered = true, expired = true, incomplete = true, surplus = true,
   evaluated = true, over = true}
-local ENDS = {filtered = true, expired = true, surplus = true, incomplete = true, evaluated = true,
-  abandoned = true}
 
-local function has_ended(entry)
-  return ENDS[string.match(entry, '^[^:]*')] or string.sub(entry, 1, 14) == 'dead:discarded'
-end
-
+-- include: ended.lua
 -- include: turnstream.store.run/slices.lua
 -- include: turnstream.store.run/finished_names.lua
 -- include: turnstream_server.bus.leadership/fenced.lua
