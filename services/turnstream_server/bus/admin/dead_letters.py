@@ -67,7 +67,7 @@ class DeadLetters:
 
 
 class DeadRecord(NamedTuple):
-    """A stored record: its content, and why it cannot be decoded; one of them is None or ""."""
+    """A stored record with its decoded content; None, and the reason, if it has none."""
 
     record: bytes
     content: StoredTurn | Event | None

@@ -94,13 +94,13 @@ def _check_setting(where: str, setting: str, value: str, *, needed: str) -> None
 def _settings(client: redis.Redis, *, durability: str) -> dict[str, str]:
     """Return how the server syncs; empty if it forbids CONFIG GET and `everysec` is enough."""
     try:
-        found: Any = client.config_get(*SETTINGS)
+        reply: Any = client.config_get(*SETTINGS)
     except ResponseError:
         if durability == "fsync":
             raise
         return {}
-    told = {_text(name): _text(value) for name, value in found.items()}
-    return {"appendfsync": "", **told} if durability == "fsync" else told
+    found = {_text(name): _text(value) for name, value in reply.items()}
+    return {"appendfsync": "", **found} if durability == "fsync" else found
 
 
 def _text(value: str | bytes) -> str:

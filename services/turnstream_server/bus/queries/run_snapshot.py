@@ -55,9 +55,8 @@ def read_snapshot(client: redis.Redis, run: str) -> WaitSnapshot:
     untrained = _scan_ledger(client, names, frontier, groups)
     for end, number in past_reasons(client, run):
         if not end.startswith(_WITHOUT_SIGNAL):
-            untrained[_words(end)] += number
+            untrained[end.replace(":", ": ", 1)] += number
     snapshot = parse_waits(run, run_command(client, waits_command(run)))
-    _note_refills(client, names, groups)
     waiting = {name: group for name, group in groups.items() if not group.is_ready}
     times = _read_times(client, run, groups=groups, waiting=waiting)
     oldest = sorted(waiting, key=lambda name: (times.since_ms.get(name, 0), name))[:MAX_NAMED]
@@ -77,14 +76,14 @@ def read_snapshot(client: redis.Redis, run: str) -> WaitSnapshot:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Group:
     """A group that is not in a batch, as the ledger has it."""
 
     num_samples: int
     num_needed: int
     is_decided: bool
-    has_refill: bool = False
+    has_refill: bool
     sealed: set[int] = field(default_factory=set[int])
     started: set[int] = field(default_factory=set[int])
     open: list[tuple[TrajectoryKey, str]] = field(default_factory=list[tuple[TrajectoryKey, str]])
@@ -114,12 +113,19 @@ class _Group:
 def _read_groups(client: redis.Redis, names: keys.RunKeys) -> dict[str, _Group]:
     """Return the open groups, and the decided ones that are not planned."""
     needed = {name: int(v.partition(b":")[0]) for name, v in hash_fields(client, names.members)}
+    with translating():
+        refills: Any = client.zrange(names.refills, 0, -1)
+    refilled = {keys.parse_trajectory_id(name.decode()).group_id for name in refills}
     groups: dict[str, _Group] = {}
     for name, value in hash_fields(client, names.groups):
         size, _, state = value.decode().partition(":")
         if state in {"open", "decided"}:
-            groups[keys.decode_name(name)] = _Group(
-                int(size), needed.get(name, int(size)), state == "decided"
+            group_id = keys.decode_name(name)
+            groups[group_id] = _Group(
+                num_samples=int(size),
+                num_needed=needed.get(name, int(size)),
+                is_decided=state == "decided",
+                has_refill=group_id in refilled,
             )
     return groups
 
@@ -136,26 +142,8 @@ def _scan_ledger(
             groups[key.group_id].note(key, state, rest)
         end = f"{state}:{rest}"
         if state in STATES_WITH_REASON and not end.startswith(_WITHOUT_SIGNAL):
-            untrained[_words(end)] += 1
+            untrained[end.replace(":", ": ", 1)] += 1
     return untrained
-
-
-def _words(end: str) -> str:
-    """Return an end in words.
-
-    >>> _words("filtered:all rewards are equal")
-    'filtered: all rewards are equal'
-    """
-    return ": ".join(end.split(":", 1))
-
-
-def _note_refills(client: redis.Redis, names: keys.RunKeys, groups: Mapping[str, _Group]) -> None:
-    with translating():
-        refills: Any = client.zrange(names.refills, 0, -1)
-    for name in refills:
-        group_id = keys.parse_trajectory_id(name.decode()).group_id
-        if group_id in groups:
-            groups[group_id].has_refill = True
 
 
 def _unseen_by(client: redis.Redis, run: str, frontier: Frontier) -> str:

@@ -165,8 +165,8 @@ def _stored_events(
         words = _words_of(event, key)
         if words and words not in found:
             name, details = words
-            told = TrajectoryEvent(name=name, details=details, at_ms=entry_ms(entry_id))
-            found[words] = told, event
+            shown = TrajectoryEvent(name=name, details=details, at_ms=entry_ms(entry_id))
+            found[words] = shown, event
     return [*found.values()]
 
 
