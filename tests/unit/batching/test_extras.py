@@ -76,14 +76,14 @@ def test_choices_of_tokens_that_are_not_shared_are_stored_again() -> None:
     [
         (["ab|C", "abcd|E"], [(1,), (2,)], ["abC", "abcdE"]),  # another image
         (["ab|C", "ax|Y", "axq|Z"], [(1, 2), (1, 3), (1, 2)], ["abC", "axY", "axqZ"]),
-        (["ab|C", "abcd|E"], [(), (1,)], ["abCdE"]),  # the first of its row
+        (["ab|C", "abcd|E"], [None, (1,)], ["abCdE"]),  # the first of its row
     ],
 )
 def test_row_has_the_items_of_its_last_turn(
-    texts: list[str], numbers: list[tuple[int, ...]], expected: list[str]
+    texts: list[str], numbers: list[Any], expected: list[str]
 ) -> None:
     turns = [
-        with_columns(turn(*text.split("|")), images=images(*own))
+        with_columns(turn(*text.split("|")), **({} if own is None else {"images": images(*own)}))
         for text, own in zip(texts, numbers, strict=True)
     ]
 

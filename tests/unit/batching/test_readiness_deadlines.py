@@ -61,6 +61,12 @@ def test_kept_surplus_joins_until_the_group_is_taken() -> None:
     assert (drop.key, drop.state) == (key(2), SURPLUS)
 
 
+def test_missed_reward_changes_no_ready_group() -> None:
+    folded, (drop,) = fold([opened(3, 2), *seals(0, 1), awaiting(2), missed(2)], KEEP)
+
+    assert (drop.key, samples(folded), folded.ready[0].completed_by) == (key(2), [[0, 1]], "2-0")
+
+
 def test_kept_group_is_planned_without_members_that_await_rewards() -> None:
     folded, _ = fold([opened(3, 2), *seals(0, 1), awaiting(2)], KEEP)
 
