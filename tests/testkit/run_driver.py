@@ -85,7 +85,8 @@ class RunCommands:
     def close(self) -> Command:
         """Close the run."""
         names = self.keys
-        return script("close_run")((names.frontier, names.events, names.wake), b"closed")
+        where = (names.frontier, names.events, names.wake)
+        return script("set_closed")(where, 1, b"closed", "")
 
 
 class RunDriver(RunCommands):

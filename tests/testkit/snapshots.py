@@ -5,19 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.store.client.fullness import Bytes
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 
 
-def snapshot(*, config: dict[str, Any] | None = None, **fields: Any) -> WaitSnapshot:
+def snapshot(
+    *, config: dict[str, Any] | None = None, budget: dict[str, int] | None = None, **fields: Any
+) -> WaitSnapshot:
     """Return a run after step 2 whose trainer waits for step 3, as its generators see it.
 
     It may have 16 live groups, and has 10. One is ready, one is open.
     """
+    settings: dict[str, Any] = {"batch_groups": 4, "mini_batch_groups": 4, "max_staleness": 1}
+    with_config = BatchingConfig(**{**settings, **(config or {})})
+    held = Bytes(needed=20_000, max_bytes=with_config.max_bytes)
     usual: dict[str, Any] = {
         "run": "maze",
-        "config": BatchingConfig(
-            **{"batch_groups": 4, "mini_batch_groups": 4, "max_staleness": 1, **(config or {})}
-        ),
+        "config": with_config,
+        "budget": held._replace(**(budget or {})),
         "stepped": 2,
         "planned": 2,
         "released": 2,
@@ -30,7 +35,6 @@ def snapshot(*, config: dict[str, Any] | None = None, **fields: Any) -> WaitSnap
         "session_epoch": 1,
         "planner": "p",
         "planner_left_s": 5.0,
-        "estimate": 20_000,
     }
     return WaitSnapshot(**{**usual, **fields})
 

@@ -49,7 +49,7 @@ def read_run_ledger(url: str, run: str) -> dict[str, Any]:
             for name in ("added", "left", "given", "trained", "filtered")
         },
         "budget": seen.budget._asdict(),
-        "full": seen.budget.why_full(is_urgent=False),
+        "full": seen.budget.why_full,
     }
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from testkit.scripts import script_files
-from turnstream.store.client.replies import CODES, FACTS, parse_refusal, refusal
+from turnstream.store.client.replies import CODES, FACTS, parse_refusal
 
 SCRIPTS = {path.name: path.read_text() for path in script_files().values()}
 REPLY = re.compile(
@@ -56,4 +56,4 @@ def test_codes_with_a_value_always_carry_it(code: str) -> None:
 @pytest.mark.parametrize("text", ["FENCED", "", "FENCED [released]", "FENCED []", "odd text"])
 def test_reply_of_any_form_is_parsed(text: str) -> None:
     assert parse_refusal(text).code == text.partition(" ")[0]
-    assert parse_refusal(text).message in str(refusal(text))
+    assert parse_refusal(text).message in str(parse_refusal(text).error)

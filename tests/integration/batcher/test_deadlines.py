@@ -86,7 +86,7 @@ async def test_hanging_member_is_refilled_by_any_free_generator(house: Any) -> N
     await trainer.start()
     (pulled,) = await trainer.get(1)
 
-    assert (refill.key, refill.prompt_uid) == (TrajectoryKey("g", 1, 1), "p7")
+    assert (refill.key, refill.group.prompt_uid) == (TrajectoryKey("g", 1, 1), "p7")
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/1"]
     assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
 

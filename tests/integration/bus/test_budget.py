@@ -86,8 +86,8 @@ def members(groups: Sequence[str]) -> list[str]:
 def byte_reasons(client: redis.Redis, run: str, *, max_bytes: int = 0) -> dict[str, str]:
     """Return the sentences about bytes by kind, with another budget while nothing is starved."""
     seen = read_snapshot(client, run)
-    config = replace(seen.config, max_bytes=max_bytes)
-    found = reasons(replace(seen, config=config, num_ready=config.batch_groups))
+    budget = seen.budget._replace(max_bytes=max_bytes)
+    found = reasons(replace(seen, budget=budget, num_ready=seen.config.batch_groups))
     return {
         each.kind: each.sentence
         for each in found

@@ -211,6 +211,6 @@ async def test_reserve_in_a_run_with_a_damaged_counter_writes_nothing(run: Any) 
     await publish(run, "g/0/0")
     run.store.hset(run.keys.budget, "reserved", "much")
 
-    command = reserve_command(run.name, [("g/1/0", 1, 10**6)])
+    command = reserve_command(run.name, [("g/1/0", 1, 10**6)], writer="w")
     async with run.refuses(CorruptRecordError, r"budget, field 'reserved': .much"):
         run_command(run.store, command)

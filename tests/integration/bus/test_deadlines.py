@@ -251,8 +251,8 @@ async def test_one_of_many_takes_a_refill(timed: Any) -> None:
     with pytest.raises(NotReadyError, match="no refill within 0 s"):
         await take("w2")
 
-    assert (refill.key, refill.prompt_uid) == (TrajectoryKey("a/b", 2, 1), "uid")
-    assert (refill.num_samples, refill.num_needed) == (3, 2)
+    assert (refill.key, refill.group.prompt_uid) == (TrajectoryKey("a/b", 2, 1), "uid")
+    assert (refill.group.num_samples, refill.group.num_needed) == (3, 2)
     assert await timed.client.hget(timed.keys.ledger, refill.key.trajectory_id) == b"open:1:w1"
     assert await members_of(timed, "refills") == []
     timed.ledger().check()

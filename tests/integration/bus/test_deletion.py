@@ -13,8 +13,9 @@ from testkit.run_driver import RunDriver
 from testkit.stored_keys import declared_type
 from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.store.client import keys
+from turnstream.store.client.scripts import run_command
 from turnstream.store.run.configs import read_config, revise_config
-from turnstream.store.run.leases import list_lapsed
+from turnstream.store.run.leases import list_lapsed_command
 from turnstream.store.run.runs import (
     close_run,
     create_run,
@@ -102,9 +103,11 @@ async def test_planner_trainer_and_readers_get_run_not_found(run: Any) -> None:
     for call in calls:
         with pytest.raises(RunNotFoundError):
             await call()
-    for read in (list_lapsed, close_run, read_config, pause_run, resume_run, reopen_run):
+    for read in (close_run, read_config, pause_run, resume_run, reopen_run):
         with pytest.raises(RunNotFoundError):
             read(client, name)
+    with pytest.raises(RunNotFoundError):
+        run_command(client, list_lapsed_command(name))
     with pytest.raises(RunNotFoundError):
         revise_config(client, name, config(), from_step=9)
     with pytest.raises(FencedError):

@@ -119,7 +119,7 @@ async def test_trajectory_rescued_between_list_and_end_is_kept(
     (found,) = await list_lapsed_async(run.client, run.name)
     until_ms = await run.server_ms() + ahead_ms
     if rescue == "heartbeat":
-        command = heartbeat_command(run.name, [("a/0/0", 1)])
+        command = heartbeat_command(run.name, [("a/0/0", 1)], writer="writer")
     else:
         command = take_over_command(run.name, "a/0/0", writer="second")
     await run_command_async(run.client, command)

@@ -155,7 +155,7 @@ async def ask_for_all_leases(run: Any) -> int:
             run.client, take_over_command(run.name, "early/0/0", writer="another")
         )
     lease_ms, *told = await run_command_async(
-        run.client, heartbeat_command(run.name, [("early/1/0", 1)])
+        run.client, heartbeat_command(run.name, [("early/1/0", 1)], writer="writer")
     )
     assert told == [b"OK"]
     return lease_ms

@@ -138,7 +138,7 @@ def test_late_writers_of_a_deleted_run_leave_the_next_one_untouched(
             late.abandon(trajectory_id),
             late.open_samples("h"),
             reward_command(old, key, 1.0, None),
-            heartbeat_command(old, [(trajectory_id, 1)]),
+            heartbeat_command(old, [(trajectory_id, 1)], writer="w"),
             take_over_command(old, trajectory_id, writer="x"),
             next_task_command(old),
             close_command(old, ""),

@@ -41,7 +41,7 @@ def settled(writer: str) -> str:
     return settled_lease(1, writer, awaits_reward=False, num_bytes=900)
 
 
-def grow(run: Any, trajectory_id: str, num_bytes: int, *, epoch: int = 1, writer: str = "") -> int:
+def grow(run: Any, trajectory_id: str, num_bytes: int, *, epoch: int = 1, writer: str = "w") -> int:
     wanted = [(trajectory_id, epoch, num_bytes)]
     return run_command(run.client, reserve_command(run.name, wanted, writer=writer))[0]
 
@@ -114,7 +114,7 @@ def test_only_the_writer_of_an_open_trajectory_grows_it(run: RunDriver) -> None:
 
     assert answers == [0, 0, 0, 0]
     assert held(run) == before
-    assert grow(run, "g/0/0", 10**6, writer="w") == 10**6
+    assert grow(run, "g/0/0", 10**6) == 10**6
 
 
 def test_group_above_the_budget_waits_and_gets_the_holders(drive: Drive) -> None:

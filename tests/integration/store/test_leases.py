@@ -11,7 +11,8 @@ from turnstream.errors import ConflictError, FencedError, RunNotFoundError
 from turnstream.store.run.leases import (
     LapsedTrajectory,
     heartbeat_command,
-    list_lapsed,
+    list_lapsed_command,
+    parse_lapsed,
     take_over_command,
 )
 from turnstream.types import TrajectoryKey
@@ -38,13 +39,17 @@ def lasts(run: Any, act: Callable[[], Any], *ids: str, lease_s: float = 30) -> b
     return all(began_ms <= act_ms <= done_ms for act_ms in acts_ms)
 
 
+def lapsed(run: Any) -> list[LapsedTrajectory]:
+    return parse_lapsed(run.do(list_lapsed_command(run.name)))
+
+
 def lapse(run: Any, trajectory_id: str = "g/0/0", *, since_ms: int = 1) -> None:
     """Let a lease end."""
     run.client.zadd(run.keys.leases, {trajectory_id: now_ms(run.client) - since_ms})
 
 
 def heartbeat(run: Any, *held: tuple[str, int]) -> Any:
-    return run.do(heartbeat_command(run.name, held))
+    return run.do(heartbeat_command(run.name, held, writer="w"))
 
 
 def take_over(run: Any, writer: str = "second", trajectory_id: str = "g/0/0") -> Any:
@@ -111,7 +116,7 @@ def test_scripts_of_leases_need_a_run(missing_run: RunDriver) -> None:
     for act in (
         lambda: heartbeat(missing_run, ("g/0/0", 1)),
         lambda: take_over(missing_run),
-        lambda: list_lapsed(missing_run.client, missing_run.name),
+        lambda: lapsed(missing_run),
     ):
         with pytest.raises(RunNotFoundError):
             act()
@@ -249,18 +254,15 @@ def test_lapsed_trajectories_are_listed_the_longest_lapsed_first(run: RunDriver)
     run.do(run.open_group("g/0/0", "g/1/0", "g/2/0", num_samples=3, writer="host:1"))
     lapse(run, "g/0/0", since_ms=10)
     lapse(run, "g/2/0", since_ms=5000)
-    ends = {name: int(run.client.zscore(run.keys.leases, name) or 0) for name in ("g/0/0", "g/2/0")}
 
-    found = list_lapsed(run.client, run.name)
-    first_of_them = list_lapsed(run.client, run.name, max_count=1)
+    found = lapsed(run)
+    first = parse_lapsed(run.do(list_lapsed_command(run.name, max_count=1)))
 
     assert found == [
-        LapsedTrajectory(
-            key=TrajectoryKey("g", sample), writer="host:1", epoch=1, ended_ms=ends[f"g/{sample}/0"]
-        )
+        LapsedTrajectory(key=TrajectoryKey("g", sample), writer="host:1", epoch=1)
         for sample in (2, 0)
     ]
-    assert [lapsed.trajectory_id for lapsed in first_of_them] == ["g/2/0"]
+    assert [each.trajectory_id for each in first] == ["g/2/0"]
 
 
 def test_a_lease_from_before_the_clock_was_set_back_is_cut(drive: Drive) -> None:
@@ -277,7 +279,7 @@ def test_a_lease_from_before_the_clock_was_set_back_is_cut(drive: Drive) -> None
     listed: list[Any] = []
     is_cut = [
         lasts(run, ask),
-        lasts(run, lambda: listed.extend(list_lapsed(run.client, run.name)), "g/1/0"),
+        lasts(run, lambda: listed.extend(lapsed(run)), "g/1/0"),
     ]
 
     assert is_cut == [True, True]

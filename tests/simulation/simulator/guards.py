@@ -134,7 +134,7 @@ GUARDS: Final[dict[str, Break]] = {
     "every script: the epoch of the leader": condition(
         "if redis.call('HGET', LEADER, 'epoch') ~= ARGV[1] then"
     ),
-    "reopen_run: a finished run": script(
+    "set_closed: a finished run": script(
         "redis.call('HDEL', KEYS[1], 'finished', 'leftover')\n", ""
     ),
     "revise_config: the order of steps": condition("if step < first then"),

@@ -68,11 +68,13 @@ SMALL = {"batch_groups": 8, "mini_batch_groups": 8, "max_bytes": 200_000}
 MOMENTS = [
     of(groups=(replace(GROUP, open_members=(MEMBER,), not_started=(2,)),), num_live=48),
     of(
-        reserved=39_321_600,
-        stored=1_048_576,
-        planned_bytes=4_194_304,
-        server_used=52_428_900,
-        server_max=52_428_800,
+        budget={
+            "reserved": 39_321_600,
+            "stored": 1_048_576,
+            "planned": 4_194_304,
+            "used": 52_428_900,
+            "allowed": 52_428_800,
+        },
     ),
     of(store_trouble="the store refuses writes: its last write to the disk failed"),
     of(
@@ -97,8 +99,13 @@ MOMENTS = [
     of(num_waiting=0, newest_version=4, prompts=PromptCounts(num_added=500, num_filtered=20)),
     of(planned=6, behind=(1, 3)),
     of(planned=5),
-    of(planned=6, released=4, stored=48_211, planned_bytes=150_000, config=SMALL),
-    of(planned=6, released=4, planned_bytes=150_000, config={**SMALL, "max_bytes": 100_000}),
+    of(planned=6, released=4, budget={"stored": 48_211, "planned": 150_000}, config=SMALL),
+    of(
+        planned=6,
+        released=4,
+        budget={"planned": 150_000},
+        config={**SMALL, "max_bytes": 100_000},
+    ),
     of(planner=BATCHER, planning_trouble="the snapshot is damaged"),
     of(
         planner=BATCHER,

@@ -274,17 +274,17 @@ def test_wait_for_a_refill_says_whether_the_run_grants_any(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"planned_bytes": 1_000_000}, []),
-        ({"planned_bytes": 100_000, "config": {"max_bytes": 120_000}}, []),
-        ({"planned_bytes": 100_001, "config": {"max_bytes": 120_000}}, [WaitKind.OUT_OF_BYTES]),
+        ({"budget": {"planned": 1_000_000}}, []),
+        ({"budget": {"planned": 100_000, "max_bytes": 120_000}}, []),
+        ({"budget": {"planned": 100_001, "max_bytes": 120_000}}, [WaitKind.OUT_OF_BYTES]),
         (
-            {"planned_bytes": 120_001, "config": {"max_bytes": 120_000}},
+            {"budget": {"planned": 120_001, "max_bytes": 120_000}},
             [WaitKind.OUT_OF_BYTES, WaitKind.BUDGET_TOO_SMALL],
         ),
-        ({"server_used": 780_000, "server_max": 1_000_000}, []),
-        ({"server_used": 780_001, "server_max": 1_000_000}, [WaitKind.OUT_OF_BYTES]),
+        ({"budget": {"used": 780_000, "allowed": 1_000_000}}, []),
+        ({"budget": {"used": 780_001, "allowed": 1_000_000}}, [WaitKind.OUT_OF_BYTES]),
         (
-            {"server_used": 770_000, "reserved": 10_001, "server_max": 1_000_000},
+            {"budget": {"used": 770_000, "reserved": 10_001, "allowed": 1_000_000}},
             [WaitKind.OUT_OF_BYTES],
         ),
     ],
@@ -296,22 +296,22 @@ def test_bytes_are_a_reason_if_no_usual_group_may_start(
 
 
 def test_starving_trainer_gets_groups_by_the_urgent_rule() -> None:
-    held: dict[str, Any] = {"config": {"max_bytes": 600_000}, "stored": 600_000}
-    memory: dict[str, Any] = {"server_max": 1_000_000}
+    held: dict[str, Any] = {"budget": {"stored": 600_000, "max_bytes": 600_000}}
     train = GroupOpened(group_id="g", prompt_uid="", num_samples=2)
     evaluate = replace(train, purpose=Purpose.EVAL)
 
     assert kinds(snapshot(**held), group=train) == [WaitKind.TOO_FEW_READY]
     assert kinds(snapshot(num_ready=4, **held), group=train) == [WaitKind.OUT_OF_BYTES]
     assert kinds(snapshot(**held), group=evaluate) == [WaitKind.OUT_OF_BYTES]
-    assert WaitKind.OUT_OF_BYTES not in kinds(scanned(server_used=880_000, **memory))
-    assert WaitKind.OUT_OF_BYTES in kinds(scanned(server_used=880_001, **memory))
+    for used, is_short in ((880_000, False), (880_001, True)):
+        seen = scanned(budget={"used": used, "allowed": 1_000_000})
+        assert (WaitKind.OUT_OF_BYTES in kinds(seen)) == is_short
 
 
 @pytest.mark.parametrize(("num_samples", "is_full"), [(1, False), (2, True)])
 def test_memory_of_the_server_is_counted_for_every_sample(num_samples: int, is_full: bool) -> None:
     group = GroupOpened(group_id="g", prompt_uid="", num_samples=num_samples)
-    seen = snapshot(num_ready=4, server_max=1_000_000, server_used=770_000)
+    seen = snapshot(num_ready=4, budget={"allowed": 1_000_000, "used": 770_000})
 
     assert kinds(seen, group=group) == [WaitKind.OUT_OF_BYTES] * is_full
 

@@ -11,7 +11,7 @@ import redis
 
 from turnstream.errors import TurnstreamError
 from turnstream.store.client import keys
-from turnstream.store.client.fullness import FIRST_ESTIMATE, Bytes
+from turnstream.store.client.fullness import Bytes, parse_bytes
 from turnstream.store.client.replies import translating
 from turnstream.store.client.stored_values import StoredHash, damaged, parsed_number, reading
 from turnstream.store.run.configs import read_config
@@ -234,14 +234,10 @@ def read_budget(client: redis.Redis, run: str) -> Bytes:
     with reading(name), translating():
         fields: Any = client.execute_command("HGETALL", name)
         memory: Any = client.info("memory")
-    stored = StoredHash(name, fields)
-    return Bytes(
+    return parse_bytes(
+        StoredHash(name, fields),
         used=int(memory.get("used_memory", 0)),
         allowed=int(memory.get("maxmemory", 0)),
-        reserved=stored.number("reserved"),
-        stored=stored.number("stored"),
-        planned=stored.number("planned"),
-        needed=stored.parsed("estimate", parsed_number, FIRST_ESTIMATE),
         max_bytes=config.max_bytes,
     )
 

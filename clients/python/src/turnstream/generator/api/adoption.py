@@ -19,7 +19,7 @@ from turnstream.generator.encode.encoder import AdoptedTurn, TurnRecord
 from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
-from turnstream.store.client.replies import refusal
+from turnstream.store.client.replies import parse_refusal
 from turnstream.store.client.scripts import Script
 from turnstream.store.run.budget import lease_of_seal
 from turnstream.store.run.groups import Unfinished
@@ -86,7 +86,7 @@ async def adopt_trajectory(
 def _posted(name: str, answer: str) -> Exception:
     """Return the error of a trajectory whose earlier seal has just been posted."""
     if answer not in ("OK", "DUPLICATE", "SURPLUS"):
-        return refusal(answer)
+        return parse_refusal(answer).error
     return ConflictError(
         f"{keys.readable_name(name)} is sealed: its writer stored the seal before it was silent"
     )

@@ -14,7 +14,7 @@ from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.records.events import encode_event
-from turnstream.store.client.replies import Refusal, parse_refusal, wake_id
+from turnstream.store.client.replies import Refusal, parse_refusal
 from turnstream.store.waits.awaited import admission_awaited
 from turnstream.store.waits.read_waits import parse_waits, waits_command
 from turnstream.store.waits.wait_reasons import reasons
@@ -136,9 +136,8 @@ class Admissions:
         """Let a refused group wait for capacity, or fail it."""
         if admission.opened.is_done:
             return
-        newest_wake_id = wake_id(refused)
-        if newest_wake_id is not None:
-            self._wait_for_capacity(admission, str(refused.error), newest_wake_id, now_s)
+        if refused.code == "WAIT":
+            self._wait_for_capacity(admission, str(refused.error), refused.fact, now_s)
             return
         for lane in admission.lanes:
             self._tracker.refuse(lane, refused, now_s)

@@ -39,7 +39,7 @@ SCRIPTS = (
     read_config_command("r").script,
     _NOTE_CONFLICT,
     RESERVE,
-    heartbeat_command("r", ()).script,
+    heartbeat_command("r", (), writer="").script,
     take_over_command("r", "", writer="").script,
     POST_REWARD,
     READ_WAITS,

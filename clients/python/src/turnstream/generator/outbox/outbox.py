@@ -43,7 +43,7 @@ from turnstream.generator.outbox.run_calls import RunCalls
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane, PendingTurn
 from turnstream.store.client.deadlines import is_silence
-from turnstream.store.client.replies import is_passing, translate
+from turnstream.store.client.replies import parse_refusal, translate
 from turnstream.types.names import RunId
 
 _logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class Outbox:
         self.outage.answered_s = now_s
         back: list[Call] = []
         trouble = "" if sent.calls else sent.trouble(replies)
-        is_new, self._scripts_known = not self._scripts_known, not is_passing(trouble)
+        is_new, self._scripts_known = not self._scripts_known, not parse_refusal(trouble).is_passing
         if sent.loads_scripts and self._scripts_known:
             self._compare_server(sent, replies, is_new=is_new)
         for call, answer in sent.answers(replies):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from turnstream.store.client.stored_values import StoredHash, parsed_number
+
 RESERVE: Final = 0.2
 """The share of the server's memory that takes no new group; see open_group.lua."""
 
@@ -36,6 +38,18 @@ def store_trouble(facts: Mapping[str, Any]) -> str:
     return ""
 
 
+class Shortage(NamedTuple):
+    """The lack of bytes for a group.
+
+    Attributes:
+        is_full: steps of the trainer cannot end it.
+        why: for people.
+    """
+
+    is_full: bool
+    why: str
+
+
 class Bytes(NamedTuple):
     """Bytes of a server and of one run, at one time.
 
@@ -45,77 +59,89 @@ class Bytes(NamedTuple):
         reserved: held by open trajectories of the run.
         stored: held by sealed trajectories that are in no batch.
         planned: held by the batches of the run.
-        needed: bytes of the next group.
+        needed: bytes of the next group, or usual bytes of a trajectory.
         max_bytes: the setting of the run; 0 for no limit.
     """
 
-    used: int
-    allowed: int
-    reserved: int
-    stored: int
-    planned: int
-    needed: int = 0
+    used: int = 0
+    allowed: int = 0
+    reserved: int = 0
+    stored: int = 0
+    planned: int = 0
+    needed: int = FIRST_ESTIMATE
     max_bytes: int = 0
-
-    @property
-    def refuses_writes(self) -> bool:
-        """Whether the server has no memory left."""
-        return 0 < self.allowed <= self.used
 
     @property
     def held(self) -> int:
         """Bytes of the run."""
         return self.reserved + self.stored + self.planned
 
-    def why_full(self, *, is_urgent: bool) -> str:
-        """Return that the store refuses writes, or that open trajectories hold the free bytes.
+    @property
+    def why_refused(self) -> str:
+        """Why the server refuses writes; empty if it has memory left.
 
-        Empty where neither holds. Open trajectories count where they hold more than half of what is
-        held, or of the memory for new groups: steps of the trainer release none of their bytes.
-
-        Args:
-            is_urgent: the trainer waits for groups, and may have more: see open_group.lua.
-
-        >>> Bytes(120, 100, 90, 10, 0).why_full(is_urgent=True).partition(";")[0]
+        >>> Bytes(120, 100, 90, 10, 0).why_refused.partition(";")[0]
         'the store is full: it uses 120 bytes, maxmemory is 100, and it refuses writes'
         """
-        if self.refuses_writes:
-            return (
-                f"the store is full: it uses {self.used:,} bytes, maxmemory is {self.allowed:,}, "
-                f"and it refuses writes; this run holds {self._holders}: raise maxmemory, or "
-                "abandon open trajectories"
-            )
-        if self._is_over_budget(is_urgent=is_urgent) and 2 * self.reserved > self.held:
-            return (
-                f"the byte budget of the run is full: {self._budget}: seal or abandon open "
-                "trajectories, or revise max_bytes"
-            )
-        usable = self._usable(is_urgent=is_urgent)
-        if self._is_over_memory(usable) and 2 * self.reserved > usable:
-            return (
-                f"the store is full: it uses {self.used:,} of {self.allowed:,} bytes, of which new "
-                f"groups may have {usable:,.0f}; {self._need}: seal or abandon open trajectories, "
-                "or raise maxmemory"
-            )
-        return ""
+        if not 0 < self.allowed <= self.used:
+            return ""
+        return (
+            f"the store is full: it uses {self.used:,} bytes, maxmemory is {self.allowed:,}, "
+            f"and it refuses writes; this run holds {self._holders}: raise maxmemory, or abandon "
+            "open trajectories"
+        )
 
-    def why_group_waits(self, *, is_urgent: bool) -> str:
-        """Return why the next group waits for bytes; empty if it may start.
+    @property
+    def why_full(self) -> str:
+        """Why steps of the trainer cannot free the missing bytes; empty if they can."""
+        shortage = self.shortage(is_urgent=False)
+        return shortage.why if shortage is not None and shortage.is_full else ""
+
+    def of_group(self, num_samples: int) -> Bytes:
+        """Return the same with the need of a group; `needed` is that of a trajectory here."""
+        return self._replace(needed=num_samples * max(LEAST_ESTIMATE, self.needed))
+
+    def shortage(self, *, is_urgent: bool) -> Shortage | None:
+        """Return why the next group waits for bytes, or None.
 
         For a trainer that starves, groups start beyond `max_bytes`, and in half of the server's
-        reserve: see open_group.lua.
+        reserve: see open_group.lua. The shortage is full where open trajectories hold more than
+        half, since steps of the trainer release none of their bytes.
 
-        >>> Bytes(0, 0, 0, 40, 50, needed=20, max_bytes=100).why_group_waits(is_urgent=True)
-        ''
+        >>> bytes_ = Bytes(0, 0, 0, 40, 50, needed=20, max_bytes=100)
+        >>> bytes_.shortage(is_urgent=True), bytes_.shortage(is_urgent=False).is_full
+        (None, False)
         """
-        if self._is_over_budget(is_urgent=is_urgent):
-            return (
-                f"{self._budget}; a step releases its bytes when it is committed and no longer "
-                "retained"
-            )
-        if self._is_over_memory(self._usable(is_urgent=is_urgent)):
-            return f"the server uses {self.used:,} of its {self.allowed:,} bytes; {self._need}"
-        return ""
+        if self.why_refused:
+            return Shortage(is_full=True, why=self.why_refused)
+        usable = self.allowed * (1 - (RESERVE / 2 if is_urgent else RESERVE))
+        found: list[Shortage] = []
+        if 0 < self.max_bytes < self.held + self.needed and not is_urgent:
+            found.append(self._shortage_of_budget())
+        if 0 < usable < self.used + self.reserved + self.needed:
+            found.append(self._shortage_of_memory(usable))
+        return max(found, key=lambda each: each.is_full, default=None)
+
+    def _shortage_of_budget(self) -> Shortage:
+        why = (
+            f"{self.held:,} of max_bytes={self.max_bytes:,} are held, {self._holders}; a group "
+            f"needs {self.needed:,}"
+        )
+        if 2 * self.reserved > self.held:
+            remedy = "seal or abandon open trajectories, or revise max_bytes"
+            return Shortage(True, f"the byte budget of the run is full: {why}: {remedy}")
+        remedy = "a step releases its bytes when it is committed and no longer retained"
+        return Shortage(False, f"{why}; {remedy}")
+
+    def _shortage_of_memory(self, usable: float) -> Shortage:
+        why = (
+            f"uses {self.used:,} of {self.allowed:,} bytes, of which new groups may have "
+            f"{usable:,.0f}; this run holds {self._holders}; a group needs {self.needed:,}"
+        )
+        if 2 * self.reserved <= usable:
+            return Shortage(False, f"the server {why}")
+        remedy = "seal or abandon open trajectories, or raise maxmemory"
+        return Shortage(True, f"the store is full: it {why}: {remedy}")
 
     @property
     def _holders(self) -> str:
@@ -124,20 +150,18 @@ class Bytes(NamedTuple):
             f"{self.planned:,} by planned steps"
         )
 
-    @property
-    def _budget(self) -> str:
-        held = f"{self.held:,} of max_bytes={self.max_bytes:,} are held"
-        return f"{held}, {self._holders}; a group needs {self.needed:,}"
 
-    @property
-    def _need(self) -> str:
-        return f"this run holds {self._holders}; a group needs {self.needed:,}"
+NO_BYTES: Final = Bytes()
 
-    def _usable(self, *, is_urgent: bool) -> float:
-        return self.allowed * (1 - (RESERVE / 2 if is_urgent else RESERVE))
 
-    def _is_over_budget(self, *, is_urgent: bool) -> bool:
-        return 0 < self.max_bytes < self.held + self.needed and not is_urgent
-
-    def _is_over_memory(self, usable: float) -> bool:
-        return 0 < usable < self.used + self.reserved + self.needed
+def parse_bytes(budget: StoredHash, *, used: int, allowed: int, max_bytes: int = 0) -> Bytes:
+    """Return the bytes of a run from its key `budget`; `needed` is that of a trajectory."""
+    return Bytes(
+        used=used,
+        allowed=allowed,
+        reserved=budget.number("reserved"),
+        stored=budget.number("stored"),
+        planned=budget.number("planned"),
+        needed=budget.parsed("estimate", parsed_number, FIRST_ESTIMATE),
+        max_bytes=max_bytes,
+    )

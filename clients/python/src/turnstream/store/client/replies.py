@@ -154,22 +154,13 @@ def parse_refusal(text: str) -> Refusal:
 
     >>> parse_refusal("GAP [3] expected 3")
     Refusal(code='GAP', fact='3', message='expected 3')
-    >>> parse_refusal("NORUN no such run").fact
-    ''
+    >>> parse_refusal("NORUN no such run").error
+    RunNotFoundError('no such run', None)
     """
     found = _REPLY.fullmatch(text)
     if found is None:
         return Refusal("", "", text)
     return Refusal(found["code"], found["fact"] or "", found["message"])
-
-
-def refusal(text: str) -> TurnstreamError:
-    """Return the error that an error reply stands for.
-
-    >>> refusal("GAP [3] expected 3")
-    TurnGapError('expected 3', None)
-    """
-    return parse_refusal(text).error
 
 
 def translate(error: Exception) -> TurnstreamError:
@@ -179,7 +170,7 @@ def translate(error: Exception) -> TurnstreamError:
     if isinstance(error, _DENIED):
         return RejectedError(f"the store denied access: {error}")
     if isinstance(error, redis_errors.ResponseError):
-        return refusal(error_text(error))
+        return parse_refusal(error_text(error)).error
     if is_silence(error):
         message = f"the store has not answered in time: {error}".rstrip(": ")
     else:
@@ -203,19 +194,3 @@ def error_text(error: redis_errors.ResponseError) -> str:
     text = str(error)
     code = getattr(error, "status_code", None) or _CODES.get(type(error), "")
     return text if not code or text.startswith(f"{code} ") else f"{code} {text}"
-
-
-def wake_id(refused: Refusal) -> str | None:
-    """Return the last id of the run's wake stream as of a WAIT refusal; None for another refusal.
-
-    A read of the stream from that id returns as soon as the same call may succeed.
-
-    >>> wake_id(parse_refusal("WAIT [17-0] 20 groups are live"))
-    '17-0'
-    """
-    return refused.fact if refused.code == "WAIT" else None
-
-
-def is_passing(text: str) -> bool:
-    """Return whether an error reply is about the state of the server and not the command."""
-    return parse_refusal(text).is_passing

@@ -17,10 +17,11 @@ import redis.asyncio
 from redis.exceptions import NoScriptError, RedisError
 
 from turnstream.errors import RunNotFoundError, StoreFullError
-from turnstream.store.client.fullness import Bytes
+from turnstream.store.client.fullness import parse_bytes
 from turnstream.store.client.keys import run_keys, run_of
 from turnstream.store.client.replies import translate, translating
 from turnstream.store.client.run_ids import no_such_run
+from turnstream.store.client.stored_values import StoredHash
 
 Argument = str | bytes | int | memoryview
 """Types of keys and arguments of scripts."""
@@ -102,8 +103,8 @@ def run_command(client: redis.Redis, command: Command) -> Any:
     except StoreFullError as error:
         with translating():
             memory: Any = client.info("memory")
-            held: Any = client.hgetall(run_keys(run_of(command.keys[0])).budget)
-        raise _full(error, memory, held) from error
+            budget: Any = client.hgetall(_budget_of(command))
+        raise _full(error, memory, StoredHash(_budget_of(command), budget)) from error
 
 
 def run_commands(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
@@ -129,10 +130,8 @@ async def run_command_async(client: redis.asyncio.Redis, command: Command) -> An
     except StoreFullError as error:
         with translating():
             memory: Any = await client.info("memory")
-            held: Any = await client.execute_command(
-                "HGETALL", run_keys(run_of(command.keys[0])).budget
-            )
-        raise _full(error, memory, held) from error
+            budget: Any = await client.execute_command("HGETALL", _budget_of(command))
+        raise _full(error, memory, StoredHash(_budget_of(command), budget)) from error
 
 
 async def run_commands_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Any]:
@@ -175,19 +174,15 @@ def _translating(command: Command) -> Iterator[None]:
         raise no_such_run(run_of(command.keys[0])) from error
 
 
-def _full(
-    error: StoreFullError, memory: Mapping[str, Any], held: Mapping[bytes, bytes]
-) -> StoreFullError:
+def _budget_of(command: Command) -> str:
+    return run_keys(run_of(command.keys[0])).budget
+
+
+def _full(error: StoreFullError, memory: Mapping[str, Any], budget: StoredHash) -> StoreFullError:
     """Return the error with the bytes used and allowed, and what holds them."""
-    known = Bytes(
-        used=int(memory.get("used_memory", 0)),
-        allowed=int(memory.get("maxmemory", 0)),
-        reserved=int(held.get(b"reserved", 0)),
-        stored=int(held.get(b"stored", 0)),
-        planned=int(held.get(b"planned", 0)),
-    )
-    message = known.why_full(is_urgent=True) if known.refuses_writes else error.message
-    return StoreFullError(message, retry_after_s=error.retry_after_s)
+    used, allowed = int(memory.get("used_memory", 0)), int(memory.get("maxmemory", 0))
+    known = parse_bytes(budget, used=used, allowed=allowed)
+    return StoreFullError(known.why_refused or error.message, retry_after_s=error.retry_after_s)
 
 
 def _translated(reply: Any, command: Command) -> Any:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import redis
 
 from turnstream.errors import BatcherUnavailableError
 from turnstream.store.client import keys
 from turnstream.store.client.connection import address_of_client
-from turnstream.store.client.scripts import Command, Script, run_command
+from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import Command, Script
 
 LEASE_S: Final = 15.0
 """A batcher that has not registered again for so long is not listed."""
 
-_LOOK_AGAIN_S: Final = 0.2
+_RETRY_S: Final = 0.2
 
 _REGISTER = Script("register_batcher", "turnstream.store.run")
-_LIST = Script("list_batchers", "turnstream.store.run")
 
 
 def register_command(address: str, *, lease_s: float = LEASE_S) -> Command:
@@ -33,7 +33,10 @@ def register_command(address: str, *, lease_s: float = LEASE_S) -> Command:
 
 def list_batchers(client: redis.Redis) -> list[str]:
     """Return the addresses of all batchers of a store, the last registered first."""
-    found: Any = run_command(client, _LIST((keys.BATCHERS,)))
+    with translating():
+        seconds, microseconds = cast("tuple[int, int]", client.time())
+        now_ms = seconds * 1_000 + microseconds // 1_000
+        found: Any = client.zrevrangebyscore(keys.BATCHERS, "+inf", f"({now_ms}")
     return [address.decode() for address in found]
 
 
@@ -46,5 +49,5 @@ def wait_for_batchers(client: redis.Redis, *, timeout_s: float) -> list[str]:
                 f"no batcher is registered at the store {address_of_client(client)}: start one "
                 "with `turnstream up` or `turnstream serve batcher`, or give its address"
             )
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_RETRY_S)
     return found

@@ -20,20 +20,18 @@ _LARGEST_BLOCK: Final = 1 << 20
 RESERVE = Script("reserve", "turnstream.store.run")
 
 
-def reserve_command(
-    run: str, wanted: Sequence[tuple[str, int, int]], *, writer: str = ""
-) -> Command:
+def reserve_command(run: str, wanted: Sequence[tuple[str, int, int]], *, writer: str) -> Command:
     """Return the call that tops up the reservations of open trajectories; nothing is sent.
 
     Args:
         run: id of the run.
         wanted: (id, lease epoch, bytes of its records) of each.
-        writer: owner of the leases; empty compares the epoch alone.
+        writer: owner of the leases.
     """
     names = keys.run_keys(run)
     arguments: list[Argument] = []
     for trajectory_id, epoch, num_bytes in wanted:
-        arguments += (trajectory_id, f"{epoch}:{writer}" if writer else epoch, num_bytes)
+        arguments += (trajectory_id, f"{epoch}:{writer}", num_bytes)
     return RESERVE((names.ledger, names.held, names.budget), *arguments)
 
 

@@ -19,9 +19,7 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run, no_such_run
 from turnstream.store.run.configs import read_config
 
-_FIELDS = (
-    *("stepped", "live_groups", "open_groups", "closed", "planned", "planned_groups", "paused"),
-)
+_FIELDS = ["stepped", "live_groups", "open_groups", "closed", "planned", "planned_groups", "paused"]
 
 
 class CreditReason(StrEnum):
@@ -38,7 +36,7 @@ class Credit:
     """The number of groups that may start now; their bytes must also fit into the budget.
 
     Attributes:
-        most: the nearest bound: groups that may be live after the last step, or `max_open_groups`.
+        most: groups that may be live after the last step.
         stepped: the last step that was trained.
         num_live: groups that were opened and not dropped.
         num_open: live groups that are not decided yet.
@@ -106,28 +104,25 @@ def credit_of(
     num_groups = capacity(
         most, num_decided=num_live - num_open, num_open=num_open, max_open=most_open
     )
-    live = f"{num_live} groups are live, {most} are allowed after step {stepped}"
+    reason = None
     if is_closed:
         reason, sentence = CreditReason.CLOSED, "the run takes no new group"
     elif paused is not None:
         reason, sentence = CreditReason.PAUSED, f"the run is paused: {paused}".removesuffix(": ")
     elif num_live >= most:
-        reason, sentence = CreditReason.STALENESS, live
+        reason = CreditReason.STALENESS
+        sentence = f"{num_live} groups are live, {most} are allowed after step {stepped}"
     elif not num_groups:
         reason = CreditReason.OPEN_GROUPS
         sentence = f"{num_open} groups are open, max_open_groups is {most_open}"
     else:
-        reason = None
         sentence = (
             f"{num_groups} groups may start: {num_live} of {most} are live after step {stepped}"
         )
         sentence += f", {num_open} of {most_open} are open" if most_open else ""
-    is_bound_by_open = 0 < most_open - num_open < most - num_live or (
-        reason is CreditReason.OPEN_GROUPS
-    )
     return Credit(
         num_groups=0 if reason else num_groups,
-        most=most_open if is_bound_by_open else most,
+        most=most,
         stepped=stepped,
         num_live=num_live,
         num_open=num_open,

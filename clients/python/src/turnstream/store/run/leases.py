@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import redis
 import redis.asyncio
 
 from turnstream.store.client import keys
-from turnstream.store.client.run_ids import find_run, find_run_async
-from turnstream.store.client.scripts import (
-    Argument,
-    Command,
-    Script,
-    run_command,
-    run_command_async,
-)
+from turnstream.store.client.run_ids import find_run_async
+from turnstream.store.client.scripts import Argument, Command, Script, run_command_async
 from turnstream.types import TrajectoryKey
 
 _HEARTBEAT = Script("heartbeat", "turnstream.store.run")
@@ -38,26 +30,16 @@ class LapsedTrajectory:
     Attributes:
         writer: its owner until another generator adopts it.
         epoch: its lease epoch.
-        ended_ms: end of the lease, in ms of the store's clock.
     """
 
     key: TrajectoryKey
     writer: str
     epoch: int
-    ended_ms: int
 
     @property
     def trajectory_id(self) -> str:
         """Its name inside its run."""
         return keys.trajectory_id(self.key)
-
-
-def list_lapsed(
-    client: redis.Redis, run: str, *, max_count: int = MAX_LAPSED
-) -> list[LapsedTrajectory]:
-    """Return the trajectories that may be adopted now, the longest lapsed first."""
-    run = find_run(client, run)
-    return _parse(run_command(client, _list(run, max_count=max_count)))
 
 
 async def list_lapsed_async(
@@ -67,25 +49,27 @@ async def list_lapsed_async(
     until_ms: int | None = None,
     max_count: int = MAX_LAPSED,
 ) -> list[LapsedTrajectory]:
-    """Return the same as `list_lapsed`, of leases that ended by `until_ms` of the store's clock."""
+    """Return the trajectories that may be adopted, the longest lapsed first.
+
+    Their leases ended by `until_ms` of the store's clock, or by now.
+    """
     run = await find_run_async(client, run)
-    return _parse(
-        await run_command_async(client, _list(run, until_ms=until_ms, max_count=max_count))
-    )
+    command = list_lapsed_command(run, until_ms=until_ms, max_count=max_count)
+    return parse_lapsed(await run_command_async(client, command))
 
 
-def heartbeat_command(run: str, held: Sequence[tuple[str, int]], *, writer: str = "") -> Command:
+def heartbeat_command(run: str, held: Sequence[tuple[str, int]], *, writer: str) -> Command:
     """Return the call that renews the leases of open trajectories; nothing is sent.
 
     Args:
         run: name of the run.
         held: (id, lease epoch) of at most MAX_HEARTBEATS trajectories.
-        writer: owner of the leases; empty compares the epoch alone.
+        writer: owner of the leases.
     """
     names = keys.run_keys(run)
     arguments: list[Argument] = []
     for trajectory_id, epoch in held:
-        arguments += (trajectory_id, f"{epoch}:{writer}" if writer else epoch)
+        arguments += (trajectory_id, f"{epoch}:{writer}")
     return _HEARTBEAT((names.ledger, names.leases, names.config), *arguments)
 
 
@@ -96,19 +80,22 @@ def take_over_command(run: str, trajectory_id: str, *, writer: str) -> Command:
     return _TAKE_OVER(where, trajectory_id, writer)
 
 
-def _list(run: str, *, max_count: int, until_ms: int | None = None) -> Command:
+def list_lapsed_command(
+    run: str, *, until_ms: int | None = None, max_count: int = MAX_LAPSED
+) -> Command:
+    """Return the call that lists lapsed trajectories; nothing is sent."""
     names = keys.run_keys(run)
     where = (names.ledger, names.leases, names.config)
     return _LIST_LAPSED(where, "" if until_ms is None else until_ms, max_count)
 
 
-def _parse(reply: Sequence[Any]) -> list[LapsedTrajectory]:
+def parse_lapsed(reply: Sequence[bytes]) -> list[LapsedTrajectory]:
+    """Return the trajectories of the reply of the script list_lapsed."""
     return [
         LapsedTrajectory(
             key=keys.parse_trajectory_id(trajectory_id.decode()),
             writer=keys.decode_name(entry.decode().split(":", 2)[2]),
             epoch=int(entry.split(b":", 2)[1]),
-            ended_ms=ended_ms,
         )
-        for trajectory_id, entry, ended_ms in zip(*[iter(reply)] * 3, strict=True)
+        for trajectory_id, entry in zip(reply[::2], reply[1::2], strict=True)
     ]

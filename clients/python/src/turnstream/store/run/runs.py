@@ -24,8 +24,7 @@ _NUM_NEWS: Final = 1_000
 """Kept entries; a batcher that missed more reads the list of all runs."""
 
 _CREATE_RUN = Script("create_run", "turnstream.store.run")
-_CLOSE_RUN = Script("close_run", "turnstream.store.run")
-_REOPEN_RUN = Script("reopen_run", "turnstream.store.run")
+_SET_CLOSED = Script("set_closed", "turnstream.store.run")
 _SET_PAUSED = Script("set_paused", "turnstream.store.run")
 
 
@@ -137,7 +136,8 @@ def close_command(run: str, reason: str, *, leftover: Leftover | None = None) ->
     names = keys.run_keys(run)
     checked_setting(reason, field="reason")
     record = encode_event(RunClosed(reason=reason, leftover=leftover or "short"))
-    return _CLOSE_RUN((names.frontier, names.events, names.wake), record, leftover or "")
+    where = (names.frontier, names.events, names.wake)
+    return _SET_CLOSED(where, 1, record, leftover or "")
 
 
 def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:
@@ -161,8 +161,8 @@ def reopen_run(client: redis.Redis, run: str) -> bool:
     """Reopen a closed run; return whether it was closed. Carried groups are planned."""
     run = find_run(client, run)
     names = keys.run_keys(run)
-    record = encode_event(RunReopened())
-    command = _REOPEN_RUN((names.frontier, names.events, names.wake), record)
+    where = (names.frontier, names.events, names.wake)
+    command = _SET_CLOSED(where, 0, encode_event(RunReopened()), "")
     was_closed = bool(run_command(client, command))
     announce_run(client, run)  # a batcher that started after the end does not follow it
     return was_closed

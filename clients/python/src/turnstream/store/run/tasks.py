@@ -137,21 +137,6 @@ class Refill:
     key: TrajectoryKey
     group: GroupOpened
 
-    @property
-    def prompt_uid(self) -> str:
-        """The dataset's name of the prompt."""
-        return self.group.prompt_uid
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of its group."""
-        return self.group.num_samples
-
-    @property
-    def num_needed(self) -> int:
-        """Members that decide its group."""
-        return self.group.num_needed
-
 
 class NoTask(NamedTuple):
     """Reason for having no task yet.

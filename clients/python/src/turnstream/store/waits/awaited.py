@@ -30,10 +30,9 @@ def store_full(snapshot: WaitSnapshot | None, *, address: str, since_s: float) -
     facts: dict[str, Fact] = {"address": address, "since_s": since_s}
     since = f"the store at {address} has been full for {since_s:.1f} s"
     why = f"{since}, and refuses writes: used memory is above maxmemory"
-    if snapshot is not None and snapshot.bytes_for().refuses_writes:
-        why = snapshot.bytes_for().why_full(is_urgent=True)
-        why = why.replace("the store is full", since, 1)
-        facts |= byte_facts(snapshot)
+    if snapshot is not None and snapshot.budget.why_refused:
+        why = snapshot.budget.why_refused.replace("the store is full", since, 1)
+        facts |= byte_facts(snapshot.budget)
     return wait_reason(WaitKind.STORE_FULL, facts, why=why)
 
 

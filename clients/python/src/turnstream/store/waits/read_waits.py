@@ -11,7 +11,7 @@ import redis.asyncio
 from turnstream.errors import TurnstreamError
 from turnstream.records.configs import decode_config
 from turnstream.store.client import keys
-from turnstream.store.client.fullness import FIRST_ESTIMATE, store_trouble
+from turnstream.store.client.fullness import parse_bytes, store_trouble
 from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
 from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
 from turnstream.store.run.tasks import prompt_counts
@@ -73,8 +73,9 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitSnapshot:
     names, parts = keys.run_keys(run), _pairs(reply)
     now_ms = int(parts[b"now_ms"])
     frontier = StoredHash(names.frontier, _pairs(parts[b"frontier"]))
+    leader = StoredHash(names.leader, _pairs(parts[b"leader"]))
+    budget = StoredHash(names.budget, _pairs(parts[b"budget"]))
     ended = StoredHash(names.counts, _pairs(parts[b"counts"]))
-    version_id, refills = parts[b"version_id"], parts[b"oldest_refills"]
     with reading(names.leases):
         open_members, groups = _groups(parts[b"leases"], now_ms)
     with reading(names.times):
@@ -83,19 +84,40 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitSnapshot:
         prompts = prompt_counts(parts[b"prompts"], parts[b"num_again"])
     with reading(names.config):
         config = decode_config(parts[b"config"], run=run)
+    used, most, aof_status = parts[b"server"]
+    num_live, num_open = frontier.number("live_groups"), frontier.number("open_groups")
     return WaitSnapshot(
         run=run,
         config=config,
-        **_progress(frontier),
-        **_planner(StoredHash(names.leader, _pairs(parts[b"leader"])), parts[b"last_ids"], now_ms),
-        **_bytes(StoredHash(names.budget, _pairs(parts[b"budget"])), parts[b"server"]),
+        stepped=frontier.number("stepped"),
+        planned=frontier.number("planned"),
+        planned_groups=frontier.number("planned_groups"),
+        released=frontier.number("released"),
+        num_live=num_live,
+        num_open=num_open,
+        num_opened=frontier.number("opened_groups"),
+        num_ready=max(0, num_live - num_open - frontier.number("planned_groups")),
+        num_waiting=num_open,
+        at_plans=frontier.text("at_plans"),
+        session_epoch=frontier.number("session_epoch") if frontier.text("session") else 0,
+        is_closed=frontier.text("closed") == "1",
+        is_finished=frontier.text("finished") == "1",
+        leftover=frontier.text("leftover") or "short",
+        paused=frontier.parsed("paused", bytes.decode, None),
+        damage=frontier.parsed("damaged", _damage, None),
+        planner=leader.text("owner"),
+        planner_left_s=_lease_left_ms(leader, parts[b"last_ids"], now_ms) / 1_000,
+        planning_trouble=leader.text("planning_trouble"),
+        release_trouble=leader.text("release_trouble"),
+        store_trouble=store_trouble({"aof_last_write_status": (aof_status or b"ok").decode()}),
+        budget=parse_bytes(budget, used=int(used), allowed=int(most), max_bytes=config.max_bytes),
         prompts=prompts,
         num_refills=parts[b"num_refills"],
         refills=tuple(
             (keys.parse_trajectory_id(name.decode()), max(0, now_ms - int(ms)) / 1_000)
-            for name, ms in zip(refills[::2], refills[1::2], strict=True)
+            for name, ms in _pairs(parts[b"oldest_refills"]).items()
         ),
-        newest_version=int(version_id.partition(b"-")[0]) - 1 if version_id else None,
+        newest_version=_version(parts[b"version_id"]),
         untrained=tuple((state, n) for state in _UNTRAINED if (n := ended.number(state))),
         groups=groups,
         lapsed_writers=lapsed_writers(open_members) if parts[b"num_leases"] <= MAX_LEASES else (),
@@ -108,50 +130,14 @@ def _pairs(flat: Sequence[Any]) -> dict[bytes, Any]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _progress(frontier: StoredHash) -> dict[str, Any]:
-    number, text = frontier.number, frontier.text
-    num_live, num_open = number("live_groups"), number("open_groups")
-    plain = ("stepped", "planned", "planned_groups", "released")
-    return {
-        **{name: number(name) for name in plain},
-        "num_live": num_live,
-        "num_open": num_open,
-        "num_opened": number("opened_groups"),
-        "num_ready": max(0, num_live - num_open - number("planned_groups")),
-        "num_waiting": num_open,
-        "at_plans": text("at_plans"),
-        "session_epoch": number("session_epoch") if text("session") else 0,
-        "is_closed": text("closed") == "1",
-        "is_finished": text("finished") == "1",
-        "leftover": text("leftover") or "short",
-        "paused": frontier.parsed("paused", bytes.decode, None),
-        "damage": frontier.parsed("damaged", _damage, None),
-    }
-
-
-def _bytes(budget: StoredHash, server: Sequence[Any]) -> dict[str, Any]:
-    used, most, aof_status = server
-    return {
-        "reserved": budget.number("reserved"),
-        "stored": budget.number("stored"),
-        "planned_bytes": budget.number("planned"),
-        "estimate": budget.parsed("estimate", parsed_number, FIRST_ESTIMATE),
-        "server_used": int(used),
-        "server_max": int(most),
-        "store_trouble": store_trouble({"aof_last_write_status": (aof_status or b"ok").decode()}),
-    }
-
-
-def _planner(leader: StoredHash, last_ids: Sequence[bytes], now_ms: int) -> dict[str, Any]:
-    left_ms = leader.parsed("expires_ms", parsed_number, now_ms) - now_ms
+def _lease_left_ms(leader: StoredHash, last_ids: Sequence[bytes], now_ms: int) -> int:
     if leader.text("parked") == b" ".join(last_ids).decode():
-        left_ms = leader.number("lease_ms")  # an idle run needs no planner
-    return {
-        "planner": leader.text("owner"),
-        "planner_left_s": left_ms / 1_000,
-        "planning_trouble": leader.text("planning_trouble"),
-        "release_trouble": leader.text("release_trouble"),
-    }
+        return leader.number("lease_ms")  # an idle run needs no planner
+    return leader.parsed("expires_ms", parsed_number, now_ms) - now_ms
+
+
+def _version(entry_id: bytes) -> int | None:
+    return int(entry_id.partition(b"-")[0]) - 1 if entry_id else None
 
 
 def _damage(value: bytes) -> tuple[int, str]:

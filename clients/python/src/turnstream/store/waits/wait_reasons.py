@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from turnstream.errors import WaitKind, WaitReason
+from turnstream.store.client.fullness import Bytes
 from turnstream.store.run.credits import CreditReason, credit_of
 from turnstream.store.waits.sentences import Fact, wait_reason
 from turnstream.store.waits.wait_snapshot import WaitingGroup, WaitSnapshot
@@ -72,15 +73,10 @@ def newest_policy(version: int | None) -> str:
     return f"the newest policy version is {version}"
 
 
-def byte_facts(snapshot: WaitSnapshot) -> dict[str, Fact]:
+def byte_facts(budget: Bytes) -> dict[str, Fact]:
     """Return the bytes of a run and of its server, for `facts`."""
-    return {
-        "server_used": snapshot.server_used,
-        "server_max": snapshot.server_max,
-        "reserved": snapshot.reserved,
-        "stored": snapshot.stored,
-        "planned": snapshot.planned_bytes,
-    }
+    of_run = {"reserved": budget.reserved, "stored": budget.stored, "planned": budget.planned}
+    return {"server_used": budget.used, "server_max": budget.allowed, **of_run}
 
 
 class RecentGroups(NamedTuple):
@@ -190,7 +186,8 @@ def _of_capacity(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
     if found.reason is CreditReason.PAUSED:
         yield wait_reason(WaitKind.RUN_PAUSED, {"reason": snapshot.paused}, why=found.sentence)
     elif found.reason is not None and not snapshot.is_closed:
-        facts: dict[str, Fact] = {"open": snapshot.num_open, "max_open_groups": found.most}
+        max_open_groups = snapshot.config.max_open_groups
+        facts: dict[str, Fact] = {"open": snapshot.num_open, "max_open_groups": max_open_groups}
         if found.reason is CreditReason.STALENESS:
             facts = {"live": snapshot.num_live, "most": found.most, "stepped": snapshot.stepped}
         facts["since_s"] = snapshot.durations.opened_s
@@ -199,18 +196,18 @@ def _of_capacity(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
 
 def _of_bytes(snapshot: WaitSnapshot, num_samples: int, is_training: bool) -> Iterator[WaitReason]:
     """Yield the lack of bytes for a group, by the rule of open_group.lua."""
-    bytes_ = snapshot.bytes_for(num_samples)
-    is_urgent = snapshot.is_starved and is_training
-    facts = byte_facts(snapshot)
-    facts |= {"held": bytes_.held, "needed": bytes_.needed, "max_bytes": bytes_.max_bytes}
-    if snapshot.is_closed and not bytes_.refuses_writes:
+    budget = snapshot.budget.of_group(num_samples)
+    if snapshot.is_closed and not budget.why_refused:
         return
-    if why := bytes_.why_full(is_urgent=is_urgent):
-        yield wait_reason(WaitKind.STORE_FULL, facts, why=why)
-        return
-    if why := bytes_.why_group_waits(is_urgent=is_urgent):
-        yield wait_reason(WaitKind.OUT_OF_BYTES, facts, why=why)
-    if 0 < bytes_.max_bytes < bytes_.planned:
+    facts = byte_facts(budget)
+    facts |= {"held": budget.held, "needed": budget.needed, "max_bytes": budget.max_bytes}
+    shortage = budget.shortage(is_urgent=snapshot.is_starved and is_training)
+    if shortage is not None:
+        kind = WaitKind.STORE_FULL if shortage.is_full else WaitKind.OUT_OF_BYTES
+        yield wait_reason(kind, facts, why=shortage.why)
+        if shortage.is_full:
+            return
+    if 0 < budget.max_bytes < budget.planned:
         steps = snapshot.planned - snapshot.released
         unseen_by = snapshot.unseen_by
         yield wait_reason(WaitKind.BUDGET_TOO_SMALL, facts, steps=steps, unseen_by=unseen_by)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.store.client.fullness import FIRST_ESTIMATE, LEAST_ESTIMATE, Bytes
+from turnstream.store.client.fullness import NO_BYTES, Bytes
 from turnstream.store.run.tasks import NO_PROMPTS, PromptCounts
 from turnstream.types import TrajectoryKey
 
@@ -127,8 +127,7 @@ class WaitSnapshot:
         planner_left_s: time left of its lease; 0 or below after its end.
         planning_trouble, release_trouble: why it cannot plan or release; empty if it can.
         store_trouble: why the store takes no writes; empty if it does.
-        estimate: usual bytes of a trajectory.
-        server_used, server_max: bytes of the server; 0 for no limit.
+        budget: bytes of the run and of the server; `needed` is that of a trajectory.
         num_refills: granted attempts that no generator has taken.
         refills: the oldest of them with the seconds since each was granted.
         newest_version: newest policy version; None before the first.
@@ -163,12 +162,7 @@ class WaitSnapshot:
     planning_trouble: str = ""
     release_trouble: str = ""
     store_trouble: str = ""
-    reserved: int = 0
-    stored: int = 0
-    planned_bytes: int = 0
-    estimate: int = FIRST_ESTIMATE
-    server_used: int = 0
-    server_max: int = 0
+    budget: Bytes = NO_BYTES
     prompts: PromptCounts = NO_PROMPTS
     num_refills: int = 0
     refills: tuple[tuple[TrajectoryKey, float], ...] = ()
@@ -208,18 +202,6 @@ class WaitSnapshot:
         """Whether the trainer, or the generator that asks, waits for groups that are open."""
         is_full = 0 < self.config.max_open_groups <= self.num_open
         return self.is_starved or (not self.is_scanned and (is_full or self.prompts.num_given > 0))
-
-    def bytes_for(self, num_samples: int = 1) -> Bytes:
-        """Return the bytes used and allowed, with the need of a group of so many samples."""
-        return Bytes(
-            used=self.server_used,
-            allowed=self.server_max,
-            reserved=self.reserved,
-            stored=self.stored,
-            planned=self.planned_bytes,
-            needed=num_samples * max(LEAST_ESTIMATE, self.estimate),
-            max_bytes=self.config.max_bytes,
-        )
 
 
 def lapsed_writers(members: Iterable[OpenMember]) -> tuple[LapsedWriter, ...]:

@@ -10,8 +10,8 @@
 --   KEYS[1] ledger  hash  read
 --   KEYS[2] leases  zset  trajectory id -> end of its lease; changed
 --   KEYS[3] config  hash  read: newest, that revision's JSON, lease_floor
--- Arguments: ARGV[1...] two per trajectory: its id; "<lease epoch>:<writer>", or the epoch alone.
---            A store that lost a take-over may have given its epoch to another writer since
+-- Arguments: ARGV[1...] two per trajectory: its id; "<lease epoch>:<writer>", since a store that lost
+--            a take-over may have given its epoch to another writer
 -- Reply: {lease in ms; then per trajectory, in order: "OK", or "FENCED [<state>] <why>"; the state is
 --         unknown if the ledger does not have it, and missing if another writer has it}
 -- Errors:    NORUN  no such run
@@ -34,15 +34,13 @@ for i = 1, #ARGV, 2 do
     replies[#replies + 1] = 'FENCED [unknown] ' .. id .. ' was never opened, or is released'
   elseif state ~= 'open' then
     replies[#replies + 1] = 'FENCED [' .. state .. '] ' .. id .. ' is ' .. state .. ': ' .. rest
+  elseif rest == ARGV[i + 1] then
+    redis.call('ZADD', KEYS[2], ends_ms, id)
+    replies[#replies + 1] = 'OK'
   else
     local epoch, writer = string.match(rest, '^(%d+):(.*)$')
-    if epoch == ARGV[i + 1] or rest == ARGV[i + 1] then
-      redis.call('ZADD', KEYS[2], ends_ms, id)
-      replies[#replies + 1] = 'OK'
-    else
-      replies[#replies + 1] = 'FENCED ' .. id .. ' was taken over by ' .. writer
-        .. ' with epoch ' .. epoch
-    end
+    replies[#replies + 1] = 'FENCED ' .. id .. ' was taken over by ' .. writer
+      .. ' with epoch ' .. epoch
   end
 end
 return replies

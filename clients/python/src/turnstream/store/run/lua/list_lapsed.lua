@@ -11,7 +11,7 @@
 -- Arguments:
 --   ARGV[1] leases that ended at this time or before, ms of server time; "" for now
 --   ARGV[2] how many at most
--- Reply: a flat list, three per trajectory: its id, its ledger entry, ms of its lease's end
+-- Reply: a flat list, two per trajectory: its id, its ledger entry
 -- Errors:    NORUN  no such run
 
 local CONFIG = KEYS[3]
@@ -31,15 +31,12 @@ local until_ms = ARGV[1] ~= '' and ARGV[1] or string.format('%.0f', now_ms)
 if tonumber(until_ms) > now_ms then
   return {}
 end
-local ended = redis.call(
-  'ZRANGEBYSCORE', KEYS[2], '-inf', until_ms, 'WITHSCORES', 'LIMIT', 0, ARGV[2])
 local replies = {}
-for i = 1, #ended, 2 do
-  local entry = redis.call('HGET', KEYS[1], ended[i])
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', until_ms, 'LIMIT', 0, ARGV[2])) do
+  local entry = redis.call('HGET', KEYS[1], id)
   if entry and string.sub(entry, 1, 5) == 'open:' then
-    replies[#replies + 1] = ended[i]
+    replies[#replies + 1] = id
     replies[#replies + 1] = entry
-    replies[#replies + 1] = tonumber(ended[i + 1])
   end
 end
 return replies

@@ -6,8 +6,7 @@
 --   KEYS[1] ledger  hash  read
 --   KEYS[2] held    hash  trajectory id -> "r<bytes>"; changed
 --   KEYS[3] budget  hash  changed: reserved
--- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<writer>", or the epoch alone;
---            bytes of its records
+-- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<writer>"; bytes of its records
 -- Reply:     per trajectory, in order: bytes of records for which there is room now; 0 where it is
 --            not open with this lease
 -- Errors:    INVALID  bytes that are no number: nothing was written
@@ -30,9 +29,8 @@ local replies = {}
 local grown = 0
 for i = 1, #ARGV, 3 do
   local id = ARGV[i]
-  local lease = string.match(redis.call('HGET', KEYS[1], id) or '', '^open:(.*)$')
   local bytes = 0
-  if lease and (lease == ARGV[i + 1] or string.match(lease, '^%d+') == ARGV[i + 1]) then
+  if redis.call('HGET', KEYS[1], id) == 'open:' .. ARGV[i + 1] then
     local before = tonumber(string.match(redis.call('HGET', KEYS[2], id) or 'r0', '^r(%d+)$'))
     bytes = math.max(before, ARGV[i + 2] + OVERHEAD)
     if bytes > before then
