@@ -55,17 +55,6 @@ def test_an_import_loads_nothing_heavy(code: str, absent: set[str]) -> None:
     assert modules_loaded_by(code) & absent == set()
 
 
-def test_every_batching_module_is_as_light_as_the_package() -> None:
-    package = REPOSITORY / "clients/python/src"
-    modules = (package / "turnstream/batching").rglob("[!_]*.py")
-    names = [".".join(path.relative_to(package).with_suffix("").parts) for path in modules]
-    assert len(names) > 20
-
-    loaded = modules_loaded_by(f"import {', '.join(names)}")
-
-    assert not loaded & {"torch", "pyarrow", "grpc", "redis", "httpx", "pydantic"}
-
-
 @pytest.mark.parametrize(
     ("project", "package"),
     [

@@ -96,16 +96,12 @@ def test_every_named_test_exists_where_its_link_leads() -> None:
     assert wrong == []
 
 
-def test_no_test_is_named_without_a_link() -> None:
-    beside = _LINK.sub("", PAGE.read_text(encoding="utf-8"))
+def test_every_name_of_a_test_is_a_link_with_its_file() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    links = [link["text"] for link in _LINK.finditer(text)]
 
-    assert _TEST.findall(beside) == []
-
-
-def test_a_link_with_the_name_of_a_test_names_its_file_too() -> None:
-    links = [link["text"] for link in _LINK.finditer(PAGE.read_text(encoding="utf-8"))]
-
-    assert [text for text in links if "test_" in text and not _NAMED.fullmatch(text)] == []
+    assert _TEST.findall(_LINK.sub("", text)) == []
+    assert [each for each in links if "test_" in each and not _NAMED.fullmatch(each)] == []
 
 
 def test_every_sentence_of_a_promise_names_a_test() -> None:

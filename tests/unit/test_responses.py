@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import turnstream
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode.checks import checked_turn
-from turnstream.responses import TurnArguments, from_openai, from_vllm
+from turnstream.responses import from_openai, from_vllm
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 PROMPT = [151644, 872, 30, 151645]
@@ -344,11 +343,3 @@ def test_an_extension_without_the_choice_is_refused() -> None:
 def test_values_that_are_no_response_are_refused(given: Any) -> None:
     with pytest.raises(InvalidTurnError, match=r"^choices: cannot be read from "):
         from_openai(given)
-
-
-def test_the_package_exports_both_functions() -> None:
-    assert {"from_openai", "from_vllm"} <= {*turnstream.__all__}
-    assert (turnstream.from_openai, turnstream.from_vllm) == (from_openai, from_vllm)
-    assert list(TurnArguments.__annotations__) == ["prompt_ids", "response_ids", "logprobs"]
-    with pytest.raises(AttributeError, match="no attribute 'from_nothing'"):
-        turnstream.from_nothing  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018

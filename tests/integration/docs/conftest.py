@@ -109,10 +109,8 @@ def open_page() -> Callable[[Path], Page]:
 
 
 @pytest.fixture
-def runner(
-    default_ports: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Runner]:
-    """Return what runs a page, with an empty `turnstream up` on its default ports."""
+def stack(default_ports: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty `turnstream up` on its default ports, in the folder of the test."""
     for name in [name for name in os.environ if name.startswith("TURNSTREAM_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
@@ -130,7 +128,7 @@ def runner(
             describe="`turnstream up`",
         )
         assert process.poll() is None, output.read_text()
-        yield Runner()
+        yield
         assert process.poll() is None, output.read_text()
     finally:
         process.send_signal(signal.SIGINT)
@@ -138,3 +136,9 @@ def runner(
             process.wait(30)
         finally:
             process.kill()
+
+
+@pytest.fixture
+def runner(stack: None) -> Runner:
+    """Return what runs a page."""
+    return Runner()

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,21 +33,11 @@ def programs() -> dict[str, str]:
 
 
 @pytest.fixture
-def folder(default_ports: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(stack: None, tmp_path: Path) -> Path:
     """A folder with the programs, while `turnstream up` runs."""
-    monkeypatch.delenv("TURNSTREAM_REDIS_URL", raising=False)
     for name, text in programs().items():
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "-m", "turnstream_server.cli", "up", "--data-dir", tmp_path / "up"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:
-        assert up.stdout is not None
-        lines = [up.stdout.readline() for _ in range(5)]
-        assert lines[1] == "batcher  127.0.0.1:7600\n", lines
-        try:
-            yield tmp_path
-        finally:
-            up.send_signal(signal.SIGINT)
-            up.wait(60)
+    return tmp_path
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError
 
 from testkit.waiting import wait_until
 from turnstream_server import embedded as server_module
@@ -95,18 +91,6 @@ def test_is_append_only_and_never_evicts(durability: Durability, sync: str) -> N
     assert [config[name] for name in names] == ["yes", sync, "noeviction", "", "127.0.0.1"]
 
 
-def test_refuses_writes_above_its_memory_limit() -> None:
-    def fill(client: redis.Redis) -> None:
-        for number in range(100):
-            client.set(f"key {number}", bytes(1_000_000))
-
-    with EmbeddedServer(max_memory_bytes=20_000_000) as server, connect(server) as client:
-        with pytest.raises(OutOfMemoryError):
-            fill(client)
-
-        assert client.ping()
-
-
 def test_takes_a_folder_with_spaces_and_quotes_in_its_name(tmp_path: Path) -> None:
     data_dir = tmp_path / 'it\'s "a" folder %41'
 
@@ -152,7 +136,6 @@ def test_shows_what_the_server_said_when_its_data_is_damaged(tmp_path: Path) -> 
 def test_start_times_out_if_the_server_is_not_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The clock jumps when the program has written to its log, however long that takes.
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\necho thinking\nexec sleep 1000\n")
     silent.chmod(0o700)

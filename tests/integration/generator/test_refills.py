@@ -72,8 +72,8 @@ def test_a_refill_is_waited_for_and_written_like_any_trajectory(store: Store) ->
             writer.seal(reward=0.0)
         granting.join()
 
-    assert (refill.key, refill.prompt_uid) == (AGAIN, "the prompt")
-    assert (refill.num_samples, refill.num_needed) == (3, 2)
+    assert (refill.key, refill.group.prompt_uid) == (AGAIN, "the prompt")
+    assert (refill.group.num_samples, refill.group.num_needed) == (3, 2)
     assert store.read(run).sealed() == [TrajectoryKey("g", 0), AGAIN]
 
 

@@ -20,13 +20,7 @@ from tokenizers import Tokenizer
 from testkit import sealed
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import ReadyGroup
-from turnstream.batching.layouts.jagged import jagged
-from turnstream.batching.layouts.packed import packed
-from turnstream.batching.layouts.padded import left_padded, right_padded
-from turnstream.batching.merge.merging import merge_turns
-from turnstream.batching.merge.plan import MiniBatchPlan
 from turnstream.batching.merge.storing import store_turns
-from turnstream.batching.packing.bins import pack
 from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.batching.planning.report import merge_breaks, merge_counts
 from turnstream.batching.rows.assemble import assemble_rows
@@ -36,8 +30,6 @@ from turnstream_server.generators.recordings import read_groups, read_recordings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-ALIGNMENT = 16
-CAPACITY = 32_768
 MINI_BATCH_GROUPS = 8
 
 SETS = {
@@ -112,10 +104,8 @@ def stored(turns: Sequence[Turn]) -> list[StoredTurn]:
     return [replace(turn, payload_crc=turn.index) for turn in store_turns(turns)]
 
 
-def plan(
-    payload: Payload, keys: Sequence[TrajectoryKey], *, merge: bool = True
-) -> tuple[MiniBatchPlan, Rows]:
-    """A mini-batch of these trajectories, planned and assembled."""
+def assembled(payload: Payload, keys: Sequence[TrajectoryKey]) -> Rows:
+    """The rows of a mini-batch of these trajectories."""
     members = [
         sealed(
             key.group_id,
@@ -131,7 +121,7 @@ def plan(
     ]
     manifest = plan_batch(
         ready,
-        config=BatchingConfig(batch_groups=len(ready), mini_batch_groups=len(ready), merge=merge),
+        config=BatchingConfig(batch_groups=len(ready), mini_batch_groups=len(ready)),
         run="run",
         step=1,
         lineage="a",
@@ -139,7 +129,7 @@ def plan(
         first_row_id=0,
         config_revision=1,
     )
-    return manifest.mini_batches[0], assemble_rows(manifest.groups, payload, first_row_id=0)
+    return assemble_rows(manifest.groups, payload, first_row_id=0)
 
 
 def slow_rows(turns: Sequence[TurnIds]) -> list[tuple[list[int], int]]:
@@ -151,27 +141,6 @@ def slow_rows(turns: Sequence[TurnIds]) -> list[tuple[list[int], int]]:
         else:
             rows.append((prompt + response, len(prompt)))
     return rows
-
-
-def slow_turns(turns: Sequence[TurnIds]) -> list[tuple[list[int], int]]:
-    """Tokens and prompt length of a row for every turn."""
-    return [(prompt + response, len(prompt)) for prompt, response in turns]
-
-
-def slow_bins(lengths: Sequence[int]) -> list[int]:
-    """Tokens of the bins that best fit decreasing makes of aligned rows."""
-    bins: list[int] = []
-    for length in sorted([-(-length // ALIGNMENT) * ALIGNMENT for length in lengths], reverse=True):
-        fitting = [place for place, used in enumerate(bins) if used + length <= CAPACITY]
-        if fitting:
-            bins[max(fitting, key=lambda place: bins[place])] += length
-        else:
-            bins.append(length)
-    return bins
-
-
-def padding_share(num_positions: int, num_tokens: int) -> float:
-    return 1 - num_tokens / num_positions
 
 
 def test_tokens_turn_by_turn_and_merged_are_those_of_the_file(real_set: RealSet) -> None:
@@ -195,7 +164,7 @@ def test_tokens_turn_by_turn_and_merged_are_those_of_the_file(real_set: RealSet)
 
 def test_every_trajectory_merges_into_the_one_row_of_its_file(real_set: RealSet) -> None:
     for keys in real_set.mini_batches:
-        _, rows = plan(real_set.payload, keys)
+        rows = assembled(real_set.payload, keys)
 
         expected = [row for key in keys for row in slow_rows(real_set.turns[key])]
         assert len(expected) == len(keys)
@@ -203,59 +172,6 @@ def test_every_trajectory_merges_into_the_one_row_of_its_file(real_set: RealSet)
         assert rows.prompt_length.tolist() == [prompt for _, prompt in expected]
         num_sampled = [sum(len(r) for _, r in real_set.turns[key]) for key in keys]
         assert [int(mask.sum()) for mask in rows.loss_mask] == num_sampled
-
-
-@pytest.mark.parametrize("merge", [True, False])
-def test_the_padding_of_every_layout_is_that_of_the_file(real_set: RealSet, merge: bool) -> None:
-    # Turn by turn the rows are many times as many tokens: those of a few groups are enough.
-    for keys in real_set.mini_batches if merge else real_set.mini_batches[:1]:
-        planned, rows = plan(real_set.payload, keys, merge=merge)
-        width, response_width = planned.width, planned.response_width
-        lengths = rows.input_ids.lengths.tolist()
-        bins = pack(lengths, capacity=CAPACITY, alignment=ALIGNMENT)
-
-        left = left_padded(rows, width=width, response_width=response_width, pad_token_id=1)
-        right = right_padded(rows, width=width, pad_token_id=1)
-        slots = packed(rows, bins=bins, pad_token_id=1, alignment=ALIGNMENT)
-        flat = jagged(rows)
-
-        expected = [
-            row for key in keys for row in (slow_rows if merge else slow_turns)(real_set.turns[key])
-        ]
-        num_tokens = sum(len(ids) for ids, _ in expected)
-        widest = len(expected) * max(len(ids) for ids, _ in expected)
-        responses = [len(ids) - prompt for ids, prompt in expected]
-        sizes = slow_bins([len(ids) for ids, _ in expected])
-        share = padding_share(widest, num_tokens)
-        assert 1 - left.attention_mask_BT.mean() == pytest.approx(share, abs=1e-12)
-        assert 1 - right.attention_mask_BT.mean() == pytest.approx(share, abs=1e-12)
-        assert left.response_mask_BR.size == len(expected) * max(responses)
-        assert left.response_mask_BR.sum() == sum(responses)
-        assert sorted(len(one.input_ids_N) for one in slots) == sorted(sizes)
-        assert sum(int(one.length_B.sum()) for one in slots) == num_tokens
-        assert padding_share(flat.input_ids_N.size, num_tokens) == 0
-
-
-def test_a_trimmed_reply_breaks_the_merge_where_it_was_trimmed(
-    data_folder: Path, stats: ModuleType, tmp_path: Path
-) -> None:
-    path = data_folder / "mint_trajectories.jsonl.gz"
-    line = next(line for line in stats.load(str(path)) if len(line["turns"]) >= 3)
-    first = line["turns"][0]
-    trimmed = [stats.strip(m) if at == first else m for at, m in enumerate(line["messages"])]
-    sampled, shown = encode(data_folder, tmp_path, line, {**line, "messages": trimmed})
-    turns = [sampled[0], *shown[1:]]
-    key = TrajectoryKey(line["prompt_uid"], line["sample"])
-
-    found = [*merge_breaks({key: store_turns(turns)})]
-    rows = merge_turns(turns)
-
-    before = [*turns[0].prompt_ids.tolist(), *turns[0].response_ids.tolist()]
-    after = turns[1].prompt_ids.tolist()
-    position = next(at for at, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
-    assert found == [(key, 1, 0, position)]
-    assert [row.turns for row in rows] == [(0,), tuple(range(1, len(turns)))]
-    assert rows[0].input_ids.tolist() == before
 
 
 def test_rewritten_tool_calls_break_as_many_merges_as_published(

@@ -226,30 +226,6 @@ def test_an_empty_first_append_of_the_new_writer_refuses_every_late_turn(run: Ru
     assert [record for _, record in run.turns()] == [b"turn 0000", b"turn 1111", b"turn 3333"]
 
 
-def test_a_fence_holds_where_nothing_was_ever_stored(run: RunDriver) -> None:
-    run.do(run.open_group("g/0/0"))
-    lapse(run)
-    take_over(run)
-    run.do(run.append(lease="2:second"))
-
-    with pytest.raises(FencedError):
-        run.do(run.append(b"turn 0000", lease="1:w"))
-
-    assert run.turns() == []
-
-
-def test_slower_of_two_adopters_is_fenced_in_the_payload(run: RunDriver) -> None:
-    run.do(run.open_group("g/0/0"))
-    run.do(run.append(b"turn 0000"))
-    for writer in ("second", "third"):
-        lapse(run)
-        take_over(run, writer)
-    run.do(run.append(lease="3:third"))
-
-    with pytest.raises(FencedError, match="epoch 3 writes, not 2"):
-        run.do(run.append(lease="2:second"))
-
-
 def test_lapsed_trajectories_are_listed_the_longest_lapsed_first(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", "g/1/0", "g/2/0", num_samples=3, writer="host:1"))
     lapse(run, "g/0/0", since_ms=10)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import redis
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from testkit import wait_until
@@ -19,24 +16,6 @@ pytestmark = pytest.mark.redis
 
 LONGEST_S = 20.0
 """Far above any deadline here, on a machine that is busy, and below the socket's own timeout."""
-
-
-@pytest.fixture
-def silent() -> Iterator[redis.Redis]:
-    """A client of something that accepts connections and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with connect(f"redis://127.0.0.1:{port}") as client:
-            yield client
-
-
-def test_call_of_a_limited_client_ends_in_time(silent: redis.Redis) -> None:
-    began_s = time.monotonic()
-
-    with pytest.raises(RedisTimeoutError), limited_client(silent, timeout_s=0.1) as client:
-        client.ping()
-
-    assert 0.1 <= time.monotonic() - began_s < LONGEST_S
 
 
 def test_a_server_that_is_silent_is_not_asked_again() -> None:

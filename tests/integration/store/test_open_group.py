@@ -19,7 +19,6 @@ from turnstream.errors import (
 from turnstream.store.client.scripts import Command
 from turnstream.store.run.credits import credit
 from turnstream.store.run.leases import take_over_command
-from turnstream.store.run.runs import pause_run
 
 pytestmark = pytest.mark.redis
 
@@ -58,22 +57,6 @@ def test_a_run_that_was_never_created_can_neither_be_opened_nor_closed(
     for command in (missing_run.open_group("g/0/0"), missing_run.close()):
         with pytest.raises(RunNotFoundError):
             missing_run.do(command)
-
-
-def test_a_new_group_waits_while_there_is_no_capacity(drive: Drive) -> None:
-    run = drive(batch_groups=1, max_staleness=1, max_planned_ahead=0)
-    for group in ("a", "b"):
-        run.do(run.open_group(group=group))
-
-    with pytest.raises(
-        RejectedError, match="2 groups are live, 2 are allowed after step 0"
-    ) as told:
-        run.do(run.open_group(group="c"))
-    run.client.hset(run.keys.frontier, "stepped", 1)
-    run.do(run.open_group(group="c"))
-
-    assert told.value.retry_after_s is not None
-    assert run.events() == [b"opened a", b"opened b", b"opened c"]
 
 
 def test_further_samples_of_a_known_group_never_wait(drive: Drive) -> None:
@@ -162,16 +145,6 @@ def test_evaluation_can_be_sealed_and_its_open_members_adopted(run: RunDriver) -
     assert run.do(run.post_sealed("e/0/0", 1, b"seal")) == [b"OK"]
     assert run.counts() == {"accepted": 2, "open": 1, "sealed": 1}
     assert run.do(take_over_command(run.name, "e/1/0", writer="w")) == [1, 2]
-
-
-def test_an_evaluation_begins_while_the_training_is_paused(run: RunDriver) -> None:
-    pause_run(run.client, run.name, "the judge is down")
-
-    (waits,) = run.do_all([run.open_group("g/0/0")])
-    opened = run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
-
-    assert "the run is paused: the judge is down" in str(waits)
-    assert opened == [1]
 
 
 @dataclass(frozen=True)

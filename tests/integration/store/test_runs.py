@@ -11,7 +11,7 @@ import redis
 
 from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError
+from turnstream.errors import ConflictError, NotReadyError
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
@@ -66,11 +66,6 @@ def test_creating_a_run_again_changes_nothing(client: redis.Redis) -> None:
 
     assert create_run(client, "again", CONFIG) == 1
     assert client.hget(keys.run_keys("again").frontier, "stepped") == b"3"
-
-
-def test_a_run_that_was_never_created_has_no_config(client: redis.Redis) -> None:
-    with pytest.raises(RunNotFoundError, match="nobody"):
-        read_config(client, "nobody")
 
 
 def test_the_newest_version_is_the_last_announced(client: redis.Redis, new_run: NewRun) -> None:

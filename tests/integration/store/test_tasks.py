@@ -62,24 +62,6 @@ def wait(run: Any) -> NoTask:
     return found
 
 
-def test_prompts_are_granted_in_order_as_open_groups(run: RunDriver) -> None:
-    add_prompts(run.client, run.name, [prompt("a", b"first"), prompt("b/1", b"\x00second")])
-
-    first, second = take(run), take(run, "v")
-
-    assert (first.task.payload, second.task.payload) == (b"first", b"\x00second")
-    assert first.task.group == GroupOpened(group_id="a#1", prompt_uid="a", num_samples=2)
-    assert first.epochs == {TrajectoryKey("a#1", sample): 1 for sample in range(2)}
-    assert run.ledger() == {
-        b"a%231/0/0": b"open:1:w",
-        b"a%231/1/0": b"open:1:w",
-        b"b%2F1%231/0/0": b"open:1:v",
-        b"b%2F1%231/1/0": b"open:1:v",
-    }
-    assert run.client.zcard(run.keys.leases) == 4
-    assert run.counts() == {"accepted": 4, "open": 4}
-
-
 uids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
 
 

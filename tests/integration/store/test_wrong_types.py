@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from turnstream.errors import InvalidConfigError, InvalidTurnError
-from turnstream.generator import Prompt, add_prompts, credit, post_reward
+from turnstream.generator import Prompt, add_prompts, post_reward
 from turnstream.store.run.tasks import read_prompt_counts
 from turnstream.types import TrajectoryKey
 from turnstream.types.names import shown
@@ -94,16 +94,3 @@ def test_prompt_refuses_wrong_types_by_field_and_value(field: str, given: dict[s
         replace(PROMPT, **given)
 
     is_refused(error, field, given[field])
-
-
-@pytest.mark.parametrize("name", [*NOT_A_TEXT, ""], ids=shown)
-def test_functions_of_the_store_refuse_a_run_that_is_no_text(
-    client: redis.Redis, name: Any
-) -> None:
-    with pytest.raises(InvalidConfigError) as error:
-        credit(client, name)
-    is_refused(error, "run", name)
-
-    with pytest.raises(InvalidConfigError) as error:
-        post_reward(client, name, TrajectoryKey("g", 0), 1.0)
-    is_refused(error, "run", name)

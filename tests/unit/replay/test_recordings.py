@@ -202,27 +202,6 @@ def test_refuses_the_same_sample_twice(tmp_path: Path) -> None:
         read_groups(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_groups", "num_trajectories", "num_turns"),
-    [
-        ("tau_bench_trajectories", 38, 152, 1_824),
-        ("tau2_trajectories", 105, 210, 3_157),
-        ("mint_trajectories", 327, 2_616, 8_912),
-        ("gsm8k_samples", 989, 3_956, 3_956),
-        ("game24_samples", 75, 7_500, 7_500),
-    ],
-)
-def test_reads_every_trajectory_of_the_recorded_sets(
-    data_folder: Path, name: str, num_groups: int, num_trajectories: int, num_turns: int
-) -> None:
-    groups = read_groups(data_folder / f"{name}.jsonl.gz")
-
-    recordings = [recording for group in groups for recording in group.recordings]
-    assert len(groups) == num_groups
-    assert len(recordings) == num_trajectories
-    assert sum(len(recording.turns) for recording in recordings) == num_turns
-
-
 def test_writes_messages_as_the_recorded_sets_describe(
     data_folder: Path, stats: ModuleType
 ) -> None:

@@ -43,14 +43,6 @@ def test_all_keys_of_a_run_share_a_slot() -> None:
     assert tags == {"{a%2Fb"}
 
 
-def test_the_payload_of_two_trajectories_is_in_two_slots() -> None:
-    one = keys.trajectory_keys("r", "g/0/0")
-    other = keys.trajectory_keys("r", "g/1/0")
-
-    assert one == ("ts:{r/g/0/0}:turns", "ts:{r/g/0/0}:meta")
-    assert other.turns.startswith("ts:{r/g/1/0}:")
-
-
 @given(names, names)
 def test_every_key_is_declared(run: str, group_id: str) -> None:
     payload = keys.trajectory_keys(run, keys.trajectory_id(TrajectoryKey(group_id, 1)))

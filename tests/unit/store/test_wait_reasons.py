@@ -62,16 +62,6 @@ def test_scanned_run_without_obstacles_is_healthy(changes: dict[str, Any], state
     assert (found.kind, found.sentence) == (WaitKind.NOTHING_WRONG, f"nothing is wrong: {state}")
 
 
-def test_store_without_writes_precedes_its_consequences() -> None:
-    found = reasons(snapshot(planner="", store_trouble="its disk is full"))
-
-    assert [each.kind for each in found[:2]] == [
-        WaitKind.STORE_REFUSES_WRITES,
-        WaitKind.NO_PLANNER,
-    ]
-    assert found[1].sentence == "no batcher plans the run"
-
-
 @pytest.mark.parametrize(
     ("session_epoch", "trainer"),
     [(1, "trainer session 1 has it for 95 s"), (0, "no trainer session has begun for 95 s")],
@@ -154,24 +144,6 @@ def test_bounded_number_of_lapsed_generators_is_named_largest_first() -> None:
     assert (gone[0].writer, gone[0].num_open) == ("w5", 2)
 
 
-@pytest.mark.parametrize(
-    ("member", "kind", "lease"),
-    [
-        (ALIVE, WaitKind.MEMBER_OPEN, "lease renewed, 30 s left"),
-        (LAPSED, WaitKind.MEMBER_LAPSED, "lease lapsed 7 s ago"),
-    ],
-)
-def test_group_names_the_member_it_waits_for(
-    member: OpenMember, kind: WaitKind, lease: str
-) -> None:
-    unscanned = WaitingGroup(group_id="g", open_members=(member,))
-
-    found = the(kind, snapshot(groups=(unscanned,)))
-
-    assert found.sentence == f"group g waits for sample 1 of generator w: {lease}"
-    assert found.facts["writer"] == "w"
-
-
 def test_open_members_are_a_reason_only_if_something_waits_for_them() -> None:
     groups = (replace(GROUP, open_members=(ALIVE,)),)
     fed: dict[str, Any] = {"groups": groups, "num_ready": 4}
@@ -233,12 +205,14 @@ def test_the_most_important_reason_comes_first() -> None:
         num_opened=100,
         num_live=16,
         planner="",
+        store_trouble="its disk is full",
         groups=(group,),
         refills=REFILLS,
         lapsed_writers=(GONE,),
     )
 
     assert kinds(seen) == [
+        WaitKind.STORE_REFUSES_WRITES,
         WaitKind.NO_PLANNER,
         WaitKind.TOO_FEW_READY,
         WaitKind.GENERATOR_GONE,
