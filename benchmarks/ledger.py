@@ -165,7 +165,10 @@ class RunWriter:
 
     def _fold(self, batch: Planned) -> None:
         names = self._names
-        fold = names.of_fold_batch
+        fold = (
+            *(names.leader, names.frontier, names.ledger, names.groups),
+            *(names.over, names.rewards),
+        )
         finish = (
             *(names.leader, names.frontier, names.batches),
             *(names.plan, names.past, names.snapshot, names.times),

@@ -99,7 +99,7 @@ def with_settings(config: BatchingConfig, settings: Sequence[str]) -> BatchingCo
 
 def pending_revisions(revisions: Revisions) -> Iterator[tuple[str, str]]:
     """Yield the name and the changes of each revision that is not in force yet."""
-    before = revisions.config(revisions.in_force)
+    before = revisions.revision(revisions.in_force).config
     for each in revisions.pending:
         changes = changed_settings(before, each.config)
         values = ", ".join(f"{change.name}={_text(change.after)}" for change in changes)

@@ -110,7 +110,7 @@ def read_run(url: str, run: str) -> dict[str, Any]:
         revisions = read_revisions(client, run)
         observers = read_observers(client, run)
         common = common_facts(client, seen)
-    config = revisions.config(revisions.in_force)
+    config = revisions.revision(revisions.in_force).config
     frontier = seen.frontier
     steps = progress_facts(frontier)
     return {

@@ -30,7 +30,7 @@ def test_these_names_are_public() -> None:
         *("AsyncTrajectoryWriter", "Credit", "CreditReason", "GroupWriter", "LapsedTrajectory"),
         *("Prompt", "Publisher", "PublisherStatistics", "Receipt", "Refill", "RewardOutcome"),
         *("Task", "TrajectoryWriter", "add_prompts", "credit"),
-        *("post_reward", "post_reward_async"),
+        "post_reward",
     ]
 
 

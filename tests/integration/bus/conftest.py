@@ -22,7 +22,7 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.client.fullness import Bytes
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.budget import settled_lease
-from turnstream.store.run.rewards import RewardOutcome, post_reward_async
+from turnstream.store.run.rewards import RewardOutcome, reward_command
 from turnstream.types import (
     Event,
     Purpose,
@@ -244,7 +244,8 @@ class LedRun:
     async def post_reward(self, group_id: str, sample: int, reward: float) -> RewardOutcome:
         """Post a late reward."""
         key = TrajectoryKey(group_id, sample)
-        return await post_reward_async(self.client, self.name, key, reward)
+        command = reward_command(self.name, key, reward, None)
+        return RewardOutcome((await run_command_async(self.client, command)).decode())
 
     async def plan(self, *group_ids: str, **fields: Any) -> StoredManifest:
         """Plan the next step from samples 0 and 1 of these groups; `fields` replace its own."""

@@ -73,7 +73,7 @@ async def open_admitted(run: Any, names: Iterable[str]) -> list[str]:
 async def grow_and_seal(run: Any, group_id: str, size: int) -> None:
     """Reserve and store this number of bytes in each of the two samples."""
     for sample, trajectory_id in enumerate(members([group_id])):
-        command = reserve_command(run.name, [(trajectory_id, 1, size)])
+        command = reserve_command(run.name, [(trajectory_id, 1, size)], writer="writer")
         (granted,) = await run_command_async(run.client, command)
         assert granted >= size
         await run.seal(group_id, sample, num_bytes=size)

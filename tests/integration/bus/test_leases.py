@@ -43,7 +43,7 @@ async def end_lapsed(run: Any, found: LapsedTrajectory, *, until_ms: int) -> boo
     names = run.keys
     where = (names.leader, names.ledger, names.leases, names.counts, names.events)
     late = script("abandon_lapsed")(
-        where, 1, until_ms, found.trajectory_id, found.epoch, "late", b"record"
+        where, 1, until_ms, found.key.trajectory_id, found.epoch, "late", b"record"
     )
     (reply,) = await run_command_async(run.client, late)
     return bool(reply)

@@ -238,7 +238,7 @@ def test_lapsed_trajectories_are_listed_the_longest_lapsed_first(run: RunDriver)
         LapsedTrajectory(key=TrajectoryKey("g", sample), writer="host:1", epoch=1)
         for sample in (2, 0)
     ]
-    assert [each.trajectory_id for each in first] == ["g/2/0"]
+    assert [each.key.trajectory_id for each in first] == ["g/2/0"]
 
 
 def test_a_lease_from_before_the_clock_was_set_back_is_cut(drive: Drive) -> None:

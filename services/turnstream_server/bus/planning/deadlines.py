@@ -102,13 +102,16 @@ async def abandon_lapsed(term: Term, *, until_ms: int) -> bool:
     lapsed = await list_lapsed_async(term.client, term.run, until_ms=until_ms)
     if not lapsed:
         return False
-    await _post_seals(term.client, term.run, [each.trajectory_id for each in lapsed])
+    await _post_seals(term.client, term.run, [each.key.trajectory_id for each in lapsed])
     reach("abandon_lapsed.before")
     abandoned = await _abandon(term, lapsed, until_ms=until_ms)
     reach("abandon_lapsed.after")
     fences = [
         _APPEND(
-            keys.trajectory_keys(term.run, each.trajectory_id), f"{each.epoch + 1}:{_FENCE}", 0, 0
+            keys.trajectory_keys(term.run, each.key.trajectory_id),
+            f"{each.epoch + 1}:{_FENCE}",
+            0,
+            0,
         )
         for each in abandoned
     ]
@@ -128,7 +131,7 @@ async def _abandon(
     for each in lapsed:
         reason = _reason(each)
         record = encode_event(TrajectoryAbandoned(key=each.key, reason=reason))
-        arguments += (each.trajectory_id, each.epoch, reason, record)
+        arguments += (each.key.trajectory_id, each.epoch, reason, record)
     replies = await _ABANDON.run(term, until_ms, *arguments)
     return [each for each, was_abandoned in zip(lapsed, replies, strict=True) if was_abandoned]
 

@@ -9,7 +9,7 @@ from turnstream.generator.outbox.inflight import PublisherStatistics
 from turnstream.generator.outbox.receipts import AsyncReceipt, Receipt
 from turnstream.store.run.credits import Credit, CreditReason, credit
 from turnstream.store.run.leases import LapsedTrajectory
-from turnstream.store.run.rewards import RewardOutcome, post_reward, post_reward_async
+from turnstream.store.run.rewards import RewardOutcome, post_reward
 from turnstream.store.run.tasks import Prompt, Refill, add_prompts
 
 __all__ = [
@@ -33,5 +33,4 @@ __all__ = [
     "add_prompts",
     "credit",
     "post_reward",
-    "post_reward_async",
 ]

@@ -219,14 +219,6 @@ class RunKeys(NamedTuple):
             *(self.conflicts, self.frontier, self.groups, self.over),
         )
 
-    @property
-    def of_fold_batch(self) -> tuple[str, ...]:
-        """The keys of the script fold_batch."""
-        return (
-            *(self.leader, self.frontier, self.ledger, self.groups),
-            *(self.over, self.rewards),
-        )
-
 
 class TrajectoryKeys(NamedTuple):
     """The keys of one trajectory's payload, both in one slot."""

@@ -47,9 +47,6 @@ class Script:
         self.source = _read(name, package)
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
-    def __repr__(self) -> str:
-        return f"Script({self.name!r})"
-
     def __call__(self, keys: Sequence[str], *args: Argument) -> Command:
         """Return the call of this script; nothing is sent."""
         return Command(self, tuple(keys), args)

@@ -75,10 +75,6 @@ class Revisions:
             raise RunNotFoundError(f"the run has no config revision {number}")
         return found
 
-    def config(self, number: int) -> BatchingConfig:
-        """Return the config of this number."""
-        return self.revision(number).config
-
     def put_in_force_by(self, event_id: str) -> Revision | None:
         """Return the revision that this event announced, or None."""
         return next((each for each in self.stored if each.announced_at == event_id), None)

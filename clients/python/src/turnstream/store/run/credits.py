@@ -37,18 +37,12 @@ class Credit:
 
     Attributes:
         most: groups that may be live after the last step.
-        stepped: the last step that was trained.
-        num_live: groups that were opened and not dropped.
-        num_open: live groups that are not decided yet.
         reason: None while a group may start.
         sentence: for people.
     """
 
     num_groups: int
     most: int
-    stepped: int
-    num_live: int
-    num_open: int
     reason: CreditReason | None
     sentence: str
 
@@ -123,9 +117,6 @@ def credit_of(
     return Credit(
         num_groups=0 if reason else num_groups,
         most=most,
-        stepped=stepped,
-        num_live=num_live,
-        num_open=num_open,
         reason=reason,
         sentence=sentence,
     )

@@ -36,11 +36,6 @@ class LapsedTrajectory:
     writer: str
     epoch: int
 
-    @property
-    def trajectory_id(self) -> str:
-        """Its name inside its run."""
-        return keys.trajectory_id(self.key)
-
 
 async def list_lapsed_async(
     client: redis.asyncio.Redis,

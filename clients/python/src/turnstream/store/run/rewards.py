@@ -7,13 +7,12 @@ from enum import StrEnum
 from typing import Final
 
 import redis
-import redis.asyncio
 
 from turnstream.errors import InvalidTurnError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.run_ids import find_run, find_run_async
-from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
+from turnstream.store.client.run_ids import find_run
+from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.types import RewardPosted, TrajectoryKey
 from turnstream.types.names import checked_setting, checked_text, shown
 from turnstream.types.scalars import finite_number, named_numbers, whole_number
@@ -63,21 +62,6 @@ def post_reward(
     command = reward_command(run, key, reward, reward_components)  # checks before it asks
     reply = run_command(client, addressed(command, find_run(client, run)))
     return RewardOutcome(reply.decode())
-
-
-async def post_reward_async(
-    client: redis.asyncio.Redis,
-    run: str,
-    key: TrajectoryKey,
-    reward: float | None = None,
-    *,
-    reward_components: Mapping[str, float] | None = None,
-) -> RewardOutcome:
-    """Post a reward like `post_reward`, for asyncio."""
-    command = addressed(
-        reward_command(run, key, reward, reward_components), await find_run_async(client, run)
-    )
-    return RewardOutcome((await run_command_async(client, command)).decode())
 
 
 def reward_command(

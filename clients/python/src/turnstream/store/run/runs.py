@@ -10,13 +10,13 @@ import redis.asyncio
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import ConflictError, InvalidConfigError
-from turnstream.records.configs import decode_config, encode_config
+from turnstream.records.configs import encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import create_under, find_run
 from turnstream.store.client.scripts import Command, Script, run_command
-from turnstream.store.run.configs import read_config
+from turnstream.store.run.configs import read_revisions
 from turnstream.types import Leftover, RunClosed, RunReopened, VersionAnnounced
 from turnstream.types.names import RunId, checked_setting
 
@@ -39,10 +39,11 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
         try:
             return run_command(client, _create_command(run_id, config))
         except ConflictError:
-            revision, stored = read_config(client, run_id)
-            if config not in (stored, _first_config(client, run_id)):
-                raise _other_config(run_id, stored, config) from None
-            return revision
+            revisions = read_revisions(client, run_id)
+            now = revisions.revision(revisions.in_force)
+            if config not in (now.config, revisions.stored[0].config):
+                raise _other_config(run_id, now.config, config) from None
+            return now.number
 
     run_id, revision = create_under(client, run, create)
     list_run(client, run_id)
@@ -86,12 +87,6 @@ def list_runs(client: redis.Redis) -> list[RunId]:
     with translating():
         names: Any = client.smembers(keys.RUNS)
     return sorted(RunId(keys.decode_name(name.decode())) for name in names)
-
-
-def _first_config(client: redis.Redis, run: str) -> BatchingConfig:
-    with translating():
-        text: Any = client.hget(keys.run_keys(run).config, "1")
-    return decode_config(text, run=run)
 
 
 def newest_version(client: redis.Redis, run: str) -> VersionAnnounced | None:
