@@ -101,7 +101,7 @@ GUARDS: Final[dict[str, Break]] = {
     ),
     "open_group: a prompt that waits is no new one": condition("    if is_repeated then"),
     "heartbeat: the lease is renewed": script(
-        "      redis.call('ZADD', KEYS[2], ends_ms, id)\n      replies", "      replies"
+        "    redis.call('ZADD', KEYS[2], ends_ms, id)\n    replies", "    replies"
     ),
     "take_over: the next epoch": script(
         "  epoch = epoch + 1\n  redis.call('HSET', KEYS[1], id, 'open:'",
