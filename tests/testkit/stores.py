@@ -127,4 +127,4 @@ def wait_for_lapse(publisher: Publisher, key: TrajectoryKey) -> None:
 
 def lose_answer(proxy: Any, name: str) -> None:
     """Let the next call of a script succeed, and drop its answer."""
-    proxy.cut_answers(script(name).sha.encode(), after_bytes=[0])
+    proxy.break_replies([0], request=script(name).sha.encode())

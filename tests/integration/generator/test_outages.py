@@ -87,7 +87,7 @@ def test_a_group_whose_replies_are_lost_anywhere_arrives_once(
         publisher.publish(group("first")).result(10)
         for number in range(num_answered):
             publisher.publish(group(f"before-{number}"))
-        proxy.break_next_reply()
+        proxy.break_replies([0])
         publisher.publish(group("g")).result(10)
 
     stored = store.read(run)

@@ -103,7 +103,7 @@ def test_lost_reply_neither_loses_nor_doubles_a_task(
             for trajectory in first.trajectories:
                 write(trajectory)
         publisher.flush()
-        proxy.cut_answers(script(name).sha.encode(), after_bytes=[0])
+        proxy.break_replies([0], request=script(name).sha.encode())
         with publisher.next_task(10) as second:
             for trajectory in second.trajectories:
                 write(trajectory)

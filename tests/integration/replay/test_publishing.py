@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,16 +134,6 @@ def test_log_probabilities_are_sent_where_a_policy_is_given(
     config = replay(line("maze/1", 0), policy=write_policy(tmp_path, policy))
 
     assert sealed(client, config.run)[TrajectoryKey("maze/1", 0)].has_logprobs
-
-
-def test_recorded_times_pace_the_turns(
-    client: redis.Redis, replay: Callable[..., ReplayConfig]
-) -> None:
-    start_s = time.monotonic()
-
-    replay(line("maze/1", 0, times=[0.0, 1.0, 2.0, 4.0]), speed=10.0)
-
-    assert time.monotonic() - start_s >= 0.4
 
 
 def test_the_history_of_a_run_adds_up(
