@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from turnstream.errors import (
     StoreUnavailableError,
 )
 from turnstream.generator import Publisher
+from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.types import GroupOpened, RunClosed, SealedTrajectory, TrajectoryKey
 from turnstream_server.bus.queries.ledger import read_ledger
 
@@ -81,6 +84,22 @@ def test_a_closed_publisher_takes_nothing(store: Store) -> None:
 
     with pytest.raises(StoreUnavailableError, match="closed"):
         publisher.publish(group("g"))
+
+
+def test_closed_publisher_keeps_no_record_in_memory(store: Store) -> None:
+    run = store.new_run()
+    gc.collect()
+    gc.disable()  # a cycle would keep them until its next collection
+    try:
+        with Publisher(store.url, run) as publisher:
+            publisher.publish(group("g"))
+            publisher.close_run("done")
+        del publisher
+        left = [each for each in gc.get_objects() if isinstance(each, TurnRecord)]
+    finally:
+        gc.enable()
+
+    assert left == []
 
 
 def test_conflicts_are_counted_in_the_run_with_the_last_one_named(store: Store) -> None:

@@ -328,6 +328,11 @@ class Outbox:
         """Fail everything that is not acknowledged."""
         self._end_all(lambda _: error)
 
+    def close(self, error: TurnstreamError) -> None:
+        """Fail everything that is not acknowledged, and free the acknowledged writes."""
+        self.fail_all(error)
+        self._resend_buffer.take()
+
     def _end_all(self, error_of: Callable[[Lane | Admission | str], TurnstreamError]) -> None:
         if self._round is not None:
             _put_back(self._round.calls)

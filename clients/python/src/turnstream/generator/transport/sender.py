@@ -118,6 +118,8 @@ class Sender(Generic[_Receipt]):
         """Fail unacknowledged writes, stop the tasks, disconnect. Safe to repeat."""
         self._end("the publisher was closed")
         await cancel_all([task for task in (self._sending, self._listening) if task is not None])
+        # The traceback of a task names this sender: the cycle would keep its records in memory.
+        self._sending = self._listening = None
 
     def _wake(self) -> None:
         """Look for calls to send, in the event loop."""
@@ -164,7 +166,7 @@ class Sender(Generic[_Receipt]):
         """Accept nothing more, and fail unacknowledged writes."""
         with self.lock:
             self._is_closed = True
-            self._outbox.fail_all(StoreUnavailableError(reason))
+            self._outbox.close(StoreUnavailableError(reason))
         self._notify_waiters()
 
     async def _send_rounds(self) -> None:
