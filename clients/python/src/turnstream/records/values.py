@@ -6,10 +6,9 @@ annotations say how a stored field is read: a missing message field is None wher
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -32,16 +31,24 @@ UNREADABLE: Final = (
 )
 """Errors of parsers that get other bytes than were written."""
 
+_SCALARS: Final = frozenset((int, float, str, bool, bytes, NoneType))
 
-@contextlib.contextmanager
-def reading(what: str, *others: type[Exception]) -> Generator[None]:
+
+class reading:  # noqa: N801 - used like a function
     """Raise the error of a parser inside the block, or one of `others`, as a CorruptRecordError."""
-    try:
-        yield
-    except RecordError:
-        raise
-    except (*UNREADABLE, *others) as error:
-        raise CorruptRecordError(f"{what}: {error!r}") from error
+
+    __slots__ = ("_kinds", "_what")
+
+    def __init__(self, what: str, *others: type[Exception]) -> None:
+        self._what = what
+        self._kinds = (*UNREADABLE, *others) if others else UNREADABLE
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, self._kinds) and not isinstance(error, RecordError):
+            raise CorruptRecordError(f"{self._what}: {error!r}") from error
 
 
 def parse_message(kind: type[_Message], data: bytes) -> _Message:
@@ -73,6 +80,8 @@ def read_value(kind: type[_Value], stored: object) -> _Value:
 
 
 def _converted(value: Any, make: Callable[[type[Any], dict[str, Any]], Any]) -> Any:
+    if type(value) in _SCALARS:
+        return value
     kind = cast("type[Any]", type(value))
     if _has_fields(kind):
         parts = {name: _converted(getattr(value, name), make) for name in field_names(kind)}
