@@ -84,7 +84,9 @@ def _converted(value: Any, make: Callable[[type[Any], dict[str, Any]], Any]) -> 
         return value
     kind = cast("type[Any]", type(value))
     if _has_fields(kind):
-        parts = {name: _converted(getattr(value, name), make) for name in field_names(kind)}
+        parts = {name: getattr(value, name) for name in field_names(kind)}
+        for name in _nested(kind):
+            parts[name] = _converted(parts[name], make)
         return make(kind, parts)
     if kind in (tuple, set):
         return [_converted(each, make) for each in (value if kind is tuple else sorted(value))]
@@ -100,6 +102,18 @@ def _converted(value: Any, make: Callable[[type[Any], dict[str, Any]], Any]) -> 
 def field_names(kind: type[Any]) -> tuple[str, ...]:
     """Return the fields of a dataclass or a named tuple."""
     return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else kind._fields
+
+
+@cache
+def _nested(kind: type[Any]) -> tuple[str, ...]:
+    """Return the fields that may hold more than a number or a text."""
+    hints = get_type_hints(kind)
+    return tuple(name for name in field_names(kind) if not _is_scalar(hints[name]))
+
+
+def _is_scalar(hint: Any) -> bool:
+    is_union = get_origin(hint) in (Union, UnionType)
+    return {*(get_args(hint) if is_union else (hint,))} <= _SCALARS
 
 
 @cache
