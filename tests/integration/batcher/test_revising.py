@@ -8,7 +8,8 @@ import pytest
 
 from testkit import group, ids, wait_until_async
 from turnstream.generator import AsyncPublisher
-from turnstream.records.events import decode_event
+from turnstream.records.configs import encode_config
+from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.types import ConfigRevised
@@ -83,6 +84,38 @@ async def test_successor_plans_by_the_revised_config_also_if_its_event_is_damage
 
     assert [info(each).config_revision for each in pulled] == [1, 2, 2]
     assert [names(each) for each in pulled] == [["g0"], ["g1", "g2"], ["g3", "g4"]]
+
+
+async def test_leader_that_reads_its_successors_revision_rejects_no_event(house, caplog):
+    run = house.create_run(batch_groups=1, max_planned_ahead=5)
+    trainer = await house.start_trainer(run, lease_s=0.6)
+    await house.publish(run, group("g0"))
+    await house.planned(run, 1)
+    waiting = asyncio.create_task(trainer.get(2))
+
+    put_in_force_by_another(house, run, **REVISED)
+    await house.publish(run, group("g1"), group("g2"))
+
+    (pulled,) = await waiting
+    assert info(pulled).config_revision == 2
+    assert names(pulled) == ["g1", "g2"]
+    assert "is gone from the store" not in caplog.text
+    assert "rejected" not in caplog.text
+    assert house.client.xlen(keys.run_keys(run).damaged) == 0
+
+
+def put_in_force_by_another(house, run, **changes):
+    """A revision that is stored and announced at once, as this replica's leader never does it."""
+    own = keys.run_keys(run)
+    after = dataclasses.replace(read_revisions(house.client, run).last.config, **changes)
+    last_id = house.client.xinfo_stream(own.events)["last-generated-id"].decode()
+    event_id = f"{int(last_id.partition('-')[0]) + 1}-0"
+    fields: Any = {"2": encode_config(after), "from:2": 2, "at:2": event_id, "newest": 2}
+    with house.client.pipeline(transaction=True) as pipeline:
+        pipeline.hset(own.config, mapping=fields)
+        event = encode_event(ConfigRevised(revision=2, step=2))
+        pipeline.xadd(own.events, {"r": event}, id=event_id)
+        pipeline.execute()
 
 
 def damage_revision(records):

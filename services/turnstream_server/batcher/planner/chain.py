@@ -72,6 +72,11 @@ class ConfigInForce:
             return None
         return ConfigRevised(revision=revision.number, step=revision.from_step)
 
+    async def learn(self, event_id: str, event: ConfigRevised) -> None:
+        """Read the revisions again if a successor of this term has put this one in force."""
+        if not self._known.was_put_in_force(event.revision, event_id):
+            self._known = await read_revisions_async(self._term.client, self._term.run)
+
     def take(self, event_id: str, event: ConfigRevised) -> bool:
         """Put a revision in force; return False where it was in force before.
 

@@ -141,7 +141,7 @@ class Leader:
         decisions = await self._pass_all(planned, through=self._listener.position)
         while events := await self._listener.read_events():
             for entry in events:
-                decisions += self._apply(entry)
+                decisions += await self._apply(entry)
                 decisions += await self._pass_all(planned, through=entry.event_id)
                 await self._share.after(entry)
             self._snapshots.count_events(len(events))
@@ -209,17 +209,19 @@ class Leader:
     async def _take_in(self, events: Iterable[EventEntry]) -> None:
         decisions: list[Decision] = []
         for entry in events:
-            decisions += self._apply(entry)
+            decisions += await self._apply(entry)
             self._snapshots.count_events(1)
             await self._share.after(entry)
         self._snapshots.forget_groups(self._fold, position=self._listener.position)
         await self._carry_out(decisions)
 
-    def _apply(self, entry: EventEntry) -> list[Decision]:
+    async def _apply(self, entry: EventEntry) -> list[Decision]:
         """Fold an event and return the decisions; reject an event that cannot be read or folded."""
         event = self._decisions.read(entry) or self._in_force.revision_of_event(entry.event_id)
         if event is None:
             return []
+        if isinstance(event, ConfigRevised):
+            await self._in_force.learn(entry.event_id, event)
         try:
             return self._fold_in(entry.event_id, event)
         except Exception as error:  # noqa: BLE001 - raised again where not due to the event
