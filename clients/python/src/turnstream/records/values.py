@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -79,17 +79,18 @@ def read_value(kind: type[_Value], stored: object) -> _Value:
     return _reader(kind)(stored)
 
 
-def _converted(value: Any, make: Callable[[type[Any], dict[str, Any]], Any]) -> Any:
-    if type(value) in _SCALARS:
+def _converted(value: object, make: Callable[[type[Any], dict[str, Any]], Any]) -> Any:
+    kind = type(value)
+    if kind in _SCALARS:
         return value
-    kind = cast("type[Any]", type(value))
     if _has_fields(kind):
         parts = {name: getattr(value, name) for name in field_names(kind)}
         for name in _nested(kind):
             parts[name] = _converted(parts[name], make)
         return make(kind, parts)
     if kind in (tuple, set):
-        return [_converted(each, make) for each in (value if kind is tuple else sorted(value))]
+        items = cast("Iterable[Any]", value if kind is tuple else sorted(cast("set[Any]", value)))
+        return [each if type(each) in _SCALARS else _converted(each, make) for each in items]
     if isinstance(value, dict):
         values = cast("dict[Any, Any]", value)
         if all(isinstance(key, str) for key in values):
