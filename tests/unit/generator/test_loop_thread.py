@@ -57,9 +57,9 @@ loop, was_cancelled = LoopThread(), threading.Event()
 
 async def wait():
     try:
-        while True:  # a signal just before the thread waits interrupts no wait
+        while True:  # a signal before the thread waits interrupts no wait
+            await asyncio.sleep(0.5)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            await asyncio.sleep(1)
     except asyncio.CancelledError:
         was_cancelled.set()
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Set
 from dataclasses import MISSING, asdict, fields
+from functools import lru_cache
 from typing import Any, Final, cast
 
 from turnstream.batching.config import BatchingConfig
@@ -27,6 +28,7 @@ def encode_config(config: BatchingConfig) -> str:
     return json.dumps({"format": RUN_FORMAT, **asdict(config)}, sort_keys=True)
 
 
+@lru_cache(maxsize=64)  # a leader reads its config again for each batch
 def decode_config(text: str | bytes, *, run: str = "") -> BatchingConfig:
     """Return the configuration of a JSON text, validated as a whole; errors name the `run`.
 

@@ -68,9 +68,11 @@ def decode_event(record: bytes) -> Event:
     name = message.WhichOneof("event")
     if name is None:
         raise UnknownFormatError("event", MAJOR_VERSION, MAJOR_VERSION, "an unknown kind")
-    kind, own = _KINDS[name], getattr(message, name)
+    kind = _KINDS[name]
+    if kind is SealedTrajectory:
+        return _decode_seal(message.trajectory_sealed)
     with reading(f"the values of a {name} event"):
-        event = _decode_seal(own) if kind is SealedTrajectory else read_value(kind, own)
+        event = read_value(kind, getattr(message, name))
     _check_event(event)
     return event
 
@@ -128,11 +130,18 @@ def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
         crcs.append(turn.payload_crc)
         versions.append(_decode_versions(turn))
         anchors.append(turn.anchor if turn.HasField("anchor") else None)
+        if shape.num_tokens > MAX_TURN_TOKENS:
+            raise CorruptRecordError(
+                f"turn {len(shapes) - 1} of a seal has {shape.num_tokens} tokens, "
+                f"more than {MAX_TURN_TOKENS}"
+            )
     status = _STATUSES.get(message.status)
     if status is None:
         raise CorruptRecordError(f"{message.status!r} is no status of a trajectory")
+    key = _decode_key(message.key)
+    check_key(key)
     return SealedTrajectory(
-        key=_decode_key(message.key),
+        key=key,
         lease_epoch=message.lease_epoch,
         status=status,
         reward=message.reward if message.HasField("reward") else None,
@@ -205,9 +214,6 @@ def _check_shape(shape: TurnShape, *, earlier: list[TurnShape]) -> None:
 
 def _check_event(event: Event) -> None:
     """Check that a plan and the ledger can hold the values."""
-    if isinstance(event, SealedTrajectory):
-        _check_seal(event)
-        return
     named: list[TrajectoryKey | None] = [getattr(event, name, None) for name in ("key", "awaited")]
     for key in (*named, *getattr(event, "dead", ())):
         if key is not None:
@@ -218,15 +224,6 @@ def _check_event(event: Event) -> None:
         raise CorruptRecordError(
             f"a group of {event.num_samples} samples needs {event.num_needed} of them"
         )
-
-
-def _check_seal(seal: SealedTrajectory) -> None:
-    check_key(seal.key)
-    for index, turn in enumerate(seal.turns):
-        if turn.num_tokens > MAX_TURN_TOKENS:
-            raise CorruptRecordError(
-                f"turn {index} of a seal has {turn.num_tokens} tokens, more than {MAX_TURN_TOKENS}"
-            )
 
 
 def check_key(key: TrajectoryKey) -> None:

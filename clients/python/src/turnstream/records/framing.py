@@ -99,7 +99,8 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
         raise CorruptRecordError(f"the checksum of a {name} record of {len(record)} bytes differs")
     # After the checksum: damage must not look like another release.
     only = _VERSIONS.get(kind, MAJOR_VERSION)
-    check_format(name, version, newest=only, oldest=only)
+    if version != only:
+        check_format(name, version, newest=only, oldest=only)
     header_stop = _PREFIX.size + num_header_bytes
     body_start = header_stop + -num_header_bytes % 8
     if body_start > body_stop:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -23,15 +23,13 @@ from turnstream.wire.v1 import records_pb2 as wire
 
 _Value = TypeVar("_Value")
 _Message = TypeVar("_Message", bound=Message)
-_Read = Callable[[Any], Any]
+_Convert = Callable[[Any], Any]
 
 UNREADABLE: Final = (
     *(ValueError, TypeError, LookupError, ArithmeticError, AssertionError, AttributeError),
     *(StopIteration, RecursionError, struct.error, zlib.error),
 )
 """Errors of parsers that get other bytes than were written."""
-
-_SCALARS: Final = frozenset((int, float, str, bool, bytes, NoneType))
 
 
 class reading:  # noqa: N801 - used like a function
@@ -61,12 +59,12 @@ def parse_message(kind: type[_Message], data: bytes) -> _Message:
 
 def to_message(value: object) -> Any:
     """Return the message of a value."""
-    return _converted(value, lambda kind, parts: getattr(wire, kind.__name__)(**parts))
+    return _writer(type(value), as_message=True)(value)
 
 
 def to_plain(value: object) -> Any:
     """Return a value as a JSON value: objects keyed by the names of their fields."""
-    return _converted(value, lambda _, parts: parts)
+    return _writer(type(value), as_message=False)(value)
 
 
 def read_value(kind: type[_Value], stored: object) -> _Value:
@@ -79,26 +77,6 @@ def read_value(kind: type[_Value], stored: object) -> _Value:
     return _reader(kind)(stored)
 
 
-def _converted(value: object, make: Callable[[type[Any], dict[str, Any]], Any]) -> Any:
-    kind = type(value)
-    if kind in _SCALARS:
-        return value
-    if _has_fields(kind):
-        parts = {name: getattr(value, name) for name in field_names(kind)}
-        for name in _nested(kind):
-            parts[name] = _converted(parts[name], make)
-        return make(kind, parts)
-    if kind in (tuple, set):
-        items = cast("Iterable[Any]", value if kind is tuple else sorted(cast("set[Any]", value)))
-        return [each if type(each) in _SCALARS else _converted(each, make) for each in items]
-    if isinstance(value, dict):
-        values = cast("dict[Any, Any]", value)
-        if all(isinstance(key, str) for key in values):
-            return {name: _converted(each, make) for name, each in values.items()}
-        return [[_converted(key, make), _converted(each, make)] for key, each in values.items()]
-    return value
-
-
 @cache
 def field_names(kind: type[Any]) -> tuple[str, ...]:
     """Return the fields of a dataclass or a named tuple."""
@@ -106,22 +84,59 @@ def field_names(kind: type[Any]) -> tuple[str, ...]:
 
 
 @cache
-def _nested(kind: type[Any]) -> tuple[str, ...]:
-    """Return the fields that may hold more than a number or a text."""
-    hints = get_type_hints(kind)
-    return tuple(name for name in field_names(kind) if not _is_scalar(hints[name]))
+def _writer(hint: Any, *, as_message: bool) -> _Convert:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        write = _writer(_present(arguments), as_message=as_message)
+        return write if write is _same else lambda value: None if value is None else write(value)
+    if origin in (tuple, set):
+        in_order = cast("_Convert", list if origin is tuple else sorted)
+        write = _writer(arguments[0], as_message=as_message)
+        if origin is tuple and write is _same and as_message:
+            return _same
+        return in_order if write is _same else lambda values: [*map(write, in_order(values))]
+    if origin is not None and origin is not Literal and issubclass(origin, Mapping):
+        return _writer_of_mapping(*arguments, as_message=as_message)
+    is_one_value = origin is not None or not _has_fields(hint)
+    return _same if is_one_value else _writer_of_fields(hint, as_message=as_message)
 
 
-def _is_scalar(hint: Any) -> bool:
-    is_union = get_origin(hint) in (Union, UnionType)
-    return {*(get_args(hint) if is_union else (hint,))} <= _SCALARS
+def _same(value: Any) -> Any:
+    return value
+
+
+def _present(arguments: tuple[Any, ...]) -> Any:
+    return next(each for each in arguments if each is not NoneType)
+
+
+def _writer_of_mapping(key_hint: Any, value_hint: Any, *, as_message: bool) -> _Convert:
+    write_key = _writer(key_hint, as_message=as_message)
+    write = _writer(value_hint, as_message=as_message)
+    if key_hint is str:
+        return lambda values: {name: write(each) for name, each in values.items()}
+    return lambda values: [[write_key(key), write(each)] for key, each in values.items()]
+
+
+def _writer_of_fields(kind: type[Any], *, as_message: bool) -> _Convert:
+    names, hints = field_names(kind), get_type_hints(kind)
+    writers = [(name, _writer(hints[name], as_message=as_message)) for name in names]
+    nested = [(name, write) for name, write in writers if write is not _same]
+    make: Any = getattr(wire, kind.__name__) if as_message else dict
+
+    def write(value: Any) -> Any:
+        parts = {name: getattr(value, name) for name in names}
+        for name, write_part in nested:
+            parts[name] = write_part(parts[name])
+        return make(**parts)
+
+    return write
 
 
 @cache
-def _reader(hint: Any) -> _Read:
+def _reader(hint: Any) -> _Convert:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        read = _reader(next(each for each in arguments if each is not NoneType))
+        read = _reader(_present(arguments))
         return lambda stored: None if stored is None else read(stored)
     if origin in (tuple, set):
         read = _reader(arguments[0])
@@ -135,7 +150,7 @@ def _reader(hint: Any) -> _Read:
     return _reader_of_fields(hint) if _has_fields(hint) else _reader_of_scalar(hint)
 
 
-def _reader_of_mapping(key_hint: Any, value_hint: Any) -> _Read:
+def _reader_of_mapping(key_hint: Any, value_hint: Any) -> _Convert:
     read_key, read = _reader(key_hint), _reader(value_hint)
 
     def read_mapping(stored: Any) -> dict[Any, Any]:
@@ -152,7 +167,7 @@ def _has_fields(kind: type[Any]) -> bool:
     return is_dataclass(kind) or hasattr(kind, "_fields")
 
 
-def _reader_of_fields(kind: type[Any]) -> _Read:
+def _reader_of_fields(kind: type[Any]) -> _Convert:
     hints = get_type_hints(kind)
     parts = [
         (name, _reader(hints[name]), NoneType in get_args(hints[name]))
@@ -172,7 +187,7 @@ def _reader_of_fields(kind: type[Any]) -> _Read:
     return read
 
 
-def _reader_of_scalar(kind: type[Any]) -> _Read:
+def _reader_of_scalar(kind: type[Any]) -> _Convert:
     kinds = (int, float) if kind is float else (kind,)
 
     def read(stored: Any) -> Any:
@@ -183,7 +198,7 @@ def _reader_of_scalar(kind: type[Any]) -> _Read:
     return read
 
 
-def _reader_of_texts(known: Mapping[str, Any]) -> _Read:
+def _reader_of_texts(known: Mapping[str, Any]) -> _Convert:
     def read(stored: Any) -> Any:
         if stored not in known:
             what = f"the value {stored!r}"

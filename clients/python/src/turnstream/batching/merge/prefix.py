@@ -68,6 +68,9 @@ class PrefixIndex:
         lowest that holds it.
         """
         require_int32(prompt_ids, field="prompt_ids")
+        if not self._ends:
+            yield PrefixMatch(NO_PARENT, 0)
+            return
         line, offset = self._find(_bytes_of(prompt_ids))
         yield from line.open_rows(offset)
         shared = line.depth + offset
