@@ -10,10 +10,10 @@ import pytest
 
 from testkit import group, wait_until_async
 from turnstream.errors import InvalidConfigError, StoreUnavailableError, UnavailableError
-from turnstream.store.client.connection import Link
+from turnstream.store.client.connection import Link, connect_async
 from turnstream.store.client.scripts import pack
-from turnstream_server.batcher.assembly.assembler import read_planned_batch
-from turnstream_server.batcher.assembly.payload import PayloadReader
+from turnstream_server.batcher.assembly.assembler import Assembler, read_planned_batch
+from turnstream_server.batcher.assembly.payload import DamagedPayloadError, PayloadReader
 from turnstream_server.batcher.planner import planner
 from turnstream_server.batcher.serving import servicer
 from turnstream_server.batcher.serving.service import BatcherOptions, run_batcher, serving
@@ -139,3 +139,27 @@ async def test_payload_is_read_after_restart_with_many_stale_connections(house_a
         reader.close()
 
     assert len(payload) == 2
+
+
+async def test_rows_are_dropped_when_every_rank_has_its_share(house):
+    run = house.create_run(batch_groups=1)
+    await house.start_batcher()
+    await house.publish(run, group("g0"))
+    await house.planned(run, 1)
+    batch = await asyncio.to_thread(read_planned_batch, house.url, run, 1)
+    assembler = Assembler(house.url, max_cache_bytes=1 << 20)
+
+    async def share(dp_rank: int, dp_world_size: int) -> str:
+        made = await assembler.share(
+            batch, mini_batch=0, dp_rank=dp_rank, dp_world_size=dp_world_size
+        )
+        return made.content_hash
+
+    shares = [await share(rank, 2) for rank in range(2)]
+    async with connect_async(house.url) as client:
+        await client.flushdb()
+
+    assert [await share(rank, 2) for rank in range(2)] == shares
+    with pytest.raises(DamagedPayloadError):  # it has no rows for another world size
+        await share(0, 1)
+    await assembler.close()

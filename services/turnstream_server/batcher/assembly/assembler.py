@@ -4,7 +4,7 @@ It runs in threads of its own, so the event loop is free. Results are cached::
 
     rows of a mini-batch           when the leader checks the plan, or at the first Get
     cut for a world size           at the first Get of any rank
-    share of (rank, world size)    at the first Get
+    share of (rank, world size)    at the first Get; with the last rank's, rows and cut are dropped
 """
 
 from __future__ import annotations
@@ -98,7 +98,12 @@ class Assembler:
             UnknownFormatError: the batch has the assembly rules of another release.
         """
         key = _key(batch, mini_batch, dp_world_size, dp_rank)
-        return await self._cache.get(key, lambda: self._make_share(batch, key))
+        share = await self._cache.get(key, lambda: self._make_share(batch, key))
+        is_last = dp_rank == dp_world_size - 1
+        if is_last and all(key._replace(dp_rank=rank) in self._cache for rank in range(dp_rank)):
+            sources = (_key(batch, mini_batch), key._replace(dp_rank=-1))
+            self._cache.drop(lambda key: key in sources)
+        return share
 
     def prepare(
         self, batch: PlannedBatch, *, mini_batch: int, dp_rank: int, dp_world_size: int
@@ -160,6 +165,9 @@ class SingleFlightCache(Generic[Key, Value]):
         self._max_bytes = max_bytes
         self._kept: OrderedDict[Key, Value] = OrderedDict()
         self._in_progress: dict[Key, asyncio.Task[Value]] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._kept
 
     async def get(self, key: Key, make: Callable[[], Awaitable[Value]]) -> Value:
         """Return the value of `key`; `make` is called unless the value exists or is being made.

@@ -79,7 +79,7 @@ def decode_turn(record: bytes) -> StoredTurn:
     pieces = _pieces(record, frame, header.arrays)
     if "token_ids" not in pieces:
         raise CorruptRecordError(f"turn {header.index} has no token_ids")
-    columns: dict[str, Any] = {name: pieces[name].values for name in _TYPES if name in pieces}
+    columns: dict[str, Any] = {name: pieces.pop(name).values for name in _TYPES if name in pieces}
     turn = StoredTurn(
         index=header.index,
         parent_turn=header.parent_turn,
@@ -116,7 +116,7 @@ def _pieces(record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]) -> dic
     pieces: dict[str, ExtraPiece] = {}
     start = frame.body_start
     for spec in specs:
-        name, shape = spec.name, tuple(spec.shape)
+        name, shape = spec.name, spec.shape
         dtype = _DTYPES.get(spec.dtype)
         if dtype is None:
             raise CorruptRecordError(f"an array has the dtype {spec.dtype!r}, which is no number")
@@ -127,9 +127,9 @@ def _pieces(record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]) -> dic
         if name in pieces:
             raise CorruptRecordError(f"array {name!r} is declared twice")
         values = np.frombuffer(record, dtype, num_values, start)
-        pieces[name] = ExtraPiece(
-            spec.num_shared, values if len(shape) == 1 else values.reshape(shape)
-        )
+        if len(shape) != 1:
+            values = values.reshape(tuple(shape))
+        pieces[name] = ExtraPiece(spec.num_shared, values)
         start += num_bytes
     if start != frame.body_stop:
         raise CorruptRecordError(f"{frame.body_stop - start} stray bytes after the arrays")
