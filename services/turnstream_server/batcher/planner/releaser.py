@@ -137,6 +137,8 @@ class Releaser:
 
     async def _discard_dead_letters(self, state: ReleaseState) -> bool:
         """Discard the oldest dead letters above the limit of the run."""
+        if state.dead_bytes == 0:
+            return False
         _, config = await self._view.newest_config()
         if state.dead_bytes <= config.max_dead_bytes:
             return False
