@@ -119,10 +119,12 @@ class Timekeeper:
         )
         due_s = [0.0] * len(jobs)
         while self._leader.config_revision <= revision:
-            reading = clock.read(server_ms=await _read_clock(self._term.client), now_s=loop.time())
-            for index, job in enumerate(jobs):
-                if due_s[index] <= loop.time():
-                    due_s[index] = await job(reading) + loop.time()
+            if min(due_s) <= loop.time():  # not after a change of the run alone
+                server_ms = await _read_clock(self._term.client)
+                reading = clock.read(server_ms=server_ms, now_s=loop.time())
+                for index, job in enumerate(jobs):
+                    if due_s[index] <= loop.time():
+                        due_s[index] = await job(reading) + loop.time()
             await self._view.wait_for_change(min(min(due_s) - loop.time(), self._read_every_s))
 
     async def tick(self, reading: ClockReading) -> float:
