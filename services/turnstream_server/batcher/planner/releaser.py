@@ -311,7 +311,12 @@ class Releaser:
             ended = {keys.parse_trajectory_id(each): self._ended[each] for each in some}
             record = await asyncio.to_thread(encode_ends, ended)
             reach("fold_ended.before")
-            await fold_ended(self._term, some, number=number, record=record)
+            try:
+                await fold_ended(self._term, some, number=number, record=record)
+            except ConflictError:  # a plan was withdrawn since
+                if not {*some} <= {*await self._foldable(some)}:
+                    return True  # one of these groups may change again
+                await fold_ended(self._term, some, number=number, record=record)
             for each in some:
                 del self._ended[each]
         return len(starts) > 0

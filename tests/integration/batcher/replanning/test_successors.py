@@ -1,10 +1,15 @@
 """Planners and replicas after a withdrawal continue as if the plans had never existed."""
 
+import asyncio
+from typing import Any
+
 import pytest
 
-from testkit import group, wait_until_async
-from turnstream.errors import EndOfRunError
+from testkit import group, trajectory, turn, wait_until_async
+from turnstream.errors import ConflictError, EndOfRunError
+from turnstream.store.client import keys
 from turnstream.store.run.runs import pause_run, resume_run
+from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 
 
@@ -86,3 +91,49 @@ async def test_a_run_that_had_ended_ends_again_with_what_is_left(house, planned,
     assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
     with pytest.raises(EndOfRunError):
         await trainer.get(2)
+
+
+@pytest.mark.parametrize("is_planned_again_at_once", [False, True])
+async def test_ends_in_a_withdrawn_group_leave_the_ledger_when_it_is_planned_again(
+    house, replan, caplog, monkeypatch, is_planned_again_at_once
+):
+    # The releaser finds the group planned. It folds the ends after the plan is withdrawn.
+    found, is_withdrawn, is_refused, is_planned_again = (asyncio.Event() for _ in range(4))
+    fold_ended = releaser.fold_ended
+
+    async def fold(*arguments: Any, **named: Any) -> bool:
+        found.set()
+        await is_withdrawn.wait()
+        try:
+            return await fold_ended(*arguments, **named)
+        except ConflictError:
+            is_refused.set()
+            if is_planned_again_at_once:  # before the releaser reads the group again
+                await is_planned_again.wait()
+            raise
+
+    monkeypatch.setattr(releaser, "fold_ended", fold)
+    monkeypatch.setattr(releaser, "SEARCH_REST", 0)  # the search waits here for the test
+    run = house.create_run(batch_groups=1, deadline_policy="train_short", group_deadline_s=60.0)
+    trainer = house.trainer(await house.start_batcher(upkeep=Upkeep(fold_ended=1)), run)
+    rewards = enumerate((0.0, 1.0, 2.0, None))
+    members = [trajectory(turn("ab", "CD"), sample=each, reward=own) for each, own in rewards]
+    await house.publish(run, group("g0", *members))
+    await trainer.start("a")
+    await trainer.get(1)
+    await found.wait()
+    house.damage(run, "g0/0/0")
+    pause_run(house.client, run)
+    await replan(run)
+
+    is_withdrawn.set()
+    await is_refused.wait()
+    resume_run(house.client, run)
+    await trainer.start("b")
+    (pulled,) = await trainer.get(1)
+    is_planned_again.set()
+    frontier = keys.run_keys(run).frontier
+    await wait_until_async(lambda: house.client.hget(frontier, "ends") == b"1")
+
+    assert pulled.mini_batch.rows.trajectory_id == ["g0/1/0", "g0/2/0"]
+    assert "failed" not in caplog.text
