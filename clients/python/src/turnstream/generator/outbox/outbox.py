@@ -320,7 +320,7 @@ class Outbox:
         known, self._incarnation = self._incarnation, sent.incarnation(replies)
         is_same = known == self._incarnation and (known is not None or not is_new)
         if not is_same and not self._resend_buffer.is_settled:
-            self.tracker.rewind(is_other=known is not None or self._incarnation is None)
+            self.tracker.resend(is_other=known is not None or self._incarnation is None)
         if sent.pointer and (error := self.target.answered(replies[-1])):
             self.fail_all(error)
 

@@ -130,7 +130,7 @@ class ResendBuffer:
         return dropped
 
 
-class Rewound(NamedTuple):
+class Resent(NamedTuple):
     """Trajectories that are sent again.
 
     Attributes:
@@ -144,7 +144,7 @@ class Rewound(NamedTuple):
     adopted: list[Lane]
 
 
-def rewind(kept: Iterable[Acknowledged], *, queues: Queues, inflight: InflightCounts) -> Rewound:
+def resend(kept: Iterable[Acknowledged], *, queues: Queues, inflight: InflightCounts) -> Resent:
     """Return everything that was kept to the queues, before everything that waits there.
 
     Admissions are requested again, then follow the turns, then the seals. The caller queues the
@@ -170,7 +170,7 @@ def rewind(kept: Iterable[Acknowledged], *, queues: Queues, inflight: InflightCo
     opened = [lane for lane in _unfailed(turns) if lane not in closed]
     queues.withdraw({**closed, **dict.fromkeys(opened)})
     for lane in (*closed, *opened):
-        lane.rewind(turns.get(lane, []))
+        lane.resend(turns.get(lane, []))
     for lane in closed:
         num_bytes = lane.num_pending_bytes
         inflight.accepted(lane, -num_bytes)
@@ -186,7 +186,7 @@ def rewind(kept: Iterable[Acknowledged], *, queues: Queues, inflight: InflightCo
             is_again=True,
         )
         queues.admissions.appendleft(again)
-    return Rewound(list(closed), opened, [lane for lane in adopted if lane in closed])
+    return Resent(list(closed), opened, [lane for lane in adopted if lane in closed])
 
 
 def _unfailed(lanes: Iterable[Lane]) -> dict[Lane, None]:

@@ -32,7 +32,7 @@ from turnstream.generator.outbox.resend import (
     is_ended,
     is_payload_released,
     is_unknown,
-    rewind,
+    resend,
     why_refused,
 )
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane, Queues, RunCall
@@ -262,27 +262,27 @@ class TrajectoryTracker:
 
         self.queues.of_run.append(RunCall(command, accept, refuse))
 
-    def rewind(self, *, is_other: bool) -> None:
+    def resend(self, *, is_other: bool) -> None:
         """Return all kept writes to the queues, before everything that waits.
 
         `is_other` is False at the first contact: the store is not known to be restarted.
         """
-        rewound = rewind(self.resend_buffer.take(), queues=self.queues, inflight=self.inflight)
+        resent = resend(self.resend_buffer.take(), queues=self.queues, inflight=self.inflight)
         if is_other:
             self.inflight.add("num_restarts")
             _logger.warning(
                 "run %s: the store was restarted and may have lost writes: those of %d "
                 "trajectories are sent again",
                 self.run,
-                len(rewound.closed) + len(rewound.open),
+                len(resent.closed) + len(resent.open),
             )
-        for lane in rewound.adopted:
+        for lane in resent.adopted:
             self._adopt_again(lane)
-        for lane in (*rewound.closed, *rewound.open):
+        for lane in (*resent.closed, *resent.open):
             self.unended[lane] = None
-        for lane in rewound.closed:
+        for lane in resent.closed:
             self.heartbeats.ended(lane)
-        for lane in rewound.open:
+        for lane in resent.open:
             self.reservations.grew(lane)
             self.advance(lane)
         self.heartbeats.failed()

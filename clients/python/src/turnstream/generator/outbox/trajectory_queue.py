@@ -87,7 +87,7 @@ class Lane:
         """Bytes of the turns that were never acknowledged."""
         return sum([len(turn.record) for turn, _, is_again in self.pending if not is_again])
 
-    def rewind(self, turns: Sequence[TurnRecord]) -> None:
+    def resend(self, turns: Sequence[TurnRecord]) -> None:
         """Queue these, its last acknowledged turns, before those that wait."""
         self.reserved_bytes = FIRST_BYTES
         self.pending.extendleft([PendingTurn(turn, None, True) for turn in reversed(turns)])
