@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.machine import Machine
+from harness.machine import Machine, asleep
 from harness.rig import ENDLESS, PATIENCE_S, Rig, config
 from harness.stored import lost_with
 from testkit import ids
@@ -73,6 +74,48 @@ def test_server_killed_under_load_keeps_acknowledged_writes(
     rig.close_run()
     rig.join(generators)
     rig.drain()
+
+
+def test_server_killed_during_a_slow_sync_gets_lost_writes_again(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    # Fault 6: during a slow sync, a server answers before it writes. The writers resend the writes
+    # that a kill takes.
+    machine = Machine(tmp_path)
+    rig = start_rig(binary=machine.binary, config=UNHINDERED)
+    batcher = rig.start_batcher()
+    generators = _start_endless_generators(rig)
+    _wait_for_all(rig, generators, "sealed")
+    machine.slow_disk_down(sync_s=5.0)
+    lost: set[str] = set()
+
+    def kill_with_loss() -> bool:
+        with contextlib.suppress(ProcessLookupError), asleep(rig.server.pid):
+            lost.update(_held_back(rig))
+            if lost:
+                rig.server.kill()
+        return bool(lost)
+
+    rig.wait(kill_with_loss, "an acknowledged trajectory that is not in the file")
+    machine.slow_disk_down(sync_s=0.0)
+    rig.server.restart()
+    _wait_for_all(rig, generators, "opened")
+    rig.close_run()
+    rig.join(generators)
+
+    assert batcher.status is None
+    assert [line["restarts"] for line in rig.history().of("done")] == [1, 1]
+    rig.loses_plans = True
+    rig.drain()
+    assert rig.counts() == dict.fromkeys(("accepted", "committed"), rig.count("sealed"))
+
+
+def _held_back(rig: Rig) -> set[str]:
+    """Return the acknowledged trajectories that a server, which sleeps now, has not written."""
+    acknowledged = rig.history().acknowledged
+    (path,) = rig.server.data_dir.glob("appendonlydir/*.incr.aof")
+    written = path.read_bytes()
+    return {name for name in acknowledged if name.encode() not in written}
 
 
 def _start_endless_generators(rig: Rig) -> list[Service]:

@@ -1,4 +1,4 @@
-"""Processes that sleep, clocks that jump, and disks that lose their power."""
+"""Processes that sleep, clocks that jump, and disks that are slow or lose their power."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ class Machine:
 
     def set_clock(self, *, wrong_by_s: float, of: str = "store") -> None:
         """The wall clock jumps, to so many seconds from the truth."""
-        draft = self._clock(of).with_suffix(".draft")
-        draft.write_text(str(round(wrong_by_s * 1e6)))
-        draft.replace(self._clock(of))  # so that nobody reads half of the number
+        _write_us(self._clock(of), wrong_by_s)
 
     def has_seen_clock(self, of: str) -> bool:
         """Whether a process has looked at this clock since it jumped."""
@@ -56,6 +54,10 @@ class Machine:
 
     def _clock(self, of: str) -> Path:
         return self._folder / f"clock-{of}"
+
+    def slow_disk_down(self, *, sync_s: float) -> None:
+        """From now on every sync takes so much longer."""
+        _write_us(self._synced / "slow", sync_s)
 
     def freeze_disk(self) -> None:
         """From now on the disk says that it has written, and has not."""
@@ -88,6 +90,12 @@ def _build_shim(folder: Path) -> Path:
     command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", str(shim)]
     subprocess.run([*command, str(_SOURCE), "-ldl"], check=True, capture_output=True)
     return shim
+
+
+def _write_us(path: Path, seconds: float) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(str(round(seconds * 1e6)))
+    draft.replace(path)  # so that nobody reads half of the number
 
 
 def _append_only_files(data_dir: Path) -> list[Path]:
