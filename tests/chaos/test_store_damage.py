@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from harness.episodes import episode
 from harness.machine import asleep
 from harness.rig import CONFIG, PATIENCE_S, Rig
 from testkit import ids
@@ -17,6 +16,8 @@ from turnstream.store.client import keys
 from turnstream.store.run.runs import create_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
+
+DAMAGED_BYTES = 64
 
 
 def test_torn_end_of_the_file_is_dropped_and_sent_again(rig: Rig) -> None:
@@ -51,24 +52,39 @@ def _append_only_file(rig: Rig) -> Path:
 
 
 def test_payload_damaged_on_disk_is_dead_lettered_and_never_trained(rig: Rig) -> None:
-    # Fault 8: 64 bytes of a turn are overwritten; the server starts and serves them as they are.
+    # Fault 8: 64 bytes of a record are overwritten, at its start with the header, or at its end
+    # with the checksum. The server starts and serves them as they are.
     rig.join(rig.start_generator(groups=12, samples=3))
-    damaged = next(iter(rig.history().seals))
-    tokens = episode(damaged, writer="w").turns[0].response_ids.tobytes()
+    first, *_, last = rig.history().seals  # of two groups
+    records = {name: _first_turn(rig, name) for name in (first, last)}
+    assert min(map(len, records.values())) > DAMAGED_BYTES
     rig.stop_store()
-    path = _append_only_file(rig)
-    whole = path.read_bytes()
-    assert whole.count(tokens) == 1
-    start = whole.index(tokens)
-    path.write_bytes(whole[:start] + bytes(len(tokens)) + whole[start + len(tokens) :])
+    zeros = bytes(DAMAGED_BYTES)
+    _replace_in_file(rig, records[first], zeros + records[first][DAMAGED_BYTES:])
+    _replace_in_file(rig, records[last], records[last][:-DAMAGED_BYTES] + zeros)
     rig.server.restart()
 
-    rig.excused = {damaged}
+    rig.excused = {first, last}
     rig.start_batcher()
     rig.drain()
 
-    assert rig.entry(damaged).startswith("dead:")
-    assert rig.counts()["committed"] == 12 * 3 - 1
+    assert rig.entry(first) == r"dead:no turn record: it begins with b'\x00\x00\x00'"
+    size = len(records[last])
+    assert rig.entry(last) == f"dead:the checksum of a turn record of {size} bytes differs"
+    assert rig.counts()["committed"] == 12 * 3 - 2
+
+
+def _first_turn(rig: Rig, trajectory_id: str) -> bytes:
+    """Return the record of the first turn of a trajectory."""
+    entries: Any = rig.client.xrange(keys.trajectory_keys(rig.run, trajectory_id).turns)
+    return entries[0][1][b"r"]
+
+
+def _replace_in_file(rig: Rig, record: bytes, damaged: bytes) -> None:
+    path = _append_only_file(rig)
+    whole = path.read_bytes()
+    assert whole.count(record) == 1
+    path.write_bytes(whole.replace(record, damaged))
 
 
 def test_damaged_event_stops_neither_the_planner_nor_its_successor(rig: Rig) -> None:
