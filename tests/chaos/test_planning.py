@@ -6,8 +6,9 @@ Fault 13, and fault 14 in the last test.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,13 +98,25 @@ def _without_signal(history: History) -> set[str]:
 
 
 def _plan(rig: Rig) -> list[Manifest]:
-    """Return the batches without hashes and event ids, which contain the time of a revision."""
-    stored = [read_plan(rig.client, rig.run, step + 1) for step in range(rig.planned())]
-    return [
-        dataclasses.replace(each.manifest, previous_hash="", last_event_id="")
-        for each in stored
-        if each is not None
-    ]
+    """Return the batches, and assert that each names the hash of the batch before."""
+    found = [read_plan(rig.client, rig.run, step + 1) for step in range(rig.planned())]
+    stored = [each for each in found if each is not None]
+    assert len(stored) == rig.planned()
+    for before, after in itertools.pairwise(stored):
+        assert after.manifest.previous_hash == before.hash
+    return [each.manifest for each in stored]
+
+
+def _repeated(plan: Sequence[Manifest], *, is_revised: bool) -> list[Manifest]:
+    """Return the part of the batches that every batcher derives alike.
+
+    The event of a revision has the time of its batcher, so its id is left out, and later hashes.
+    """
+    if not is_revised:
+        return [*plan]
+    revised = [dataclasses.replace(each, last_event_id="") for each in plan[1:]]
+    later = [dataclasses.replace(each, previous_hash="") for each in revised[1:]]
+    return [*plan[:1], *revised[:1], *later]
 
 
 @pytest.fixture
@@ -142,18 +155,21 @@ def test_batcher_killed_while_planning_has_a_successor_with_the_same_plan(
     copied.start_batcher()
     copied.wait(lambda: copied.planned() == NUM_PLANNED, "the plan")
 
-    assert partial == published.plan[: len(partial)]
-    assert _plan(copied) == published.plan
-    if published.is_revised:
+    plan, is_revised = _plan(copied), published.is_revised
+    assert partial == plan[: len(partial)]
+    expected = _repeated(published.plan, is_revised=is_revised)
+    assert _repeated(plan, is_revised=is_revised) == expected
+    if is_revised:
         assert [len(each.groups) for each in published.plan] == [4, 6, 6]
         assert [each.config_revision for each in published.plan] == [1, 2, 2]
         entries: Any = copied.client.xrange(keys.run_keys(copied.run).events)
-        events = [decode_event(fields[b"r"]) for _, fields in entries]
-        revised = [event for event in events if isinstance(event, ConfigRevised)]
-        assert revised == [ConfigRevised(revision=2, step=2)]
+        events = {key.decode(): decode_event(fields[b"r"]) for key, fields in entries}
+        revised = {key: each for key, each in events.items() if isinstance(each, ConfigRevised)}
+        assert [*revised.values()] == [ConfigRevised(revision=2, step=2)]
+        assert {each.last_event_id for each in plan[1:]} == revised.keys()
         assert read_revisions(copied.client, copied.run).in_force == 2
-    else:
-        copied.drain()
+        copied.centered_from = 2
+    copied.drain()
 
 
 @pytest.mark.parametrize("failpoint", ["replan.before_write", "replan.after_write"])

@@ -200,18 +200,22 @@ def groups_stay_whole(history: History) -> Violations:
             before = place.setdefault(group, here)
             if before != here:
                 yield f"group {group} is in {before} and in {here}"
-            yield from _wrong_advantages(group, list(rows.values()))
+            is_centered = name.step >= history.centered_from
+            yield from _wrong_advantages(group, list(rows.values()), is_centered=is_centered)
 
 
 def _group(trajectory: str) -> str:
     return trajectory.split("/")[0]
 
 
-def _wrong_advantages(group: str, rows: Sequence[dict[str, Any]]) -> Violations:
+def _wrong_advantages(
+    group: str, rows: Sequence[dict[str, Any]], *, is_centered: bool
+) -> Violations:
     total = math.fsum(row["reward"] for row in rows)
     for row in rows:
         others = (total - row["reward"]) / (len(rows) - 1) if len(rows) > 1 else row["reward"]
-        if not math.isclose(row["advantage"], row["reward"] - others, abs_tol=1e-5):
+        baseline = total / len(rows) if is_centered else others
+        if not math.isclose(row["advantage"], row["reward"] - baseline, abs_tol=1e-5):
             yield f"{row['trajectory']} of {group} has the advantage {row['advantage']}"
 
 

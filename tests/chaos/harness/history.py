@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -89,6 +90,7 @@ class History:
             test has damaged them or the run's policy drops them.
         cuts: times at which the store lost its newest data, so that steps may be planned twice.
         lost: trajectories that these cuts may have taken; see harness.losses.
+        centered_from: first step whose baseline is the mean of the group, also of the row itself.
     """
 
     def __init__(
@@ -98,11 +100,13 @@ class History:
         excused: Collection[str] = (),
         cuts: Sequence[float] = (),
         lost: Collection[str] = (),
+        centered_from: int = sys.maxsize,
     ) -> None:
         self.lines = tuple(sorted(lines, key=lambda line: line.at))
         self.excused = frozenset({*excused, *lost})
         self.cuts = tuple(cuts)
         self.lost = frozenset(lost)
+        self.centered_from = centered_from
         if cuts:  # only the branch in the final weights has one plan for every step
             self.lines = tuple(
                 line for line in self.lines if line.kind != "received" or self.survives(line)

@@ -74,7 +74,7 @@ class Rig:
 
     Attributes:
         store_url: URL of the store for the processes; a test may put a proxy there.
-        excused, cuts: see History.
+        excused, cuts, centered_from: see History.
         loses_plans: whether plans are lost or withdrawn, and made again.
         loses_history: whether trained steps are lost too, so that the logs contain two histories.
         ranks: ranks of the newest session.
@@ -94,6 +94,7 @@ class Rig:
         self.loses_plans = False
         self.loses_history = False
         self.cuts: list[float] = []
+        self.centered_from = sys.maxsize
         self.ranks: list[Service] = []
         self.environment: dict[str, str] = {}
         self.is_newer = False
@@ -339,7 +340,13 @@ class Rig:
 
     def _history_of(self, lines: Sequence[Line]) -> History:
         lost = lost_trajectories(lines, self.cuts, logs=self.folder / "logs") if self.cuts else ()
-        return History(lines, excused=self.excused, cuts=self.cuts, lost=lost)
+        return History(
+            lines,
+            excused=self.excused,
+            cuts=self.cuts,
+            lost=lost,
+            centered_from=self.centered_from,
+        )
 
     def checkpoint_of_store(self) -> int:
         """Return the newest step with a checkpoint whose plan the store has; 0 without one."""
