@@ -16,12 +16,14 @@ from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.store.run.configs import read_config_async
+from turnstream.types import TrajectoryState
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving import calls
 from turnstream_server.batcher.serving.servicer import BatchesServicer
 from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.bus.queries.trajectory_history import read_history
 from turnstream_server.bus.sessions.observers import declare_observer
 from turnstream_server.bus.sessions.sessions import newest_version
 
@@ -233,6 +235,11 @@ async def test_trajectory_too_long_for_any_pass_is_refused_by_the_run(house):
     (pulled,) = await trainer.get(1)
 
     assert pulled.rows == ["abCD", "abJ"]
+    refused = read_history(house.client, run, "g0/1/0")
+    assert refused.state == TrajectoryState.INCOMPLETE
+    limit = "a row of 7 tokens, which costs 7 of the 5 that a micro-batch may"
+    assert refused.reason == f"sample 1 has {limit}"
+    assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.INCOMPLETE: 1}
 
 
 def _lettered(group_id: str, *responses: str):
