@@ -65,7 +65,7 @@ def test_case_17_token_rewards_of_three_turns_accumulate() -> None:
         ([("x", "Y"), ("xyz", "U")], ["abCD", "xYzU"]),  # case 18: a row after a break
     ],
 )
-def test_cases_13_14_15_18_prompt_continues_only_the_row_that_it_holds(
+def test_cases_13_14_15_18_prompt_continues_only_the_row_it_holds(
     later: list[tuple[str, str]], expected: list[str]
 ) -> None:
     assert spell(merge_turns([turn("ab", "CD"), *[turn(*each) for each in later]])) == expected

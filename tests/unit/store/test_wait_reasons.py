@@ -78,7 +78,7 @@ def test_planned_step_waits_for_the_trainer_and_its_ranks(session_epoch: int, tr
     assert found.facts["behind"] == "1, 3"
 
 
-def test_generator_waits_for_any_planned_step_but_a_run_for_a_full_plan() -> None:
+def test_generator_waits_for_any_planned_step_but_run_for_full_plan() -> None:
     assert kinds(snapshot(**OFFERED)) == [WaitKind.TRAINER_NOT_STEPPED]
     assert kinds(scanned(**OFFERED)) == [WaitKind.NOTHING_WRONG]
 
