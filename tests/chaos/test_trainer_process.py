@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from harness.rig import Rig
 from testkit import group
 from turnstream.generator import Publisher
 from turnstream.types import Trajectory, Turn, VersionRun
+from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.job import write_policy
 from turnstream_server.jobs.stack import Service
 from turnstream_server.models.spec import SmallModelSpec
@@ -24,6 +27,18 @@ NUM_STEPS = 4
 MODEL = SmallModelSpec(vocab_size=32, hidden_size=16, num_layers=1, num_heads=2)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with the same groups, whose trainer was never killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    with EmbeddedServer(folder / "store") as server, Rig(folder, server) as rig:
+        rig.start_batcher()
+        _publish(rig)
+        rig.join(_start_trainer(rig, "first"))
+        rig.check_end()
+    return folder
+
+
 @pytest.mark.parametrize(
     "failpoint",
     [
@@ -32,7 +47,9 @@ MODEL = SmallModelSpec(vocab_size=32, hidden_size=16, num_layers=1, num_heads=2)
         "checkpoint.after_weights@2",  # Fault 18: the weights of step 4 without their token
     ],
 )
-def test_killed_trainer_has_every_step_once_in_its_weights(rig: Rig, failpoint: str) -> None:
+def test_killed_trainer_has_every_step_once_in_its_weights(
+    rig: Rig, whole: Path, failpoint: str
+) -> None:
     rig.start_batcher()
     _publish(rig)
     doomed = _start_trainer(rig, "first", failpoint=failpoint)
@@ -43,12 +60,13 @@ def test_killed_trainer_has_every_step_once_in_its_weights(rig: Rig, failpoint: 
 
     first, second = _dumped(rig.folder / "first"), _dumped(rig.folder / "second")
     assert sorted(second) == [f"step-{step:06}-{part}" for step in (3, 4) for part in range(2)]
-    for name in first.keys() & second.keys():
-        for column, values in first[name].items():
-            assert np.array_equal(values, second[name][column]), (name, column)
+    assert first.keys() & second.keys()
+    expected = _dumped(whole / "first")
+    assert first.keys() | second.keys() == expected.keys()
+    for dumped in (first, second):
+        _assert_same_batches(dumped, expected)
     assert rig.counts() == {"accepted": 4 * NUM_STEPS * 2, "committed": 4 * NUM_STEPS * 2}
-    newest = max((rig.folder / "trainer/checkpoints").glob("step-*/checkpoint.json"))
-    assert json.loads(newest.read_text())["step"] == NUM_STEPS
+    _assert_same_weights(rig.folder, whole)
 
 
 def _publish(rig: Rig) -> None:
@@ -89,3 +107,33 @@ def _dumped(folder: Path) -> dict[str, dict[str, Any]]:
         with np.load(path) as columns:
             files[path.stem] = {name: columns[name] for name in columns}
     return files
+
+
+def _assert_same_batches(
+    dumped: dict[str, dict[str, Any]], expected: dict[str, dict[str, Any]]
+) -> None:
+    for name, columns in dumped.items():
+        assert columns
+        assert columns.keys() == expected[name].keys()
+        for column, values in columns.items():
+            assert np.array_equal(values, expected[name][column]), (name, column)
+
+
+def _assert_same_weights(killed: Path, whole: Path) -> None:
+    """Compare the last checkpoints of both folders bit for bit."""
+    newest = _checkpoints(killed)[-1]
+    assert json.loads((newest / "checkpoint.json").read_text())["step"] == NUM_STEPS
+    before, expected = map(_weights, _checkpoints(whole))
+    assert before != expected  # the last steps train something
+    actual = _weights(newest)
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if actual[name] != expected[name]] == []
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted((folder / "trainer/checkpoints").glob("step-*"))
+
+
+def _weights(checkpoint: Path) -> dict[str, bytes]:
+    tensors = load_file(checkpoint / "model.safetensors")
+    return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
