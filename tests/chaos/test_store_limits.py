@@ -39,7 +39,7 @@ WAITING = "full-0/0/0"
 NUM_PLANNED = CONFIG.max_planned_ahead + 1
 
 PAUSE_S = 5.5
-"""More than a planner's lease is by itself, and less than a generator's."""
+"""More than the default lease of a planner, and less than that of a generator."""
 
 LEASE_S: float = BatchingConfig(batch_groups=1, mini_batch_groups=1).lease_s
 PLANNER_LEASE_S: float = Settings.model_fields["lease_s"].default
@@ -249,6 +249,7 @@ def test_store_that_stops_for_five_seconds_costs_only_time(
 ) -> None:
     # Fault 12: two replicas with default leases. The lease of the planner may end, and the other
     # replica may lead then; each step still has one plan.
+    assert PLANNER_LEASE_S < PAUSE_S < LEASE_S
     rig = start_rig(config=config(lease_s=LEASE_S))
     with Proxy(rig.server.url) as proxy:
         rig.store_url = proxy.url
