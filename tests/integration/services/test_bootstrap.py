@@ -77,11 +77,18 @@ def test_wait_for_store_names_the_store_that_is_away(caplog: pytest.LogCaptureFi
 
 
 def test_wait_for_store_returns_when_the_store_starts() -> None:
-    port = free_port()
+    url = f"redis://127.0.0.1:{(port := free_port())}"
     server = EmbeddedServer(port=port)
+    began_s = time.monotonic()
     timer = later(server.start)
 
-    bootstrap.wait_for_store(f"redis://127.0.0.1:{port}", timeout_s=30)
+    bootstrap.wait_for_store(url, timeout_s=30)
+    waited_s = time.monotonic() - began_s
 
-    timer.join()
-    server.stop()
+    try:
+        assert waited_s >= timer.interval
+        with redis.Redis.from_url(url) as client:
+            assert client.ping()
+    finally:
+        timer.join()
+        server.stop()
