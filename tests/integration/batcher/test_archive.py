@@ -1,7 +1,6 @@
 """Trained steps in archives, and records of old batches in files."""
 
 import asyncio
-import functools
 import signal
 from pathlib import Path
 from typing import Any
@@ -141,11 +140,18 @@ async def test_the_archive_has_the_labels_of_every_trajectory(house, tmp_path):
 async def test_nothing_is_released_before_it_is_archived(house, tmp_path):
     run = house.create_run(batch_groups=1, retain_checkpoints=1)
     await house.publish(run, *(group(f"g{i}") for i in range(4)))
-    upkeep = Upkeep(archive=functools.partial(archive_step, house.url, folder=tmp_path))
+    stored = []
 
-    pulled = await train(house, run, steps=4, upkeep=upkeep)
+    def archive(name, step):
+        archive_step(house.url, name, step, folder=tmp_path)
+        turns = keys.trajectory_keys(name, f"g{step - 1}/0/0").turns
+        frontier = house.frontier(name)
+        stored.append((step, house.client.exists(turns), frontier.released < step))
+
+    pulled = await train(house, run, steps=4, upkeep=Upkeep(archive=archive))
     await released(house, run, 4)
 
+    assert stored == [(step, 1, True) for step in range(1, 5)]
     for step, batch in enumerate(pulled, start=1):
         table = pq.read_table(archive_path(tmp_path, run, step))
         assert table["trajectory_id"].to_pylist() == columns(batch, "trajectory_id")
