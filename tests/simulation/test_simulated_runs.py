@@ -32,13 +32,6 @@ def test_simulated_runs_keep_the_promise(first: int, request: pytest.FixtureRequ
     assert not failed, "\n".join(map(str, failed))
 
 
-def test_stale_planner_releases_no_step_that_another_has_folded() -> None:
-    # This run alone meets the check in the releaser: without it, it logs a failed release.
-    (verdict,) = simulate_all([1421])
-
-    assert not verdict.problems
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_seed_gives_the_same_run_in_every_process() -> None:

@@ -2,16 +2,20 @@
 
 import asyncio
 import signal
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from testkit import group, trajectory, wait_until_async
-from turnstream.errors import ReleasedError
+from turnstream.errors import FencedError, ReleasedError
 from turnstream.store.client import keys
+from turnstream.store.client.connection import connect_async
 from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.queries.ledger import read_budget
+from turnstream_server.bus.release.release import read_release_state
 from turnstream_server.jobs.batches import read_batch, write_batch
 from turnstream_server.jobs.ledger import read_run_ledger, read_trajectory
 
@@ -204,6 +208,23 @@ async def test_a_released_step_whose_plan_is_still_there_is_refused_too(house):
     )
     with pytest.raises(ReleasedError, match="step 1 is no longer retained"):
         await trainer.get(1)
+
+
+async def test_stale_planner_releases_no_step_that_another_has_folded(house):
+    run = house.create_run(batch_groups=1)
+    trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
+    await house.publish(run, *(group(f"g{i}") for i in range(1, 5)))
+    await trainer.start()
+    await trainer.train(*range(1, 5))
+    await settled(house, run, folded=3)
+
+    async with connect_async(house.url) as client:
+        before = replace(await read_release_state(client, run), folded=0)
+        term: Any = SimpleNamespace(client=client, run=run)
+        view: Any = None  # not used before the check
+        stale = releaser.Releaser(term, view, owner="stale", upkeep=SMALL)
+        with pytest.raises(FencedError, match="another planner has folded step 1"):
+            await stale._release_batches(before)
 
 
 WORK_S = 1.5
