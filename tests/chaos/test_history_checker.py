@@ -89,6 +89,10 @@ def plan_step_twice(lines: Lines) -> Lines:
     return [*lines, Line("batcher-2", "planned", lines[-1].at, twice)]
 
 
+def log_no_plan(lines: Lines) -> Lines:
+    return [line for line in lines if line.kind != "planned"]
+
+
 def train_two_attempts(lines: Lines) -> Lines:
     def rows(facts: Facts) -> Facts:
         again = {**facts["rows"][0], "row": 99, "trajectory": "g0/0/1"}
@@ -155,6 +159,7 @@ CORRUPTIONS: list[tuple[str, Corrupt]] = [
     ("versions_are_never_reused", lambda ls: change(ls, "announced", 3, version=2)),
     ("stale_sessions_are_refused", step_in_old_session),
     ("steps_have_one_leader", plan_step_twice),
+    ("steps_have_one_leader", log_no_plan),
     ("steps_have_one_leader", lambda ls: change(ls, "planned", 0, epoch=3)),
     ("steps_have_one_leader", lambda ls: change(ls, "planned", 0, manifest="m9")),
     ("groups_have_their_members", lambda ls: change(ls, "opening", num_samples=3)),

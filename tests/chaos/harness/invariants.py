@@ -152,6 +152,8 @@ def steps_have_one_leader(history: History) -> Violations:
     """I2 and I5: a step was written once, by the only leader of its epoch."""
     leaders: dict[int, str] = {}
     written: dict[int, Line] = {}
+    if history.received and not any(history.of("planned")):
+        yield "ranks received steps, and no batcher logged a plan"
     for line in history.of("planned"):
         step, epoch = line["step"], line["epoch"]
         if leaders.setdefault(epoch, line.process) != line.process:

@@ -324,7 +324,7 @@ class Rig:
         """Prove the invariants from the logs and one reading of the ledger."""
         ledger = self.ledger()
         ledger.check()
-        check(self._whole_history(), counts=self.counts(), is_drained=is_drained)
+        self._check_history(counts=self.counts(), is_drained=is_drained)
 
     def check_end(self) -> None:
         """Prove the invariants of any test, also of one that wrote to the run itself."""
@@ -332,11 +332,11 @@ class Rig:
         if self.server.is_running:
             self.ledger().check()
         if not self.loses_history:
-            check(self._whole_history())
+            self._check_history()
 
-    def _whole_history(self) -> History:
-        plans = [] if self.loses_plans else self.plans()
-        return self._history_of([*self._logs.lines(), *plans])
+    def _check_history(self, **options: Any) -> None:
+        history = self._history_of([*self._logs.lines(), *self.plans()])
+        check(history, loses_plans=self.loses_plans, **options)
 
     def _history_of(self, lines: Sequence[Line]) -> History:
         lost = lost_trajectories(lines, self.cuts, logs=self.folder / "logs") if self.cuts else ()
