@@ -20,6 +20,8 @@ _HANGS = 0.5
 _HANGS_LEASES = 5
 """How often at most such a thread hangs, and by how much longer than a lease."""
 
+_SEARCH_EVERY_S = 1.0
+
 _HESITATES, _LONGEST_HESITATION_S = 0.2, 0.3
 """How often a plan that is checked is not written at once: much may come in between."""
 
@@ -39,7 +41,12 @@ async def batcher(process: Process, shared: SharedState) -> None:
         upkeep=shared.upkeep,
         parked=parked,
     )
-    await asyncio.gather(planner.run(), parked.watch(), _renew(process, keeper))
+    await asyncio.gather(
+        planner.run(),
+        parked.watch(),
+        _renew(process, keeper),
+        _wake_after_restarts(process, parked, shared.run),
+    )
 
 
 class _HesitatingAssembler(Assembler):
@@ -54,6 +61,17 @@ class _HesitatingAssembler(Assembler):
         await super().check(batch)
         if self._random() < _HESITATES:
             await asyncio.sleep(self._random() * _LONGEST_HESITATION_S)
+
+
+async def _wake_after_restarts(process: Process, parked: ParkedRuns, run: str) -> None:
+    """Wake the planner of a parked run after each restart of the store, as RunDiscovery does."""
+    store = process.world.store
+    num_starts = store.num_starts
+    while True:
+        await asyncio.sleep(_SEARCH_EVERY_S)
+        if store.num_starts != num_starts:
+            num_starts = store.num_starts
+            parked.wake(run)
 
 
 async def _renew(process: Process, keeper: LeadershipKeeper) -> None:
