@@ -63,3 +63,5 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
+        if self.checkpoint_every < 1:
+            raise InvalidConfigError("checkpoint_every", f"{self.checkpoint_every} is below 1")

@@ -4,9 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 import testkit
 from testkit.training import make_engine, make_mini_batch
 from turnstream.batching.scoring.tag_statistics import sum_up
+from turnstream.errors import InvalidConfigError
 from turnstream.types import RecoveryToken
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.steps import Batches
@@ -194,3 +197,9 @@ def test_cut_metrics_line_is_closed_before_the_next_one(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[:2] == ['{"step": 1}', '{"ste']
     assert json.loads(lines[2])["step"] == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.0), ("checkpoint_every", 0)])
+def test_trainer_config_refuses_zero_with_the_name(name: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match=f"{name}: {value} is "):
+        _config(tmp_path, **{name: value})
