@@ -222,7 +222,7 @@ async def test_tombstone_says_whether_the_trajectory_was_abandoned(house: Any) -
 
     places = [keys.trajectory_keys(run, f"g/{sample}/0").meta for sample in range(4)]
     assert [house.client.hget(place, "released") for place in places] == [
-        *(b"over", b"over", b"given up", b"given up")
+        *(b"over", b"over", b"abandoned", b"abandoned")
     ]
 
 

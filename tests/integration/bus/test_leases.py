@@ -18,9 +18,9 @@ from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.leases import (
     MAX_LAPSED,
     LapsedTrajectory,
+    adopt_command,
     heartbeat_command,
     list_lapsed_async,
-    take_over_command,
 )
 from turnstream.types import GroupOpened, TrajectoryAbandoned, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.planning.deadlines import abandon_lapsed
@@ -121,7 +121,7 @@ async def test_trajectory_rescued_between_list_and_end_is_kept(
     if rescue == "heartbeat":
         command = heartbeat_command(run.name, [("a/0/0", 1)], writer="writer")
     else:
-        command = take_over_command(run.name, "a/0/0", writer="second")
+        command = adopt_command(run.name, "a/0/0", writer="second")
     await run_command_async(run.client, command)
     if rescue == "adopted, and silent again":
         await run.client.zadd(run.keys.leases, {"a/0/0": until_ms - 1})
@@ -145,7 +145,7 @@ async def test_writer_of_an_abandoned_trajectory_is_refused_at_its_next_turn(run
     (answer,) = await run.seal("a", 0)
     assert answer.startswith(b"FENCED a/0/0 is abandoned:")
     with pytest.raises(ConflictError, match="already abandoned"):
-        await run_command_async(run.client, take_over_command(run.name, "a/0/0", writer="second"))
+        await run_command_async(run.client, adopt_command(run.name, "a/0/0", writer="second"))
 
 
 async def test_tombstone_of_an_abandoned_trajectory_has_the_reason(run: Any) -> None:
@@ -154,7 +154,7 @@ async def test_tombstone_of_an_abandoned_trajectory_has_the_reason(run: Any) -> 
 
     await run.release("a/0/0", "a/1/0", abandoned={"a/0/0"})
 
-    with pytest.raises(FencedError, match="given up, and its payload released"):
+    with pytest.raises(FencedError, match="abandoned, and its payload released"):
         await run.append(b"turn", trajectory_id="a/0/0")
     with pytest.raises(FencedError, match="is finished, and its payload released"):
         await run.append(b"turn", trajectory_id="a/1/0")
@@ -185,7 +185,7 @@ async def test_late_seal_of_a_writer_that_lost_its_trajectory_is_refused(run: An
     # Its successor died before it could raise the epoch of the payload.
     await run.open("a")
     await lapse(run, "a/0/0")
-    await run_command_async(run.client, take_over_command(run.name, "a/0/0", writer="second"))
+    await run_command_async(run.client, adopt_command(run.name, "a/0/0", writer="second"))
     await run.append(
         b"turn 0000", encode_event(sealed("a", sample=0)), trajectory_id="a/0/0", seals=True
     )

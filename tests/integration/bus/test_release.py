@@ -154,7 +154,7 @@ async def test_a_tombstone_stays_as_it_was_when_the_payload_is_released_again(ru
     names = keys.trajectory_keys(run.name, "g/0/0")
     await run.release("g/0/0", lease_s=600.0)
 
-    command = script("release_payload")(names, 1_000, "given up")
+    command = script("release_payload")(names, 1_000, "abandoned")
     reply = await run_command_async(run.client, command)
 
     assert reply == 0

@@ -9,7 +9,7 @@ import pytest
 from turnstream.errors import ConflictError, RejectedError
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.configs import read_revisions, revise_config
-from turnstream.store.run.leases import heartbeat_command, list_lapsed_async, take_over_command
+from turnstream.store.run.leases import adopt_command, heartbeat_command, list_lapsed_async
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import ConfigRevised, Purpose
 from turnstream_server.bus.planning.announcements import announce_revision, read_revisions_async
@@ -151,9 +151,7 @@ async def ask_for_all_leases(run: Any) -> int:
     assert await list_lapsed_async(run.client, run.name) == []
     await run.open("later")
     with pytest.raises(ConflictError):
-        await run_command_async(
-            run.client, take_over_command(run.name, "early/0/0", writer="another")
-        )
+        await run_command_async(run.client, adopt_command(run.name, "early/0/0", writer="another"))
     lease_ms, *told = await run_command_async(
         run.client, heartbeat_command(run.name, [("early/1/0", 1)], writer="writer")
     )

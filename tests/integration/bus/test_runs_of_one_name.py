@@ -23,7 +23,7 @@ from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.run.configs import read_config
-from turnstream.store.run.leases import heartbeat_command, take_over_command
+from turnstream.store.run.leases import adopt_command, heartbeat_command
 from turnstream.store.run.rewards import reward_command
 from turnstream.store.run.runs import close_command, close_run, create_run, list_runs
 from turnstream.store.run.tasks import next_task_command, read_prompt_counts
@@ -139,7 +139,7 @@ def test_late_writers_of_a_deleted_run_leave_the_next_one_untouched(
             late.open_samples("h"),
             reward_command(old, key, 1.0, None),
             heartbeat_command(old, [(trajectory_id, 1)], writer="w"),
-            take_over_command(old, trajectory_id, writer="x"),
+            adopt_command(old, trajectory_id, writer="x"),
             next_task_command(old),
             close_command(old, ""),
         ],

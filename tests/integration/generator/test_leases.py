@@ -178,7 +178,7 @@ def test_generator_that_slept_gets_the_new_owner_and_writes_nothing(
 
     stored = store.read(run)
     assert all(answer.startswith("FencedError") for answer in late[:3])
-    assert late[2] == "FencedError g/0/0 was taken over by second with epoch 2" or (
+    assert late[2] == "FencedError g/0/0 was adopted by second with epoch 2" or (
         "epoch 2 writes" in late[2]
     )
     assert late[3] == "done"

@@ -10,10 +10,10 @@ from testkit.run_driver import Drive, RunDriver
 from turnstream.errors import ConflictError, FencedError, RunNotFoundError
 from turnstream.store.run.leases import (
     LapsedTrajectory,
+    adopt_command,
     heartbeat_command,
     list_lapsed_command,
     parse_lapsed,
-    take_over_command,
 )
 from turnstream.types import TrajectoryKey
 
@@ -52,8 +52,8 @@ def heartbeat(run: Any, *held: tuple[str, int]) -> Any:
     return run.do(heartbeat_command(run.name, held, writer="w"))
 
 
-def take_over(run: Any, writer: str = "second", trajectory_id: str = "g/0/0") -> Any:
-    return run.do(take_over_command(run.name, trajectory_id, writer=writer))
+def adopt(run: Any, writer: str = "second", trajectory_id: str = "g/0/0") -> Any:
+    return run.do(adopt_command(run.name, trajectory_id, writer=writer))
 
 
 def test_open_trajectory_has_a_lease_until_it_ends(drive: Drive) -> None:
@@ -96,14 +96,14 @@ def test_a_heartbeat_renews_the_leases_of_its_writer(drive: Drive) -> None:
 def test_a_heartbeat_says_what_became_of_each_trajectory_that_is_lost(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0", "g/1/0", "g/2/0", num_samples=3))
     lapse(run)
-    take_over(run, "second:w")
+    adopt(run, "second:w")
     run.do(run.abandon("g/1/0"))
     before = run.client.zscore(run.keys.leases, "g/0/0")
 
     _, *states = heartbeat(run, ("g/0/0", 1), ("g/1/0", 1), ("g/9/0", 1), ("g/2/0", 1))
 
     assert states == [
-        b"FENCED g/0/0 was taken over by second:w with epoch 2",
+        b"FENCED g/0/0 was adopted by second:w with epoch 2",
         b"FENCED [abandoned] g/1/0 is abandoned: bored",
         b"FENCED [unknown] g/9/0 was never opened, or is released",
         b"OK",
@@ -115,7 +115,7 @@ def test_a_heartbeat_says_what_became_of_each_trajectory_that_is_lost(run: RunDr
 def test_scripts_of_leases_need_a_run(missing_run: RunDriver) -> None:
     for act in (
         lambda: heartbeat(missing_run, ("g/0/0", 1)),
-        lambda: take_over(missing_run),
+        lambda: adopt(missing_run),
         lambda: lapsed(missing_run),
     ):
         with pytest.raises(RunNotFoundError):
@@ -127,8 +127,8 @@ def test_a_lapsed_trajectory_goes_to_another_writer_with_the_next_epoch(drive: D
     run.do(run.open_group("g/0/0", num_samples=2))
     lapse(run)
 
-    replies: list[Any] = [take_over(run)]
-    is_leased = lasts(run, lambda: replies.append(take_over(run)))
+    replies: list[Any] = [adopt(run)]
+    is_leased = lasts(run, lambda: replies.append(adopt(run)))
 
     assert replies == [[2, 2]] * 2
     assert run.ledger() == {b"g/0/0": b"open:2:second"}
@@ -142,7 +142,7 @@ def test_a_lease_that_runs_is_not_taken_over(drive: Drive) -> None:
 
     asked_ms = now_ms(run.client)
     with pytest.raises(ConflictError, match="g/0/0 is being written by w") as refusal:
-        take_over(run)
+        adopt(run)
     told_ms = now_ms(run.client)
 
     assert refusal.value.retry_after_s is not None
@@ -154,7 +154,7 @@ def test_a_lease_that_runs_is_not_taken_over(drive: Drive) -> None:
 def test_a_generator_that_began_again_need_not_wait_for_its_own_lease(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
 
-    assert take_over(run, "w") == [1, 2]
+    assert adopt(run, "w") == [1, 2]
 
     assert run.ledger() == {b"g/0/0": b"open:1:w"}
 
@@ -180,7 +180,7 @@ def test_only_what_can_still_be_trained_is_taken_over(
     before = run.ledger()
 
     with pytest.raises(ConflictError, match=why):
-        take_over(run, trajectory_id=trajectory_id)
+        adopt(run, trajectory_id=trajectory_id)
 
     assert run.ledger() == before
 
@@ -192,7 +192,7 @@ def test_a_taken_trajectory_is_neither_sealed_nor_abandoned_by_the_old_writer(
     run.do(run.open_group("g/0/0"))
     run.do(run.append(b"turn 0000"))
     lapse(run)
-    take_over(run)
+    adopt(run)
 
     run.do(run.append(b"late 0000", b"seal 0000", first=1, seals=True, lease="1"))
     (answer,) = run.do(run.post_sealed("g/0/0", 1, b"seal 0000"))
@@ -208,7 +208,7 @@ def test_an_empty_first_append_of_the_new_writer_refuses_every_late_turn(run: Ru
     run.do(run.open_group("g/0/0"))
     run.do(run.append(b"turn 0000"))
     lapse(run)
-    take_over(run)
+    adopt(run)
     late_but_before = run.do(run.append(b"turn 1111", first=1, lease="1"))
 
     fence = [run.do(run.append(lease="2:second")) for _ in range(2)]
@@ -250,7 +250,7 @@ def test_a_lease_from_before_the_clock_was_set_back_is_cut(drive: Drive) -> None
 
     def ask() -> None:
         with pytest.raises(ConflictError):
-            take_over(run)
+            adopt(run)
 
     listed: list[Any] = []
     is_cut = [
@@ -267,7 +267,7 @@ def test_only_the_writer_in_the_ledger_counts_with_equal_epochs(run: RunDriver) 
     run.do(run.open_group("g/0/0"))
     run.do(run.append(b"turn 0"))
     lapse(run)
-    assert take_over(run, "second") == [2, 2]
+    assert adopt(run, "second") == [2, 2]
     run.do(run.append(first=1, lease="2:second"))
 
     (_, beat) = run.do(heartbeat_command(run.name, [("g/0/0", 2)], writer="lost"))
@@ -285,7 +285,7 @@ def test_only_the_writer_in_the_ledger_counts_with_equal_epochs(run: RunDriver) 
         ]
     )
 
-    assert beat.startswith(b"FENCED g/0/0 was taken over by second")
+    assert beat.startswith(b"FENCED g/0/0 was adopted by second")
     assert isinstance(turn, FencedError)
     assert seal[0].startswith(b"FENCED")
     assert isinstance(given_up, FencedError)

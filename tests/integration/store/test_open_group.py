@@ -18,7 +18,7 @@ from turnstream.errors import (
 )
 from turnstream.store.client.scripts import Command
 from turnstream.store.run.credits import credit
-from turnstream.store.run.leases import take_over_command
+from turnstream.store.run.leases import adopt_command
 
 pytestmark = pytest.mark.redis
 
@@ -144,7 +144,7 @@ def test_evaluation_can_be_sealed_and_its_open_members_adopted(run: RunDriver) -
 
     assert run.do(run.post_sealed("e/0/0", 1, b"seal")) == [b"OK"]
     assert run.counts() == {"accepted": 2, "open": 1, "sealed": 1}
-    assert run.do(take_over_command(run.name, "e/1/0", writer="w")) == [1, 2]
+    assert run.do(adopt_command(run.name, "e/1/0", writer="w")) == [1, 2]
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Generator:
         store, names = self._world.store, keys.run_keys(self._shared.run)
         if act is Generator._refill:
             return names.refills.encode() in store.values
-        if act is Generator._take_over:
+        if act is Generator._adopt:
             leases: Any = store.values.get(names.leases.encode())
             return leases is not None and leases.order[0][0] <= store.now_ms
         return True
@@ -183,7 +183,7 @@ class Generator:
         self.started.add(refill.key)
         await self._episode(self._publisher.refill_trajectory(refill))
 
-    async def _take_over(self) -> None:
+    async def _adopt(self) -> None:
         rng, own_name = self._rng, self.process.name
         if rng.random() < 0.3 and self._history.groups:  # at random: most writers live
             group_id, num_samples, _ = rng.choice(self._history.groups)
@@ -268,10 +268,10 @@ _ACTS = (
     *[Generator._whole_group] * 2,
     *[Generator._shared_group] * 3,
     *[Generator._refill] * 2,
-    *[Generator._take_over] * 2,
+    *[Generator._adopt] * 2,
     *(Generator._post_reward, Generator._evaluation),
 )
 _LAST_ACTS = (
-    *(Generator._refill, Generator._take_over),
+    *(Generator._refill, Generator._adopt),
     *(Generator._post_reward, Generator._join_any),
 )

@@ -103,7 +103,7 @@ GUARDS: Final[dict[str, Break]] = {
     "heartbeat: the lease is renewed": script(
         "    redis.call('ZADD', KEYS[2], ends_ms, id)\n    replies", "    replies"
     ),
-    "take_over: the next epoch": script(
+    "adopt: the next epoch": script(
         "  epoch = epoch + 1\n  redis.call('HSET', KEYS[1], id, 'open:'",
         "  redis.call('HSET', KEYS[1], id, 'open:'",
     ),

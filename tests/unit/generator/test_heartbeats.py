@@ -98,11 +98,11 @@ def test_lost_trajectory_names_its_owner_and_others_continue() -> None:
     driver.skip_pause()
     waiting = driver.append(one)
 
-    driver.answer(1, [30_000, b"FENCED g/0/0 was taken over by x with epoch 2", b"OK"])
+    driver.answer(1, [30_000, b"FENCED g/0/0 was adopted by x with epoch 2", b"OK"])
 
     assert not waiting.errors  # the store took it before it was asked
     for write in (lambda: driver.append(one), lambda: driver.seal(one)):
-        with pytest.raises(FencedError, match="g/0/0 was taken over by x with epoch 2"):
+        with pytest.raises(FencedError, match="g/0/0 was adopted by x with epoch 2"):
             write()
     assert not driver.append(other).errors
     assert driver.outbox.tracker.heartbeats.num_open == 1

@@ -122,7 +122,7 @@ def test_trajectory_opened_by_a_task_has_its_lease_renewed() -> None:
     ("tombstone", "num_lost"),
     [
         ("[released] the trajectory is finished, and its payload released", 0),
-        ("the trajectory was given up, and its payload released", 1),
+        ("the trajectory was abandoned, and its payload released", 1),
         ("the trajectory was never opened, or is released", 1),
     ],
 )
@@ -206,7 +206,7 @@ def test_released_seal_is_known_if_its_payload_is_finished() -> None:
 @pytest.mark.parametrize(
     "answers",
     [
-        [ResponseError("FENCED the trajectory was given up, and its payload released")],
+        [ResponseError("FENCED the trajectory was abandoned, and its payload released")],
         [ResponseError("FENCED the trajectory was never opened, or is released")],
         [0, [NEVER_OR_OVER]],
     ],

@@ -28,7 +28,7 @@ _ABANDON = LeaderScript("abandon_lapsed", "planning", "ledger leases counts even
 _APPEND = Script("append", "turnstream.generator.outbox")
 _POST_SEALED = Script("post_sealed", "turnstream.generator.outbox")
 _PER_CALL: Final = 200
-_FENCE: Final = "given up"
+_FENCE: Final = "abandoned"
 """Name of the writer that fences the payload of abandoned trajectories."""
 
 

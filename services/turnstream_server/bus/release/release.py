@@ -145,7 +145,7 @@ def release_command(
 ) -> Command:
     """Return the call that removes the payload of one trajectory; nothing is sent."""
     tombstone_ms = round(max(SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES * lease_s) * 1_000)
-    text = "given up" if is_abandoned else "over"
+    text = "abandoned" if is_abandoned else "over"
     return _RELEASE(keys.trajectory_keys(run, trajectory_id), tombstone_ms, text)
 
 

@@ -3,7 +3,7 @@
 -- No fence: a finished trajectory stays finished.
 --
 -- Arguments: ARGV[1] ms for which the tombstone stays
---            ARGV[2] its text: "over", "deleted" with its run, or "given up" of an abandoned
+--            ARGV[2] its text: "over", "deleted" with its run, or "abandoned" of an abandoned
 --                    trajectory.
 --                    The last one tells a writer whose seal was lost that its trajectory is lost
 -- Reply:     1, or 0 where the tombstone was there before

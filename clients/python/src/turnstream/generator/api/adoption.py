@@ -23,7 +23,7 @@ from turnstream.store.client.replies import parse_refusal
 from turnstream.store.client.scripts import Script
 from turnstream.store.run.budget import lease_of_seal
 from turnstream.store.run.groups import Unfinished
-from turnstream.store.run.leases import take_over_command
+from turnstream.store.run.leases import adopt_command
 from turnstream.types import DeclaredColumn, TrajectoryKey, Turn
 
 _APPEND = Script("append", "turnstream.generator.outbox")
@@ -62,7 +62,7 @@ async def adopt_trajectory(
         RecordError: a stored turn is damaged.
     """
     name = keys.trajectory_id(key)
-    epoch, num_samples = await calls.run(take_over_command(run, name, writer=writer))
+    epoch, num_samples = await calls.run(adopt_command(run, name, writer=writer))
     payload = keys.trajectory_keys(run, name)
     # An append without a record fences earlier writers.
     await calls.run(_APPEND(payload, f"{epoch}:{writer}", 0, 0))

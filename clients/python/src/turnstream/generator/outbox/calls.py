@@ -20,7 +20,7 @@ from turnstream.store.client.scripts import Argument, Command, Script, pack
 from turnstream.store.run.budget import RESERVE, settled_lease
 from turnstream.store.run.configs import read_config_command
 from turnstream.store.run.groups import OPEN_GROUP, group_size
-from turnstream.store.run.leases import heartbeat_command, take_over_command
+from turnstream.store.run.leases import adopt_command, heartbeat_command
 from turnstream.store.run.rewards import POST_REWARD
 from turnstream.store.run.runs import close_command
 from turnstream.store.waits.read_waits import READ_WAITS
@@ -40,7 +40,7 @@ SCRIPTS = (
     _NOTE_CONFLICT,
     RESERVE,
     heartbeat_command("r", (), writer="").script,
-    take_over_command("r", "", writer="").script,
+    adopt_command("r", "", writer="").script,
     POST_REWARD,
     READ_WAITS,
 )

@@ -39,7 +39,7 @@ from turnstream.generator.outbox.trajectory_queue import Admission, Lane, Queues
 from turnstream.store.client import keys
 from turnstream.store.client.replies import Refusal, parse_refusal
 from turnstream.store.client.scripts import Command
-from turnstream.store.run.leases import take_over_command
+from turnstream.store.run.leases import adopt_command
 from turnstream.types import TrajectoryKey
 
 _logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class TrajectoryTracker:
             self.resend_buffer.keep(Adopted(lane), now_s=now_s)
 
         def command() -> Command:
-            return take_over_command(self.run, lane.trajectory_id, writer=self.writer)
+            return adopt_command(self.run, lane.trajectory_id, writer=self.writer)
 
         self.queues.of_run.append(RunCall(command, accept, refuse))
 

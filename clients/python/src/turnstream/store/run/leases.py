@@ -13,7 +13,7 @@ from turnstream.store.client.scripts import Argument, Command, Script, run_comma
 from turnstream.types import TrajectoryKey
 
 _HEARTBEAT = Script("heartbeat", "turnstream.store.run")
-_TAKE_OVER = Script("take_over", "turnstream.store.run")
+_ADOPT = Script("adopt", "turnstream.store.run")
 _LIST_LAPSED = Script("list_lapsed", "turnstream.store.run")
 
 MAX_HEARTBEATS = 256
@@ -68,11 +68,11 @@ def heartbeat_command(run: str, held: Sequence[tuple[str, int]], *, writer: str)
     return _HEARTBEAT((names.ledger, names.leases, names.config), *arguments)
 
 
-def take_over_command(run: str, trajectory_id: str, *, writer: str) -> Command:
+def adopt_command(run: str, trajectory_id: str, *, writer: str) -> Command:
     """Return the call by which a writer adopts a lapsed trajectory; nothing is sent."""
     names = keys.run_keys(run)
     where = (names.ledger, names.leases, names.config, names.groups)
-    return _TAKE_OVER(where, trajectory_id, writer)
+    return _ADOPT(where, trajectory_id, writer)
 
 
 def list_lapsed_command(

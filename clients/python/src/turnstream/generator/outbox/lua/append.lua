@@ -5,7 +5,7 @@
 -- The first call of a writer creates the keys; its first argument contains the writer. Every other
 -- call finds its own epoch there, or is refused.
 --
--- A trajectory is adopted in two slots: first in the ledger (take_over.lua), then here, by a first
+-- A trajectory is adopted in two slots: first in the ledger (adopt.lua), then here, by a first
 -- call with the higher epoch, which may carry no record. Only then the new writer (B) reads the turns
 -- of the old one (A):
 --
@@ -13,7 +13,7 @@
 --   A's turn after it                FENCED; so is A's own first call, if that is late
 --   A's seal before B's first call   stored; the ledger refuses A's event. B finds the seal and posts
 --                                    it with its own epoch: the first seal wins
---   A's event before B's adoption    the trajectory is sealed, and take_over refuses
+--   A's event before B's adoption    the trajectory is sealed, and adopt refuses
 --   B dies before its first call     A may store more turns, and even a seal, but its event does not
 --                                    fit the ledger. The next writer finds them
 --   B sleeps before its first call,  B's call is FENCED if C's came first; else C's first call fences
@@ -45,8 +45,8 @@
 local epoch, kind, caller = string.match(ARGV[1], '^(%d+)([:/]?)(.*)$')
 local holder, writer, turns, sealed, bytes, released = unpack(
   redis.call('HMGET', KEYS[2], 'epoch', 'writer', 'turns', 'sealed', 'bytes', 'released'))
-if released == 'given up' then
-  return redis.error_reply('FENCED the trajectory was given up, and its payload released')
+if released == 'abandoned' then
+  return redis.error_reply('FENCED the trajectory was abandoned, and its payload released')
 end
 if released == 'deleted' then
   return redis.error_reply('FENCED [released] the trajectory is finished: its run was deleted')

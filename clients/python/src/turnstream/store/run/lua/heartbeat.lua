@@ -39,7 +39,7 @@ for i = 1, #ARGV, 2 do
     replies[#replies + 1] = 'OK'
   else
     local epoch, writer = string.match(rest, '^(%d+):(.*)$')
-    replies[#replies + 1] = 'FENCED ' .. id .. ' was taken over by ' .. writer
+    replies[#replies + 1] = 'FENCED ' .. id .. ' was adopted by ' .. writer
       .. ' with epoch ' .. epoch
   end
 end

@@ -1,5 +1,5 @@
 #!lua
--- Part of open_group, heartbeat, take_over, list_lapsed and announce_revision: when a lease that
+-- Part of open_group, heartbeat, adopt, list_lapsed and announce_revision: when a lease that
 -- begins now ends.
 --
 -- After lease_s was lowered, no lease ends before every writer knows it: a writer asks within a third of
