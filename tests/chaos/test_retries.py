@@ -85,7 +85,7 @@ def test_calls_sent_three_times_have_the_outcome_of_single_calls(planned: Rig) -
             assert len({*again.outcomes}) == 1
             assert {*again.outcomes} != {*first.outcomes}
         else:
-            assert {*again.outcomes} == {*first.outcomes}, _name(first)
+            assert {*again.outcomes} == _lasting(first), _name(first)
     planned.drain(2)
 
 
@@ -108,6 +108,9 @@ def _is_answered(call: Repeated) -> bool:
 
 
 def _lasting(call: Repeated) -> set[Outcome]:
+    if _name(call) == "Stepped":  # the other rank may step between two copies of the call
+        late = grpc.StatusCode.DEADLINE_EXCEEDED
+        return {outcome for outcome in call.outcomes if outcome.code is not late}
     if _name(call) != "Start":
         return {*call.outcomes}
     return {
