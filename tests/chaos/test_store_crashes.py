@@ -79,8 +79,8 @@ def test_server_killed_under_load_keeps_acknowledged_writes(
 def test_server_killed_during_a_slow_sync_gets_lost_writes_again(
     start_rig: StartRig, tmp_path: Path
 ) -> None:
-    # Fault 6: during a slow sync, a server answers before it writes. The writers resend the writes
-    # that a kill takes.
+    # Fault 6: during a slow sync, a server answers before it writes. The generators resend what
+    # the kill loses.
     machine = Machine(tmp_path)
     rig = start_rig(binary=machine.binary, config=UNHINDERED)
     batcher = rig.start_batcher()

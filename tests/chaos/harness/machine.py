@@ -95,7 +95,7 @@ def _build_shim(folder: Path) -> Path:
 def _write_us(path: Path, seconds: float) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(str(round(seconds * 1e6)))
-    draft.replace(path)  # so that nobody reads half of the number
+    draft.replace(path)  # a reader never gets half of the number
 
 
 def _append_only_files(data_dir: Path) -> list[Path]:
