@@ -50,7 +50,7 @@ from turnstream.batching.layouts.sft import (
     supervised_rows,
 )
 from turnstream.batching.merge.columns import stored_row, token_columns
-from turnstream.batching.merge.merging import merge_turns, plan_sequences
+from turnstream.batching.merge.merging import plan_sequences
 from turnstream.batching.merge.storing import store_turns
 from turnstream.types import Ragged, Rows, StoredTurn, Turn
 
@@ -157,7 +157,10 @@ def measure_packing(table: Table, *, num_rows: int, loop_rounds: int) -> None:
 
 
 def measure_merging(table: Table, *, num_trajectories: int, loop_rounds: int) -> None:
-    """Measure turns into rows: from whole prompts, and as the store has them, in the batcher."""
+    """Measure turns into rows: from whole prompts, as the generator and the batcher do it together.
+
+    The batcher's part is a line of its own: from turns as the store has them.
+    """
     for size in ("short", "long"):
         for breaks in BREAKS:
             turns = make_trajectories(size, breaks=breaks, num_trajectories=num_trajectories)
@@ -167,13 +170,18 @@ def measure_merging(table: Table, *, num_trajectories: int, loop_rounds: int) ->
             del lists
             table.add(
                 f"merge {size}, breaks: {breaks}",
-                lambda turns=turns: [merge_turns(own) for own in turns],
+                lambda turns=turns: _merged(turns),
                 loop_ms=loop_ms,
             )
             print(f"{'  of the loop, without making arrays':50} {bare_ms:8.1f}")
             stored = [store_turns(own) for own in turns]
             limit = limits.merged(stored)
             table.add("  stored turns to columns", _assembly(stored), loop_ms=loop_ms, limit=limit)
+
+
+def _merged(turns: list[list[Turn]]) -> Any:
+    """Cut the turns as the generator does, then make the columns of all as the batcher does."""
+    return _assembly([store_turns(own) for own in turns])()
 
 
 def _assembly(stored: list[list[StoredTurn]]) -> Callable[[], Any]:
@@ -231,7 +239,7 @@ def measure_growth(*, num_rows: int, rounds: int) -> list[dict[str, Any]]:
         given = _num_tokens(turns)
         lists = turns_as_lists(turns)
         stored = [store_turns(own) for own in turns]
-        merging[count] = (lambda turns=turns: [merge_turns(own) for own in turns]), given
+        merging[count] = (lambda turns=turns: _merged(turns)), given
         looping[count] = (lambda lists=lists: loops.merge_lists(lists)), given
         assembling[count] = _assembly(stored), sum(len(t.token_ids) for own in stored for t in own)
     add("merging whole prompts", "turns", merging)
@@ -239,7 +247,7 @@ def measure_growth(*, num_rows: int, rounds: int) -> list[dict[str, Any]]:
     add("stored turns to columns", "turns", assembling)
     for where in ("late", "inside"):
         broken: dict[int, tuple[Callable[[], Any], int]] = {
-            count: ((lambda turns=turns: [merge_turns(own) for own in turns]), _num_tokens(turns))
+            count: ((lambda turns=turns: _merged(turns)), _num_tokens(turns))
             for count, turns in episodes(f"every turn, {where}").items()
         }
         add(f"  edited every turn, {where}", "turns", broken)

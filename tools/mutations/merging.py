@@ -31,8 +31,8 @@ MERGING = (
     Mutation(
         "an array shorter than its response is taken",
         "merge/columns.py",
-        "if len(array) != turn.num_response_tokens:",
-        "if len(array) > turn.num_response_tokens:",
+        "if (found := [*map(len, arrays)]) != counts:",
+        "if (found := [*map(len, arrays)]) > counts:",
         ("test_merge",),
     ),
     Mutation(
@@ -45,7 +45,7 @@ MERGING = (
     Mutation(
         "a turn takes more tokens than its parent has",
         "merge/columns.py",
-        "        if missing > num_values:\n",
+        "        if num_own > len(values):\n",
         "        if False:\n",
         ("test_merge",),
     ),

@@ -232,8 +232,8 @@ SHAPES = (
     Mutation(
         "the first token is a target",
         "layouts/sft.py",
-        " & (positions_N > 0)",
-        "",
+        "is_target_N[starts_B] = False",
+        "pass",
         ("test_sft",),
     ),
     Mutation(

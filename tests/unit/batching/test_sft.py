@@ -108,6 +108,15 @@ def test_every_target_is_scaled_by_the_sum_that_is_asked_for(
     assert scaled.values.dtype == np.float32
 
 
+@pytest.mark.parametrize("loss_scale", ["all_targets", "own_targets"])
+def test_weights_with_a_sum_below_one_do_not_grow(loss_scale: LossScale) -> None:
+    batch = learn("aa", "aaa", weights=[[0, 0.25], [0, 0.25, 0.25]])
+
+    scaled = scaled_weights(batch, loss_scale=loss_scale)
+
+    assert scaled.values.tolist() == [0.25, 0.25, 0.25]
+
+
 def test_mask_is_the_weight_without_token_weights() -> None:
     batch = rows("abCd", "aB")
     weighted = replace(batch, token_weights=Ragged.from_rows([[0.5, 9], [3]], np.float32))

@@ -6,7 +6,6 @@ Shape suffixes in docstrings: B rows, T tokens of a row, P its prompt, T - P its
 from __future__ import annotations
 
 import collections.abc as abc
-import contextlib
 import itertools
 import re
 import struct
@@ -80,9 +79,10 @@ _PACK: Final[dict[Any, Callable[[list[Any]], bytes]]] = {
 
 def _as_array(row: Any, dtype: type[Any], *, place: int) -> NDArray[Any]:
     if type(row) is list and row and dtype in _PACK:
-        with contextlib.suppress(struct.error, OverflowError, ValueError, TypeError):
+        try:
             return np.frombuffer(_PACK[dtype](cast("list[Any]", row)), dtype)
-        # Other values are converted, or refused, by numpy.
+        except (struct.error, OverflowError, ValueError, TypeError):
+            pass  # numpy converts other values, or refuses them
     given: NDArray[Any] = np.asarray(cast("Any", row))
     if given.ndim == 0:
         raise BatchingError(f"row {place} is a single value, not a row of values")

@@ -65,16 +65,16 @@ def supervised_rows(
     """
     input_ids, token_weights = input_ids.flat(), token_weights.flat()
     _check(input_ids, token_weights)
-    starts_B, lengths_B = input_ids.offsets[:-1], input_ids.lengths
-    positions_N = np.arange(len(input_ids.values)) - np.repeat(starts_B, lengths_B)
-    # Without a target, a row is all prompt.
-    targets = np.flatnonzero((token_weights.values != 0) & (positions_N > 0))
-    first_B = np.append(targets, len(positions_N))[np.searchsorted(targets, starts_B)]
-    prompts_B = np.minimum(first_B - starts_B, lengths_B)
-    is_response_N = positions_N >= np.repeat(prompts_B, lengths_B)
-    weights = Ragged(
-        token_weights.values[is_response_N].astype(np.float32), offsets_of(lengths_B - prompts_B)
-    )
+    starts_B, ends_B = input_ids.offsets[:-1], input_ids.offsets[1:]
+    is_target_N = token_weights.values != 0
+    is_target_N[starts_B] = False  # nothing predicts the first token
+    targets = np.flatnonzero(is_target_N)
+    first_B = np.append(targets, len(is_target_N))[np.searchsorted(targets, starts_B)]
+    begins_B = np.minimum(first_B, ends_B)  # without a target, a row is all prompt
+    spans = zip(begins_B.tolist(), ends_B.tolist(), strict=True)
+    responses = [token_weights.values[begin:end] for begin, end in spans]
+    values = np.concatenate([np.empty(0, np.float32), *responses], dtype=np.float32)
+    weights = Ragged(values, offsets_of(ends_B - begins_B))
     mask = Ragged((weights.values != 0).view(np.uint8), weights.offsets)
     rows = plain_rows(
         input_ids, mask, num_trained_B=row_sums(mask, np.int64), first_row_id=first_row_id

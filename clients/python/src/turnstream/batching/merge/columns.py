@@ -97,14 +97,15 @@ def whole_pieces(
         if not 0 <= turn < child:
             raise InvalidTurnError("parent_turn", f"turn {child} follows turn {turn}")
         num_shared, values = own(stored[turn])
-        num_values = num_shared + len(values)
-        if missing > num_values:
+        num_own = missing - num_shared
+        if num_own > len(values):
+            num_values = num_shared + len(values)
             raise InvalidTurnError(
                 field, f"{missing} values of turn {turn}, which has {num_values}"
             )
-        if missing > num_shared:
-            pieces.append(values[: missing - num_shared])
-        missing = min(missing, num_shared)
+        if num_own > 0:
+            pieces.append(values[:num_own])
+            missing = num_shared
     pieces.reverse()
     return pieces
 
@@ -136,10 +137,10 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
         ((num_tokens,), np.uint8),
     )
     np.concatenate([ids[:0], *[piece for row in rows for piece in row.ids]], out=ids)
-    _write(mask, turns, is_sampled, field="loss_mask")
-    _write(rewards, turns, is_sampled, field="rewards")
+    _write(mask, turns, counts, is_sampled, field="loss_mask")
+    _write(rewards, turns, counts, is_sampled, field="rewards")
     if has_logprobs:
-        _write(logprobs, turns, is_sampled, field="logprobs")
+        _write(logprobs, turns, counts, is_sampled, field="logprobs")
     row_of_turn = np.repeat(np.arange(len(rows)), np.diff(offsets))
     versions, run_counts = _run_columns(turns, gaps, counts, row_of_turn, lengths_B)
     return TokenColumns(
@@ -163,6 +164,7 @@ def _sampled(gaps: list[int], counts: list[int]) -> NDArray[np.bool_] | None:
 def _write(
     into: NDArray[Any],
     turns: Sequence[StoredTurn],
+    counts: list[int],
     is_sampled: NDArray[np.bool_] | None,
     *,
     field: str,
@@ -171,7 +173,7 @@ def _write(
 
     Thousands of short responses cost less in two copies than with thousands of short zeros.
     """
-    arrays = [getattr(turn, field) for turn in turns]
+    arrays = [*map(operator.attrgetter(field), turns)]
     if not any(array is not None for array in arrays):
         into[:] = 0 if field == "rewards" else 1 if is_sampled is None else is_sampled
         return
@@ -179,11 +181,9 @@ def _write(
         _missing(turn, field=field) if array is None else array
         for turn, array in zip(turns, arrays, strict=True)
     ]
-    for turn, array in zip(turns, arrays, strict=True):
-        if len(array) != turn.num_response_tokens:
-            raise InvalidTurnError(
-                field, f"{len(array)} values for {turn.num_response_tokens} response tokens"
-            )
+    if (found := [*map(len, arrays)]) != counts:
+        turn = next(k for k, count in enumerate(counts) if found[k] != count)
+        raise InvalidTurnError(field, f"{found[turn]} values for {counts[turn]} response tokens")
     try:
         with np.errstate(over="raise"):
             if is_sampled is None:
