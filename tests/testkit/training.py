@@ -14,6 +14,7 @@ from turnstream.worker import PulledMiniBatch
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.settings import AdamSettings, ScheduleSettings
 
 torch.set_num_threads(1)  # tiny tensors: a second thread would only wait for the first
 
@@ -26,9 +27,15 @@ def make_model(*, seed: int = 0) -> PreTrainedModel:
     return load_policy(spec)
 
 
-def make_engine(**optimizer: Any) -> Engine:
-    """An engine for a new model."""
-    return Engine(make_model(), **{"learning_rate": 1e-2, **optimizer})
+def make_engine(
+    model: PreTrainedModel | None = None,
+    *,
+    schedule: ScheduleSettings | None = None,
+    **adam: float,
+) -> Engine:
+    """An engine for a model; None for a new one."""
+    settings = AdamSettings(**{"learning_rate": 1e-2, **adam})
+    return Engine(make_model() if model is None else model, adam=settings, schedule=schedule)
 
 
 def pulled(built: Rows, **info: Any) -> PulledMiniBatch:

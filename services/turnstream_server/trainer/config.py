@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.options import Dump, Redis, Threads
+from turnstream_server.trainer.settings import (
+    SCHEDULES,
+    AdamSettings,
+    ScheduleSettings,
+    parse_arguments,
+)
+
+_LEARNING_RATE: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +55,23 @@ class TrainerConfig:
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="Default: 1e-6, or that of the preset.")
     ] = None
+    beta1: Annotated[float, typer.Option(help="Decay of AdamW's first moment.")] = 0.9
+    beta2: Annotated[float, typer.Option(help="Decay of AdamW's second moment.")] = 0.95
+    eps: Annotated[float, typer.Option(help="AdamW's epsilon.")] = 1e-8
+    weight_decay: Annotated[float, typer.Option(help="Decay of matrices.")] = 0.0
+    max_grad_norm: Annotated[
+        float, typer.Option(help="Larger gradients are scaled down to it; 0: never.")
+    ] = 1.0
+    schedule: Annotated[
+        str, typer.Option(metavar="NAME", help="One of " + ", ".join(SCHEDULES) + ".")
+    ] = "constant_with_warmup"
     warmup_updates: Annotated[int, typer.Option(min=0, help="Updates of linear warm-up.")] = 0
+    schedule_updates: Annotated[
+        int, typer.Option(min=0, help="Updates of the schedule, where it has an end.")
+    ] = 0
+    schedule_arguments: Annotated[
+        str, typer.Option(metavar="JSON", help="Further arguments of transformers' schedule.")
+    ] = ""
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature of the generators.")
     ] = 1.0
@@ -60,7 +84,31 @@ class TrainerConfig:
     ] = 600.0
     dump_folder: Dump = None
 
+    @property
+    def adam(self) -> AdamSettings:
+        """The settings of the optimizer."""
+        rate = _LEARNING_RATE if self.learning_rate is None else self.learning_rate
+        return AdamSettings(
+            learning_rate=rate,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+        )
+
+    @property
+    def rate_schedule(self) -> ScheduleSettings:
+        """The schedule of the learning rate."""
+        return ScheduleSettings(
+            name=self.schedule,
+            warmup_updates=self.warmup_updates,
+            total_updates=self.schedule_updates,
+            arguments=parse_arguments(self.schedule_arguments),
+        )
+
     def __post_init__(self) -> None:
+        _ = self.adam, self.rate_schedule  # raise for invalid values
         if not self.temperature > 0:
             raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
         if self.checkpoint_every < 1:

@@ -1,9 +1,13 @@
-"""Model and optimizer: one mini-batch in, one optimizer update done."""
+"""Model and optimizer: gradients of mini-batches, and optimizer steps.
+
+The training loop calls `update` for each mini-batch. Single operations call `forward_backward` as
+often as they like, then `optim_step`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,14 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnstream.batching.config.values import Aggregation
+from turnstream.errors import RejectedError
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.losses import aggregate, clipped_exp, kl_k3, log_ratio, ppo_clip
 from turnstream.worker.tensors import LeftPaddedTensors
 from turnstream_server.models.logprobs import response_logprobs
+from turnstream_server.trainer.optimizer import Optimizer, Schedule, StepReport
+from turnstream_server.trainer.settings import AdamSettings, ScheduleSettings
 
 logger = logging.getLogger(__name__)
 
-_BETAS: Final = (0.9, 0.95)
 _CLIP_LOW: Final = 0.2
 _CLIP_HIGH: Final = 0.28
 """The ratio current / behaviour is clipped to [1 - low, 1 + high]."""
@@ -27,18 +33,13 @@ _CLIP_HIGH: Final = 0.28
 _DUAL_CLIP: Final = 3.0
 """Bound of the loss where the advantage is negative."""
 
-_MAX_GRAD_NORM: Final = 1.0
-"""Gradients of a larger global norm are scaled down to it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateReport:
-    """Statistics of one optimizer update.
+class LossReport:
+    """Statistics of the loss of one mini-batch.
 
     Attributes:
         loss: loss of the whole mini-batch.
-        gradient_norm: before clipping.
-        is_applied: False if the gradient was not finite: the weights are unchanged.
         num_recomputed_rows: rows without behaviour log-probabilities.
         ratio: mean of current / behaviour probability over the trained tokens.
         kl: estimate of KL(behaviour || current), in nats.
@@ -47,9 +48,6 @@ class UpdateReport:
     """
 
     loss: float
-    gradient_norm: float
-    learning_rate: float
-    is_applied: bool
     num_recomputed_rows: int
     ratio: float
     kl: float
@@ -57,57 +55,82 @@ class UpdateReport:
     logprob: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport(LossReport):
+    """Statistics of one optimizer update: those of its loss, and of `StepReport`."""
+
+    gradient_norm: float
+    learning_rate: float
+    skip_reason: str
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the weights have changed."""
+        return not self.skip_reason
+
+
 class Engine:
-    """Trains one model on mini-batches, one optimizer update each.
+    """Trains one model on mini-batches.
 
     The loss is summed over micro-batches, each divided by the shipped denominators. So it does not
     depend on the cuts and the padding of the mini-batch.
 
     Args:
-        learning_rate: the rate of AdamW after `warmup_updates` updates of linear growth.
+        adam: settings of the steps of `update`; their learning rate is that of the schedule.
         temperature: sampling temperature of the generators.
 
     Attributes:
         model: in evaluation mode, so that its log-probabilities are those of the sampling policy.
-        num_updates: updates so far, with those before a restart.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         *,
-        learning_rate: float,
-        warmup_updates: int = 0,
+        adam: AdamSettings,
+        schedule: ScheduleSettings | None = None,
         temperature: float = 1.0,
     ) -> None:
         self.model = model
-        self.num_updates = 0
-        self._learning_rate = learning_rate
-        self._warmup_updates = warmup_updates
+        self._adam = adam
+        self._schedule = Schedule(schedule or ScheduleSettings(), learning_rate=adam.learning_rate)
         self._temperature = temperature
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=learning_rate, betas=_BETAS, weight_decay=0.0
-        )
+        self._optimizer = Optimizer(model.named_parameters())
+        self._has_gradient = False
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps so far, with skipped ones and those before a restart."""
+        return self._optimizer.num_steps
+
+    @property
+    def num_skipped(self) -> int:
+        """Skipped optimizer steps so far, with those before a restart."""
+        return self._optimizer.num_skipped
 
     def update(self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation) -> UpdateReport:
         """Apply one optimizer step on the rows of a mini-batch and return its statistics."""
+        report = self.forward_backward(mini_batch, aggregation=aggregation)
+        rate = self._schedule.learning_rate(self.num_updates + 1)
+        step = self.optim_step(dataclasses.replace(self._adam, learning_rate=rate))
+        if not step.is_applied:
+            logger.warning("step %s: update skipped: %s", mini_batch.info.step, step.skip_reason)
+        return UpdateReport(**dataclasses.asdict(report), **dataclasses.asdict(step))
+
+    def forward_backward(
+        self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation
+    ) -> LossReport:
+        """Add the gradient of a mini-batch to those since the last optimizer step."""
+        if not self._has_gradient:
+            self._optimizer.clear()
+        self._has_gradient = True
         parts = mini_batch.to_torch(self.model.device).micro_batches()
-        self._optimizer.zero_grad(set_to_none=True)
         sums = torch.stack([self._backward(part, aggregation=aggregation) for part in parts])
         loss, num_recomputed, *token_sums = sums.sum(dim=0).tolist()
         num_tokens = max(1, mini_batch.info.denominators.num_tokens)
         ratio, kl, clipped_share, logprob = (total / num_tokens for total in token_sums)
-        learning_rate = self._next_learning_rate()
-        gradient_norm = self._step(learning_rate)
-        is_applied = math.isfinite(gradient_norm)
-        if not is_applied:
-            step = mini_batch.info.step
-            logger.warning("step %s: gradient is not finite, update skipped", step)
-        return UpdateReport(
+        return LossReport(
             loss=loss,
-            gradient_norm=gradient_norm,
-            learning_rate=learning_rate,
-            is_applied=is_applied,
             num_recomputed_rows=int(num_recomputed),
             ratio=ratio,
             kl=kl,
@@ -115,14 +138,24 @@ class Engine:
             logprob=logprob,
         )
 
+    def optim_step(self, settings: AdamSettings) -> StepReport:
+        """Apply the sum of the gradients since the last step.
+
+        Raises:
+            RejectedError: there was no `forward_backward` since then.
+        """
+        if not self._has_gradient:
+            raise RejectedError("no forward_backward since the last optim_step: no gradient")
+        self._has_gradient = False
+        return self._optimizer.step(settings)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the next update, without the weights."""
-        return {"optimizer": self._optimizer.state_dict(), "num_updates": self.num_updates}
+        return {"optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state of `state_dict()`; the caller restores the weights."""
         self._optimizer.load_state_dict(state["optimizer"])
-        self.num_updates = state["num_updates"]
 
     def _backward(self, part: LeftPaddedTensors, *, aggregation: Aggregation) -> Tensor:
         """Add the gradient of one micro-batch; return its loss and its sums for the report.
@@ -154,21 +187,6 @@ class Engine:
             columns = (ratio_BR, kl_BR, ~is_kept_BR, current_BR)
             sums = [(column * mask_BR).sum(dtype=torch.float64) for column in columns]
         return torch.stack([loss.detach().double(), is_recomputed_B.sum().double(), *sums])
-
-    def _next_learning_rate(self) -> float:
-        share = min(1.0, (self.num_updates + 1) / max(1, self._warmup_updates))
-        return self._learning_rate * share
-
-    def _step(self, learning_rate: float) -> float:
-        """Apply the gradient if it is finite; return its norm before clipping."""
-        parameters = self.model.parameters()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, _MAX_GRAD_NORM).item()
-        if math.isfinite(norm):
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            self._optimizer.step()
-        self.num_updates += 1
-        return norm
 
 
 def _old_logprobs(current_BR: Tensor, part: LeftPaddedTensors) -> tuple[Tensor, Tensor]:

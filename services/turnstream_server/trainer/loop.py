@@ -64,6 +64,7 @@ class Trainer:
         metrics["version"] = self._publish(step.number)
         published_s = time.monotonic()
         metrics["num_updates"] = self._engine.num_updates
+        metrics["total_skipped_updates"] = self._engine.num_skipped
         metrics["publish_s"] = published_s - stepped_s
         metrics["elapsed_s"] = published_s - self._started_s
         self._metrics.write(metrics)

@@ -11,7 +11,9 @@ The keys of a line, over all mini-batches of the step:
 - `oldest_version`, `newest_version`: range over the trained tokens.
 - `ratio`, `kl`, `clipped_share`, `logprob`: means over the trained tokens.
 - `gradient_norm`: the largest. `learning_rate`: the last update's.
-- `num_updates`: since the start of the run. `num_skipped_updates`: in this step.
+- `num_updates`: since the start of the run.
+- `num_skipped_updates`, `skip_reasons`: number and causes in this step. `total_skipped_updates`:
+  since the start of the run.
 - `figures`: tags and metrics of the trajectories, as `turnstream batch --json` shows them.
 - `update_s`, `publish_s` (weights), `elapsed_s` (since the start of the trainer): seconds.
 
@@ -67,6 +69,7 @@ def step_metrics(updates: Sequence[Update]) -> dict[str, Any]:
         "gradient_norm": max(report.gradient_norm for report in reports),
         "learning_rate": reports[-1].learning_rate,
         "num_skipped_updates": sum(not report.is_applied for report in reports),
+        "skip_reasons": [report.skip_reason for report in reports if not report.is_applied],
         "figures": shown_figures(infos[0].figures),
         "update_s": sum(update.update_s for update in updates),
     }

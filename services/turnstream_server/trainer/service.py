@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from types import FrameType
-from typing import Final, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -19,8 +19,6 @@ from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
 
 logger = logging.getLogger(__name__)
-
-_LEARNING_RATE: Final = 1e-6
 
 
 def run_trainer(config: TrainerConfig) -> None:
@@ -47,8 +45,8 @@ def train(config: TrainerConfig) -> None:
     source = checkpoint.folder if checkpoint else _first_policy(config)
     engine = Engine(
         load_policy(source, device=device),
-        learning_rate=_LEARNING_RATE if config.learning_rate is None else config.learning_rate,
-        warmup_updates=config.warmup_updates,
+        adam=config.adam,
+        schedule=config.rate_schedule,
         temperature=config.temperature,
     )
     token, from_step = None, 0

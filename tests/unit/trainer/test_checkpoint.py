@@ -7,7 +7,7 @@ from testkit.training import make_engine, make_mini_batch
 from turnstream.types import RecoveryToken
 from turnstream_server.models.policy import load_policy
 from turnstream_server.trainer.checkpoint import Checkpoints
-from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.settings import ScheduleSettings
 
 
 def _token(step: int) -> RecoveryToken:
@@ -16,7 +16,8 @@ def _token(step: int) -> RecoveryToken:
 
 def test_resumed_training_equals_undisturbed_training(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    uninterrupted = make_engine(warmup_updates=5)
+    schedule = ScheduleSettings(name="cosine", warmup_updates=2, total_updates=9)
+    uninterrupted = make_engine(schedule=schedule)
     for _ in range(3):
         uninterrupted.update(make_mini_batch(), aggregation="token_mean")
     checkpoints.save(uninterrupted, _token(3))
@@ -24,7 +25,7 @@ def test_resumed_training_equals_undisturbed_training(tmp_path: Path) -> None:
 
     newest = Checkpoints(tmp_path).newest()
     assert newest is not None
-    resumed = Engine(load_policy(newest.folder), learning_rate=1e-2, warmup_updates=5)
+    resumed = make_engine(load_policy(newest.folder), schedule=schedule)
     checkpoints.restore(newest, resumed)
     actual = [torch.rand(2), resumed.update(make_mini_batch(), aggregation="token_mean")]
 

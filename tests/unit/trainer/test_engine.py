@@ -10,27 +10,25 @@ from torch import Tensor
 import testkit
 from testkit.training import make_engine, make_mini_batch, pulled
 from turnstream.batching.config.values import Aggregation
+from turnstream.errors import RejectedError
 from turnstream.types import Ragged
 from turnstream.worker.tensors import to_torch
 from turnstream_server.models.logprobs import response_logprobs
-from turnstream_server.trainer import engine as engine_module
 from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.settings import AdamSettings, ScheduleSettings
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
 @pytest.mark.parametrize("cut", [((0, 1), (2, 3)), ((3,), (1, 0), (2,)), ((2, 0, 3, 1),)])
 def test_loss_and_gradient_do_not_depend_on_micro_batches(
-    aggregation: Aggregation,
-    cut: tuple[tuple[int, ...], ...],
-    monkeypatch: pytest.MonkeyPatch,
+    aggregation: Aggregation, cut: tuple[tuple[int, ...], ...]
 ) -> None:
     constant = 8 if aggregation == "constant" else 0
     whole = make_mini_batch()
     denominators = whole.info.denominators._replace(length_constant=constant)
     whole = make_mini_batch(denominators=denominators)
     parts = make_mini_batch(denominators=denominators, micro_batches=cut)
-    monkeypatch.setattr(engine_module, "_MAX_GRAD_NORM", 1e9)
-    one, other = make_engine(), make_engine()
+    one, other = make_engine(max_grad_norm=0), make_engine(max_grad_norm=0)
 
     expected = one.update(whole, aggregation=aggregation)
     report = other.update(parts, aggregation=aggregation)
@@ -103,11 +101,36 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
     )
 
     assert not report.is_applied
+    assert "gradient norm is" in report.skip_reason
+    assert (engine.num_updates, engine.num_skipped) == (1, 1)
     assert torch.equal(_weights(engine), before)
 
 
+def test_two_mini_batches_before_a_step_add_their_gradients() -> None:
+    engine, other = make_engine(), make_engine()
+    engine.forward_backward(make_mini_batch(), aggregation="token_mean")
+    single = _gradients(engine).clone()
+
+    engine.forward_backward(make_mini_batch(), aggregation="token_mean")
+    summed = _gradients(engine).clone()
+    engine.optim_step(AdamSettings(learning_rate=0.0))
+    report = engine.update(make_mini_batch(), aggregation="token_mean")
+
+    torch.testing.assert_close(summed, 2 * single)
+    expected = other.update(make_mini_batch(), aggregation="token_mean")
+    assert report.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-6)
+
+
+def test_step_without_a_gradient_is_refused() -> None:
+    engine = make_engine()
+    engine.update(make_mini_batch(), aggregation="token_mean")
+
+    with pytest.raises(RejectedError, match="no forward_backward since"):
+        engine.optim_step(AdamSettings(learning_rate=0.1))
+
+
 def test_the_learning_rate_grows_over_the_warmup_updates() -> None:
-    engine = make_engine(learning_rate=0.4, warmup_updates=4)
+    engine = make_engine(learning_rate=0.4, schedule=ScheduleSettings(warmup_updates=4))
 
     rates = [
         engine.update(make_mini_batch(), aggregation="token_mean").learning_rate for _ in range(5)
@@ -116,9 +139,8 @@ def test_the_learning_rate_grows_over_the_warmup_updates() -> None:
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
 
 
-def test_large_gradient_is_scaled_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_MAX_GRAD_NORM", 1e-3)
-    one = make_engine()
+def test_large_gradient_is_scaled_down() -> None:
+    one = make_engine(max_grad_norm=1e-3)
 
     report = one.update(make_mini_batch(), aggregation="token_mean")
 

@@ -168,6 +168,22 @@ def test_every_step_is_a_line_of_metrics_with_its_mini_batches(tmp_path: Path) -
     assert {"loss", "kl", "wait_s", "update_s", "publish_s", "elapsed_s"} <= set(first)
 
 
+def test_skipped_updates_are_counted_with_their_reasons(tmp_path: Path) -> None:
+    def build(*, step: int, mini_batch: int, **info: Any) -> PulledMiniBatch:
+        is_bad = (step, mini_batch) == (1, 1)
+        advantages = [float("inf") if is_bad else 1.0, 1.0, -1.0, -1.0]
+        return make_mini_batch(advantages=advantages, step=step, mini_batch=mini_batch, **info)
+
+    _train(StreamInMemory(build=build, last_step=2), tmp_path)
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    first, second = [json.loads(line) for line in text.splitlines()]
+    assert [first["num_skipped_updates"], second["num_skipped_updates"]] == [1, 0]
+    assert [first["total_skipped_updates"], second["total_skipped_updates"]] == [1, 1]
+    assert "gradient norm is nan" in first["skip_reasons"][0]
+    assert second["skip_reasons"] == []
+
+
 def test_a_line_of_metrics_has_the_figures_that_its_batch_came_with(tmp_path: Path) -> None:
     figures = sum_up([(testkit.sealed(tags={"env": "maze"}, metrics={"turns": 3.0}), 1.0)])
 

@@ -1,0 +1,145 @@
+"""AdamW whose settings may change at each step, and the schedule of the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch.nn import Parameter
+from transformers import get_scheduler
+
+from turnstream.errors import InvalidConfigError
+from turnstream_server.trainer.settings import AdamSettings, ScheduleSettings
+
+_NUM_NAMED: Final = 3
+"""Parameters that a reason names at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Result of one optimizer step.
+
+    Attributes:
+        gradient_norm: before clipping.
+        learning_rate: rate of this step.
+        skip_reason: cause of a skipped step, which changed no weight; "" for an applied one.
+    """
+
+    gradient_norm: float
+    learning_rate: float
+    skip_reason: str = ""
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the weights have changed."""
+        return not self.skip_reason
+
+
+class Optimizer:
+    """AdamW on named parameters. A step with a gradient that is not finite is skipped.
+
+    Attributes:
+        num_steps: steps so far, with skipped ones and those before a restart.
+        num_skipped: skipped ones of them.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
+        self.num_steps = 0
+        self.num_skipped = 0
+        self._parameters = dict(parameters)
+        decayed = [each for each in self._parameters.values() if each.dim() > 1]
+        others = [each for each in self._parameters.values() if each.dim() <= 1]
+        groups = [{"params": decayed, "decays": True}, {"params": others, "decays": False}]
+        self._adamw = torch.optim.AdamW([group for group in groups if group["params"]])
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def step(self, settings: AdamSettings) -> StepReport:
+        """Apply the gradients if they are finite."""
+        parameters = self._parameters.values()
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        reason = "" if norm.isfinite() else self._reason(norm.item())
+        self.num_steps += 1
+        if reason:
+            self.num_skipped += 1
+        else:
+            if settings.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(parameters, settings.max_grad_norm, norm)
+            self._apply(settings)
+        return StepReport(
+            gradient_norm=norm.item(), learning_rate=settings.learning_rate, skip_reason=reason
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the moments and counts."""
+        counts = {"num_steps": self.num_steps, "num_skipped": self.num_skipped}
+        return {"adamw": self._adamw.state_dict(), **counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state of `state_dict()` for equal parameters."""
+        self._adamw.load_state_dict(state["adamw"])
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+    def _apply(self, settings: AdamSettings) -> None:
+        for group in self._adamw.param_groups:
+            group["lr"] = settings.learning_rate
+            group["betas"] = (settings.beta1, settings.beta2)
+            group["eps"] = settings.eps
+            group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
+        self._adamw.step()
+
+    def _reason(self, norm: float) -> str:
+        """Return the parameters that made a gradient norm infinite or NaN."""
+        bad = [name for name, each in self._parameters.items() if _has_bad_gradient(each)]
+        if not bad:
+            return f"gradient norm is {norm}: it exceeds float32"
+        named = ", ".join([*bad[:_NUM_NAMED], *(["..."] if len(bad) > _NUM_NAMED else [])])
+        return f"gradient norm is {norm}: {len(bad)} of {len(self._parameters)} weights ({named})"
+
+
+class Schedule:
+    """Learning rate of each update.
+
+    Update u of U has the factor that transformers computes at its step u of U + 1. So neither the
+    first update nor the last one has the rate 0. Updates after the last one keep its rate.
+    """
+
+    def __init__(self, settings: ScheduleSettings, *, learning_rate: float) -> None:
+        self._learning_rate = learning_rate
+        self._last = settings.total_updates or None
+        self._factor = _factor(settings, learning_rate)
+
+    def learning_rate(self, update: int) -> float:
+        """Return the rate of an update, counted from 1."""
+        last = update if self._last is None else min(update, self._last)
+        return self._learning_rate * self._factor(last)
+
+
+def _factor(settings: ScheduleSettings, learning_rate: float) -> Callable[[int], float]:
+    """Return transformers' function from a step to a factor of the learning rate.
+
+    Raises:
+        InvalidConfigError: transformers refuses the arguments.
+    """
+    unused = torch.optim.SGD([torch.zeros(1)], lr=learning_rate)
+    try:
+        scheduler = get_scheduler(
+            settings.name,
+            optimizer=unused,
+            num_warmup_steps=settings.warmup_updates,
+            num_training_steps=settings.total_updates + 1,
+            scheduler_specific_kwargs=dict(settings.arguments),
+        )
+    except (TypeError, ValueError) as error:
+        message = f"{settings.name} refuses {dict(settings.arguments)}: {error}"
+        raise InvalidConfigError("schedule_arguments", message) from error
+    return cast(Callable[[int], float], cast(Any, scheduler).lr_lambdas[0])
+
+
+def _has_bad_gradient(parameter: Parameter) -> bool:
+    return parameter.grad is not None and not bool(parameter.grad.isfinite().all())

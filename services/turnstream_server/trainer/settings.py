@@ -1,0 +1,102 @@
+"""Settings of the optimizer: AdamW and the schedule of its learning rate. Without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from turnstream.errors import InvalidConfigError
+
+SCHEDULES: Final = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+)
+"""Names of transformers whose learning rate depends on the number of the update alone."""
+
+_ENDLESS: Final = ("constant", "constant_with_warmup", "inverse_sqrt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamSettings:
+    """Settings of one step of AdamW (arXiv:1711.05101). Each step may have others.
+
+    Attributes:
+        learning_rate: not negative.
+        beta1, beta2: decay of the first and second moment; at least 0, below 1.
+        eps: added to the root of the second moment; above 0.
+        weight_decay: share of a weight that a step removes, times the learning rate. Vectors, which
+            are biases and the scales of norms, have no decay.
+        max_grad_norm: gradients of a larger global norm are scaled down to it; 0: never.
+    """
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay", "max_grad_norm"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InvalidConfigError(name, f"{getattr(self, name)} is not a number from 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InvalidConfigError(name, f"{getattr(self, name)} is not in 0 <= {name} < 1")
+        if not 0 < self.eps < float("inf"):
+            raise InvalidConfigError("eps", f"{self.eps} is not above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSettings:
+    """Schedule of the learning rate, by its name in transformers.
+
+    Attributes:
+        name: one of `SCHEDULES`.
+        warmup_updates: updates of linear growth at the start.
+        total_updates: updates of the whole schedule; 0 where its name needs no end.
+        arguments: further arguments of transformers' `get_scheduler`, such as
+            `{"min_lr_rate": 0.1}` of "cosine_with_min_lr".
+    """
+
+    name: str = "constant_with_warmup"
+    warmup_updates: int = 0
+    total_updates: int = 0
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if self.name not in SCHEDULES:
+            raise InvalidConfigError("schedule", f"{self.name!r} is not one of {SCHEDULES}")
+        if self.name == "constant" and self.warmup_updates:
+            message = f"{self.warmup_updates} with schedule constant; use constant_with_warmup"
+            raise InvalidConfigError("warmup_updates", message)
+        if self.name not in _ENDLESS and self.total_updates <= self.warmup_updates:
+            message = f"{self.total_updates} is not above warmup_updates={self.warmup_updates}"
+            raise InvalidConfigError("schedule_updates", f"{message}, which {self.name} needs")
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    """Return the object of a JSON text; an empty text has none.
+
+    >>> parse_arguments('{"num_cycles": 2}')
+    {'num_cycles': 2}
+
+    Raises:
+        InvalidConfigError: the text is not a JSON object.
+    """
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError as error:
+        raise InvalidConfigError("schedule_arguments", f"{text!r} is no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise InvalidConfigError("schedule_arguments", f"{text!r} is no JSON object")
+    return arguments
