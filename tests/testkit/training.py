@@ -14,7 +14,7 @@ from turnstream.worker import PulledMiniBatch
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.engine import Engine
-from turnstream_server.trainer.settings import AdamSettings, ScheduleSettings
+from turnstream_server.trainer.settings import AdamSettings
 
 torch.set_num_threads(1)  # tiny tensors: a second thread would only wait for the first
 
@@ -30,12 +30,13 @@ def make_model(*, seed: int = 0) -> PreTrainedModel:
 def make_engine(
     model: PreTrainedModel | None = None,
     *,
-    schedule: ScheduleSettings | None = None,
-    **adam: float,
+    learning_rate: float = 1e-2,
+    max_grad_norm: float = 1.0,
+    **options: Any,
 ) -> Engine:
     """An engine for a model; None for a new one."""
-    settings = AdamSettings(**{"learning_rate": 1e-2, **adam})
-    return Engine(make_model() if model is None else model, adam=settings, schedule=schedule)
+    adam = AdamSettings(learning_rate=learning_rate, max_grad_norm=max_grad_norm)
+    return Engine(make_model() if model is None else model, adam=adam, **options)
 
 
 def pulled(built: Rows, **info: Any) -> PulledMiniBatch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 from turnstream.batching.merge.merging import merge_turns
 from turnstream.errors import BatchingError
 from turnstream.types import Turn
+from turnstream.worker.layouts import PackedTensors
 from turnstream.worker.losses import token_logprobs
 from turnstream.worker.tensors import LeftPaddedTensors
+from turnstream_server.models.packed import PackedRows, packed_inputs
 
 _CHUNK_VALUES = 1 << 24
 """Logits in memory at a time, 64 MB. A row of 22,000 tokens over 8,192 has 11 times as many."""
@@ -51,9 +53,18 @@ def score_turns(model: PreTrainedModel, turns: Sequence[Turn]) -> list[Turn]:
     return scored
 
 
+class _Scored(NamedTuple):
+    """A forward pass, and the tokens that it scores: each by a slot of a row of the output."""
+
+    inputs: dict[str, Any]
+    row_N: Tensor
+    slot_N: Tensor
+    tokens_N: Tensor
+
+
 def response_logprobs(
     model: PreTrainedModel,
-    rows: PaddedRows | LeftPaddedTensors,
+    rows: PaddedRows | LeftPaddedTensors | PackedTensors,
     *,
     mask_BR: Tensor,
     temperature: float = 1.0,
@@ -63,16 +74,36 @@ def response_logprobs(
     Logits are computed only inside the mask, in chunks, and again for the gradient. The result of
     an empty mask is differentiable too; its gradient is 0. `mask_BR` is of the last R columns. The
     first token of a row inside the mask is a BatchingError.
+
+    The mask and the result of packed rows are of their slots, (N,): slot j scores the token in
+    slot j + 1. The model is one of `models.packed.enable_packing`.
     """
+    if isinstance(rows, PackedTensors):
+        scored = _packed(model, rows, mask_BR)
+    else:
+        scored = _padded(rows, mask_BR)
+    picked_N = _token_logprobs(model, scored, temperature=temperature)
+    result_BR = torch.zeros(mask_BR.shape, dtype=torch.float32, device=mask_BR.device)
+    return result_BR.index_put(mask_BR.bool().nonzero(as_tuple=True), picked_N)
+
+
+def _packed(model: PreTrainedModel, rows: PackedTensors, mask_N: Tensor) -> _Scored:
+    bounds = tuple(rows.layout.cu_seqlens.tolist())
+    packed = PackedRows(rows.input_ids_N, rows.position_ids_N, bounds)
+    (slot_N,) = mask_N.bool().nonzero(as_tuple=True)
+    tokens_N = rows.input_ids_N.roll(-1)[slot_N]
+    return _Scored(packed_inputs(model, packed), torch.zeros_like(slot_N), slot_N, tokens_N)
+
+
+def _padded(rows: PaddedRows | LeftPaddedTensors, mask_BR: Tensor) -> _Scored:
     ids_BT, num_padding_B = _left_aligned(rows)
     row_N, column_N = mask_BR.bool().nonzero(as_tuple=True)
     first_column = ids_BT.shape[1] - mask_BR.shape[1]
     target_N = first_column + column_N - num_padding_B[row_N]
     if (target_N < 1).any():
         raise BatchingError("the first token of a row has no log-probability: a prompt is empty")
-    picked_N = _token_logprobs(model, ids_BT, row_N, target_N, temperature=temperature)
-    result_BR = torch.zeros(mask_BR.shape, dtype=torch.float32, device=ids_BT.device)
-    return result_BR.index_put((row_N, column_N), picked_N)
+    inputs = {"input_ids": ids_BT, "use_cache": False}
+    return _Scored(inputs, row_N, target_N - 1, ids_BT[row_N, target_N])
 
 
 def _left_aligned(rows: PaddedRows | LeftPaddedTensors) -> tuple[Tensor, Tensor]:
@@ -88,17 +119,13 @@ def _left_aligned(rows: PaddedRows | LeftPaddedTensors) -> tuple[Tensor, Tensor]
     return rows.input_ids_BT.gather(1, source_BT), num_padding_B
 
 
-def _token_logprobs(
-    model: PreTrainedModel, ids_BT: Tensor, row_N: Tensor, target_N: Tensor, *, temperature: float
-) -> Tensor:
-    """Return float32 (N,) for the tokens at (row, target), each scored by the column before."""
-    tokens_N = ids_BT[row_N, target_N]
+def _token_logprobs(model: PreTrainedModel, scored: _Scored, *, temperature: float) -> Tensor:
+    """Return float32 (N,), the log-probability of each scored token."""
+    inputs, row_N, slot_N, tokens_N = scored
     if not _head_is_linear(model):
-        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-        logits_NV = logits_BTV[row_N, target_N - 1]
+        logits_NV = model(**inputs).logits[row_N, slot_N]
         return token_logprobs(logits_NV, tokens=tokens_N, temperature=temperature)
-    hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-    hidden_NH = hidden_BTH[row_N, target_N - 1]
+    hidden_NH = model.base_model(**inputs).last_hidden_state[row_N, slot_N]
     head = cast(Callable[[Tensor], Tensor], model.get_output_embeddings())
 
     def score(chunk_NH: Tensor, chunk_N: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, get_args
 
 import typer
 
@@ -17,8 +17,10 @@ from turnstream_server.options import Dump, Redis, Threads
 from turnstream_server.trainer.settings import (
     SCHEDULES,
     AdamSettings,
+    Layout,
     ScheduleSettings,
     parse_arguments,
+    require_one_of,
 )
 
 _LEARNING_RATE: Final = 1e-6
@@ -72,6 +74,12 @@ class TrainerConfig:
     schedule_arguments: Annotated[
         str, typer.Option(metavar="JSON", help="Further arguments of transformers' schedule.")
     ] = ""
+    layout: Annotated[
+        str,
+        typer.Option(
+            metavar="padded|packed", help="Rows at one width, or one after another without padding."
+        ),
+    ] = "padded"
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature of the generators.")
     ] = 1.0
@@ -111,5 +119,6 @@ class TrainerConfig:
         _ = self.adam, self.rate_schedule  # raise for invalid values
         if not self.temperature > 0:
             raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
+        require_one_of("layout", self.layout, get_args(Layout))
         if self.checkpoint_every < 1:
             raise InvalidConfigError("checkpoint_every", f"{self.checkpoint_every} is below 1")

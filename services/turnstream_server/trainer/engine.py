@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,13 +19,18 @@ from transformers import PreTrainedModel
 from turnstream.batching.config.values import Aggregation
 from turnstream.errors import RejectedError
 from turnstream.worker import PulledMiniBatch
+from turnstream.worker.layouts import PackedTensors
 from turnstream.worker.losses import aggregate, clipped_exp, kl_k3, log_ratio, ppo_clip
-from turnstream.worker.tensors import LeftPaddedTensors
+from turnstream.worker.tensors import LeftPaddedTensors, RowTensors
 from turnstream_server.models.logprobs import response_logprobs
+from turnstream_server.models.packed import enable_packing
 from turnstream_server.trainer.optimizer import Optimizer, Schedule, StepReport
-from turnstream_server.trainer.settings import AdamSettings, ScheduleSettings
+from turnstream_server.trainer.settings import AdamSettings, Layout, ScheduleSettings
 
 logger = logging.getLogger(__name__)
+
+TrainedRows = LeftPaddedTensors | PackedTensors
+"""The rows of a micro-batch."""
 
 _CLIP_LOW: Final = 0.2
 _CLIP_HIGH: Final = 0.28
@@ -77,6 +83,8 @@ class Engine:
 
     Args:
         adam: settings of the steps of `update`; their learning rate is that of the schedule.
+        layout: shape of a forward pass. "padded" has the rows of a micro-batch at one width.
+            "packed" has them one after another, without padding. Both have equal gradients.
         temperature: sampling temperature of the generators.
 
     Attributes:
@@ -89,9 +97,13 @@ class Engine:
         *,
         adam: AdamSettings,
         schedule: ScheduleSettings | None = None,
+        layout: Layout = "padded",
         temperature: float = 1.0,
     ) -> None:
+        if layout == "packed":
+            enable_packing(model)
         self.model = model
+        self._layout = layout
         self._adam = adam
         self._schedule = Schedule(schedule or ScheduleSettings(), learning_rate=adam.learning_rate)
         self._temperature = temperature
@@ -124,7 +136,7 @@ class Engine:
         if not self._has_gradient:
             self._optimizer.clear()
         self._has_gradient = True
-        parts = mini_batch.to_torch(self.model.device).micro_batches()
+        parts = self._micro_batches(mini_batch)
         sums = torch.stack([self._backward(part, aggregation=aggregation) for part in parts])
         loss, num_recomputed, *token_sums = sums.sum(dim=0).tolist()
         num_tokens = max(1, mini_batch.info.denominators.num_tokens)
@@ -157,14 +169,19 @@ class Engine:
         """Restore a state of `state_dict()`; the caller restores the weights."""
         self._optimizer.load_state_dict(state["optimizer"])
 
-    def _backward(self, part: LeftPaddedTensors, *, aggregation: Aggregation) -> Tensor:
+    def _micro_batches(self, mini_batch: PulledMiniBatch) -> Iterable[TrainedRows]:
+        if self._layout == "packed":
+            return mini_batch.to_torch_packed(self.model.device)
+        return mini_batch.to_torch(self.model.device).micro_batches()
+
+    def _backward(self, part: TrainedRows, *, aggregation: Aggregation) -> Tensor:
         """Add the gradient of one micro-batch; return its loss and its sums for the report.
 
         The clipped policy gradient has the behaviour policy as the old one ("bypass"). A row
         without behaviour log-probabilities takes the current ones in their place. These are of the
         weights before the update, so its ratio is 1 and its gradient the plain policy gradient.
         """
-        mask_BR = part.loss_mask_BR
+        mask_BR = part.trained_tokens
         current_BR = response_logprobs(
             self.model, part, mask_BR=mask_BR, temperature=self._temperature
         )
@@ -172,7 +189,7 @@ class Engine:
         loss_BR = ppo_clip(
             current_BR,
             old_BR=old_BR,
-            advantages_BR=part.advantages_BR,
+            advantages_BR=part.advantages,
             mask_BR=mask_BR,
             clip_low=_CLIP_LOW,
             clip_high=_CLIP_HIGH,
@@ -189,10 +206,10 @@ class Engine:
         return torch.stack([loss.detach().double(), is_recomputed_B.sum().double(), *sums])
 
 
-def _old_logprobs(current_BR: Tensor, part: LeftPaddedTensors) -> tuple[Tensor, Tensor]:
+def _old_logprobs(current_BR: Tensor, part: RowTensors) -> tuple[Tensor, Tensor]:
     """Return the behaviour log-probabilities, (B, R), and the rows without any, bool (B,)."""
-    has_trained_B = part.loss_mask_BR.any(dim=1)
-    if part.logprobs_BR is None:
-        return current_BR, has_trained_B
-    missing_B = (part.logprobs_BR.isnan() & part.loss_mask_BR).any(dim=1)
-    return torch.where(missing_B[:, None], current_BR, part.logprobs_BR), missing_B
+    if part.logprobs is None:
+        return current_BR, part.row_sums(part.trained_tokens.long()) > 0
+    is_missing_BR = part.logprobs.isnan() & part.trained_tokens
+    missing_B = part.row_sums(is_missing_BR.long()) > 0
+    return torch.where(part.per_token(missing_B), current_BR, part.logprobs), missing_B

@@ -47,6 +47,7 @@ def train(config: TrainerConfig) -> None:
         load_policy(source, device=device),
         adam=config.adam,
         schedule=config.rate_schedule,
+        layout="packed" if config.layout == "packed" else "padded",
         temperature=config.temperature,
     )
     token, from_step = None, 0

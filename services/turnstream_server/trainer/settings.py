@@ -1,13 +1,16 @@
-"""Settings of the optimizer: AdamW and the schedule of its learning rate. Without torch."""
+"""Settings of the engine: layout, AdamW, and the schedule of its learning rate. Without torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from turnstream.errors import InvalidConfigError
+
+Layout = Literal["padded", "packed"]
+"""Shape of a forward pass: rows at one width, or one after another."""
 
 SCHEDULES: Final = (
     "constant",
@@ -74,14 +77,19 @@ class ScheduleSettings:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            raise InvalidConfigError("schedule", f"{self.name!r} is not one of {SCHEDULES}")
+        require_one_of("schedule", self.name, SCHEDULES)
         if self.name == "constant" and self.warmup_updates:
             message = f"{self.warmup_updates} with schedule constant; use constant_with_warmup"
             raise InvalidConfigError("warmup_updates", message)
         if self.name not in _ENDLESS and self.total_updates <= self.warmup_updates:
             message = f"{self.total_updates} is not above warmup_updates={self.warmup_updates}"
             raise InvalidConfigError("schedule_updates", f"{message}, which {self.name} needs")
+
+
+def require_one_of(field: str, value: str, names: Sequence[str]) -> None:
+    """Raise InvalidConfigError if the value of a field is not one of these names."""
+    if value not in names:
+        raise InvalidConfigError(field, f"{value!r} is not one of {', '.join(names)}")
 
 
 def parse_arguments(text: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ LAYOUTS = {
     "### `mini_batch.to_torch_packed()`": lambda mini_batch: packed_to_torch(mini_batch)[0],
     "### `mini_batch.to_torch_jagged()`": jagged_to_torch,
 }
-SYNONYMS = {"trained_tokens", "token_weights"}
+SYNONYMS = {"trained_tokens", "advantages", "logprobs", "token_weights"}
 ARGUMENTS = {"current_BR", "old_BR", "behaviour_BR", "reference_BR", "advantages_BR", "mask_BR"}
 LOGPROBS_OF_MODELS = {"response_logprobs", "next_token_logprobs", "token_logprobs"}
 TOOLS = {"log_ratio", "clipped_exp", "sum_over_row", "mean_over_row"}

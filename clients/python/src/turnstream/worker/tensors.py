@@ -94,6 +94,16 @@ class RowTensors:
         return getattr(self, f"loss_mask_{self._shape}")
 
     @property
+    def advantages(self) -> Tensor:
+        """The advantages, in the shape of the loss mask."""
+        return getattr(self, f"advantages_{self._shape}")
+
+    @property
+    def logprobs(self) -> Tensor | None:
+        """The log-probabilities, in the shape of the loss mask; None if no row came with any."""
+        return getattr(self, f"logprobs_{self._shape}")
+
+    @property
     def token_weights(self) -> Tensor | None:
         """Weight of each token in the loss, in the shape of the loss mask; None where it is 1."""
         return getattr(self, f"token_weights_{self._shape}")
@@ -110,13 +120,18 @@ class RowTensors:
             return values.sum(dim=1)
         return row_sums(values, rows=rows, num_rows=len(self.row_id_B))
 
+    def per_token(self, values_B: Tensor) -> Tensor:
+        """Return one value per row in a shape that broadcasts to the loss mask."""
+        rows = self.row_of
+        return values_B[:, None] if rows is None else values_B[rows]
+
     def require_logprobs(self) -> Tensor:
         """Return the log-probabilities, float32 in the shape of the loss mask.
 
         Raises:
             BatchingError: trained tokens of the named rows have none.
         """
-        logprobs: Tensor | None = getattr(self, f"logprobs_{self._shape}")
+        logprobs = self.logprobs
         if logprobs is None:
             raise BatchingError("no row of this mini-batch came with log-probabilities")
         missing_B = self.row_sums((logprobs.isnan() & self.trained_tokens).long()) > 0
