@@ -83,6 +83,9 @@ class TrainerConfig:
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature of the generators.")
     ] = 1.0
+    epochs: Annotated[
+        int, typer.Option(min=1, help="Passes over the mini-batches of each step, in one order.")
+    ] = 1
     checkpoint_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 10
     max_steps: Annotated[int, typer.Option(min=0, help="0: until the run ends.")] = 0
     num_threads: Threads = 0
@@ -120,5 +123,6 @@ class TrainerConfig:
         if not self.temperature > 0:
             raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
         require_one_of("layout", self.layout, get_args(Layout))
-        if self.checkpoint_every < 1:
-            raise InvalidConfigError("checkpoint_every", f"{self.checkpoint_every} is below 1")
+        for name in ("epochs", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise InvalidConfigError(name, f"{getattr(self, name)} is below 1")

@@ -55,7 +55,8 @@ class Trainer:
 
     def _train_step(self, step: Step) -> None:
         """Train a step, acknowledge it, and publish its weights."""
-        updates = [self._update(mini_batch) for mini_batch in step]
+        mini_batches = step.mini_batches(epochs=self._config.epochs)
+        updates = [self._update(mini_batch) for mini_batch in mini_batches]
         reach("train.after_update")
         step.done()
         reach("train.after_stepped")
@@ -72,10 +73,11 @@ class Trainer:
     def _update(self, mini_batch: PulledMiniBatch) -> Update:
         started_s = time.monotonic()
         report = self._engine.update(mini_batch, aggregation=self._batches.config.aggregation)
-        if self._config.dump_folder is not None:
+        if self._config.dump_folder is not None and mini_batch.epoch == 0:
             dump_rows(mini_batch, self._config.dump_folder)
         rewards = trajectory_rewards(mini_batch.rows)
-        return Update(mini_batch.info, report, rewards, time.monotonic() - started_s)
+        update_s = time.monotonic() - started_s
+        return Update(mini_batch.info, report, rewards, update_s, epoch=mini_batch.epoch)
 
     def _publish(self, step: int) -> int:
         """Publish the weights as a new version and return it."""

@@ -1,6 +1,7 @@
 """Metrics of a training: one JSON object per step, a line each.
 
-The keys of a line, over all mini-batches of the step:
+The keys of a line, over all mini-batches of the step. With several epochs, rows and trajectories
+count once, updates in each epoch:
 
 - `step`, `version`: the batch, and the weights after it.
 - The metrics of `turnstream.worker.steps.Step`: `num_groups`, `num_trained_tokens`, `staleness`,
@@ -43,13 +44,15 @@ class Update(NamedTuple):
     report: UpdateReport
     rewards: list[float]
     update_s: float
+    epoch: int = 0
 
 
 def step_metrics(updates: Sequence[Update]) -> dict[str, Any]:
     """Return the metrics of the updates of a step, by the keys of this module."""
     reports = [update.report for update in updates]
     infos = [update.info for update in updates]
-    rewards = [reward for update in updates for reward in update.rewards]
+    first = [update for update in updates if update.epoch == 0]
+    rewards = [reward for update in first for reward in update.rewards]
     newest = [info.newest_version for info in infos if info.newest_version is not None]
     oldest = [info.oldest_version for info in infos if info.oldest_version is not None]
     trained = [info.denominators.num_tokens for info in infos]
@@ -61,8 +64,8 @@ def step_metrics(updates: Sequence[Update]) -> dict[str, Any]:
         "loss": _mean([report.loss for report in reports]),
         "reward_mean": _mean([reward for reward in rewards if not math.isnan(reward)]),
         "num_trajectories": len(rewards),
-        "num_inert_rows": sum(info.num_inert_rows for info in infos),
-        "num_recomputed_rows": sum(report.num_recomputed_rows for report in reports),
+        "num_inert_rows": sum(update.info.num_inert_rows for update in first),
+        "num_recomputed_rows": sum(update.report.num_recomputed_rows for update in first),
         "oldest_version": min(oldest, default=None),
         "newest_version": max(newest, default=None),
         **{name: total / max(1, sum(trained)) for name, total in means.items()},

@@ -88,13 +88,13 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
         _publish(server.url, run, groups)
         close_run(client, run)
 
-    train(_config(batcher, whole, tmp_path / "whole"))
+    train(_config(batcher, whole, tmp_path / "whole", epochs=2))
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "save", _dying_at_step(4))
         with pytest.raises(_KilledError):
-            train(_config(batcher, broken, tmp_path / "broken"))
+            train(_config(batcher, broken, tmp_path / "broken", epochs=2))
     before = read_ledger(client, broken).by_state
-    train(_config(batcher, broken, tmp_path / "broken"))
+    train(_config(batcher, broken, tmp_path / "broken", epochs=2))
 
     announced = newest_version(client, whole)
     assert announced is not None
@@ -104,6 +104,7 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
     lines = _metrics(tmp_path / "broken")
     assert {line["reward_mean"] for line in lines} == {0.5}
     assert (lines[0]["num_rows"], lines[0]["num_trajectories"]) == (4, 4)
+    assert lines[0]["num_updates"] == 2
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 3, 4]
     # Version 5 names the weights of step 2 again: 3 and 4 stay taken.
     assert [line["version"] for line in lines] == [1, 2, 3, 4, 6, 7]

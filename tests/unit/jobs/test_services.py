@@ -55,6 +55,7 @@ def test_trainer_gets_the_options_of_its_job(start: Start, tmp_path: Path) -> No
         policy=policy,
         folder=tmp_path,
         learning_rate=0.002,
+        epochs=2,
         timeout=90.0,
         dump=tmp_path / "dump",
     )
@@ -65,6 +66,7 @@ def test_trainer_gets_the_options_of_its_job(start: Start, tmp_path: Path) -> No
         policy=policy,
         folder=tmp_path,
         learning_rate=0.002,
+        epochs=2,
         timeout_s=90.0,
         dump_folder=tmp_path / "dump",
     )

@@ -203,6 +203,31 @@ def test_a_line_of_metrics_has_the_figures_that_its_batch_came_with(tmp_path: Pa
     }
 
 
+def test_epochs_equal_updates_by_hand_and_count_each_row_once(tmp_path: Path) -> None:
+    engine, by_hand = make_engine(), make_engine()
+    stream = StreamInMemory(last_step=2)
+
+    calls = _train(stream, tmp_path / "two", engine=engine, epochs=2, dump_folder=tmp_path / "rows")
+
+    for step in (1, 2):
+        for index in (0, 1, 0, 1):
+            mini_batch = make_mini_batch(step=step, mini_batch=index, num_mini_batches=2)
+            by_hand.update(mini_batch, aggregation="token_mean")
+    for mine, theirs in zip(engine.model.parameters(), by_hand.model.parameters(), strict=True):
+        assert mine.equal(theirs)
+    assert [call for call in calls if "stepped" in call] == ["stepped 1", "stepped 2"]
+    _train(StreamInMemory(last_step=2), tmp_path / "one")
+    two, one = (
+        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        for name in ("two", "one")
+    )
+    assert (two["num_updates"], one["num_updates"]) == (4, 2)
+    counts = [name for name in one if name.startswith("num_") and name != "num_updates"]
+    assert {"num_rows", "num_trajectories", "num_inert_rows"} < set(counts)
+    assert [two[name] for name in counts] == [one[name] for name in counts]
+    assert len([*(tmp_path / "rows").iterdir()]) == 4
+
+
 def test_cut_metrics_line_is_closed_before_the_next_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"ste')
@@ -215,7 +240,9 @@ def test_cut_metrics_line_is_closed_before_the_next_one(tmp_path: Path) -> None:
     assert json.loads(lines[2])["step"] == 1
 
 
-@pytest.mark.parametrize(("name", "value"), [("temperature", 0.0), ("checkpoint_every", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", 0.0), ("checkpoint_every", 0), ("epochs", 0)]
+)
 def test_trainer_config_refuses_zero_with_the_name(name: str, value: float, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfigError, match=f"{name}: {value} is "):
         _config(tmp_path, **{name: value})

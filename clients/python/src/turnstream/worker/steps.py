@@ -11,14 +11,16 @@ with run.batches(state=checkpoint.get("turnstream")) as batches:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Self
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import RejectedError
+from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream.optional import from_extra
 from turnstream.types import MiniBatch, MiniBatchInfo
+from turnstream.types.scalars import whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from turnstream.worker.layouts import JaggedTensors, PackedTensors, RightPaddedTensors
     from turnstream.worker.stream import BatchStream
     from turnstream.worker.tensors import LeftPaddedTensors
+
+_MAX_EPOCHS: Final = 2**31
+_MAX_SEED: Final = 2**64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,10 +42,12 @@ class PulledMiniBatch(MiniBatch):
     Attributes:
         content_hash: hex SHA-256 over columns and metadata; equal for every replica and retry.
         num_bytes: size of the Arrow encoding on the wire.
+        epoch: number of the pass over its step, from 0; see `Step.mini_batches`.
     """
 
     content_hash: str
     num_bytes: int
+    epoch: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -89,11 +96,13 @@ class PulledMiniBatch(MiniBatch):
 
 
 class Step:
-    """One training step: this rank's share of its mini-batches. Iterate over it once.
+    """One training step: this rank's share of its mini-batches.
+
+    Iterate over it once: with `for mini_batch in step`, or with `mini_batches` for several epochs.
 
     Attributes:
         number: from 1.
-        num_mini_batches: optimizer updates of the step.
+        num_mini_batches: optimizer updates of each epoch of the step.
         state: the state that `done` returned; "" before.
     """
 
@@ -104,27 +113,75 @@ class Step:
         self._waited_s = waited_s
         self._infos: list[MiniBatchInfo] = []
         self._num_tokens: list[int] = []
-        self._mini_batches = self._pull(first)
-        self._is_pulled = False
+        self._arriving = self._pull(first)
+        self._mini_batches: Iterator[PulledMiniBatch] | None = None
+        self._is_taken = False
         self.state = ""
 
     def __iter__(self) -> Iterator[PulledMiniBatch]:
+        if self._mini_batches is None:
+            return self.mini_batches()
         return self._mini_batches
 
-    def _pull(self, first: PulledMiniBatch) -> Iterator[PulledMiniBatch]:
-        mini_batch = first
+    def mini_batches(
+        self, *, epochs: int = 1, shuffle_seed: int | None = None
+    ) -> Iterator[PulledMiniBatch]:
+        """Iterate `epochs` times over the mini-batches of the step; `mini_batch.epoch` counts.
+
+        The first epoch yields each mini-batch as it arrives. Later epochs yield the same arrays
+        again, without a copy. With more than one epoch, all mini-batches of this rank stay in
+        memory, in addition to `max_prefetch_bytes`. The last epoch releases each one it yields.
+
+            for mini_batch in step.mini_batches(epochs=2):
+                update(mini_batch)
+            state = step.done()
+
+        Args:
+            epochs: number of passes, at least 1.
+            shuffle_seed: draws the order of each later epoch by `epoch_order`, the same on all
+                ranks; None keeps the order of the first epoch.
+
+        Raises:
+            InvalidConfigError: a value is no such number.
+            RejectedError: an iteration over the step has already started.
+        """
+        refusal = InvalidConfigError
+        whole_number(epochs, field="epochs", least=1, limit=_MAX_EPOCHS, refusal=refusal)
+        if shuffle_seed is not None:
+            whole_number(shuffle_seed, field="shuffle_seed", limit=_MAX_SEED, refusal=refusal)
+        if self._mini_batches is not None:
+            raise RejectedError(f"step {self.number}: an iteration over it has already started")
+        self._mini_batches = self._passes(epochs, shuffle_seed)
+        return self._mini_batches
+
+    def _passes(self, epochs: int, shuffle_seed: int | None) -> Iterator[PulledMiniBatch]:
+        kept: dict[int, PulledMiniBatch] = {}
+        for mini_batch in self._arriving:
+            if epochs > 1:
+                kept[mini_batch.info.mini_batch] = mini_batch
+            self._is_taken = epochs == 1 and mini_batch.is_last
+            yield mini_batch
+        for epoch in range(1, epochs):
+            order = list(range(len(kept)))
+            if shuffle_seed is not None:
+                order = epoch_order(len(kept), seed=shuffle_seed, step=self.number, epoch=epoch)
+            for index in order:
+                mini_batch = kept[index] if epoch + 1 < epochs else kept.pop(index)
+                self._is_taken = not kept
+                yield replace(mini_batch, epoch=epoch)
+
+    def _pull(self, mini_batch: PulledMiniBatch) -> Iterator[PulledMiniBatch]:
         while True:
             self._infos.append(mini_batch.info)
             self._num_tokens.append(mini_batch.num_tokens)
-            self._is_pulled = mini_batch.is_last
             yield mini_batch
-            if self._is_pulled:
+            if mini_batch.is_last:
                 return
             mini_batch = next(self._stream)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Numbers of the mini-batches so far, for a dashboard.
+        """Numbers of the mini-batches so far, for a dashboard. Each counts once, in any epoch.
 
         Over all ranks:
             merge_ratio: tokens of the separate turns / tokens of the rows.
@@ -160,14 +217,17 @@ class Step:
         same.
 
         Raises:
-            RejectedError: the step has mini-batches that were not iterated over.
+            RejectedError: the step has mini-batches that were not iterated over, in some epoch.
             NotReadyError: the named rank has not called it within `timeout_s`.
             FencedError: a newer start of the trainer took over.
             StoreBehindError, ConflictError: the store lost this step, or one before it.
         """
         if not self.state:
-            if not self._is_pulled:
-                raise RejectedError(f"step {self.number} has mini-batches that were not taken yet")
+            if not self._is_taken:
+                raise RejectedError(
+                    f"step {self.number} has mini-batches that were not taken yet: iterate to the "
+                    "end of its last epoch"
+                )
             self.state = str(self._stream.stepped())
         return self.state
 
@@ -183,6 +243,22 @@ class Step:
         if not self.state:
             raise RejectedError(f"step {self.number} is not done: call done() before commit()")
         self._stream.committed(self.state)
+
+
+def epoch_order(num_mini_batches: int, *, seed: int, step: int, epoch: int) -> list[int]:
+    """Return the order of the mini-batches in one epoch, a permutation of their indices.
+
+    It depends on the arguments alone, so all ranks and releases have the same one: mini-batches are
+    sorted by a SHA-256 of seed, step, epoch and index.
+
+    >>> epoch_order(4, seed=0, step=1, epoch=1), epoch_order(4, seed=0, step=1, epoch=2)
+    ([3, 0, 1, 2], [3, 1, 2, 0])
+    """
+
+    def key(index: int) -> bytes:
+        return hashlib.sha256(f"{seed}/{step}/{epoch}/{index}".encode()).digest()
+
+    return sorted(range(num_mini_batches), key=key)
 
 
 class Batches:
