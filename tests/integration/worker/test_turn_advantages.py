@@ -24,6 +24,7 @@ def run(client: redis.Redis, request: pytest.FixtureRequest) -> str:
         batch_groups=1,
         mini_batch_groups=1,
         estimator="gigpo",
+        aggregation="prompt_mean",
         turn_discount=0.5,
         turn_weight=2.0,
         divide_by_std=False,
@@ -57,6 +58,7 @@ async def test_every_turn_has_its_own_advantage_in_layouts_and_command(
 
     assert testkit.spell(mini_batch.rows) == ["abCDxE", "abG", "zzHI"]
     assert mini_batch.rows.advantage.tolist() == [0.5, -0.5, -0.5]
+    assert mini_batch.info.aggregation == "prompt_mean"
     padded = mini_batch.to_torch()
     assert padded.advantages_BR.tolist() == [
         [1.0, 1.0, 0.0, 0.5],

@@ -23,7 +23,15 @@ from testkit.strategies.values import (
     optional_versions,
     tokens,
 )
-from turnstream.types import Extent, ExtraColumn, MiniBatch, OperationColumns, Ragged, Rows
+from turnstream.types import (
+    Aggregation,
+    Extent,
+    ExtraColumn,
+    MiniBatch,
+    OperationColumns,
+    Ragged,
+    Rows,
+)
 
 
 @st.composite
@@ -108,6 +116,7 @@ def _mini_batch(draw: st.DrawFn, rows: Rows) -> MiniBatch:
         oldest_version=draw(optional_versions),
         padding_share=draw(st.floats(0, 1)),
         figures=draw(figures),
+        aggregation=draw(st.sampled_from([None, *get_args(Aggregation)])),
         pad_token_id=draw(st.integers(0, 200_000)),
         alignment=draw(st.integers(1, 256)),
         micro_batches=(tuple(order[:cut]), tuple(order[cut:])),

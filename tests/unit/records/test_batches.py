@@ -53,18 +53,40 @@ def test_unknown_values_are_nulls_for_other_arrow_readers():
 
 
 def test_metadata_is_canonical():
-    mini = mini_batch("abC", "d|eF", run="a run", micro_batches=((1,), (0,)))
+    mini = mini_batch(
+        "abC", "d|eF", run="a run", micro_batches=((1,), (0,)), aggregation="prompt_mean"
+    )
 
     metadata = read_arrow(encode_mini_batch(mini).data).schema.metadata
 
     assert list(metadata) == sorted(metadata)
     assert metadata[b"run"] == b"a run"
+    assert metadata[b"aggregation"] == b"prompt_mean"
     assert metadata[b"micro_batches"] == b"[[1],[0]]"
     assert metadata[b"denominators"] == (
         b'{"length_constant":0,"num_groups":1,"num_sequences":2,"num_tokens":2,'
         b'"num_trajectories":2,"weight_sum":2.0}'
     )
     assert metadata[b"width"] == b"3"
+
+
+def test_batch_of_an_older_release_has_no_aggregation():
+    older = mini_batch("abC")
+
+    encoded = encode_mini_batch(older)
+
+    assert b"aggregation" not in read_arrow(encoded.data).schema.metadata
+    assert decode_mini_batch(encoded.data).info.aggregation is None
+
+
+def test_unknown_aggregation_is_of_a_newer_release():
+    def change(batch: pa.RecordBatch) -> pa.RecordBatch:
+        return batch.replace_schema_metadata({**batch.schema.metadata, b"aggregation": b"median"})
+
+    newer = edited(mini_batch(), change)
+
+    with pytest.raises(UnknownFormatError, match=r"newer release .*, with the value 'median'"):
+        decode_mini_batch(newer)
 
 
 def test_columns_without_values_are_left_out_and_come_back():

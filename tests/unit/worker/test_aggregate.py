@@ -18,10 +18,12 @@ from testkit.tensors import tensors_of
 from turnstream.batching.config.values import Aggregation
 from turnstream.errors import BatchingError, InvalidConfigError
 from turnstream.types import MiniBatch
+from turnstream.worker.layouts import jagged_to_torch, packed_to_torch, right_padded_to_torch
 from turnstream.worker.losses import aggregate
 from turnstream.worker.tensors import to_torch
 
 MODES = get_args(Aggregation)
+LAYOUTS = [to_torch, right_padded_to_torch, packed_to_torch, jagged_to_torch]
 
 # The vector of the definitions: rows A, B and C.
 MASKS = ["1111", "1", "11"]
@@ -143,6 +145,34 @@ def test_aggregate_applies_the_row_scales_whatever_masked_tokens_hold(
     np.testing.assert_allclose(mean.item(), (scales_B * sums_B).sum(), rtol=1e-6, atol=1e-6)
     assert given_BR.grad is not None
     np.testing.assert_allclose(given_BR.grad.numpy(), scales_B[:, None] * mask_BR, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("convert", LAYOUTS, ids=lambda convert: convert.__name__)
+def test_aggregate_takes_mode_and_denominators_from_the_batch(mode: Any, convert: Any) -> None:
+    rows = testkit.rows("abCDE", "abF", "xyzW", group_ids=["g", "g", "h"])
+    of = count_denominators([rows], length_constant=9)
+    info = testkit.mini_batch_info(rows, denominators=of, aggregation=mode)
+    tensors = convert(MiniBatch(rows=rows, info=info))
+    parts = tensors if isinstance(tensors, list) else [tensors]
+
+    for part in parts:
+        loss = torch.arange(1.0, 1.0 + part.trained_tokens.numel()).reshape(
+            part.trained_tokens.shape
+        )
+        expected = aggregate(loss, part, mode=mode, denominators=of)
+        assert aggregate(loss, part).item() == expected.item() != 0
+        other = of._replace(num_tokens=1, weight_sum=1.0, num_trajectories=1, num_groups=1)
+        assert aggregate(loss, part, denominators=other).item() > expected.item()
+
+
+def test_aggregate_names_the_missing_mode_of_an_older_release() -> None:
+    part = tensors_of(MASKS)
+
+    with pytest.raises(
+        InvalidConfigError, match=r"^mode: .*pass mode=batches\.config\.aggregation"
+    ):
+        aggregate(losses(0, 1, 2), part)
 
 
 def test_weight_of_a_masked_token_is_not_read() -> None:

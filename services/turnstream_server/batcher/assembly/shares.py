@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from turnstream.errors import BatchingError, RecordError, UnknownFormatError
 from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
 from turnstream.types import Figures, MiniBatch, MiniBatchInfo, Ragged, Rows
 from turnstream_server.batcher.assembly.payload import Damage, DamagedPayloadError, PayloadReader
+
+_NAMES_AGGREGATION: Final = 4
+"""First assembly version whose mini-batches name the aggregation of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,7 @@ def _info(
 ) -> MiniBatchInfo:
     manifest = batch.manifest
     plan = manifest.mini_batches[mini_batch]
+    is_named = manifest.assembly_version >= _NAMES_AGGREGATION
     num_inert_rows = int(np.count_nonzero(share.is_padding))
     members = [member for group in batch.groups_of(mini_batch) for member in group.trajectories]
     num_tokens = sum(row.num_tokens for member in members for row in member.sequences)
@@ -139,6 +144,7 @@ def _info(
         width=width,
         response_width=max(plan.response_width, INERT_RESPONSE_LENGTH),
         denominators=plan.denominators,
+        aggregation=batch.config.aggregation if is_named else None,
         padding_share=1.0 - num_tokens / (plan.num_rows * width),
         merge_ratio=sum(member.num_turn_tokens for member in members) / num_tokens,
         oldest_version=min(oldest, default=None),

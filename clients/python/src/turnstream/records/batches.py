@@ -3,7 +3,7 @@
 Columns are ragged, without padding; the schema's metadata describes the mini-batch, one key per
 field: text unchanged, everything else as compact JSON with sorted keys. The encoding is canonical:
 metadata sorted, zeros under nulls, no dictionaries, no compression. Columns and metadata of a newer
-release are ignored, and are part of the hash.
+release are ignored, and are part of the hash. Batches of an older release have no `aggregation`.
 
 The columns of an operation are present together or not at all. An extra column `name` travels as
 `extra.name`, so that it has another name than every built-in column; its extent is in the metadata.
@@ -61,7 +61,8 @@ METADATA_FORMAT: Final = 0
 _OPTIONAL: Final = ("logprobs", "rewards", "advantages", "token_weights")
 _EXTRA_PREFIX: Final = "extra."
 _EXTENTS: Final = b"extras"
-_TEXTS: Final = ("run", "lineage", "manifest_hash")
+_TEXTS: Final = ("run", "lineage", "manifest_hash", "aggregation")
+_ABSENT_IF_NONE: Final = ("aggregation",)
 
 
 class EncodedMiniBatch(NamedTuple):
@@ -205,6 +206,9 @@ def _extras(batch: pa.RecordBatch) -> dict[str, ExtraColumn]:
 
 def _encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
     values: dict[str, Any] = {"format": METADATA_FORMAT, **to_plain(info)}
+    for name in _ABSENT_IF_NONE:
+        if values[name] is None:
+            del values[name]
     return {
         name.encode(): value.encode() if name in _TEXTS else _json(value)
         for name, value in values.items()
@@ -214,12 +218,16 @@ def _encode_info(info: MiniBatchInfo) -> dict[bytes, bytes]:
 def _decode_info(metadata: Mapping[bytes, bytes]) -> MiniBatchInfo:
     with reading("the metadata of a mini-batch"):
         check_format("mini-batch", json.loads(metadata[b"format"]), newest=METADATA_FORMAT)
-        stored = {name: metadata[name.encode()] for name in field_names(MiniBatchInfo)}
+        stored = {
+            name: metadata[name.encode()]
+            for name in field_names(MiniBatchInfo)
+            if name not in _ABSENT_IF_NONE or name.encode() in metadata
+        }
         values = {
             name: value.decode() if name in _TEXTS else json.loads(value)
             for name, value in stored.items()
         }
-        return read_value(MiniBatchInfo, values)
+        return read_value(MiniBatchInfo, {**dict.fromkeys(_ABSENT_IF_NONE), **values})
 
 
 def _json(value: object) -> bytes:

@@ -24,6 +24,7 @@ from turnstream.types.events import (
 )
 from turnstream.types.extras import DeclaredColumn, Extent, ExtraPiece
 from turnstream.types.rows import (
+    Aggregation,
     Denominators,
     ExtraColumn,
     MiniBatch,
@@ -58,6 +59,7 @@ from turnstream.types.turns import (
 
 __all__ = [
     "NO_PARENT",
+    "Aggregation",
     "Anchor",
     "BatchDue",
     "ConfigRevised",

@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,16 @@ from turnstream.types.tag_statistics import Figures
 from turnstream.types.turns import VersionRun
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+
+Aggregation = Literal[
+    "token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_mean",
+    "constant",
+    "rollout_mean",
+    "prompt_mean",
+]
+"""How the losses of tokens become one loss: see `turnstream.batching.scoring.denominators`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,6 +261,8 @@ class MiniBatchInfo:
         manifest_hash: hex SHA-256 of the manifest: the batch's name in the chain.
         width: max(prompt + response) over all rows of all ranks, in tokens.
         response_width: the longest response of all ranks, in tokens.
+        aggregation: the run's setting, by which a loss is averaged; None in a batch of an older
+            release, which does not name it.
         alignment: every row of a packed micro-batch begins at a multiple of so many tokens.
         padding_share: share of padding among real rows of all ranks x `width` positions, 0 to 1.
         merge_ratio: tokens of the separate turns / tokens of the real rows of all ranks.
@@ -275,6 +287,7 @@ class MiniBatchInfo:
     width: int
     response_width: int
     denominators: Denominators
+    aggregation: Aggregation | None = None
     padding_share: float
     merge_ratio: float
     oldest_version: int | None

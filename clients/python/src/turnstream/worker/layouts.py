@@ -4,7 +4,7 @@
         logits_NV = model(part.input_ids_N, part.position_ids_N, part.cu_seqlens, part.max_length)
         current_N = next_token_logprobs(logits_NV, input_ids=part.input_ids_N)
         loss_N = ppo_clip(current_N, old_BR=old_N, advantages_BR=part.advantages_N, ...)
-        aggregate(loss_N, part, mode=..., denominators=part.denominators).backward()
+        aggregate(loss_N, part).backward()
 
 Losses that look at one token at a time take tensors of any of these shapes. Those with a ratio per
 row (GSPO, sequence and geometric corrections) also need `row_of=part.row_of` for flat tensors.

@@ -12,8 +12,7 @@ A run that does not recompute passes `behaviour` for `old`. Exponents are clippe
 one extreme token makes a large number and not an infinity.
 
     loss_BR = ppo_clip(current_BR, old_BR=old_BR, advantages_BR=part.advantages_BR, mask_BR=mask_BR)
-    loss = aggregate(loss_BR * weights_BR, part, mode=config.aggregation,
-                     denominators=tensors.denominators)
+    loss = aggregate(loss_BR * weights_BR, part)
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turnstream.batching.config.values import Aggregation
 from turnstream.batching.scoring.denominators import require_denominator
-from turnstream.errors import BatchingError
-from turnstream.types import Denominators
+from turnstream.errors import BatchingError, InvalidConfigError
+from turnstream.types import Aggregation, Denominators
 from turnstream.worker.tensors import RowTensors, row_sums
 
 MAX_EXPONENT = 20.0
@@ -240,8 +238,8 @@ def aggregate(
     loss_BR: Tensor,
     part: RowTensors,
     *,
-    mode: Aggregation,
-    denominators: Denominators,
+    mode: Aggregation | None = None,
+    denominators: Denominators | None = None,
     averaged_over: int = 1,
 ) -> Tensor:
     """Return this micro-batch's part of the mini-batch's loss: local sum / global denominator.
@@ -256,15 +254,25 @@ def aggregate(
         loss_BR: token losses, in the shape of the layout's own loss mask. They are multiplied by
             the rows' token weights here, and summed in float32 or wider.
         part: the rows of the losses, in any layout.
-        mode: the run's `aggregation`.
-        denominators: as shipped, of the whole mini-batch.
+        mode: the average; None takes the run's `aggregation`, as shipped with the batch.
+        denominators: of the whole mini-batch; None takes those that were shipped with it.
         averaged_over: divisor of the framework: the number of ranks if it averages gradients (DDP,
             FSDP), times the accumulation steps if it divides by them (DeepSpeed), 1 if it sums.
 
     Raises:
         BatchingError: `loss_BR` has another shape than the rows: broadcasting would hide it.
-        InvalidConfigError: the run ships no denominator for this mode.
+        InvalidConfigError: the run ships no denominator for this mode, or `mode` is missing and the
+            batch of an older release does not name it.
     """
+    mode = mode or part.aggregation
+    if mode is None:
+        raise InvalidConfigError(
+            "mode",
+            "it is missing, and the batch, of an older release, does not name the aggregation of "
+            "its run: pass mode=batches.config.aggregation",
+        )
+    if denominators is None:
+        denominators = part.denominators
     require_denominator(denominators, aggregation=mode)
     mask_BR = part.trained_tokens
     if loss_BR.shape != mask_BR.shape:

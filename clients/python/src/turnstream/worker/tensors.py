@@ -19,7 +19,7 @@ from turnstream.batching.layouts.outputs import ResponseValues, response_values_
 from turnstream.batching.layouts.padded import left_padded
 from turnstream.batching.layouts.slots import PlacedColumn
 from turnstream.errors import BatchingError
-from turnstream.types import Denominators, Extent, MiniBatch
+from turnstream.types import Aggregation, Denominators, Extent, MiniBatch
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -75,6 +75,7 @@ class RowTensors:
         trajectory_num_tokens_B, group_num_tokens_B: int64, trained tokens of the row's trajectory
             and group in the whole mini-batch.
         denominators: numbers of the whole mini-batch: all ranks, all micro-batches.
+        aggregation: the run's setting; None in a batch of an older release.
         extras: name to declared extra column.
     """
 
@@ -86,6 +87,7 @@ class RowTensors:
     trajectory_num_tokens_B: Tensor
     group_num_tokens_B: Tensor
     denominators: Denominators
+    aggregation: Aggregation | None = None
     extras: Mapping[str, ExtraTensor] = field(default_factory=dict[str, ExtraTensor])
 
     @property
@@ -280,6 +282,7 @@ def per_row(mini_batch: MiniBatch) -> dict[str, Any]:
         "trajectory_num_tokens_B": as_tensor(rows.trajectory_num_tokens),
         "group_num_tokens_B": as_tensor(rows.group_num_tokens),
         "denominators": mini_batch.info.denominators,
+        "aggregation": mini_batch.info.aggregation,
     }
 
 

@@ -6,6 +6,7 @@ import math
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args, get_origin
 
 from turnstream.errors import InvalidConfigError
+from turnstream.types import Aggregation as Aggregation
 
 Estimator = Literal[
     "grpo",
@@ -25,14 +26,6 @@ SingletonAdvantage = Literal["zero", "raw"]
 DeadlinePolicy = Literal["drop", "train_short", "refill"]
 RefillFallback = Literal["drop", "train_short"]
 Surplus = Literal["drop", "keep"]
-Aggregation = Literal[
-    "token_mean",
-    "seq_mean_token_sum",
-    "seq_mean_token_mean",
-    "constant",
-    "rollout_mean",
-    "prompt_mean",
-]
 RowWeights = Literal["per_row", "per_trajectory", "rollout_mean"]
 MaskedReward = Literal["keep", "leave_out"]
 MaxAgePolicy = Literal["drop", "mask", "keep"]

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 from turnstream.types import Denominators, Figures, Status, TrajectoryKey
 
-ASSEMBLY_VERSION = 3
+ASSEMBLY_VERSION = 4
 """Version of the assembly rules; a plan of a newer version gives other rows under older rules.
 
 A replica assembles plans up to this version. Its error for newer ones has both versions. In version
 0 all rows of a trajectory weigh alike and none is masked. Before version 2 a plan has no tags and
-metrics. Before version 3 all turns of a trajectory have its advantage."""
+metrics. Before version 3 all turns of a trajectory have its advantage. Before version 4 a
+mini-batch does not name the run's aggregation."""
 
 
 class SequenceShape(NamedTuple):
