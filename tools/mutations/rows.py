@@ -152,8 +152,8 @@ ROWS = (
     Mutation(
         "ranks get different numbers of rows",
         "rows/minibatch.py",
-        "balance(costs, num_parts=dp_world_size, equal_count=True)",
-        "balance(costs, num_parts=dp_world_size)",
+        "num_parts=dp_world_size, method=budget.balancing, equal_count=True)",
+        "num_parts=dp_world_size, method=budget.balancing)",
         ("test_minibatch",),
     ),
 )

@@ -149,6 +149,62 @@ SIZES = (
         "(weigh([lengths[row] for row in rows]), rows[0])",
         ("test_microbatch", "test_minibatch"),
     ),
+    Mutation(
+        "cheap passes come in the middle",
+        "packing/microbatch.py",
+        "passes[::2][::-1] + passes[1::2]",
+        "passes[::2] + passes[1::2][::-1]",
+        ("test_microbatch",),
+    ),
+    Mutation(
+        "passes in the order of packing are sorted",
+        "packing/microbatch.py",
+        '    if budget.order == "as_packed":\n',
+        "    if False:\n",
+        ("test_microbatch",),
+    ),
+    Mutation(
+        "all methods pack best fit decreasing",
+        "packing/microbatch.py",
+        "capacity=capacity, method=budget.packing, over_long",
+        "capacity=capacity, over_long",
+        ("test_microbatch",),
+    ),
+    Mutation(
+        "passes are balanced by the default method",
+        "packing/microbatch.py",
+        "num_parts=num_passes, method=budget.balancing)",
+        "num_parts=num_passes)",
+        ("test_microbatch",),
+    ),
+    Mutation(
+        "packed passes are balanced against the setting",
+        "packing/microbatch.py",
+        '    if budget.balancing == "none":\n        return grown\n',
+        "",
+        ("test_microbatch",),
+    ),
+    Mutation(
+        "padded passes are levelled against the setting",
+        "packing/microbatch.py",
+        'if num_passes < 2 or budget.balancing == "none":',
+        "if num_passes < 2:",
+        ("test_microbatch",),
+    ),
+    Mutation(
+        "ranks are cut by the default method",
+        "rows/minibatch.py",
+        "num_parts=dp_world_size, method=budget.balancing, equal_count=True)",
+        "num_parts=dp_world_size, equal_count=True)",
+        ("test_minibatch",),
+    ),
+    Mutation(
+        "parts without a method differ by more than an item",
+        "packing/balance.py",
+        "part * fewest + min(part, num_larger)",
+        "part * fewest + num_larger * (part == num_parts)",
+        ("test_balance",),
+    ),
     # ----------------------------------------------------------------------------------
     # mini-batches
     Mutation(

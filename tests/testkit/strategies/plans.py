@@ -45,7 +45,9 @@ from turnstream.batching.merge.plan import (
     SequenceShape,
     TrajectoryPlan,
 )
-from turnstream.batching.packing.microbatch import CostModel
+from turnstream.batching.packing.balance import Method as BalanceMethod
+from turnstream.batching.packing.bins import Method as PackingMethod
+from turnstream.batching.packing.microbatch import CostModel, PassOrder
 from turnstream.types import (
     NO_PARENT,
     BatchDue,
@@ -197,6 +199,7 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
     merge = draw(st.booleans())
     limit = draw(st.integers(0, 100_000))
     cost = draw(st.sampled_from(get_args(CostModel)))
+    is_packed = limit and cost != "padded"
     overlong_length = draw(st.integers(0, 9))
     takes_penalty = estimator not in ("gdpo", "maxrl")
     overlong_buffer = draw(st.integers(0, overlong_length)) if takes_penalty else 0
@@ -237,6 +240,11 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         cost_per_token=draw(st.floats(0, 9)) if cost == "quadratic" else 1.0,
         cost_per_squared_token=draw(st.floats(0, 1)) if cost == "quadratic" else 0.0,
         over_long="refuse" if limit > 100 and draw(st.booleans()) else "alone",
+        packing_method=draw(st.sampled_from(get_args(PackingMethod)))
+        if is_packed
+        else "best_fit_decreasing",
+        balance_method=draw(st.sampled_from(get_args(BalanceMethod))),
+        pass_order=draw(st.sampled_from(get_args(PassOrder))),
         alignment=draw(st.integers(1, 4)),
         passes_multiple_of=draw(st.integers(1, 4)),
         rows_multiple_of=draw(st.integers(1, 4)),

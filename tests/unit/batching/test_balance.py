@@ -35,6 +35,19 @@ def test_impossible_parts_are_refused(num_parts: int, message: str) -> None:
         balance([1] * 5, num_parts=num_parts, equal_count=True)
 
 
+@given(weights_and_parts)
+def test_parts_without_a_method_are_consecutive_items(drawn: tuple[list[int], int]) -> None:
+    weights, num_parts = drawn
+
+    parts = balance(weights, num_parts=num_parts, method="none")
+
+    assert [item for part in parts for item in part] == list(range(len(weights)))
+    assert {len(part) for part in parts} <= {
+        -(-len(weights) // num_parts),
+        len(weights) // num_parts,
+    }
+
+
 @given(weights_and_parts, st.sampled_from(Method.__args__), st.booleans())
 def test_every_item_is_in_one_part(
     drawn: tuple[list[int], int], method: Method, equal_count: bool

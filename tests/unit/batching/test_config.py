@@ -195,6 +195,14 @@ def test_component_weights_that_do_not_go_with_the_estimator_are_refused(
             "max_tokens_per_micro_batch: .*the shortest row, of 2 tokens, costs 6$",
         ),
         (
+            {"packing_method": "next_fit", "micro_batch_cost": "packed"},
+            "packing_method: 'next_fit' without max_tokens_per_micro_batch packs nothing",
+        ),
+        (
+            {"packing_method": "first_fit", "max_tokens_per_micro_batch": 9},
+            "packing_method: 'first_fit' does not go with micro_batch_cost='padded'",
+        ),
+        (
             {"overlong_buffer": 5, "overlong_length": 4},
             "overlong_buffer: 5 is more than overlong_length=4",
         ),
@@ -268,6 +276,20 @@ def test_budget_has_the_alignment_of_the_run() -> None:
     config = make(micro_batch_cost="packed", alignment=4, max_tokens_per_micro_batch=64)
 
     assert config.budget == Budget(limit=64, model="packed", alignment=4)
+
+
+def test_budget_has_the_methods_and_the_order_of_the_run() -> None:
+    config = make(
+        micro_batch_cost="packed",
+        max_tokens_per_micro_batch=64,
+        packing_method="next_fit",
+        balance_method="none",
+        pass_order="as_packed",
+    )
+
+    assert config.budget == Budget(
+        limit=64, model="packed", packing="next_fit", balancing="none", order="as_packed"
+    )
 
 
 def test_event_chooses_groups_if_age_or_order_count() -> None:

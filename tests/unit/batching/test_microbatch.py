@@ -1,10 +1,23 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.packing.microbatch import Budget, CostModel, plan_passes
+from turnstream.batching.packing.balance import Method as BalanceMethod
+from turnstream.batching.packing.balance import balance, largest_part
+from turnstream.batching.packing.bins import Bins, grow_bins, pack
+from turnstream.batching.packing.bins import Method as PackingMethod
+from turnstream.batching.packing.microbatch import (
+    Budget,
+    CostModel,
+    PassOrder,
+    plan_passes,
+    row_units,
+)
 from turnstream.errors import BatchingError
 
 MODELS: list[CostModel] = ["packed", "padded", "quadratic"]
@@ -40,6 +53,67 @@ def test_the_costliest_pass_comes_first() -> None:
     assert passes == [[1], [0, 2]]
 
 
+@pytest.mark.parametrize(
+    ("order", "tokens"),
+    [
+        ("largest_first", [9, 7, 5, 3, 1]),
+        ("small_at_both_ends", [1, 5, 9, 7, 3]),
+        ("as_packed", [5, 7, 3, 9, 1]),
+    ],
+)
+@pytest.mark.parametrize("model", ["packed", "quadratic"])
+def test_passes_come_in_the_order_of_the_run(
+    order: PassOrder, tokens: list[int], model: CostModel
+) -> None:
+    lengths = [5, 7, 3, 9, 1]
+    budget = Budget(limit=9, model=model, packing="next_fit", balancing="none", order=order)
+
+    [passes] = plan_passes([lengths], budget=budget, multiple_of=5)
+
+    assert [lengths[row] for [row] in passes] == tokens
+
+
+def test_padded_passes_with_the_longest_rows_are_in_the_middle_if_so_ordered() -> None:
+    budget = Budget(limit=8, order="small_at_both_ends")
+
+    [passes] = plan_passes([[8, 1, 4, 2, 4, 2]], budget=budget)
+
+    # The first, of three short rows, costs 6 and the others 8.
+    assert passes == [[1, 3, 5], [0], [2, 4]]
+
+
+@pytest.mark.parametrize(
+    ("packing", "expected"),
+    [
+        ("next_fit", [[0, 1], [2], [3, 4], [5, 6], [7]]),
+        ("first_fit", [[0, 1, 6], [2, 4], [3], [5], [7]]),
+        ("best_fit_decreasing", [[4, 7], [1, 3], [0, 5], [2, 6]]),
+        ("worst_fit_decreasing", [[6, 7], [3, 4], [0, 1], [2, 5]]),
+    ],
+)
+def test_passes_without_balance_are_the_golden_bins(packing: PackingMethod, expected: Bins) -> None:
+    budget = Budget(limit=10, model="packed", packing=packing, balancing="none", order="as_packed")
+
+    [passes] = plan_passes([[6, 3, 5, 7, 2, 4, 1, 8]], budget=budget)
+
+    assert passes == expected
+
+
+def test_padded_passes_without_balance_are_filled_one_after_the_other() -> None:
+    level = Budget(limit=12, order="as_packed")
+    filled = replace(level, balancing="none")
+
+    assert plan_passes([[4, 1, 1, 4]], budget=level) == [[[1, 2], [0, 3]]]
+    assert plan_passes([[4, 1, 1, 4]], budget=filled) == [[[0, 1, 2], [3]]]
+    assert plan_passes([[1, 1, 1, 1]], budget=filled, multiple_of=2) == [[[0, 1], [2, 3]]]
+
+
+def test_packed_passes_without_balance_stay_where_equal_parts_are_smaller() -> None:
+    budget = Budget(limit=10, model="packed", packing="next_fit", balancing="none")
+
+    assert plan_passes([[8, 1, 1, 1]], budget=budget) == [[[0, 1, 2], [3]]]
+
+
 def test_balance_never_comes_before_the_budget() -> None:
     # Two equal parts of 3 3 2 2 2 are [3, 3] and [2, 2, 2]: within 6. By longest first they are
     # [3, 2, 2] and [3, 2], above it.
@@ -71,18 +145,24 @@ def test_golden_the_cost_of_a_transformer_of_4096_hidden_sizes() -> None:
 
 
 budgets = st.builds(
-    lambda limit, model, alignment, a, b: Budget(
+    lambda limit, model, alignment, a, b, packing, balancing, order: Budget(
         limit=limit,
         model=model,
         alignment=alignment,
         a=a if model == "quadratic" else 1.0,
         b=b if model == "quadratic" else 0.0,
+        packing=packing,
+        balancing=balancing,
+        order=order,
     ),
     st.integers(0, 80),
     st.sampled_from(MODELS),
     st.sampled_from([1, 2, 8]),
     st.sampled_from([0.3, 1.0, 2.0]),
     st.sampled_from([0.0, 0.1, 1.0]),
+    st.sampled_from(get_args(PackingMethod)),
+    st.sampled_from(get_args(BalanceMethod)),
+    st.sampled_from(get_args(PassOrder)),
 )
 shares = st.integers(1, 9).flatmap(
     lambda count: st.lists(
@@ -91,13 +171,16 @@ shares = st.integers(1, 9).flatmap(
 )
 
 
-@given(shares, budgets)
+@given(shares, budgets, st.integers(1, 3))
 def test_rows_are_in_one_pass_within_the_budget_with_equal_rank_counts(
-    lengths: list[list[int]], budget: Budget
+    lengths: list[list[int]], budget: Budget, multiple_of: int
 ) -> None:
-    by_rank = plan_passes(lengths, budget=budget)
+    lengths = [share[: len(share) // multiple_of * multiple_of] for share in lengths]
 
-    assert len({len(passes) for passes in by_rank}) == 1
+    by_rank = plan_passes(lengths, budget=budget, multiple_of=multiple_of)
+
+    [num_passes] = {len(passes) for passes in by_rank}
+    assert num_passes % multiple_of == 0
     for share, passes in zip(lengths, by_rank, strict=True):
         assert sorted(row for rows in passes for row in rows) == list(range(len(share)))
         for rows in passes:
@@ -122,3 +205,38 @@ def test_padded_passes_are_as_cheap_as_that_many_can_be(lengths: list[int], limi
 
     found = max(len(rows) * max(lengths[row] for row in rows) for rows in passes)
     assert found == cheapest(ordered, len(passes))
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=12), budgets, st.integers(1, 4))
+def test_summed_passes_are_the_bins_of_the_method_unless_equal_parts_are_smaller(
+    lengths: list[int], budget: Budget, multiple_of: int
+) -> None:
+    lengths = lengths[: len(lengths) // multiple_of * multiple_of]
+    budget = replace(budget, limit=budget.limit or 30, model="packed", order="as_packed")
+    costs = row_units(lengths, budget)
+
+    [passes] = plan_passes([lengths], budget=budget, multiple_of=multiple_of)
+
+    capacity = int(budget.limit) * 1024
+    packed = pack(costs, capacity=capacity, method=budget.packing, over_long="alone")
+    expected = grow_bins(packed, costs, multiple_of=multiple_of) if packed else []
+    if budget.balancing != "none" and len(expected) > 1:
+        parts = balance(costs, num_parts=len(expected), method=budget.balancing)
+        if all(parts) and largest_part(parts, costs) < largest_part(expected, costs):
+            expected = parts
+    assert passes == [sorted(rows) for rows in expected]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), budgets)
+def test_every_order_has_the_same_passes(lengths: list[int], budget: Budget) -> None:
+    [as_packed] = plan_passes([lengths], budget=replace(budget, order="as_packed"))
+    [descending] = plan_passes([lengths], budget=replace(budget, order="largest_first"))
+    [ends] = plan_passes([lengths], budget=replace(budget, order="small_at_both_ends"))
+
+    weigh = max if budget.model == "padded" else budget.cost
+    costs = [weigh([lengths[row] for row in rows]) for rows in ends]
+    peak = costs.index(max(costs))
+    assert sorted(as_packed) == sorted(descending) == sorted(ends)
+    assert costs[: peak + 1] == sorted(costs[: peak + 1])
+    assert costs[peak:] == sorted(costs[peak:], reverse=True)
+    assert min(costs) in (costs[0], costs[-1])

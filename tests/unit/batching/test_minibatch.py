@@ -201,6 +201,18 @@ def test_ranks_are_cut_by_cost_and_not_by_tokens_alone() -> None:
     assert largest_part(by_cost, squares) == 10_300
 
 
+def test_ranks_are_cut_by_the_method_of_the_run() -> None:
+    lengths = np.array([18, 19, 25, 1, 13, 2, 1])
+
+    greedy = cut_ranks(lengths, dp_world_size=2, budget=Budget(limit=0, balancing="longest_first"))
+    consecutive = cut_ranks(lengths, dp_world_size=2, budget=Budget(limit=0, balancing="none"))
+
+    assert greedy == sorted(
+        map(sorted, balance([*lengths, 2], num_parts=2, method="longest_first", equal_count=True))
+    )
+    assert consecutive == [[0, 1, 2, 3], [4, 5, 6, 7]]  # 7 is an inert row
+
+
 def test_rows_divide_by_the_least_common_multiple_and_not_by_the_largest() -> None:
     assert rows_multiple(dp_world_size=8) == 8
     assert rows_multiple(dp_world_size=8, mini_batch_rows=12) == 24

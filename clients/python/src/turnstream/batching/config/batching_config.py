@@ -30,8 +30,10 @@ from turnstream.batching.config.values import (
     checked_value,
     checked_weights,
 )
+from turnstream.batching.packing.balance import Method as BalanceMethod
+from turnstream.batching.packing.bins import Method as PackingMethod
 from turnstream.batching.packing.bins import OverLong
-from turnstream.batching.packing.microbatch import Budget, CostModel
+from turnstream.batching.packing.microbatch import Budget, CostModel, PassOrder
 from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
 from turnstream.types import DeclaredColumn
 
@@ -86,6 +88,13 @@ class BatchingConfig:
         cost_per_squared_token: b of "quadratic"; a transformer of hidden size h has b / a = 1 / 6h.
         over_long: a row above the cost of a pass has a pass "alone", or its trajectory is not
             trained: "refuse".
+        packing_method: method that fills the passes of a rank within their cost
+            (turnstream.batching.packing.bins). Padded passes take rows from short to long.
+        balance_method: method that makes the work of ranks, and then of the passes of a rank, equal
+            (turnstream.batching.packing.balance). With "none", a rank takes consecutive rows, and
+            passes stay as they are packed.
+        pass_order: order of the passes of a rank: costliest first, cheap ones at both ends, or as
+            they are packed.
         alignment: every row of a packed pass begins at a multiple of so many tokens, and its cost
             is rounded up to them. Tensor parallelism over t ranks needs a multiple of t, with
             context parallelism over c ranks of 2 * t * c.
@@ -152,6 +161,9 @@ class BatchingConfig:
     cost_per_token: Cost = 1.0
     cost_per_squared_token: Cost = 0.0
     over_long: OverLong = "alone"
+    packing_method: PackingMethod = "best_fit_decreasing"
+    balance_method: BalanceMethod = "auto"
+    pass_order: PassOrder = "largest_first"  # noqa: S105 - of forward passes, no password
     alignment: Positive = 1
     passes_multiple_of: Positive = 1
     rows_multiple_of: Positive = 1
@@ -197,6 +209,9 @@ class BatchingConfig:
             a=self.cost_per_token,
             b=self.cost_per_squared_token,
             alignment=self.alignment,
+            packing=self.packing_method,
+            balancing=self.balance_method,
+            order=self.pass_order,
         )
 
 

@@ -148,6 +148,17 @@ def _loss_problems(config: BatchingConfig) -> Iterator[Problem]:
 
 def _pass_problems(config: BatchingConfig) -> Iterator[Problem]:
     limit = config.max_tokens_per_micro_batch
+    if config.packing_method != "best_fit_decreasing" and not limit:
+        yield Problem(
+            "packing_method",
+            f"{config.packing_method!r} without max_tokens_per_micro_batch packs nothing",
+        )
+    if config.packing_method != "best_fit_decreasing" and config.micro_batch_cost == "padded":
+        yield Problem(
+            "packing_method",
+            f"{config.packing_method!r} does not go with micro_batch_cost='padded': padded passes "
+            "take rows from short to long",
+        )
     if config.over_long != "refuse":
         return
     if limit == 0:

@@ -2,6 +2,7 @@
 
 Two methods, because neither is always the better one: longest-first greedy is fast and good, and
 with equal counts and a heavy tail better; Karmarkar-Karp is nearly perfect where counts are free.
+A third one, "none", does not read the weights: each part takes the next items in order.
 
 Source: Karmarkar and Karp, "The differencing method of set partitioning" (1982).
 """
@@ -9,13 +10,14 @@ Source: Karmarkar and Karp, "The differencing method of set partitioning" (1982)
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
 from turnstream.errors import BatchingError
 
 Parts = list[list[int]]
-Method = Literal["longest_first", "karmarkar_karp", "auto"]
+Method = Literal["auto", "longest_first", "karmarkar_karp", "none"]
 
 KARMARKAR_KARP_MAX_WORK = 1 << 17
 """Items x parts above which "auto" does not try Karmarkar-Karp: 8,192 x 64 takes over a second,
@@ -27,18 +29,23 @@ def balance(
 ) -> Parts:
     """Return parts that hold every item once; parts may be empty where there are fewer items.
 
-    "auto" tries both methods and keeps the one with the smaller largest part. With `equal_count`,
-    every part holds the same number of items.
+    "auto" tries longest first and Karmarkar-Karp, and keeps the one with the smaller largest part.
+    With "none", the counts of the parts differ by one at most. With `equal_count`, every part holds
+    the same number of items.
 
     >>> balance([8, 7, 6, 5, 4], num_parts=2, method="longest_first")
     [[0, 3, 4], [1, 2]]
     >>> balance([8, 7, 6, 5, 4], num_parts=2, method="karmarkar_karp")
     [[4, 1, 3], [0, 2]]
+    >>> balance([8, 7, 6, 5, 4], num_parts=2, method="none")
+    [[0, 1, 2], [3, 4]]
     """
     if num_parts < 1:
         raise BatchingError(f"num_parts={num_parts} must be at least 1")
     if equal_count and len(weights) % num_parts:
         raise BatchingError(f"{len(weights)} items do not divide into {num_parts} equal counts")
+    if method == "none":
+        return _in_order(len(weights), num_parts)
     if method == "longest_first":
         return _longest_first(weights, num_parts, equal_count)
     if method == "karmarkar_karp":
@@ -53,6 +60,12 @@ def balance(
 def largest_part(parts: Parts, weights: Sequence[float]) -> float:
     """Return the weight of the heaviest part, for which all other parts wait."""
     return max((sum(weights[item] for item in part) for part in parts), default=0.0)
+
+
+def _in_order(num_items: int, num_parts: int) -> Parts:
+    fewest, num_larger = divmod(num_items, num_parts)
+    starts = [part * fewest + min(part, num_larger) for part in range(num_parts + 1)]
+    return [list(range(*cut)) for cut in itertools.pairwise(starts)]
 
 
 def _longest_first(weights: Sequence[float], num_parts: int, equal_count: bool) -> Parts:

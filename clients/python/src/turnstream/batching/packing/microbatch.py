@@ -9,6 +9,12 @@ L the length of a row, rounded up to the alignment::
 
 Rows are first packed so that every pass keeps to the budget, and only then balanced. In the other
 order, equal parts exceed the budget as soon as rows do not divide evenly. No row is ever cut.
+
+Passes from the costliest, 9, to the cheapest, 1, run in one of these orders::
+
+    largest_first         9 7 5 3 1    memory runs out in the first pass or never
+    small_at_both_ends    1 5 9 7 3    the first and the last stage of a pipeline wait less
+    as_packed             as the method returns them
 """
 
 from __future__ import annotations
@@ -18,11 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from turnstream.batching.packing.balance import Method as BalanceMethod
 from turnstream.batching.packing.balance import balance, largest_part
 from turnstream.batching.packing.bins import Bins, grow_bins, pack
+from turnstream.batching.packing.bins import Method as PackingMethod
 from turnstream.errors import BatchingError
 
 CostModel = Literal["packed", "padded", "quadratic"]
+PassOrder = Literal["largest_first", "small_at_both_ends", "as_packed"]
 
 _UNITS_PER_TOKEN = 1 << 10
 """Costs are whole units, rounded up: a sum of floats would depend on the order of its terms."""
@@ -30,13 +39,18 @@ _UNITS_PER_TOKEN = 1 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limit and cost model of one forward pass.
+    """Limit and cost model of one forward pass, and the methods that keep to them.
 
     Attributes:
         limit: highest cost of a pass; 0 means no limit. A row above it has a pass of its own.
         model: name of the cost model.
         alignment: rows count as the next multiple of this, as they will be laid out.
         a, b: factors of the quadratic model. A transformer of width h has b / a = 1 / (6 * h).
+        packing: method that fills passes of the packed and the quadratic model. A padded pass is
+            always a run of rows from short to long.
+        balancing: method that makes ranks, and then the passes of a rank, equal. With "none", a
+            rank takes consecutive rows, and its passes stay as they are packed.
+        order: order of the passes of a rank.
     """
 
     limit: float
@@ -44,6 +58,9 @@ class Budget:
     alignment: int = 1
     a: float = 1.0
     b: float = 0.0
+    packing: PackingMethod = "best_fit_decreasing"
+    balancing: BalanceMethod = "auto"
+    order: PassOrder = "largest_first"
 
     def cost(self, lengths: Sequence[int]) -> float:
         """Return the cost of a pass over rows of these lengths."""
@@ -57,9 +74,8 @@ def plan_passes(
 ) -> list[Bins]:
     """Return the passes of every rank, as positions in its share; every rank has as many.
 
-    Ranks that need fewer passes than another split theirs. The costliest pass comes first (of
-    padded passes the one with the longest row), so that memory runs out early or never. Shares are
-    lengths in tokens, inert rows included.
+    Ranks that need fewer passes than another split theirs. Of padded passes, the one with the
+    longest row counts as the costliest. Shares are lengths in tokens, inert rows included.
 
     >>> plan_passes([[6, 5], [2, 2]], budget=Budget(limit=8, model="packed"))
     [[[0], [1]], [[0], [1]]]
@@ -89,7 +105,8 @@ def _fewest(lengths: Sequence[int], budget: Budget) -> Bins:
     if budget.model == "padded":
         return _runs(_aligned(lengths, budget), limit=budget.limit)
     capacity = max(math.floor(budget.limit * _UNITS_PER_TOKEN), 1)
-    return pack(row_units(lengths, budget), capacity=capacity, over_long="alone")
+    costs = row_units(lengths, budget)
+    return pack(costs, capacity=capacity, method=budget.packing, over_long="alone")
 
 
 def _aligned(lengths: Sequence[int], budget: Budget) -> list[int]:
@@ -122,9 +139,9 @@ def _runs(aligned: Sequence[int], *, limit: float) -> Bins:
 
 def _level_padded(passes: Bins, lengths: Sequence[int], budget: Budget, *, num_passes: int) -> Bins:
     """Return so many passes with the least limit that allows them, never above the budget's."""
-    if num_passes < 2:
-        return passes
     aligned = _aligned(lengths, budget)
+    if num_passes < 2 or budget.balancing == "none":
+        return _split_to(passes, num_passes, lengths=aligned)
     low, high = 0, int(budget.limit) if budget.limit else len(aligned) * max(aligned)
     while low < high:
         middle = (low + high) // 2
@@ -160,15 +177,18 @@ def _level_summed(passes: Bins, lengths: Sequence[int], budget: Budget, *, num_p
         return passes
     costs = row_units(lengths, budget)
     grown = grow_bins(passes, costs, multiple_of=1, at_least=num_passes)
-    parts = balance(costs, num_parts=num_passes)
+    if budget.balancing == "none":
+        return grown
+    parts = balance(costs, num_parts=num_passes, method=budget.balancing)
     is_better = all(parts) and largest_part(parts, costs) < largest_part(grown, costs)
     return parts if is_better else grown
 
 
 def _ordered(passes: Bins, lengths: Sequence[int], budget: Budget) -> Bins:
-    """Rows of a pass ascending; passes costliest first, the padded ones by their longest row."""
+    """Rows of a pass ascending; passes in the order of the budget."""
+    passes = [sorted(rows) for rows in passes]
+    if budget.order == "as_packed":
+        return passes
     weigh = max if budget.model == "padded" else budget.cost
-    return sorted(
-        (sorted(rows) for rows in passes),
-        key=lambda rows: (-weigh([lengths[row] for row in rows]), rows[0]),
-    )
+    passes.sort(key=lambda rows: (-weigh([lengths[row] for row in rows]), rows[0]))
+    return passes if budget.order == "largest_first" else passes[::2][::-1] + passes[1::2]

@@ -1,8 +1,8 @@
 """Shares of a mini-batch: the rows of every rank, and their forward passes.
 
-Everything is a pure function of the rows' lengths and of `dp_world_size`, so all replicas cut the
-same way. All ranks get equally many rows and micro-batches, or their collectives would wait for
-one another. Inert rows fill the gaps.
+Everything is a pure function of the rows' lengths, the run's config and `dp_world_size`, so all
+replicas cut the same way. All ranks get equally many rows and micro-batches, or their collectives
+would wait for one another. Inert rows fill the gaps.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def cut_ranks(
 ) -> list[list[int]]:
     """Return row positions of every rank, ascending; positions from B on stand for inert rows.
 
-    Each rank gets the same number of rows, at least one, and about as much work. Ranks come in the
-    order of their first rows.
+    Each rank gets the same number of rows, at least one. It gets about as much work, unless the
+    budget balances by "none". Ranks come in the order of their first rows.
 
     >>> cut_ranks(np.array([8, 7, 6, 5, 4]), dp_world_size=2)
     [[0, 2, 5], [1, 3, 4]]
@@ -76,7 +76,8 @@ def cut_ranks(
         )
     lengths = [*np.asarray(lengths_B).tolist(), *[INERT_LENGTH] * (num_padded - num_rows)]
     costs = row_units(lengths, budget)
-    return sorted(map(sorted, balance(costs, num_parts=dp_world_size, equal_count=True)))
+    parts = balance(costs, num_parts=dp_world_size, method=budget.balancing, equal_count=True)
+    return sorted(map(sorted, parts))
 
 
 def take_share(
