@@ -38,7 +38,7 @@ def store_url(given: str) -> str:
 
 def console() -> Console:
     """Return the standard output, on which no text of a user is markup."""
-    from turnstream_server.jobs.screen import Screen
+    from turnstream_server.screen import Screen
 
     return Screen()
 

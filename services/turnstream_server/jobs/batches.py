@@ -21,9 +21,9 @@ from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import StoredManifest, read_plan
 from turnstream_server.bus.queries.ledger import state_of_step
 from turnstream_server.bus.release.compact_records import read_past_batch
-from turnstream_server.jobs.screen import facts_table, make_table, print_figures
 from turnstream_server.jobs.store_client import store_client
 from turnstream_server.jobs.summary import BatchNumbers, numbers_of
+from turnstream_server.screen import facts_table, make_table, print_figures
 
 MAX_SHOWN: Final = 12
 """Trajectories of a batch that are printed; more do not fit one screen."""

@@ -24,7 +24,7 @@ from turnstream_server.bus.admin.dead_letters import (
     open_trajectory,
     read_dead_letters,
 )
-from turnstream_server.jobs.screen import make_table
+from turnstream_server.screen import make_table
 
 _YEAR_10000_MS: Final = 253_402_300_800_000
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from turnstream.records.tag_statistics import shown_figures
 from turnstream.store.run.evals import eval_results
 from turnstream.types import EvalGroup, EvalResult, Spread
-from turnstream_server.jobs.screen import make_table, print_figures
 from turnstream_server.jobs.store_client import store_client
+from turnstream_server.screen import make_table, print_figures
 
 _NONE = {"mean": None, "std": None}
 

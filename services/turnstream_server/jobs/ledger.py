@@ -16,8 +16,8 @@ from turnstream.store.client.fullness import Bytes
 from turnstream.store.run.configs import open_run
 from turnstream_server.bus.queries.ledger import TOP_REASONS, read_states
 from turnstream_server.bus.queries.trajectory_history import read_history
-from turnstream_server.jobs.screen import make_table, shown
 from turnstream_server.jobs.store_client import store_client
+from turnstream_server.screen import make_table, shown
 
 
 def read_run_ledger(url: str, run: str) -> dict[str, Any]:

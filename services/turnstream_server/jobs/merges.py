@@ -16,7 +16,7 @@ from turnstream.store.client import keys
 from turnstream.types import StoredTurn
 from turnstream_server.batcher.assembly.assembler import read_planned_batch
 from turnstream_server.batcher.assembly.payload import PayloadReader
-from turnstream_server.jobs.screen import make_table
+from turnstream_server.screen import make_table
 
 TOKENS_AROUND: Final = 4
 """Token ids shown on each side of a difference."""

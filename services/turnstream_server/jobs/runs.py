@@ -23,9 +23,9 @@ from turnstream_server.bus.queries.ledger import RunSummary, run_summary
 from turnstream_server.bus.sessions.observers import read_observers
 from turnstream_server.jobs.ledger import duration
 from turnstream_server.jobs.run_commands import pending_revisions
-from turnstream_server.jobs.screen import facts_table, make_table, shown
 from turnstream_server.jobs.store_client import store_client
 from turnstream_server.jobs.summary import BatchNumbers, numbers_of
+from turnstream_server.screen import facts_table, make_table, shown
 
 _COLUMNS: Final = (
     *("run", "state", "planned", "stepped", "committed", "accepted", "trained", "origin"),

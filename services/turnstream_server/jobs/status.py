@@ -19,9 +19,9 @@ from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.queries.ledger import run_summary
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.jobs.runs import common_facts, no_runs, progress_facts
-from turnstream_server.jobs.screen import facts_table
 from turnstream_server.jobs.store_client import store_client
 from turnstream_server.jobs.summary import BatchNumbers
+from turnstream_server.screen import facts_table
 
 logger = logging.getLogger(__name__)
 

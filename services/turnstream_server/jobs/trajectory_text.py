@@ -21,8 +21,8 @@ from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import open_run
 from turnstream.types import StoredTurn
 from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, read_history
-from turnstream_server.jobs.screen import visible
 from turnstream_server.jobs.store_client import store_client
+from turnstream_server.screen import visible
 
 _STYLES: Final = {"prompt": "dim", "sampled": "bold green", "masked": "yellow"}
 

@@ -26,7 +26,7 @@ from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.release.compact_records import find_past_step, read_past_batch
 from turnstream_server.jobs.batches import print_batch, read_batch, write_batch
 from turnstream_server.jobs.ledger import print_ledger, read_run_ledger, read_trajectory
-from turnstream_server.jobs.screen import Screen
+from turnstream_server.screen import Screen
 
 EQUAL = (trajectory(sample=0), trajectory(sample=1))
 SMALL = Upkeep(snapshot_events=1, snapshot_steps=1)

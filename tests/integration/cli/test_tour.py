@@ -19,8 +19,8 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError
 from turnstream.generator import Publisher
 from turnstream.worker import ObserverStream
-from turnstream_server.jobs.screen import Screen
 from turnstream_server.jobs.status import REFRESH_S, watch_status
+from turnstream_server.screen import Screen
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 import turnstream_server
-from turnstream_server.jobs.screen import Screen
+from turnstream_server.screen import Screen
 
 
 def test_lines_titles_heads_and_cells_are_shown_as_they_were_written() -> None:
