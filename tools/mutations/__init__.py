@@ -4,6 +4,7 @@ from mutations.columns import COLUMNS
 from mutations.combinations import COMBINATIONS
 from mutations.corrections import CORRECTIONS
 from mutations.declared import DECLARED
+from mutations.estimators import ESTIMATORS
 from mutations.evaluations import EVALUATIONS
 from mutations.kept import KEPT
 from mutations.layouts import LAYOUTS
@@ -34,6 +35,7 @@ MUTATIONS = (
     *SCORES,
     *TURNS,
     *KEPT,
+    *ESTIMATORS,
     *SETTINGS,
     *COMBINATIONS,
     *DECLARED,

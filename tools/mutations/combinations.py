@@ -143,7 +143,7 @@ COMBINATIONS = (
     Mutation(
         "components are punished for length",
         "config/rules.py",
-        "if config.overlong_buffer and estimator in _NO_PENALTY:",
+        "if (value := getattr(config, name)) and estimator in _NO_PENALTY:",
         "if False:",
         ("test_config",),
     ),

@@ -36,8 +36,8 @@ READINESS = (
     Mutation(
         "the last living member of a group is trained alone",
         "fold/members.py",
-        "return min(2, self.opened.num_needed)",
-        "return 1",
+        "else min(2, self.opened.num_needed)",
+        "else 1",
         ("test_readiness",),
     ),
     Mutation(
@@ -71,8 +71,8 @@ READINESS = (
     Mutation(
         "a sample that can be spared is tried again",
         "fold/members.py",
-        "self._ask(lost[: max(0, num_missing)], max_refills)",
-        "self._ask(lost, max_refills)",
+        "self._ask(lost[: max(least, num_missing)], config.max_refills)",
+        "self._ask(lost, config.max_refills)",
         ("test_readiness_deadlines", "test_readiness_machine"),
     ),
     Mutation(

@@ -225,7 +225,7 @@ RESULTS = (
     Mutation(
         "a baseline by length of no tokens divides by 0",
         "scoring/advantages.py",
-        "    if not group.num_tokens.any():\n",
+        "    if not weights.any():\n",
         "    if False:\n",
         ("test_advantages",),
     ),

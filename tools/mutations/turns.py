@@ -49,8 +49,8 @@ TURNS = (
     Mutation(
         "the only trajectory of a group gets what the run does not say",
         "planning/plan_batch.py",
-        "        singleton=config.singleton_advantage,\n    )\n    return",
-        "    )\n    return",
+        "        singleton=config.singleton_advantage,\n    )\n\n\ndef",
+        "    )\n\n\ndef",
         _BY_TURN,
     ),
     Mutation(
@@ -70,8 +70,8 @@ TURNS = (
     Mutation(
         "the part of the trajectory is divided though the run says no",
         "planning/plan_batch.py",
-        "        divide_by_std=config.divide_by_std,\n    )\n    advantages",
-        "    )\n    advantages",
+        "        divide_by_std=config.divide_by_std,\n        pass_k",
+        "        pass_k",
         _BY_TURN,
     ),
     Mutation(

@@ -31,6 +31,7 @@ from turnstream.batching.config.values import (
     Estimator,
     MaskedReward,
     MaxAgePolicy,
+    NormalizeAdvantages,
     RefillFallback,
     RewardSource,
     RowWeights,
@@ -203,6 +204,8 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
     overlong_length = draw(st.integers(0, 9))
     takes_penalty = estimator not in ("gdpo", "maxrl")
     overlong_buffer = draw(st.integers(0, overlong_length)) if takes_penalty else 0
+    length_reward_weight = draw(st.floats(0, 9)) if takes_penalty else 0.0
+    is_free = estimator not in ("gdpo", "reinforce_pp", "reinforce_pp_baseline")
     mask_truncated = bool(overlong_length and not overlong_buffer) or draw(st.booleans())
     weights_of_rows: list[RowWeights] = ["per_row"]
     if aggregation.startswith("seq_mean") or aggregation == "constant":
@@ -217,6 +220,11 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         reward_source=draw(st.sampled_from(sources)),
         component_weights=tuple(draw(weights).items()) if estimator == "gdpo" else (),
         singleton_advantage=draw(st.sampled_from(get_args(SingletonAdvantage))),
+        pass_k=draw(st.integers(2, 1024)) if estimator == "pass_at_k" else 1,
+        baseline_weight=draw(st.just("") | names) if estimator == "opo" else "",
+        normalize_advantages=draw(st.sampled_from(get_args(NormalizeAdvantages)))
+        if is_free
+        else "none",
         turn_weight=draw(st.floats(0, MAX_TURN_WEIGHT)) if estimator == "gigpo" else 1.0,
         turn_discount=draw(st.floats(0, 1)) if estimator == "gigpo" else 1.0,
         divide_by_std=draw(st.booleans()) if estimator == "gigpo" else True,
@@ -226,6 +234,8 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         merge=merge,
         overlong_length=overlong_length,
         overlong_buffer=overlong_buffer,
+        length_reward_weight=length_reward_weight,
+        correct_reward=draw(st.floats(-9, 9)) if length_reward_weight else 1.0,
         mask_truncated=mask_truncated,
         masked_reward=draw(st.sampled_from(get_args(MaskedReward))) if mask_truncated else "keep",
         drop_zero_variance=draw(st.booleans()),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,8 @@ WITHIN_A_GROUP: tuple[Estimator, ...] = (
     "rloo",
     "maxrl",
     "opo",
+    "pass_at_k",
+    "remax",
 )
 
 
@@ -30,6 +33,7 @@ def outcomes(rewards: Sequence[Any], num_tokens: Sequence[int] | None = None) ->
 
 
 def estimate(estimator: Estimator, rewards: Sequence[float], **options: Any) -> list[float]:
+    options = {"pass_k": 2, **options}
     (group,) = trajectory_advantages([outcomes(rewards)], estimator=estimator, **options)
     return group.tolist()
 
@@ -49,6 +53,12 @@ def estimate(estimator: Estimator, rewards: Sequence[float], **options: Any) -> 
         ("rloo", [1, 0], [1, -1]),
         ("rloo", [1, 0, 0], [1, -0.5, -0.5]),
         ("maxrl", [1, 0], [1, -1]),
+        ("opo", [1, 0, 0, 1], [0.5, -0.5, -0.5, 0.5]),
+        ("pass_at_k", [1, 0, 0, 1], [1.333333, 0, 0, 1.333333]),
+        ("pass_at_k", [1, 0, 0, 0], [2, 0, 0, 0]),
+        ("pass_at_k", [3, 1, 2], [3, 0, 1]),
+        ("pass_at_k", [1, 0], [2, 0]),
+        ("remax", [0.5, 1, 0, 0.5], [0, 0.5, -0.5, 0]),
     ],
 )
 def test_golden_vectors(estimator: Estimator, rewards: list[float], expected: list[float]) -> None:
@@ -84,6 +94,101 @@ def test_maxrl_refuses_a_negative_reward() -> None:
         estimate("maxrl", [1.0, -0.5])
 
 
+@pytest.mark.parametrize(
+    ("pass_k", "expected"), [(3, [0, 3, 0, 3]), (4, [0, 0, 0, 0]), (9, [0, 0, 0, 0])]
+)
+def test_pass_at_k_of_a_larger_k_rewards_what_few_subsets_have(
+    pass_k: int, expected: list[float]
+) -> None:
+    # Two of 3 others miss the other right one in 1 of 3 cases; all 3 never do.
+    found = estimate("pass_at_k", [0, 1, 0, 1], pass_k=pass_k)
+
+    assert found == pytest.approx([x / 3 for x in expected])
+
+
+def test_pass_at_k_refuses_a_k_below_two() -> None:
+    with pytest.raises(BatchingError, match="pass_at_k with pass_k=1: it must be at least 2"):
+        estimate("pass_at_k", [1.0, 0.0], pass_k=1)
+
+
+def slow_pass_at_k(rewards: Sequence[float], k: int) -> list[float]:
+    """Visit every subset (arXiv:2505.15201, eq. 33), times n."""
+    n, k = len(rewards), min(k, len(rewards))
+    gains = [0.0] * n
+    for subset in itertools.combinations(range(n), k):
+        for i in subset:
+            others = [rewards[j] for j in subset if j != i]
+            gains[i] += max(*others, rewards[i]) - max(others)
+    return [n * gain / math.comb(n, k) for gain in gains]
+
+
+@given(st.lists(st.integers(-8, 8), min_size=2, max_size=9), st.integers(2, 9))
+def test_pass_at_k_agrees_with_a_walk_over_all_subsets(eighths: list[int], k: int) -> None:
+    rewards = [each / 8 for each in eighths]
+
+    found = estimate("pass_at_k", rewards, pass_k=k)
+
+    assert found == pytest.approx(slow_pass_at_k(rewards, k), rel=1e-12, abs=1e-12)
+
+
+def test_pass_at_k_of_a_large_group_does_not_overflow() -> None:
+    rewards = np.arange(8192) / 8192
+
+    (found,) = trajectory_advantages(
+        [outcomes(rewards.tolist())], estimator="pass_at_k", pass_k=4096
+    )
+
+    assert np.isfinite(found).all()
+    assert (np.diff(found) >= 0).all()
+    best = math.fsum(
+        4096 * math.comb(m, 4095) / math.comb(8191, 4095) / 8192 for m in range(4095, 8192)
+    )
+    assert found[-1] == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_mean_of_pass_at_k_is_the_gradient_of_max_at_k(k: int) -> None:
+    # Three answers with rewards 0, 1 and 3; all groups of three samples, by their probability.
+    rewards, logits = np.array([0.0, 1.0, 3.0]), np.array([0.5, -0.3, -1.0])
+
+    def expected_best(at: np.ndarray) -> float:
+        p = np.exp(at) / np.exp(at).sum()
+        drawn = itertools.product(range(3), repeat=k)
+        return math.fsum(float(np.prod(p[list(own)]) * max(rewards[list(own)])) for own in drawn)
+
+    p = np.exp(logits) / np.exp(logits).sum()
+    mean = np.zeros(3)
+    for group in itertools.product(range(3), repeat=3):
+        scores = np.eye(3)[list(group)] - p  # the gradient of log p of each sample
+        advantages = np.array(estimate("pass_at_k", rewards[list(group)].tolist(), pass_k=k))
+        mean += np.prod(p[list(group)]) * (advantages @ scores) / 3
+    steps = 1e-6 * np.eye(3)
+    slope = [(expected_best(logits + s) - expected_best(logits - s)) / 2e-6 for s in steps]
+    assert mean.tolist() == pytest.approx(slope, abs=1e-8)
+
+
+def test_optimal_baseline_is_that_of_the_least_variance() -> None:
+    # Variance of (R - b) * g for gradients of squared norm w is least at b = sum(w R) / sum(w).
+    rewards, norms = np.array([1.0, 0.0, 0.25, 1.0]), np.array([4.0, 1.0, 0.5, 2.0])
+    group = outcomes(rewards.tolist())._replace(baseline_weights=norms)
+
+    (found,) = trajectory_advantages([group], estimator="opo")
+
+    def variance(shift: float) -> float:
+        return float(norms @ (found + shift) ** 2)
+
+    assert (rewards - found).tolist() == pytest.approx([6.125 / 7.5] * 4)
+    assert variance(0.0) < min(variance(0.01), variance(-0.01))
+
+
+def test_optimal_baseline_without_any_weight_is_the_mean() -> None:
+    group = outcomes([1, 0])._replace(baseline_weights=np.zeros(2))
+
+    (found,) = trajectory_advantages([group], estimator="opo")
+
+    assert found.tolist() == [0.5, -0.5]
+
+
 def slow_whitened(groups: list[GroupOutcomes], *, centred: bool) -> list[float]:
     """Write every value on each of its tokens, and whiten the tokens."""
     values = [r - group.rewards.mean() if centred else r for group in groups for r in group.rewards]
@@ -103,6 +208,33 @@ def test_whitening_covers_the_trained_tokens_of_all_groups(estimator: Estimator)
     expected = slow_whitened(groups, centred=estimator == "reinforce_pp_baseline")
     assert np.concatenate(found).tolist() == pytest.approx(expected)
     assert [len(part) for part in found] == [2, 3]
+
+
+@given(
+    st.sampled_from([*WITHIN_A_GROUP, "gigpo"]),
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_normalised_advantages_are_whitened_over_all_tokens_of_the_batch(
+    estimator: Estimator, members: list[list[tuple[int, int]]]
+) -> None:
+    groups = [outcomes([r / 8 for r, _ in own], [count for _, count in own]) for own in members]
+
+    raw = trajectory_advantages(groups, estimator=estimator, pass_k=2)
+    found = trajectory_advantages(groups, estimator=estimator, pass_k=2, normalize="batch")
+
+    counts = [count for own in members for _, count in own]
+    flat = np.concatenate(raw).tolist()
+    tokens = [x for x, count in zip(flat, counts, strict=True) for _ in range(count)]
+    if tokens:
+        mean = math.fsum(tokens) / len(tokens)
+        scale = math.sqrt(math.fsum((x - mean) ** 2 for x in tokens) / len(tokens) + 1e-8)
+        flat = [(x - mean) / scale for x in flat]
+    assert np.concatenate(found).tolist() == pytest.approx(flat, rel=1e-9, abs=1e-9)
+    assert [len(part) for part in found] == [len(own) for own in members]
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])
@@ -178,6 +310,8 @@ def loop_advantages(estimator: Estimator, rewards: list[float], counts: list[int
                 weights = counts if any(counts) else [1] * n
                 weighed = [r * c for r, c in zip(rewards, weights, strict=True)]
                 result.append(reward - math.fsum(weighed) / sum(weights))
+            case "remax":
+                result.append(reward - rewards[0])
             case _:
                 result.append(reward - mean)
     return result
@@ -193,8 +327,11 @@ def test_every_estimator_agrees_with_its_definition(
     rewards = [eighths / 8 for eighths, _ in members]  # sums of these are exact
     counts = [count for _, count in members]
 
-    (found,) = trajectory_advantages([outcomes(rewards, counts)], estimator=estimator)
+    (found,) = trajectory_advantages([outcomes(rewards, counts)], estimator=estimator, pass_k=2)
 
     assert found.dtype == np.float64
-    expected = loop_advantages(estimator, rewards, counts)
+    is_pass_at_k = estimator == "pass_at_k"
+    expected = (
+        slow_pass_at_k(rewards, 2) if is_pass_at_k else loop_advantages(estimator, rewards, counts)
+    )
     assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)

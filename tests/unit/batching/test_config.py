@@ -26,9 +26,12 @@ def make(**fields: Any) -> BatchingConfig:
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
 def test_config_takes_every_estimator_that_a_plan_can_compute(estimator: str) -> None:
-    weights = TWO if estimator == "gdpo" else ()
+    needed = {"gdpo": {"component_weights": TWO}, "pass_at_k": {"pass_k": 2}}
 
-    assert make(estimator=estimator, component_weights=weights).estimator == estimator
+    config = make(estimator=estimator, **needed.get(estimator, {}))
+
+    assert config.estimator == estimator
+    assert config.has_greedy_sample == (estimator == "remax")
 
 
 def test_estimator_that_needs_more_than_the_plan_has_is_refused() -> None:

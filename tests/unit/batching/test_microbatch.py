@@ -73,7 +73,7 @@ def test_passes_come_in_the_order_of_the_run(
     assert [lengths[row] for [row] in passes] == tokens
 
 
-def test_padded_passes_with_the_longest_rows_are_in_the_middle_if_so_ordered() -> None:
+def test_longest_padded_pass_is_in_the_middle_if_so_ordered() -> None:
     budget = Budget(limit=8, order="small_at_both_ends")
 
     [passes] = plan_passes([[8, 1, 4, 2, 4, 2]], budget=budget)
@@ -208,7 +208,7 @@ def test_padded_passes_are_as_cheap_as_that_many_can_be(lengths: list[int], limi
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=12), budgets, st.integers(1, 4))
-def test_summed_passes_are_the_bins_of_the_method_unless_equal_parts_are_smaller(
+def test_summed_passes_are_packed_bins_unless_equal_parts_are_smaller(
     lengths: list[int], budget: Budget, multiple_of: int
 ) -> None:
     lengths = lengths[: len(lengths) // multiple_of * multiple_of]

@@ -253,6 +253,18 @@ def test_a_masked_trajectory_is_in_the_batch_and_in_no_denominator() -> None:
     assert manifest.mini_batches[0].denominators == Denominators(6, 2, 2, 1, 2.0, 0)
 
 
+def test_normalised_advantages_have_the_mean_and_variance_of_the_whole_batch() -> None:
+    of = replace(config(2, 1), estimator="dr_grpo", normalize_advantages="batch")
+    groups = [ready("a", rewards=[1.0, 0.0]), ready("b", rewards=[4.0, 0.0])]
+
+    manifest = plan(*groups, of=of)
+
+    advantages = [t.advantage for group in manifest.groups for t in group.trajectories]
+    scale = ((2 * 0.5**2 + 2 * 2.0**2) / 4) ** 0.5
+    assert advantages == pytest.approx([0.5 / scale, -0.5 / scale, 2 / scale, -2 / scale])
+    assert all(x == float(np.float32(x)) for x in advantages)
+
+
 def test_whitening_leaves_masked_tokens_out() -> None:
     of = replace(MASKING, estimator="reinforce_pp")
 
@@ -272,6 +284,33 @@ def test_a_baseline_by_length_counts_the_length_of_a_masked_response() -> None:
     manifest = plan(ready("a", *members), of=of)
 
     assert [t.advantage for t in manifest.groups[0].trajectories] == [-0.75, 0.25]
+
+
+def test_baseline_by_a_metric_weighs_each_reward_by_it() -> None:
+    of = replace(config(), estimator="opo", baseline_weight="energy")
+    members = [
+        sealed("a", reward=1.0, metrics={"energy": 3.0}),
+        sealed("a", sample=1, reward=0.0, turns=[shape(2, 99)], metrics={"energy": 1.0}),
+    ]
+
+    manifest = plan(ready("a", *members), of=of)
+
+    assert [t.advantage for t in manifest.groups[0].trajectories] == [0.25, -0.75]
+
+
+def test_normalised_baseline_by_length_is_whitened_by_trained_tokens() -> None:
+    of = replace(MASKING, estimator="opo", normalize_advantages="batch")
+    members = [
+        sealed("a", reward=0.0, turns=[shape(2, 1)]),
+        sealed("a", sample=1, reward=1.0, turns=[shape(2, 3)]),
+        sealed("a", sample=2, reward=0.5, turns=[shape(2, 4)], status=Status.ABORTED),
+    ]
+
+    manifest = plan(ready("a", *members), of=of)
+
+    # The baseline is 0.625. One token has -0.625 and three have 0.375: mean 0.125, variance 0.1875.
+    advantages = [t.advantage for t in manifest.groups[0].trajectories]
+    assert advantages[:2] == pytest.approx([-0.75 / 0.1875**0.5, 0.25 / 0.1875**0.5])
 
 
 def test_the_estimator_sees_the_reward_with_the_penalty_of_a_long_response() -> None:

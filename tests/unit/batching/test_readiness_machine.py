@@ -64,9 +64,16 @@ class _History(RuleBasedStateMachine):
         surplus=st.sampled_from(["drop", "keep"]),
         filters=st.booleans(),
         most_open=st.sampled_from([0, 3]),
+        estimator=st.sampled_from(["grpo", "remax"]),
     )
     def begin(
-        self, policy: Any, fallback: Any, surplus: Any, filters: bool, most_open: int
+        self,
+        policy: Any,
+        fallback: Any,
+        surplus: Any,
+        filters: bool,
+        most_open: int,
+        estimator: Any,
     ) -> None:
         self.config = replace(
             self.config,
@@ -76,6 +83,7 @@ class _History(RuleBasedStateMachine):
             surplus=surplus,
             drop_zero_variance=filters,
             max_open_groups=most_open,
+            estimator=estimator,
             group_deadline_s=1,
             reward_deadline_s=1,
         )
@@ -236,14 +244,18 @@ class _History(RuleBasedStateMachine):
         filters=st.booleans(),
         source=st.sampled_from(["outcome", "sum_of_turns"]),
         most_open=st.sampled_from([0, 3]),
+        estimator=st.sampled_from(["grpo", "remax"]),
     )
-    def revise(self, surplus: Any, filters: bool, source: Any, most_open: int) -> None:
+    def revise(
+        self, surplus: Any, filters: bool, source: Any, most_open: int, estimator: Any
+    ) -> None:
         self.config = replace(
             self.config,
             surplus=surplus,
             drop_zero_variance=filters,
             reward_source=source,
             max_open_groups=most_open,
+            estimator=estimator,
         )
         self.log.append(self.config)
         self.carry_out(self.fold.revise(f"{len(self.log)}-0", self.config))
@@ -270,6 +282,13 @@ class _History(RuleBasedStateMachine):
                 assert key in ready or key.group_id in open_groups
             else:
                 assert key not in ready
+
+    @invariant()
+    def greedy_sample_is_ready_with_another_one(self) -> None:
+        if self.config.estimator == "remax":
+            for group in self.fold.ready:
+                assert group.members[0].key.sample == 0
+                assert len(group.members) > 1
 
     @invariant()
     def counted_groups_are_closed_once_decided(self) -> None:

@@ -104,6 +104,25 @@ def test_components_whose_weighted_sum_is_no_number_are_named() -> None:
     assert reward_problem(trajectory, of) == "has a reward of nan"
 
 
+@pytest.mark.parametrize(
+    ("metrics", "problem"),
+    [
+        ({"w": 0.0}, ""),
+        ({"w": 2.5}, ""),
+        ({"v": 1.0}, "has no metric 'w', which baseline_weight='w' needs"),
+        ({"w": -0.5}, "has a weight of -0.5 as its metric 'w'"),
+        ({"w": math.inf}, "has a weight of inf as its metric 'w'"),
+        ({"w": math.nan}, "has a weight of nan as its metric 'w'"),
+    ],
+)
+def test_trajectory_without_a_weight_for_the_baseline_is_named(
+    metrics: dict[str, float], problem: str
+) -> None:
+    of = replace(config(), estimator="opo", baseline_weight="w")
+
+    assert reward_problem(sealed(metrics=metrics), of) == problem
+
+
 @pytest.mark.parametrize("source", ["sum_of_turns", "last_turn"])
 def test_case_27_outcome_reward_without_turn_rewards_is_refused_for_turns(
     source: RewardSource,

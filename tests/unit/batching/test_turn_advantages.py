@@ -109,6 +109,24 @@ def test_tokens_that_the_plan_masks_have_none() -> None:
     assert [own.tolist() for own in rows.advantages] == [[0.0, 1.0], [-1.0]]
 
 
+def test_normalised_turns_have_no_mean_of_tokens_that_the_plan_masks() -> None:
+    old = turn("ab", "C", anchor="s", version=3)
+    new = turn("abc", "D", anchor="t", version=4)
+    ready, _ = stored_group([old, new], [new], rewards=[1.0, 0.0])
+    mixed = replace(
+        ready.members[0], turn_versions=((VersionRun(3, 1),), (VersionRun(4, 1),)), oldest_version=3
+    )
+    ready = replace(ready, members=(mixed, ready.members[1]))
+    of = replace(GIGPO, normalize_advantages="batch")
+
+    masked = plan(ready, of=of, masked_versions=(3,)).groups[0].trajectories
+    whole = plan(ready, of=of).groups[0].trajectories
+
+    # Without masked tokens the turns have 0.5, 1.0 and -1.0.
+    assert [t.turn_advantages[-1] for t in masked] == pytest.approx([1.0, -1.0])
+    assert [t.turn_advantages[-1] for t in whole] == pytest.approx([0.980581, -1.372813])
+
+
 def test_other_estimators_have_none_per_turn() -> None:
     ready, payload = branching_group()
 
@@ -265,6 +283,28 @@ def rows_slowly(
                         values[begin + t] = expected[planned.key.sample, index]
             rows.append(values)
     return rows
+
+
+@settings(max_examples=30)
+@given(anchored_groups(), configs_of_gigpo())
+def test_normalised_turns_are_whitened_over_the_trained_tokens_of_all_rows(
+    episodes: list[list[Turn]], of: BatchingConfig
+) -> None:
+    ready, payload = stored_group(*episodes, rewards=[float(n % 3) for n in range(len(episodes))])
+
+    raw, found = [
+        assemble_rows(plan(ready, of=own).groups, payload, first_row_id=0)
+        for own in (of, replace(of, normalize_advantages="batch"))
+    ]
+
+    assert raw.advantages is not None
+    assert found.advantages is not None
+    is_trained = raw.loss_mask.values.astype(np.bool_)
+    tokens = raw.advantages.values[is_trained].astype(np.float64)
+    expected = (tokens - tokens.mean()) / np.sqrt(tokens.var() + 1e-8) if len(tokens) else tokens
+    assert found.advantages.values[is_trained].tolist() == pytest.approx(
+        expected.tolist(), abs=2e-3
+    )
 
 
 @settings(max_examples=30)

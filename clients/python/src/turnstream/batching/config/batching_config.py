@@ -16,10 +16,13 @@ from turnstream.batching.config.values import (
     Estimator,
     GroupSize,
     LeaseTime,
+    LengthWeight,
     MaskedReward,
     MaxAgePolicy,
+    NormalizeAdvantages,
     Positive,
     RefillFallback,
+    RewardBound,
     RewardSource,
     RowWeights,
     Seconds,
@@ -45,7 +48,13 @@ class BatchingConfig:
     Attributes:
         batch_groups: groups of one training step.
         mini_batch_groups: groups of one optimizer update; divides `batch_groups`.
-        estimator: rule from rewards to advantages (turnstream.batching.scoring.advantages).
+        estimator: rule from rewards to advantages (turnstream.batching.scoring.advantages). With
+            "remax", sample 0 of each group is sampled greedily; it is compared and not trained.
+        pass_k: k of "pass_at_k", 2 or more.
+        baseline_weight: metric of a trajectory that weighs its reward in the baseline of "opo";
+            empty for its trained tokens.
+        normalize_advantages: "batch" whitens the advantages of any estimator over the trained
+            tokens of the batch: (x - mean) / sqrt(var + 1e-8).
         reward_source: origin of a trajectory's one reward. "outcome" is the reward of the seal; the
             other two read the token rewards of the turns.
         component_weights: (name, weight) of the reward components of "gdpo", sorted by name.
@@ -63,6 +72,10 @@ class BatchingConfig:
         overlong_length: response tokens above which a trajectory is too long; 0 means no limit.
         overlong_buffer: response tokens before `overlong_length` over which the compared reward
             falls by up to 1; 0 leaves it unchanged.
+        length_reward_weight: factor of the length reward, which is added to the compared reward:
+            between the longest and the shortest response of its group it rises from -1/2 to 1/2,
+            and an incorrect one has at most 0 (arXiv:2501.12599). 0 means none.
+        correct_reward: reward from which on a response is correct, before any penalty.
         mask_truncated: trajectories that were truncated or aborted, or are longer than
             `overlong_length`, are in the batch with no token trained, outside every denominator.
         masked_reward: whether the reward of such a trajectory is compared with the others of its
@@ -137,6 +150,9 @@ class BatchingConfig:
     reward_source: RewardSource = "outcome"
     component_weights: tuple[tuple[str, float], ...] = ()
     singleton_advantage: SingletonAdvantage = "zero"
+    pass_k: GroupSize = 1
+    baseline_weight: str = ""
+    normalize_advantages: NormalizeAdvantages = "none"
     turn_weight: TurnWeight = 1.0
     turn_discount: Discount = 1.0
     divide_by_std: bool = True
@@ -146,6 +162,8 @@ class BatchingConfig:
     merge: bool = True
     overlong_length: Count = 0
     overlong_buffer: Count = 0
+    length_reward_weight: LengthWeight = 0.0
+    correct_reward: RewardBound = 1.0
     mask_truncated: bool = False
     masked_reward: MaskedReward = "keep"
     drop_zero_variance: bool = False
@@ -199,6 +217,11 @@ class BatchingConfig:
     def chooses_by_event(self) -> bool:
         """Whether the groups of a batch depend on when it is planned: see BatchDue."""
         return self.max_age_policy != "keep" or self.selection != "ready_first"
+
+    @property
+    def has_greedy_sample(self) -> bool:
+        """Whether GREEDY_SAMPLE of each group is compared with the others and not trained."""
+        return self.estimator == "remax"
 
     @property
     def budget(self) -> Budget:

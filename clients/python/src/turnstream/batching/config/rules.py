@@ -30,7 +30,11 @@ UNPLANNABLE_ESTIMATORS = {
     "gae": "it needs a critic's value of every token, which no plan has: run with another "
     "estimator, and in the worker put the result of "
     "turnstream.batching.scoring.token_advantages.gae for MiniBatch.rows into Rows.advantages "
-    "before the rows are laid out"
+    "before the rows are laid out",
+    "optimal_token_baseline": "it needs the probabilities of every token of a whole group, which "
+    "no plan has and no rank alone: use 'opo', the same baseline for whole trajectories. Its "
+    "baseline_weight names a metric of a trajectory, such as the sum of 1 - 2 * p + sum(p * p) "
+    "over its tokens",
 }
 """Estimators that a plan cannot compute because it reads no token, and the way to use each."""
 
@@ -45,12 +49,17 @@ _NO_PENALTY = {
     "gdpo": "it compares components one by one; give the penalty as one of them",
     "maxrl": "it divides by the mean reward, and a penalty makes rewards negative",
 }
-"""Estimators whose rewards cannot take the penalty of long responses, and why."""
+"""Estimators whose rewards cannot take a penalty or a reward for their length, and why."""
+
+_NORMALIZED = ("gdpo", "reinforce_pp", "reinforce_pp_baseline")
+"""Estimators that normalise over the batch by their definition."""
 
 _READERS = {
     "turn_weight": ("estimator", "gigpo", 1.0),
     "turn_discount": ("estimator", "gigpo", 1.0),
     "divide_by_std": ("estimator", "gigpo", True),
+    "pass_k": ("estimator", "pass_at_k", 1),
+    "baseline_weight": ("estimator", "opo", ""),
     "cost_per_token": ("micro_batch_cost", "quadratic", 1.0),
     "cost_per_squared_token": ("micro_batch_cost", "quadratic", 0.0),
 }
@@ -86,6 +95,10 @@ def _unread_problems(config: BatchingConfig) -> Iterator[Problem]:
             yield Problem(
                 name, f"{value} does not go with {other}={chosen!r}: only {reader} reads it"
             )
+    if config.correct_reward != 1.0 and not config.length_reward_weight:
+        yield Problem(
+            "correct_reward", f"{config.correct_reward:g} without length_reward_weight does nothing"
+        )
 
 
 def _group_problems(config: BatchingConfig) -> Iterator[Problem]:
@@ -126,9 +139,19 @@ def _estimator_problems(config: BatchingConfig) -> Iterator[Problem]:
             f"{config.reward_source!r} {refused}: with rewards inside a trajectory its tokens "
             "have different returns, and a plan reads no token",
         )
-    if config.overlong_buffer and estimator in _NO_PENALTY:
+    for name in ("overlong_buffer", "length_reward_weight"):
+        if (value := getattr(config, name)) and estimator in _NO_PENALTY:
+            yield Problem(name, f"{value} {refused}: {_NO_PENALTY[estimator]}")
+    if config.normalize_advantages != "none" and estimator in _NORMALIZED:
         yield Problem(
-            "overlong_buffer", f"{config.overlong_buffer} {refused}: {_NO_PENALTY[estimator]}"
+            "normalize_advantages",
+            f"{config.normalize_advantages!r} {refused}: it normalises over the batch already",
+        )
+    if estimator == "pass_at_k" and not 2 <= config.pass_k <= config.max_samples:
+        yield Problem(
+            "pass_k",
+            f"{config.pass_k} {refused}: it is from 2 to max_samples={config.max_samples}, and "
+            "the mean reward, pass@1, is trained by 'rloo'",
         )
 
 

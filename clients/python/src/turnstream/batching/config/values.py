@@ -16,6 +16,8 @@ Estimator = Literal[
     "rloo",
     "maxrl",
     "opo",
+    "pass_at_k",
+    "remax",
     "gdpo",
     "gigpo",
     "reinforce_pp",
@@ -23,6 +25,7 @@ Estimator = Literal[
 ]
 RewardSource = Literal["outcome", "sum_of_turns", "last_turn"]
 SingletonAdvantage = Literal["zero", "raw"]
+NormalizeAdvantages = Literal["none", "batch"]
 DeadlinePolicy = Literal["drop", "train_short", "refill"]
 RefillFallback = Literal["drop", "train_short"]
 Surplus = Literal["drop", "keep"]
@@ -39,6 +42,10 @@ class Limits(NamedTuple):
     most: float = math.inf
 
 
+GREEDY_SAMPLE = 0
+"""Sample of each group that the generator decodes greedily, where the estimator compares with it:
+the number that every group has."""
+
 LARGEST_GROUP = 8192
 """Upper bound of `max_samples`: the store runs no other command while it opens a group."""
 
@@ -53,6 +60,8 @@ GroupSize = Annotated[int, Limits(1, LARGEST_GROUP)]
 LeaseTime = Annotated[float, Limits(0.3, _LONGEST_S)]
 Seconds = Annotated[float, Limits(0, _LONGEST_S)]
 TurnWeight = Annotated[float, Limits(0, MAX_TURN_WEIGHT)]
+LengthWeight = Annotated[float, Limits(0, 1000)]
+RewardBound = Annotated[float, Limits(-1e30, 1e30)]
 Discount = Annotated[float, Limits(0, 1)]
 Cost = Annotated[float, Limits(0, 1e12)]
 
@@ -62,6 +71,8 @@ def checked_value(value: Any, hint: Any, *, field: str) -> Any:
     arguments: tuple[Any, ...] = get_args(hint)
     if get_origin(hint) is Literal and value not in arguments:
         raise InvalidConfigError(field, f"{value!r} is not one of {', '.join(arguments)}")
+    if hint is str and not isinstance(value, str):
+        raise InvalidConfigError(field, f"{value!r} is no text")
     if hint is bool and not isinstance(value, bool):
         raise InvalidConfigError(field, f"{value!r} is neither true nor false")
     if get_origin(hint) is not Annotated:

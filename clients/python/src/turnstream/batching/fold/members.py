@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config.values import GREEDY_SAMPLE
 from turnstream.batching.fold.decisions import (
     Decision,
     GroupCut,
@@ -22,6 +23,8 @@ from turnstream.batching.scoring.advantages import gigpo
 from turnstream.batching.scoring.filters import (
     ZERO_VARIANCE_TOLERANCE,
     has_zero_variance,
+    is_compared,
+    is_greedy,
     is_masked,
     length_problem,
 )
@@ -79,10 +82,26 @@ class GroupMembers:
         """Whether it has as many members as decide it."""
         return len(self.members) >= self.opened.num_needed
 
-    @property
-    def min_compared(self) -> int:
-        """Members that a comparison needs; one where one is needed."""
-        return min(2, self.opened.num_needed)
+    def awaits_greedy(self, config: BatchingConfig) -> bool:
+        """Whether the greedy sample, or one to compare with it, is missing."""
+        return config.has_greedy_sample and bool(self.comparison_problem(config))
+
+    def compared(self, config: BatchingConfig) -> list[SealedTrajectory]:
+        """Return the members whose rewards are compared, in order of their samples."""
+        return [member for member in self.ordered if is_compared(member, config)]
+
+    def comparison_problem(self, config: BatchingConfig) -> str:
+        """Return why its members cannot be compared; empty if they can.
+
+        A comparison needs two members; one where one is needed and none is greedy.
+        """
+        compared = self.compared(config)
+        needed = 2 if config.has_greedy_sample else min(2, self.opened.num_needed)
+        if config.has_greedy_sample and not any(is_greedy(member, config) for member in compared):
+            return f"no valid greedy sample {GREEDY_SAMPLE} to compare with"
+        if len(compared) < needed:
+            return f"{len(compared)} valid members, and {needed} are needed to compare"
+        return ""
 
     @property
     def ordered(self) -> tuple[SealedTrajectory, ...]:
@@ -175,20 +194,28 @@ class GroupMembers:
             group_id=self.opened.group_id, state=state, reason=reason, keys=tuple(sorted(keys))
         )
 
-    def refill_lost(self, *, max_refills: int) -> list[RefillWanted]:
-        """Ask for what is missing for certain: more samples have ended than can be spared."""
+    def refill_lost(self, config: BatchingConfig) -> list[RefillWanted]:
+        """Ask for what is missing for certain: more samples have ended than can be spared.
+
+        The greedy sample comes first, and can never be spared.
+        """
         pending = self.pending()
         num_missing = self.opened.num_needed - len(self.members) - len(pending)
         lost = sorted(self.ended - set(self.members) - set(pending))
-        return self._ask(lost[: max(0, num_missing)], max_refills)
+        least = int(config.has_greedy_sample and GREEDY_SAMPLE in lost)
+        return self._ask(lost[: max(least, num_missing)], config.max_refills)
 
-    def refill_overdue(self, *, max_refills: int) -> list[RefillWanted]:
-        """Request missing members after the deadline: ended samples first, then hanging ones."""
+    def refill_overdue(self, config: BatchingConfig) -> list[RefillWanted]:
+        """Request missing members after the deadline: ended samples first, then hanging ones.
+
+        The greedy sample comes before all others.
+        """
         asked_for = {*self.members, *self.wanted.values()}
         overdue = [s for s in range(self.opened.num_samples) if s not in asked_for]
-        overdue.sort(key=lambda sample: sample not in self.ended)
+        first = GREEDY_SAMPLE if config.has_greedy_sample else None
+        overdue.sort(key=lambda sample: (sample != first, sample not in self.ended))
         num_missing = self.opened.num_needed - len(self.members) - len(self.wanted)
-        return self._ask(overdue[: max(0, num_missing)], max_refills)
+        return self._ask(overdue[: max(int(first in overdue), num_missing)], config.max_refills)
 
     def _ask(self, samples: Iterable[int], max_refills: int) -> list[RefillWanted]:
         asked: list[RefillWanted] = []
@@ -258,10 +285,11 @@ def problem_of(sealed: SealedTrajectory, config: BatchingConfig) -> str:
 def teaches_nothing(compared: Sequence[SealedTrajectory], config: BatchingConfig) -> bool:
     """Return whether all compared rewards are equal; with gigpo also those of turns of one state.
 
-    A group with less than two members that train a token is kept: it has too few to decide.
+    A group with less than two members that train a token is kept: it has too few to decide. With a
+    greedy sample, which trains none, one such member is enough.
     """
     num_live = sum(_is_live(member, config) for member in compared)
-    if num_live < 2:
+    if num_live < (1 if config.has_greedy_sample else 2):
         return False
     if config.estimator != "gdpo":
         rewards = [planned_reward(member, config) for member in compared]

@@ -40,7 +40,6 @@ from turnstream.batching.fold.members import (
     teaches_nothing,
 )
 from turnstream.batching.merge.plan import GroupPlan
-from turnstream.batching.scoring.filters import is_compared
 from turnstream.batching.scoring.rewards import with_posted_reward
 from turnstream.errors import InvalidTurnError
 from turnstream.types import (
@@ -306,7 +305,7 @@ class RunFold:
         group.last_fired = event.num_refills
         policy = self._config.deadline_policy
         if policy == "refill":
-            asked = group.refill_overdue(max_refills=self._config.max_refills)
+            asked = group.refill_overdue(self._config)
             if asked or group.wanted:
                 return [*asked]
             policy = self._config.refill_fallback
@@ -320,8 +319,7 @@ class RunFold:
         dropped = group.remove_unfit(self._config)
         if dropped:
             return [*dropped, *self._continue_without(event_id, group)]
-        is_short = len(self._compared(group)) < group.min_compared
-        if group.opened.group_id in self.state.ready and is_short:
+        if group.opened.group_id in self.state.ready and group.comparison_problem(self._config):
             return self._decide(event_id, group)
         return []
 
@@ -340,7 +338,7 @@ class RunFold:
         """Refill, continue with the others or end the group."""
         group_id = group.opened.group_id
         if self._config.deadline_policy == "refill" and not group.is_evaluation:
-            asked = group.refill_lost(max_refills=self._config.max_refills)
+            asked = group.refill_lost(self._config)
             if asked:
                 self.state.ready.pop(group_id, None)
                 group.is_cut = False
@@ -351,9 +349,9 @@ class RunFold:
     def _decide_if_complete(self, event_id: str, group: GroupMembers) -> list[Decision]:
         if group.is_evaluation:
             return [] if group.pending() else [self._evaluate(group)]
-        if group.has_enough:
+        if group.has_enough and not group.awaits_greedy(self._config):
             return self._decide(event_id, group)
-        if not group.ended or group.pending():
+        if not (group.ended or group.has_enough) or group.pending():
             return []
         if self._config.deadline_policy == "refill" and self._config.refill_fallback == "drop":
             return [self._drop(group, TrajectoryState.INCOMPLETE, group.shortage())]
@@ -361,18 +359,13 @@ class RunFold:
 
     def _decide(self, event_id: str, group: GroupMembers) -> list[Decision]:
         """Train the group with the members that it has, if these are enough to compare."""
-        compared = self._compared(group)
-        needed = group.min_compared
-        if len(compared) < needed:
-            reason = f"{len(compared)} valid members, and {needed} are needed to compare"
+        if reason := group.comparison_problem(self._config):
             return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
+        compared = group.compared(self._config)
         if self._config.drop_zero_variance and teaches_nothing(compared, self._config):
             return [self._drop(group, TrajectoryState.FILTERED, "all rewards are equal")]
         self.state.ready[group.opened.group_id] = event_id
         return self._cut(group) if self._config.surplus == "drop" else []
-
-    def _compared(self, group: GroupMembers) -> list[SealedTrajectory]:
-        return [member for member in group.ordered if is_compared(member, self._config)]
 
     def _cut(self, group: GroupMembers) -> list[Decision]:
         """Continue without all unsealed samples, which are surplus from now on.

@@ -37,7 +37,8 @@ class TrajectoryPlan:
     """One trajectory of a batch.
 
     Attributes:
-        reward: the one reward that the estimator saw.
+        reward: the one reward of the trajectory, with the penalty of its length. The estimator also
+            saw the length reward, which depends on the group.
         advantage: float32 value for every row, applied by the row's own mask; where turns have
             advantages of their own, the advantage of the whole trajectory, which no token has.
         weights: float32 values, one loss weight per sequence.

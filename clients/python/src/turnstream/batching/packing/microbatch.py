@@ -74,8 +74,8 @@ def plan_passes(
 ) -> list[Bins]:
     """Return the passes of every rank, as positions in its share; every rank has as many.
 
-    Ranks that need fewer passes than another split theirs. Of padded passes, the one with the
-    longest row counts as the costliest. Shares are lengths in tokens, inert rows included.
+    Ranks that need fewer passes than another split theirs. A padded pass is ordered by its longest
+    row. Shares are lengths in tokens, inert rows included.
 
     >>> plan_passes([[6, 5], [2, 2]], budget=Budget(limit=8, model="packed"))
     [[[0], [1]], [[0], [1]]]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config.values import GREEDY_SAMPLE
 from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.fold.staleness import is_wholly_of, tokens_of, version_span
 from turnstream.batching.merge.merging import plan_sequences
@@ -19,10 +21,20 @@ from turnstream.batching.merge.plan import (
     SequenceShape,
     TrajectoryPlan,
 )
-from turnstream.batching.scoring.advantages import GroupOutcomes, gigpo, trajectory_advantages
+from turnstream.batching.scoring.advantages import (
+    FloatArray,
+    GroupOutcomes,
+    gigpo,
+    trajectory_advantages,
+    whitened,
+)
 from turnstream.batching.scoring.denominators import plan_denominators
-from turnstream.batching.scoring.filters import is_compared, is_masked, row_weights
-from turnstream.batching.scoring.rewards import planned_reward, planned_turn_rewards
+from turnstream.batching.scoring.filters import is_compared, is_greedy, is_masked, row_weights
+from turnstream.batching.scoring.rewards import (
+    length_rewards,
+    planned_reward,
+    planned_turn_rewards,
+)
 from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.errors import BatchingError
 from turnstream.types import SealedTrajectory
@@ -100,6 +112,7 @@ class _Member(NamedTuple):
     """A trajectory and its rows.
 
     Attributes:
+        lost: tokens of every turn that masked versions sampled; empty for none.
         sequences: with the tokens that will be trained.
         num_trainable_tokens: those that its turns have for training; more where some are masked.
         versions: oldest and newest that sampled what will be trained; None if unknown.
@@ -110,6 +123,16 @@ class _Member(NamedTuple):
     sequences: tuple[SequenceShape, ...]
     num_trainable_tokens: int
     versions: tuple[int | None, int | None]
+    lost: tuple[int, ...] = ()
+
+    @property
+    def turn_tokens(self) -> list[int]:
+        """Return the tokens of every turn that will be trained."""
+        turns = self.sealed.turns
+        if self.is_masked:
+            return [0] * len(turns)
+        lost = self.lost or (0,) * len(turns)
+        return [turn.num_trained_tokens - own for turn, own in zip(turns, lost, strict=True)]
 
     @property
     def num_trained_tokens(self) -> int:
@@ -126,9 +149,10 @@ def _planned(
         sequences = tuple([sequence._replace(num_trained_tokens=0) for sequence in sequences])
         return _Member(member, True, sequences, num_trainable, (None, None))
     if masked_versions and member.turn_versions:
-        lost = tokens_of(member, masked_versions)
+        lost = tuple(tokens_of(member, masked_versions))
         sequences = tuple([_without(sequence, lost) for sequence in sequences])
         versions = version_span(member, without=masked_versions)
+        return _Member(member, False, sequences, num_trainable, versions, lost)
     return _Member(member, False, sequences, num_trainable, versions)
 
 
@@ -153,33 +177,46 @@ def _advantages(
         singleton=config.singleton_advantage,
         component_weights=[weight for _, weight in config.component_weights],
         divide_by_std=config.divide_by_std,
+        pass_k=config.pass_k,
+        normalize=config.normalize_advantages,
     )
+    of_turns = _turn_advantages(compared, config)
     advantages: list[list[_Advantage]] = []
-    for members, own, values in zip(planned, compared, estimated, strict=True):
-        of_trajectories = values.astype(np.float32).tolist()
-        found = zip(own, of_trajectories, _turn_advantages(own, config), strict=True)
+    for members, own, values, turns in zip(planned, compared, estimated, of_turns, strict=True):
+        found = zip(own, values.astype(np.float32).tolist(), turns, strict=True)
         by_key = {m.sealed.key: (advantage, turns) for m, advantage, turns in found}
         advantages.append([by_key.get(m.sealed.key) or _left_out(m, config) for m in members])
     return advantages
 
 
 def _turn_advantages(
-    compared: Sequence[_Member], config: BatchingConfig
-) -> list[tuple[float, ...]]:
-    """Return the advantages of the turns of a group, by trajectory; empty without gigpo."""
+    compared: Sequence[Sequence[_Member]], config: BatchingConfig
+) -> list[list[tuple[float, ...]]]:
+    """Return the advantages of the turns of every group, by trajectory; empty without gigpo."""
     if config.estimator != "gigpo":
-        return [()] * len(compared)
+        return [[()] * len(members) for members in compared]
+    estimated = [_gigpo(members, config) for members in compared]
+    if config.normalize_advantages == "batch":
+        counts = [np.array(m.turn_tokens, np.int64) for members in compared for m in members]
+        white = iter(whitened(list(chain.from_iterable(estimated)), num_tokens=counts))
+        estimated = [[next(white) for _ in group] for group in estimated]
+    return [[tuple(values.astype(np.float32).tolist()) for values in group] for group in estimated]
+
+
+def _gigpo(compared: Sequence[_Member], config: BatchingConfig) -> list[FloatArray]:
     sealed = [member.sealed for member in compared]
-    estimated = gigpo(
+    turn_rewards = [np.array(planned_turn_rewards(each, config), np.float64) for each in sealed]
+    for own, shaped in zip(turn_rewards, length_rewards(sealed, config), strict=True):
+        own[-1] += shaped
+    return gigpo(
         _outcomes(compared, config).rewards,
-        turn_rewards=[np.array(planned_turn_rewards(each, config), np.float64) for each in sealed],
+        turn_rewards=turn_rewards,
         anchors=[each.anchors for each in sealed],
         gamma=config.turn_discount,
         turn_weight=config.turn_weight,
         divide_by_std=config.divide_by_std,
         singleton=config.singleton_advantage,
     )
-    return [tuple(values.astype(np.float32).tolist()) for values in estimated]
 
 
 def _left_out(member: _Member, config: BatchingConfig) -> _Advantage:
@@ -192,12 +229,26 @@ def _outcomes(members: Sequence[_Member], config: BatchingConfig) -> GroupOutcom
     A baseline weighs a response by its length, also where it is masked, while tokens are whitened
     among those that are trained.
     """
-    is_by_length = config.estimator == "opo"
-    lengths = [m.num_trainable_tokens if is_by_length else m.num_trained_tokens for m in members]
+    sealed = [member.sealed for member in members]
+    if sealed and config.has_greedy_sample and not is_greedy(sealed[0], config):
+        raise BatchingError(
+            f"group {sealed[0].key.group_id!r} has no greedy sample {GREEDY_SAMPLE}, with which "
+            f"estimator={config.estimator!r} compares"
+        )
+    rewards = np.array([_compared(each, config) for each in sealed], np.float64)
+    if config.length_reward_weight:
+        rewards += length_rewards(sealed, config)
     return GroupOutcomes(
-        rewards=np.array([_compared(member.sealed, config) for member in members], np.float64),
-        num_tokens=np.array(lengths, np.int64),
+        rewards=rewards,
+        num_tokens=np.array([member.num_trained_tokens for member in members], np.int64),
+        baseline_weights=_baseline_weights(members, config) if config.estimator == "opo" else None,
     )
+
+
+def _baseline_weights(members: Sequence[_Member], config: BatchingConfig) -> FloatArray:
+    name = config.baseline_weight
+    weights = [m.sealed.metrics[name] if name else m.num_trainable_tokens for m in members]
+    return np.array(weights, np.float64)
 
 
 def _compared(member: SealedTrajectory, config: BatchingConfig) -> float | list[float]:

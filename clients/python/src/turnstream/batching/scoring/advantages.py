@@ -9,9 +9,13 @@ group is a visit of a prompt, n counts its members. All numbers are float64::
     dr_grpo                R - mean (arXiv:2503.20783)
     rloo                   R - mean of the other members (arXiv:2402.14740)
     maxrl                  (R - mean) / (mean + 1e-6), rewards of 0 and more
-    opo                    R - mean weighted by trained tokens (arXiv:2505.23585)
+    opo                    R - sum(w * R) / sum(w), the baseline of least variance where w is the
+                           squared norm of the gradient of log p; w are the trained tokens
+                           (arXiv:2505.23585), or a metric that the generator computes
     gigpo                  grpo, or dr_grpo, of the trajectory and of each turn among those of its
                            group that began in the same state (arXiv:2505.10978): see `gigpo`
+    pass_at_k              what R adds to the best of k samples: see `_pass_at_k` (arXiv:2505.15201)
+    remax                  R - R of the greedy sample, which is not trained (arXiv:2310.10505)
     gdpo                   sum over named rewards of weight * grpo, then over the batch
                            (A - mean) / (std + 1e-6), std over n - 1 (arXiv:2601.05242)
     reinforce_pp           R, whitened over the trained tokens of the batch; gamma is 1, so every
@@ -19,6 +23,7 @@ group is a visit of a prompt, n counts its members. All numbers are float64::
     reinforce_pp_baseline  R - mean, then whitened likewise
 
 The advantage in a group of one is 0, or its raw reward by setting. Equal rewards give exactly 0.
+Any result can be whitened over the trained tokens of the batch in the same way (`normalize`).
 """
 
 from __future__ import annotations
@@ -30,7 +35,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.config.values import Estimator, SingletonAdvantage
+from turnstream.batching.config.values import (
+    Estimator,
+    NormalizeAdvantages,
+    SingletonAdvantage,
+)
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
 from turnstream.types import Ragged
 
@@ -42,17 +51,23 @@ EPSILON = 1e-6
 WHITENING_EPSILON = 1e-8
 """Added to a variance."""
 
+NORMALIZED = ("reinforce_pp", "reinforce_pp_baseline")
+"""Estimators that are whitened by their definition."""
+
 
 class GroupOutcomes(NamedTuple):
     """Rewards and lengths of the n trajectories of one group, which are compared.
 
     Attributes:
-        rewards: float64 (n,); with gdpo (n, C), one column per component.
+        rewards: float64 (n,); with gdpo (n, C), one column per component; with remax, that of the
+            greedy sample comes first.
         num_tokens: int64 (n,), trained tokens of each trajectory.
+        baseline_weights: float64 (n,), w of opo; None for `num_tokens`.
     """
 
     rewards: FloatArray
     num_tokens: NDArray[np.int64]
+    baseline_weights: FloatArray | None = None
 
 
 def trajectory_advantages(
@@ -62,26 +77,53 @@ def trajectory_advantages(
     singleton: SingletonAdvantage = "zero",
     component_weights: Sequence[float] = (),
     divide_by_std: bool = True,
+    pass_k: int = 1,
+    normalize: NormalizeAdvantages = "none",
 ) -> list[FloatArray]:
     """Return float64 (n,) per group: the advantages of the trajectories of one whole batch.
 
-    With gigpo, this is the part of the whole trajectories.
+    With gigpo, this is the part of the whole trajectories. With pass_at_k, k is `pass_k`, at least
+    2; in a group of fewer members, k is their number.
     """
     if estimator == "gdpo":
         return _gdpo(groups, weights=component_weights, singleton=singleton)
-    num_tokens = [group.num_tokens for group in groups]
-    if estimator == "reinforce_pp":
-        return _whitened([group.rewards for group in groups], num_tokens=num_tokens)
     if estimator == "gigpo":
         estimator = "grpo" if divide_by_std else "dr_grpo"
-    estimate = _ESTIMATES[estimator]
-    compared = [
-        estimate(group) if len(group.rewards) > 1 else _singleton(group.rewards, singleton)
-        for group in groups
-    ]
-    if estimator == "reinforce_pp_baseline":
-        return _whitened(compared, num_tokens=num_tokens)
-    return compared
+    if estimator == "reinforce_pp":
+        compared = [group.rewards for group in groups]
+    else:
+        compared = [
+            _compared(group, estimator=estimator, pass_k=pass_k)
+            if len(group.rewards) > 1
+            else _singleton(group.rewards, singleton)
+            for group in groups
+        ]
+    if normalize == "none" and estimator not in NORMALIZED:
+        return compared
+    return whitened(compared, num_tokens=[group.num_tokens for group in groups])
+
+
+def whitened(
+    values: Sequence[FloatArray], *, num_tokens: Sequence[NDArray[np.int64]]
+) -> list[FloatArray]:
+    """Return (x - mean) / sqrt(var + 1e-8) over the trained tokens of a whole batch.
+
+    `num_tokens` counts the tokens that have each value. Values without a token count in neither
+    mean nor variance; if no value has a token, all stay as they are.
+
+    >>> whitened([np.array([1.0]), np.array([0.0, 5.0])],
+    ...          num_tokens=[np.array([3]), np.array([3, 0])])[0].round(6)
+    array([1.])
+    """
+    flat = np.concatenate(values) if values else np.empty(0)
+    counts = np.concatenate(num_tokens) if num_tokens else np.empty(0)
+    if not counts.any():
+        return list(values)
+    shifted = flat - flat[0]
+    mean = np.average(shifted, weights=counts)
+    variance = np.average((shifted - mean) ** 2, weights=counts)
+    white = (shifted - mean) / np.sqrt(variance + WHITENING_EPSILON)
+    return np.split(white, np.cumsum([len(part) for part in values])[:-1])
 
 
 def gigpo(
@@ -181,10 +223,33 @@ def _maxrl(rewards: FloatArray) -> FloatArray:
 
 
 def _opo(group: GroupOutcomes) -> FloatArray:
-    if not group.num_tokens.any():
+    weights = group.num_tokens if group.baseline_weights is None else group.baseline_weights
+    if not weights.any():
         return _centred(group.rewards)
     shifted = group.rewards - group.rewards[0]
-    return shifted - np.average(shifted, weights=group.num_tokens)
+    return shifted - np.average(shifted, weights=weights)
+
+
+def _pass_at_k(rewards: FloatArray, k: int) -> FloatArray:
+    """Return n times eq. 33 of PKPO: their mean times grad log p is the gradient of max@k.
+
+    A_i sums max(I) - max(I without i) over all subsets I of k members with i, times n / C(n, k).
+    In ascending order of rewards only gaps below i count: the gap above the first m rewards is in
+    C(m, k - 1) subsets. The factors follow from one another, so no binomial coefficient is
+    computed, and equal rewards have equal advantages.
+    """
+    if k < 2:
+        raise BatchingError(f"pass_at_k with pass_k={k}: it must be at least 2")
+    n = len(rewards)
+    order = np.argsort(rewards, kind="stable")
+    factors = np.zeros(n - 1)  # index m - 1: the gap above the first m rewards
+    factor = float(k)
+    for m in range(n - 1, k - 2, -1):
+        factors[m - 1] = factor
+        factor *= (m - k + 1) / m
+    advantages = np.zeros(n)
+    advantages[order[1:]] = np.cumsum(np.diff(rewards[order]) * factors)
+    return advantages
 
 
 _ESTIMATES: dict[str, Callable[[GroupOutcomes], FloatArray]] = {
@@ -195,8 +260,16 @@ _ESTIMATES: dict[str, Callable[[GroupOutcomes], FloatArray]] = {
     "rloo": lambda group: _leave_one_out_mean(group.rewards),
     "maxrl": lambda group: _maxrl(group.rewards),
     "opo": _opo,
+    "remax": lambda group: group.rewards - group.rewards[0],
     "reinforce_pp_baseline": lambda group: _centred(group.rewards),
 }
+
+
+def _compared(group: GroupOutcomes, *, estimator: str, pass_k: int) -> FloatArray:
+    """Return the advantages in a group of two or more."""
+    if estimator == "pass_at_k":
+        return _pass_at_k(group.rewards, min(pass_k, len(group.rewards)))
+    return _ESTIMATES[estimator](group)
 
 
 def _gdpo(
@@ -217,21 +290,6 @@ def _gdpo(
         return summed
     mean, std = everything.mean(), everything.std(ddof=1)
     return [(part - mean) / (std + EPSILON) for part in summed]
-
-
-def _whitened(
-    raw: Sequence[FloatArray], *, num_tokens: Sequence[NDArray[np.int64]]
-) -> list[FloatArray]:
-    """As if every trajectory's value stood on each of its trained tokens."""
-    values = np.concatenate(raw) if raw else np.empty(0)
-    counts = np.concatenate(num_tokens) if num_tokens else np.empty(0)
-    if not counts.any():
-        return list(raw)
-    shifted = values - values[0]
-    mean = np.average(shifted, weights=counts)
-    variance = np.average((shifted - mean) ** 2, weights=counts)
-    white = (shifted - mean) / np.sqrt(variance + WHITENING_EPSILON)
-    return np.split(white, np.cumsum([len(part) for part in raw])[:-1])
 
 
 def _singleton(rewards: FloatArray, singleton: SingletonAdvantage) -> FloatArray:

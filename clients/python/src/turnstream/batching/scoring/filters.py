@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config.values import RowWeights
+from turnstream.batching.config.values import GREEDY_SAMPLE, RowWeights
 from turnstream.batching.merge.merging import plan_sequences
 from turnstream.types import SealedTrajectory, Status
 
@@ -58,7 +58,16 @@ def num_response_tokens(trajectory: SealedTrajectory) -> int:
 
 
 def is_masked(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
-    """Return whether no token of it is trained: it was cut off, or is too long."""
+    """Return whether no token of it is trained: it is greedy, was cut off, or is too long."""
+    return is_greedy(trajectory, config) or _is_cut_off(trajectory, config)
+
+
+def is_greedy(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
+    """Return whether it is the greedy sample, with which the estimator compares the others."""
+    return config.has_greedy_sample and trajectory.key.sample == GREEDY_SAMPLE
+
+
+def _is_cut_off(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
     if not config.mask_truncated:
         return False
     limit = config.overlong_length
@@ -68,7 +77,7 @@ def is_masked(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
 
 def is_compared(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
     """Whether its reward is part of its group's baseline."""
-    return config.masked_reward == "keep" or not is_masked(trajectory, config)
+    return config.masked_reward == "keep" or not _is_cut_off(trajectory, config)
 
 
 def length_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:

@@ -61,6 +61,28 @@ def length_penalty(trajectory: SealedTrajectory, config: BatchingConfig) -> floa
     )
 
 
+def length_rewards(group: Sequence[SealedTrajectory], config: BatchingConfig) -> list[float]:
+    """Return the length reward of every trajectory of a group, times its weight.
+
+    Kimi k1.5 (arXiv:2501.12599): 1/2 - (L - min L) / (max L - min L), and for an incorrect response
+    at most 0. L counts response tokens. In a group of equal lengths it is 0.
+    """
+    lengths = [num_response_tokens(trajectory) for trajectory in group]
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    if not config.length_reward_weight or shortest == longest:
+        return [0.0] * len(group)
+    rewards = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [
+        config.length_reward_weight * (reward if _is_correct(each, config) else min(0.0, reward))
+        for each, reward in zip(group, rewards, strict=True)
+    ]
+
+
+def _is_correct(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
+    reward = trajectory_reward(trajectory, source=config.reward_source)
+    return reward is not None and reward >= config.correct_reward
+
+
 def with_posted_reward(sealed: SealedTrajectory, posted: RewardPosted) -> SealedTrajectory:
     """Return the trajectory with the reward that was posted after its seal."""
     components = {**sealed.reward_components, **posted.reward_components}
@@ -98,7 +120,18 @@ def reward_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
             return f"has a reward of {value}"
         if value is not None and value < 0 and config.estimator == "maxrl":
             return f"has a reward of {value}, and maxrl divides by the mean reward"
-    return _turn_problem(trajectory, config) if config.estimator == "gigpo" else ""
+    if config.estimator == "gigpo":
+        return _turn_problem(trajectory, config)
+    return _weight_problem(trajectory, config) if config.baseline_weight else ""
+
+
+def _weight_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
+    """Why this trajectory has no weight in a baseline; empty if it has."""
+    name = config.baseline_weight
+    weight = trajectory.metrics.get(name)
+    if weight is None:
+        return f"has no metric {name!r}, which baseline_weight={name!r} needs"
+    return "" if 0 <= weight <= MAX_REWARD else f"has a weight of {weight} as its metric {name!r}"
 
 
 def _turn_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:

@@ -1,0 +1,143 @@
+"""Rewards for length within a group: the estimator sees them, the record does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testkit import config, sealed, shape
+from testkit.folds import fold, opened
+from testkit.planning import plan, ready
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.fold.withdrawing import with_planned_reward
+from turnstream.batching.scoring.rewards import length_rewards
+from turnstream.types import SealedTrajectory, Status
+
+SHAPED = replace(config(), estimator="dr_grpo", length_reward_weight=1.0)
+
+
+def members(*of: tuple[int, float], **fields: Any) -> list[SealedTrajectory]:
+    """Trajectories of these response tokens and rewards."""
+    return [
+        sealed("a", sample=sample, reward=reward, turns=[shape(2, length)], **fields)
+        for sample, (length, reward) in enumerate(of)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [(0.0, [0, 0, 0, 0]), (1.0, [0.5, -0.5, 0, 0]), (0.5, [0.25, -0.25, 0, 0])],
+)
+def test_short_correct_responses_gain_what_long_ones_lose(
+    weight: float, expected: list[float]
+) -> None:
+    of = replace(SHAPED, length_reward_weight=weight)
+
+    assert length_rewards(members((100, 1), (500, 1), (300, 1), (100, 0)), of) == expected
+
+
+def test_incorrect_response_gains_nothing_and_loses_if_it_is_long() -> None:
+    assert length_rewards(members((100, 0), (400, 0), (500, 0)), SHAPED) == [0.0, -0.25, -0.5]
+
+
+def test_equal_lengths_have_no_reward() -> None:
+    assert length_rewards(members((7, 1), (7, 0)), SHAPED) == [0.0, 0.0]
+    assert length_rewards([], SHAPED) == []
+
+
+def test_correct_is_a_raw_reward_from_the_bound_on() -> None:
+    # The penalty of its length takes half a point of each reward, and changes no answer.
+    of = replace(SHAPED, correct_reward=0.6, overlong_length=4, overlong_buffer=4)
+
+    assert length_rewards(members((1, 0.6), (2, 0.59), (3, 0.6)), of) == [0.5, 0.0, -0.5]
+
+
+@pytest.mark.parametrize("source", ["sum_of_turns", "last_turn"])
+def test_correct_is_judged_by_the_reward_of_the_declared_source(source: Any) -> None:
+    of = replace(SHAPED, reward_source=source)
+    short = sealed("a", reward=0.0, turns=[shape(2, 1)], turn_rewards=[1.0])
+    long = sealed("a", reward=1.0, turns=[shape(2, 1)] * 2, turn_rewards=[0.0, 0.0])
+
+    assert length_rewards([short, long], of) == [0.5, -0.5]
+
+
+def test_estimator_sees_the_length_reward_and_the_record_does_not() -> None:
+    group = ready("a", *members((100, 1), (300, 0), (500, 1)))
+
+    manifest = plan(group, of=replace(SHAPED, length_reward_weight=0.5))
+
+    planned = manifest.groups[0].trajectories
+    assert [t.reward for t in planned] == [1.0, 0.0, 1.0]  # compared: 1.25, 0, 0.75
+    assert [t.advantage for t in planned] == pytest.approx([7 / 12, -2 / 3, 1 / 12])
+
+
+def test_trajectory_that_is_left_out_changes_no_length_reward() -> None:
+    of = replace(SHAPED, mask_truncated=True, masked_reward="leave_out")
+    cut_off = sealed("a", sample=2, turns=[shape(2, 900)], status=Status.TRUNCATED)
+
+    manifest = plan(ready("a", *members((100, 1), (200, 1)), cut_off), of=of)
+
+    assert [t.advantage for t in manifest.groups[0].trajectories] == [0.5, -0.5, 0.0]
+
+
+def test_length_reward_comes_with_the_last_turn() -> None:
+    of = replace(SHAPED, estimator="gigpo", divide_by_std=False)
+    short = sealed("a", reward=1.0, turns=[shape(2, 1), shape(2, 1)], anchors=[1, 2])
+    long = sealed("a", sample=1, reward=1.0, turns=[shape(2, 1), shape(2, 3)], anchors=[1, 3])
+
+    manifest = plan(ready("a", short, long), of=of)
+
+    planned = manifest.groups[0].trajectories
+    assert [t.advantage for t in planned] == [0.5, -0.5]
+    # The state of the second turn is not shared: it has the part of the trajectory alone.
+    assert [t.turn_advantages for t in planned] == [(1.0, 0.5), (-1.0, -0.5)]
+
+
+def test_withdrawn_plan_gives_back_the_reward_without_that_of_its_group() -> None:
+    waiting = replace(members((1, 1), (9, 1))[0], reward=None, awaits_reward=True)
+    folded, _ = fold([opened(group_id="a"), *members((1, 1), (9, 1))], SHAPED)
+    manifest = plan(*folded.ready, of=SHAPED)
+
+    before = with_planned_reward(
+        waiting, manifest.groups[0].trajectories[0], posted=None, config=SHAPED
+    )
+
+    assert before.reward == 1.0
+
+
+def slow_shaped(group: list[SealedTrajectory], of: BatchingConfig) -> list[float]:
+    """Kimi k1.5 (arXiv:2501.12599), as the paper writes it."""
+    lengths = [sum(turn.num_response_tokens for turn in each.turns) for each in group]
+    shaped: list[float] = []
+    for each, length in zip(group, lengths, strict=True):
+        assert each.reward is not None
+        reward = 0.0
+        if max(lengths) > min(lengths):
+            reward = 0.5 - (length - min(lengths)) / (max(lengths) - min(lengths))
+        if each.reward < of.correct_reward:
+            reward = min(0.0, reward)
+        shaped.append(each.reward + of.length_reward_weight * reward)
+    return shaped
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.sampled_from([0.0, 0.5, 1.0])), min_size=2),
+    st.sampled_from([0.1, 1.0, 3.0]),
+    st.sampled_from([0.5, 1.0]),
+)
+def test_planned_advantages_are_those_of_the_shaped_rewards(
+    drawn: list[tuple[int, float]], weight: float, bound: float
+) -> None:
+    of = replace(SHAPED, length_reward_weight=weight, correct_reward=bound)
+    group = members(*drawn)
+
+    manifest = plan(ready("a", *group), of=of)
+
+    shaped = slow_shaped(group, of)
+    mean = sum(shaped) / len(shaped)
+    found = [t.advantage for t in manifest.groups[0].trajectories]
+    assert found == pytest.approx([x - mean for x in shaped], abs=1e-6)
