@@ -56,6 +56,7 @@ bench: $(STAMP) ## measure the path, the core and the services, beside their bas
 	$(BIN)/python benchmarks/release.py --json benchmarks/results/release.json
 	$(BIN)/python benchmarks/failover.py --json benchmarks/results/failover.json
 	$(BIN)/python benchmarks/shares.py --json benchmarks/results/shares.json
+	$(BIN)/python benchmarks/training.py --json benchmarks/results/training.json
 
 figures: $(STAMP) ## put what `make bench` measured into docs/benchmarks.md
 	$(BIN)/python benchmarks/page.py

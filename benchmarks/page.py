@@ -25,6 +25,7 @@ POINTS_GOAL = 5.0
 WEIGHT_GOALS = {1: 64, 8: 16}
 IDLE_GOAL_PERCENT = 1.0
 FAILOVER_GOAL_S = 10.0
+TRAINING_GOAL = 5.0
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -294,6 +295,28 @@ def shares(lines: list[dict[str, Any]]) -> str:
     return table(titles, rows) + f"\n\n{lines[0]['num_rows']:,} rows."
 
 
+def training(found: dict[str, Any]) -> str:
+    """Return the trained tokens per CPU second of each layout, and the gain over the first."""
+    first, last = found["layouts"][0], found["layouts"][-1]
+    rows = [
+        [
+            each["layout"],
+            f"{each['num_rows']:,}",
+            f"{each['num_tokens']:,}",
+            f"{each['padding_share']:.1%}",
+            number(each["tokens_per_s"], 0),
+            number(each["tokens_per_s"] / first["tokens_per_s"]),
+        ]
+        for each in found["layouts"]
+    ]
+    titles = ["layout", "rows", "tokens", "padding", "trained tokens/CPU s", "times"]
+    gain = last["tokens_per_s"] / first["tokens_per_s"]
+    return table(titles, rows) + (
+        f"\n\nTrajectories: {found['source']}. {last['layout']}: {gain:.1f} times, of "
+        f"{TRAINING_GOAL:g}: {reached(gain >= TRAINING_GOAL)}."
+    )
+
+
 PAGES: dict[str, Callable[[Any], str]] = {
     "pipeline": pipeline,
     "batching": batching,
@@ -303,6 +326,7 @@ PAGES: dict[str, Callable[[Any], str]] = {
     "release": release,
     "failover": failover,
     "shares": shares,
+    "training": training,
     "ledger": ledger,
 }
 

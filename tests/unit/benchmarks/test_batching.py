@@ -51,6 +51,19 @@ def test_tiny_run_of_shares_measures_both_numbers_of_ranks(tmp_path: Path) -> No
     assert all(line["cut_ms"] > 0 for line in found)
 
 
+def test_tiny_run_of_training_trains_equal_tokens_in_each_layout(tmp_path: Path) -> None:
+    found, output, page = run_benchmark("training", tmp_path)
+
+    step_wise, merged, packed = found["layouts"]
+    trained = {each["num_trained_tokens"] for each in found["layouts"]}
+    assert len(trained) == 1
+    assert step_wise["num_rows"] == 2 * merged["num_rows"]
+    assert merged["num_tokens"] == packed["num_tokens"] < step_wise["num_tokens"]
+    assert packed["padding_share"] == 0 < merged["padding_share"]
+    assert "merged packed" in output
+    assert "| merged packed |" in page
+
+
 def test_the_loop_of_collation_makes_the_same_rectangles(loops: ModuleType) -> None:
     from testkit import rows
 
