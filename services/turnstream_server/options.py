@@ -15,6 +15,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from turnstream.errors import InvalidConfigError
+
 Settings = TypeVar("Settings")
 
 Redis = Annotated[
@@ -43,6 +45,22 @@ Dump = Annotated[
 Threads = Annotated[
     int, typer.Option("--threads", min=0, help="Threads of torch; 0: the default of torch.")
 ]
+
+
+def split_address(listen: str, *, option: str) -> tuple[str, int]:
+    """Return the host and the port of an address to listen on.
+
+    >>> split_address("127.0.0.1:7600", option="--listen")
+    ('127.0.0.1', 7600)
+
+    Raises:
+        InvalidConfigError: the text is not HOST:PORT. The error names `option`.
+    """
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        message = f"{listen!r} is not HOST:PORT, such as 127.0.0.1:7600; port 0: a free one"
+        raise InvalidConfigError(option, message)
+    return host, int(port)
 
 
 def with_options(

@@ -7,6 +7,7 @@
 
 A generator streams turns with `run.publisher()`; a trainer iterates over `run.batches()`.
 `from_vllm` and `from_openai` make the arguments of a turn from the response of an inference engine.
+`fetch_weights` returns the local folder of announced weights.
 Modules below `turnstream` are for advanced use: `turnstream.generator`, `.worker`, `.types`,
 `.errors`.
 """
@@ -21,16 +22,26 @@ if TYPE_CHECKING:
     from turnstream.responses import from_openai, from_vllm
     from turnstream.run import Run
     from turnstream.service import Service, connect
+    from turnstream.weights import fetch_weights
 
 __version__ = "0.1.0"
 
-__all__ = ["Run", "Service", "TurnstreamError", "connect", "from_openai", "from_vllm"]
+__all__ = [
+    "Run",
+    "Service",
+    "TurnstreamError",
+    "connect",
+    "fetch_weights",
+    "from_openai",
+    "from_vllm",
+]
 
 _HOMES = {
     "Run": "turnstream.run",
     "Service": "turnstream.service",
     "TurnstreamError": "turnstream.errors",
     "connect": "turnstream.service",
+    "fetch_weights": "turnstream.weights",
     "from_openai": "turnstream.responses",
     "from_vllm": "turnstream.responses",
 }

@@ -24,7 +24,7 @@
         ├── TurnGapError                    a turn arrived before the one it follows
         ├── StoreBehindError                the store does not know what the token claims
         ├── ObserverExpiredError            an observer was silent for too long: declare it anew
-        ├── ReleasedError                   a step that is no longer retained: names step and floor
+        ├── ReleasedError                   a step or a version that is no longer retained: names it
         ├── GroupTooLargeError              a group with more samples or bytes than there may be
         ├── PromptsExhaustedError           every prompt of the run is done, and no other was added
         └── EndOfRunError                   the run is closed and everything in it was delivered
@@ -292,7 +292,7 @@ class ObserverExpiredError(RejectedError):
 
 
 class ReleasedError(RejectedError):
-    """A step was asked for whose payload is no longer retained. Names it, and the oldest kept."""
+    """A step or a version of weights is no longer retained. Names it, and the oldest kept step."""
 
 
 class GroupTooLargeError(RejectedError):

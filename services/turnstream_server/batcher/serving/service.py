@@ -38,6 +38,7 @@ from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
 from turnstream_server.bus.core.frontier import Frontier
 from turnstream_server.bus.release.compact_records import write_durably
+from turnstream_server.options import split_address
 
 logger = logging.getLogger(__name__)
 
@@ -235,11 +236,7 @@ def _owner() -> str:
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> str:
-    host, _, number = listen.rpartition(":")
-    if not host or not number.isdecimal():
-        raise InvalidConfigError(
-            "--listen", f"{listen!r} is not HOST:PORT, such as 127.0.0.1:7600; port 0: a free one"
-        )
+    host, _ = split_address(listen, option="--listen")
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:

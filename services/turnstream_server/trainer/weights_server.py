@@ -1,0 +1,131 @@
+"""The published versions over HTTP, for generators on other machines. Read-only.
+
+`GET /v<N>/<file>` returns a file that the list `SHA256SUMS` of the version names, or the list. No
+other path has an answer, so no request leads out of the folder. The ETag of a file is its SHA-256.
+Ranges (RFC 9110, section 14) let an interrupted download resume.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from turnstream.errors import InvalidConfigError, RecordError
+from turnstream.weights import CHECKSUMS, parse_checksums
+from turnstream_server.options import split_address
+
+_OPTION: Final = "--weights-listen"
+_ANY_HOST: Final = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not listened on
+
+
+def weights_app(folder: Path) -> Starlette:
+    """Return the application that serves the versions in a folder."""
+
+    def serve(request: Request) -> Response:
+        return _respond(folder, request)
+
+    app = Starlette(routes=[Route("/{version}/{name:path}", serve, methods=["GET"])])
+    app.router.redirect_slashes = False
+    return app
+
+
+def _respond(folder: Path, request: Request) -> Response:
+    """Return the response for a file of a version: 200, 206, 304 or 404."""
+    version, name = request.path_params["version"], request.path_params["name"]
+    if not re.fullmatch(r"v[0-9]+", version):
+        raise HTTPException(404)
+    listed = folder / version / CHECKSUMS
+    if name == CHECKSUMS and listed.is_file():
+        return FileResponse(listed, media_type="text/plain")
+    path, digest = folder / version / name, _digests(listed).get(name)
+    if digest is None or not path.is_file():
+        raise HTTPException(404)
+    etag = f'"{digest}"'
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers={"ETag": etag})
+    return FileResponse(path, media_type="application/octet-stream", headers={"ETag": etag})
+
+
+def _digests(listed: Path) -> dict[str, str]:
+    """Return the files of a version; none if it is unpublished, removed or damaged."""
+    try:
+        return parse_checksums(listed.read_text(encoding="utf-8"))
+    except (OSError, RecordError):
+        return {}
+
+
+class WeightsServer:
+    """Serves a weights folder from a thread, between `__enter__` and `__exit__`.
+
+    Attributes:
+        url: address at which it listens, without a slash at its end.
+    """
+
+    def __init__(self, folder: Path, *, listen: str) -> None:
+        """Listen at once, so that an address in use is an error here.
+
+        Raises:
+            InvalidConfigError: `listen` is not HOST:PORT, or cannot be used.
+        """
+        host, port = split_address(listen, option=_OPTION)
+        self._socket = _listening(host, port)
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                weights_app(folder), lifespan="off", access_log=False, log_config=None, ws="none"
+            )
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="weights", daemon=True
+        )
+
+    def __enter__(self) -> WeightsServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop. Downloads in progress are cut; they resume at the next server."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+        self._socket.close()
+
+
+def advertised_url(server_url: str, given: str) -> str:
+    """Return the base of announced addresses: `given`, else the address that is listened on.
+
+    >>> advertised_url("http://127.0.0.1:7602", "")
+    'http://127.0.0.1:7602'
+    >>> advertised_url("http://0.0.0.0:7602", "http://trainer-0:7602/")
+    'http://trainer-0:7602'
+
+    Raises:
+        InvalidConfigError: no host is known, or `given` is no HTTP address.
+    """
+    if given:
+        if not re.match(r"https?://[^/]", given):
+            raise InvalidConfigError("--weights-url", f"{given!r} is not http(s)://HOST[:PORT]")
+        return given.rstrip("/")
+    host = server_url.removeprefix("http://").rpartition(":")[0]
+    if host in _ANY_HOST:
+        message = f"{host} is no address that a generator can use: name one with --weights-url"
+        raise InvalidConfigError(_OPTION, message)
+    return server_url
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family)
+    except OSError as error:
+        message = f"{host}:{port} cannot be used: {error}; port 0 takes a free one"
+        raise InvalidConfigError(_OPTION, message) from error

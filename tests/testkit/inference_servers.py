@@ -1,0 +1,272 @@
+"""HTTP doubles of inference servers, with the request models of named releases.
+
+The models are those of vLLM 0.33.0 (`vllm/entrypoints/serve/lora/protocol.py`,
+`vllm/entrypoints/rl/online/api_router.py`, `vllm/entrypoints/serve/dev`) and of SGLang 0.5.23
+(`sglang/srt/managers/io_struct.py`). A field that the release does not have is refused.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import uvicorn
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+
+@contextmanager
+def serving(app: Any, *, port: int = 0) -> Iterator[str]:
+    """Serve an ASGI application from a thread; yield its address."""
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, ws="none")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join()
+
+
+class Strict(BaseModel):
+    """A request whose fields are all known."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class PauseQuery(Strict):
+    """vLLM: POST /pause."""
+
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    clear_cache: bool = True
+
+
+class CollectiveRpc(Strict):
+    """vLLM: POST /collective_rpc."""
+
+    method: str
+    args: list[str] = []
+    kwargs: dict[str, str] = {}
+    timeout: float | None = None
+
+
+class ResetPrefixCacheQuery(Strict):
+    """vLLM: POST /reset_prefix_cache."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
+
+class UpdateWeightVersion(Strict):
+    """vLLM: POST /update_weight_version."""
+
+    new_version: str
+
+
+class LoadLoRAAdapterRequest(Strict):
+    """vLLM: POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class UnloadLoRAAdapterRequest(Strict):
+    """vLLM: POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class BaseReq(Strict):
+    """SGLang: the fields of every request."""
+
+    rid: str | None = None
+    http_worker_ipc: str | None = None
+
+
+class UpdateWeightFromDiskReqInput(BaseReq):
+    """SGLang: POST /update_weights_from_disk."""
+
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    is_async: bool = False
+    torch_empty_cache: bool = False
+    keep_pause: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+    flush_cache: bool = True
+    manifest: dict[str, Any] | None = None
+
+
+class LoadLoRAAdapterReqInput(BaseReq):
+    """SGLang: POST /load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    pinned: bool = False
+    lora_id: str | None = None
+
+
+class UnloadLoRAAdapterReqInput(BaseReq):
+    """SGLang: POST /unload_lora_adapter."""
+
+    lora_name: str
+    lora_id: str | None = None
+
+
+class Double:
+    """State of a server.
+
+    Attributes:
+        calls: paths of the calls that were understood, without listings, in order.
+        faults: by path, the next responses in place of the true ones. A number is a status, a
+            text is the body of a 200, None never answers.
+        weights: folder of the model.
+        weight_version: the label of `weights`.
+        adapters: folders by name.
+        authorization: the last header of that name.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.faults: dict[str, list[int | str | None]] = {}
+        self.weights = ""
+        self.weight_version = "default"
+        self.adapters: dict[str, str] = {}
+        self.authorization: str | None = None
+        self.is_paused = False
+
+    def app(self) -> Starlette:
+        """Return the application."""
+        routes = [Route(path, self._answer, methods=["POST"]) for path in self._handlers()]
+        return Starlette(routes=[*routes, Route("/v1/models", self._answer, methods=["GET"])])
+
+    def _handlers(self) -> dict[str, tuple[type[Strict], Any]]:
+        raise NotImplementedError
+
+    async def _answer(self, request: Request) -> Response:
+        path = request.url.path
+        self.authorization = request.headers.get("authorization")
+        if faults := self.faults.get(path):
+            return await _fault(faults.pop(0), request)
+        if path == "/v1/models":
+            cards = [{"id": name, "object": "model"} for name in ("base", *self.adapters)]
+            return JSONResponse({"object": "list", "data": cards})
+        model, handle = self._handlers()[path]
+        body = await request.body()
+        try:
+            asked = model.model_validate_json(body) if body else model(**request.query_params)
+        except ValidationError as error:
+            return JSONResponse({"detail": error.errors(include_url=False)}, status_code=422)
+        self.calls.append(path)
+        return handle(asked)
+
+
+async def _fault(fault: int | str | None, request: Request) -> Response:
+    if fault is None:
+        await request.body()
+        await request.receive()  # the client has closed the connection
+        return Response(status_code=500)
+    if isinstance(fault, str):
+        return PlainTextResponse(fault)
+    return JSONResponse({"error": {"message": f"injected {fault}"}}, status_code=fault)
+
+
+class VllmDouble(Double):
+    """vLLM 0.33.0 in development mode, with adapters that change at run time."""
+
+    def _handlers(self) -> dict[str, tuple[type[Strict], Any]]:
+        return {
+            "/pause": (PauseQuery, self._pause),
+            "/resume": (Strict, self._resume),
+            "/collective_rpc": (CollectiveRpc, self._collective_rpc),
+            "/reset_prefix_cache": (ResetPrefixCacheQuery, self._reset),
+            "/update_weight_version": (UpdateWeightVersion, self._update_version),
+            "/v1/load_lora_adapter": (LoadLoRAAdapterRequest, self._load),
+            "/v1/unload_lora_adapter": (UnloadLoRAAdapterRequest, self._unload),
+        }
+
+    def _pause(self, _: PauseQuery) -> Response:
+        self.is_paused = True
+        return JSONResponse({"status": "paused"})
+
+    def _resume(self, _: Strict) -> Response:
+        self.is_paused = False
+        return JSONResponse({"status": "resumed"})
+
+    def _collective_rpc(self, asked: CollectiveRpc) -> Response:
+        folder = asked.kwargs.get("weights_path", "")
+        if asked.method != "reload_weights" or not (Path(folder) / "model.safetensors").is_file():
+            error = {"message": f"no weights in {folder}", "type": "InternalServerError"}
+            return JSONResponse({"error": error}, status_code=500)
+        assert self.is_paused, "requests in progress would change their weights"
+        self.weights = folder
+        return JSONResponse({"results": [None]})
+
+    def _reset(self, _: ResetPrefixCacheQuery) -> Response:
+        return JSONResponse({"success": self.is_paused})
+
+    def _update_version(self, asked: UpdateWeightVersion) -> Response:
+        self.weight_version = asked.new_version
+        return JSONResponse({"success": True, "new_version": asked.new_version})
+
+    def _load(self, asked: LoadLoRAAdapterRequest) -> Response:
+        if asked.lora_name in self.adapters and not asked.load_inplace:
+            message = f"The lora adapter '{asked.lora_name}' has already been loaded."
+            return JSONResponse({"error": {"message": message, "code": 400}}, status_code=400)
+        self.adapters[asked.lora_name] = asked.lora_path
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    def _unload(self, asked: UnloadLoRAAdapterRequest) -> Response:
+        if self.adapters.pop(asked.lora_name, None) is None:
+            message = f"The lora adapter '{asked.lora_name}' cannot be found."
+            return JSONResponse({"error": {"message": message, "code": 404}}, status_code=404)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+
+class SglangDouble(Double):
+    """SGLang 0.5.23, started with dummy weights and `--enable-lora`."""
+
+    def _handlers(self) -> dict[str, tuple[type[Strict], Any]]:
+        return {
+            "/update_weights_from_disk": (UpdateWeightFromDiskReqInput, self._update),
+            "/load_lora_adapter": (LoadLoRAAdapterReqInput, self._load),
+            "/unload_lora_adapter": (UnloadLoRAAdapterReqInput, self._unload),
+        }
+
+    def _update(self, asked: UpdateWeightFromDiskReqInput) -> Response:
+        assert asked.flush_cache, "the cache of the old weights would be used"
+        is_read = asked.load_format == "safetensors" and Path(asked.model_path).is_dir()
+        if is_read:
+            self.weights = asked.model_path
+            self.weight_version = asked.weight_version or self.weight_version
+        message = "Succeeded to update model weights." if is_read else "Failed to update weights."
+        content = {"success": is_read, "message": message, "num_paused_requests": 0}
+        return JSONResponse(content, status_code=200 if is_read else 400)
+
+    def _load(self, asked: LoadLoRAAdapterReqInput) -> Response:
+        if asked.lora_name in self.adapters:
+            return self._refuse(f"Failed to load LoRA adapter {asked.lora_name}: already loaded")
+        self.adapters[asked.lora_name] = asked.lora_path
+        return JSONResponse({"success": True, "loaded_adapters": self.adapters})
+
+    def _unload(self, asked: UnloadLoRAAdapterReqInput) -> Response:
+        if self.adapters.pop(asked.lora_name, None) is None:
+            return self._refuse(f"LoRA with name {asked.lora_name} does not exist.")
+        return JSONResponse({"success": True, "loaded_adapters": self.adapters})
+
+    def _refuse(self, message: str) -> Response:
+        return JSONResponse({"success": False, "error_message": message}, status_code=400)
