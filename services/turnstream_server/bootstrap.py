@@ -108,6 +108,9 @@ def start_trainer(
         wait_for_run(redis_url, config.run, timeout_s=wait_s)
         target = wait_for_batcher(redis_url, timeout_s=wait_s)
         config = dataclasses.replace(config, batcher_target=target)
+    if settings.push_api_key is not None:
+        api_key = settings.push_api_key.get_secret_value()
+        config = dataclasses.replace(config, push_api_key=api_key)
     run_trainer(config)
 
 

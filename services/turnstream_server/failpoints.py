@@ -66,6 +66,7 @@ NAMES: Final = frozenset(
         "get.after_data",  # a mini-batch was sent, the next was not
         "train.after_update",  # the optimizer has taken the last update, no batcher knows
         "train.after_stepped",
+        "publish.before_push",  # the weights are written, no server has them
         "checkpoint.after_weights",  # the weights are written, the token is not
         "checkpoint.before_committed",  # the checkpoint is on disk, no batcher knows
         "checkpoint.after_committed",

@@ -33,6 +33,7 @@ class Settings(BaseSettings):
         ledger_hot_batches: with an archive folder, what is older than so many released batches is
             known from files there, and no longer in the store.
         log_level: least level in the log: DEBUG, INFO, WARNING or ERROR.
+        push_api_key: bearer token for the inference servers to which a trainer pushes weights.
         failpoint: place at which the process is to die, for tests; see failpoints.py.
     """
 
@@ -53,6 +54,7 @@ class Settings(BaseSettings):
     archive_dir: Path | None = None
     ledger_hot_batches: int = Field(default=10_000, ge=1)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    push_api_key: SecretStr | None = None
     failpoint: str = ""
 
     def printable(self) -> dict[str, str]:

@@ -51,6 +51,14 @@ class LiveGeneratorConfig:
     ] = field(default_factory=lambda: secrets.randbits(31))
     timeout_s: float = 600.0
     """Longest wait for the first weights, and for the admission of a group."""
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights-cache",
+            help="Folder of this process for weights from HTTP. Default: a temporary one.",
+            show_default=False,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,11 @@ import asyncio
 import logging
 import secrets
 import signal
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 import numpy as np
 import redis
@@ -19,12 +18,19 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from turnstream.errors import EndOfRunError, InvalidConfigError, NotReadyError
+from turnstream.errors import (
+    EndOfRunError,
+    InvalidConfigError,
+    NotReadyError,
+    ReleasedError,
+    UnavailableError,
+)
 from turnstream.generator import AsyncPublisher, AsyncTrajectoryWriter
 from turnstream.store.client.connection import connect
 from turnstream.store.run.configs import open_run
 from turnstream.store.run.runs import newest_version
 from turnstream.types import VersionAnnounced
+from turnstream.weights import fetch_weights
 from turnstream_server.generators import guessing
 from turnstream_server.generators.config import LiveGeneratorConfig
 from turnstream_server.models.policy import load_policy
@@ -34,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
 _TEMPERATURE: Final = 1.0
+_FETCH_TIMEOUT_S: Final = 5.0
 
 
 def run_live_generator(config: LiveGeneratorConfig) -> None:
@@ -49,9 +56,12 @@ def run_live_generator(config: LiveGeneratorConfig) -> None:
 async def generate(config: LiveGeneratorConfig) -> None:
     """Play until the run is closed or `max_groups` are played."""
     try:
-        with connect(config.redis_url) as client:
+        with (
+            connect(config.redis_url) as client,
+            tempfile.TemporaryDirectory(prefix="turnstream-weights-") as temporary,
+        ):
             config = replace(config, run=open_run(client, config.run))
-            policy = NewestPolicy(client, config.run)
+            policy = NewestPolicy(client, config.run, cache=config.cache or Path(temporary))
             await policy.wait_for_first(timeout_s=config.timeout_s)
             async with AsyncPublisher(
                 config.redis_url,
@@ -196,10 +206,19 @@ class NewestPolicy:
 
     model: PreTrainedModel
 
-    def __init__(self, client: redis.Redis, run: str) -> None:
+    def __init__(self, client: redis.Redis, run: str, *, cache: Path) -> None:
+        """Create a policy without weights.
+
+        Args:
+            client: a connection to the store.
+            run: id of the run.
+            cache: folder of this process for weights that come over HTTP.
+        """
         self.version = -1
         self._client = client
         self._run = run
+        self._cache = cache
+        self._next_fetch_s = 0.0
 
     async def wait_for_first(self, *, timeout_s: float) -> None:
         """Load the first weights; NotReadyError if none are announced within `timeout_s`."""
@@ -213,32 +232,34 @@ class NewestPolicy:
             await asyncio.sleep(_POLL_S)
 
     def refresh(self) -> None:
-        """Load newer weights, if any. Blocks; InvalidConfigError if they cannot be loaded."""
-        while True:
+        """Load newer weights, if any. Blocks; an error says why they cannot be loaded.
+
+        If their server is away, the weights stay as they are. It is asked again after 5 s.
+        """
+        while time.monotonic() >= self._next_fetch_s:
             announced = newest_version(self._client, self._run)
             if announced is None or announced.version <= self.version:
                 return
             try:
-                self.model = load_policy(weights_folder(announced))
-            except InvalidConfigError:
+                self.model = load_policy(weights_folder(announced, cache=self._cache))
+                self.version = announced.version
+            except UnavailableError as error:
+                self._next_fetch_s = time.monotonic() + _FETCH_TIMEOUT_S
+                logger.warning("weights %d cannot be fetched: %s", announced.version, error)
+            except (InvalidConfigError, ReleasedError):
                 # The trainer keeps only the newest few: these may be deleted.
                 newest = newest_version(self._client, self._run)
                 if newest is None or newest.version == announced.version:
                     raise
-                continue
-            self.version = announced.version
-            logger.debug("loaded weights %d", self.version)
 
 
-def weights_folder(announced: VersionAnnounced) -> Path:
-    """Return the folder of announced weights; InvalidConfigError for another kind of address."""
-    parsed = urlparse(announced.weights_uri)
-    if parsed.scheme != "file":
-        raise InvalidConfigError(
-            "weights_uri",
-            f"version {announced.version} has {announced.weights_uri!r}, which is no file URI",
-        )
-    return Path(url2pathname(parsed.path))
+def weights_folder(announced: VersionAnnounced, *, cache: Path) -> Path:
+    """Return the local folder of announced weights; for its errors see `fetch_weights`."""
+    try:
+        return fetch_weights(announced.weights_uri, cache=cache, timeout_s=_FETCH_TIMEOUT_S)
+    except InvalidConfigError as error:
+        message = f"version {announced.version} has {announced.weights_uri!r}: {error}"
+        raise InvalidConfigError("weights_uri", message) from error
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

@@ -5,7 +5,7 @@ Without torch and numpy, so that the command line answers at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, get_args
 
@@ -33,6 +33,7 @@ class TrainerConfig:
     Attributes:
         policy: the first weights; a checkpoint in `folder` replaces them.
         small_model: the sizes of the first weights, in place of `policy`.
+        push_api_key: bearer token for the servers of `push`; empty: none.
     """
 
     run: Annotated[
@@ -94,6 +95,38 @@ class TrainerConfig:
         float, typer.Option("--timeout", min=0, help="Longest wait for one batch, in seconds.")
     ] = 600.0
     dump_folder: Dump = None
+    weights_listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Serve published weights over HTTP here, read-only; port 0: a free one. "
+            "Default: generators read them from --folder.",
+            show_default=False,
+        ),
+    ] = ""
+    weights_url: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Address of published weights for generators. Default: --weights-listen.",
+            show_default=False,
+        ),
+    ] = ""
+    push: Annotated[
+        list[str],
+        typer.Option(
+            metavar="vllm=URL|sglang=URL",
+            help="Inference server that loads each version from --folder; can be repeated.",
+            show_default=False,
+        ),
+    ] = field(default_factory=list)
+    push_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--push-timeout", min=1, help="Longest wait for an inference server, in seconds."
+        ),
+    ] = 300.0
+    push_api_key: str = field(default="", repr=False)
 
     @property
     def adam(self) -> AdamSettings:

@@ -12,10 +12,11 @@ from turnstream.types import MiniBatch, RecoveryToken
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.steps import Batches, Step
 from turnstream_server.failpoints import reach
-from turnstream_server.trainer.checkpoint import Checkpoints, WeightsFolder
+from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.metrics import MetricsFile, Update, step_metrics, trajectory_rewards
+from turnstream_server.trainer.publishing import WeightsPublisher
 
 
 class Trainer:
@@ -33,7 +34,7 @@ class Trainer:
         self._batches = batches
         self._config = config
         self._checkpoints = checkpoints
-        self._weights = WeightsFolder(config.folder / "weights")
+        self._publisher = WeightsPublisher(config)
         self._metrics = MetricsFile(config.folder / "metrics.jsonl")
         self._started_s = time.monotonic()
 
@@ -42,7 +43,11 @@ class Trainer:
 
         `from_step` is the last step in the engine's weights; 0 before the first.
         """
-        self._publish(from_step)
+        with self._publisher:
+            self._publish(from_step)
+            self._train_steps()
+
+    def _train_steps(self) -> None:
         step: Step | None = None
         for step in self._batches:
             self._train_step(step)
@@ -64,6 +69,7 @@ class Trainer:
         stepped_s = time.monotonic()
         metrics["version"] = self._publish(step.number)
         published_s = time.monotonic()
+        metrics |= self._publisher.statistics()
         metrics["num_updates"] = self._engine.num_updates
         metrics["total_skipped_updates"] = self._engine.num_skipped
         metrics["publish_s"] = published_s - stepped_s
@@ -82,7 +88,7 @@ class Trainer:
     def _publish(self, step: int) -> int:
         """Publish the weights as a new version and return it."""
         version = self._batches.newest_version + 1
-        uri = self._weights.publish(self._engine.model, version=version)
+        uri = self._publisher.publish(self._engine.model, version=version)
         self._batches.announce_version(version, step=step, weights_uri=uri)
         return version
 

@@ -16,6 +16,8 @@ count once, updates in each epoch:
 - `num_skipped_updates`, `skip_reasons`: number and causes in this step. `total_skipped_updates`:
   since the start of the run.
 - `figures`: tags and metrics of the trajectories, as `turnstream batch --json` shows them.
+- `num_servers_behind`: inference servers without the newest weights. `num_failed_pushes`: failed
+  attempts since the start of the trainer.
 - `update_s`, `publish_s` (weights), `elapsed_s` (since the start of the trainer): seconds.
 
 The trainer is a single rank: its rows are those of the whole mini-batch. After a restart the steps

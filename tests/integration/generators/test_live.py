@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -42,6 +43,9 @@ from turnstream_server.generators.guessing import VOCAB_SIZE, Episode, step
 from turnstream_server.generators.live import NewestPolicy, generate
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.publishing import WeightsPublisher
+from turnstream_server.trainer.weights_server import WeightsServer
 
 
 class LiveRun(NamedTuple):
@@ -214,7 +218,7 @@ async def test_newer_weights_are_loaded_and_older_ones_are_kept_until_then(
     live_run: LiveRun,
 ) -> None:
     first = await live_run.announce(0, seed=1)
-    policy = NewestPolicy(live_run.client, live_run.name)
+    policy = NewestPolicy(live_run.client, live_run.name, cache=live_run.folder)
     policy.refresh()
     before = policy.model
     policy.refresh()
@@ -242,9 +246,67 @@ async def test_removed_weights_are_replaced_by_newer_ones(
         "turnstream_server.generators.live.newest_version",
         lambda *_: told.pop() if told else true_newest,
     )
-    policy = NewestPolicy(live_run.client, live_run.name)
+    policy = NewestPolicy(live_run.client, live_run.name, cache=live_run.folder)
 
     policy.refresh()
+
+    assert policy.version == 1
+    assert _equal(policy.model, newest)
+
+
+async def test_weights_over_http_are_those_of_the_trainer(
+    live_run: LiveRun, tmp_path: Path
+) -> None:
+    model = load_policy(SmallModelSpec(vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=1))
+    config = TrainerConfig(run="run", folder=tmp_path, weights_listen="127.0.0.1:0")
+    policy = NewestPolicy(live_run.client, live_run.name, cache=tmp_path / "cache")
+    with WeightsPublisher(config) as publisher:
+        uri = publisher.publish(model, version=7)
+        await live_run.say(7, uri=uri)
+
+        policy.refresh()
+
+    assert re.fullmatch(r"http://127\.0\.0\.1:[0-9]+/v7", uri)
+    assert policy.version == 7
+    assert _equal(policy.model, model)
+
+
+async def test_generator_keeps_its_weights_while_their_server_is_away(
+    live_run: LiveRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(live, "_FETCH_TIMEOUT_S", 0.2)
+    kept = await live_run.announce(0, seed=1)
+    policy = NewestPolicy(live_run.client, live_run.name, cache=live_run.folder / "cache")
+    policy.refresh()
+    await live_run.say(1, uri="http://127.0.0.1:1/v1")
+
+    policy.refresh()
+    policy.refresh()  # the server is not asked again at once
+    times_asked = caplog.text.count("weights 1 cannot be fetched")
+    newest = await live_run.announce(2, seed=2)
+    await asyncio.to_thread(
+        testkit.wait_until, lambda: [policy.refresh(), policy.version == 2][1], 60.0, "version 2"
+    )
+
+    assert times_asked == 1
+    assert not _equal(kept, newest)
+    assert _equal(policy.model, newest)
+
+
+async def test_version_that_its_server_has_removed_is_replaced_by_a_newer_one(
+    live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = await live_run.announce(1, seed=2)
+    policy = NewestPolicy(live_run.client, live_run.name, cache=tmp_path / "cache")
+    with WeightsServer(tmp_path, listen="127.0.0.1:0") as server:
+        removed = VersionAnnounced(version=0, step=0, lineage="", weights_uri=f"{server.url}/v0")
+        announced = [removed]
+        true_newest = live.newest_version
+        monkeypatch.setattr(
+            live, "newest_version", lambda *of: announced.pop() if announced else true_newest(*of)
+        )
+
+        policy.refresh()
 
     assert policy.version == 1
     assert _equal(policy.model, newest)
@@ -257,7 +319,7 @@ async def test_unloadable_weights_are_refused_with_their_version(
     await live_run.say(7, uri=uri)
 
     with pytest.raises(InvalidConfigError, match=r"v7|version 7"):
-        NewestPolicy(live_run.client, live_run.name).refresh()
+        NewestPolicy(live_run.client, live_run.name, cache=live_run.folder).refresh()
 
 
 async def test_generator_without_weights_stops_at_its_deadline(

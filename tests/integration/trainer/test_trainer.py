@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import torch
 
 import testkit
 from testkit.batchers import BatcherThread
+from testkit.inference_servers import VllmDouble, serving
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import close_run, newest_version
 from turnstream.types import Group, RecoveryToken, TrajectoryState
@@ -24,6 +26,7 @@ from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.trainer import publishing
 from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
@@ -115,6 +118,60 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
         assert torch.equal(expected, actual)
 
 
+def test_trainer_killed_before_a_push_pushes_the_newest_version_after_its_restart(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: Callable[..., str],
+    batcher: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = new_run(client, batch_groups=2, max_staleness=100)
+    _publish(server.url, run, [f"g{number}" for number in range(8)])
+    close_run(client, run)
+    double = VllmDouble()
+
+    with serving(double.app()) as url:
+        config = _config(batcher, run, tmp_path, push=[f"vllm={url}"])
+        with monkeypatch.context() as patched:
+            patched.setattr(publishing, "reach", _dying_at("publish.before_push", count=4))
+            with pytest.raises(_KilledError):
+                train(config)
+        before = (newest_version(client, run), double.weight_version)
+        train(config)
+
+    assert before[0] is not None
+    assert (before[0].version, before[1]) == (2, "2")
+    announced = newest_version(client, run)
+    assert announced is not None
+    assert double.weight_version == str(announced.version)
+    assert Path(double.weights).as_uri() == announced.weights_uri
+    pushed = load_policy(Path(double.weights)).state_dict().values()
+    assert all(map(torch.equal, pushed, _weights(tmp_path)))
+    assert {line["num_servers_behind"] for line in _metrics(tmp_path)} == {0}
+
+
+def test_trainer_without_its_inference_server_trains_and_announces(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: Callable[..., str],
+    batcher: str,
+    tmp_path: Path,
+) -> None:
+    run = new_run(client, batch_groups=2, max_staleness=100)
+    _publish(server.url, run, ["g1", "g2"])
+    close_run(client, run)
+
+    train(_config(batcher, run, tmp_path, push=["sglang=http://127.0.0.1:1"]))
+
+    announced = newest_version(client, run)
+    assert announced is not None
+    assert announced.version == 1
+    (line,) = _metrics(tmp_path)
+    assert line["num_servers_behind"] == 1
+    assert line["num_failed_pushes"] >= 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("server", ["valkey"], indirect=True)
@@ -154,6 +211,17 @@ def test_a_trainer_process_ends_well_on_sigterm_and_leaves_nothing_half_written(
 
 class _KilledError(BaseException):
     """Stands for the end of the process."""
+
+
+def _dying_at(name: str, *, count: int) -> Callable[[str], None]:
+    """`reach`, but the process ends when it is at a place for the n-th time."""
+    passes = itertools.count(1)
+
+    def reach_or_die(reached: str) -> None:
+        if reached == name and next(passes) == count:
+            raise _KilledError
+
+    return reach_or_die
 
 
 def _dying_at_step(step: int) -> Callable[..., Checkpoint]:
