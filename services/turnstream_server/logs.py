@@ -8,6 +8,9 @@ from typing import TextIO
 
 _OWN_FIELDS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
+_VERBOSE = ("httpx2", "uvicorn")
+"""Loggers with a line for each request; below WARNING they write only at level DEBUG."""
+
 
 def configure_logging(level: str, *, service: str, stream: TextIO | None = None) -> None:
     """Send the records of every logger, from `level` up, to `stream` (standard error).
@@ -22,6 +25,8 @@ def configure_logging(level: str, *, service: str, stream: TextIO | None = None)
             root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level)
+    for name in _VERBOSE:
+        logging.getLogger(name).setLevel(logging.WARNING if level == "INFO" else level)
 
 
 class _LineFormatter(logging.Formatter):

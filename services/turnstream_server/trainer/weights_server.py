@@ -7,6 +7,7 @@ Ranges (RFC 9110, section 14) let an interrupted download resume.
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import threading
@@ -23,6 +24,8 @@ from starlette.routing import Route
 from turnstream.errors import InvalidConfigError, RecordError
 from turnstream.weights import CHECKSUMS, parse_checksums
 from turnstream_server.options import split_address
+
+logger = logging.getLogger(__name__)
 
 _OPTION: Final = "--weights-listen"
 _ANY_HOST: Final = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not listened on
@@ -91,6 +94,7 @@ class WeightsServer:
 
     def __enter__(self) -> WeightsServer:
         self._thread.start()
+        logger.info("published weights are served at %s", self.url)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -50,3 +50,14 @@ def test_an_exception_is_shown_with_its_traceback() -> None:
 
     assert "failed\nTraceback" in stream.getvalue()
     assert stream.getvalue().endswith("invalid literal for int() with base 10: 'x'\n")
+
+
+@pytest.mark.parametrize(("level", "is_written"), [("INFO", False), ("DEBUG", True)])
+def test_requests_of_http_clients_are_logged_at_debug_alone(level: str, is_written: bool) -> None:
+    stream = io.StringIO()
+    configure_logging(level, service="trainer", stream=stream)
+
+    logging.getLogger("httpx2").info("HTTP Request: POST /pause")
+    logging.getLogger("uvicorn.error").info("Finished server process")
+
+    assert stream.getvalue().count("\n") == 2 * is_written
