@@ -136,7 +136,7 @@ class Double:
             text is the body of a 200, None never answers.
         weights: folder of the model.
         weight_version: the label of `weights`.
-        adapters: folders by name.
+        adapters: folder of each adapter, by its name.
         authorization: the last header of that name.
     """
 
