@@ -11,6 +11,7 @@ from mutations.layouts import LAYOUTS
 from mutations.losses import LOSSES
 from mutations.merging import MERGING
 from mutations.mutation import Mutation
+from mutations.policy_losses import POLICY_LOSSES
 from mutations.readiness import READINESS
 from mutations.results import RESULTS
 from mutations.rows import ROWS
@@ -42,5 +43,6 @@ MUTATIONS = (
     *EVALUATIONS,
     *LOSSES,
     *CORRECTIONS,
+    *POLICY_LOSSES,
     *RESULTS,
 )

@@ -10,7 +10,7 @@ LOSSES = (
     Mutation(
         "the loss of a masked token counts",
         "losses.py",
-        "    loss_BR = _masked(loss_BR, mask_BR=mask_BR)\n",
+        "    loss_BR = masked(loss_BR, mask_BR=mask_BR)\n",
         "",
         ("test_aggregate",),
         package="worker",
@@ -18,7 +18,7 @@ LOSSES = (
     Mutation(
         "the weight of a masked token is read",
         "losses.py",
-        "loss_BR * _masked(weights_BR, mask_BR=mask_BR)",
+        "loss_BR * masked(weights_BR, mask_BR=mask_BR)",
         "loss_BR * weights_BR",
         ("test_aggregate",),
         package="worker",
@@ -106,7 +106,7 @@ LOSSES = (
     Mutation(
         "what stands at a masked token reaches its ratio",
         "losses.py",
-        "_masked(numerator_BR - denominator_BR, mask_BR=mask_BR)",
+        "masked(numerator_BR - denominator_BR, mask_BR=mask_BR)",
         "(numerator_BR - denominator_BR) * mask_BR",
         ("test_losses", "test_corrections"),
         package="worker",
@@ -114,7 +114,7 @@ LOSSES = (
     Mutation(
         "masked advantages reach the loss",
         "losses.py",
-        "    advantages_BR = _masked(advantages_BR, mask_BR=mask_BR)\n"
+        "    advantages_BR = masked(advantages_BR, mask_BR=mask_BR)\n"
         "    loss_BR = _clipped_loss(ratio_BR,",
         "    loss_BR = _clipped_loss(ratio_BR,",
         ("test_losses",),

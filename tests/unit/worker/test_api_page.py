@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import testkit
 from turnstream.types import MiniBatch, Ragged
-from turnstream.worker import corrections, losses
+from turnstream.worker import corrections, losses, policy_losses
 from turnstream.worker.layouts import jagged_to_torch, packed_to_torch, right_padded_to_torch
 from turnstream.worker.tensors import to_torch
 
@@ -30,8 +31,10 @@ LAYOUTS = {
 }
 SYNONYMS = {"trained_tokens", "advantages", "logprobs", "token_weights"}
 ARGUMENTS = {"current_BR", "old_BR", "behaviour_BR", "reference_BR", "advantages_BR", "mask_BR"}
-LOGPROBS_OF_MODELS = {"response_logprobs", "next_token_logprobs", "token_logprobs"}
-TOOLS = {"log_ratio", "clipped_exp", "sum_over_row", "mean_over_row"}
+LOGPROBS_OF_MODELS = {
+    *("response_logprobs", "next_token_logprobs", "token_logprobs", "token_entropies"),
+}
+TOOLS = {"log_ratio", "clipped_exp", "sum_over_row", "mean_over_row", "masked"}
 """Functions that losses and corrections share: no loss by themselves."""
 
 
@@ -92,16 +95,18 @@ def defaults(signature: inspect.Signature) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("heading", "module", "others"),
+    ("heading", "modules", "others"),
     [
-        ("## Losses", losses, LOGPROBS_OF_MODELS | TOOLS),
-        ("## Corrections", corrections, set[str]()),
+        ("## Losses", (losses, policy_losses), LOGPROBS_OF_MODELS | TOOLS),
+        ("## Corrections", (corrections,), set[str]()),
     ],
+    ids=["losses", "corrections"],
 )
 def test_api_page_lists_every_loss_with_its_defaults(
-    heading: str, module: ModuleType, others: set[str]
+    heading: str, modules: Sequence[ModuleType], others: set[str]
 ) -> None:
-    found = functions(module)
+    found = {name: each for module in modules for name, each in functions(module).items()}
+    sources = "".join(map(inspect.getsource, modules))
 
     listed = {cells[0].strip("`"): cells for cells in table(heading)}
 
@@ -112,7 +117,7 @@ def test_api_page_lists_every_loss_with_its_defaults(
         assert written == [eval_number(each) for each in defaults(found[name])], name
         assert meaning
         assert set(re.findall(r"arXiv:[0-9.]*[0-9]", source)) <= set(
-            re.findall(r"arXiv:[0-9.]*[0-9]", inspect.getsource(module))
+            re.findall(r"arXiv:[0-9.]*[0-9]", sources)
         )
 
 

@@ -19,6 +19,7 @@ from turnstream.types import MiniBatch, Ragged
 from turnstream.worker.corrections import importance_ratio, mis, opsm, row_veto, seq_mask_tis, tis
 from turnstream.worker.layouts import jagged_to_torch, packed_to_torch, right_padded_to_torch
 from turnstream.worker.losses import aggregate, gspo
+from turnstream.worker.policy_losses import gmpo
 from turnstream.worker.tensors import to_torch
 
 
@@ -40,7 +41,11 @@ AGAINST_BEHAVIOUR = {
     "veto": lambda first, **rest: row_veto(first, low=0.3, **rest),
     "seq_mask_tis": lambda first, **rest: seq_mask_tis(first, low=0.8, high=1.2, **rest),
 }
-AGAINST_OLD = {"gspo": gspo, "opsm": lambda first, **rest: opsm(first, delta=0.05, **rest)}
+AGAINST_OLD = {
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "opsm": lambda first, **rest: opsm(first, delta=0.05, **rest),
+}
 
 
 # "C" is a trained response token, "c" an observed one; "ab|" has no response; "a|b" may be inert.

@@ -28,6 +28,9 @@ from turnstream.worker.tensors import RowTensors, row_sums
 MAX_EXPONENT = 20.0
 """exp(20) is 4.9e8: still finite when squared in float32, and far above every clip in use."""
 
+_MIN_LOGPROB = -1e4
+"""A token that a sampler excludes has a log-probability of -inf. 0 times -inf is NaN, not 0."""
+
 
 def response_logprobs(
     logits_BTV: Tensor, *, input_ids_BT: Tensor, response_width: int, temperature: float = 1.0
@@ -70,9 +73,15 @@ def token_logprobs(logits: Tensor, *, tokens: Tensor, temperature: float = 1.0) 
     return scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - scores.logsumexp(-1)
 
 
+def token_entropies(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Return the entropy of the distribution of each logits (..., V), in nats: float32 (...)."""
+    logprobs = (logits.float() / temperature).log_softmax(-1)
+    return -(logprobs.exp() * logprobs.clamp(min=_MIN_LOGPROB)).sum(-1)
+
+
 def log_ratio(numerator_BR: Tensor, denominator_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
     """Return `numerator - denominator` where the mask is set, 0 elsewhere (also for NaN)."""
-    return _masked(numerator_BR - denominator_BR, mask_BR=mask_BR)
+    return masked(numerator_BR - denominator_BR, mask_BR=mask_BR)
 
 
 def clipped_exp(exponent: Tensor) -> Tensor:
@@ -125,12 +134,12 @@ def ppo_clip(
     A < 0 (arXiv:1912.09729; 3 is usual): an extreme ratio of a bad outcome has no gradient.
     """
     ratio_BR = clipped_exp(log_ratio(current_BR, old_BR, mask_BR=mask_BR))
-    advantages_BR = _masked(advantages_BR, mask_BR=mask_BR)
+    advantages_BR = masked(advantages_BR, mask_BR=mask_BR)
     loss_BR = _clipped_loss(ratio_BR, advantages_BR, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None:
         bounded_BR = torch.minimum(loss_BR, -dual_clip * advantages_BR)
         loss_BR = torch.where(advantages_BR < 0, bounded_BR, loss_BR)
-    return _masked(loss_BR, mask_BR=mask_BR)
+    return masked(loss_BR, mask_BR=mask_BR)
 
 
 def gspo(
@@ -149,9 +158,9 @@ def gspo(
     """
     exponent_BR = log_ratio(current_BR, old_BR, mask_BR=mask_BR)
     ratio_B1 = clipped_exp(mean_over_row(exponent_BR, mask_BR=mask_BR, row_of=row_of))
-    advantages_BR = _masked(advantages_BR, mask_BR=mask_BR)
+    advantages_BR = masked(advantages_BR, mask_BR=mask_BR)
     loss_BR = _clipped_loss(ratio_B1, advantages_BR, clip_low=clip_low, clip_high=clip_high)
-    return _masked(loss_BR, mask_BR=mask_BR)
+    return masked(loss_BR, mask_BR=mask_BR)
 
 
 def cispo(
@@ -169,8 +178,8 @@ def cispo(
     """
     ratio_BR = clipped_exp(log_ratio(current_BR, old_BR, mask_BR=mask_BR)).detach()
     weight_BR = ratio_BR.clamp(1.0 - clip_low, 1.0 + clip_high)
-    weighted_BR = weight_BR * _masked(advantages_BR, mask_BR=mask_BR)
-    return -weighted_BR * _masked(current_BR, mask_BR=mask_BR)
+    weighted_BR = weight_BR * masked(advantages_BR, mask_BR=mask_BR)
+    return -weighted_BR * masked(current_BR, mask_BR=mask_BR)
 
 
 def decoupled_ppo(
@@ -202,6 +211,33 @@ def decoupled_ppo(
     return loss_BR * torch.where(weight_BR > behaviour_cap, 0.0, weight_BR)
 
 
+def cross_entropy(current_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
+    """Return -current, (B, R): supervised training. `aggregate` multiplies by token weights."""
+    return -masked(current_BR, mask_BR=mask_BR)
+
+
+def entropy_bonus(entropies_BR: Tensor, *, mask_BR: Tensor, coefficient: float) -> Tensor:
+    """Return -coefficient * entropy, (B, R): added to a loss, it rewards a policy that explores.
+
+    `entropies_BR` are in nats with a gradient, as `token_entropies` returns them.
+    """
+    return -coefficient * masked(entropies_BR, mask_BR=mask_BR)
+
+
+def clipped_value_loss(
+    values_BR: Tensor, *, old_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor, clip: float = 0.2
+) -> Tensor:
+    """Return max((v - r)^2, (c - r)^2) / 2, (B, R); c is the value clipped to old +- `clip`.
+
+    The value loss of PPO2 (https://github.com/openai/baselines). `old_BR` are the values at the
+    start of the step. Values and returns are in units of reward.
+    """
+    moved_BR = masked(values_BR - old_BR, mask_BR=mask_BR)
+    error_BR = masked(values_BR - returns_BR, mask_BR=mask_BR)
+    clipped_BR = error_BR - moved_BR + moved_BR.clamp(-clip, clip)
+    return torch.maximum(error_BR.square(), clipped_BR.square()) / 2
+
+
 def _clipped_loss(
     ratio: Tensor, advantages_BR: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
@@ -210,8 +246,8 @@ def _clipped_loss(
     return torch.maximum(-ratio * advantages_BR, -clipped * advantages_BR)
 
 
-def _masked(values_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
-    """Return the values where the mask is set, 0 elsewhere; a product would keep NaN."""
+def masked(values_BR: Tensor, *, mask_BR: Tensor) -> Tensor:
+    """Return the values where the mask is set, 0 elsewhere. A product would keep NaN."""
     return torch.where(mask_BR.bool(), values_BR, 0.0)
 
 
@@ -279,11 +315,11 @@ def aggregate(
         raise BatchingError(
             f"losses of shape {tuple(loss_BR.shape)} for rows of shape {tuple(mask_BR.shape)}"
         )
-    loss_BR = _masked(loss_BR, mask_BR=mask_BR)
+    loss_BR = masked(loss_BR, mask_BR=mask_BR)
     loss_BR = loss_BR.to(torch.promote_types(loss_BR.dtype, torch.float32))
     weights_BR = part.token_weights
     if weights_BR is not None:
-        loss_BR = loss_BR * _masked(weights_BR, mask_BR=mask_BR)
+        loss_BR = loss_BR * masked(weights_BR, mask_BR=mask_BR)
     row_sums_B = part.row_sums(loss_BR)
     row_sums_B = torch.where(part.is_padding_B, 0.0, row_sums_B)
     per_row_B, denominator = _row_divisors(part, mode=mode, denominators=denominators)

@@ -110,6 +110,10 @@ class RowTensors:
         """Weight of each token in the loss, in the shape of the loss mask; None where it is 1."""
         return getattr(self, f"token_weights_{self._shape}")
 
+    def with_trained_tokens(self, mask: Tensor) -> Self:
+        """Return the rows with another loss mask, bool in the shape of theirs."""
+        return replace(self, **{f"loss_mask_{self._shape}": mask})
+
     @property
     def row_of(self) -> Tensor | None:
         """Row of each token in a flat layout; None where rows have their own dimension."""
