@@ -20,12 +20,16 @@ from turnstream.batching.merge.merging import merge_turns
 from turnstream.errors import BatchingError
 from turnstream.types import Turn
 from turnstream.worker.layouts import PackedTensors
-from turnstream.worker.losses import token_logprobs
+from turnstream.worker.losses import token_entropies, token_logprobs
 from turnstream.worker.tensors import LeftPaddedTensors
 from turnstream_server.models.packed import PackedRows, packed_inputs
 
 _CHUNK_VALUES = 1 << 24
 """Logits in memory at a time, 64 MB. A row of 22,000 tokens over 8,192 has 11 times as many."""
+
+
+_Score = Callable[[Tensor, Tensor], Tensor]
+"""Takes logits (N, V) and tokens (N,), returns K numbers for each token, float32 (K, N)."""
 
 
 class PaddedRows(NamedTuple):
@@ -78,13 +82,53 @@ def response_logprobs(
     The mask and the result of packed rows are of their slots, (N,): slot j scores the token in
     slot j + 1. The model is one of `models.packed.enable_packing`.
     """
+
+    def score(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
+        return token_logprobs(logits_NV, tokens=tokens_N, temperature=temperature)[None]
+
+    return _placed_scores(model, rows, mask_BR=mask_BR, score=score)[0]
+
+
+class ResponseScores(NamedTuple):
+    """Log-probability of each response token, and entropy of the policy there: float32, in nats."""
+
+    logprobs_BR: Tensor
+    entropies_BR: Tensor
+
+
+def response_scores(
+    model: PreTrainedModel,
+    rows: PaddedRows | LeftPaddedTensors | PackedTensors,
+    *,
+    mask_BR: Tensor,
+    temperature: float = 1.0,
+) -> ResponseScores:
+    """Return `response_logprobs` and the entropies of one forward pass, 0 outside the mask."""
+
+    def score(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
+        logprobs_N = token_logprobs(logits_NV, tokens=tokens_N, temperature=temperature)
+        return torch.stack([logprobs_N, token_entropies(logits_NV, temperature=temperature)])
+
+    logprobs_BR, entropies_BR = _placed_scores(model, rows, mask_BR=mask_BR, score=score)
+    return ResponseScores(logprobs_BR, entropies_BR)
+
+
+def _placed_scores(
+    model: PreTrainedModel,
+    rows: PaddedRows | LeftPaddedTensors | PackedTensors,
+    *,
+    mask_BR: Tensor,
+    score: _Score,
+) -> Tensor:
+    """Return what `score` returns for the tokens of the mask, 0 elsewhere: float32 (K, B, R)."""
     if isinstance(rows, PackedTensors):
         scored = _packed(model, rows, mask_BR)
     else:
         scored = _padded(rows, mask_BR)
-    picked_N = _token_logprobs(model, scored, temperature=temperature)
-    result_BR = torch.zeros(mask_BR.shape, dtype=torch.float32, device=mask_BR.device)
-    return result_BR.index_put(mask_BR.bool().nonzero(as_tuple=True), picked_N)
+    picked_KN = _token_scores(model, scored, score=score)
+    result_BRK = picked_KN.new_zeros((*mask_BR.shape, len(picked_KN)))
+    place = mask_BR.bool().nonzero(as_tuple=True)
+    return result_BRK.index_put(place, picked_KN.T).movedim(-1, 0)
 
 
 def _packed(model: PreTrainedModel, rows: PackedTensors, mask_N: Tensor) -> _Scored:
@@ -119,23 +163,24 @@ def _left_aligned(rows: PaddedRows | LeftPaddedTensors) -> tuple[Tensor, Tensor]
     return rows.input_ids_BT.gather(1, source_BT), num_padding_B
 
 
-def _token_logprobs(model: PreTrainedModel, scored: _Scored, *, temperature: float) -> Tensor:
-    """Return float32 (N,), the log-probability of each scored token."""
+def _token_scores(model: PreTrainedModel, scored: _Scored, *, score: _Score) -> Tensor:
+    """Return what `score` returns for each scored token, float32 (K, N)."""
     inputs, row_N, slot_N, tokens_N = scored
     if not _head_is_linear(model):
         logits_NV = model(**inputs).logits[row_N, slot_N]
-        return token_logprobs(logits_NV, tokens=tokens_N, temperature=temperature)
+        return score(logits_NV, tokens_N)
     hidden_NH = model.base_model(**inputs).last_hidden_state[row_N, slot_N]
     head = cast(Callable[[Tensor], Tensor], model.get_output_embeddings())
 
-    def score(chunk_NH: Tensor, chunk_N: Tensor) -> Tensor:
-        return token_logprobs(head(chunk_NH), tokens=chunk_N, temperature=temperature)
+    def score_chunk(chunk_NH: Tensor, chunk_N: Tensor) -> Tensor:
+        return score(head(chunk_NH), chunk_N)
 
     size = max(1, _CHUNK_VALUES // model.config.get_text_config().vocab_size)
     chunks = list(zip(hidden_NH.split(size), tokens_N.split(size), strict=True))
     if len(chunks) == 1 or not torch.is_grad_enabled():
-        return torch.cat([score(*chunk) for chunk in chunks])
-    return torch.cat([checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks])
+        return torch.cat([score_chunk(*chunk) for chunk in chunks], dim=1)
+    saved = [checkpoint(score_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.cat(saved, dim=1)
 
 
 _LINEAR_HEADS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()

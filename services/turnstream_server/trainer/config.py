@@ -14,6 +14,7 @@ import typer
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.options import Dump, Redis, Threads
+from turnstream_server.trainer.objective_config import DEFAULT_LOSS, ObjectiveConfig
 from turnstream_server.trainer.settings import (
     SCHEDULES,
     AdamSettings,
@@ -34,6 +35,9 @@ class TrainerConfig:
         policy: the first weights; a checkpoint in `folder` replaces them.
         small_model: the sizes of the first weights, in place of `policy`.
         push_api_key: bearer token for the servers of `push`; empty: none.
+
+    Raises:
+        InvalidConfigError: a setting cannot work; names the setting and its value.
     """
 
     run: Annotated[
@@ -87,6 +91,41 @@ class TrainerConfig:
     epochs: Annotated[
         int, typer.Option(min=1, help="Passes over the mini-batches of each step, in one order.")
     ] = 1
+    loss: Annotated[
+        str,
+        typer.Option(metavar="NAME[:KEY=VALUE,...]", help="Policy loss: docs/objectives.md."),
+    ] = DEFAULT_LOSS
+    correction: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]",
+            help="Weight of the policy loss for rollout mismatch; the weights of several multiply.",
+        ),
+    ] = field(default_factory=list[str])
+    kl: Annotated[
+        str | None,
+        typer.Option(metavar="k1|k2|k3[:KEY=VALUE,...]", help="KL to the reference policy."),
+    ] = None
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="Model folder of the reference policy. Default: the first policy."),
+    ] = None
+    entropy_bonus: Annotated[float, typer.Option(min=0, help="Factor of the mean entropy.")] = 0.0
+    proximal: Annotated[
+        str | None,
+        typer.Option(
+            metavar="rollout|recompute",
+            help="Source of the old log-probabilities. Default: rollout, or recompute if the loss "
+            "or a correction needs it.",
+        ),
+    ] = None
+    denominators: Annotated[
+        str,
+        typer.Option(
+            metavar="shipped|recount",
+            help="Divisors of the loss after a correction: all trained tokens, or those it keeps.",
+        ),
+    ] = "shipped"
     checkpoint_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 10
     max_steps: Annotated[int, typer.Option(min=0, help="0: until the run ends.")] = 0
     num_threads: Threads = 0
@@ -151,11 +190,25 @@ class TrainerConfig:
             arguments=parse_arguments(self.schedule_arguments),
         )
 
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """The settings of the objective; InvalidConfigError for those that cannot work."""
+        return ObjectiveConfig.parse(
+            loss=self.loss,
+            corrections=self.correction,
+            kl=self.kl,
+            entropy_bonus=self.entropy_bonus,
+            proximal=self.proximal,
+            denominators=self.denominators,
+        )
+
     def __post_init__(self) -> None:
-        _ = self.adam, self.rate_schedule  # raise for invalid values
+        _ = self.adam, self.rate_schedule, self.objective  # raise for invalid values
         if not self.temperature > 0:
             raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
         require_one_of("layout", self.layout, get_args(Layout))
         for name in ("epochs", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(name, f"{getattr(self, name)} is below 1")
+        if self.reference is not None and self.objective.kl is None:
+            raise InvalidConfigError("--reference", f"{self.reference} is not read without --kl")

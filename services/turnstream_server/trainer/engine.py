@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnstream.batching.config.values import Aggregation
-from turnstream.errors import RejectedError
+from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.layouts import PackedTensors
-from turnstream.worker.losses import aggregate, clipped_exp, kl_k3, log_ratio, ppo_clip
-from turnstream.worker.tensors import LeftPaddedTensors, RowTensors
-from turnstream_server.models.logprobs import response_logprobs
+from turnstream.worker.tensors import LeftPaddedTensors
+from turnstream_server.models.logprobs import response_logprobs, response_scores
 from turnstream_server.models.packed import enable_packing
+from turnstream_server.trainer.objective import Objective
+from turnstream_server.trainer.objective_config import ObjectiveConfig
+from turnstream_server.trainer.objective_scores import (
+    PreparedPart,
+    TokenScores,
+    filled_behaviour,
+)
 from turnstream_server.trainer.optimizer import Optimizer, Schedule, StepReport
 from turnstream_server.trainer.settings import AdamSettings, Layout, ScheduleSettings
 
@@ -31,13 +37,6 @@ logger = logging.getLogger(__name__)
 
 TrainedRows = LeftPaddedTensors | PackedTensors
 """The rows of a micro-batch."""
-
-_CLIP_LOW: Final = 0.2
-_CLIP_HIGH: Final = 0.28
-"""The ratio current / behaviour is clipped to [1 - low, 1 + high]."""
-
-_DUAL_CLIP: Final = 3.0
-"""Bound of the loss where the advantage is negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +46,8 @@ class LossReport:
     Attributes:
         loss: loss of the whole mini-batch.
         num_recomputed_rows: rows without behaviour log-probabilities.
-        ratio: mean of current / behaviour probability over the trained tokens.
-        kl: estimate of KL(behaviour || current), in nats.
-        clipped_share: share of the ratios outside the clip range; 0 to 1.
-        logprob: mean log-probability under the weights before the update, in nats.
+        ratio, kl, clipped_share, logprob: as in `trainer.objective_statistics`.
+        statistics: all further statistics of that module.
     """
 
     loss: float
@@ -59,6 +56,7 @@ class LossReport:
     kl: float
     clipped_share: float
     logprob: float
+    statistics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +73,14 @@ class UpdateReport(LossReport):
         return not self.skip_reason
 
 
+class _Known(NamedTuple):
+    """A micro-batch, and its log-probabilities under weights that the update does not change."""
+
+    part: TrainedRows
+    old_BR: Tensor | None
+    reference_BR: Tensor | None
+
+
 class Engine:
     """Trains one model on mini-batches.
 
@@ -86,6 +92,8 @@ class Engine:
         layout: shape of a forward pass. "padded" has the rows of a micro-batch at one width.
             "packed" has them one after another, without padding. Both have equal gradients.
         temperature: sampling temperature of the generators.
+        objective: None for the default one.
+        reference: policy that the KL is measured to; it needs no gradient.
 
     Attributes:
         model: in evaluation mode, so that its log-probabilities are those of the sampling policy.
@@ -99,10 +107,18 @@ class Engine:
         schedule: ScheduleSettings | None = None,
         layout: Layout = "padded",
         temperature: float = 1.0,
+        objective: Objective | None = None,
+        reference: PreTrainedModel | None = None,
     ) -> None:
+        self._objective = objective or Objective(ObjectiveConfig())
+        if self._objective.needs_reference and reference is None:
+            raise InvalidConfigError("--kl", "there is no reference policy: use --reference")
         if layout == "packed":
             enable_packing(model)
+            if reference is not None:
+                enable_packing(reference)
         self.model = model
+        self._reference = reference
         self._layout = layout
         self._adam = adam
         self._schedule = Schedule(schedule or ScheduleSettings(), learning_rate=adam.learning_rate)
@@ -120,34 +136,80 @@ class Engine:
         """Skipped optimizer steps so far, with those before a restart."""
         return self._optimizer.num_skipped
 
-    def update(self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation) -> UpdateReport:
-        """Apply one optimizer step on the rows of a mini-batch and return its statistics."""
-        report = self.forward_backward(mini_batch, aggregation=aggregation)
+    def with_old_logprobs(
+        self, mini_batches: Iterable[PulledMiniBatch]
+    ) -> Iterator[tuple[PulledMiniBatch, list[Tensor] | None]]:
+        """Yield the mini-batches of a step, with the `old` argument of `update` for each.
+
+        The objective may need log-probabilities under the weights at the start of the step. Then
+        all mini-batches are scored before the first is yielded, and are in memory together. For
+        other objectives, `old` is None.
+        """
+        if self._objective.config.proximal == "rollout":
+            yield from ((mini_batch, None) for mini_batch in mini_batches)
+            return
+        of_step = list(mini_batches)
+        scored = {each.info.mini_batch: each for each in of_step}
+        old = {number: self.logprobs(each) for number, each in scored.items()}
+        yield from ((mini_batch, old[mini_batch.info.mini_batch]) for mini_batch in of_step)
+
+    @torch.no_grad()
+    def logprobs(self, mini_batch: PulledMiniBatch) -> list[Tensor]:
+        """Return the log-probabilities of every micro-batch, float32 (B, R), without a gradient."""
+        return [self._logprobs(self.model, part) for part in self._micro_batches(mini_batch)]
+
+    def update(
+        self,
+        mini_batch: PulledMiniBatch,
+        *,
+        aggregation: Aggregation,
+        old: Sequence[Tensor] | None = None,
+    ) -> UpdateReport:
+        """Apply one optimizer step on the rows of a mini-batch and return its statistics.
+
+        `old` is as for `forward_backward`. An adaptive KL coefficient changes after the step.
+        """
+        report = self.forward_backward(mini_batch, aggregation=aggregation, old=old)
         rate = self._schedule.learning_rate(self.num_updates + 1)
         step = self.optim_step(dataclasses.replace(self._adam, learning_rate=rate))
-        if not step.is_applied:
+        if step.is_applied:
+            num_trajectories = mini_batch.info.denominators.num_trajectories
+            self._objective.adapt(report.statistics, num_trajectories=num_trajectories)
+        else:
             logger.warning("step %s: update skipped: %s", mini_batch.info.step, step.skip_reason)
         return UpdateReport(**dataclasses.asdict(report), **dataclasses.asdict(step))
 
     def forward_backward(
-        self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation
+        self,
+        mini_batch: PulledMiniBatch,
+        *,
+        aggregation: Aggregation,
+        old: Sequence[Tensor] | None = None,
     ) -> LossReport:
-        """Add the gradient of a mini-batch to those since the last optimizer step."""
+        """Add the gradient of a mini-batch to those since the last optimizer step.
+
+        `old` is the result of `logprobs` at the start of the step. None takes the generator's
+        numbers, or those before this call if the objective recomputes.
+        """
         if not self._has_gradient:
             self._optimizer.clear()
         self._has_gradient = True
-        parts = self._micro_batches(mini_batch)
-        sums = torch.stack([self._backward(part, aggregation=aggregation) for part in parts])
-        loss, num_recomputed, *token_sums = sums.sum(dim=0).tolist()
-        num_tokens = max(1, mini_batch.info.denominators.num_tokens)
-        ratio, kl, clipped_share, logprob = (total / num_tokens for total in token_sums)
+        if old is None and self._objective.config.proximal == "recompute":
+            old = self.logprobs(mini_batch)
+        known = self._known(mini_batch, old)
+        prepared = self._prepare(mini_batch, known)
+        done = [
+            self._backward(each, ready, aggregation=aggregation)
+            for each, ready in zip(known, prepared, strict=True)
+        ]
+        statistics = self._objective.report(
+            [row for row, _ in done], num_tokens=mini_batch.info.denominators.num_tokens
+        )
+        names = ("loss", "ratio", "kl", "clipped_share", "logprob")
         return LossReport(
-            loss=loss,
-            num_recomputed_rows=int(num_recomputed),
-            ratio=ratio,
-            kl=kl,
-            clipped_share=clipped_share,
-            logprob=logprob,
+            **{name: statistics.pop(name) for name in names},
+            num_recomputed_rows=sum(int(missing_B.sum()) for _, missing_B in done),
+            statistics=statistics,
         )
 
     def optim_step(self, settings: AdamSettings) -> StepReport:
@@ -163,53 +225,94 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the next update, without the weights."""
-        return {"optimizer": self._optimizer.state_dict()}
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "objective": self._objective.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state of `state_dict()`; the caller restores the weights."""
         self._optimizer.load_state_dict(state["optimizer"])
+        self._objective.load_state_dict(state.get("objective", {}))
 
-    def _micro_batches(self, mini_batch: PulledMiniBatch) -> Iterable[TrainedRows]:
+    def _micro_batches(self, mini_batch: PulledMiniBatch) -> list[TrainedRows]:
         if self._layout == "packed":
-            return mini_batch.to_torch_packed(self.model.device)
-        return mini_batch.to_torch(self.model.device).micro_batches()
+            return [*mini_batch.to_torch_packed(self.model.device)]
+        return [*mini_batch.to_torch(self.model.device).micro_batches()]
 
-    def _backward(self, part: TrainedRows, *, aggregation: Aggregation) -> Tensor:
-        """Add the gradient of one micro-batch; return its loss and its sums for the report.
+    @torch.no_grad()
+    def _known(self, mini_batch: PulledMiniBatch, old: Sequence[Tensor] | None) -> list[_Known]:
+        parts = self._micro_batches(mini_batch)
+        olds = [None] * len(parts) if old is None else old
+        reference = self._reference if self._objective.needs_reference else None
+        return [
+            _Known(part, old_BR, None if reference is None else self._logprobs(reference, part))
+            for part, old_BR in zip(parts, olds, strict=True)
+        ]
 
-        The clipped policy gradient has the behaviour policy as the old one ("bypass"). A row
-        without behaviour log-probabilities takes the current ones in their place. These are of the
-        weights before the update, so its ratio is 1 and its gradient the plain policy gradient.
+    @torch.no_grad()
+    def _prepare(
+        self, mini_batch: PulledMiniBatch, known: Sequence[_Known]
+    ) -> list[PreparedPart] | list[None]:
+        """Return the micro-batches as the objective prepares them; None for each if it does not.
+
+        The objective may need the current log-probabilities of the whole mini-batch. They cost one
+        more forward pass.
         """
-        mask_BR = part.trained_tokens
-        current_BR = response_logprobs(
-            self.model, part, mask_BR=mask_BR, temperature=self._temperature
-        )
-        old_BR, is_recomputed_B = _old_logprobs(current_BR.detach(), part)
-        loss_BR = ppo_clip(
-            current_BR,
-            old_BR=old_BR,
-            advantages_BR=part.advantages,
-            mask_BR=mask_BR,
-            clip_low=_CLIP_LOW,
-            clip_high=_CLIP_HIGH,
-            dual_clip=_DUAL_CLIP,
-        )
-        loss = aggregate(loss_BR, part, mode=aggregation, denominators=part.denominators)
+        objective = self._objective
+        if not objective.needs_preparation:
+            return [None] * len(known)
+        scores = [
+            _token_scores(
+                each,
+                each.old_BR
+                if each.old_BR is not None and not objective.prepares_with_current
+                else self._logprobs(self.model, each.part),
+            )[0]
+            for each in known
+        ]
+        parts = [each.part for each in known]
+        return objective.prepare(parts, scores, rows=mini_batch.rows, seed=self.num_updates)
+
+    def _backward(
+        self, known: _Known, prepared: PreparedPart | None, *, aggregation: Aggregation
+    ) -> tuple[Tensor, Tensor]:
+        """Add the gradient of one micro-batch; return its statistics and its rows without logprobs.
+
+        A row without behaviour log-probabilities takes the old ones in their place, or the current
+        ones if nothing is recomputed. Then its ratio is 1 and its gradient the plain policy
+        gradient.
+        """
+        part = known.part
+        if self._objective.needs_entropies:
+            current_BR, entropies_BR = response_scores(
+                self.model, part, mask_BR=part.trained_tokens, temperature=self._temperature
+            )
+        else:
+            current_BR, entropies_BR = self._logprobs(self.model, part), None
+        scores, missing_B = _token_scores(known, current_BR, entropies_BR=entropies_BR)
+        prepared = prepared or self._objective.prepare_alone(part, scores)
+        loss, row = self._objective.loss(prepared, scores, aggregation=aggregation)
         loss.backward()
-        with torch.no_grad():
-            ratio_BR = clipped_exp(log_ratio(current_BR, old_BR, mask_BR=mask_BR))
-            is_kept_BR = ratio_BR.clamp(1 - _CLIP_LOW, 1 + _CLIP_HIGH) == ratio_BR
-            kl_BR = kl_k3(old_BR, reference_BR=current_BR, mask_BR=mask_BR)
-            columns = (ratio_BR, kl_BR, ~is_kept_BR, current_BR)
-            sums = [(column * mask_BR).sum(dtype=torch.float64) for column in columns]
-        return torch.stack([loss.detach().double(), is_recomputed_B.sum().double(), *sums])
+        return row, missing_B
+
+    def _logprobs(self, model: PreTrainedModel, part: TrainedRows) -> Tensor:
+        return response_logprobs(
+            model, part, mask_BR=part.trained_tokens, temperature=self._temperature
+        )
 
 
-def _old_logprobs(current_BR: Tensor, part: RowTensors) -> tuple[Tensor, Tensor]:
-    """Return the behaviour log-probabilities, (B, R), and the rows without any, bool (B,)."""
-    if part.logprobs is None:
-        return current_BR, part.row_sums(part.trained_tokens.long()) > 0
-    is_missing_BR = part.logprobs.isnan() & part.trained_tokens
-    missing_B = part.row_sums(is_missing_BR.long()) > 0
-    return torch.where(part.per_token(missing_B), current_BR, part.logprobs), missing_B
+def _token_scores(
+    known: _Known, current_BR: Tensor, *, entropies_BR: Tensor | None = None
+) -> tuple[TokenScores, Tensor]:
+    """Return the numbers that an objective reads, and the rows without logprobs, bool (B,)."""
+    fallback_BR = current_BR.detach() if known.old_BR is None else known.old_BR
+    behaviour_BR, missing_B = filled_behaviour(known.part, fallback_BR)
+    scores = TokenScores(
+        current_BR=current_BR,
+        old_BR=behaviour_BR if known.old_BR is None else known.old_BR,
+        behaviour_BR=behaviour_BR,
+        reference_BR=known.reference_BR,
+        entropies_BR=entropies_BR,
+    )
+    return scores, missing_B

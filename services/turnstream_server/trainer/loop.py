@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from turnstream.batching.rows.assemble import take_rows
 from turnstream.types import MiniBatch, RecoveryToken
@@ -61,7 +62,7 @@ class Trainer:
     def _train_step(self, step: Step) -> None:
         """Train a step, acknowledge it, and publish its weights."""
         mini_batches = step.mini_batches(epochs=self._config.epochs)
-        updates = [self._update(mini_batch) for mini_batch in mini_batches]
+        updates = [self._update(*each) for each in self._engine.with_old_logprobs(mini_batches)]
         reach("train.after_update")
         step.done()
         reach("train.after_stepped")
@@ -76,9 +77,10 @@ class Trainer:
         metrics["elapsed_s"] = published_s - self._started_s
         self._metrics.write(metrics)
 
-    def _update(self, mini_batch: PulledMiniBatch) -> Update:
+    def _update(self, mini_batch: PulledMiniBatch, old: list[Tensor] | None) -> Update:
         started_s = time.monotonic()
-        report = self._engine.update(mini_batch, aggregation=self._batches.config.aggregation)
+        aggregation = self._batches.config.aggregation
+        report = self._engine.update(mini_batch, aggregation=aggregation, old=old)
         if self._config.dump_folder is not None and mini_batch.epoch == 0:
             dump_rows(mini_batch, self._config.dump_folder)
         rewards = trajectory_rewards(mini_batch.rows)

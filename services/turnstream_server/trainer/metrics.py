@@ -10,7 +10,9 @@ count once, updates in each epoch:
 - `reward_mean`, `num_trajectories`: mean and number; null if no trajectory has a reward.
 - `num_inert_rows`, `num_recomputed_rows`: sums.
 - `oldest_version`, `newest_version`: range over the trained tokens.
-- `ratio`, `kl`, `clipped_share`, `logprob`: means over the trained tokens.
+- `ratio`, `kl`, `clipped_share`, `logprob`, and the other statistics of the objective as
+  `trainer.objective_statistics` lists them: means over the trained tokens. The KL coefficient is
+  that of the last update, and `logprob_gap_max` the largest.
 - `gradient_norm`: the largest. `learning_rate`: the last update's.
 - `num_updates`: since the start of the run.
 - `num_skipped_updates`, `skip_reasons`: number and causes in this step. `total_skipped_updates`:
@@ -19,6 +21,7 @@ count once, updates in each epoch:
 - `num_servers_behind`: inference servers without the newest weights. `num_failed_pushes`: failed
   attempts since the start of the trainer.
 - `update_s`, `publish_s` (weights), `elapsed_s` (since the start of the trainer): seconds.
+  `update_s` is without the forward pass of `--proximal recompute`.
 
 The trainer is a single rank: its rows are those of the whole mini-batch. After a restart the steps
 after the checkpoint appear again; the later line of a step counts.
@@ -30,13 +33,16 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from turnstream.records.tag_statistics import shown_figures
 from turnstream.types import MiniBatchInfo, Rows
 from turnstream_server.trainer.engine import UpdateReport
+
+_MAXIMA: Final = {"logprob_gap_max"}
+_LAST: Final = {"kl_coefficient"}
 
 
 class Update(NamedTuple):
@@ -58,9 +64,15 @@ def step_metrics(updates: Sequence[Update]) -> dict[str, Any]:
     newest = [info.newest_version for info in infos if info.newest_version is not None]
     oldest = [info.oldest_version for info in infos if info.oldest_version is not None]
     trained = [info.denominators.num_tokens for info in infos]
+    measured = [
+        {name: getattr(r, name) for name in ("ratio", "kl", "clipped_share", "logprob")}
+        | dict(r.statistics)
+        for r in reports
+    ]
     means = {
-        name: sum(getattr(r, name) * n for r, n in zip(reports, trained, strict=True))
-        for name in ("ratio", "kl", "clipped_share", "logprob")
+        name: sum(each[name] * n for each, n in zip(measured, trained, strict=True))
+        / max(1, sum(trained))
+        for name in measured[0]
     }
     return {
         "loss": _mean([report.loss for report in reports]),
@@ -70,7 +82,9 @@ def step_metrics(updates: Sequence[Update]) -> dict[str, Any]:
         "num_recomputed_rows": sum(update.report.num_recomputed_rows for update in first),
         "oldest_version": min(oldest, default=None),
         "newest_version": max(newest, default=None),
-        **{name: total / max(1, sum(trained)) for name, total in means.items()},
+        **means,
+        **{name: max(each[name] for each in measured) for name in _MAXIMA & means.keys()},
+        **{name: measured[-1][name] for name in _LAST & means.keys()},
         "gradient_norm": max(report.gradient_norm for report in reports),
         "learning_rate": reports[-1].learning_rate,
         "num_skipped_updates": sum(not report.is_applied for report in reports),

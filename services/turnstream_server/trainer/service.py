@@ -8,6 +8,7 @@ from types import FrameType
 from typing import NoReturn
 
 import torch
+from transformers import PreTrainedModel
 
 from turnstream.worker import BatchStream
 from turnstream.worker.steps import Batches
@@ -17,6 +18,7 @@ from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
+from turnstream_server.trainer.objective import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +45,21 @@ def train(config: TrainerConfig) -> None:
     checkpoint = checkpoints.newest()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = checkpoint.folder if checkpoint else _first_policy(config)
+    objective = config.objective
     engine = Engine(
         load_policy(source, device=device),
         adam=config.adam,
         schedule=config.rate_schedule,
         layout="packed" if config.layout == "packed" else "padded",
         temperature=config.temperature,
+        objective=Objective(objective),
+        reference=None if objective.kl is None else _reference(config, device=device),
     )
     token, from_step = None, 0
     if checkpoint is not None:
         checkpoints.restore(checkpoint, engine)
         token, from_step = checkpoint.token, checkpoint.token.step
-    logger.info("trainer starts after step %d on %s", from_step, device)
+    logger.info("trainer starts after step %d on %s: %s", from_step, device, objective)
     stream = BatchStream(
         config.batcher_target, config.run, recovery_token=token, timeout_s=config.timeout_s
     )
@@ -68,6 +73,12 @@ def _first_policy(config: TrainerConfig) -> PolicySource:
         return read_policy_source(config.policy)
     assert config.small_model is not None
     return config.small_model
+
+
+def _reference(config: TrainerConfig, *, device: str) -> PreTrainedModel:
+    """Return the reference policy, without gradients: a folder, or the first policy."""
+    source = config.reference or _first_policy(config)
+    return load_policy(source, device=device).requires_grad_(False)
 
 
 class _Stopped(BaseException):

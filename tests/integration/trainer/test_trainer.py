@@ -77,7 +77,22 @@ def _publish(url: str, run: str, groups: Sequence[str]) -> None:
             publisher.publish(Group(group_id=name, trajectories=trajectories))
 
 
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {},
+        {
+            "loss": "kl_cov:share=0.2",
+            "correction": ["tis", "mis:low=0.1,high=9"],
+            "kl": "k3:coefficient=0.05,target=1e-3,horizon=8",
+            "entropy_bonus": 0.01,
+            "denominators": "recount",
+        },
+    ],
+    ids=["default", "all parts"],
+)
 def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
+    objective: dict[str, Any],
     server: EmbeddedServer,
     client: redis.Redis,
     new_run: Callable[..., str],
@@ -91,13 +106,13 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
         _publish(server.url, run, groups)
         close_run(client, run)
 
-    train(_config(batcher, whole, tmp_path / "whole", epochs=2))
+    train(_config(batcher, whole, tmp_path / "whole", epochs=2, **objective))
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "save", _dying_at_step(4))
         with pytest.raises(_KilledError):
-            train(_config(batcher, broken, tmp_path / "broken", epochs=2))
+            train(_config(batcher, broken, tmp_path / "broken", epochs=2, **objective))
     before = read_ledger(client, broken).by_state
-    train(_config(batcher, broken, tmp_path / "broken", epochs=2))
+    train(_config(batcher, broken, tmp_path / "broken", epochs=2, **objective))
 
     announced = newest_version(client, whole)
     assert announced is not None

@@ -72,6 +72,23 @@ def test_trainer_gets_the_options_of_its_job(start: Start, tmp_path: Path) -> No
     )
 
 
+def test_trainer_gets_its_objective_from_the_command_line(start: Start, tmp_path: Path) -> None:
+    config = start(
+        "trainer",
+        *("--loss", "gspo:clip_low=3e-4,clip_high=4e-4", "--correction", "tis:cap=2"),
+        *("--correction", "mis:level=geometric", "--kl", "k3:coefficient=0.01"),
+        *("--reference", str(tmp_path), "--entropy-bonus", "0.001", "--denominators", "recount"),
+        policy=write_policy(tmp_path, SmallModelSpec(vocab_size=20)),
+        folder=tmp_path,
+    )
+
+    assert config.reference == tmp_path
+    assert str(config.objective) == (
+        "--loss gspo --correction tis --correction mis:level=geometric --kl k3:coefficient=0.01 "
+        "--entropy-bonus 0.001 --proximal recompute --denominators recount"
+    )
+
+
 def test_replay_process_gets_the_options_of_its_job(start: Start, tmp_path: Path) -> None:
     options = {"writer": "replay-1", "tokenizer": tmp_path, "shard": 1}
 

@@ -9,7 +9,7 @@ import testkit
 from turnstream.errors import BatchingError
 from turnstream.worker.tensors import LeftPaddedTensors, to_torch
 from turnstream_server.models import logprobs
-from turnstream_server.models.logprobs import response_logprobs
+from turnstream_server.models.logprobs import response_logprobs, response_scores
 
 ModelOf = Callable[[str], PreTrainedModel]
 ARCHITECTURES = ["qwen2", "llama", "gpt2", "gemma2"]
@@ -30,6 +30,30 @@ def test_rows_of_different_lengths_score_as_each_alone_by_all_logits(
         actual = scores_BR[row][tensors.loss_mask_BR[row]]
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert not scores_BR[~tensors.loss_mask_BR].any()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("chunk_values", [1 << 24, 3 * 128])
+def test_entropies_are_those_of_all_logits_in_chunks_too(
+    model_of: ModelOf, architecture: str, chunk_values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(architecture)
+    monkeypatch.setattr(logprobs, "_CHUNK_VALUES", chunk_values)
+    tensors = to_torch(testkit.mini_batch("abcDEfGHIJ", "aB"))
+    mask_BR = tensors.loss_mask_BR
+
+    scores = response_scores(model, tensors, mask_BR=mask_BR, temperature=0.7)
+    scores.entropies_BR.sum().backward()
+
+    alone_BR = response_logprobs(model, tensors, mask_BR=mask_BR, temperature=0.7)
+    assert torch.equal(scores.logprobs_BR, alone_BR)
+    ids = testkit.ids("abcDEfGHIJ").tolist()
+    logits_TV = model(input_ids=torch.tensor([ids])).logits[0].double() / 0.7
+    entropies_T = torch.distributions.Categorical(logits=logits_TV).entropy()[2:-1]
+    expected = entropies_T[mask_BR[0]].float()
+    torch.testing.assert_close(scores.entropies_BR[0][mask_BR[0]], expected, rtol=1e-4, atol=1e-5)
+    assert (scores.entropies_BR[~mask_BR] == 0).all()
+    assert all(each.grad is not None for each in model.parameters())
 
 
 def test_chunks_give_the_same_values_and_gradients(

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 import testkit
-from testkit.training import make_engine, make_mini_batch
+from testkit.training import make_engine, make_mini_batch, make_model
 from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.errors import InvalidConfigError
 from turnstream.types import RecoveryToken
@@ -18,6 +18,8 @@ from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
+from turnstream_server.trainer.objective import Objective
+from turnstream_server.trainer.objective_config import ObjectiveConfig
 
 
 class StreamInMemory:
@@ -226,6 +228,48 @@ def test_epochs_equal_updates_by_hand_and_count_each_row_once(tmp_path: Path) ->
     assert {"num_rows", "num_trajectories", "num_inert_rows"} < set(counts)
     assert [two[name] for name in counts] == [one[name] for name in counts]
     assert len([*(tmp_path / "rows").iterdir()]) == 4
+
+
+def test_metrics_have_the_statistics_of_the_objective(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "correction": ["tis", "mis:low=0.5,high=0.9"],
+        "kl": "k3:coefficient=0.5,target=1e-6,horizon=8",
+        "entropy_bonus": 0.01,
+    }
+    objective = Objective(_config(tmp_path, **options).objective)
+    engine = make_engine(objective=objective, reference=make_model(seed=3))
+
+    _train(StreamInMemory(last_step=1), tmp_path, engine=engine, **options)
+
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert 0 < line["masked_share_mis"] < 1
+    assert 0 < line["weight_tis"] < 2
+    assert 0 < line["logprob_gap"] < line["logprob_gap_max"]
+    assert line["kl_reference"] > 0
+    assert line["kl_coefficient"] == pytest.approx(0.55)  # the second update's
+    assert 4 < line["entropy"] < 5
+    sides = line["clipped_low_share"] + line["clipped_high_share"]
+    assert sides == pytest.approx(line["clipped_share"])
+
+
+def test_old_logprobs_of_a_step_precede_its_first_update(tmp_path: Path) -> None:
+    # The generator's numbers differ by far. Both updates have the old numbers of the same weights.
+    engine = make_engine(objective=Objective(ObjectiveConfig(proximal="recompute")))
+    stream = StreamInMemory(last_step=1)
+    scored: list[int] = []
+    original = engine.logprobs
+
+    def logprobs(mini_batch: PulledMiniBatch) -> Any:
+        scored.append(engine.num_updates)
+        return original(mini_batch)
+
+    engine.logprobs = logprobs
+    _train(stream, tmp_path, engine=engine)
+
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert scored == [0, 0]
+    assert line["ratio"] != 1.0  # the first update has 1, the second another
+    assert abs(line["ratio"] - 1.0) < 0.5
 
 
 def test_cut_metrics_line_is_closed_before_the_next_one(tmp_path: Path) -> None:

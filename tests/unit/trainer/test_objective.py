@@ -1,0 +1,419 @@
+"""Objectives on a small model: independent of cuts and ranks, and equal to a slow reference."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from testkit.training import make_engine, make_mini_batch, make_model
+from turnstream.batching.rows.assemble import take_rows
+from turnstream.errors import InvalidConfigError
+from turnstream.worker import PulledMiniBatch
+from turnstream.worker.tensors import to_torch
+from turnstream_server.trainer.engine import Engine, UpdateReport
+from turnstream_server.trainer.objective import Objective
+from turnstream_server.trainer.objective_config import ObjectiveConfig
+from turnstream_server.trainer.objective_scores import Gather, one_rank
+
+LOSSES = [
+    *("ppo_clip:clip_high=0.28,dual_clip=3", "gspo:clip_low=0.2,clip_high=0.1", "cispo"),
+    *("decoupled_ppo", "dppo:threshold=0.002", "dppo:divergence=kl,threshold=0.0001", "sapo"),
+    *("gmpo:clip_low=0.1,clip_high=0.1", "clip_cov:share=0.3,low=-0.1,high=1"),
+    *("kl_cov:share=0.3", "cross_entropy"),
+]
+CORRECTIONS = [
+    *("tis:cap=0.9", "tis:level=sequence", "icepop:low=0.5,high=0.9", "mis:low=0.5,high=0.9"),
+    *("mis:level=geometric,low=0.6,high=0.8", "row_veto:low=0.4", "seq_mask_tis:low=0.6,high=0.8"),
+    "opsm:delta=-0.1",
+]
+
+
+def _objective(*, gather: Gather = one_rank, **options: Any) -> Objective:
+    return Objective(ObjectiveConfig.parse(**options), gather=gather)
+
+
+def _engine(*, gather: Gather = one_rank, layout: str = "padded", **options: Any) -> Engine:
+    reference = make_model(seed=3) if "kl" in options else None
+    objective = _objective(gather=gather, **options)
+    return make_engine(objective=objective, reference=reference, layout=layout, max_grad_norm=0.0)
+
+
+def _old(mini_batch: PulledMiniBatch, engine: Engine) -> list[Tensor] | None:
+    """The numbers of other weights, as at the start of a step that has moved them since."""
+    if engine._objective.config.proximal == "rollout":
+        return None
+    return make_engine(make_model(seed=2), layout=engine._layout).logprobs(mini_batch)
+
+
+def _trained(
+    mini_batch: PulledMiniBatch, *, aggregation: Any = "token_mean", **options: Any
+) -> tuple[UpdateReport, Tensor]:
+    """Return the report of an update, and its gradient."""
+    engine = _engine(**options)
+    report = engine.update(mini_batch, aggregation=aggregation, old=_old(mini_batch, engine))
+    return report, _gradients(engine)
+
+
+def _gradients(engine: Engine) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in engine.model.parameters() if p.grad is not None])
+
+
+OBJECTIVES: list[dict[str, Any]] = [
+    *({"loss": loss} for loss in LOSSES),
+    *({"corrections": [correction]} for correction in CORRECTIONS),
+    *({"corrections": [correction], "denominators": "recount"} for correction in CORRECTIONS[2:]),
+    {"corrections": ["tis:cap=3", "mis:low=0.5,high=0.9", "opsm:delta=-0.1", "rescaled"]},
+    *({"kl": f"k{k}:coefficient=0.5"} for k in (1, 2, 3)),
+    {"kl": "k2:coefficient=0.5,place=advantage", "loss": "kl_cov:share=0.3"},
+    {"entropy_bonus": 0.3, "kl": "k3:coefficient=0.5", "corrections": ["mis:low=0.5,high=0.9"]},
+]
+
+
+@pytest.mark.parametrize("options", OBJECTIVES, ids=lambda each: " ".join(map(str, each.values())))
+def test_objective_does_not_depend_on_micro_batches_and_layout(options: dict[str, Any]) -> None:
+    expected, expected_gradient = _trained(make_mini_batch(), **options)
+
+    for layout, cut in [
+        ("padded", ((0, 1), (2, 3))),
+        ("padded", ((3,), (1, 0), (2,))),
+        ("packed", ((2, 0, 3, 1),)),
+        ("packed", ((3,), (1, 0), (2,))),
+    ]:
+        mini_batch = make_mini_batch(micro_batches=cut)
+        report, gradient = _trained(mini_batch, layout=layout, **options)
+
+        assert report.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+        assert dict(report.statistics) == pytest.approx(dict(expected.statistics), abs=1e-6)
+    assert expected_gradient.norm() > 1e-4
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_rows_without_logprobs_train_with_every_loss(loss: str) -> None:
+    report, gradient = _trained(make_mini_batch(logprobs=None), loss=loss)
+
+    assert report.num_recomputed_rows == 4
+    assert math.isfinite(report.loss)
+    assert torch.isfinite(gradient).all()
+
+
+class Ranks:
+    """As many threads as ranks, which exchange values."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier = threading.Barrier(num_ranks)
+        self._values: list[Any] = [None] * num_ranks
+
+    def gather(self, rank: int) -> Gather:
+        """Return the hook of one rank."""
+
+        def gather(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._barrier.wait(60)
+            found = list(self._values)
+            self._barrier.wait(60)
+            return found
+
+        return gather
+
+    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return the results of one call per rank."""
+        with ThreadPoolExecutor(len(calls)) as threads:
+            return [each.result(60) for each in [threads.submit(call) for call in calls]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": "kl_cov:share=0.3"},
+        {"loss": "clip_cov:share=0.3,low=-0.1,high=1"},
+        {"corrections": ["icepop:low=0.5,high=0.9"], "denominators": "recount"},
+        {"corrections": ["tis", "rescaled"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("aggregation", ["token_mean", "rollout_mean", "prompt_mean"])
+def test_gradients_of_ranks_add_up_to_that_of_one(options: Any, aggregation: Any) -> None:
+    whole = make_mini_batch()
+    expected, expected_gradient = _trained(whole, aggregation=aggregation, **options)
+    shares = [
+        replace(
+            whole,
+            rows=take_rows(whole.rows, picked),
+            info=replace(whole.info, micro_batches=(tuple(range(len(picked))),)),
+        )
+        for picked in ([0, 2], [1, 3])
+    ]
+
+    ranks = Ranks(2)
+    engines = [_engine(gather=ranks.gather(rank), **options) for rank in range(2)]
+    olds = [_old(share, engine) for share, engine in zip(shares, engines, strict=True)]
+
+    reports = ranks.run(
+        [
+            partial(engine.update, share, aggregation=aggregation, old=old)
+            for engine, share, old in zip(engines, shares, olds, strict=True)
+        ]
+    )
+
+    gradient = sum(_gradients(engine) for engine in engines)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+    for report in reports:
+        assert report.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
+        assert report.ratio == pytest.approx(expected.ratio, rel=1e-5)
+
+
+def _numbers(mini_batch: PulledMiniBatch, engine: Engine) -> dict[str, np.ndarray]:
+    """Mask, advantages and log-probabilities before an update, float64."""
+    tensors = to_torch(mini_batch)
+    reference, old = (make_engine(make_model(seed=seed)) for seed in (3, 2))
+    assert tensors.logprobs_BR is not None
+    columns = {
+        "mask": tensors.loss_mask_BR,
+        "advantages": tensors.advantages_BR,
+        "behaviour": tensors.logprobs_BR,
+        "current": engine.logprobs(mini_batch)[0],
+        "old": old.logprobs(mini_batch)[0],
+        "reference": reference.logprobs(mini_batch)[0],
+    }
+    return {name: values.double().numpy() for name, values in columns.items()}
+
+
+def test_corrections_multiply_and_drop_tokens_of_shipped_denominators() -> None:
+    options: Any = {
+        "loss": "ppo_clip",
+        "corrections": ["tis:cap=0.8", "icepop:low=0.5,high=0.9"],
+    }
+    mini_batch = make_mini_batch()
+    n = _numbers(mini_batch, _engine(**options))
+    total, kept, weights = 0.0, 0, []
+    for b, t in zip(*np.nonzero(n["mask"]), strict=True):
+        u = math.exp(n["current"][b, t] - n["old"][b, t])
+        w = math.exp(n["old"][b, t] - n["behaviour"][b, t])
+        a = n["advantages"][b, t]
+        loss = -min(u * a, max(0.8, min(1.2, u)) * a)
+        weight = min(w, 0.8) * (w if 0.5 <= w <= 0.9 else 0.0)
+        total += loss * weight
+        kept += weight != 0
+        weights.append(min(w, 0.8))
+
+    shipped, _ = _trained(mini_batch, **options)
+    counted, _ = _trained(mini_batch, **options, denominators="recount")
+
+    assert 0 < kept < 9
+    assert shipped.loss == pytest.approx(total / 9, rel=1e-5)
+    assert counted.loss == pytest.approx(total / kept, rel=1e-5)
+    assert shipped.statistics["weight_tis"] == pytest.approx(np.mean(weights), rel=1e-5)
+    assert shipped.statistics["masked_share_icepop"] == pytest.approx(1 - kept / 9)
+    gaps = np.abs(n["old"] - n["behaviour"])[n["mask"] > 0]
+    assert shipped.statistics["logprob_gap"] == pytest.approx(gaps.mean(), rel=1e-5)
+    assert shipped.statistics["logprob_gap_max"] == pytest.approx(gaps.max(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "aggregation",
+    ["seq_mean_token_sum", "seq_mean_token_mean", "rollout_mean", "prompt_mean"],
+)
+def test_recount_divides_by_the_rows_and_groups_that_remain(aggregation: Any) -> None:
+    # Rows of 3, 1, 3 and 2 trained tokens in two groups: the veto drops rows, IcePop tokens.
+    options: Any = {
+        "loss": "cispo",
+        "corrections": ["icepop:low=0.5,high=0.9", "row_veto:low=0.45"],
+        "denominators": "recount",
+    }
+    mini_batch = make_mini_batch()
+    n = _numbers(mini_batch, _engine(**options))
+    mask = n["mask"] > 0
+    w = np.where(mask, np.exp(n["old"] - n["behaviour"]), 1.0)
+    is_kept = mask & (w >= 0.5) & (w <= 0.9) & (w >= 0.45).all(axis=1, keepdims=True)
+    u = np.clip(np.exp(n["current"] - n["old"]), 0.0, 1.28)
+    losses = np.where(is_kept, -u * n["advantages"] * n["current"] * w, 0.0).sum(axis=1)
+    tokens = is_kept.sum(axis=1)
+    of_group = np.array([tokens[:2].sum()] * 2 + [tokens[2:].sum()] * 2)
+    match aggregation:
+        case "seq_mean_token_sum":
+            expected = losses.sum() / (tokens > 0).sum()
+        case "seq_mean_token_mean" | "rollout_mean":
+            expected = (losses / np.maximum(tokens, 1)).sum() / (tokens > 0).sum()
+        case _:
+            expected = (losses / np.maximum(of_group, 1)).sum() / len({*of_group[of_group > 0]})
+
+    report, _ = _trained(mini_batch, aggregation=aggregation, **options)
+
+    assert 0 < (tokens > 0).sum() < 4
+    assert report.loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_opsm_reads_the_current_policy_before_the_update() -> None:
+    # Rows 1 and 3 have a negative advantage. The limit lies between their moves.
+    mini_batch = make_mini_batch()
+    n = _numbers(mini_batch, _engine())
+    mask = n["mask"] > 0
+    moves = [(n["old"] - n["current"])[row][mask[row]].mean() for row in (1, 3)]
+    dropped = (1, 3)[int(moves[1] > moves[0])]
+
+    report, _ = _trained(
+        mini_batch,
+        corrections=[f"opsm:delta={np.mean(moves)}"],
+        proximal="recompute",
+        denominators="recount",
+    )
+
+    share = mask[dropped].sum() / mask.sum()
+    assert report.statistics["masked_share_opsm"] == pytest.approx(share)
+
+
+def test_dropping_every_token_trains_nothing() -> None:
+    options: Any = {"corrections": ["mis:low=50,high=60"], "denominators": "recount"}
+
+    report, gradient = _trained(make_mini_batch(), aggregation="rollout_mean", **options)
+
+    assert report.loss == 0.0
+    assert (gradient == 0).all()
+    assert report.statistics["masked_share_mis"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "estimate"),
+    [
+        ("k1", lambda x: x),
+        ("k2", lambda x: x**2 / 2),
+        ("k3", lambda x: np.exp(-x) - 1 + x),
+    ],
+)
+def test_kl_in_the_loss_adds_its_mean(name: str, estimate: Callable[[Any], Any]) -> None:
+    mini_batch = make_mini_batch()
+    n = _numbers(mini_batch, _engine())
+    kl = estimate(n["current"] - n["reference"])[n["mask"] > 0].mean()
+    without, _ = _trained(mini_batch)
+
+    report, _ = _trained(mini_batch, kl=f"{name}:coefficient=0.5")
+
+    assert report.statistics["kl_reference"] == pytest.approx(kl, rel=1e-4)
+    assert report.statistics["kl_coefficient"] == 0.5
+    assert report.loss == pytest.approx(without.loss + 0.5 * kl, rel=1e-4)
+
+
+def test_kl_in_the_advantage_is_that_of_the_old_policy() -> None:
+    mini_batch = make_mini_batch()
+    n = _numbers(mini_batch, _engine())
+    mask = n["mask"] > 0
+    kl = (n["behaviour"] - n["reference"])[mask]
+    advantages = n["advantages"][mask] - 0.5 * kl
+    u = np.exp(n["current"] - n["behaviour"])[mask]
+    expected = -np.minimum(u * advantages, np.clip(u, 0.8, 1.2) * advantages).mean()
+
+    report, _ = _trained(mini_batch, loss="ppo_clip", kl="k1:coefficient=0.5,place=advantage")
+
+    assert report.loss == pytest.approx(expected, rel=1e-5)
+    assert report.statistics["kl_reference"] == pytest.approx(kl.mean(), rel=1e-4)
+
+
+def test_entropy_bonus_subtracts_the_mean_entropy() -> None:
+    mini_batch = make_mini_batch()
+    without, _ = _trained(mini_batch)
+
+    report, gradient = _trained(mini_batch, entropy_bonus=0.5)
+
+    entropy = report.statistics["entropy"]
+    assert 4.0 < entropy < math.log(128)
+    assert report.loss == pytest.approx(without.loss - 0.5 * entropy, rel=1e-5)
+    assert not torch.allclose(gradient, _trained(mini_batch)[1])
+
+
+def test_adaptive_coefficient_follows_the_target_and_survives_a_restart() -> None:
+    # Four trajectories of a horizon of eight: the coefficient moves by 10 %.
+    engine = _engine(kl="k3:coefficient=0.5,target=1e-6,horizon=8")
+    before = [
+        engine.update(make_mini_batch(), aggregation="token_mean").statistics["kl_coefficient"]
+        for _ in range(2)
+    ]
+    restored = _engine(kl="k3:coefficient=0.9,target=1e9,horizon=8")
+    fixed = _engine(kl="k3:coefficient=0.9")
+    for other in (restored, fixed):
+        other.load_state_dict(engine.state_dict())
+
+    after = restored.update(make_mini_batch(), aggregation="token_mean")
+
+    assert before == pytest.approx([0.5, 0.55])
+    assert after.statistics["kl_coefficient"] == pytest.approx(0.605)
+    assert restored._objective.kl_coefficient == pytest.approx(0.605 * 0.9)
+    assert fixed._objective.kl_coefficient == 0.9
+
+
+def test_skipped_update_keeps_the_adaptive_coefficient() -> None:
+    engine = _engine(kl="k3:coefficient=0.5,target=1e-6,horizon=8")
+
+    report = engine.update(
+        make_mini_batch(advantages=[math.inf, 1.0, 1.0, 1.0]), aggregation="token_mean"
+    )
+
+    assert not report.is_applied
+    assert engine._objective.kl_coefficient == 0.5
+
+
+def test_kl_without_a_reference_policy_is_refused() -> None:
+    with pytest.raises(InvalidConfigError, match="--kl: there is no reference policy"):
+        make_engine(objective=_objective(kl="k3"))
+
+
+def test_recomputed_logprobs_are_those_before_the_first_update_of_the_step() -> None:
+    engine = _engine(proximal="recompute")
+    first, second = (make_mini_batch(mini_batch=number) for number in range(2))
+    expected = [values.clone() for values in engine.logprobs(second)]
+
+    olds, reports = [], []
+    for mini_batch, old in engine.with_old_logprobs(iter([first, second])):
+        olds.append(old)
+        reports.append(engine.update(mini_batch, aggregation="token_mean", old=old))
+
+    assert torch.equal(olds[1][0], expected[0])
+    assert reports[0].ratio == 1.0
+    assert reports[1].ratio != 1.0
+    assert reports[0].kl > 0  # to the generator, whose numbers differ
+
+
+def test_rollout_objective_pulls_one_mini_batch_at_a_time() -> None:
+    pulled: list[int] = []
+
+    def mini_batches():
+        for number in range(2):
+            pulled.append(number)
+            yield make_mini_batch(mini_batch=number)
+
+    first, old = next(_engine().with_old_logprobs(mini_batches()))
+
+    assert (first.info.mini_batch, old, pulled) == (0, None, [0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "find"),
+    [
+        ("ppo_clip:clip_low=0.3,clip_high=0.1", lambda u: (u < 0.7, u > 1.1)),
+        ("cispo:clip_low=0.3,clip_high=0.1", lambda u: (u < 0.7, u > 1.1)),
+        ("gmpo:clip_low=0.3,clip_high=0.1", lambda u: (np.log(u) < -0.3, np.log(u) > 0.1)),
+        ("sapo", lambda u: (u < 0, u < 0)),
+    ],
+)
+def test_clipped_shares_count_ratios_on_either_side(
+    loss: str, find: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+) -> None:
+    mini_batch = make_mini_batch()
+    n = _numbers(mini_batch, _engine(loss=loss))
+    below, above = find(np.exp(n["current"] - n["behaviour"])[n["mask"] > 0])
+
+    report, _ = _trained(mini_batch, loss=loss)
+
+    assert report.statistics["clipped_low_share"] == pytest.approx(below.mean())
+    assert report.statistics["clipped_high_share"] == pytest.approx(above.mean())
+    assert report.clipped_share == pytest.approx((below | above).mean())

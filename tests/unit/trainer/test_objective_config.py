@@ -1,0 +1,184 @@
+"""Objectives as a user types them: their texts, their defaults, and the refusals."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnstream.errors import InvalidConfigError
+from turnstream_server.trainer import objective_config
+from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.objective import (
+    CORRECTION_FUNCTIONS,
+    KL_FUNCTIONS,
+    LOSS_FUNCTIONS,
+)
+from turnstream_server.trainer.objective_config import (
+    CORRECTIONS,
+    K3,
+    KL_ESTIMATES,
+    LOSSES,
+    Gspo,
+    Mis,
+    ObjectiveConfig,
+    PpoClip,
+    Tis,
+)
+
+
+def test_options_of_an_objective_become_its_settings() -> None:
+    config = ObjectiveConfig.parse(
+        loss="gspo:clip_low=2e-4,clip_high=5e-4",
+        corrections=["tis:cap=2.5", "mis:level=geometric,low=none"],
+        kl="k3:coefficient=0.01,target=0.1",
+        entropy_bonus=0.001,
+        denominators="recount",
+    )
+
+    assert config == ObjectiveConfig(
+        loss=Gspo(clip_low=2e-4, clip_high=5e-4),
+        corrections=(Tis(cap=2.5), Mis(level="geometric")),
+        kl=K3(coefficient=0.01, target=0.1),
+        entropy_bonus=0.001,
+        proximal="recompute",
+        denominators="recount",
+    )
+
+
+def test_default_is_clip_higher_with_the_dual_clip_of_the_rollout_numbers() -> None:
+    default = ObjectiveConfig(loss=PpoClip(clip_low=0.2, clip_high=0.28, dual_clip=3.0))
+
+    assert ObjectiveConfig.parse() == ObjectiveConfig() == default
+    assert TrainerConfig(run="run", folder=Path()).objective == default
+
+
+@pytest.mark.parametrize(
+    ("needing", "proximal"),
+    [
+        ({}, "rollout"),
+        ({"corrections": ["opsm"]}, "rollout"),
+        ({"loss": "dppo"}, "rollout"),
+        ({"loss": "decoupled_ppo"}, "recompute"),
+        ({"corrections": ["opsm", "icepop"]}, "recompute"),
+    ],
+)
+def test_proximal_is_recomputed_where_it_is_needed(needing: Any, proximal: str) -> None:
+    assert ObjectiveConfig.parse(**needing).proximal == proximal
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "gpso"}, "--loss: 'gpso' is not one of ppo_clip, gspo, cispo"),
+        ({"loss": "gspo:clip=1"}, "--loss: gspo: 'clip' is no parameter; parameters: clip_low, c"),
+        ({"loss": "cross_entropy:a=1"}, "--loss: cross_entropy: 'a' is no parameter; .*: none"),
+        ({"loss": "gspo:clip_low=few"}, "--loss: gspo: clip_low='few' is no number"),
+        ({"loss": "gspo:clip_low=none"}, "--loss: gspo: clip_low='none' is no number"),
+        ({"loss": "gspo:clip_low"}, "--loss: gspo: clip_low='' is no number"),
+        ({"loss": "gspo:clip_low=nan"}, "--loss: gspo: clip_low=nan is"),
+        ({"loss": "gspo:clip_low=-1"}, "--loss: gspo: clip_low=-1 is below 0"),
+        ({"loss": "gspo:clip_low=1,clip_low=2"}, "--loss: gspo: clip_low is set twice"),
+        ({"loss": "ppo_clip:dual_clip=1"}, "--loss: ppo_clip: dual_clip=1 is not above 1"),
+        ({"loss": "clip_cov:low=6"}, "--loss: clip_cov: low=6 is above high=5"),
+        ({"loss": "dppo:divergence=js"}, "--loss: dppo: divergence='js' is not one of tv, kl"),
+        ({"corrections": ["is"]}, "--correction: 'is' is not one of tis, icepop, mis"),
+        ({"corrections": ["tis:floor=3"]}, "--correction: tis: floor=3 is above cap=2"),
+        ({"corrections": ["icepop:low=9"]}, "--correction: icepop: low=9 is above high=5"),
+        ({"corrections": ["rescaled"]}, "--correction: rescaled: .* comes last"),
+        ({"corrections": ["rescaled", "tis"]}, "--correction: rescaled: .* comes last"),
+        ({"kl": "k4"}, "--kl: 'k4' is not one of k1, k2, k3"),
+        ({"kl": "k3:target=0"}, "--kl: k3: target=0 is not above 0"),
+        ({"kl": "k3:coefficient=0,target=1"}, "--kl: k3: coefficient=0 cannot adapt"),
+        ({"entropy_bonus": -1.0}, "--entropy-bonus: -1 is not at least 0"),
+        ({"proximal": "old"}, "--proximal: 'old' is not one of rollout, recompute"),
+        ({"corrections": ["tis"], "proximal": "rollout"}, "--proximal: rollout: tis compares"),
+        ({"loss": "decoupled_ppo", "proximal": "rollout"}, "--proximal: rollout: decoupled_ppo"),
+        ({"denominators": "recount"}, "--denominators: recount: no --correction"),
+        ({"denominators": "mean"}, "--denominators: 'mean' is not one of shipped, recount"),
+    ],
+)
+def test_impossible_options_are_refused_with_option_and_value(options: Any, message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=f"^{message}"):
+        ObjectiveConfig.parse(**options)
+
+
+def test_trainer_refuses_a_reference_that_nothing_reads() -> None:
+    with pytest.raises(InvalidConfigError, match="--reference: /base is not read without --kl"):
+        TrainerConfig(run="run", folder=Path(), reference=Path("/base"))
+
+
+ALL = {**LOSSES, **CORRECTIONS, **KL_ESTIMATES}
+FUNCTIONS = {**LOSS_FUNCTIONS, **CORRECTION_FUNCTIONS}
+OF_A_SELECTION = {"clip_cov": {"share", "low", "high"}, "kl_cov": {"share"}}
+
+
+def test_every_name_has_a_function() -> None:
+    assert LOSSES.keys() == LOSS_FUNCTIONS.keys()
+    assert CORRECTIONS.keys() - {"rescaled"} == CORRECTION_FUNCTIONS.keys()
+    assert KL_ESTIMATES.keys() == KL_FUNCTIONS.keys()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_settings_have_the_parameters_and_defaults_of_their_function(name: str) -> None:
+    parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
+    with_default = {
+        e.name: e.default for e in parameters if e.default is not inspect.Parameter.empty
+    }
+    with_default.pop("row_of", None)
+    chosen = OF_A_SELECTION.get(name, set())
+
+    settings = ALL[name]().parameters()
+
+    assert {key: value for key, value in settings.items() if key not in chosen} == with_default
+    assert settings.keys() - with_default.keys() == chosen
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_text_of_settings_is_parsed_to_the_same_settings(name: str) -> None:
+    kind = ALL[name]
+    numbers = {each.name: 1.25 for each in fields(kind) if "float" in str(each.type)}
+    numbers |= {"dual_clip": 3.5} if "dual_clip" in numbers else {}
+    numbers |= {"low": 0.5} if "low" in numbers else {}
+    options = {"--loss": "loss", "--correction": "corrections", "--kl": "kl"}
+    changed = kind(**numbers)
+    text: Any = f"{changed}" if kind.option != "--correction" else [f"{changed}"]
+    if name == "rescaled":
+        text = ["opsm", "rescaled"]
+
+    config = ObjectiveConfig.parse(**{options[kind.option]: text})
+
+    found = {"--loss": config.loss, "--correction": config.corrections[-1:], "--kl": config.kl}
+    expected = (changed,) if kind.option == "--correction" else changed
+    assert found[kind.option] == expected
+    assert str(kind()) == name
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "objectives.md").read_text(encoding="utf-8")
+
+
+def test_page_of_objectives_lists_every_name_with_its_defaults() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*)\|", PAGE, re.MULTILINE)
+    listed = {name: re.findall(r"`([^`]*)`", cell) for name, cell in rows if name in ALL}
+
+    def shown(value: Any) -> str:
+        return "none" if value is None else f"{value:g}" if isinstance(value, float) else value
+
+    written = {
+        name: [f"{key}={shown(value)}" for key, value in kind().parameters().items()]
+        for name, kind in ALL.items()
+    }
+
+    assert listed == written
+
+
+def test_settings_of_an_objective_load_no_torch() -> None:
+    code = f"import sys, {objective_config.__name__}; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
