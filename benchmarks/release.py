@@ -255,7 +255,7 @@ class Bench:
         )
 
     def _create_run(self, client: Any, run: str, *, max_bytes: int) -> None:
-        from turnstream.batching.config import BatchingConfig
+        from turnstream.batching.config import BatchingConfig, GroupFilter
         from turnstream.store.run.runs import create_run
 
         config = BatchingConfig(
@@ -263,7 +263,7 @@ class Bench:
             mini_batch_groups=BATCH_GROUPS,
             max_staleness=MAX_STALENESS,
             retain_checkpoints=RETAIN_CHECKPOINTS,
-            drop_zero_variance=True,
+            group_filters=(GroupFilter(kind="zero_variance"),),
             max_bytes=max_bytes,
         )
         create_run(client, run, config)

@@ -17,7 +17,7 @@ import pytest
 from harness.history import History
 from harness.machine import asleep, is_asleep
 from harness.rig import CONFIG, PATIENCE_S, Rig, config, damage_turn
-from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.batching.merge.plan import Manifest
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys
@@ -30,7 +30,7 @@ from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 
-PLAIN = config(drop_zero_variance=True)
+PLAIN = config(group_filters=(GroupFilter(kind="zero_variance"),))
 REVISED = config(
     estimator="dr_grpo",
     batch_groups=6,

@@ -9,11 +9,12 @@ Hypothesis strategies are in `testkit.strategies`.
 from testkit.batches import extra_column, mini_batch, mini_batch_info, operation_rows, rows
 from testkit.compare import assert_same
 from testkit.letters import ids, mask, spell
-from testkit.plans import config, manifest, sealed, shape, trajectory_plan
+from testkit.plans import ZERO_VARIANCE, config, manifest, sealed, shape, trajectory_plan
 from testkit.turns import group, stored_turn, trajectory, turn
 from testkit.waiting import wait_until, wait_until_async
 
 __all__ = [
+    "ZERO_VARIANCE",
     "assert_same",
     "config",
     "extra_column",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.batching.merge.plan import (
     ASSEMBLY_VERSION,
     GroupPlan,
@@ -22,6 +22,9 @@ from turnstream.types import (
     TurnShape,
     VersionRun,
 )
+
+ZERO_VARIANCE = (GroupFilter(kind="zero_variance"),)
+"""Filters of a run that trains no group of equal rewards."""
 
 
 def config(batch_groups: int = 1, mini_batch_groups: int | None = None) -> BatchingConfig:

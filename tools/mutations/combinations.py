@@ -164,7 +164,7 @@ COMBINATIONS = (
     Mutation(
         "rewards of masked trajectories are left out of none",
         "config/rules.py",
-        'if config.masked_reward != "keep" and not config.mask_truncated:',
+        'if config.masked_reward != "keep" and not masks:',
         "if False:",
         ("test_config",),
     ),

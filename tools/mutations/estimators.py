@@ -124,16 +124,16 @@ ESTIMATORS = (
     ),
     Mutation(
         "a group is decided without its greedy sample",
-        "fold/readiness.py",
-        "if group.has_enough and not group.awaits_greedy(self._config):",
-        "if group.has_enough:",
+        _MEMBERS,
+        "return not is_short and not self.awaits_greedy(config)",
+        "return not is_short",
         ("test_greedy_sample",),
     ),
     Mutation(
         "a group of a greedy sample alone waits for ever",
-        "fold/readiness.py",
-        "if not (group.ended or group.has_enough) or group.pending():",
-        "if not group.ended or group.pending():",
+        _MEMBERS,
+        "return num_known >= self.opened.num_samples and not self.pending()",
+        "return bool(self.ended) and not self.pending()",
         ("test_greedy_sample",),
     ),
     Mutation(
@@ -173,7 +173,7 @@ ESTIMATORS = (
     ),
     Mutation(
         "a greedy sample counts as one that trains",
-        _MEMBERS,
+        "scoring/group_filters.py",
         "(1 if config.has_greedy_sample else 2)",
         "2",
         ("test_greedy_sample",),

@@ -8,8 +8,8 @@ READINESS = (
     Mutation(
         "a group is ready one sample early",
         "fold/members.py",
-        "return len(self.members) >= self.opened.num_needed",
-        "return len(self.members) >= self.opened.num_needed - 1",
+        "is_short = self.is_short or self._num_compared(config) < self.opened.num_needed",
+        "is_short = len(self.members) < self.opened.num_needed - 1",
         ("test_readiness",),
     ),
     Mutation(
@@ -49,10 +49,45 @@ READINESS = (
     ),
     Mutation(
         "groups without signal are dropped unasked",
-        "fold/readiness.py",
-        "if self._config.drop_zero_variance and teaches",
-        "if teaches",
+        "scoring/group_filters.py",
+        "for each in config.group_filters:",
+        'for each in (GroupFilter(kind="zero_variance"),):',
         ("test_readiness",),
+    ),
+    Mutation(
+        "a group with an unknown number is trained",
+        "scoring/group_filters.py",
+        'return f"{each.judged} is missing (sample {member.key.sample})"',
+        "continue",
+        ("test_group_filters",),
+    ),
+    Mutation(
+        "a trajectory with an error is trained",
+        "scoring/filters.py",
+        'if trajectory.status is Status.ERROR and config.error_trajectories == "drop":',
+        "if False:",
+        ("test_masked_members",),
+    ),
+    Mutation(
+        "a masked member decides its group",
+        "fold/members.py",
+        "is_short = self.is_short or self._num_compared(config) < self.opened.num_needed",
+        "is_short = self.is_short",
+        ("test_masked_members",),
+    ),
+    Mutation(
+        "a sealed masked member asks for no lost sample",
+        "fold/readiness.py",
+        "follow = self._decide_if_complete if is_counted else self._continue_without",
+        "follow = self._decide_if_complete",
+        ("test_masked_members",),
+    ),
+    Mutation(
+        "a group of masked members is dropped at its deadline",
+        "fold/readiness.py",
+        'if policy == "train_short" or not group.is_short:',
+        'if policy == "train_short":',
+        ("test_masked_members",),
     ),
     Mutation(
         "a deadline that a refill has moved fires all the same",
@@ -120,8 +155,8 @@ READINESS = (
     Mutation(
         "a dropped group leaves behind what awaits its reward",
         "fold/members.py",
-        "keys = (*(member.key for member in self.ordered), *self.awaiting)",
-        "keys = tuple(member.key for member in self.ordered)",
+        "keys = sorted(each.key for each in self.sealed)",
+        "keys = sorted(each.key for each in self.ordered)",
         ("test_readiness_deadlines", "test_readiness_machine"),
     ),
     Mutation(

@@ -186,14 +186,14 @@ SCORES = (
     ),
     Mutation(
         "a group with one live member is filtered",
-        "fold/members.py",
+        "scoring/group_filters.py",
         "    if num_live < (1 if config.has_greedy_sample else 2):\n",
         "    if False:\n",
         ("test_readiness",),
     ),
     Mutation(
         "a member that the run masks is live",
-        "fold/members.py",
+        "scoring/group_filters.py",
         "return not is_masked(member, config) and any(",
         "return any(",
         ("test_lengths",),

@@ -104,14 +104,14 @@ TURNS = (
     ),
     Mutation(
         "turns that differ are filtered for their equal rewards",
-        "fold/members.py",
+        "scoring/group_filters.py",
         " and not _turns_differ(compared, config)",
         "",
         _BY_TURN,
     ),
     Mutation(
         "turns that weigh nothing keep a group",
-        "fold/members.py",
+        "scoring/group_filters.py",
         " or not config.turn_weight",
         "",
         _BY_TURN,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.proxy import Proxy
-from testkit import group, ids, wait_until_async
+from testkit import ZERO_VARIANCE, group, ids, wait_until_async
 from testkit.scripts import script
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
@@ -214,7 +214,7 @@ async def test_writer_of_a_lost_seal_learns_that_its_trajectory_was_abandoned(
 
 
 async def test_tombstone_says_whether_the_trajectory_was_abandoned(house: Any) -> None:
-    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    run = house.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
     await house.start_batcher(upkeep=SMALL)
 
     await asyncio.to_thread(_seal_two_of_four, house.url, run)

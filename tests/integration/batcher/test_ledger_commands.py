@@ -12,20 +12,22 @@ from typing import Any
 
 import pytest
 
-from testkit import group, ids, trajectory, wait_until, wait_until_async
+from testkit import ZERO_VARIANCE, group, ids, trajectory, wait_until, wait_until_async
+from turnstream.batching.config import GroupFilter
 from turnstream.errors import CorruptRecordError, TurnstreamError
 from turnstream.generator import Publisher
 from turnstream.records.tag_statistics import shown_figures
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.client.trajectory_names import keys_named
-from turnstream.types import GroupOpened, Purpose
+from turnstream.types import GroupOpened, Purpose, Status
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.core.scan import entry_ms, readable_events, server_ms
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.release.compact_records import find_past_step, read_past_batch
 from turnstream_server.jobs.batches import print_batch, read_batch, write_batch
 from turnstream_server.jobs.ledger import print_ledger, read_run_ledger, read_trajectory
+from turnstream_server.jobs.status import read_status
 from turnstream_server.screen import Screen
 
 EQUAL = (trajectory(sample=0), trajectory(sample=1))
@@ -62,7 +64,7 @@ async def abandon(house, run, *reasons):
 
 async def test_ledger_shows_counts_and_reasons(house):
     run, trainer = await house.started(
-        group("a"), group("equal", *EQUAL), group("b"), batch_groups=2, drop_zero_variance=True
+        group("a"), group("equal", *EQUAL), group("b"), batch_groups=2, group_filters=ZERO_VARIANCE
     )
     await trainer.stepped(await trainer.get(1))
 
@@ -71,7 +73,88 @@ async def test_ledger_shows_counts_and_reasons(house):
     states = seen["states"]
     assert (seen["accepted"], seen["stepped"]) == (6, 1)
     assert {name: facts["count"] for name, facts in states.items()} == {"stepped": 4, "filtered": 2}
-    assert states["filtered"]["reasons"] == {"all rewards are equal": 2}
+    assert states["filtered"]["reasons"] == {"all values of the reward are equal": 2}
+
+
+ACCURACY = GroupFilter(kind="mean_range", metric="accuracy", low=0.25, high=0.75)
+
+
+def judged(name, *accuracies):
+    """Return a group with rewards 1, 0, ..., and these accuracies; None for none."""
+    members = [
+        trajectory(
+            sample=sample,
+            reward=float(sample == 0),
+            metrics={} if accuracy is None else {"accuracy": accuracy},
+        )
+        for sample, accuracy in enumerate(accuracies)
+    ]
+    return group(name, *members)
+
+
+@pytest.mark.parametrize("is_compacted", [False, True])
+async def test_filtered_group_keeps_the_metric_the_value_and_the_limit(house, is_compacted: bool):
+    # Groups with different means count together, also after the ledger was folded.
+    run = house.create_run(batch_groups=1, group_filters=(ACCURACY,))
+    upkeep = replace(SMALL, fold_ended=1) if is_compacted else Upkeep()
+    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+    await trainer.start()
+    dropped = judged("low", 0, 0.25), judged("lower", 0, 0), judged("none", None, 0.5)
+    await house.publish(run, *dropped, judged("mid", 0.5, 0.75))
+    (pulled,) = await trainer.get(1)
+    await trainer.stepped((pulled,))
+    names = keys.run_keys(run)
+    if is_compacted:
+        await wait_until_async(lambda: house.client.hlen(names.ended) > 0, describe="the record")
+        await wait_until_async(lambda: house.client.hlen(names.ledger) == 2, describe="the fold")
+
+    seen, low = await ledger(house, run), await history(house, run, "low/1/0")
+    (status,) = await asyncio.to_thread(read_status, house.url, run)
+
+    below = "the mean of metric 'accuracy' is below low=0.25"
+    assert pulled.mini_batch.rows.group_id == ["mid", "mid"]
+    assert (low["state"], low["reason"]) == ("filtered", f"{below} (0.125)")
+    assert seen["states"]["filtered"]["reasons"] == {
+        below: 4,
+        "metric 'accuracy' is missing": 2,
+    }
+    assert status["ledger"]["filtered"] == 6
+    if is_compacted:
+        assert house.client.hget(names.reasons, f"filtered:{below}") == b"4"
+
+
+async def test_error_trajectory_is_excluded_with_its_reason(house):
+    failed = trajectory(sample=2, status=Status.ERROR)
+    members = (trajectory(sample=0), trajectory(sample=1, reward=0.0), failed)
+    run, trainer = await house.started(group("a", *members), batch_groups=1)
+    (pulled,) = await trainer.get(1)
+
+    seen = await history(house, run, "a/2/0")
+
+    assert pulled.mini_batch.rows.trajectory_id == ["a/0/0", "a/1/0"]
+    assert (seen["state"], seen["reason"]) == (
+        "incomplete",
+        "sample 2 ended with status 'error', and error_trajectories='drop'",
+    )
+
+
+@pytest.mark.parametrize("upkeep", [Upkeep(), SMALL])
+async def test_why_counts_no_masked_member_whose_reward_is_left_out(house, upkeep):
+    run = house.create_run(batch_groups=1, mask_truncated=True, masked_reward="leave_out")
+    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+    await trainer.start()
+
+    def send():
+        with Publisher(house.url, run) as publisher, publisher.group("a", 3, num_needed=2) as group:
+            for trajectory, status in zip(group, ("truncated", "completed"), strict=False):
+                trajectory.append([1], [2], policy_version=0)
+                trajectory.seal(reward=1.0, status=status)
+            return read_snapshot(house.client, run)
+
+    seen = await asyncio.to_thread(send)
+
+    assert (seen.num_ready, seen.num_waiting) == (0, 1)
+    assert (seen.groups[0].num_sealed, seen.groups[0].num_needed) == (1, 2)
 
 
 async def test_longest_hanging_trajectory_is_the_oldest_without_its_event(house):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from testkit import group, trajectory, wait_until_async
+from testkit import ZERO_VARIANCE, group, trajectory, wait_until_async
 from turnstream.errors import FencedError, ReleasedError
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
@@ -109,7 +109,7 @@ async def test_leader_with_a_snapshot_continues_the_same_chain(house):
 
 
 async def test_compact_records_still_answer_queries(house, tmp_path):
-    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    run = house.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
     trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
     await house.publish(run, group("equal", *EQUAL), *(group(f"g{i}") for i in range(1, 4)))
     await trainer.start()
@@ -129,8 +129,9 @@ async def test_compact_records_still_answer_queries(house, tmp_path):
     assert batch["manifest_hash"] == first.mini_batch.info.manifest_hash
     assert [each["id"] for each in batch["trajectories"]] == ["g1/0/0", "g1/1/0"]
     assert [trained[fact] for fact in HISTORY_FACTS] == ["committed", "", 1]
-    assert [equal[fact] for fact in HISTORY_FACTS] == [*("filtered", "all rewards are equal", None)]
-    assert ledger["states"]["filtered"]["reasons"] == {"all rewards are equal": 2}
+    reason = "all values of the reward are equal"
+    assert [equal[fact] for fact in HISTORY_FACTS] == ["filtered", f"{reason} (1)", None]
+    assert ledger["states"]["filtered"]["reasons"] == {reason: 2}
     with pytest.raises(ReleasedError, match=r"step 1 is no longer retained: the oldest .* is 3"):
         await asyncio.to_thread(
             lambda: write_batch(house.url, run, 1, tmp_path / "x", dp_rank=0, dp_world_size=1)
@@ -139,7 +140,7 @@ async def test_compact_records_still_answer_queries(house, tmp_path):
 
 @pytest.mark.parametrize("act", ACTS)
 async def test_release_resumes_wherever_a_leader_was_killed(house, start_batcher_process, act):
-    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    run = house.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
     first = await house.start_batcher(lease_s=0.6)
     trainer = house.trainer(first, run)
     for i in range(1, 7):
@@ -262,7 +263,7 @@ async def test_search_that_finds_many_does_not_wait_for_its_rest(house, monkeypa
         return await find_ended(*args, **options)
 
     monkeypatch.setattr(releaser, "find_ended", find_slowly)
-    run = house.create_run(batch_groups=1, drop_zero_variance=True)
+    run = house.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
     await house.start_batcher()
 
     await house.publish(run, group("first", *EQUAL))

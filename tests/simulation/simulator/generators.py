@@ -18,9 +18,10 @@ from turnstream.errors import (
 from turnstream.generator import AsyncPublisher
 from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter
 from turnstream.store.client import keys
-from turnstream.types import TrajectoryKey
+from turnstream.types import Status, TrajectoryKey
 
 REWARDS = (0.0, 0.5, 1.0)
+_STATUSES = (*[Status.COMPLETED] * 8, Status.TRUNCATED, Status.ERROR)
 _RESTRAINT = 0.8
 """Share of useless requests that are left out, because a refusal costs more than most acts."""
 
@@ -260,7 +261,12 @@ class Generator:
         awaits = self._rng.random() < 0.3 and not is_eval  # no run waits for its evaluations
         if awaits:
             history.awaiting.append(TrajectoryKey(*key))
-        await writer.seal(None if awaits else self._rng.choice(REWARDS), awaits_reward=awaits)
+        await writer.seal(
+            None if awaits else self._rng.choice(REWARDS),
+            status=self._rng.choice(_STATUSES),
+            metrics={"score": self._rng.random()},
+            awaits_reward=awaits,
+        )
         history.acknowledged.add(key.trajectory_id)
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from simulator.damage import PutBack, put_back
 from simulator.run_writes import RunWrites, Violations
+from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.readiness import RunFold
-from turnstream.batching.merge.plan import GroupPlan, Manifest, MiniBatchPlan
+from turnstream.batching.merge.plan import GroupPlan, Manifest, MiniBatchPlan, TrajectoryPlan
 from turnstream.batching.planning.plan_batch import event_order, plan_batch
 from turnstream.batching.planning.selection import Selector
 from turnstream.records.events import decode_event
@@ -37,9 +38,13 @@ def _group_holds(writes: RunWrites, manifest: Manifest, group: GroupPlan) -> Vio
     samples = [member.key.sample for member in group.trajectories]
     if len(set(samples)) != len(samples):
         yield f"I4: group {group.group_id} has the samples {samples}"
-    rewards = [member.reward for member in group.trajectories]
+    config = writes.config(manifest.config_revision)
+    compared = [each for each in group.trajectories if not _is_left_out(each, config)]
+    rewards = [member.reward for member in compared]
     for member in group.trajectories:
         name = keys.trajectory_id(member.key)
+        if member.status == "error" and config.error_trajectories == "drop":
+            yield f"I4: {name} ended with an error, and is planned"
         if writes.step_of.setdefault(name, manifest.step) != manifest.step:
             yield f"I2: {name} is in step {writes.step_of[name]} and {manifest.step}"
         attempted = writes.shared.history.sealed_crcs.get(name, set())
@@ -47,9 +52,16 @@ def _group_holds(writes: RunWrites, manifest: Manifest, group: GroupPlan) -> Vio
             yield f"{name} is planned with turns that nobody sealed"
         num_others = len(rewards) - 1
         others = (math.fsum(rewards) - member.reward) / num_others if num_others else member.reward
-        expected = member.reward - others
+        expected = member.reward - others if member in compared else 0.0
         if not math.isclose(member.advantage, expected, abs_tol=1e-6):
             yield f"I4: {name} has the advantage {member.advantage}, not {expected}"
+
+
+def _is_left_out(member: TrajectoryPlan, config: BatchingConfig) -> bool:
+    """Whether the reward of a member is outside the baseline, by its status alone."""
+    masked = {"error"} if config.error_trajectories == "mask" else set[str]()
+    masked |= {"truncated", "aborted"} if config.mask_truncated else set()
+    return config.masked_reward == "leave_out" and member.status in masked
 
 
 def _has_its_config(writes: RunWrites, manifest: Manifest) -> Violations:

@@ -13,7 +13,7 @@ from functools import partial
 
 from simulator.faults import FaultRates
 from simulator.shared_state import SharedState
-from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import InvalidConfigError
 from turnstream.store.run.tasks import Prompt
@@ -25,6 +25,11 @@ _OPTIONAL = {"observer": 0.15, "pauser": 0.1, "reviser": 0.25, "reopener": 0.12}
 """Share of the runs that have these processes."""
 _CHANGES = 0.5
 """Share of the settings that a revision changes."""
+_FILTERS = (
+    *((), (), ()),
+    (GroupFilter(kind="zero_variance"),),
+    (GroupFilter(kind="mean_range", metric="score", low=0.3),),
+)
 _SHORT_PACE = 0.5
 """Leases, deadlines, sleeps and delays of short runs take so much of those of long ones."""
 
@@ -146,6 +151,7 @@ def _config(rng: random.Random, *, most_groups: int, pace: float) -> BatchingCon
 def _any_config(rng: random.Random, *, most_groups: int, pace: float) -> BatchingConfig:
     batch_groups = rng.choice((1, max(1, most_groups // 2), most_groups))
     policy = rng.choice(("drop", "train_short", "refill", "refill"))
+    masks, errors = rng.random() < 0.4, rng.choice(("drop", "drop", "mask", "keep"))
     return BatchingConfig(
         batch_groups=batch_groups,
         mini_batch_groups=rng.choice((1, batch_groups)),
@@ -155,7 +161,10 @@ def _any_config(rng: random.Random, *, most_groups: int, pace: float) -> Batchin
         max_planned_ahead=rng.choice((0, 1)),
         max_age_policy=rng.choice(("keep", "keep", "drop", "mask")),
         selection=rng.choice(("ready_first", "ready_first", "in_order", "oldest_weights")),
-        drop_zero_variance=rng.random() < 0.3,
+        mask_truncated=masks,
+        error_trajectories=errors,
+        masked_reward=rng.choice(("keep", "leave_out")) if masks or errors == "mask" else "keep",
+        group_filters=rng.choice(_FILTERS),
         lease_s=pace * rng.choice((0.6, 1.5, 3.0)),
         takeover_s=pace * rng.choice((0.0, 2.0, 4.0)),
         group_deadline_s=pace * rng.choice((0.0, 2.0, 5.0)),

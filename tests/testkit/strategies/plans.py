@@ -22,12 +22,13 @@ from testkit.strategies.values import (
     texts_by_name,
     versions,
 )
-from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.batching.config.rules import LEAST_GROUP_BYTES
 from turnstream.batching.config.values import (
     MAX_TURN_WEIGHT,
     Aggregation,
     DeadlinePolicy,
+    ErrorTrajectories,
     Estimator,
     MaskedReward,
     MaxAgePolicy,
@@ -186,6 +187,21 @@ def events() -> st.SearchStrategy[Event]:
 
 
 @st.composite
+def group_filters(draw: st.DrawFn) -> GroupFilter:
+    """Any filter: of the reward, a metric or a component."""
+    numbers: dict[str, Any] = draw(
+        st.just({})
+        | st.fixed_dictionaries({"metric": names})
+        | st.fixed_dictionaries({"component": names})
+    )
+    if draw(st.booleans()):
+        return GroupFilter(kind="zero_variance", **numbers)
+    low, high = sorted(draw(st.tuples(st.floats(-9, 9), st.floats(-9, 9))))
+    bounds = draw(st.sampled_from([(low, high), (low, None), (None, high)]))
+    return GroupFilter(kind="mean_range", low=bounds[0], high=bounds[1], **numbers)
+
+
+@st.composite
 def configs(draw: st.DrawFn) -> BatchingConfig:
     """Any configuration that can work."""
     mini_batch_groups = draw(st.integers(1, 8))
@@ -207,6 +223,8 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
     length_reward_weight = draw(st.floats(0, 9)) if takes_penalty else 0.0
     is_free = estimator not in ("gdpo", "reinforce_pp", "reinforce_pp_baseline")
     mask_truncated = bool(overlong_length and not overlong_buffer) or draw(st.booleans())
+    error_trajectories = draw(st.sampled_from(get_args(ErrorTrajectories)))
+    has_masked = mask_truncated or error_trajectories == "mask"
     weights_of_rows: list[RowWeights] = ["per_row"]
     if aggregation.startswith("seq_mean") or aggregation == "constant":
         weights_of_rows.append("per_trajectory")
@@ -237,8 +255,9 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         length_reward_weight=length_reward_weight,
         correct_reward=draw(st.floats(-9, 9)) if length_reward_weight else 1.0,
         mask_truncated=mask_truncated,
-        masked_reward=draw(st.sampled_from(get_args(MaskedReward))) if mask_truncated else "keep",
-        drop_zero_variance=draw(st.booleans()),
+        error_trajectories=error_trajectories,
+        masked_reward=draw(st.sampled_from(get_args(MaskedReward))) if has_masked else "keep",
+        group_filters=tuple(draw(st.lists(group_filters(), max_size=2, unique=True))),
         max_staleness=max_staleness,
         max_open_groups=draw(st.sampled_from([0, 64, 1000])),
         max_age_policy=draw(st.sampled_from(get_args(MaxAgePolicy))) if max_staleness else "keep",

@@ -210,7 +210,7 @@ def test_component_weights_that_do_not_go_with_the_estimator_are_refused(
             "overlong_buffer: 5 is more than overlong_length=4",
         ),
         ({"overlong_length": 4}, "overlong_length: 4 .*does nothing"),
-        ({"masked_reward": "leave_out"}, "masked_reward: .*without mask_truncated does nothing"),
+        ({"masked_reward": "leave_out"}, "masked_reward: .*without mask_truncated and .*nothing"),
         ({**OVERLONG, "estimator": "maxrl"}, "overlong_buffer: 2 .*makes rewards negative"),
         ({**OVERLONG, **GDPO}, "overlong_buffer: 2 .*give the penalty as one of them"),
         *[
@@ -242,6 +242,7 @@ def test_useless_or_contradicting_settings_are_refused(
         {"micro_batch_cost": "quadratic", "cost_per_token": 2, "cost_per_squared_token": 2},
         {"row_weights": "per_trajectory", "aggregation": "seq_mean_token_sum"},
         {"row_weights": "per_trajectory", "aggregation": "constant", "length_constant": 8},
+        {"error_trajectories": "mask", "masked_reward": "leave_out"},
         {"max_open_groups": 1},
         {"max_open_groups": 4, "surplus": "keep"},
         {"max_open_groups": 0, "surplus": "keep"},

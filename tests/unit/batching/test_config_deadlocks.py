@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import config, sealed
+from testkit import ZERO_VARIANCE, config, sealed
 from testkit.folds import abandoned, opened
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import (
@@ -257,7 +257,7 @@ def policies(draw: st.DrawFn) -> BatchingConfig:
         "deadline_policy": deadline_policy,
         "max_refills": 1 if deadline_policy == "refill" else 0,
         "group_deadline_s": 1.0,
-        "drop_zero_variance": True,
+        "group_filters": ZERO_VARIANCE,
     }
     return replace(config(batch_groups), **fields)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from testkit import config, sealed, shape
+from testkit import ZERO_VARIANCE, config, sealed, shape
 from testkit.folds import DEADLINE, abandoned, died, fold, granted, key, opened, samples, seals
 from testkit.planning import plan, ready
 from turnstream.batching.config import BatchingConfig
@@ -147,7 +147,7 @@ def test_one_trained_member_is_enough_for_the_filter_of_equal_rewards(
 ) -> None:
     members = [sealed(sample=sample, reward=reward) for sample, reward in enumerate(rewards)]
 
-    folded, _ = fold([opened(), *members], replace(REMAX, drop_zero_variance=True))
+    folded, _ = fold([opened(), *members], replace(REMAX, group_filters=ZERO_VARIANCE))
 
     assert folded.num_ready == num_ready
 

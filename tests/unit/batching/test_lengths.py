@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from testkit import config, sealed, shape
+from testkit import ZERO_VARIANCE, config, sealed, shape
 from testkit.folds import fold, key, opened, samples, seals
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.scoring.filters import is_compared, is_masked, length_problem
+from turnstream.batching.scoring.rewards import planned_reward
 from turnstream.types import Status, TrajectoryState
 
 LONG = [shape(2, 3), shape(9, 1, parent=0, shared=5)]
@@ -103,19 +104,22 @@ def test_a_group_with_fewer_than_two_rewards_left_to_compare_is_incomplete() -> 
 def test_zero_variance_is_that_of_compared_rewards_with_two_live_members(
     masked_reward: Any, rewards: tuple[float, ...], cut_off: int, num_ready: int
 ) -> None:
-    of = replace(MASKING, masked_reward=masked_reward, drop_zero_variance=True)
+    of = replace(MASKING, masked_reward=masked_reward, group_filters=ZERO_VARIANCE)
 
     decided, _ = folded(of, *rewards, cut_off=cut_off)
 
     assert decided.num_ready == num_ready
 
 
-def test_rewards_that_differ_by_the_penalty_alone_are_some_variance() -> None:
-    of = replace(config(), drop_zero_variance=True, overlong_length=4, overlong_buffer=2)
+def test_rewards_that_differ_by_the_penalty_alone_are_filtered() -> None:
+    # The filter judges the raw reward: the penalty alone teaches nothing about the task.
+    of = replace(config(), group_filters=ZERO_VARIANCE, overlong_length=4, overlong_buffer=2)
 
-    decided, _ = fold([opened(), *seals(0), sealed(sample=1, turns=[shape(2, 2)])], of)
+    members = [sealed(sample=0), sealed(sample=1, turns=[shape(2, 2)])]
+    decided, (drop,) = fold([opened(), *members], of)
 
-    assert decided.num_ready == 1
+    assert len({planned_reward(member, of) for member in members}) == 2
+    assert (decided.num_ready, drop.reason) == (0, "all values of the reward are equal (1)")
 
 
 def test_group_continues_without_its_overlong_member() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from testkit import config, sealed, shape
+from testkit import ZERO_VARIANCE, config, sealed, shape
 from testkit.folds import abandoned, apply, died, fold, key, opened, samples, seals
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.readiness import RunFold
@@ -22,7 +22,7 @@ from turnstream.types import (
 )
 
 CONFIG = config()
-FILTER = replace(CONFIG, drop_zero_variance=True)
+FILTER = replace(CONFIG, group_filters=ZERO_VARIANCE)
 GDPO = replace(CONFIG, estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
 INCOMPLETE, FILTERED = TrajectoryState.INCOMPLETE, TrajectoryState.FILTERED
 SURPLUS = TrajectoryState.SURPLUS
@@ -140,7 +140,7 @@ def test_equal_rewards_are_filtered_if_configured() -> None:
     single, _ = fold([opened(1), *seals(0)], FILTER)
 
     assert (folded.num_ready, kept.num_ready, single.num_ready) == (0, 1, 1)
-    assert (drop.state, drop.reason) == (FILTERED, "all rewards are equal")
+    assert (drop.state, drop.reason) == (FILTERED, "all values of the reward are equal (1)")
     assert drop.keys == (key(0), key(1))
 
 
@@ -173,7 +173,8 @@ def test_components_are_filtered_only_where_all_of_them_are_equal() -> None:
     same = [of_components(sample, group_id="g1", a=1.0, b=0.0) for sample in (0, 1)]
 
     folded, (drop,) = fold(
-        [opened(), *differ, opened(group_id="g1"), *same], replace(GDPO, drop_zero_variance=True)
+        [opened(), *differ, opened(group_id="g1"), *same],
+        replace(GDPO, group_filters=ZERO_VARIANCE),
     )
 
     assert [group.group_id for group in folded.ready] == ["g0"]

@@ -21,9 +21,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from testkit import config, sealed
+from testkit import ZERO_VARIANCE, config, sealed
 from testkit.folds import abandoned, died, opened, restored
-from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.batching.fold.decisions import (
     Decision,
     GroupCut,
@@ -32,10 +32,35 @@ from turnstream.batching.fold.decisions import (
     RefillWanted,
 )
 from turnstream.batching.fold.readiness import RunFold
-from turnstream.types import DeadlineFired, Event, RefillGranted, RewardPosted, TrajectoryKey
+from turnstream.types import (
+    DeadlineFired,
+    Event,
+    RefillGranted,
+    RewardPosted,
+    Status,
+    TrajectoryKey,
+)
 
 some = st.integers(0, 10**6)
 """Choice among any number of things."""
+
+filters_of_runs = st.sampled_from(
+    [(), ZERO_VARIANCE, (GroupFilter(kind="mean_range", metric="m", low=0.5),)]
+)
+masking_of_runs: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+    [
+        {},
+        {"error_trajectories": "keep"},
+        {"error_trajectories": "mask", "masked_reward": "leave_out"},
+        {"mask_truncated": True, "masked_reward": "leave_out"},
+        {"mask_truncated": True, "masked_reward": "keep"},
+    ]
+)
+_UNMASKED: dict[str, Any] = {
+    "error_trajectories": "drop",
+    "mask_truncated": False,
+    "masked_reward": "keep",
+}
 
 
 def is_event(entry: Event | BatchingConfig | frozenset[str]) -> TypeGuard[Event]:
@@ -62,7 +87,8 @@ class _History(RuleBasedStateMachine):
         policy=st.sampled_from(["drop", "train_short", "refill"]),
         fallback=st.sampled_from(["drop", "train_short"]),
         surplus=st.sampled_from(["drop", "keep"]),
-        filters=st.booleans(),
+        filters=filters_of_runs,
+        masking=masking_of_runs,
         most_open=st.sampled_from([0, 3]),
         estimator=st.sampled_from(["grpo", "remax"]),
     )
@@ -71,7 +97,8 @@ class _History(RuleBasedStateMachine):
         policy: Any,
         fallback: Any,
         surplus: Any,
-        filters: bool,
+        filters: Any,
+        masking: Any,
         most_open: int,
         estimator: Any,
     ) -> None:
@@ -81,11 +108,12 @@ class _History(RuleBasedStateMachine):
             refill_fallback=fallback,
             max_refills=3 if policy == "refill" else 0,
             surplus=surplus,
-            drop_zero_variance=filters,
+            group_filters=filters,
             max_open_groups=most_open,
             estimator=estimator,
             group_deadline_s=1,
             reward_deadline_s=1,
+            **masking,
         )
         self.first_config = self.config
         self.fold = RunFold(self.config)
@@ -174,18 +202,25 @@ class _History(RuleBasedStateMachine):
         self.ledger[key] = "open"
 
     @precondition(lambda self: self.has("open"))
-    @rule(number=some, reward=st.sampled_from([0.0, 1.0, None]))
-    def seal(self, number: int, reward: float | None) -> None:
+    @rule(
+        number=some,
+        reward=st.sampled_from([0.0, 1.0, None]),
+        status=st.sampled_from(Status),
+        metrics=st.sampled_from([{}, {"m": 0.0}, {"m": 1.0}]),
+    )
+    def seal(self, number: int, reward: float | None, status: Status, metrics: Any) -> None:
         key = self.pick(number, "open")
         self.ledger[key] = "sealed"
-        self.post(sealed(*key[:1], sample=key.sample, attempt=key.attempt, reward=reward))
+        attempt: Any = {"sample": key.sample, "attempt": key.attempt}
+        self.post(sealed(key.group_id, **attempt, reward=reward, status=status, metrics=metrics))
 
     @precondition(lambda self: self.has("open"))
-    @rule(number=some)
-    def seal_without_reward(self, number: int) -> None:
+    @rule(number=some, status=st.sampled_from(Status))
+    def seal_without_reward(self, number: int, status: Status) -> None:
         key = self.pick(number, "open")
         self.ledger[key] = "awaiting"
-        event = sealed(key.group_id, sample=key.sample, attempt=key.attempt, reward=None)
+        attempt: Any = {"sample": key.sample, "attempt": key.attempt}
+        event = sealed(key.group_id, **attempt, reward=None, status=status)
         self.post(replace(event, awaits_reward=True))
 
     @precondition(lambda self: self.has("awaiting"))
@@ -241,21 +276,29 @@ class _History(RuleBasedStateMachine):
 
     @rule(
         surplus=st.sampled_from(["drop", "keep"]),
-        filters=st.booleans(),
+        filters=filters_of_runs,
+        masking=masking_of_runs,
         source=st.sampled_from(["outcome", "sum_of_turns"]),
         most_open=st.sampled_from([0, 3]),
         estimator=st.sampled_from(["grpo", "remax"]),
     )
     def revise(
-        self, surplus: Any, filters: bool, source: Any, most_open: int, estimator: Any
+        self,
+        surplus: Any,
+        filters: Any,
+        masking: Any,
+        source: Any,
+        most_open: int,
+        estimator: Any,
     ) -> None:
         self.config = replace(
             self.config,
             surplus=surplus,
-            drop_zero_variance=filters,
+            group_filters=filters,
             reward_source=source,
             max_open_groups=most_open,
             estimator=estimator,
+            **{**_UNMASKED, **masking},
         )
         self.log.append(self.config)
         self.carry_out(self.fold.revise(f"{len(self.log)}-0", self.config))

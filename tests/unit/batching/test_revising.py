@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testkit import config, sealed, shape
+from testkit import ZERO_VARIANCE, config, sealed, shape
 from testkit.folds import apply, fold, key, opened, seals
 from turnstream.batching.config.rules import FIXED, changed_settings, check_revision
 from turnstream.batching.fold.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
@@ -66,7 +66,7 @@ def test_decided_group_stays_if_the_new_config_can_train_it() -> None:
     # All rewards are equal: a group that is decided from now on would be filtered.
     folded, _ = fold([opened(), *seals(0, 1), opened(group_id="later")])
 
-    at_once = folded.revise("5-0", replace(config(), drop_zero_variance=True))
+    at_once = folded.revise("5-0", replace(config(), group_filters=ZERO_VARIANCE))
     later = apply(folded, *seals(0, 1, group_id="later"), first=6)
 
     assert at_once == []

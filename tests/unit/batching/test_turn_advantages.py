@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from testkit import config, sealed, shape, turn
+from testkit import ZERO_VARIANCE, config, sealed, shape, turn
 from testkit.planning import Payload, plan, stored_group
 from testkit.shares import budgeted_passes, rank_share
 from testkit.strategies import chains, trees
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import ReadyGroup
-from turnstream.batching.fold.members import problem_of, teaches_nothing
+from turnstream.batching.fold.members import problem_of
 from turnstream.batching.layouts.jagged import jagged
 from turnstream.batching.layouts.packed import packed
 from turnstream.batching.layouts.padded import left_padded, right_padded
@@ -26,6 +26,7 @@ from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.merge.storing import anchor_hash, store_turns
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.assemble import assemble_rows, take_rows
+from turnstream.batching.scoring.group_filters import filter_reason
 from turnstream.errors import InvalidTurnError
 from turnstream.types import Rows, SealedTrajectory, Status, Turn, VersionRun
 
@@ -172,10 +173,11 @@ def test_turn_with_a_reward_beyond_float32_is_no_member() -> None:
 def test_equal_rewards_teach_where_turns_of_one_state_differ(
     changes: Any, is_filtered: bool
 ) -> None:
+    of = replace(GIGPO, group_filters=ZERO_VARIANCE, **changes)
     long = sealed(turns=[shape()] * 3, anchors=[1, 2, 3])
     short = sealed(sample=1, turns=[shape()] * 2, anchors=[1, 4])
 
-    assert teaches_nothing([long, short], replace(GIGPO, **changes)) == is_filtered
+    assert bool(filter_reason([long, short], of)) == is_filtered
 
 
 SMALL = st.integers(-4, 4).map(float)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from testkit import config, manifest, sealed, trajectory_plan
+from testkit import ZERO_VARIANCE, config, manifest, sealed, trajectory_plan
 from testkit.folds import apply, awaiting, died, fold, key, opened, posted, restored, samples
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import GroupDropped
@@ -127,7 +127,7 @@ def test_group_with_nothing_left_to_compare_is_dropped(left: list[int]) -> None:
 
 
 def test_group_whose_rewards_are_equal_without_its_dead_is_filtered() -> None:
-    folded = planned_fold("a", "b", of=replace(CONFIG, drop_zero_variance=True))
+    folded = planned_fold("a", "b", of=replace(CONFIG, group_filters=ZERO_VARIANCE))
 
     (dropped,) = withdraw(folded, a=[1, 2], b=ALL)
 

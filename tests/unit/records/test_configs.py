@@ -35,7 +35,7 @@ def test_decoded_config_is_the_encoded_one(value: BatchingConfig):
 
 
 def test_missing_settings_have_defaults():
-    stored = '{"format": 2, "batch_groups": 1, "mini_batch_groups": 1}'
+    stored = '{"format": 3, "batch_groups": 1, "mini_batch_groups": 1}'
 
     assert decode_config(stored) == config()
 
@@ -43,10 +43,11 @@ def test_missing_settings_have_defaults():
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"format": 3}, r"format 3; this one reads up to 2"),
+        ({"format": 4}, r"format 4; this one reads up to 3"),
         # A setting that is ignored trains other batches than the release that wrote it.
         ({"mood": [1, 2]}, ", with the setting 'mood'"),
         ({"extra_columns": [{"mood": 1}]}, "the field of an extra column 'mood'"),
+        ({"group_filters": [{"mood": 1}]}, "the field of a group filter 'mood'"),
     ],
 )
 def test_config_of_a_newer_release_is_refused(changes: dict[str, Any], problem: str):
@@ -54,14 +55,14 @@ def test_config_of_a_newer_release_is_refused(changes: dict[str, Any], problem: 
         decode_config(edited(**changes), run="maze")
 
 
-@pytest.mark.parametrize("older", [0, 1])
+@pytest.mark.parametrize("older", [0, 1, 2])
 def test_format_of_an_older_release_is_refused_with_a_remedy(older: int):
     with pytest.raises(UnknownFormatError) as caught:
         decode_config(edited(format=older), run="maze")
 
     assert str(caught.value) == (
         f"run 'maze' was written by an older release of Turnstream (format {older}; this one reads "
-        "format 2): finish the run with that release, or remove it with `turnstream run delete`"
+        "format 3): finish the run with that release, or remove it with `turnstream run delete`"
     )
 
 
@@ -82,6 +83,9 @@ def test_other_texts_are_refused_as_configs(text: str | bytes):
         ("estimator", ["grpo"]),
         ("component_weights", [[["format"], 1.0]]),
         ("max_staleness", None),
+        ("group_filters", {"kind": "zero_variance"}),
+        ("group_filters", [{"metric": "accuracy"}]),
+        ("group_filters", [{"kind": "mean_range", "low": "0.2"}]),
     ],
 )
 def test_wrong_value_is_refused_by_the_name_of_its_field(field: str, value: object):
@@ -93,7 +97,7 @@ def test_wrong_value_is_refused_by_the_name_of_its_field(field: str, value: obje
 
 def test_missing_field_is_refused_with_its_field():
     with pytest.raises(InvalidConfigError, match="mini_batch_groups: is missing"):
-        decode_config('{"format": 2, "batch_groups": 1}')
+        decode_config('{"format": 3, "batch_groups": 1}')
 
 
 @given(

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from testkit import assert_same, config, manifest, mini_batch_info, rows, sealed, shape, stored_turn
+from turnstream.batching.config import GroupFilter
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.scoring.tag_statistics import sum_up
+from turnstream.errors import UnknownFormatError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.records.configs import decode_config
 from turnstream.records.events import decode_event, encode_event
@@ -220,12 +222,29 @@ def test_event_has_the_bytes_of_format_0(name: str):
     assert decode_event(record) == EVENTS[name]
 
 
-def test_stored_config_of_format_2_is_read():
-    stored = (GOLDEN / "config_2.json").read_text()
+def test_stored_config_of_format_3_is_read():
+    stored = (GOLDEN / "config_3.json").read_text()
 
     decoded = decode_config(stored)
 
-    assert decoded == replace(config(batch_groups=8, mini_batch_groups=4), estimator="rloo")
+    assert decoded == replace(
+        config(batch_groups=8, mini_batch_groups=4),
+        estimator="rloo",
+        error_trajectories="mask",
+        masked_reward="leave_out",
+        group_filters=(
+            GroupFilter(kind="zero_variance"),
+            GroupFilter(kind="mean_range", metric="accuracy", low=0.25),
+        ),
+    )
+
+
+def test_stored_config_of_format_2_is_refused_with_both_formats():
+    # It has drop_zero_variance, and trajectories with an error were trained.
+    stored = (GOLDEN / "config_2.json").read_text()
+
+    with pytest.raises(UnknownFormatError, match="format 2; this one reads format 3"):
+        decode_config(stored)
 
 
 def test_stored_mini_batch_of_format_0_is_read():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ _FOLLOW_FROM_THE_FRONTIER = (
     TrajectoryState.STEPPED,
     TrajectoryState.COMMITTED,
 )
+_VALUE: Final = re.compile(r" \([^()]*\)$")
+"""The value at the end of a reason; fold_ended.lua has the same pattern."""
+
 _COUNTS = (*TrajectoryState, "accepted", "late_rewards")
 
 
@@ -210,13 +214,24 @@ def _read_entries(
             state, rest = parse_entry(value, frontier)
         held_bytes[state] += held.get(trajectory_id, 0)
         if state in STATES_WITH_REASON:
-            reasons[state][rest] += 1
+            reasons[state][counted_reason(state, rest)] += 1
     for end, number in past_reasons(client, run):
         name, _, reason = end.partition(":")
         with reading(names.reasons, end):
             state = TrajectoryState(name)
         reasons[state][reason] += number
     return reasons, held_bytes
+
+
+def counted_reason(state: TrajectoryState, reason: str) -> str:
+    """Return the reason by which trajectories are counted.
+
+    Reasons of group filters end with the judged value. Groups with different values count together.
+
+    >>> counted_reason(TrajectoryState.FILTERED, "the mean of the reward is below low=0.2 (0.125)")
+    'the mean of the reward is below low=0.2'
+    """
+    return _VALUE.sub("", reason) if state is TrajectoryState.FILTERED else reason
 
 
 def _held(key: str, name: str, value: bytes) -> int:

@@ -9,6 +9,9 @@ from typing import Any, Final, NamedTuple
 
 import redis
 
+from turnstream.batching.config import BatchingConfig
+from turnstream.batching.fold.members import GroupMembers
+from turnstream.batching.scoring.filters import is_compared
 from turnstream.errors import RecordError
 from turnstream.records.snapshots import decode_snapshot
 from turnstream.store.client import keys
@@ -29,7 +32,12 @@ from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, Traje
 from turnstream_server.bus.admin.dead_letters import read_kept
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.bus.core.scan import PAGE, entry_ms, hash_fields, readable_events, server_ms
-from turnstream_server.bus.queries.ledger import STATES_WITH_REASON, TOP_REASONS, parse_entry
+from turnstream_server.bus.queries.ledger import (
+    STATES_WITH_REASON,
+    TOP_REASONS,
+    counted_reason,
+    parse_entry,
+)
 from turnstream_server.bus.release.compact_records import past_reasons
 from turnstream_server.bus.sessions.observers import read_observers
 
@@ -53,10 +61,12 @@ def read_snapshot(client: redis.Redis, run: str) -> WaitSnapshot:
     frontier = read_frontier(client, run)
     groups = _read_groups(client, names)
     untrained = _scan_ledger(client, names, frontier, groups)
+    snapshot = parse_waits(run, run_command(client, waits_command(run)))
+    if snapshot.config.masked_reward == "leave_out":
+        _leave_out_masked(client, run, snapshot.config, groups)
     for end, number in past_reasons(client, run):
         if not end.startswith(_WITHOUT_SIGNAL):
             untrained[end.replace(":", ": ", 1)] += number
-    snapshot = parse_waits(run, run_command(client, waits_command(run)))
     waiting = {name: group for name, group in groups.items() if not group.is_ready}
     times = _read_times(client, run, groups=groups, waiting=waiting)
     oldest = sorted(waiting, key=lambda name: (times.since_ms.get(name, 0), name))[:MAX_NAMED]
@@ -142,8 +152,19 @@ def _scan_ledger(
             groups[key.group_id].note(key, state, rest)
         end = f"{state}:{rest}"
         if state in STATES_WITH_REASON and not end.startswith(_WITHOUT_SIGNAL):
-            untrained[end.replace(":", ": ", 1)] += 1
+            untrained[f"{state}: {counted_reason(state, rest)}"] += 1
     return untrained
+
+
+def _leave_out_masked(
+    client: redis.Redis, run: str, config: BatchingConfig, groups: Mapping[str, _Group]
+) -> None:
+    """Remove masked samples from the sealed ones: their groups wait for others."""
+    known = [m for group in _groups_in_snapshot(client, run).values() for m in group.ordered]
+    events = [each for _, each in readable_events(client, run)]
+    for sealed in (*known, *(each for each in events if isinstance(each, SealedTrajectory))):
+        if sealed.key.group_id in groups and not is_compared(sealed, config):
+            groups[sealed.key.group_id].sealed.discard(sealed.key.sample)
 
 
 def _unseen_by(client: redis.Redis, run: str, frontier: Frontier) -> str:
@@ -221,13 +242,18 @@ def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str | Trajectory
 
     A group whose plan was withdrawn has no time there, and a damaged snapshot has none.
     """
+    groups = _groups_in_snapshot(client, run)
+    return {name: ms for name, group in groups.items() if (ms := entry_ms(group.opened_by))}
+
+
+def _groups_in_snapshot(client: redis.Redis, run: str) -> dict[str, GroupMembers]:
+    """Return the open and ready groups of the planner's snapshot; none of a damaged one."""
     with translating():
         record: Any = client.hget(keys.run_keys(run).snapshot, "record")
     try:
-        groups = {} if record is None else decode_snapshot(record).fold.groups
+        return {} if record is None else decode_snapshot(record).fold.groups
     except RecordError:
         return {}
-    return {name: ms for name, group in groups.items() if (ms := entry_ms(group.opened_by))}
 
 
 def _group_deadline(group_id: str) -> str:

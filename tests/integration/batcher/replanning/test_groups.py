@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import cast
 
-from testkit import group, trajectory, turn, wait_until_async
+from testkit import ZERO_VARIANCE, group, trajectory, turn, wait_until_async
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.run.configs import read_revisions, revise_config
@@ -133,7 +133,7 @@ async def test_steps_of_two_configs_are_planned_again_by_the_later_one(house, re
 async def test_config_from_before_the_damaged_step_stays_in_force(house, replan, of_3):
     run = house.create_run(batch_groups=1)
     before = read_revisions(house.client, run).last.config
-    revise_config(house.client, run, replace(before, drop_zero_variance=True), from_step=2)
+    revise_config(house.client, run, replace(before, group_filters=ZERO_VARIANCE), from_step=2)
     trainer = house.trainer(await house.start_batcher(), run)
     await house.publish(run, group("g0"), group("g1"), of_3("g2"))
     await trainer.start("a")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from testkit import group, trajectory, turn, wait_until_async
+from testkit import ZERO_VARIANCE, group, trajectory, turn, wait_until_async
 from turnstream.errors import ConflictError, EndOfRunError
 from turnstream.store.client import keys
 from turnstream.store.run.runs import pause_run, resume_run
@@ -19,7 +19,7 @@ async def test_leader_that_starts_after_the_withdrawal_makes_the_same_plans(
 ):
     # One leader continues. The other stops right after the withdrawal, while the run is paused.
     runs = [
-        house.create_run(batch_groups=2, selection=selection, drop_zero_variance=True)
+        house.create_run(batch_groups=2, selection=selection, group_filters=ZERO_VARIANCE)
         for _ in range(2)
     ]
     first = await house.start_batcher(lease_s=0.5)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import MISSING, asdict, fields
 from functools import lru_cache
 from typing import Any, Final, cast
 
-from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.errors import InvalidConfigError, UnknownFormatError
 from turnstream.records.framing import check_format
 from turnstream.records.values import reading
 from turnstream.types import DeclaredColumn
 
-RUN_FORMAT: Final = 2
+RUN_FORMAT: Final = 3
 """Format of all stored state of a run, written into each of its configurations.
 
 It grows with every change of stored state that an older release would misread. A process that opens
@@ -49,14 +49,22 @@ def decode_config(text: str | bytes, *, run: str = "") -> BatchingConfig:
             known[field.name] = stored[field.name]
         elif field.default is MISSING:
             raise InvalidConfigError(field.name, "is missing")
-    declared = known.get("extra_columns")
-    if isinstance(declared, list):  # BatchingConfig refuses anything else
-        for each in cast("list[Any]", declared):
-            _check_names(name, "field of an extra column", each, _names_of(DeclaredColumn))
+    for setting, (what, kind) in _OBJECTS.items():
+        given = known.get(setting)
+        if isinstance(given, list):  # BatchingConfig refuses anything else
+            for each in cast("list[Any]", given):
+                _check_names(name, f"field of {what}", each, _names_of(kind))
     return BatchingConfig(**known)
 
 
-def _names_of(kind: type[BatchingConfig | DeclaredColumn]) -> set[str]:
+_OBJECTS: Final[Mapping[str, tuple[str, type[DeclaredColumn | GroupFilter]]]] = {
+    "extra_columns": ("an extra column", DeclaredColumn),
+    "group_filters": ("a group filter", GroupFilter),
+}
+"""Settings that are lists of objects: the word for one of them, and its type."""
+
+
+def _names_of(kind: type[BatchingConfig | DeclaredColumn | GroupFilter]) -> set[str]:
     return {field.name for field in fields(kind)}
 
 

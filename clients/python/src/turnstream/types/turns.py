@@ -26,7 +26,11 @@ NO_PARENT = -1
 
 
 class Status(StrEnum):
-    """The generator's status of a finished episode."""
+    """The generator's status of a finished episode.
+
+    A run masks or trains TRUNCATED and ABORTED by `mask_truncated`, and ERROR by
+    `error_trajectories`.
+    """
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"

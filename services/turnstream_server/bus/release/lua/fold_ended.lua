@@ -64,6 +64,8 @@ local COUNTERS = {{REASONS}}
 
 -- 2. Write.
 for reason, number in pairs(numbers) do
+  -- Filtered groups with different values count together: see counted_reason in ledger.py.
+  reason = string.match(reason, '^(filtered:.*) %([^()]*%)$') or reason
   if redis.call('HEXISTS', REASONS, reason) == 0
     and redis.call('HLEN', REASONS) >= MOST_REASONS then
     reason = string.match(reason, '^[^:]*') .. ':another reason'

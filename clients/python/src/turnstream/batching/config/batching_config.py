@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import get_type_hints
 
 from turnstream.batching.config.declarations import checked_declarations
+from turnstream.batching.config.group_filter import GroupFilter, checked_filters
 from turnstream.batching.config.rules import UNPLANNABLE_ESTIMATORS, config_problems
 from turnstream.batching.config.values import (
     Aggregation,
@@ -13,6 +14,7 @@ from turnstream.batching.config.values import (
     Count,
     DeadlinePolicy,
     Discount,
+    ErrorTrajectories,
     Estimator,
     GroupSize,
     LeaseTime,
@@ -77,10 +79,16 @@ class BatchingConfig:
             and an incorrect one has at most 0 (arXiv:2501.12599). 0 means none.
         correct_reward: reward from which on a response is correct, before any penalty.
         mask_truncated: trajectories that were truncated or aborted, or are longer than
-            `overlong_length`, are in the batch with no token trained, outside every denominator.
-        masked_reward: whether the reward of such a trajectory is compared with the others of its
-            group: "keep", or "leave_out", and then a group needs two others to be trained.
-        drop_zero_variance: groups whose rewards are all equal are filtered, not trained.
+            `overlong_length`, are masked: in the batch with no token trained, outside every
+            denominator.
+        error_trajectories: rule for trajectories with status "error". "drop": they are no members
+            of their group, as if they had no reward. "mask": they are masked. "keep": they are
+            trained.
+        masked_reward: whether the reward of a masked trajectory is compared with the others of its
+            group. "keep" compares it. "leave_out" does not: a group needs two others to be trained,
+            and it waits for `num_needed` others while more samples may come.
+        group_filters: rules by which complete groups are filtered, not trained (GroupFilter). The
+            first rule that holds gives the reason.
         max_staleness: steps a group may lag behind the weights it trains; bounds admission.
         max_open_groups: limit of groups in flight, neither decided nor planned; bounds admission
             too. 0 means no limit.
@@ -165,8 +173,9 @@ class BatchingConfig:
     length_reward_weight: LengthWeight = 0.0
     correct_reward: RewardBound = 1.0
     mask_truncated: bool = False
+    error_trajectories: ErrorTrajectories = "drop"
     masked_reward: MaskedReward = "keep"
-    drop_zero_variance: bool = False
+    group_filters: tuple[GroupFilter, ...] = ()
     max_staleness: Count = 1
     max_open_groups: Count = 0
     max_samples: GroupSize = 1024
@@ -207,6 +216,7 @@ class BatchingConfig:
             for name, hint in _HINTS.items()
         }
         stored["component_weights"] = checked_weights(self.component_weights)
+        stored["group_filters"] = checked_filters(self.group_filters)
         stored["extra_columns"] = checked_declarations(self.extra_columns, merge=self.merge)
         for name, value in stored.items():
             object.__setattr__(self, name, value)

@@ -203,9 +203,12 @@ def _length_problems(config: BatchingConfig) -> Iterator[Problem]:
             "overlong_length",
             f"{length} without overlong_buffer and mask_truncated does nothing",
         )
-    if config.masked_reward != "keep" and not config.mask_truncated:
+    masks = config.mask_truncated or config.error_trajectories == "mask"
+    if config.masked_reward != "keep" and not masks:
         yield Problem(
-            "masked_reward", f"{config.masked_reward!r} without mask_truncated does nothing"
+            "masked_reward",
+            f"{config.masked_reward!r} without mask_truncated and error_trajectories='mask' does "
+            "nothing",
         )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.values import GREEDY_SAMPLE
@@ -19,16 +17,13 @@ from turnstream.batching.fold.decisions import (
     surplus_member,
 )
 from turnstream.batching.fold.evals import EvalResults
-from turnstream.batching.scoring.advantages import gigpo
 from turnstream.batching.scoring.filters import (
-    ZERO_VARIANCE_TOLERANCE,
-    has_zero_variance,
     is_compared,
     is_greedy,
-    is_masked,
     length_problem,
+    status_problem,
 )
-from turnstream.batching.scoring.rewards import planned_reward, planned_turn_rewards, reward_problem
+from turnstream.batching.scoring.rewards import reward_problem
 from turnstream.types import (
     GroupOpened,
     Leftover,
@@ -78,9 +73,27 @@ class GroupMembers:
         return self.opened.purpose is Purpose.EVAL
 
     @property
-    def has_enough(self) -> bool:
-        """Whether it has as many members as decide it."""
-        return len(self.members) >= self.opened.num_needed
+    def is_short(self) -> bool:
+        """Whether it has fewer members than it needs."""
+        return len(self.members) < self.opened.num_needed
+
+    def has_enough(self, config: BatchingConfig) -> bool:
+        """Return whether as many members as it needs are compared: these decide it.
+
+        With a greedy sample, it is one of them.
+        """
+        is_short = self.is_short or self._num_compared(config) < self.opened.num_needed
+        return not is_short and not self.awaits_greedy(config)
+
+    def has_all(self) -> bool:
+        """Return whether no further sample can get a member."""
+        num_known = len(self.members) + len(self.ended)  # a sample can be in both
+        return num_known >= self.opened.num_samples and not self.pending()
+
+    def _num_compared(self, config: BatchingConfig) -> int:
+        if config.masked_reward == "keep":
+            return len(self.members)
+        return sum(is_compared(member, config) for member in self.members.values())
 
     def awaits_greedy(self, config: BatchingConfig) -> bool:
         """Whether the greedy sample, or one to compare with it, is missing."""
@@ -159,13 +172,21 @@ class GroupMembers:
         self.end_attempt(key)
         return True
 
-    def remove_unfit(self, config: BatchingConfig) -> list[Decision]:
-        """Remove the members that this configuration cannot train."""
+    @property
+    def sealed(self) -> tuple[SealedTrajectory, ...]:
+        """The members, and the attempts that wait for their reward."""
+        return (*self.ordered, *self.awaiting.values())
+
+    def remove_unfit(
+        self, attempts: Iterable[SealedTrajectory], config: BatchingConfig
+    ) -> list[Decision]:
+        """Remove those of these attempts that this configuration cannot train."""
         dropped: list[Decision] = []
-        for member in self.ordered:
-            key, problem = member.key, problem_of(member, config)
+        for sealed in attempts:
+            key, problem = sealed.key, problem_of(sealed, config)
             if problem:
-                del self.members[key.sample]
+                if self.awaiting.pop(key, None) is None:
+                    del self.members[key.sample]
                 self.end_attempt(key)
                 dropped.append(incomplete_member(key, f"sample {key.sample} {problem}"))
         return dropped
@@ -189,9 +210,9 @@ class GroupMembers:
 
     def dropped(self, state: TrajectoryState, reason: str) -> GroupDropped:
         """Return the decision that ends all its sealed trajectories in this state."""
-        keys = (*(member.key for member in self.ordered), *self.awaiting)
+        keys = sorted(each.key for each in self.sealed)
         return GroupDropped(
-            group_id=self.opened.group_id, state=state, reason=reason, keys=tuple(sorted(keys))
+            group_id=self.opened.group_id, state=state, reason=reason, keys=tuple(keys)
         )
 
     def refill_lost(self, config: BatchingConfig) -> list[RefillWanted]:
@@ -200,7 +221,7 @@ class GroupMembers:
         The greedy sample comes first, and can never be spared.
         """
         pending = self.pending()
-        num_missing = self.opened.num_needed - len(self.members) - len(pending)
+        num_missing = self.opened.num_needed - self._num_compared(config) - len(pending)
         lost = sorted(self.ended - set(self.members) - set(pending))
         least = int(config.has_greedy_sample and GREEDY_SAMPLE in lost)
         return self._ask(lost[: max(least, num_missing)], config.max_refills)
@@ -214,7 +235,7 @@ class GroupMembers:
         overdue = [s for s in range(self.opened.num_samples) if s not in asked_for]
         first = GREEDY_SAMPLE if config.has_greedy_sample else None
         overdue.sort(key=lambda sample: (sample != first, sample not in self.ended))
-        num_missing = self.opened.num_needed - len(self.members) - len(self.wanted)
+        num_missing = self.opened.num_needed - self._num_compared(config) - len(self.wanted)
         return self._ask(overdue[: max(int(first in overdue), num_missing)], config.max_refills)
 
     def _ask(self, samples: Iterable[int], max_refills: int) -> list[RefillWanted]:
@@ -276,42 +297,13 @@ class FoldState:
 
 
 def problem_of(sealed: SealedTrajectory, config: BatchingConfig) -> str:
-    """Return why a sealed trajectory can be no member of its group; empty if it can."""
+    """Return why a sealed trajectory can be no member of its group; empty if it can.
+
+    One that waits for its reward is judged by its status alone.
+    """
+    if sealed.awaits_reward:
+        return status_problem(sealed, config)
     if not sealed.turns:
         return "has no turn"
-    return reward_problem(sealed, config) or length_problem(sealed, config)
-
-
-def teaches_nothing(compared: Sequence[SealedTrajectory], config: BatchingConfig) -> bool:
-    """Return whether all compared rewards are equal; with gigpo also those of turns of one state.
-
-    A group with less than two members that train a token is kept: it has too few to decide. With a
-    greedy sample, which trains none, one such member is enough.
-    """
-    num_live = sum(_is_live(member, config) for member in compared)
-    if num_live < (1 if config.has_greedy_sample else 2):
-        return False
-    if config.estimator != "gdpo":
-        rewards = [planned_reward(member, config) for member in compared]
-        return has_zero_variance(rewards) and not _turns_differ(compared, config)
-    return all(
-        has_zero_variance([member.reward_components[name] for member in compared])
-        for name, _ in config.component_weights
-    )
-
-
-def _turns_differ(compared: Sequence[SealedTrajectory], config: BatchingConfig) -> bool:
-    if config.estimator != "gigpo" or not config.turn_weight:
-        return False
-    deviations = gigpo(
-        np.zeros(len(compared)),
-        turn_rewards=[np.array(planned_turn_rewards(member, config)) for member in compared],
-        anchors=[member.anchors for member in compared],
-        gamma=config.turn_discount,
-        divide_by_std=False,
-    )
-    return any(np.abs(own).max() > ZERO_VARIANCE_TOLERANCE for own in deviations)
-
-
-def _is_live(member: SealedTrajectory, config: BatchingConfig) -> bool:
-    return not is_masked(member, config) and any(turn.num_trained_tokens for turn in member.turns)
+    problem = status_problem(sealed, config) or reward_problem(sealed, config)
+    return problem or length_problem(sealed, config)

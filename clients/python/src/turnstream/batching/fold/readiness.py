@@ -1,15 +1,16 @@
 """Ready groups: a fold over the events of a run.
 
 A group is *decided* by its first `num_needed` valid sealed members, by its deadline, or when no
-other sample can become a member. It is *ready* with two or more valid members, or with one where
-one is needed; any other is dropped. The result depends on the order of events and on nothing else:
-no clock, no arrival time. Applying an event again changes nothing. A withdrawn plan puts its groups
-back (see `turnstream.batching.fold.withdrawing`)::
+other sample can become a member. With `masked_reward="leave_out"`, masked members count as needed
+only in the last two cases. It is *ready* with two or more valid members, or with one where one is
+needed; any other is dropped. The result depends on the order of events and on nothing else: no
+clock, no arrival time. Applying an event again changes nothing. A withdrawn plan puts its groups
+back (`turnstream.batching.fold.withdrawing`)::
 
     opened ──> enough members, or every sample ended ──> ready ──> taken (it is in a manifest)
       │ ▲                                        │         └────> incomplete, if members die first
       │ └─ refills, where the run allows them    ├──> incomplete   too few valid members
-      │                                          └──> filtered     all rewards equal, if so said
+      │                                          └──> filtered     a group filter holds
       └──> deadline: ready with the members it has, or incomplete, or refills
 
 An evaluation takes the same events. It needs all of its samples, has neither refills nor filters,
@@ -33,13 +34,10 @@ from turnstream.batching.fold.decisions import (
     incomplete_member,
     surplus_member,
 )
-from turnstream.batching.fold.members import (
-    FoldState,
-    GroupMembers,
-    problem_of,
-    teaches_nothing,
-)
+from turnstream.batching.fold.members import FoldState, GroupMembers, problem_of
 from turnstream.batching.merge.plan import GroupPlan
+from turnstream.batching.scoring.filters import is_compared
+from turnstream.batching.scoring.group_filters import filter_reason
 from turnstream.batching.scoring.rewards import with_posted_reward
 from turnstream.errors import InvalidTurnError
 from turnstream.types import (
@@ -198,19 +196,21 @@ class RunFold:
         if surplus:
             group.granted.discard(key)
             return [surplus_member(key, surplus)]
-        if sealed.awaits_reward:
-            group.awaiting[key] = sealed
-            return []
         problem = "" if group.is_evaluation else problem_of(sealed, self._config)
         if problem:
             dropped = incomplete_member(key, f"sample {key.sample} {problem}")
             return [dropped, *self._end_attempt(event_id, key)]
+        if sealed.awaits_reward:
+            group.awaiting[key] = sealed
+            return []
         group.members[key.sample] = sealed
         group.granted.discard(key)
         if key.group_id in self.state.ready:
             self.state.ready[key.group_id] = event_id
             return []
-        return self._decide_if_complete(event_id, group)
+        is_counted = is_compared(sealed, self._config)
+        follow = self._decide_if_complete if is_counted else self._continue_without
+        return follow(event_id, group)
 
     def _post_reward(self, event_id: str, event: RewardPosted) -> list[Decision]:
         sealed = self._pop_awaiting(event.key)
@@ -309,19 +309,21 @@ class RunFold:
             if asked or group.wanted:
                 return [*asked]
             policy = self._config.refill_fallback
-        if policy == "train_short":
+        if policy == "train_short" or not group.is_short:
             return self._decide(event_id, group)
         reason = f"its deadline passed: {group.shortage()}"
         return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
 
     def _review(self, event_id: str, group: GroupMembers) -> list[Decision]:
         """Judge a group and its members by a new configuration."""
-        dropped = group.remove_unfit(self._config)
+        is_ready = group.opened.group_id in self.state.ready
+        attempts = group.ordered if is_ready else group.sealed
+        dropped = group.remove_unfit(attempts, self._config)
         if dropped:
             return [*dropped, *self._continue_without(event_id, group)]
-        if group.opened.group_id in self.state.ready and group.comparison_problem(self._config):
-            return self._decide(event_id, group)
-        return []
+        is_lacking = bool(group.comparison_problem(self._config))
+        is_due = is_lacking if is_ready else group.has_enough(self._config)
+        return self._decide(event_id, group) if is_due else []
 
     def _review_ready(self, event_id: str, smaller: Set[str]) -> list[Decision]:
         """Judge groups that were put back, and those that have fewer members now."""
@@ -349,11 +351,12 @@ class RunFold:
     def _decide_if_complete(self, event_id: str, group: GroupMembers) -> list[Decision]:
         if group.is_evaluation:
             return [] if group.pending() else [self._evaluate(group)]
-        if group.has_enough and not group.awaits_greedy(self._config):
+        if group.has_enough(self._config):
             return self._decide(event_id, group)
-        if not (group.ended or group.has_enough) or group.pending():
+        if not group.has_all():
             return []
-        if self._config.deadline_policy == "refill" and self._config.refill_fallback == "drop":
+        policies = self._config.deadline_policy, self._config.refill_fallback
+        if group.is_short and policies == ("refill", "drop"):
             return [self._drop(group, TrajectoryState.INCOMPLETE, group.shortage())]
         return self._decide(event_id, group)
 
@@ -361,9 +364,8 @@ class RunFold:
         """Train the group with the members that it has, if these are enough to compare."""
         if reason := group.comparison_problem(self._config):
             return [self._drop(group, TrajectoryState.INCOMPLETE, reason)]
-        compared = group.compared(self._config)
-        if self._config.drop_zero_variance and teaches_nothing(compared, self._config):
-            return [self._drop(group, TrajectoryState.FILTERED, "all rewards are equal")]
+        if reason := filter_reason(group.compared(self._config), self._config):
+            return [self._drop(group, TrajectoryState.FILTERED, reason)]
         self.state.ready[group.opened.group_id] = event_id
         return self._cut(group) if self._config.surplus == "drop" else []
 

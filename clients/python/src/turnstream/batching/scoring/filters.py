@@ -57,8 +57,15 @@ def num_response_tokens(trajectory: SealedTrajectory) -> int:
     return sum([turn.num_response_tokens for turn in trajectory.turns])
 
 
+def status_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
+    """Return why the status of a trajectory excludes it from its group; empty if it does not."""
+    if trajectory.status is Status.ERROR and config.error_trajectories == "drop":
+        return "ended with status 'error', and error_trajectories='drop'"
+    return ""
+
+
 def is_masked(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
-    """Return whether no token of it is trained: it is greedy, was cut off, or is too long."""
+    """Return whether no token of it is trained: greedy, cut off, too long, or failed."""
     return is_greedy(trajectory, config) or _is_cut_off(trajectory, config)
 
 
@@ -68,6 +75,8 @@ def is_greedy(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
 
 
 def _is_cut_off(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
+    if trajectory.status is Status.ERROR and config.error_trajectories == "mask":
+        return True
     if not config.mask_truncated:
         return False
     limit = config.overlong_length
@@ -76,7 +85,7 @@ def _is_cut_off(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
 
 
 def is_compared(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
-    """Whether its reward is part of its group's baseline."""
+    """Return whether its reward is part of its group's baseline."""
     return config.masked_reward == "keep" or not _is_cut_off(trajectory, config)
 
 

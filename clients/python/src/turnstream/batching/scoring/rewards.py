@@ -26,27 +26,40 @@ def trajectory_reward(trajectory: SealedTrajectory, *, source: RewardSource) -> 
             return trajectory.turn_rewards[-1] if trajectory.turn_rewards else None
 
 
-def planned_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
-    """Return the reward in the plan of a trajectory without a `reward_problem`.
+def raw_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
+    """Return the reward of a trajectory without a `reward_problem`, before any penalty.
 
-    With gdpo it is the weighted sum of the components. Otherwise it includes the length penalty.
+    With gdpo it is the weighted sum of the components.
     """
     if config.estimator == "gdpo":
         components = trajectory.reward_components
         return _sum([weight * components[name] for name, weight in config.component_weights])
     reward = trajectory_reward(trajectory, source=config.reward_source)
     assert reward is not None
-    return reward + length_penalty(trajectory, config)
+    return reward
+
+
+def planned_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
+    """Return the reward in the plan of a trajectory: the raw reward and the length penalty."""
+    return raw_reward(trajectory, config) + length_penalty(trajectory, config)
+
+
+def raw_turn_rewards(trajectory: SealedTrajectory, config: BatchingConfig) -> list[float]:
+    """Return the reward of every turn; their sum is the raw reward.
+
+    A reward of the outcome comes with the last turn.
+    """
+    if config.reward_source != "sum_of_turns":
+        return [0.0] * (len(trajectory.turns) - 1) + [raw_reward(trajectory, config)]
+    return [*trajectory.turn_rewards]
 
 
 def planned_turn_rewards(trajectory: SealedTrajectory, config: BatchingConfig) -> list[float]:
     """Return the reward of every turn; their sum is the planned reward.
 
-    A reward of the outcome comes with the last turn, and so does the penalty of a long response.
+    The penalty of a long response comes with the last turn.
     """
-    if config.reward_source != "sum_of_turns":
-        return [0.0] * (len(trajectory.turns) - 1) + [planned_reward(trajectory, config)]
-    *before, last = trajectory.turn_rewards
+    *before, last = raw_turn_rewards(trajectory, config)
     return [*before, last + length_penalty(trajectory, config)]
 
 

@@ -118,6 +118,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             group_id: name of the group; a run uses it once.
             num_samples: number of its trajectories.
             num_needed: members that decide the group, the first that are sealed; None for all.
+                Masked ones may not count, see `BatchingConfig.masked_reward`.
             prompt_uid: the dataset's name of the prompt.
             purpose: "train", or "eval" for a group that waits for bytes alone and is never trained.
             exist_ok: accept a group that was opened before, and iterate over its unfinished

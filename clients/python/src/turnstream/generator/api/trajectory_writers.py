@@ -276,7 +276,8 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
         Args:
             reward: outcome of the whole episode; None if the turns or the components carry it.
             reward_components: named rewards.
-            status: how the episode ended.
+            status: how the episode ended. A run excludes "error" by default, see
+                `BatchingConfig.error_trajectories`.
             sampling: parameters such as temperature.
             tags: labels, at most 64; each batch counts the trajectories of every value.
             metrics: finite numbers, at most 64; each batch has their means and extremes.

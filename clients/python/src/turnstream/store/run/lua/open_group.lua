@@ -73,7 +73,7 @@ local PROMPTS, TASKS, AGAIN = KEYS[17], KEYS[18], KEYS[19]
 local FIRST_ESTIMATE = 65536  -- bytes of a trajectory, before any is sealed
 local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see store/run/budget.py
 local RESERVE = 0.2           -- of the server's memory
-local RUN_FORMAT = 2          -- of runs that this release reads and writes, see records/configs.py
+local RUN_FORMAT = 3          -- of runs that this release reads and writes, see records/configs.py
 
 local stepped, closed, live, open, planned, planned_groups, paused = unpack(redis.call('HMGET',
   KEYS[1], 'stepped', 'closed', 'live_groups', 'open_groups', 'planned', 'planned_groups', 'paused'))
