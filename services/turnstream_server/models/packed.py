@@ -62,12 +62,14 @@ def packed_inputs(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
             inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
             inputs |= {"max_length_q": longest, "max_length_k": longest}
         case _:
-            pass  # transformers makes a mask from positions that begin again
+            pass  # transformers makes a mask from the positions
     return inputs
 
 
 def enable_packing(model: PreTrainedModel) -> None:
     """Choose the attention of a model for packed rows: the first one that passes a trial.
+
+    Call it under the autocast of later passes, if there is one.
 
     - FlashAttention 2, on a CUDA device that has the package, for 16-bit weights.
     - One call of `scaled_dot_product_attention` for each row.
@@ -92,7 +94,7 @@ def enable_packing(model: PreTrainedModel) -> None:
 
 
 def _candidates(model: PreTrainedModel) -> Iterator[str]:
-    is_half = model.dtype in (torch.float16, torch.bfloat16)
+    is_half = _dtype(model) in (torch.float16, torch.bfloat16)
     if model.device.type == "cuda" and is_half and is_flash_attn_2_available():
         yield _FLASH
     yield _BY_ROW
@@ -139,6 +141,12 @@ _NEIGHBOURS: Final = ([0, 1, 1], [1, 0, 0])
 _ROW: Final = [1, 0, 0, 1, 0]
 
 
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype that the model computes in, here and now."""
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
 @torch.no_grad()
 def _trial_alone(model: PreTrainedModel) -> Tensor:
     """Return the logits of the row of the trial, alone and with the model's own attention."""
@@ -149,7 +157,7 @@ def _trial_alone(model: PreTrainedModel) -> Tensor:
 @torch.no_grad()
 def _passes_trial(model: PreTrainedModel, expected_LV: Tensor) -> bool:
     """Return whether a packed row has its logits, for each of two neighbours before it."""
-    scale = _TOLERANCE.get(model.dtype, _COARSE) * float(expected_LV.abs().max())
+    scale = _TOLERANCE.get(_dtype(model), _COARSE) * float(expected_LV.abs().max())
     for neighbour in _NEIGHBOURS:
         ids = torch.tensor([*neighbour, *_ROW], device=model.device)
         positions = torch.tensor([*range(len(neighbour)), *range(len(_ROW))], device=model.device)

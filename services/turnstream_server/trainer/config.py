@@ -18,6 +18,7 @@ from turnstream_server.trainer.objective_config import DEFAULT_LOSS, ObjectiveCo
 from turnstream_server.trainer.settings import (
     SCHEDULES,
     AdamSettings,
+    Dtype,
     Layout,
     ScheduleSettings,
     parse_arguments,
@@ -85,6 +86,16 @@ class TrainerConfig:
             metavar="padded|packed", help="Rows at one width, or one after another without padding."
         ),
     ] = "padded"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|float32|bfloat16",
+            help="Matrix products; auto: bfloat16 on CUDA. Weights stay float32.",
+        ),
+    ] = "auto"
+    gradient_checkpointing: Annotated[
+        bool, typer.Option(help="Compute layers again for the gradient: less memory, more time.")
+    ] = False
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature of the generators.")
     ] = 1.0
@@ -207,6 +218,7 @@ class TrainerConfig:
         if not self.temperature > 0:
             raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
         require_one_of("layout", self.layout, get_args(Layout))
+        require_one_of("dtype", self.dtype, get_args(Dtype))
         for name in ("epochs", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(name, f"{getattr(self, name)} is below 1")

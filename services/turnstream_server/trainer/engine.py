@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -91,6 +93,7 @@ class Engine:
         adam: settings of the steps of `update`; their learning rate is that of the schedule.
         layout: shape of a forward pass. "padded" has the rows of a micro-batch at one width.
             "packed" has them one after another, without padding. Both have equal gradients.
+        dtype: type of the matrix products. Weights, gradients, moments and losses stay float32.
         temperature: sampling temperature of the generators.
         objective: None for the default one.
         reference: policy that the KL is measured to; it needs no gradient.
@@ -106,6 +109,7 @@ class Engine:
         adam: AdamSettings,
         schedule: ScheduleSettings | None = None,
         layout: Layout = "padded",
+        dtype: torch.dtype = torch.float32,
         temperature: float = 1.0,
         objective: Objective | None = None,
         reference: PreTrainedModel | None = None,
@@ -113,18 +117,20 @@ class Engine:
         self._objective = objective or Objective(ObjectiveConfig())
         if self._objective.needs_reference and reference is None:
             raise InvalidConfigError("--kl", "there is no reference policy: use --reference")
-        if layout == "packed":
-            enable_packing(model)
-            if reference is not None:
-                enable_packing(reference)
         self.model = model
         self._reference = reference
+        self._dtype = dtype
         self._layout = layout
         self._adam = adam
         self._schedule = Schedule(schedule or ScheduleSettings(), learning_rate=adam.learning_rate)
         self._temperature = temperature
         self._optimizer = Optimizer(model.named_parameters())
         self._has_gradient = False
+        if layout == "packed":
+            with self._autocast():
+                enable_packing(model)
+                if reference is not None:
+                    enable_packing(reference)
 
     @property
     def num_updates(self) -> int:
@@ -235,6 +241,21 @@ class Engine:
         self._optimizer.load_state_dict(state["optimizer"])
         self._objective.load_state_dict(state.get("objective", {}))
 
+    @torch.no_grad()
+    def forward(self, mini_batch: PulledMiniBatch) -> dict[int, NDArray[np.float32]]:
+        """Return the log-probabilities of every real row, float32 (R,), by its id.
+
+        Tokens that are not trained have 0. The gradients stay as they are.
+        """
+        values: dict[int, NDArray[np.float32]] = {}
+        for part in self._micro_batches(mini_batch):
+            values |= part.response_values(self._logprobs(self.model, part))
+        return values
+
+    def _autocast(self) -> torch.autocast:
+        is_lower = self._dtype != torch.float32
+        return torch.autocast(self.model.device.type, dtype=self._dtype, enabled=is_lower)
+
     def _micro_batches(self, mini_batch: PulledMiniBatch) -> list[TrainedRows]:
         if self._layout == "packed":
             return [*mini_batch.to_torch_packed(self.model.device)]
@@ -285,9 +306,10 @@ class Engine:
         """
         part = known.part
         if self._objective.needs_entropies:
-            current_BR, entropies_BR = response_scores(
-                self.model, part, mask_BR=part.trained_tokens, temperature=self._temperature
-            )
+            with self._autocast():
+                current_BR, entropies_BR = response_scores(
+                    self.model, part, mask_BR=part.trained_tokens, temperature=self._temperature
+                )
         else:
             current_BR, entropies_BR = self._logprobs(self.model, part), None
         scores, missing_B = _token_scores(known, current_BR, entropies_BR=entropies_BR)
@@ -297,9 +319,11 @@ class Engine:
         return row, missing_B
 
     def _logprobs(self, model: PreTrainedModel, part: TrainedRows) -> Tensor:
-        return response_logprobs(
-            model, part, mask_BR=part.trained_tokens, temperature=self._temperature
-        )
+        """Return the log-probabilities of the trained tokens, float32 (B, R); 0 elsewhere."""
+        with self._autocast():
+            return response_logprobs(
+                model, part, mask_BR=part.trained_tokens, temperature=self._temperature
+            )
 
 
 def _token_scores(

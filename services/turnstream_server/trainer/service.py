@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from turnstream.worker import BatchStream
 from turnstream.worker.steps import Batches
 from turnstream_server.models.policy import load_policy
+from turnstream_server.models.recompute import recompute_layers
 from turnstream_server.models.spec import PolicySource, read_policy_source
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
@@ -46,10 +47,14 @@ def train(config: TrainerConfig) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = checkpoint.folder if checkpoint else _first_policy(config)
     objective = config.objective
+    model = load_policy(source, device=device)
+    if config.gradient_checkpointing:
+        recompute_layers(model)
     engine = Engine(
-        load_policy(source, device=device),
+        model,
         adam=config.adam,
         schedule=config.rate_schedule,
+        dtype=_dtype(config.dtype, device),
         layout="packed" if config.layout == "packed" else "padded",
         temperature=config.temperature,
         objective=Objective(objective),
@@ -66,6 +71,12 @@ def train(config: TrainerConfig) -> None:
     with Batches(stream) as batches:
         trainer = Trainer(engine, batches, config=config, checkpoints=checkpoints)
         trainer.train(from_step=from_step)
+
+
+def _dtype(name: str, device: str) -> torch.dtype:
+    """Return the type of the matrix products."""
+    is_lower = name == "bfloat16" or (name == "auto" and device == "cuda")
+    return torch.bfloat16 if is_lower else torch.float32
 
 
 def _first_policy(config: TrainerConfig) -> PolicySource:

@@ -1,4 +1,4 @@
-"""Settings of the engine: layout, AdamW, and the schedule of its learning rate. Without torch."""
+"""Settings of the engine: layout, type, AdamW, schedule. Without torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from turnstream.errors import InvalidConfigError
 
 Layout = Literal["padded", "packed"]
 """Shape of a forward pass: rows at one width, or one after another."""
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+"""Type of the matrix products; "auto" is bfloat16 on a CUDA device, and float32 elsewhere."""
 
 SCHEDULES: Final = (
     "constant",

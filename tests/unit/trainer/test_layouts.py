@@ -1,4 +1,4 @@
-"""Loss and gradients by layout and micro-batches, next to a float64 reference."""
+"""Loss and gradients by layout, type and micro-batches, next to a float64 reference."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import testkit
 from testkit.training import make_engine, pulled
 from turnstream.types import Ragged
 from turnstream.worker import PulledMiniBatch
+from turnstream_server.models.recompute import recompute_layers
 from turnstream_server.trainer.settings import Layout
 
 TEXTS = ("abCDefG", "xY", "hijKLMnopqR", "a|b", "pqRsT", "uvwxyzABC")
@@ -55,6 +56,52 @@ def test_rows_without_logprobs_have_equal_gradients_in_both_layouts() -> None:
     _assert_close(packed, padded)
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_bfloat16_is_close_and_keeps_float32_weights(layout: Layout) -> None:
+    model = _model("llama")
+    _, expected = _loss_and_gradients(_model("llama"), layout, _mini_batch())
+
+    _, actual = _loss_and_gradients(model, layout, _mini_batch(), dtype=torch.bfloat16)
+
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    one, other = (torch.cat([g.flatten() for g in each.values()]) for each in (actual, expected))
+    assert not torch.equal(one, other)
+    assert float(torch.cosine_similarity(one, other, dim=0)) > 0.995
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_layers_computed_again_give_the_same_gradients(layout: Layout) -> None:
+    model = _model("llama")
+    plain_loss, plain = _loss_and_gradients(_model("llama"), layout, _mini_batch())
+    calls: list[int] = []
+    recompute_layers(model)
+    model.get_submodule("model.layers.1.mlp").register_forward_hook(lambda *_: calls.append(1))
+    engine = make_engine(model, layout=layout, temperature=TEMPERATURE)
+    calls.clear()
+
+    report = engine.forward_backward(_mini_batch(), aggregation="token_mean")
+
+    assert report.loss == plain_loss
+    assert all(torch.equal(plain[name], w.grad) for name, w in model.named_parameters())
+    assert len(calls) == 3  # the trial of the head, the pass and the gradient
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_forward_returns_logprobs_by_row_and_keeps_gradients(layout: Layout) -> None:
+    engine = make_engine(_model("llama"), layout=layout, temperature=TEMPERATURE)
+    engine.forward_backward(_mini_batch(), aggregation="token_mean")
+    gradients = [each.grad.clone() for each in engine.model.parameters() if each.grad is not None]
+    expected = make_engine(_model("llama"), temperature=TEMPERATURE).forward(_mini_batch())
+
+    values = engine.forward(_mini_batch(micro_batches=CUTS[1]))
+
+    assert sorted(values) == [0, 1, 2, 4, 5]
+    for row_id, logprobs in values.items():
+        np.testing.assert_allclose(logprobs, expected[row_id], rtol=1e-5, atol=1e-6)
+    after = [each.grad for each in engine.model.parameters() if each.grad is not None]
+    assert all(torch.equal(*pair) for pair in zip(gradients, after, strict=True))
+
+
 def _model(architecture: str) -> PreTrainedModel:
     """Two layers; two query heads share a key head."""
     torch.manual_seed(1)
@@ -85,9 +132,9 @@ def _mini_batch(**info: Any) -> PulledMiniBatch:
 
 
 def _loss_and_gradients(
-    model: PreTrainedModel, layout: Layout, mini_batch: PulledMiniBatch
+    model: PreTrainedModel, layout: Layout, mini_batch: PulledMiniBatch, **options: Any
 ) -> tuple[float, dict[str, Tensor]]:
-    engine = make_engine(model, layout=layout, temperature=TEMPERATURE)
+    engine = make_engine(model, layout=layout, temperature=TEMPERATURE, **options)
     report = engine.forward_backward(mini_batch, aggregation="token_mean")
     return report.loss, {name: w.grad for name, w in model.named_parameters() if w.grad is not None}
 

@@ -284,6 +284,12 @@ def test_cut_metrics_line_is_closed_before_the_next_one(tmp_path: Path) -> None:
     assert json.loads(lines[2])["step"] == 1
 
 
+@pytest.mark.parametrize("name", ["layout", "dtype", "schedule"])
+def test_unknown_name_is_refused_with_the_known_ones(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match=f"{name}: 'other' is not one of "):
+        _config(tmp_path, **{name: "other"})
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("temperature", 0.0), ("checkpoint_every", 0), ("epochs", 0)]
 )
