@@ -29,7 +29,7 @@ app = typer.Typer(
 
 JOBS = "Jobs"
 
-TRAINER_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
+TRAINER_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "peft")
 """Packages of the extra `trainer`."""
 
 

@@ -33,6 +33,11 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(written, ignore_errors=True)
 
 
+def is_adapter_folder(folder: Path) -> bool:
+    """Return whether the folder holds an adapter, in the layout of peft, and no whole model."""
+    return (folder / "adapter_config.json").is_file()
+
+
 def remove_folder(folder: Path) -> None:
     """Remove a folder, if it exists, in one rename and a later deletion."""
     if folder.exists():

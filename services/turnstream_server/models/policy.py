@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.models.folders import new_folder
+from turnstream_server.models.folders import is_adapter_folder, new_folder
 from turnstream_server.models.spec import PolicySource, SmallModelSpec
+
+if TYPE_CHECKING:
+    from turnstream_server.models.adapters import Adapter
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
-def load_policy(source: PolicySource, *, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """Return the model, float32, in evaluation mode (no dropout). Only local files are read.
+ADAPTER: Final = "default"
+"""Name of the adapter of a policy that has one."""
+
+
+def load_policy(
+    source: PolicySource,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Return the model, in evaluation mode (no dropout). Only local files are read.
+
+    The folder of an adapter gives its base model with the adapter.
+
+    Args:
+        source: folder or spec.
+        device: device of the weights.
+        dtype: type of the weights; those of an adapter are float32.
 
     Raises:
         InvalidConfigError: the folder holds no model, or the spec is not one of transformers.
     """
+    if isinstance(source, Path) and is_adapter_folder(source):
+        return load_adapter(source, device=device, dtype=dtype).model
     try:
         if isinstance(source, SmallModelSpec):
             made = _make(source)
@@ -31,7 +52,26 @@ def load_policy(source: PolicySource, *, device: torch.device | str = "cpu") -> 
     except (OSError, ValueError, KeyError) as error:
         raise InvalidConfigError("policy", f"{source} does not load: {error}") from error
     made.requires_grad_(True)
-    return cast(PreTrainedModel, made.to(device=device, dtype=torch.float32).eval())  # pyright: ignore[reportCallIssue]
+    model = cast(PreTrainedModel, made.to(device=device, dtype=torch.float32).eval())  # pyright: ignore[reportCallIssue]
+    if dtype != torch.float32:
+        for weight in model.parameters():  # alone: the frequencies of positions stay float32
+            weight.data = weight.data.to(dtype)
+    return model
+
+
+def load_adapter(
+    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Adapter:
+    """Return the active adapter of a folder, on the base model that the folder names.
+
+    Raises:
+        InvalidConfigError: the base model does not load, or the adapter does not fit it.
+    """
+    from turnstream_server.models.adapters import Adapters, base_folder
+
+    base = base_folder(folder)
+    adapters = Adapters(load_policy(base, device=device, dtype=dtype), base)
+    return adapters.load(ADAPTER, folder)
 
 
 def save_policy(model: PreTrainedModel, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Source of a policy: a Hugging Face model folder, or the sizes of a new small model.
+"""Source of a policy: a Hugging Face model folder, or the sizes of a new small model. Adapters.
 
 Without torch, so that the process that starts a job does not load it.
 """
@@ -8,8 +8,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from turnstream.errors import InvalidConfigError
+
+LAYERS: Final = ("attention", "mlp", "unembedding")
+"""Kinds of layers that an adapter can update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,54 @@ class SmallModelSpec:
     max_positions: int = 512
     weight_std: float = 0.1
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """LoRA (arXiv:2106.09685): low-rank updates of a frozen base model.
+
+    Attributes:
+        rank: inner size of the two factors of each update; at least 1.
+        alpha: an update is scaled by alpha / rank; above 0.
+        seed: seed of the first factors; the second ones begin with zeros.
+        train_attention, train_mlp, train_unembedding: layers that are updated; at least one.
+    """
+
+    rank: int
+    alpha: float = 32.0
+    seed: int = 0
+    train_attention: bool = True
+    train_mlp: bool = True
+    train_unembedding: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InvalidConfigError("lora_rank", f"{self.rank} is below 1")
+        if not 0 < self.alpha < float("inf"):
+            raise InvalidConfigError("lora_alpha", f"{self.alpha} is not above 0")
+        if not self.layers:
+            raise InvalidConfigError("lora_layers", f"none of {', '.join(LAYERS)} is trained")
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The kinds of layers that are updated, by their names in `LAYERS`."""
+        return tuple(name for name in LAYERS if getattr(self, f"train_{name}"))
+
+
+def layer_switches(text: str) -> dict[str, bool]:
+    """Return the switches of `AdapterConfig` for names with commas between them.
+
+    >>> layer_switches("attention,mlp")
+    {'train_attention': True, 'train_mlp': True, 'train_unembedding': False}
+
+    Raises:
+        InvalidConfigError: a name is not in `LAYERS`.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in LAYERS:
+            raise InvalidConfigError("lora_layers", f"{name!r} is not one of {', '.join(LAYERS)}")
+    return {f"train_{layer}": layer in names for layer in LAYERS}
 
 
 PolicySource = Path | SmallModelSpec

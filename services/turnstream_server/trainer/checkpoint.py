@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from turnstream.types import RecoveryToken
 from turnstream_server.failpoints import reach
 from turnstream_server.models.folders import new_folder, remove_folder, remove_unfinished
-from turnstream_server.models.policy import save_policy
 from turnstream_server.trainer.engine import Engine
 
 NUM_CHECKPOINTS = 2
@@ -57,7 +55,7 @@ class Checkpoints:
         """Write a checkpoint to disk and return it. Older ones stay until `prune`."""
         target = self._folder / f"{_PREFIX}{token.step:08d}"
         with new_folder(target) as written:
-            engine.model.save_pretrained(written)
+            engine.write_weights(written)
             torch.save({"engine": engine.state_dict(), "random": _random_state()}, written / _STATE)
             reach("checkpoint.after_weights")
             about = json.dumps({"step": token.step, "recovery_token": str(token)})
@@ -87,10 +85,11 @@ class WeightsFolder:
         self._folder = folder.resolve()
         remove_unfinished(self._folder)
 
-    def publish(self, model: PreTrainedModel, *, version: int) -> str:
+    def publish(self, engine: Engine, *, version: int) -> str:
         """Write the weights of a version, remove the oldest, and return the new folder's URI."""
         target = self._folder / f"v{version}"
-        save_policy(model, target)
+        with new_folder(target) as written:
+            engine.write_weights(written)
         folders = sorted(self._folder.glob("v[0-9]*"), key=lambda folder: int(folder.name[1:]))
         for folder in folders[:-NUM_VERSIONS]:
             remove_folder(folder)

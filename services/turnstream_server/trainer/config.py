@@ -12,7 +12,7 @@ from typing import Annotated, Final, get_args
 import typer
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.models.spec import AdapterConfig, SmallModelSpec, layer_switches
 from turnstream_server.options import Dump, Redis, Threads
 from turnstream_server.trainer.objective_config import DEFAULT_LOSS, ObjectiveConfig
 from turnstream_server.trainer.settings import (
@@ -96,6 +96,13 @@ class TrainerConfig:
     gradient_checkpointing: Annotated[
         bool, typer.Option(help="Compute layers again for the gradient: less memory, more time.")
     ] = False
+    lora_rank: Annotated[
+        int, typer.Option(min=0, help="Rank of a LoRA adapter; 0: train all weights.")
+    ] = 0
+    lora_alpha: Annotated[float, typer.Option(help="Updates are scaled by alpha / rank.")] = 32.0
+    lora_layers: Annotated[
+        str, typer.Option(metavar="NAMES", help="Some of attention, mlp, unembedding, with commas.")
+    ] = "attention,mlp"
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature of the generators.")
     ] = 1.0
@@ -213,8 +220,17 @@ class TrainerConfig:
             denominators=self.denominators,
         )
 
+    @property
+    def adapter(self) -> AdapterConfig | None:
+        """The adapter that is trained; None for all weights."""
+        if self.lora_rank == 0:
+            return None
+        switches = layer_switches(self.lora_layers)
+        return AdapterConfig(rank=self.lora_rank, alpha=self.lora_alpha, seed=self.seed, **switches)
+
     def __post_init__(self) -> None:
-        _ = self.adam, self.rate_schedule, self.objective  # raise for invalid values
+        # Raise for invalid values.
+        _ = self.adam, self.rate_schedule, self.objective, self.adapter
         if not self.temperature > 0:
             raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
         require_one_of("layout", self.layout, get_args(Layout))

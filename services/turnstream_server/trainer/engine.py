@@ -10,7 +10,8 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ from turnstream_server.trainer.objective_scores import (
 )
 from turnstream_server.trainer.optimizer import Optimizer, Schedule, StepReport
 from turnstream_server.trainer.settings import AdamSettings, Layout, ScheduleSettings
+
+if TYPE_CHECKING:
+    from turnstream_server.models.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -90,13 +94,16 @@ class Engine:
     depend on the cuts and the padding of the mini-batch.
 
     Args:
+        adapter: adapter of the model that is trained; None trains all weights. Several engines may
+            share a model, each with its own adapter.
         adam: settings of the steps of `update`; their learning rate is that of the schedule.
         layout: shape of a forward pass. "padded" has the rows of a micro-batch at one width.
             "packed" has them one after another, without padding. Both have equal gradients.
         dtype: type of the matrix products. Weights, gradients, moments and losses stay float32.
         temperature: sampling temperature of the generators.
         objective: None for the default one.
-        reference: policy that the KL is measured to; it needs no gradient.
+        reference: policy that the KL is measured to; it needs no gradient. None with an adapter
+            takes the base model.
 
     Attributes:
         model: in evaluation mode, so that its log-probabilities are those of the sampling policy.
@@ -107,6 +114,7 @@ class Engine:
         model: PreTrainedModel,
         *,
         adam: AdamSettings,
+        adapter: Adapter | None = None,
         schedule: ScheduleSettings | None = None,
         layout: Layout = "padded",
         dtype: torch.dtype = torch.float32,
@@ -115,16 +123,17 @@ class Engine:
         reference: PreTrainedModel | None = None,
     ) -> None:
         self._objective = objective or Objective(ObjectiveConfig())
-        if self._objective.needs_reference and reference is None:
+        if self._objective.needs_reference and reference is None and adapter is None:
             raise InvalidConfigError("--kl", "there is no reference policy: use --reference")
         self.model = model
         self._reference = reference
+        self._adapter = adapter
         self._dtype = dtype
         self._layout = layout
         self._adam = adam
         self._schedule = Schedule(schedule or ScheduleSettings(), learning_rate=adam.learning_rate)
         self._temperature = temperature
-        self._optimizer = Optimizer(model.named_parameters())
+        self._optimizer = Optimizer((adapter or model).named_parameters())
         self._has_gradient = False
         if layout == "packed":
             with self._autocast():
@@ -162,6 +171,7 @@ class Engine:
     @torch.no_grad()
     def logprobs(self, mini_batch: PulledMiniBatch) -> list[Tensor]:
         """Return the log-probabilities of every micro-batch, float32 (B, R), without a gradient."""
+        self._activate()
         return [self._logprobs(self.model, part) for part in self._micro_batches(mini_batch)]
 
     def update(
@@ -200,6 +210,7 @@ class Engine:
         if not self._has_gradient:
             self._optimizer.clear()
         self._has_gradient = True
+        self._activate()
         if old is None and self._objective.config.proximal == "recompute":
             old = self.logprobs(mini_batch)
         known = self._known(mini_batch, old)
@@ -247,10 +258,23 @@ class Engine:
 
         Tokens that are not trained have 0. The gradients stay as they are.
         """
+        self._activate()
         values: dict[int, NDArray[np.float32]] = {}
         for part in self._micro_batches(mini_batch):
             values |= part.response_values(self._logprobs(self.model, part))
         return values
+
+    def write_weights(self, folder: Path) -> None:
+        """Write the trained weights into an existing folder: a whole model, or an adapter."""
+        if self._adapter is None:
+            self.model.save_pretrained(folder)
+        else:
+            self._adapter.write(folder)
+
+    def _activate(self) -> None:
+        """Make the adapter of this engine that of the next passes."""
+        if self._adapter is not None:
+            self._adapter.activate()
 
     def _autocast(self) -> torch.autocast:
         is_lower = self._dtype != torch.float32
@@ -265,11 +289,20 @@ class Engine:
     def _known(self, mini_batch: PulledMiniBatch, old: Sequence[Tensor] | None) -> list[_Known]:
         parts = self._micro_batches(mini_batch)
         olds = [None] * len(parts) if old is None else old
-        reference = self._reference if self._objective.needs_reference else None
         return [
-            _Known(part, old_BR, None if reference is None else self._logprobs(reference, part))
+            _Known(part, old_BR, self._reference_logprobs(part))
             for part, old_BR in zip(parts, olds, strict=True)
         ]
+
+    def _reference_logprobs(self, part: TrainedRows) -> Tensor | None:
+        """Return the log-probabilities that a KL is measured to; None if the objective has none."""
+        if not self._objective.needs_reference:
+            return None
+        if self._reference is not None:
+            return self._logprobs(self._reference, part)
+        assert self._adapter is not None
+        with self._adapter.off():
+            return self._logprobs(self.model, part)
 
     @torch.no_grad()
     def _prepare(

@@ -90,7 +90,7 @@ class Trainer:
     def _publish(self, step: int) -> int:
         """Publish the weights as a new version and return it."""
         version = self._batches.newest_version + 1
-        uri = self._publisher.publish(self._engine.model, version=version)
+        uri = self._publisher.publish(self._engine, version=version)
         self._batches.announce_version(version, step=step, weights_uri=uri)
         return version
 

@@ -1,0 +1,108 @@
+"""The engine of a trainer process: its settings and a source of weights in, an engine out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from turnstream.errors import InvalidConfigError
+from turnstream_server.models.folders import is_adapter_folder
+from turnstream_server.models.policy import ADAPTER, load_adapter, load_policy, save_policy
+from turnstream_server.models.recompute import recompute_layers
+from turnstream_server.models.spec import PolicySource, SmallModelSpec, read_policy_source
+from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.objective import Objective
+
+if TYPE_CHECKING:
+    from turnstream_server.models.adapters import Adapter
+
+
+def build_engine(
+    config: TrainerConfig, *, checkpoint: Path | None = None, device: str = "cpu"
+) -> Engine:
+    """Return an engine with the weights of a checkpoint, or with the first ones.
+
+    Raises:
+        InvalidConfigError: the weights do not load, or are those of another kind of training.
+    """
+    is_lower = config.dtype == "bfloat16" or (config.dtype == "auto" and device == "cuda")
+    dtype = torch.bfloat16 if is_lower else torch.float32
+    if config.adapter is None:
+        model, adapter = _load_all(checkpoint or _first_policy(config), device=device), None
+    else:
+        adapter = _make_adapter(config, checkpoint, device=device, dtype=dtype)
+        model = adapter.model
+    if config.gradient_checkpointing:
+        recompute_layers(model)
+    return Engine(
+        model,
+        adapter=adapter,
+        adam=config.adam,
+        schedule=config.rate_schedule,
+        dtype=dtype,
+        layout="packed" if config.layout == "packed" else "padded",
+        temperature=config.temperature,
+        objective=Objective(config.objective),
+        reference=_reference(config, device=device),
+    )
+
+
+def _reference(config: TrainerConfig, *, device: str) -> PreTrainedModel | None:
+    """Return the policy that the KL is measured to, without gradients; None if nothing reads it.
+
+    The default is the first policy. An adapter that begins at a whole model needs no second one.
+    """
+    if config.objective.kl is None:
+        return None
+    source = config.reference or _first_policy(config)
+    is_adapter = isinstance(source, Path) and is_adapter_folder(source)
+    if config.reference is None and config.adapter is not None and not is_adapter:
+        return None
+    return load_policy(source, device=device).requires_grad_(False)
+
+
+def _load_all(source: PolicySource, *, device: str) -> PreTrainedModel:
+    """Return the model, all of whose weights are trained."""
+    if isinstance(source, Path) and is_adapter_folder(source):
+        raise InvalidConfigError("lora_rank", f"0, but {source} holds an adapter")
+    return load_policy(source, device=device)
+
+
+def _make_adapter(
+    config: TrainerConfig, checkpoint: Path | None, *, device: str, dtype: torch.dtype
+) -> Adapter:
+    """Return the adapter that is trained. Its frozen base model has the type of the products."""
+    assert config.adapter is not None
+    source = checkpoint or _first_policy(config)
+    if isinstance(source, Path) and is_adapter_folder(source):
+        adapter = load_adapter(source, device=device, dtype=dtype)
+        adapter.require(config.adapter)
+        return adapter
+    if checkpoint is not None:
+        message = f"{config.lora_rank}, but the checkpoint {checkpoint} holds a whole model"
+        raise InvalidConfigError("lora_rank", message)
+    from turnstream_server.models.adapters import Adapters
+
+    base = _base_folder(source, config.folder)
+    return Adapters(load_policy(base, device=device, dtype=dtype), base).add(
+        ADAPTER, config.adapter
+    )
+
+
+def _base_folder(source: PolicySource, folder: Path) -> Path:
+    """Return the folder of the base model; a small model is written to one."""
+    if isinstance(source, SmallModelSpec):
+        save_policy(load_policy(source), folder / "base")
+        return folder / "base"
+    return source
+
+
+def _first_policy(config: TrainerConfig) -> PolicySource:
+    if config.policy is not None:
+        return read_policy_source(config.policy)
+    assert config.small_model is not None
+    return config.small_model
