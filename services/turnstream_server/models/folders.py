@@ -46,10 +46,15 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(aside)
 
 
-def remove_unfinished(parent: Path) -> None:
-    """Remove the unfinished folders of a killed process. It must not run any more."""
-    for leftover in parent.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover)
+def remove_unfinished(parent: Path) -> list[str]:
+    """Remove the unfinished folders of a killed process, and return their names.
+
+    The process must not run any more.
+    """
+    names = sorted(leftover.name for leftover in parent.glob(f"{_UNFINISHED}*"))
+    for name in names:
+        shutil.rmtree(parent / name)
+    return names
 
 
 def _sync(path: Path) -> None:

@@ -145,6 +145,9 @@ class TrainerConfig:
         ),
     ] = "shipped"
     checkpoint_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 10
+    keep_checkpoints: Annotated[
+        int, typer.Option(min=1, help="Number of complete checkpoints that are kept.")
+    ] = 2
     max_steps: Annotated[int, typer.Option(min=0, help="0: until the run ends.")] = 0
     num_threads: Threads = 0
     seed: Annotated[int, typer.Option(help="Seed of training.")] = 0
@@ -235,7 +238,7 @@ class TrainerConfig:
             raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
         require_one_of("layout", self.layout, get_args(Layout))
         require_one_of("dtype", self.dtype, get_args(Dtype))
-        for name in ("epochs", "checkpoint_every"):
+        for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(name, f"{getattr(self, name)} is below 1")
         if self.reference is not None and self.objective.kl is None:

@@ -37,7 +37,7 @@ def train(config: TrainerConfig) -> None:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
-    checkpoints = Checkpoints(config.folder / "checkpoints")
+    checkpoints = Checkpoints(config.folder / "checkpoints", keep=config.keep_checkpoints)
     checkpoint = checkpoints.newest()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = build_engine(

@@ -78,9 +78,10 @@ def _publish(url: str, run: str, groups: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "objective",
+    "options",
     [
         {},
+        {"lora_rank": 2, "layout": "packed"},
         {
             "loss": "kl_cov:share=0.2",
             "correction": ["tis", "mis:low=0.1,high=9"],
@@ -89,10 +90,10 @@ def _publish(url: str, run: str, groups: Sequence[str]) -> None:
             "denominators": "recount",
         },
     ],
-    ids=["default", "all parts"],
+    ids=["default", "adapter", "all parts"],
 )
 def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
-    objective: dict[str, Any],
+    options: dict[str, Any],
     server: EmbeddedServer,
     client: redis.Redis,
     new_run: Callable[..., str],
@@ -106,13 +107,13 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
         _publish(server.url, run, groups)
         close_run(client, run)
 
-    train(_config(batcher, whole, tmp_path / "whole", epochs=2, **objective))
+    train(_config(batcher, whole, tmp_path / "whole", epochs=2, **options))
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "save", _dying_at_step(4))
         with pytest.raises(_KilledError):
-            train(_config(batcher, broken, tmp_path / "broken", epochs=2, **objective))
+            train(_config(batcher, broken, tmp_path / "broken", epochs=2, **options))
     before = read_ledger(client, broken).by_state
-    train(_config(batcher, broken, tmp_path / "broken", epochs=2, **objective))
+    train(_config(batcher, broken, tmp_path / "broken", epochs=2, **options))
 
     announced = newest_version(client, whole)
     assert announced is not None

@@ -43,7 +43,10 @@ def test_there_is_no_checkpoint_before_the_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last_call", ["torch.save", "os.fsync", "pathlib.Path.rename"])
 def test_half_written_checkpoint_is_ignored_and_removed_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_call: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    last_call: str,
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
     engine = make_engine()
@@ -58,6 +61,7 @@ def test_half_written_checkpoint_is_ignored_and_removed_by_the_next_start(
     newest = Checkpoints(tmp_path).newest()
 
     assert left == 2
+    assert "which was not finished" in caplog.text
     assert newest is not None
     assert newest.token.step == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -78,6 +82,39 @@ def test_newest_checkpoint_has_the_highest_step_and_old_ones_are_removable(tmp_p
     assert newest.token.step == 100
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == ["step-00000010", "step-00000100"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "checkpoint.json"])
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_partial_copy_is_ignored_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, is_empty: bool
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    engine = make_engine()
+    whole = checkpoints.save(engine, _token(1))
+    partial = checkpoints.save(engine, _token(2)).folder
+    (partial / name).unlink()
+    if is_empty:
+        (partial / name).touch()
+
+    newest = checkpoints.newest()
+
+    assert newest == whole
+    assert f"ignored {partial}, which is partial" in caplog.text
+
+
+def test_partial_checkpoint_does_not_count_among_the_kept_ones(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    engine = make_engine()
+    for step in range(1, 7):
+        checkpoints.save(engine, _token(step))
+    for step in (1, 5):
+        (tmp_path / f"step-{step:08d}" / "state.pt").unlink()
+
+    checkpoints.prune()
+
+    kept = sorted(int(path.name[-1]) for path in tmp_path.iterdir())
+    assert kept == [3, 4, 5, 6]
 
 
 class _KilledError(BaseException):

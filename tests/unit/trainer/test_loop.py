@@ -291,7 +291,8 @@ def test_unknown_name_is_refused_with_the_known_ones(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("temperature", 0.0), ("checkpoint_every", 0), ("epochs", 0)]
+    ("name", "value"),
+    [("temperature", 0.0), ("checkpoint_every", 0), ("keep_checkpoints", 0), ("epochs", 0)],
 )
 def test_trainer_config_refuses_zero_with_the_name(name: str, value: float, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfigError, match=f"{name}: {value} is "):
