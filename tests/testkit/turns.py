@@ -30,6 +30,7 @@ def turn(
     *,
     logprobs: PerToken = None,
     rewards: PerToken = None,
+    weights: PerToken = None,
     version: int | None = None,
     extras: Mapping[str, NDArray[Any]] | None = None,
     anchor: Anchor | None = None,
@@ -41,6 +42,7 @@ def turn(
         response: one letter per token. All capitals: no mask is given, as most generators do.
         logprobs: in nats; a single number is written at the trained tokens, 0.0 elsewhere.
         rewards: per response token; a single number is written at the last one, 0.0 elsewhere.
+        weights: per response token; a single number is written at the trained tokens.
         version: weights that sampled the whole response; None if unknown.
         extras: declared columns, each said of the whole turn.
         anchor: the state that it began in.
@@ -52,6 +54,7 @@ def turn(
         logprobs=_per_token(logprobs, where=loss_mask),
         loss_mask=None if loss_mask.all() else loss_mask,
         rewards=_per_token(rewards, where=_last(len(response))),
+        token_weights=_per_token(weights, where=loss_mask),
         version_runs=_runs(version, num_tokens=len(response)),
         extras=dict(extras or {}),
         anchor=anchor,
@@ -67,6 +70,7 @@ def stored_turn(
     shared: int = 0,
     logprobs: PerToken = None,
     rewards: PerToken = None,
+    weights: PerToken = None,
     version: int | None = None,
 ) -> StoredTurn:
     """A turn as it is stored: only the prompt tokens that its parent lacks. See `turn`."""
@@ -80,6 +84,7 @@ def stored_turn(
         logprobs=_per_token(logprobs, where=loss_mask),
         loss_mask=None if loss_mask.all() else loss_mask,
         rewards=_per_token(rewards, where=_last(len(response))),
+        token_weights=_per_token(weights, where=loss_mask),
         version_runs=_runs(version, num_tokens=len(response)),
     )
 

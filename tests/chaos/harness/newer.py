@@ -25,10 +25,12 @@ _WITH_FIELDS = frozenset({framing.TURN, framing.EVENT, framing.MANIFEST})
 _write_frame = framing.write_frame
 
 
-def write_newer_frame(kind: bytes, header: bytes, body: Iterable[NDArray[Any]] = ()) -> bytes:
+def write_newer_frame(
+    kind: bytes, header: bytes, body: Iterable[NDArray[Any]] = (), **options: Any
+) -> bytes:
     """The record with the field that is new."""
     more = UNKNOWN_FIELD if kind in _WITH_FIELDS else b""
-    return _write_frame(kind, header + more, body)
+    return _write_frame(kind, header + more, body, **options)
 
 
 if __name__ == "__main__":

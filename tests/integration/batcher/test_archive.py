@@ -89,7 +89,7 @@ async def test_columns_per_token_are_as_long_as_the_response_for_every_reader(
     house, tmp_path, num_unpacked
 ):
     run = house.create_run(batch_groups=2, mini_batch_groups=1)
-    says_more = turn("ab", "CDE", logprobs=-0.5, rewards=1.0)
+    says_more = turn("ab", "CDE", logprobs=-0.5, rewards=1.0, weights=0.25)
     members = [trajectory(says_more, sample=n, reward=float(n)) for n in range(2)]
     await house.publish(run, group("a"), group("b", *members))
     await train(house, run, steps=1)
@@ -99,6 +99,7 @@ async def test_columns_per_token_are_as_long_as_the_response_for_every_reader(
     table = pq.read_table(path)
     assert table["rewards"].to_pylist() == [[0.0, 0.0]] * 2 + [[0.0, 0.0, 1.0]] * 2
     assert table["logprobs"].to_pylist() == [None, None] + [[-0.5] * 3] * 2
+    assert table["token_weights"].to_pylist() == [None, None] + [[0.25] * 3] * 2
     assert num_unpacked(path) == 2 * 2 + 2 * 3
 
 

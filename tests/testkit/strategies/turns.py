@@ -17,6 +17,7 @@ from testkit.strategies.values import (
     masks,
     optional_versions,
     tokens,
+    weights_of_tokens,
 )
 from turnstream.types import (
     NO_PARENT,
@@ -47,20 +48,25 @@ def turns(
         logprobs=draw(st.none() | masked(floats(num_tokens, logprobs_of_tokens), loss_mask)),
         loss_mask=loss_mask,
         rewards=draw(st.none() | floats(num_tokens, floats32)),
+        token_weights=draw(st.none() | masked(floats(num_tokens, weights_of_tokens), loss_mask)),
         version_runs=draw(version_runs(num_tokens)),
     )
 
 
 @st.composite
 def stored_turns(draw: st.DrawFn) -> StoredTurn:
-    """A turn as it is stored: without a mask of ones, and without rewards of zeros.
+    """A turn as it is stored: without a mask of ones, rewards of zeros and weights of ones.
 
     Its extra columns may be of any type and shape.
     """
     index = draw(st.integers(0, 4))
     parent = draw(st.integers(NO_PARENT, index - 1))
     turn = draw(turns())
-    mask, rewards = turn.loss_mask, turn.rewards
+    mask, rewards, weights = turn.loss_mask, turn.rewards, turn.token_weights
+    if weights is not None and np.array_equal(
+        weights, np.ones(len(weights)) if mask is None else mask
+    ):
+        weights = None
     return StoredTurn(
         index=index,
         parent_turn=parent,
@@ -70,6 +76,7 @@ def stored_turns(draw: st.DrawFn) -> StoredTurn:
         logprobs=turn.logprobs,
         loss_mask=None if mask is None or mask.all() else mask,
         rewards=None if rewards is None or not rewards.any() else rewards,
+        token_weights=weights,
         version_runs=turn.version_runs,
         extras=draw(_extra_pieces(has_parent=parent != NO_PARENT)),
         anchor=draw(anchors),

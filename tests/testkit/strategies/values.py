@@ -23,6 +23,7 @@ versions = st.integers(0, 2**40)
 optional_versions = st.none() | versions
 rewards_of_trajectories = st.floats(-1e6, 1e6)
 floats32 = st.floats(-1e6, 1e6, width=32)
+weights_of_tokens = st.sampled_from([0.0, 0.25, 1.0]) | st.floats(0, 1e6, width=32)
 logprobs_of_tokens = st.floats(-50, 0, width=32)
 numbers_by_name = st.dictionaries(names, st.floats(allow_nan=False), max_size=3).map(_ordered)
 texts_by_name = st.dictionaries(names, st.text(max_size=5), max_size=3).map(_ordered)

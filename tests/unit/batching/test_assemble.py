@@ -88,7 +88,8 @@ def test_case_18_rows_have_the_values_of_their_trajectory() -> None:
 
 
 def test_masked_trajectory_keeps_all_tokens_and_trains_none() -> None:
-    turns = [turn("ab", "CdE", logprobs=-0.5, rewards=1.0), turn("xy", "ZU", logprobs=-0.5)]
+    first = turn("ab", "CdE", logprobs=-0.5, rewards=1.0, weights=[0.5, 0, 2])
+    turns = [first, turn("xy", "ZU", logprobs=-0.5)]
     group, payload = build(turns, turns, [turn("ab", "C")])  # the last has no log-probability
     group = train(train(group, 0, 0, 0, is_masked=True), 2, 0, is_masked=True)
 
@@ -99,6 +100,12 @@ def test_masked_trajectory_keeps_all_tokens_and_trains_none() -> None:
     assert [own.tolist() for own in assembled.logprobs] == [
         *([0, 0, 0], [0, 0]),
         *([-0.5, 0, -0.5], [-0.5, -0.5]),
+        [0],
+    ]
+    assert assembled.token_weights is not None
+    assert [own.tolist() for own in assembled.token_weights] == [
+        *([0, 0, 0], [0, 0]),
+        *([0.5, 0, 2], [1, 1]),
         [0],
     ]
     assert assembled.trajectory_num_tokens.tolist() == [0, 0, 4, 4, 0]

@@ -115,12 +115,29 @@ def test_case_23_seconds_of_a_turn_are_on_its_last_token() -> None:
     assert [row.extras["env_s"].tolist() for row in rows] == [[0, 0.25, 0, 0, 0.5], [2]]
 
 
+def test_turn_without_weights_has_those_of_its_mask() -> None:
+    weighted, plain = turn("ab", "CdE", weights=[0.5, 0, 2]), turn("abcdef", "gH")
+
+    (none,) = merge_turns([turn("ab", "CdE"), plain])
+    (row,) = merge_turns([weighted, plain])
+    rows = merge_turns([turn("ab", "CD"), turn("xy", "ZU", weights=[0, 0.25])])
+
+    assert none.token_weights is None
+    assert row.token_weights is not None
+    assert_same(row.token_weights, np.array([0.5, 0, 2, 0, 0, 1], np.float32))
+    assert row.loss_mask.tolist() == [1, 0, 1, 0, 0, 1]
+    assert [own.token_weights.tolist() for own in rows if own.token_weights is not None] == [
+        [1, 1],
+        [0, 0.25],
+    ]
+
+
 def _last(response: str, value: float) -> NDArray[np.float32]:
     """The value on the last token of a response, 0 before it."""
     return np.array([0.0] * (len(response) - 1) + [value], np.float32)
 
 
-@pytest.mark.parametrize("field", ["logprobs", "loss_mask", "rewards"])
+@pytest.mark.parametrize("field", ["logprobs", "loss_mask", "rewards", "token_weights"])
 def test_refuses_an_array_of_another_length_than_its_response(field: str) -> None:
     dtype = np.uint8 if field == "loss_mask" else np.float32
     short = replace(turn("ab", "CD"), **{field: np.ones(1, dtype)})
@@ -191,7 +208,7 @@ def test_more_tokens_than_int32_offsets_count_are_refused() -> None:
 
 
 def slow_merge(turns: tuple[Turn, ...]) -> list[tuple[list[int], list[list[float]]]]:
-    """Rows by lists: for each, its turns, and (token, mask, logprob, reward, version) per token."""
+    """Rows by lists: the turns, and (token, mask, logprob, reward, weight, version) per token."""
     rows: list[tuple[list[int], list[list[float]]]] = []
     for index, own in enumerate(turns):
         prompt, response = own.prompt_ids.tolist(), own.response_ids.tolist()
@@ -203,14 +220,17 @@ def slow_merge(turns: tuple[Turn, ...]) -> list[tuple[list[int], list[list[float
         else:
             row = ([], [])
             rows.append(row)
-        row[1].extend([token, 0, 0, 0, -1] for token in prompt[len(row[1]) :])
+        row[1].extend([token, 0, 0, 0, 0, -1] for token in prompt[len(row[1]) :])
         versions = [run.version for run in own.version_runs for _ in range(run.num_tokens)]
         for t, token in enumerate(response):
             trained = 1 if own.loss_mask is None else int(own.loss_mask[t])
             logprob = own.logprobs[t] if own.logprobs is not None else (np.nan if trained else 0)
             reward = 0 if own.rewards is None else own.rewards[t]
+            weight = trained if own.token_weights is None else own.token_weights[t]
             version = versions[t] if versions else None
-            row[1].append([token, trained, logprob, reward, -1 if version is None else version])
+            row[1].append(
+                [token, trained, logprob, reward, weight, -1 if version is None else version]
+            )
         row[0].append(index)
     return rows
 
@@ -234,6 +254,7 @@ def as_lists(rows: list[Sequence]) -> list[tuple[list[int], list[list[float]]]]:
             [*pad, *row.loss_mask],
             [*pad, *logprobs],
             [*pad, *row.rewards],
+            [*pad, *(row.loss_mask if row.token_weights is None else row.token_weights)],
             [*([-1] * row.prompt_length), *versions],
         ]
         result.append((list(row.turns), [list(token) for token in zip(*columns, strict=True)]))

@@ -162,11 +162,43 @@ def test_case_7_empty_list_of_logprobs_is_not_none() -> None:
         check(logprobs=[])
 
 
-def test_case_8_a_fractional_mask_is_refused_and_not_cut_to_0() -> None:
-    # The reference keeps [.25, 1] as its loss mask. A mask of ours says what is trained, and a
-    # fraction is the weight of a token: `batching.sft` keeps [.25, 1] as such.
-    with pytest.raises(InvalidTurnError, match=r"loss_mask: 0\.25 at position 0 is neither"):
-        check(loss_mask=[0.25, 1])
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, np.float16])
+def test_case_8_a_fractional_mask_is_a_mask_and_weights(kind: Any) -> None:
+    # As in the reference, which keeps [.25, 1] as its loss mask. A mask of ours says what is
+    # trained, and a fraction is the weight of a token.
+    turn = check(response=[3, 4, 5], logprobs=[-1, -2, -3], loss_mask=kind([0.25, 1.0, 0.0]))
+
+    assert turn.loss_mask is not None
+    assert turn.token_weights is not None
+    assert turn.logprobs is not None
+    assert (turn.loss_mask.tolist(), turn.loss_mask.dtype) == ([1, 1, 0], np.uint8)
+    assert (turn.token_weights.tolist(), turn.token_weights.dtype) == ([0.25, 1, 0], np.float32)
+    assert turn.logprobs.tolist() == [-1, -2, 0]
+
+
+def test_mask_of_zeros_and_ones_has_no_weights() -> None:
+    for mask in ([0, 1], [0.0, 1.0], np.array([0, 1], np.uint8), [False, True]):
+        assert check(loss_mask=mask).token_weights is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "mask", "expected"),
+    [
+        ([0.5, 2], None, [0.5, 2]),
+        ([True, 3], [1, 1], [1, 3]),
+        (torch.tensor([0.5, 7.0], dtype=torch.bfloat16, requires_grad=True), None, [0.5, 7]),
+        ([math.nan, 2], [0, 1], [0, 2]),  # not read where masked
+        ([0, 0], None, [0, 0]),  # trained, and counted in the denominators
+    ],
+)
+def test_weights_become_float32_and_zero_where_masked(
+    weights: Any, mask: Any, expected: list[float]
+) -> None:
+    turn = check(token_weights=weights, loss_mask=mask)
+
+    assert turn.token_weights is not None
+    assert (turn.token_weights.tolist(), turn.token_weights.dtype) == (expected, np.float32)
+    assert (None if turn.loss_mask is None else turn.loss_mask.tolist()) == mask
 
 
 @pytest.mark.parametrize(
@@ -175,7 +207,7 @@ def test_case_8_a_fractional_mask_is_refused_and_not_cut_to_0() -> None:
         ({"prompt": []}, "prompt_ids: is empty"),
         *[
             ({field: values}, f"{field}: has {len(values)} values, response_ids has 2")
-            for field in ("logprobs", "loss_mask", "rewards")
+            for field in ("logprobs", "loss_mask", "rewards", "token_weights")
             for values in ([0], [0, 0, 0], [])
         ],
         *[
@@ -188,8 +220,17 @@ def test_case_8_a_fractional_mask_is_refused_and_not_cut_to_0() -> None:
         ),
         *[
             ({"loss_mask": [1, wrong]}, "loss_mask: .* at position 1 is neither 0 nor 1")
-            for wrong in (2, -1, 0.5, math.nan)
+            for wrong in (2, -1, 1.5, -0.5, math.nan)
         ],
+        *[
+            ({"token_weights": [1.0, wrong]}, "token_weights: .* at position 1 is not a finite")
+            for wrong in (-0.5, math.nan, math.inf, 1e300)
+        ],
+        (
+            {"token_weights": [1, 1], "loss_mask": [0.5, 1]},
+            r"token_weights: are present, and loss_mask has fractions: \[0\.5, 1\]",
+        ),
+        ({"token_weights": ["a", "b"]}, "token_weights: are numbers, not <U1"),
         ({"loss_mask": np.array([2, 1], np.uint8)}, "loss_mask: 2 at position 0 is neither"),
         *[
             ({"rewards": [wrong, 1.0]}, "rewards: .* at position 0 is not a finite")

@@ -212,6 +212,10 @@ def test_draft_continues_stored_turns_as_its_own(
     prompts = [one.prompt_ids for one in turns[:num_stored]]
     assert_same([each.turn.prompt_ids for each in taken], prompts)
     for each, told in zip(taken, turns, strict=False):
+        # Stored weights that equal the mask come back as None.
+        weights, mask = told.token_weights, told.loss_mask
+        if weights is not None and (weights != (1 if mask is None else mask)).any():
+            assert_same(each.turn.token_weights, weights)
         for name, values in each.turn.extras.items():
             assert_same(values, told.extras[name])
     assert rest == records[num_stored:]

@@ -38,7 +38,9 @@ BATCH = compact.encode_batch(compact.compact_batch(manifest("g0"), manifest_hash
 ENDS = compact.encode_ends({TrajectoryKey("g", 0): "filtered:x"})
 KINDS = {
     "turn": Kind(
-        framing.TURN, decode_turn, encode_turn(stored_turn("abc", "DeF", logprobs=-0.5, version=1))
+        framing.TURN,
+        decode_turn,
+        encode_turn(stored_turn("abc", "DeF", logprobs=-0.5, weights=0.5, version=1)),
     ),
     "event": Kind(
         framing.EVENT, decode_event, encode_event(sealed(turns=[shape(2, 3), shape(1, 1)]))

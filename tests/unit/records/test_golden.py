@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from testkit import assert_same, config, manifest, mini_batch_info, rows, sealed, shape, stored_turn
@@ -116,6 +117,10 @@ def golden_turn_with_an_anchor() -> StoredTurn:
     return replace(stored_turn("ab", "C"), anchor=0xCE7E7C3D821BD771)
 
 
+def golden_turn_with_weights() -> StoredTurn:
+    return replace(golden_turn(), token_weights=np.array([0.25, 0.0, 2.0], np.float32))
+
+
 def golden_manifest() -> Manifest:
     return replace(manifest("g0", "g1", run="run", step=2), assembly_version=0)
 
@@ -182,11 +187,16 @@ def read_golden(name: str) -> bytes:
 
 @pytest.mark.parametrize(
     ("name", "turn"),
-    [("turn", golden_turn()), ("turn_with_an_anchor", golden_turn_with_an_anchor())],
+    [
+        ("turn", golden_turn()),
+        ("turn_with_an_anchor", golden_turn_with_an_anchor()),
+        ("turn_with_weights", golden_turn_with_weights()),
+    ],
 )
-def test_turn_has_the_bytes_of_format_0(name: str, turn: StoredTurn):
+def test_turn_has_the_bytes_of_its_format(name: str, turn: StoredTurn):
     record = encode_turn(turn)
 
+    assert record[3] == (0 if turn.token_weights is None else 1)
     assert_golden(f"{name}.hex", record)
     payload_crc = int.from_bytes(record[-4:], "little")
     assert_same(decode_turn(record), replace(turn, payload_crc=payload_crc))

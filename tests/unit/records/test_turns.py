@@ -27,7 +27,8 @@ def rewritten(record: bytes, *arrays: np.ndarray[Any, Any], **changes: Any) -> b
     for name, value in changes.items():
         setattr(header, name, value)
     body = np.frombuffer(record[frame.body_start : frame.body_stop], np.uint8)
-    return write_frame(TURN, header.SerializeToString(), [body, *arrays])
+    content = header.SerializeToString()
+    return write_frame(TURN, content, [body, *arrays], version=frame.version)
 
 
 def crc_of(record: bytes) -> int:
@@ -52,13 +53,38 @@ def test_mask_of_ones_and_rewards_of_zeros_are_not_sent():
     assert record == encode_turn(bare)
 
 
+@pytest.mark.parametrize("response", ["CDE", "CdE"])
+def test_weights_equal_to_the_mask_are_not_sent(response: str):
+    bare = stored_turn("ab", response)
+
+    record = encode_turn(stored_turn("ab", response, weights=1.0))
+
+    assert record == encode_turn(bare)
+
+
+@pytest.mark.parametrize("weights", [None, 0.5])
+def test_version_of_a_record_says_whether_it_has_weights(weights: float | None):
+    # Version 1 makes an older release refuse the record; it would train the tokens unweighted.
+    record = encode_turn(stored_turn("ab", "CdE", weights=weights))
+    frame = read_frame(record, kind=TURN)
+    body = np.frombuffer(record[frame.body_start : frame.body_stop], np.uint8)
+
+    assert frame.version == (0 if weights is None else 1)
+    other = write_frame(TURN, frame.header, [body], version=1 - frame.version)
+    with pytest.raises(CorruptRecordError, match=f"record of version {1 - frame.version} with the"):
+        decode_turn(other)
+
+
 def test_decoded_arrays_are_views_into_the_record():
-    record = encode_turn(stored_turn("ab", "CdE", logprobs=-0.5, rewards=1.0))
+    record = encode_turn(stored_turn("ab", "CdE", logprobs=-0.5, rewards=1.0, weights=0.5))
     stored = np.frombuffer(record, np.uint8)
 
     turn = decode_turn(record)
 
-    for array in (turn.token_ids, turn.logprobs, turn.rewards, turn.loss_mask):
+    for array in (
+        *(turn.token_ids, turn.logprobs, turn.rewards, turn.loss_mask),
+        turn.token_weights,
+    ):
         assert array is not None
         assert np.shares_memory(array, stored)
         assert not array.flags.writeable
@@ -90,6 +116,11 @@ def test_unknown_arrays_and_header_fields_are_ignored():
         ("loss_mask", {"loss_mask": np.zeros(3, np.uint8)}),
         ("loss_mask", {"loss_mask": np.array([2, 1], np.uint8)}),
         ("rewards", {"rewards": np.ones(0, np.float32)}),
+        ("token_weights", {"token_weights": np.ones(3, np.float32)}),
+        ("token_weights", {"token_weights": np.ones(2, np.float64)}),
+        ("token_weights", {"token_weights": np.array([1, -0.5], np.float32)}),
+        ("token_weights", {"token_weights": np.array([np.nan, 1], np.float32)}),
+        ("token_weights", {"token_weights": np.array([1, np.inf], np.float32)}),
         ("version_runs", {"version_runs": (VersionRun(0, 1),)}),
         ("parent_turn", {"parent_turn": 0}),
         ("parent_turn", {"parent_turn": -2}),

@@ -44,7 +44,8 @@ def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
 
     A column `mini_batch` tells the optimizer updates apart. `rewards` is as long as the response in
     every row; `logprobs` is too, or null where no row of the mini-batch has any, and `advantages`,
-    or null where `advantage` is that of every trained token. The maps `tags` and `metrics` are
+    or null where `advantage` is that of every trained token. `token_weights` are null where every
+    trained token weighs 1. The maps `tags` and `metrics` are
     those of the row's trajectory, null where its seal cannot be read. The file appears whole or
     not at all, and is on disk when this returns. Its metadata name run, step, lineage and manifest
     hash. Errors are those of `read_planned_batch` and `assemble_batch`, and OSError.
@@ -90,7 +91,7 @@ def _rows_of(share: EncodedMiniBatch, *, mini_batch: int) -> pa.Table:
     table = table.filter(~pc.field("is_padding")).drop_columns("is_padding")
     columns = dict(zip(table.column_names, table.columns, strict=True))
     columns.setdefault("rewards", _zeros_like(columns["loss_mask"]))
-    for name in ("logprobs", "advantages"):
+    for name in ("logprobs", "advantages", "token_weights"):
         columns.setdefault(name, pa.nulls(len(table), _FLOATS))
     columns["mini_batch"] = pa.array([mini_batch] * len(table), pa.int32())
     first = [name for name in ("mini_batch", *COLUMNS) if name in columns]

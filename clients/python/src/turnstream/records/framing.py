@@ -6,7 +6,8 @@
     0       2      b"TS"
     2       1      kind: b"T" turn, b"E" event, b"M" manifest, b"C" compact record, b"S" snapshot,
                    b"L" ledger file, b"U" compact record of ends, b"V" result of an evaluation
-    3       1      major version of this kind: 1 of C and U, 0 of the others
+    3       1      major version of this kind: 1 of C and U, and of T with token weights; 0 of
+                   the others
     4       4      length of the header, unsigned, little-endian
     8       h      header: a protobuf message; of L, lengths; of C, U, S and V, packed
                    columns or JSON
@@ -36,6 +37,9 @@ MAJOR_VERSION: Final = 0
 COMPACT_VERSION: Final = 1
 """The only version of compact records that this release reads."""
 
+WEIGHTED_VERSION: Final = 1
+"""Version of turns with token weights: an older release would train them without."""
+
 TURN: Final = b"T"
 EVENT: Final = b"E"
 MANIFEST: Final = b"M"
@@ -56,22 +60,31 @@ _NAMES: Final = {
     EVALUATION: "evaluation",
 }
 _VERSIONS: Final = {COMPACT: COMPACT_VERSION, ENDS: COMPACT_VERSION}
+_NEWEST: Final = {**_VERSIONS, TURN: WEIGHTED_VERSION}
 _PREFIX: Final = struct.Struct("<2s1sBI")
 _CRC: Final = struct.Struct("<I")
 
 
 class Frame(NamedTuple):
-    """A checked record: its protobuf header, and the position of its body."""
+    """A checked record: its protobuf header, the position of its body, its major version."""
 
     header: bytes
     body_start: int
     body_stop: int
     crc: int
+    version: int
 
 
-def write_frame(kind: bytes, header: bytes, body: Iterable[NDArray[Any]] = ()) -> bytes:
-    """Return the record of a header and contiguous little-endian arrays; each is copied once."""
-    prefix = _PREFIX.pack(b"TS", kind, _VERSIONS.get(kind, MAJOR_VERSION), len(header))
+def write_frame(
+    kind: bytes, header: bytes, body: Iterable[NDArray[Any]] = (), *, version: int | None = None
+) -> bytes:
+    """Return the record of a header and contiguous little-endian arrays; each is copied once.
+
+    `version` None is the version of most records of this kind.
+    """
+    if version is None:
+        version = _VERSIONS.get(kind, MAJOR_VERSION)
+    prefix = _PREFIX.pack(b"TS", kind, version, len(header))
     parts: list[Any] = [prefix, header, bytes(-len(header) % 8), *body]
     crc = 0
     for part in parts:
@@ -98,16 +111,16 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
     if zlib.crc32(memoryview(record)[:body_stop]) != crc:
         raise CorruptRecordError(f"the checksum of a {name} record of {len(record)} bytes differs")
     # After the checksum: damage must not look like another release.
-    only = _VERSIONS.get(kind, MAJOR_VERSION)
-    if version != only:
-        check_format(name, version, newest=only, oldest=only)
+    oldest = _VERSIONS.get(kind, MAJOR_VERSION)
+    if version != oldest:
+        check_format(name, version, newest=_NEWEST.get(kind, oldest), oldest=oldest)
     header_stop = _PREFIX.size + num_header_bytes
     body_start = header_stop + -num_header_bytes % 8
     if body_start > body_stop:
         raise CorruptRecordError(
             f"a {name} record of {len(record)} bytes has a header of {num_header_bytes}"
         )
-    return Frame(record[_PREFIX.size : header_stop], body_start, body_stop, crc)
+    return Frame(record[_PREFIX.size : header_stop], body_start, body_stop, crc, version)
 
 
 def check_format(record: str, found: object, *, newest: int, oldest: int = 0) -> None:

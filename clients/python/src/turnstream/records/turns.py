@@ -1,8 +1,10 @@
 """Turns as records: a protobuf header, then the raw arrays.
 
 The arrays are, in this order: token_ids int32 (new prompt tokens, then the response), logprobs
-float32, rewards float32, loss_mask uint8, then the extra columns in order of name, of any type. A
-mask of ones and rewards of zeros are left out, so that the same turn always has the same bytes.
+float32, rewards float32, token_weights float32, loss_mask uint8, then the extra columns in order of
+name, of any type. A mask of ones, rewards of zeros and weights equal to the mask are left out, so
+that the same turn always has the same bytes. Records with token_weights have version 1: readers of
+an older release refuse them, and do not train the tokens unweighted.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.errors import CorruptRecordError, InvalidTurnError
-from turnstream.records.framing import TURN, Frame, read_frame, write_frame
+from turnstream.records.framing import (
+    MAJOR_VERSION,
+    TURN,
+    WEIGHTED_VERSION,
+    Frame,
+    read_frame,
+    write_frame,
+)
 from turnstream.records.values import parse_message
 from turnstream.types import NO_PARENT, ExtraPiece, StoredTurn, VersionRun
 from turnstream.types.extras import EXTRA_DTYPES
@@ -34,6 +43,7 @@ _TYPES: Final = {
     "token_ids": _ArrayType(np.dtype("<i4"), "int32"),
     "logprobs": _ArrayType(np.dtype("<f4"), "float32"),
     "rewards": _ArrayType(np.dtype("<f4"), "float32"),
+    "token_weights": _ArrayType(np.dtype("<f4"), "float32"),
     "loss_mask": _ArrayType(np.dtype("u1"), "uint8"),
 }
 
@@ -69,7 +79,8 @@ def encode_turn(turn: StoredTurn) -> bytes:
         version_runs=[wire.VersionRun(version=v, count=n) for v, n in turn.version_runs],
         anchor=turn.anchor,
     )
-    return write_frame(TURN, header.SerializeToString(), arrays.values())
+    version = WEIGHTED_VERSION if "token_weights" in arrays else MAJOR_VERSION
+    return write_frame(TURN, header.SerializeToString(), arrays.values(), version=version)
 
 
 def decode_turn(record: bytes) -> StoredTurn:
@@ -79,6 +90,10 @@ def decode_turn(record: bytes) -> StoredTurn:
     pieces = _pieces(record, frame, header.arrays)
     if "token_ids" not in pieces:
         raise CorruptRecordError(f"turn {header.index} has no token_ids")
+    if ("token_weights" in pieces) != (frame.version == WEIGHTED_VERSION):
+        raise CorruptRecordError(
+            f"turn {header.index}: a record of version {frame.version} with the arrays {[*pieces]}"
+        )
     columns: dict[str, Any] = {name: pieces.pop(name).values for name in _TYPES if name in pieces}
     turn = StoredTurn(
         index=header.index,
@@ -107,8 +122,14 @@ def _arrays_worth_sending(turn: StoredTurn) -> Iterable[tuple[str, NDArray[Any]]
         yield "logprobs", np.ascontiguousarray(turn.logprobs)
     if turn.rewards is not None and turn.rewards.any():
         yield "rewards", np.ascontiguousarray(turn.rewards)
+    if turn.token_weights is not None and not _equal_the_mask(turn.token_weights, turn.loss_mask):
+        yield "token_weights", np.ascontiguousarray(turn.token_weights)
     if turn.loss_mask is not None and np.count_nonzero(turn.loss_mask) < len(turn.loss_mask):
         yield "loss_mask", np.ascontiguousarray(turn.loss_mask)
+
+
+def _equal_the_mask(weights: NDArray[np.float32], mask: NDArray[np.uint8] | None) -> bool:
+    return bool(np.all(weights == (1 if mask is None else mask)))
 
 
 def _pieces(record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]) -> dict[str, ExtraPiece]:
@@ -168,6 +189,10 @@ def _contradiction(turn: StoredTurn) -> tuple[str, str] | None:
 def _contradiction_of_values(turn: StoredTurn) -> tuple[str, str] | None:
     if turn.loss_mask is not None and turn.loss_mask.max(initial=0) > 1:
         return "loss_mask", f"{turn.loss_mask.max()} is neither 0 nor 1"
+    if turn.token_weights is not None:
+        wrong = turn.token_weights[~(turn.token_weights >= 0) | np.isinf(turn.token_weights)]
+        if len(wrong):
+            return "token_weights", f"{wrong[0]} is not a finite number of at least 0"
     if turn.version_runs:
         num_versioned = sum(run.num_tokens for run in turn.version_runs)
         if num_versioned != turn.num_response_tokens:

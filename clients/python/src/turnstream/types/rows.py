@@ -115,6 +115,7 @@ class Sequence:
         loss_mask: uint8 (T - P,), 0 on observed tokens.
         logprobs: float32 (T - P,), 0.0 where masked; None where the turns had none.
         rewards: float32 (T - P,).
+        token_weights: float32 (T - P,), 0.0 where masked; None where the turns had none.
         version_runs: which weights sampled the response, covering T - P tokens.
         turn_spans: begin and end of every turn's own response, counted in response tokens.
         extras: values of declared columns, sorted by their names.
@@ -127,6 +128,7 @@ class Sequence:
     logprobs: NDArray[np.float32] | None
     rewards: NDArray[np.float32]
     version_runs: tuple[VersionRun, ...]
+    token_weights: NDArray[np.float32] | None = None
     turn_spans: tuple[tuple[int, int], ...] = ()
     extras: abc.Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
 
@@ -210,7 +212,7 @@ class Rows:
         advantages: float32, one per response token, where the estimator tells tokens apart; it then
             counts instead of `advantage`. Not read where masked.
         token_weights: float32, one per response token, where the mask alone does not say how much a
-            token counts.
+            token counts; 0.0 on observed tokens. None if no row has any. Not read where masked.
         operations: None unless the rows are those of Tinker-style operations.
         extras: name to declared column.
     """

@@ -102,6 +102,8 @@ class Turn:
             0.0 where `loss_mask` is 0.
         loss_mask: uint8 (R,), 1 where the token is trained; None trains every response token.
         rewards: float32 (R,), one per response token; None means no reward inside this turn.
+        token_weights: float32 (R,), finite and at least 0: the factor of each token's loss. 0.0
+            where `loss_mask` is 0; None weighs every trained token with 1.
         version_runs: which weights sampled the response, covering all R tokens; empty if unknown.
         extras: values of the run's extra columns for the whole turn, keyed by column; see
             `turnstream.types.extras`.
@@ -113,6 +115,7 @@ class Turn:
     logprobs: NDArray[np.float32] | None = None
     loss_mask: NDArray[np.uint8] | None = None
     rewards: NDArray[np.float32] | None = None
+    token_weights: NDArray[np.float32] | None = None
     version_runs: tuple[VersionRun, ...] = ()
     extras: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
     anchor: Anchor | None = None
@@ -128,7 +131,7 @@ class StoredTurn:
         shared_tokens: tokens of the parent's prompt + response that begin this prompt.
         token_ids: int32 (N + R,), the new prompt tokens, then the response.
         num_response_tokens: R.
-        logprobs, loss_mask, rewards, version_runs: as in Turn.
+        logprobs, loss_mask, rewards, token_weights, version_runs: as in Turn.
         payload_crc: CRC-32 of the record, its header and arrays; 0 before it is encoded.
         extras: own values of the extra columns without those of the parent, sorted.
         anchor: hash of the state at the beginning of the turn, 64 bits; None if unknown.
@@ -142,6 +145,7 @@ class StoredTurn:
     logprobs: NDArray[np.float32] | None = None
     loss_mask: NDArray[np.uint8] | None = None
     rewards: NDArray[np.float32] | None = None
+    token_weights: NDArray[np.float32] | None = None
     version_runs: tuple[VersionRun, ...] = ()
     payload_crc: int = 0
     extras: Mapping[str, ExtraPiece] = field(default_factory=dict[str, ExtraPiece])

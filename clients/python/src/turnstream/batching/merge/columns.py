@@ -1,7 +1,8 @@
 """The token columns of rows, from the turns that they merge: one copy per column.
 
 Turns hold the pieces of a row in order, so a column of all rows is one concatenation. Tokens
-observed between two responses have mask 0, log-probability 0.0, reward 0.0 and no version.
+observed between two responses have mask 0, log-probability 0.0, reward 0.0, weight 0.0 and no
+version.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class TokenColumns:
     rewards: Ragged[np.float32]
     run_versions: Ragged[np.int64]
     run_counts: Ragged[np.int32]
+    token_weights: Ragged[np.float32] | None = None
 
     def num_trained(self) -> list[int]:
         """B numbers, response tokens with mask 1."""
@@ -114,6 +116,7 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
     """Copy rows together.
 
     `logprobs` is None if no turn has any. Otherwise a turn without has NaN at its trained tokens.
+    `token_weights` is None if no turn has any. Otherwise the mask of a turn without is its weights.
     """
     turns = [row.stored[index] for row in rows for index in row.indices]
     offsets = np.cumsum([0, *[len(row.indices) for row in rows]])
@@ -130,17 +133,21 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
     id_bounds = offsets_of(lengths_B + np.array([row.prompt_length for row in rows], np.int64))
     num_tokens = int(bounds[-1])
     has_logprobs = any(turn.logprobs is not None for turn in turns)
-    ids, logprobs, rewards, mask = empty_in_one_piece(
+    has_weights = any(turn.token_weights is not None for turn in turns)
+    ids, logprobs, rewards, mask, weights = empty_in_one_piece(
         ((int(id_bounds[-1]),), np.int32),
         ((num_tokens if has_logprobs else 0,), np.float32),
         ((num_tokens,), np.float32),
         ((num_tokens,), np.uint8),
+        ((num_tokens if has_weights else 0,), np.float32),
     )
     np.concatenate([ids[:0], *[piece for row in rows for piece in row.ids]], out=ids)
     _write(mask, turns, counts, is_sampled, field="loss_mask")
     _write(rewards, turns, counts, is_sampled, field="rewards")
     if has_logprobs:
         _write(logprobs, turns, counts, is_sampled, field="logprobs")
+    if has_weights:
+        _write(weights, turns, counts, is_sampled, field="token_weights")
     row_of_turn = np.repeat(np.arange(len(rows)), np.diff(offsets))
     versions, run_counts = _run_columns(turns, gaps, counts, row_of_turn, lengths_B)
     return TokenColumns(
@@ -148,6 +155,7 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
         loss_mask=Ragged(mask, bounds),
         logprobs=Ragged(logprobs, bounds) if has_logprobs else None,
         rewards=Ragged(rewards, bounds),
+        token_weights=Ragged(weights, bounds) if has_weights else None,
         run_versions=versions,
         run_counts=run_counts,
     )
@@ -201,7 +209,9 @@ def _write(
 def _missing(turn: StoredTurn, *, field: str) -> NDArray[Any]:
     """Return what stands for an array that a turn lacks, where another turn has one."""
     count = turn.num_response_tokens
-    if field == "loss_mask":
+    if field == "token_weights" and turn.loss_mask is not None:
+        return turn.loss_mask
+    if field in ("loss_mask", "token_weights"):
         return np.ones(count, np.uint8)
     if field == "rewards":
         return np.zeros(count, np.float32)
@@ -273,7 +283,7 @@ def _joined_runs(
 def masked_columns(
     columns: TokenColumns, *, is_masked: Sequence[bool], masked_versions: Collection[int] = ()
 ) -> TokenColumns:
-    """Return the columns with mask 0 and log-probability 0.0 at masked rows and versions.
+    """Return the columns with 0 at masked rows and versions: mask, log-probability and weight.
 
     `is_masked` has one value per row. The object is the same if nothing is masked.
     """
@@ -285,12 +295,15 @@ def masked_columns(
     if masked_versions:
         is_old = np.isin(columns.run_versions.values, list(masked_versions))
         kept *= ~np.repeat(is_old, columns.run_counts.values)
-    logprobs = columns.logprobs
-    if logprobs is not None:
-        values = np.where(kept, logprobs.values, np.float32(0))
-        logprobs = Ragged(values, logprobs.offsets)
+
+    def masked(column: Ragged[np.float32] | None) -> Ragged[np.float32] | None:
+        if column is None:
+            return None
+        return Ragged(np.where(kept, column.values, np.float32(0)), column.offsets)
+
     return replace(
         columns,
         loss_mask=Ragged(kept, mask.offsets),
-        logprobs=logprobs,
+        logprobs=masked(columns.logprobs),
+        token_weights=masked(columns.token_weights),
     )

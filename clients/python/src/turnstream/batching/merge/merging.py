@@ -91,6 +91,7 @@ def merge_turns(
     planned = plan_sequences([turn.shape for turn in stored], merge=True)
     pieces = [stored_row(stored, row.turns) for row in planned]
     columns, extras = token_columns(pieces), merged_columns(pieces, extra_columns)
+    weights = columns.token_weights
     return [
         Sequence(
             turns=row.turns,
@@ -99,6 +100,7 @@ def merge_turns(
             loss_mask=columns.loss_mask[number],
             logprobs=None if columns.logprobs is None else columns.logprobs[number],
             rewards=columns.rewards[number],
+            token_weights=None if weights is None else weights[number],
             version_runs=_version_runs(columns.run_versions[number], columns.run_counts[number]),
             turn_spans=tuple(pieces[number].spans),
             extras={name: column.values[number] for name, column in extras.items()},

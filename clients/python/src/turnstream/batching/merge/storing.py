@@ -244,6 +244,7 @@ def stored_turn(turn: Turn, linked: LinkedTurn, *, index: int) -> StoredTurn:
         logprobs=turn.logprobs,
         loss_mask=turn.loss_mask,
         rewards=turn.rewards,
+        token_weights=turn.token_weights,
         version_runs=turn.version_runs,
         extras=linked.pieces,
         anchor=anchor_hash(turn.anchor),

@@ -13,6 +13,9 @@ row's weight, l its token losses and T its trained tokens. Sums are over rows::
 
 The `weight_sum` adds the weights of the counted rows. The aggregations without it take weights of 1
 only: see BatchingConfig.row_weights. Inert rows and rows without a trained token are not counted.
+
+Weights of tokens are factors of their losses, so they are part of l. All counts are those of the
+loss mask: a token of weight 0.25 counts once, and so does one of weight 0.
 """
 
 from __future__ import annotations

@@ -111,6 +111,7 @@ def adopted_turns(
                 logprobs=turn.logprobs,
                 loss_mask=turn.loss_mask,
                 rewards=turn.rewards,
+                token_weights=turn.token_weights,
                 version_runs=turn.version_runs,
                 extras=columns,
                 anchor=turn.anchor,

@@ -215,6 +215,7 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
         *,
         logprobs: Any = None,
         loss_mask: Any = None,
+        token_weights: Any = None,
         rewards: Any = None,
         policy_version: int | None = None,
         version_runs: Sequence[VersionRun] = (),
@@ -229,7 +230,10 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
                 earlier turns are recognised and not sent again.
             response_ids: the sampled tokens.
             logprobs: one per response token, in nats, under the sampling policy.
-            loss_mask: one per response token, 1 where it is trained; None trains all.
+            loss_mask: one per response token, 1 where it is trained; None trains all. Numbers
+                between 0 and 1 are `token_weights`, and train every token above 0.
+            token_weights: one per response token, at least 0: the factor of the token's loss; None
+                weighs all with 1. The denominators count a trained token once, whatever its weight.
             rewards: one per response token; None for none.
             policy_version: the version of the weights that sampled the response.
             version_runs: (version, num_tokens) of each part, if several versions sampled it.
@@ -249,6 +253,7 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
             response_ids,
             logprobs=logprobs,
             loss_mask=loss_mask,
+            token_weights=token_weights,
             rewards=rewards,
             policy_version=policy_version,
             version_runs=version_runs,
@@ -318,6 +323,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt], AsyncRece
         *,
         logprobs: Any = None,
         loss_mask: Any = None,
+        token_weights: Any = None,
         rewards: Any = None,
         policy_version: int | None = None,
         version_runs: Sequence[VersionRun] = (),
@@ -331,6 +337,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt], AsyncRece
             response_ids,
             logprobs=logprobs,
             loss_mask=loss_mask,
+            token_weights=token_weights,
             rewards=rewards,
             policy_version=policy_version,
             version_runs=version_runs,

@@ -43,6 +43,7 @@ def checked_turn(
     *,
     logprobs: Any = None,
     loss_mask: Any = None,
+    token_weights: Any = None,
     rewards: Any = None,
     policy_version: int | None = None,
     version_runs: Sequence[VersionRun] = (),
@@ -51,8 +52,8 @@ def checked_turn(
 ) -> Turn:
     """Return a turn of arrays that fit each other, from lists, numpy arrays or torch tensors.
 
-    The arguments are those of `TrajectoryWriter.append`. Log-probabilities where `loss_mask` is 0
-    become 0.0, and the anchor becomes its hash.
+    The arguments are those of `TrajectoryWriter.append`. Log-probabilities and weights where
+    `loss_mask` is 0 become 0.0, and the anchor becomes its hash.
     """
     allow_empty = flag(allow_empty, field="allow_empty")
     prompt = _token_ids(prompt_ids, field="prompt_ids")
@@ -61,13 +62,14 @@ def checked_turn(
         raise InvalidTurnError("prompt_ids", "is empty; a model call sees at least one token")
     if len(response) == 0 and not allow_empty:
         raise InvalidTurnError("response_ids", "is empty; say allow_empty=True if that is meant")
-    mask = None if loss_mask is None else _mask(loss_mask, num_tokens=len(response))
+    mask, weights = _mask_and_weights(loss_mask, token_weights, num_tokens=len(response))
     return Turn(
         prompt_ids=prompt,
         response_ids=response,
         logprobs=None if logprobs is None else _logprobs(logprobs, mask, num_tokens=len(response)),
         loss_mask=mask,
         rewards=None if rewards is None else _rewards(rewards, num_tokens=len(response)),
+        token_weights=weights,
         version_runs=_version_runs(policy_version, version_runs, num_tokens=len(response)),
         anchor=anchor_hash(anchor),
     )
@@ -80,6 +82,7 @@ def recheck_turn(turn: Turn) -> Turn:
         turn.response_ids,
         logprobs=turn.logprobs,
         loss_mask=turn.loss_mask,
+        token_weights=turn.token_weights,
         rewards=turn.rewards,
         version_runs=turn.version_runs,
         anchor=turn.anchor,
@@ -127,16 +130,59 @@ def _token_ids(values: Any, *, field: str) -> NDArray[np.int32]:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def _mask(values: Any, *, num_tokens: int) -> NDArray[np.uint8] | None:
-    array = _per_token(values, field="loss_mask", kinds="biuf", num_tokens=num_tokens)
+def _mask_and_weights(
+    loss_mask: Any, token_weights: Any, *, num_tokens: int
+) -> tuple[NDArray[np.uint8] | None, NDArray[np.float32] | None]:
+    """Return mask and weights; a mask of fractions is both: its trained tokens are those above 0.
+
+    For loss_mask 0.25 1.0 0.0, the mask is 1 1 0 and the weights are 0.25 1.0 0.0.
+    """
+    mask = fractions = None
+    if loss_mask is not None:
+        array = _per_token(loss_mask, field="loss_mask", kinds="biuf", num_tokens=num_tokens)
+        fractions = _fractions(array)
+        mask = _mask(array) if fractions is None else (fractions > 0).view(np.uint8)
+    if token_weights is None:
+        return mask, fractions
+    if fractions is not None:
+        message = f"are present, and loss_mask has fractions: {shown(loss_mask)}"
+        raise InvalidTurnError("token_weights", message)
+    return mask, _weights(token_weights, mask, num_tokens=num_tokens)
+
+
+def _mask(array: NDArray[Any]) -> NDArray[np.uint8]:
     if array.dtype == np.bool_:
         return np.ascontiguousarray(array).view(np.uint8)
-    is_small = array.dtype == np.uint8 and (not len(array) or _largest(array) <= 1)
-    if not is_small:
-        wrong = (array != 0) & (array != 1)
-        if wrong.any():
-            raise _at_first("loss_mask", array, wrong, "is neither 0 nor 1")
     return np.ascontiguousarray(array, dtype=np.uint8)
+
+
+def _fractions(array: NDArray[Any]) -> NDArray[np.float32] | None:
+    """Return the values of a mask with numbers between 0 and 1; None if it has only 0 and 1."""
+    is_small = array.dtype == np.uint8 and (not len(array) or _largest(array) <= 1)
+    if is_small or array.dtype == np.bool_:
+        return None
+    wrong = (array != 0) & (array != 1)
+    if not wrong.any():
+        return None
+    wrong = ~((array >= 0) & (array <= 1))
+    if wrong.any():
+        raise _at_first("loss_mask", array, wrong, "is neither 0 nor 1, nor between them")
+    return _as_floats(array, np.float32)
+
+
+def _weights(
+    values: Any, mask: NDArray[np.uint8] | None, *, num_tokens: int
+) -> NDArray[np.float32]:
+    array = _per_token(
+        out_of_its_graph(values), field="token_weights", kinds="biuf", num_tokens=num_tokens
+    )
+    weights = _as_floats(array, np.float32)
+    if mask is not None:
+        weights = np.where(mask, weights, np.float32(0))
+    wrong = ~((weights >= 0) & (weights < math.inf))
+    if wrong.any():
+        raise _at_first("token_weights", array, wrong, "is not a finite float32 of at least 0")
+    return weights
 
 
 def _logprobs(

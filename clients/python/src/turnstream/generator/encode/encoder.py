@@ -178,7 +178,9 @@ class TrajectoryDraft:
             )
         stored = stored_turn(turn, linked, index=len(self._shapes))
         num_bytes = stored.token_ids.nbytes + 4 * len(turn.response_ids) * (
-            (turn.logprobs is not None) + (turn.rewards is not None)
+            (turn.logprobs is not None)
+            + (turn.rewards is not None)
+            + (turn.token_weights is not None)
         )
         num_bytes += sum([piece.values.nbytes for piece in linked.pieces.values()])
         if num_bytes > checks.MAX_RECORD_BYTES:
