@@ -155,6 +155,20 @@ def test_case_8_a_single_reward_is_no_reward_per_token(rewards: Any) -> None:
         check(rewards=rewards)
 
 
+@pytest.mark.parametrize("reward", [0.5, np.float32(0.5), torch.tensor(0.5, requires_grad=True)])
+def test_case_34_reward_of_a_turn_is_on_its_last_token(reward: Any) -> None:
+    # As in the reference, also where the last token is masked. A turn without a token has none: the
+    # reference raises IndexError.
+    turn = check(response=[3, 4, 5], reward=reward, loss_mask=[1, 1, 0])
+
+    assert turn.rewards is not None
+    assert (turn.rewards.tolist(), turn.rewards.dtype) == ([0, 0, 0.5], np.float32)
+    with pytest.raises(
+        InvalidTurnError, match=r"^reward: 0\.5 has no token: response_ids is empty"
+    ):
+        check(response=[], reward=reward, allow_empty=True)
+
+
 def test_case_7_empty_list_of_logprobs_is_not_none() -> None:
     # The reference reads [] as none given; a list of another length than its response is refused.
     assert check().logprobs is None
@@ -236,6 +250,11 @@ def test_weights_become_float32_and_zero_where_masked(
             ({"rewards": [wrong, 1.0]}, "rewards: .* at position 0 is not a finite")
             for wrong in (math.nan, math.inf, 1e300)
         ],
+        ({"reward": 0.5, "rewards": [0, 1]}, r"^reward: 0\.5 and rewards are both present"),
+        ({"reward": math.nan}, "^reward: nan is not finite"),
+        ({"reward": 1e39}, r"^reward: 1e\+39 is more than a float32 can hold"),
+        ({"reward": [0.5, 0.5]}, r"^reward: \[0\.5, 0\.5\] is not a number"),
+        ({"reward": "1"}, "^reward: '1' is not a number"),
         ({"policy_version": -1}, "policy_version: -1 is not a whole number"),
         ({"policy_version": 1.5}, r"policy_version: 1\.5 is not a whole number"),
         ({"policy_version": True}, "policy_version: True is not a whole number"),

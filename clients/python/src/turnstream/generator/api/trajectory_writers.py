@@ -217,6 +217,7 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
         loss_mask: Any = None,
         token_weights: Any = None,
         rewards: Any = None,
+        reward: float | None = None,
         policy_version: int | None = None,
         version_runs: Sequence[VersionRun] = (),
         extras: Mapping[str, Any] | None = None,
@@ -235,6 +236,8 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
             token_weights: one per response token, at least 0: the factor of the token's loss; None
                 weighs all with 1. The denominators count a trained token once, whatever its weight.
             rewards: one per response token; None for none.
+            reward: one of the whole turn in place of `rewards`, for its last response token. A run
+                reads it with `reward_source="sum_of_turns"` or `"last_turn"`.
             policy_version: the version of the weights that sampled the response.
             version_runs: (version, num_tokens) of each part, if several versions sampled it.
             extras: values of the declared extra columns by column, each for the whole turn as
@@ -255,6 +258,7 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
             loss_mask=loss_mask,
             token_weights=token_weights,
             rewards=rewards,
+            reward=reward,
             policy_version=policy_version,
             version_runs=version_runs,
             anchor=anchor,
@@ -325,6 +329,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt], AsyncRece
         loss_mask: Any = None,
         token_weights: Any = None,
         rewards: Any = None,
+        reward: float | None = None,
         policy_version: int | None = None,
         version_runs: Sequence[VersionRun] = (),
         extras: Mapping[str, Any] | None = None,
@@ -339,6 +344,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt], AsyncRece
             loss_mask=loss_mask,
             token_weights=token_weights,
             rewards=rewards,
+            reward=reward,
             policy_version=policy_version,
             version_runs=version_runs,
             anchor=anchor,

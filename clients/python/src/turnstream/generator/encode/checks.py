@@ -18,7 +18,13 @@ from turnstream.batching.merge.storing import anchor_hash
 from turnstream.errors import InvalidTurnError
 from turnstream.types import Anchor, DeclaredColumn, Turn, VersionRun
 from turnstream.types.names import shown
-from turnstream.types.scalars import flag, named_values, out_of_its_graph, whole_number
+from turnstream.types.scalars import (
+    finite_number,
+    flag,
+    named_values,
+    out_of_its_graph,
+    whole_number,
+)
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 """Largest stored turn: a reader must hold several in memory."""
@@ -26,6 +32,7 @@ MAX_RECORD_BYTES = 64 * 1024 * 1024
 MAX_LOGPROB: Final = 1e-3
 """A log-probability is at most 0, but sampling engines round."""
 
+_LARGEST_FLOAT32: Final = float(np.finfo(np.float32).max)
 _TOKEN_ID_LIMIT: Final = 2**31
 _VERSION_LIMIT: Final = 2**63
 _UNSIGNED: Final = {4: np.uint32, 8: np.uint64}  # by size in bytes
@@ -45,6 +52,7 @@ def checked_turn(
     loss_mask: Any = None,
     token_weights: Any = None,
     rewards: Any = None,
+    reward: Any = None,
     policy_version: int | None = None,
     version_runs: Sequence[VersionRun] = (),
     anchor: Anchor | None = None,
@@ -68,7 +76,7 @@ def checked_turn(
         response_ids=response,
         logprobs=None if logprobs is None else _logprobs(logprobs, mask, num_tokens=len(response)),
         loss_mask=mask,
-        rewards=None if rewards is None else _rewards(rewards, num_tokens=len(response)),
+        rewards=_rewards(rewards, reward, num_tokens=len(response)),
         token_weights=weights,
         version_runs=_version_runs(policy_version, version_runs, num_tokens=len(response)),
         anchor=anchor_hash(anchor),
@@ -201,11 +209,32 @@ def _logprobs(
     return logprobs
 
 
-def _rewards(values: Any, *, num_tokens: int) -> NDArray[np.float32]:
+def _rewards(values: Any, of_turn: Any, *, num_tokens: int) -> NDArray[np.float32] | None:
+    """Return a reward per token; the one of the whole turn belongs to its last token.
+
+    For 3 tokens and a reward of 0.5 for the turn: 0.0 0.0 0.5.
+    """
+    if of_turn is not None:
+        return _reward_of_turn(of_turn, is_alone=values is None, num_tokens=num_tokens)
+    if values is None:
+        return None
     array = _per_token(
         out_of_its_graph(values), field="rewards", kinds="biuf", num_tokens=num_tokens
     )
     return _finite(array, np.float32, field="rewards")
+
+
+def _reward_of_turn(reward: Any, *, is_alone: bool, num_tokens: int) -> NDArray[np.float32]:
+    number = finite_number(reward, field="reward")
+    if not is_alone:
+        raise InvalidTurnError("reward", f"{number!r} and rewards are both present")
+    if num_tokens == 0:
+        raise InvalidTurnError("reward", f"{number!r} has no token: response_ids is empty")
+    if abs(number) > _LARGEST_FLOAT32:
+        raise InvalidTurnError("reward", f"{number!r} is more than a float32 can hold")
+    rewards = np.zeros(num_tokens, np.float32)
+    rewards[-1] = number
+    return rewards
 
 
 def _version_runs(
