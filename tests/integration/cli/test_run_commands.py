@@ -13,6 +13,7 @@ import redis
 
 from harness.stored import content_of
 from testkit import wait_until
+from turnstream.batching.config import GroupFilter
 from turnstream.store.client import keys
 from turnstream.store.run.configs import read_revisions
 from turnstream_server import cli
@@ -154,6 +155,20 @@ def test_revise_prints_each_change_and_show_prints_it_as_pending(
     assert "estimator=rloo, max_staleness=3" in shown.out
     last = read_revisions(client, run).last
     assert (last.from_step, last.config.max_staleness, last.config.estimator) == (2, 3, "rloo")
+
+
+def test_revise_takes_group_filters_as_json(
+    client: redis.Redis, run: str, turnstream: Shell
+) -> None:
+    given = '[{"kind": "mean_range", "metric": "accuracy", "low": 0.25}]'
+
+    told = turnstream("run", "revise", run, "--set", f"group_filters={given}", "--from-step", "2")
+    shown = turnstream("run", "show", run)
+
+    filters = read_revisions(client, run).last.config.group_filters
+    assert filters == (GroupFilter(kind="mean_range", metric="accuracy", low=0.25),)
+    for text in (told.out, shown.out):
+        assert '"kind": "mean_range", "metric": "accuracy"' in text
 
 
 @pytest.mark.parametrize(

@@ -101,13 +101,15 @@ def test_group_with_a_member_without_the_number_is_filtered(kind: Any, value: An
     assert "missing" not in reason(members, {**kind, "component": "c"})
 
 
-def test_reward_is_judged_before_the_length_penalty() -> None:
-    # Sample 1 is 2 tokens longer; with the penalty the mean would be 0.5.
+@pytest.mark.parametrize(
+    "shaping", [{"overlong_length": 4, "overlong_buffer": 2}, {"length_reward_weight": 1.0}]
+)
+def test_reward_is_judged_before_it_is_shaped(shaping: dict[str, Any]) -> None:
+    # Sample 1 is a token longer: the penalty lowers both rewards, and the length reward differs.
     members = [sealed(sample=0), sealed(sample=1, turns=[shape(2, 4)])]
-    penalty = {"overlong_length": 4, "overlong_buffer": 2}
 
-    assert reason(members, {**MEAN, "low": 0.9}, **penalty) == ""
-    assert reason(members, EQUAL, **penalty) == "all values of the reward are equal (1)"
+    assert reason(members, {**MEAN, "low": 0.9}, **shaping) == ""
+    assert reason(members, EQUAL, **shaping) == "all values of the reward are equal (1)"
 
 
 def test_reward_comes_from_the_source_of_the_run() -> None:
