@@ -35,12 +35,13 @@ from turnstream_server.generators import guessing
 from turnstream_server.generators.config import LiveGeneratorConfig
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.sampling import sample_tokens
+from turnstream_server.models.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
-_TEMPERATURE: Final = 1.0
 _FETCH_TIMEOUT_S: Final = 5.0
+_PARAMS: Final = SamplingParams(temperature=1.0)
 
 
 def run_live_generator(config: LiveGeneratorConfig) -> None:
@@ -104,7 +105,7 @@ class _LiveGenerator:
         self._publisher = publisher
         self._policy = policy
         self._secrets = np.random.default_rng(config.seed)
-        self._rng = torch.Generator().manual_seed(config.seed)
+        self._rng = np.random.default_rng(config.seed)
         # Group ids are used once, also after a restart of the same writer.
         self._prefix = f"{config.writer}-{secrets.token_hex(4)}"
         self._requests: asyncio.Queue[_Request | None] = asyncio.Queue()
@@ -177,7 +178,7 @@ class _LiveGenerator:
             )
             answer = guessing.step(episode, response.token_ids)
             if answer.is_done:
-                await trajectory.seal(answer.reward, sampling={"temperature": _TEMPERATURE})
+                await trajectory.seal(answer.reward, sampling={"temperature": _PARAMS.temperature})
                 return
             episode = answer.episode
             prompt_ids = np.concatenate((prompt_ids, response.token_ids, answer.observation_ids))
@@ -188,8 +189,8 @@ class _LiveGenerator:
             sample_tokens,
             self._policy.model,
             [each.prompt_ids for each in requests],
-            temperature=_TEMPERATURE,
-            generator=self._rng,
+            params=_PARAMS,
+            rng=self._rng,
         )
         for request, token_ids, logprobs in zip(requests, *sampled, strict=True):
             if not request.response.cancelled():
