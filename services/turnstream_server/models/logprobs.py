@@ -166,21 +166,40 @@ def _left_aligned(rows: PaddedRows | LeftPaddedTensors) -> tuple[Tensor, Tensor]
 def _token_scores(model: PreTrainedModel, scored: _Scored, *, score: _Score) -> Tensor:
     """Return what `score` returns for each scored token, float32 (K, N)."""
     inputs, row_N, slot_N, tokens_N = scored
-    if not _head_is_linear(model):
-        logits_NV = model(**inputs).logits[row_N, slot_N]
-        return score(logits_NV, tokens_N)
-    hidden_NH = model.base_model(**inputs).last_hidden_state[row_N, slot_N]
-    head = cast(Callable[[Tensor], Tensor], model.get_output_embeddings())
+    hidden_BTH, head = hidden_and_head(model, **inputs)
+    hidden_NH = hidden_BTH[row_N, slot_N]
 
     def score_chunk(chunk_NH: Tensor, chunk_N: Tensor) -> Tensor:
         return score(head(chunk_NH), chunk_N)
 
-    size = max(1, _CHUNK_VALUES // model.config.get_text_config().vocab_size)
+    size = chunk_rows(model)
     chunks = list(zip(hidden_NH.split(size), tokens_N.split(size), strict=True))
     if len(chunks) == 1 or not torch.is_grad_enabled():
         return torch.cat([score_chunk(*chunk) for chunk in chunks], dim=1)
     saved = [checkpoint(score_chunk, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.cat(saved, dim=1)
+
+
+def hidden_and_head(
+    model: PreTrainedModel, **inputs: Any
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the last hidden states (B, T, H), and the function from them to logits (..., V).
+
+    If the head is more than a linear layer, these are the logits and the identity.
+    """
+    if not _head_is_linear(model):
+        return model(**inputs).logits, _identity
+    hidden_BTH = model.base_model(**inputs).last_hidden_state
+    return hidden_BTH, cast(Callable[[Tensor], Tensor], model.get_output_embeddings())
+
+
+def chunk_rows(model: PreTrainedModel) -> int:
+    """Return the number of positions whose logits are in memory at a time."""
+    return max(1, _CHUNK_VALUES // model.config.get_text_config().vocab_size)
+
+
+def _identity(values: Tensor) -> Tensor:
+    return values
 
 
 _LINEAR_HEADS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import time
@@ -11,6 +12,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
 import turnstream
 from testkit import wait_until
@@ -23,6 +27,8 @@ from turnstream.store.run.tasks import read_prompt_counts
 from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.planner.releaser import LONGEST_PAUSE_S
 from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.models.policy import load_policy
+from turnstream_server.models.spec import SmallModelSpec
 
 if TYPE_CHECKING:
     from tests.integration.docs.conftest import Runner
@@ -209,6 +215,29 @@ def test_weights_runs_as_printed(runner: Runner) -> None:
     assert 2 <= len(loaded) <= 4
     assert runner.names["run"].wait_for_version().weights_uri == "file:///weights/4"
     assert "policy version   4" in printed
+
+
+def test_sampling_runs_as_printed(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    vocab = {chr(32 + token): token for token in range(64)}
+    tokenizer = Tokenizer(WordLevel(vocab, unk_token=" "))
+    tokenizer.decoder = Fuse()
+    runner.open(
+        "docs/sampling.md",
+        model=load_policy(SmallModelSpec(vocab_size=64, hidden_size=32)),
+        tokenizer=tokenizer,
+        prompts=[[1, 2, 3], [4, 5]],
+        judge=lambda text: float(len(text)),
+    )
+
+    runner.run_block()
+    assert capsys.readouterr().out.count("length ") == 2
+    runner.run_block()
+    assert sum(by_state("sampled").values()) == 8
+    assert [len(response) for _, response in stored("sampled", "task-1/3/0")] == [64]
+    runner.run_block()
+    versions = ast.literal_eval(capsys.readouterr().out)
+    assert versions[-1][0] == 1
+    assert sum(count for _, count in versions) == 64
 
 
 def test_retention_runs_as_printed(runner: Runner) -> None:

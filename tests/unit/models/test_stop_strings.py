@@ -1,0 +1,70 @@
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from turnstream_server.models.stop_strings import StopStringMatcher, decode, first_end
+
+
+def _tokenizer(*words: str) -> Tokenizer:
+    """Return a tokenizer of all bytes, and further tokens from id 256 on."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {word: 256 + index for index, word in enumerate(words)}
+    model = models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<0x00>")
+    tokenizer = Tokenizer(model)
+    strip = decoders.Strip(content=" ", left=1, right=0)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _num_tokens_until_stop(
+    token_ids: list[int], *stop_strings: str, words: tuple[str, ...] = (), prompt: bytes = b"x"
+) -> int | None:
+    tokenizer = _tokenizer(*words)
+    matcher = StopStringMatcher(tokenizer, stop_strings, prompt_ids=list(prompt))
+    return next((n for n, token in enumerate(token_ids, 1) if matcher.add(token)), None)
+
+
+def test_match_may_begin_and_end_inside_of_tokens() -> None:
+    words = ("ab\n", "\nUse", "r: c")
+
+    assert _num_tokens_until_stop([256, 257, 258, 256], "\n\nUser:", words=words) == 3
+
+
+@pytest.mark.parametrize("stop", ["é", "€uro", "日本"])
+def test_characters_of_several_tokens_are_matched(stop: str) -> None:
+    text = list(f"a{stop}b".encode())
+
+    assert _num_tokens_until_stop(text, stop) == len(f"a{stop}".encode())
+
+
+def test_match_is_found_after_bytes_that_are_no_text() -> None:
+    # 0x80 makes the run of bytes invalid, also those in front of it.
+    ids = [*b"Q\x80\xff", 256, *b"end"]
+
+    assert _num_tokens_until_stop(ids, "end", words=("▁a",)) == len(ids)
+
+
+def test_text_of_the_prompt_does_not_count() -> None:
+    assert _num_tokens_until_stop(list(b"ser: User:"), "User:", prompt=b"stop at U") == 10
+
+
+def test_space_at_the_start_of_a_response_is_part_of_the_text() -> None:
+    assert _num_tokens_until_stop([256], " User", words=("▁User",)) == 1
+
+
+def test_long_responses_are_matched_wherever_the_window_begins() -> None:
+    for length in range(1, 120):
+        ids = [*(b"abcdefgh" * 20)[:length], *b"STOP"]
+        assert _num_tokens_until_stop(ids, "STOP", "never there") == length + 4
+
+
+def test_the_stop_string_that_is_complete_first_wins() -> None:
+    assert first_end("one two|three", ("|three", "two|")) == len("one two|")
+    assert first_end("one two|three", ("four",)) is None
+
+
+def test_special_tokens_are_part_of_the_text() -> None:
+    tokenizer = _tokenizer()
+    tokenizer.add_special_tokens(["<|end|>"])
+
+    assert decode(tokenizer, [*b"ab", 256]) == "ab<|end|>"
