@@ -57,6 +57,7 @@ bench: $(STAMP) ## measure the path, the core and the services, beside their bas
 	$(BIN)/python benchmarks/failover.py --json benchmarks/results/failover.json
 	$(BIN)/python benchmarks/shares.py --json benchmarks/results/shares.json
 	$(BIN)/python benchmarks/training.py --json benchmarks/results/training.json
+	$(BIN)/python benchmarks/sampling.py --json benchmarks/results/sampling.json
 
 figures: $(STAMP) ## put what `make bench` measured into docs/benchmarks.md
 	$(BIN)/python benchmarks/page.py

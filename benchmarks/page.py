@@ -317,6 +317,17 @@ def training(found: dict[str, Any]) -> str:
     )
 
 
+def sampling(found: dict[str, Any]) -> str:
+    """Return the tokens per CPU second of every way to sample."""
+    ways = found["ways"]
+    rows = [
+        [name, number(speed, 0), number(ways["continuous"] / speed)] for name, speed in ways.items()
+    ]
+    size = f"{found['parameters'] / 1e6:.1f} million parameters"
+    said = f"{found['num_requests']} requests, {found['num_tokens']:,} tokens, {size}."
+    return table(["way", "tokens/CPU s", "continuous is, times"], rows) + f"\n\n{said}"
+
+
 PAGES: dict[str, Callable[[Any], str]] = {
     "pipeline": pipeline,
     "batching": batching,
@@ -327,6 +338,7 @@ PAGES: dict[str, Callable[[Any], str]] = {
     "failover": failover,
     "shares": shares,
     "training": training,
+    "sampling": sampling,
     "ledger": ledger,
 }
 

@@ -64,6 +64,17 @@ def test_tiny_run_of_training_trains_equal_tokens_in_each_layout(tmp_path: Path)
     assert "| merged packed |" in page
 
 
+def test_tiny_run_of_sampling_measures_every_way(tmp_path: Path) -> None:
+    found, output, page = run_benchmark("sampling", tmp_path)
+
+    assert list(found["ways"]) == [
+        "continuous", "one at a time", "generate", "padded batch", "no cache",
+    ]  # fmt: skip
+    assert min(found["ways"].values()) > 0
+    assert "continuous is" in output
+    assert "| padded batch |" in page
+
+
 def test_the_loop_of_collation_makes_the_same_rectangles(loops: ModuleType) -> None:
     from testkit import rows
 
