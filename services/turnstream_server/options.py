@@ -19,6 +19,8 @@ from turnstream.errors import InvalidConfigError
 
 Settings = TypeVar("Settings")
 
+_MAX_PORT = 65_535
+
 Redis = Annotated[
     str,
     typer.Option(
@@ -47,20 +49,27 @@ Threads = Annotated[
 ]
 
 
-def split_address(listen: str, *, option: str) -> tuple[str, int]:
-    """Return the host and the port of an address to listen on.
+def split_address(text: str, *, option: str, default_host: str = "") -> tuple[str, int]:
+    """Return host and port of an address.
 
-    >>> split_address("127.0.0.1:7600", option="--listen")
-    ('127.0.0.1', 7600)
+    Args:
+        text: "host:port"; with a default host, "port" too.
+        option: where the address was given.
+        default_host: host of an address that has none.
 
     Raises:
-        InvalidConfigError: the text is not HOST:PORT. The error names `option`.
+        InvalidConfigError: it is no address.
+
+    >>> split_address("9100", option="--metrics-listen", default_host="127.0.0.1")
+    ('127.0.0.1', 9100)
     """
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        message = f"{listen!r} is not HOST:PORT, such as 127.0.0.1:7600; port 0: a free one"
-        raise InvalidConfigError(option, message)
-    return host, int(port)
+    host, _, number = text.rpartition(":")
+    host = host or default_host
+    if not host or not number.isdecimal() or int(number) > _MAX_PORT:
+        raise InvalidConfigError(
+            option, f"{text!r} is not HOST:PORT, such as 127.0.0.1:7600; port 0: a free one"
+        )
+    return host, int(number)
 
 
 def with_options(

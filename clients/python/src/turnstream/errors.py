@@ -251,19 +251,24 @@ class MissingExtraError(TurnstreamError, ImportError):
         needed_by: the call or module that needs it.
         package: the missing package.
         extra: the extra that has it.
+        distribution: "turnstream" or "turnstream-server", which has the extra.
     """
 
-    def __init__(self, needed_by: str, package: str, extra: str) -> None:
-        super().__init__(needed_by, package, extra)
+    def __init__(
+        self, needed_by: str, package: str, extra: str, distribution: str = "turnstream"
+    ) -> None:
+        super().__init__(needed_by, package, extra, distribution)
         self.needed_by = needed_by
         self.package = package
         self.extra = extra
+        self.distribution = distribution
 
     def __str__(self) -> str:
+        folder = "./clients/python" if self.distribution == "turnstream" else "."
         return (
             f"{self.needed_by} needs the package {self.package}: "
-            f"pip install 'turnstream[{self.extra}]' (in the repository: "
-            f"pip install './clients/python[{self.extra}]')"
+            f"pip install '{self.distribution}[{self.extra}]' (in the repository: "
+            f"pip install '{folder}[{self.extra}]')"
         )
 
 

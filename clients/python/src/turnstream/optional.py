@@ -1,4 +1,4 @@
-"""Packages that only some installations have: the extras of the distribution."""
+"""Packages that only some installations have: the extras of a distribution."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from turnstream.errors import MissingExtraError
 
 
 @contextlib.contextmanager
-def from_extra(extra: str, *, needed_by: str) -> Iterator[None]:
+def from_extra(extra: str, *, needed_by: str, distribution: str = "turnstream") -> Iterator[None]:
     """Import packages of an extra inside the block.
 
     Args:
         extra: name of the extra, such as "worker".
-        needed_by: the call or module that imports them.
+        needed_by: the call, module or option that imports them.
+        distribution: the one that has the extra.
 
     Raises:
         MissingExtraError: one of them is not installed; has the command that installs it.
@@ -22,6 +23,7 @@ def from_extra(extra: str, *, needed_by: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("turnstream", ""):
+        package = (error.name or "").partition(".")[0]
+        if package in ("turnstream", ""):
             raise
-        raise MissingExtraError(needed_by, error.name or "", extra) from error
+        raise MissingExtraError(needed_by, package, extra, distribution) from error
