@@ -150,6 +150,29 @@ def archive(
     say("\n".join(paths) or "nothing to write", as_json=as_json, files=paths)
 
 
+@app.command(rich_help_panel=PANEL)
+def plot(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FOLDER_OR_RUN",
+            help="Folder of a trainer or of a job, or a run whose trainer works on this machine.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Receives a PNG image.")],
+    redis: Redis = "",
+    as_json: AsJson = False,
+) -> None:
+    """Draw reward, loss, KL and tokens per second over the steps of a trainer."""
+    from turnstream_server.trainer.reporting.metrics_files import find_metrics
+    from turnstream_server.trainer.reporting.plot import plot_metrics
+
+    path = find_metrics(source, redis_url=store_url(redis))
+    num_steps = plot_metrics(path, out, title=source)
+    facts = {"file": str(out), "metrics": str(path), "num_steps": num_steps}
+    say(f"{out} shows {num_steps:,} steps of {path}", as_json=as_json, **facts)
+
+
 @app.command(rich_help_panel="Jobs")
 def config(as_json: AsJson = False) -> None:
     """Print the settings of this environment, one variable a line."""

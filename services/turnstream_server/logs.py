@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from typing import TextIO
 
 _OWN_FIELDS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
@@ -21,12 +23,28 @@ def configure_logging(level: str, *, service: str, stream: TextIO | None = None)
     handler.setFormatter(_LineFormatter(service))
     root = logging.getLogger()
     for old in root.handlers[:]:
-        if isinstance(old.formatter, _LineFormatter):
+        if _is_own(old):
             root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level)
     for name in _VERBOSE:
         logging.getLogger(name).setLevel(logging.WARNING if level == "INFO" else level)
+
+
+@contextlib.contextmanager
+def log_to(stream: TextIO) -> Iterator[None]:
+    """Send the log that `configure_logging` set up to another stream in the block."""
+    own = [each for each in logging.getLogger().handlers if _is_own(each)]
+    with contextlib.ExitStack() as before:
+        for handler in own:
+            assert isinstance(handler, logging.StreamHandler)
+            before.callback(handler.setStream, handler.stream)
+            handler.setStream(stream)
+        yield
+
+
+def _is_own(handler: logging.Handler) -> bool:
+    return isinstance(handler.formatter, _LineFormatter)
 
 
 class _LineFormatter(logging.Formatter):

@@ -165,6 +165,38 @@ def test_trainer_without_its_packages_is_one_line(package: str) -> None:
     assert f"needs the package {package}: pip install 'turnstream-server[trainer]'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("package", "arguments", "extra"),
+    [
+        ("tensorboard", ["serve", "trainer", "--tensorboard"], "tensorboard"),
+        ("wandb", ["serve", "trainer", "--wandb", "project"], "wandb"),
+        ("matplotlib", ["plot", "metrics.jsonl", "--out", "plot.png"], "plot"),
+    ],
+)
+def test_option_without_its_package_is_one_line_with_the_extra(
+    package: str, arguments: list[str], extra: str, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    trainer = ["--run", "a", "--folder", "b", "--policy", "none.json", "--batcher", "c:1"]
+    words = ["turnstream", *arguments, *(trainer if "serve" in arguments else [])]
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from turnstream_server import cli\n"
+        f"sys.argv = {words!r}\n"
+        "cli.main()"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+
+    assert done.returncode == 1
+    assert f"needs the package {package}: pip install 'turnstream-server[{extra}]'" in done.stderr
+    assert f"(in the repository: pip install '.[{extra}]')" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
+
+
 def test_error_is_an_import_error_and_survives_pickling() -> None:
     with pytest.raises(ImportError) as caught, from_extra("worker", needed_by="run.batches()"):
         raise ModuleNotFoundError("No module named 'grpc'", name="grpc")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -48,8 +50,19 @@ def run_demo(settings: Settings, options: DemoOptions, console: Console) -> int:
     report(summary, console, title="demo", json_path=options.json_path)
     has_learned, words = judge(summary)
     console.print(f"{'learned' if has_learned else 'not learned'}: {words}", soft_wrap=True)
+    console.print(f"plot: {plot_command(options.folder)}", soft_wrap=True, highlight=False)
     console.print(_NEXT, soft_wrap=True, highlight=False)
     return 0 if has_learned else 1
+
+
+def plot_command(folder: Path) -> str:
+    """Return the command that draws the metrics of the demo in a folder.
+
+    >>> plot_command(Path("my demo"))
+    "`turnstream plot 'my demo' --out plot.png` draws reward, loss, KL and tokens/s"
+    """
+    words = shlex.join(["turnstream", "plot", str(folder), "--out", "plot.png"])
+    return f"`{words}` draws reward, loss, KL and tokens/s"
 
 
 def introduction(job: Job) -> str:

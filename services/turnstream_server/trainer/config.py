@@ -155,6 +155,21 @@ class TrainerConfig:
         float, typer.Option("--timeout", min=0, help="Longest wait for one batch, in seconds.")
     ] = 600.0
     dump_folder: Dump = None
+    metrics_listen: Annotated[
+        str,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Serve metrics to Prometheus, on 127.0.0.1 by default; port 0: a free one.",
+            show_default=False,
+        ),
+    ] = ""
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write metrics to FOLDER/tensorboard.")
+    ] = False
+    wandb: Annotated[
+        str,
+        typer.Option(metavar="PROJECT", help="Log metrics to wandb.", show_default=False),
+    ] = ""
     weights_listen: Annotated[
         str,
         typer.Option(

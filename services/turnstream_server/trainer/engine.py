@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,11 +68,16 @@ class LossReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport(LossReport):
-    """Statistics of one optimizer update: those of its loss, and of `StepReport`."""
+    """Statistics of one optimizer update: those of its loss, and of `StepReport`.
+
+    Attributes:
+        optimizer_s: seconds of clipping and of the optimizer.
+    """
 
     gradient_norm: float
     learning_rate: float
     skip_reason: str
+    optimizer_s: float = field(compare=False)
 
     @property
     def is_applied(self) -> bool:
@@ -187,13 +193,16 @@ class Engine:
         """
         report = self.forward_backward(mini_batch, aggregation=aggregation, old=old)
         rate = self._schedule.learning_rate(self.num_updates + 1)
+        began_s = time.monotonic()
         step = self.optim_step(dataclasses.replace(self._adam, learning_rate=rate))
+        optimizer_s = time.monotonic() - began_s
         if step.is_applied:
             num_trajectories = mini_batch.info.denominators.num_trajectories
             self._objective.adapt(report.statistics, num_trajectories=num_trajectories)
         else:
             logger.warning("step %s: update skipped: %s", mini_batch.info.step, step.skip_reason)
-        return UpdateReport(**dataclasses.asdict(report), **dataclasses.asdict(step))
+        parts = {**dataclasses.asdict(report), **dataclasses.asdict(step)}
+        return UpdateReport(**parts, optimizer_s=optimizer_s)
 
     def forward_backward(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -16,8 +16,17 @@ from turnstream_server.failpoints import reach
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
-from turnstream_server.trainer.metrics import MetricsFile, Update, step_metrics, trajectory_rewards
+from turnstream_server.trainer.metrics import (
+    Update,
+    squared_lengths,
+    step_metrics,
+    trajectory_rewards,
+)
 from turnstream_server.trainer.publishing import WeightsPublisher
+from turnstream_server.trainer.reporting.device import DeviceUse
+from turnstream_server.trainer.reporting.sinks.opening import open_sinks
+from turnstream_server.trainer.reporting.sinks.sink import Sinks
+from turnstream_server.trainer.reporting.timing import StepClock, rates
 
 
 class Trainer:
@@ -36,56 +45,69 @@ class Trainer:
         self._config = config
         self._checkpoints = checkpoints
         self._publisher = WeightsPublisher(config)
-        self._metrics = MetricsFile(config.folder / "metrics.jsonl")
-        self._started_s = time.monotonic()
+        self._device_use = DeviceUse(engine.model)
+        self._clock = StepClock()
 
     def train(self, *, from_step: int) -> None:
         """Train until the run ends or `max_steps` is reached.
 
         `from_step` is the last step in the engine's weights; 0 before the first.
         """
-        with self._publisher:
+        with open_sinks(self._config, from_step=from_step) as sinks, self._publisher:
             self._publish(from_step)
-            self._train_steps()
+            self._train_steps(sinks)
 
-    def _train_steps(self) -> None:
+    def _train_steps(self, sinks: Sinks) -> None:
         step: Step | None = None
+        self._clock.restart()
         for step in self._batches:
-            self._train_step(step)
+            sinks.write(step.number, self._train_step(step))
             if step.number % self._config.checkpoint_every == 0:
-                self._save(step)
+                with self._clock.measure("checkpoint"):
+                    self._save(step)
             if step.number == self._config.max_steps:
                 break
         if step is not None and step.number % self._config.checkpoint_every:
             self._save(step)
 
-    def _train_step(self, step: Step) -> None:
-        """Train a step, acknowledge it, and publish its weights."""
+    def _train_step(self, step: Step) -> dict[str, Any]:
+        """Train a step, acknowledge it, publish its weights, and return its metrics."""
         mini_batches = step.mini_batches(epochs=self._config.epochs)
         updates = [self._update(*each) for each in self._engine.with_old_logprobs(mini_batches)]
         reach("train.after_update")
         step.done()
         reach("train.after_stepped")
-        metrics = {"step": step.number, **step_metrics(updates), **step.metrics}
-        stepped_s = time.monotonic()
-        metrics["version"] = self._publish(step.number)
-        published_s = time.monotonic()
+        metrics: dict[str, Any] = {"step": step.number, **step_metrics(updates), **step.metrics}
+        with self._clock.measure("publish"):
+            metrics["version"] = self._publish(step.number)
         metrics |= self._publisher.statistics()
         metrics["num_updates"] = self._engine.num_updates
         metrics["total_skipped_updates"] = self._engine.num_skipped
-        metrics["publish_s"] = published_s - stepped_s
-        metrics["elapsed_s"] = published_s - self._started_s
-        self._metrics.write(metrics)
+        self._clock.add("wait", metrics["wait_s"])
+        metrics |= self._clock.lap()
+        use = self._device_use.lap(
+            num_tokens=sum(update.num_tokens for update in updates),
+            squared_lengths=sum(update.squared_lengths for update in updates),
+            step_s=metrics["step_s"],
+        )
+        return {**metrics, **rates(metrics), **use}
 
     def _update(self, mini_batch: PulledMiniBatch, old: list[Tensor] | None) -> Update:
-        started_s = time.monotonic()
         aggregation = self._batches.config.aggregation
-        report = self._engine.update(mini_batch, aggregation=aggregation, old=old)
+        with self._clock.measure("forward_backward"):
+            report = self._engine.update(mini_batch, aggregation=aggregation, old=old)
+        self._clock.move(report.optimizer_s, source="forward_backward", target="optimizer")
         if self._config.dump_folder is not None and mini_batch.epoch == 0:
             dump_rows(mini_batch, self._config.dump_folder)
-        rewards = trajectory_rewards(mini_batch.rows)
-        update_s = time.monotonic() - started_s
-        return Update(mini_batch.info, report, rewards, update_s, epoch=mini_batch.epoch)
+        rows = mini_batch.rows
+        return Update(
+            info=mini_batch.info,
+            report=report,
+            rewards=trajectory_rewards(rows),
+            num_tokens=mini_batch.num_tokens,
+            squared_lengths=squared_lengths(rows),
+            epoch=mini_batch.epoch,
+        )
 
     def _publish(self, step: int) -> int:
         """Publish the weights as a new version and return it."""

@@ -53,7 +53,7 @@ class Pushes:
             pusher.wait_for_attempt(version, timeout_s=deadline_s - time.monotonic())
 
     def statistics(self) -> dict[str, int]:
-        """Return the counts by the names of `turnstream_server.trainer.metrics`."""
+        """Return the counts by the names of `turnstream_server.trainer.reporting.declarations`."""
         return {
             "num_servers_behind": sum(not pusher.is_current for pusher in self._pushers),
             "num_failed_pushes": sum(pusher.num_failures for pusher in self._pushers),

@@ -19,6 +19,8 @@ import torch
 import testkit
 from testkit.batchers import BatcherThread
 from testkit.inference_servers import VllmDouble, serving
+from testkit.receivers import tensorboard_scalars
+from turnstream.errors import InvalidConfigError
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import close_run, newest_version
 from turnstream.types import Group, RecoveryToken, TrajectoryState
@@ -30,6 +32,8 @@ from turnstream_server.trainer import publishing
 from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.reporting.metrics_files import find_metrics
+from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
 from turnstream_server.trainer.service import train
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
@@ -108,12 +112,13 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
         close_run(client, run)
 
     train(_config(batcher, whole, tmp_path / "whole", epochs=2, **options))
+    config = _config(batcher, broken, tmp_path / "broken", epochs=2, tensorboard=True, **options)
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "save", _dying_at_step(4))
         with pytest.raises(_KilledError):
-            train(_config(batcher, broken, tmp_path / "broken", epochs=2, **options))
+            train(config)
     before = read_ledger(client, broken).by_state
-    train(_config(batcher, broken, tmp_path / "broken", epochs=2, **options))
+    train(config)
 
     announced = newest_version(client, whole)
     assert announced is not None
@@ -127,7 +132,14 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 3, 4]
     # Version 5 names the weights of step 2 again: 3 and 4 stay taken.
     assert [line["version"] for line in lines] == [1, 2, 3, 4, 6, 7]
+    later = [1, 2, 6, 7]
     assert [line["loss"] for line in lines[2:4]] == [line["loss"] for line in lines[4:]]
+    # Every receiver shows the later line of each step alone.
+    assert find_metrics(broken, redis_url=server.url) == tmp_path / "broken/metrics.jsonl"
+    assert [line["version"] for line in read_steps(tmp_path / "broken/metrics.jsonl")] == later
+    assert tensorboard_scalars(tmp_path / "broken/tensorboard", "progress/version") == [
+        *enumerate(later, start=1)
+    ]
     for expected, actual in zip(
         _weights(tmp_path / "whole"), _weights(tmp_path / "broken"), strict=True
     ):
@@ -223,6 +235,17 @@ def test_a_trainer_process_ends_well_on_sigterm_and_leaves_nothing_half_written(
     assert not {name for name in names if name.startswith(".")}
     assert Checkpoints(folder / "checkpoints").newest() is None
     assert read_ledger(client, run).by_state[TrajectoryState.STEPPED] == 4
+
+
+def test_a_run_without_weights_in_a_folder_has_no_metrics_to_find(
+    server: EmbeddedServer, client: redis.Redis, new_run: Callable[..., str]
+) -> None:
+    run = new_run(client, batch_groups=2)
+
+    with pytest.raises(InvalidConfigError, match="has no weights in a folder: name the folder"):
+        find_metrics(run, redis_url=server.url)
+    with pytest.raises(InvalidConfigError, match="'other' is neither a folder nor a run of redis"):
+        find_metrics("other", redis_url=server.url)
 
 
 class _KilledError(BaseException):

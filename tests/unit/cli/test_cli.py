@@ -13,7 +13,7 @@ from turnstream_server.embedded import EmbeddedServer
 
 TOP = (
     *("up", "demo", "replay", "config", "status", "why", "text", "ledger", "batch", "evals"),
-    *("archive", "run", "dead", "serve"),
+    *("archive", "plot", "run", "dead", "serve"),
 )
 GROUPS = {
     "run": (
@@ -25,7 +25,7 @@ GROUPS = {
 }
 COMMANDS = [*TOP, *(f"{group} {name}" for group, names in GROUPS.items() for name in names)]
 READS_STORE = [
-    *("status", "why", "text", "ledger", "batch", "evals", "archive"),
+    *("status", "why", "text", "ledger", "batch", "evals", "archive", "plot"),
     *(name for name in COMMANDS if name.startswith(("run ", "dead "))),
 ]
 

@@ -1,4 +1,5 @@
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,9 @@ from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
 from turnstream_server.trainer.objective import Objective
 from turnstream_server.trainer.objective_config import ObjectiveConfig
+from turnstream_server.trainer.reporting.declarations import METRICS, undeclared
+from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
+from turnstream_server.trainer.reporting.timing import PARTS
 
 
 class StreamInMemory:
@@ -167,7 +171,34 @@ def test_every_step_is_a_line_of_metrics_with_its_mini_batches(tmp_path: Path) -
     assert first["num_tokens"] == 2 * (7 + 2 + 6 + 5)
     assert first["reward_mean"] == 1.0
     assert first["num_updates"] == 2
-    assert {"loss", "kl", "wait_s", "update_s", "publish_s", "elapsed_s"} <= set(first)
+    assert undeclared(first) == []
+    assert {metric.name for metric in METRICS if not metric.is_optional} <= first.keys()
+
+
+def test_the_times_of_a_step_sum_to_its_wall_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(self: Checkpoints, engine: Engine, token: RecoveryToken) -> None:
+        time.sleep(0.2)
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    began_s = time.monotonic()
+    _train(StreamInMemory(last_step=3), tmp_path, checkpoint_every=1)
+    wall_s = time.monotonic() - began_s
+
+    lines = read_steps(tmp_path / "metrics.jsonl")
+    for line in lines:
+        parts = [line[f"{part}_s"] for part in (*PARTS, "other")]
+        assert sum(parts) == pytest.approx(line["step_s"])
+        assert min(parts) >= 0
+        assert line["forward_backward_s"] > 0
+        assert line["optimizer_s"] > 0
+        assert line["tokens_per_s"] == pytest.approx(40 / line["step_s"])
+        assert line["trained_tokens_per_cpu_s"] == pytest.approx(18 / line["cpu_s"])
+    # A checkpoint belongs to the step after it, and a step to its own line.
+    assert lines[0]["checkpoint_s"] == 0.0
+    assert all(0.2 <= line["checkpoint_s"] < line["step_s"] for line in lines[1:])
+    assert sum(line["step_s"] for line in lines) < wall_s
 
 
 def test_skipped_updates_are_counted_with_their_reasons(tmp_path: Path) -> None:

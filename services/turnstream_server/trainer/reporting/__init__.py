@@ -1,0 +1,1 @@
+"""Metrics of a training: their declarations, measurements, receivers, and the plot."""

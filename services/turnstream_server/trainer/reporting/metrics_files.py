@@ -1,0 +1,60 @@
+"""Finds the file of metrics of a training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from turnstream.errors import InvalidConfigError, RunNotFoundError, StoreUnavailableError
+from turnstream.store.client.connection import connect
+from turnstream.store.client.run_ids import find_run
+from turnstream.store.run.configs import read_config
+from turnstream.store.run.runs import newest_version
+from turnstream_server.settings import mask_password
+from turnstream_server.trainer.reporting.sinks.json_lines import FILE_NAME
+
+ARGUMENT: Final = "FOLDER_OR_RUN"
+
+_JOB_FOLDER: Final = "trainer"
+"""Folder of the trainer in that of a job, such as the demo."""
+
+
+def find_metrics(source: str, *, redis_url: str) -> Path:
+    """Return the file of metrics of a training.
+
+    Args:
+        source: folder of a trainer or of a job, or a file of metrics. Other words name a run, whose
+            trainer has announced weights on this machine.
+        redis_url: store of the run.
+
+    Raises:
+        InvalidConfigError: there is no such training, or it has no metrics.
+    """
+    path = Path(source)
+    if path.is_file():
+        return path
+    folders = [path, path / _JOB_FOLDER] if path.exists() else [_trainer_of(source, redis_url)]
+    for folder in folders:
+        if (folder / FILE_NAME).is_file():
+            return folder / FILE_NAME
+    tried = " or ".join(str(folder / FILE_NAME) for folder in folders)
+    raise InvalidConfigError(ARGUMENT, f"{source} has no metrics: there is no file {tried}")
+
+
+def _trainer_of(run: str, redis_url: str) -> Path:
+    """Return the folder of the trainer that announced the newest weights of a run."""
+    store = mask_password(redis_url)
+    try:
+        with connect(redis_url) as client:
+            run_id = find_run(client, run)
+            read_config(client, run_id)  # else a run that does not exist has no version
+            newest = newest_version(client, run_id)
+    except (InvalidConfigError, RunNotFoundError, StoreUnavailableError) as error:
+        message = f"{run!r} is neither a folder nor a run of {store}: {error}"
+        raise InvalidConfigError(ARGUMENT, message) from error
+    address = urlsplit(newest.weights_uri if newest else "")
+    if address.scheme != "file":
+        message = f"run {run!r} has no weights in a folder: name the folder of its trainer"
+        raise InvalidConfigError(ARGUMENT, message)
+    return Path(unquote(address.path)).parents[1]

@@ -1,0 +1,1 @@
+"""Receivers of the metrics of a training."""

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from turnstream.errors import InvalidConfigError
+from turnstream_server.trainer.reporting.metrics_files import find_metrics
+from turnstream_server.trainer.reporting.plot import draw, plot_metrics, running_mean
+
+AWAY = "redis://127.0.0.1:1"
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    """A line of metrics."""
+    return {
+        "step": number,
+        "reward_mean": number / 10,
+        "loss": -0.5,
+        "kl": 0.01,
+        "tokens_per_s": 2_000.0 + number,
+        "trained_tokens_per_s": 900.0,
+        **changes,
+    }
+
+
+def write(path: Path, steps: Sequence[dict[str, Any]]) -> Path:
+    """Write a file of metrics."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(each) + "\n" for each in steps))
+    return path
+
+
+def coloured(image: Any) -> list[int]:
+    """Pixels that are not grey, in each quarter of an image of (height, width, colours)."""
+    is_coloured = np.ptp(image[:, :, :3], axis=2) > 0.2
+    height, width = is_coloured.shape
+    rows, columns = (
+        (slice(0, height // 2), slice(height // 2, None)),
+        (
+            slice(0, width // 2),
+            slice(width // 2, None),
+        ),
+    )
+    return [int(is_coloured[row, column].sum()) for row in rows for column in columns]
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 60])
+def test_the_image_has_a_line_in_each_of_its_panels(num_steps: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "metrics.jsonl", [step(number) for number in range(1, num_steps + 1)])
+    out = tmp_path / "plot.png"
+
+    assert plot_metrics(path, out, title="a $title [x") == num_steps
+
+    image = imread(out)
+    assert image.shape[:2] == (975, 1500)
+    assert all(number > 10 for number in coloured(image))
+
+
+def test_a_panel_without_values_has_a_note(tmp_path: Path) -> None:
+    steps = [step(1, kl=None), step(2, kl=None)]
+
+    figure = draw(steps, title="")
+
+    texts = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    assert texts == [[], [], ["no values"], []]
+    out = tmp_path / "plot.png"
+    figure.savefig(out)
+    assert [number > 10 for number in coloured(imread(out))] == [True, True, False, True]
+
+
+def test_lines_have_the_values_of_the_steps_and_gaps_for_null() -> None:
+    steps = [step(4), step(5, loss=None), step(6)]
+
+    reward, loss, kl, tokens = draw(steps, title="").axes
+
+    np.testing.assert_array_equal(reward.lines[0].get_data(), [[4, 5, 6], [0.4, 0.5, 0.6]])
+    np.testing.assert_array_equal(loss.lines[0].get_ydata(), [-0.5, math.nan, -0.5])
+    assert kl.get_ylabel() == "KL(behaviour || current) (nats)"
+    assert tokens.get_ylim()[0] == 0
+    legend = tokens.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "tokens of the rows",
+        "tokens in the loss",
+    ]
+
+
+def test_a_long_run_has_its_running_mean_over_the_number_of_steps_it_names() -> None:
+    steps = [step(number) for number in range(1, 101)]
+
+    figure = draw(steps, title="")
+
+    thin, thick, _ = figure.axes[0].lines
+    assert thin.get_linewidth() < thick.get_linewidth()
+    means = running_mean([each["reward_mean"] for each in steps], 5)
+    assert list(np.asarray(thick.get_ydata())) == pytest.approx(means)
+    assert "mean over 5 steps" in figure.get_supxlabel()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7])
+def test_running_mean_is_that_of_a_slow_loop(window: int) -> None:
+    values = [*np.random.default_rng(0).normal(size=20).tolist(), math.nan, 1.0]
+    expected = []
+    for position in range(len(values)):
+        first = position - window // 2
+        near = [values[i] for i in range(first, first + window) if 0 <= i < len(values)]
+        known = [value for value in near if not math.isnan(value)]
+        expected.append(sum(known) / len(known) if known else math.nan)
+
+    np.testing.assert_allclose(running_mean(values, window), expected)
+
+
+@pytest.mark.parametrize("source", ["", "metrics.jsonl", "job"])
+def test_metrics_are_found_in_a_folder_a_job_or_a_file(source: str, tmp_path: Path) -> None:
+    folder = tmp_path / "job/trainer" if source == "job" else tmp_path
+    path = write(folder / "metrics.jsonl", [step(1)])
+
+    assert find_metrics(str(tmp_path / source), redis_url=AWAY) == path
+
+
+def test_a_folder_without_metrics_is_named_with_the_files_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        find_metrics(str(tmp_path), redis_url=AWAY)
+
+    assert caught.value.field == "FOLDER_OR_RUN"
+    assert f"{tmp_path}/metrics.jsonl or {tmp_path}/trainer/metrics.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["nothing", "no/such folder"])
+def test_words_that_name_nothing_are_refused_with_the_store(source: str) -> None:
+    words = f"^FOLDER_OR_RUN: '{source}' is neither a folder nor a run of redis://127.0.0.1:1: "
+
+    with pytest.raises(InvalidConfigError, match=words):
+        find_metrics(source, redis_url=AWAY)
+
+
+def test_a_file_without_a_complete_step_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": ')
+
+    with pytest.raises(InvalidConfigError, match="has no complete step yet"):
+        plot_metrics(path, tmp_path / "plot.png", title="")
+    assert not (tmp_path / "plot.png").exists()

@@ -1,0 +1,128 @@
+"""Several receivers as one, and the file of JSON lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnstream.errors import InvalidConfigError
+from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.reporting.sinks.json_lines import JsonLines, read_steps
+from turnstream_server.trainer.reporting.sinks.opening import open_sinks
+from turnstream_server.trainer.reporting.sinks.sink import Sinks
+
+
+class FullDisk:
+    """A receiver that fails at some steps."""
+
+    def __init__(self, *fails_at: int) -> None:
+        self.written: list[int] = []
+        self.is_closed = False
+        self._fails_at = fails_at
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Fail, or remember the step."""
+        if step in self._fails_at:
+            raise OSError("no space")
+        self.written.append(step)
+
+    def close(self) -> None:
+        """Remember it."""
+        self.is_closed = True
+
+
+def test_a_failing_sink_is_logged_once_and_the_others_continue(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    full, path = FullDisk(2, 3), tmp_path / "metrics.jsonl"
+
+    with Sinks([full, JsonLines(path)]) as sinks:
+        for step in range(1, 5):
+            sinks.write(step, {"step": step})
+
+    assert full.written == [1, 4]
+    assert full.is_closed
+    assert [each["step"] for each in read_steps(path)] == [1, 2, 3, 4]
+    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert record.getMessage() == "FullDisk fails; training continues"
+    assert record.exc_info is not None
+
+
+def test_a_signal_passes_through_the_sinks() -> None:
+    class Interrupted(FullDisk):
+        def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Sinks([Interrupted()]).write(1, {"step": 1})
+
+
+def test_a_key_that_is_not_declared_is_a_warning(tmp_path: Path) -> None:
+    with (
+        Sinks([JsonLines(tmp_path / "metrics.jsonl")]) as sinks,
+        pytest.warns(UserWarning, match="not declared: entrpy, zzz"),
+    ):
+        sinks.write(1, {"step": 1, "zzz": 0.0, "entrpy": 0.5})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_null(value: float, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Sinks([JsonLines(path)]) as sinks:
+        sinks.write(1, {"step": 1, "loss": value, "kl": 0.0})
+
+    assert json.loads(path.read_text()) == {"step": 1, "loss": None, "kl": 0.0}
+
+
+def test_lines_of_a_restart_replace_their_step_and_all_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (3, 0.5)]
+    for step, loss in lines:
+        JsonLines(path).write(step, {"step": step, "loss": loss})
+
+    assert [(each["step"], each["loss"]) for each in read_steps(path)] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.5),
+    ]
+
+
+def test_incomplete_lines_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n[2]\n3\n{"loss": 0.5}\n{"step": 2}\n{"step": 3')
+
+    assert [each["step"] for each in read_steps(path)] == [1, 2]
+
+
+def test_a_refused_sink_closes_those_opened_before_it(tmp_path: Path) -> None:
+    # Else the first port would stay taken.
+    config = TrainerConfig(run="r", folder=tmp_path, metrics_listen="127.0.0.1:0", wandb="p")
+    (tmp_path / "wandb-id").mkdir()  # no file of an id
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="wandb-id"), open_sinks(config, from_step=0):
+            pass
+
+
+def test_nothing_is_opened_without_its_option(tmp_path: Path) -> None:
+    with open_sinks(TrainerConfig(run="r", folder=tmp_path / "t"), from_step=0) as sinks:
+        sinks.write(1, {"step": 1})
+
+    assert [path.name for path in (tmp_path / "t").iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("address", ["x", "host:", ":70000", "host:-1", "h:1:b"])
+def test_wrong_address_of_the_metrics_is_named(address: str, tmp_path: Path) -> None:
+    config = TrainerConfig(run="r", folder=tmp_path, metrics_listen=address)
+
+    with (
+        pytest.raises(InvalidConfigError, match=f"^--metrics-listen: '{address}' is not "),
+        open_sinks(config, from_step=0),
+    ):
+        pass
