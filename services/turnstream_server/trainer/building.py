@@ -15,7 +15,7 @@ from turnstream_server.models.recompute import recompute_layers
 from turnstream_server.models.spec import PolicySource, SmallModelSpec, read_policy_source
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
-from turnstream_server.trainer.objective import Objective
+from turnstream_server.trainer.objectives.objective import Objective
 
 if TYPE_CHECKING:
     from turnstream_server.models.adapters import Adapter

@@ -14,7 +14,7 @@ import typer
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.spec import AdapterConfig, SmallModelSpec, layer_switches
 from turnstream_server.options import Dump, Redis, Threads
-from turnstream_server.trainer.objective_config import DEFAULT_LOSS, ObjectiveConfig
+from turnstream_server.trainer.objectives.config import DEFAULT_LOSS, ObjectiveConfig
 from turnstream_server.trainer.settings import (
     SCHEDULES,
     AdamSettings,

@@ -27,9 +27,9 @@ from turnstream.worker.layouts import PackedTensors
 from turnstream.worker.tensors import LeftPaddedTensors
 from turnstream_server.models.logprobs import response_logprobs, response_scores
 from turnstream_server.models.packed import enable_packing
-from turnstream_server.trainer.objective import Objective
-from turnstream_server.trainer.objective_config import ObjectiveConfig
-from turnstream_server.trainer.objective_scores import (
+from turnstream_server.trainer.objectives.config import ObjectiveConfig
+from turnstream_server.trainer.objectives.objective import Objective
+from turnstream_server.trainer.objectives.scores import (
     PreparedPart,
     TokenScores,
     filled_behaviour,
@@ -53,7 +53,7 @@ class LossReport:
     Attributes:
         loss: loss of the whole mini-batch.
         num_recomputed_rows: rows without behaviour log-probabilities.
-        ratio, kl, clipped_share, logprob: as in `trainer.objective_statistics`.
+        ratio, kl, clipped_share, logprob: as in `trainer.objectives.statistics`.
         statistics: all further statistics of that module.
     """
 

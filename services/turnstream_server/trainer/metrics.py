@@ -2,7 +2,7 @@
 
 - `loss`, `reward_mean`: means over updates, and over the trajectories that have a reward.
 - `ratio`, `kl`, `clipped_share`, `logprob`, and the other statistics of the objective as
-  `trainer.objective_statistics` lists them: means over the trained tokens. The KL coefficient is
+  `trainer.objectives.statistics` lists them: means over the trained tokens. The KL coefficient is
   that of the last update, and `logprob_gap_max` the largest.
 - `oldest_version`, `newest_version`: range over the trained tokens.
 - Counts are sums. `gradient_norm` is the largest, `learning_rate` the last update's.

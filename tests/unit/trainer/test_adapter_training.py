@@ -20,8 +20,8 @@ from turnstream_server.trainer.building import build_engine
 from turnstream_server.trainer.checkpoint import Checkpoints, WeightsFolder
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
-from turnstream_server.trainer.objective import Objective
-from turnstream_server.trainer.objective_config import ObjectiveConfig
+from turnstream_server.trainer.objectives.config import ObjectiveConfig
+from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.settings import AdamSettings, Layout
 
 ONE = AdapterConfig(rank=4, seed=1, train_unembedding=True)

@@ -19,8 +19,8 @@ from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
-from turnstream_server.trainer.objective import Objective
-from turnstream_server.trainer.objective_config import ObjectiveConfig
+from turnstream_server.trainer.objectives.config import ObjectiveConfig
+from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.reporting.declarations import METRICS, undeclared
 from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
 from turnstream_server.trainer.reporting.timing import PARTS

@@ -21,9 +21,9 @@ from turnstream.errors import InvalidConfigError
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.tensors import to_torch
 from turnstream_server.trainer.engine import Engine, UpdateReport
-from turnstream_server.trainer.objective import Objective
-from turnstream_server.trainer.objective_config import ObjectiveConfig
-from turnstream_server.trainer.objective_scores import Gather, one_rank
+from turnstream_server.trainer.objectives.config import ObjectiveConfig
+from turnstream_server.trainer.objectives.objective import Objective
+from turnstream_server.trainer.objectives.scores import Gather, one_rank
 
 LOSSES = [
     *("ppo_clip:clip_high=0.28,dual_clip=3", "gspo:clip_low=0.2,clip_high=0.1", "cispo"),

@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.trainer import objective_config
 from turnstream_server.trainer.config import TrainerConfig
-from turnstream_server.trainer.objective import (
-    CORRECTION_FUNCTIONS,
-    KL_FUNCTIONS,
-    LOSS_FUNCTIONS,
-)
-from turnstream_server.trainer.objective_config import (
+from turnstream_server.trainer.objectives import config as objective_config
+from turnstream_server.trainer.objectives.config import (
     CORRECTIONS,
     K3,
     KL_ESTIMATES,
@@ -30,6 +25,11 @@ from turnstream_server.trainer.objective_config import (
     ObjectiveConfig,
     PpoClip,
     Tis,
+)
+from turnstream_server.trainer.objectives.objective import (
+    CORRECTION_FUNCTIONS,
+    KL_FUNCTIONS,
+    LOSS_FUNCTIONS,
 )
 
 

@@ -17,7 +17,7 @@ from turnstream.batching.rows.assemble import take_rows
 from turnstream.types import Denominators, Rows
 from turnstream.worker.layouts import packed_to_torch
 from turnstream.worker.tensors import RowTensors, to_torch
-from turnstream_server.trainer.recount import recounted
+from turnstream_server.trainer.objectives.recount import recounted
 
 # Trajectory "t0" has two rows, "t1" and "t2" one each; the last row is inert. Trained tokens: 2, 2,
 # 1, 3 and 0.

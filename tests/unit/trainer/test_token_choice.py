@@ -14,9 +14,9 @@ from testkit.training import make_mini_batch
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.layouts import jagged_to_torch, packed_to_torch
 from turnstream.worker.tensors import RowTensors, to_torch
-from turnstream_server.trainer.objective_config import ClipCov, KlCov
-from turnstream_server.trainer.objective_scores import PreparedPart, TokenScores, one_rank
-from turnstream_server.trainer.token_choice import selected_tokens
+from turnstream_server.trainer.objectives.config import ClipCov, KlCov
+from turnstream_server.trainer.objectives.scores import PreparedPart, TokenScores, one_rank
+from turnstream_server.trainer.objectives.token_choice import selected_tokens
 
 LOGPROBS = np.array([-1.0, -2.0, -3.0, -0.5, -1.5, -0.2, -4.0, -0.1, -6.0])
 """Four rows with 3, 1, 3 and 2 trained tokens."""

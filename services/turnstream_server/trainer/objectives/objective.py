@@ -22,17 +22,17 @@ from turnstream.types import Rows
 from turnstream.worker import corrections, losses, policy_losses
 from turnstream.worker.losses import aggregate, masked
 from turnstream.worker.tensors import RowTensors
-from turnstream_server.trainer.named_settings import NamedSettings
-from turnstream_server.trainer.objective_config import (
+from turnstream_server.trainer.objectives.config import (
     ClipCov,
     KlCov,
     KlPenalty,
     ObjectiveConfig,
 )
-from turnstream_server.trainer.objective_scores import Gather, PreparedPart, TokenScores, one_rank
-from turnstream_server.trainer.objective_statistics import Statistics
-from turnstream_server.trainer.recount import recounted
-from turnstream_server.trainer.token_choice import selected_tokens
+from turnstream_server.trainer.objectives.named_settings import NamedSettings
+from turnstream_server.trainer.objectives.recount import recounted
+from turnstream_server.trainer.objectives.scores import Gather, PreparedPart, TokenScores, one_rank
+from turnstream_server.trainer.objectives.statistics import Statistics
+from turnstream_server.trainer.objectives.token_choice import selected_tokens
 
 LOSS_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "ppo_clip": losses.ppo_clip,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar, cast, get_args
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.trainer.named_settings import NamedSettings, bounded, parse_named
+from turnstream_server.trainer.objectives.named_settings import NamedSettings, bounded, parse_named
 from turnstream_server.trainer.settings import require_one_of
 
 Proximal = Literal["rollout", "recompute"]

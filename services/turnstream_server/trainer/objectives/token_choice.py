@@ -16,8 +16,8 @@ from torch import Tensor
 from turnstream.worker.losses import clipped_exp, log_ratio
 from turnstream.worker.policy_losses import covariances
 from turnstream.worker.tensors import RowTensors
-from turnstream_server.trainer.objective_config import ClipCov, KlCov
-from turnstream_server.trainer.objective_scores import Gather, PreparedPart, TokenScores
+from turnstream_server.trainer.objectives.config import ClipCov, KlCov
+from turnstream_server.trainer.objectives.scores import Gather, PreparedPart, TokenScores
 
 _DIGITS = 6
 """Covariances are rounded to this, so that rounding errors do not decide between equal ones."""

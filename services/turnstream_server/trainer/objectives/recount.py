@@ -12,7 +12,7 @@ from torch import Tensor
 
 from turnstream.types import Denominators, Rows
 from turnstream.worker.tensors import RowTensors
-from turnstream_server.trainer.objective_scores import Gather
+from turnstream_server.trainer.objectives.scores import Gather
 
 
 class _Tally(NamedTuple):

@@ -24,8 +24,8 @@ from torch import Tensor
 from turnstream.worker.corrections import importance_ratio
 from turnstream.worker.losses import clipped_exp, kl_k3, log_ratio, masked
 from turnstream.worker.policy_losses import dppo_masked
-from turnstream_server.trainer.objective_config import ObjectiveConfig
-from turnstream_server.trainer.objective_scores import PreparedPart, TokenScores
+from turnstream_server.trainer.objectives.config import ObjectiveConfig
+from turnstream_server.trainer.objectives.scores import PreparedPart, TokenScores
 
 _MAXIMUM = "logprob_gap_max"
 

@@ -1,0 +1,1 @@
+"""The objective of the trainer: its settings, its loss and its statistics."""
