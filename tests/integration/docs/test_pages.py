@@ -240,6 +240,23 @@ def test_sampling_runs_as_printed(runner: Runner, capsys: pytest.CaptureFixture[
     assert sum(count for _, count in versions) == 64
 
 
+def test_advantages_runs_as_printed(runner: Runner) -> None:
+    temperatures: list[float] = []
+
+    def sample(temperature: float) -> tuple[list[int], list[int], float]:
+        temperatures.append(temperature)
+        return [1, 2], [3], float(len(temperatures) % 2)
+
+    runner.open("docs/advantages.md", sample=sample)
+
+    runner.run_all()
+
+    assert temperatures == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert by_state("maths") == {}
+    assert by_state("greedy") == {TrajectoryState.SEALED: 4}
+    assert by_state("weighed") == {TrajectoryState.SEALED: 2}
+
+
 def test_retention_runs_as_printed(runner: Runner) -> None:
     rewards = itertools.count(1.0)
     saved: list[Any] = []
