@@ -94,7 +94,7 @@ async def test_a_run_that_had_ended_ends_again_with_what_is_left(house, planned,
 
 
 @pytest.mark.parametrize("is_planned_again_at_once", [False, True])
-async def test_ends_in_a_withdrawn_group_leave_the_ledger_when_it_is_planned_again(
+async def test_ends_in_a_withdrawn_group_leave_the_ledger_when_planned_again(
     house, replan, caplog, monkeypatch, is_planned_again_at_once
 ):
     # The releaser finds the group planned. It folds the ends after the plan is withdrawn.

@@ -92,7 +92,7 @@ def test_lines_have_the_values_of_the_steps_and_gaps_for_null() -> None:
     ]
 
 
-def test_a_long_run_has_its_running_mean_over_the_number_of_steps_it_names() -> None:
+def test_long_run_has_its_mean_over_as_many_steps_as_named() -> None:
     steps = [step(number) for number in range(1, 101)]
 
     figure = draw(steps, title="")
