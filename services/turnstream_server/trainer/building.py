@@ -16,28 +16,34 @@ from turnstream_server.models.spec import PolicySource, SmallModelSpec, read_pol
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.objective import Objective
+from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 
 if TYPE_CHECKING:
     from turnstream_server.models.adapters import Adapter
 
 
 def build_engine(
-    config: TrainerConfig, *, checkpoint: Path | None = None, device: str = "cpu"
+    config: TrainerConfig, *, checkpoint: Path | None = None, ranks: Ranks = ONE_RANK
 ) -> Engine:
     """Return an engine with the weights of a checkpoint, or with the first ones.
+
+    All ranks call it, with the same checkpoint.
 
     Raises:
         InvalidConfigError: the weights do not load, or are those of another kind of training.
     """
-    is_lower = config.dtype == "bfloat16" or (config.dtype == "auto" and device == "cuda")
+    device = ranks.device
+    is_cuda = device.startswith("cuda")
+    is_lower = config.dtype == "bfloat16" or (config.dtype == "auto" and is_cuda)
     dtype = torch.bfloat16 if is_lower else torch.float32
     if config.adapter is None:
         model, adapter = _load_all(checkpoint or _first_policy(config), device=device), None
     else:
-        adapter = _make_adapter(config, checkpoint, device=device, dtype=dtype)
+        adapter = _make_adapter(config, checkpoint, ranks=ranks, dtype=dtype)
         model = adapter.model
     if config.gradient_checkpointing:
         recompute_layers(model)
+    ranks.require_equal(model.parameters())
     return Engine(
         model,
         adapter=adapter,
@@ -46,8 +52,9 @@ def build_engine(
         dtype=dtype,
         layout="packed" if config.layout == "packed" else "padded",
         temperature=config.temperature,
-        objective=Objective(config.objective),
+        objective=Objective(config.objective, gather=ranks.gather),
         reference=_reference(config, device=device),
+        ranks=ranks,
     )
 
 
@@ -73,13 +80,13 @@ def _load_all(source: PolicySource, *, device: str) -> PreTrainedModel:
 
 
 def _make_adapter(
-    config: TrainerConfig, checkpoint: Path | None, *, device: str, dtype: torch.dtype
+    config: TrainerConfig, checkpoint: Path | None, *, ranks: Ranks, dtype: torch.dtype
 ) -> Adapter:
     """Return the adapter that is trained. Its frozen base model has the type of the products."""
     assert config.adapter is not None
     source = checkpoint or _first_policy(config)
     if isinstance(source, Path) and is_adapter_folder(source):
-        adapter = load_adapter(source, device=device, dtype=dtype)
+        adapter = load_adapter(source, device=ranks.device, dtype=dtype)
         adapter.require(config.adapter)
         return adapter
     if checkpoint is not None:
@@ -87,16 +94,18 @@ def _make_adapter(
         raise InvalidConfigError("lora_rank", message)
     from turnstream_server.models.adapters import Adapters
 
-    base = _base_folder(source, config.folder)
-    return Adapters(load_policy(base, device=device, dtype=dtype), base).add(
+    base = _base_folder(source, config.folder, ranks=ranks)
+    return Adapters(load_policy(base, device=ranks.device, dtype=dtype), base).add(
         ADAPTER, config.adapter
     )
 
 
-def _base_folder(source: PolicySource, folder: Path) -> Path:
-    """Return the folder of the base model; a small model is written to one."""
+def _base_folder(source: PolicySource, folder: Path, *, ranks: Ranks) -> Path:
+    """Return the folder of the base model; the first rank writes a small model to one."""
     if isinstance(source, SmallModelSpec):
-        save_policy(load_policy(source), folder / "base")
+        if ranks.is_first:
+            save_policy(load_policy(source), folder / "base")
+        ranks.barrier()
         return folder / "base"
     return source
 

@@ -1,9 +1,10 @@
 """Checkpoints and published weights on disk: complete folders of the newest few.
 
 A checkpoint is a folder `step-<N>` of the weights in Hugging Face layout, the state of optimizer
-and random numbers, and `checkpoint.json` with the recovery token. One rename creates it after all
-of it is on disk, so a folder with that name is complete. A copy of such a folder may be partial:
-`checkpoint.json` lists the files, and a checkpoint without one of them is ignored.
+and of each rank's random numbers, and `checkpoint.json`, which has the recovery token. One rename
+creates it after all of it is on disk, so a folder with that name is complete. A copy of such a
+folder may be partial: `checkpoint.json` lists the files, and a checkpoint without one of them is
+ignored.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from turnstream.types import RecoveryToken
 from turnstream_server.failpoints import reach
 from turnstream_server.models.folders import new_folder, remove_folder, remove_unfinished
 from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -42,45 +44,61 @@ class Checkpoint(NamedTuple):
 class Checkpoints:
     """The checkpoints of one trainer; unfinished ones of a killed trainer are removed at first.
 
+    All ranks make all calls. The first rank alone writes and removes.
+
     Args:
-        folder: receives a folder for each checkpoint.
+        folder: receives a folder for each checkpoint. All ranks must be able to read it.
         keep: number of complete checkpoints that `prune` keeps; at least 1.
+        ranks: those of the trainer.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: Path, *, keep: int = 2, ranks: Ranks = ONE_RANK) -> None:
         self._folder = folder
         self._keep = keep
-        for name in remove_unfinished(folder):
+        self._ranks = ranks
+        for name in remove_unfinished(folder) if ranks.is_first else []:
             logger.warning("checkpoints: removed %s, which was not finished", folder / name)
 
     def newest(self) -> Checkpoint | None:
-        """Return the complete checkpoint of the highest step; None if there is none."""
-        return next(self._newest_first(), None)
+        """Return the complete checkpoint of the highest step; None if there is none.
+
+        All ranks get the one that the first rank has found.
+        """
+        found = next(self._newest_first(), None) if self._ranks.is_first else None
+        return self._ranks.broadcast(found)
 
     def save(self, engine: Engine, token: RecoveryToken) -> Checkpoint:
-        """Write a checkpoint to disk and return it. Older ones stay until `prune`."""
+        """Write a checkpoint and return it; on every rank, it is on disk then.
+
+        Older ones stay until `prune`.
+        """
         target = self._folder / f"{_PREFIX}{token.step:08d}"
-        with new_folder(target) as written:
-            engine.write_weights(written)
-            torch.save({"engine": engine.state_dict(), "random": _random_state()}, written / _STATE)
-            reach("checkpoint.after_weights")
-            files = sorted(path.name for path in written.iterdir())
-            about = {"step": token.step, "recovery_token": str(token), "files": files}
-            (written / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        random_states = self._ranks.gather(_random_state())
+        if self._ranks.is_first:
+            _write(target, engine, token, random_states)
+        self._ranks.barrier()
         return Checkpoint(folder=target, token=token)
 
     def restore(self, checkpoint: Checkpoint, engine: Engine) -> None:
-        """Restore the state of engine and random numbers; the weights are loaded already."""
+        """Restore the state of engine and random numbers; the weights are loaded already.
+
+        A rank that the checkpoint does not have keeps its random numbers.
+        """
         device = engine.model.device
         state = torch.load(checkpoint.folder / _STATE, map_location=device, weights_only=True)
         engine.load_state_dict(state["engine"])
-        _set_random_state(state["random"])
+        if self._ranks.rank < len(state["random"]):
+            _set_random_state(state["random"][self._ranks.rank])
 
     def prune(self) -> None:
         """Remove all but the newest complete ones; call it after the newest is committed.
 
-        Partial ones are removed once they are older than those.
+        Nothing is removed before all ranks have called. Partial ones are removed once they are
+        older than those.
         """
+        self._ranks.barrier()
+        if not self._ranks.is_first:
+            return
         kept = list(islice(self._newest_first(), self._keep))
         if len(kept) == self._keep:
             for folder in self._folder.glob(f"{_PREFIX}*"):
@@ -114,6 +132,18 @@ class WeightsFolder:
         return target.as_uri()
 
 
+def _write(
+    target: Path, engine: Engine, token: RecoveryToken, random_states: list[dict[str, Any]]
+) -> None:
+    with new_folder(target) as written:
+        engine.write_weights(written)
+        torch.save({"engine": engine.state_dict(), "random": random_states}, written / _STATE)
+        reach("checkpoint.after_weights")
+        files = sorted(path.name for path in written.iterdir())
+        about = {"step": token.step, "recovery_token": str(token), "files": files}
+        (written / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+
+
 def _read_token(folder: Path) -> RecoveryToken:
     """Return the token of a complete checkpoint; OSError, ValueError or KeyError for others."""
     about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
@@ -125,11 +155,12 @@ def _read_token(folder: Path) -> RecoveryToken:
 
 
 def _random_state() -> dict[str, Any]:
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    """Return the state on the CPU, and on the current CUDA device."""
+    devices = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": devices}
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"].cpu())
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([device.cpu() for device in state["cuda"]])
+        torch.cuda.set_rng_state(state["cuda"][0].cpu())

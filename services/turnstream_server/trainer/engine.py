@@ -35,6 +35,7 @@ from turnstream_server.trainer.objectives.scores import (
     filled_behaviour,
 )
 from turnstream_server.trainer.optimizer import Optimizer, Schedule, StepReport
+from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.settings import AdamSettings, Layout, ScheduleSettings
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class UpdateReport(LossReport):
     """Statistics of one optimizer update: those of its loss, and of `StepReport`.
 
     Attributes:
-        optimizer_s: seconds of clipping and of the optimizer.
+        optimizer_s: seconds of the sum over ranks, of clipping and of the optimizer.
     """
 
     gradient_norm: float
@@ -96,8 +97,9 @@ class _Known(NamedTuple):
 class Engine:
     """Trains one model on mini-batches.
 
-    The loss is summed over micro-batches, each divided by the shipped denominators. So it does not
-    depend on the cuts and the padding of the mini-batch.
+    The loss is summed over micro-batches and ranks, each divided by the shipped denominators. So it
+    does not depend on the cuts and the padding of the mini-batch. All ranks make the same calls,
+    each with its share, and get the same reports.
 
     Args:
         adapter: adapter of the model that is trained; None trains all weights. Several engines may
@@ -107,9 +109,10 @@ class Engine:
             "packed" has them one after another, without padding. Both have equal gradients.
         dtype: type of the matrix products. Weights, gradients, moments and losses stay float32.
         temperature: sampling temperature of the generators.
-        objective: None for the default one.
+        objective: None for the default one. Others have `ranks.gather` as their `gather`.
         reference: policy that the KL is measured to; it needs no gradient. None with an adapter
             takes the base model.
+        ranks: all of them begin with equal weights.
 
     Attributes:
         model: in evaluation mode, so that its log-probabilities are those of the sampling policy.
@@ -127,8 +130,10 @@ class Engine:
         temperature: float = 1.0,
         objective: Objective | None = None,
         reference: PreTrainedModel | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
-        self._objective = objective or Objective(ObjectiveConfig())
+        self._ranks = ranks
+        self._objective = objective or Objective(ObjectiveConfig(), gather=ranks.gather)
         if self._objective.needs_reference and reference is None and adapter is None:
             raise InvalidConfigError("--kl", "there is no reference policy: use --reference")
         self.model = model
@@ -139,7 +144,7 @@ class Engine:
         self._adam = adam
         self._schedule = Schedule(schedule or ScheduleSettings(), learning_rate=adam.learning_rate)
         self._temperature = temperature
-        self._optimizer = Optimizer((adapter or model).named_parameters())
+        self._optimizer = Optimizer((adapter or model).named_parameters(), ranks=ranks)
         self._has_gradient = False
         if layout == "packed":
             with self._autocast():
@@ -231,15 +236,16 @@ class Engine:
         statistics = self._objective.report(
             [row for row, _ in done], num_tokens=mini_batch.info.denominators.num_tokens
         )
+        num_recomputed_rows = sum(int(missing_B.sum()) for _, missing_B in done)
         names = ("loss", "ratio", "kl", "clipped_share", "logprob")
         return LossReport(
             **{name: statistics.pop(name) for name in names},
-            num_recomputed_rows=sum(int(missing_B.sum()) for _, missing_B in done),
+            num_recomputed_rows=sum(self._ranks.gather(num_recomputed_rows)),
             statistics=statistics,
         )
 
     def optim_step(self, settings: AdamSettings) -> StepReport:
-        """Apply the sum of the gradients since the last step.
+        """Apply the sum of the gradients of all ranks since the last step.
 
         Raises:
             RejectedError: there was no `forward_backward` since then.

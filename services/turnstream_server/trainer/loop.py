@@ -17,12 +17,15 @@ from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.metrics import (
+    StepShare,
     Update,
     squared_lengths,
     step_metrics,
+    step_share,
     trajectory_rewards,
 )
 from turnstream_server.trainer.publishing import WeightsPublisher
+from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.reporting.device import DeviceUse
 from turnstream_server.trainer.reporting.sinks.opening import open_sinks
 from turnstream_server.trainer.reporting.sinks.sink import Sinks
@@ -30,7 +33,10 @@ from turnstream_server.trainer.reporting.timing import StepClock, rates
 
 
 class Trainer:
-    """Trains one run; `batches` begin with the step after the weights of `engine`."""
+    """Trains one run; `batches` begin with the step after the weights of `engine`.
+
+    Each rank has one. The first rank alone publishes weights and reports metrics.
+    """
 
     def __init__(
         self,
@@ -39,12 +45,14 @@ class Trainer:
         *,
         config: TrainerConfig,
         checkpoints: Checkpoints,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self._engine = engine
         self._batches = batches
         self._config = config
         self._checkpoints = checkpoints
-        self._publisher = WeightsPublisher(config)
+        self._ranks = ranks
+        self._publisher = WeightsPublisher(config) if ranks.is_first else None
         self._device_use = DeviceUse(engine.model)
         self._clock = StepClock()
 
@@ -53,8 +61,11 @@ class Trainer:
 
         `from_step` is the last step in the engine's weights; 0 before the first.
         """
-        with open_sinks(self._config, from_step=from_step) as sinks, self._publisher:
-            self._publish(from_step)
+        if self._publisher is None:
+            self._train_steps(Sinks([]))
+            return
+        with open_sinks(self._config, from_step=from_step) as sinks, self._publisher as publisher:
+            self._publish(publisher, from_step)
             self._train_steps(sinks)
 
     def _train_steps(self, sinks: Sinks) -> None:
@@ -77,14 +88,28 @@ class Trainer:
         reach("train.after_update")
         step.done()
         reach("train.after_stepped")
-        metrics: dict[str, Any] = {"step": step.number, **step_metrics(updates), **step.metrics}
-        with self._clock.measure("publish"):
-            metrics["version"] = self._publish(step.number)
-        metrics |= self._publisher.statistics()
-        metrics["num_updates"] = self._engine.num_updates
-        metrics["total_skipped_updates"] = self._engine.num_skipped
-        self._clock.add("wait", metrics["wait_s"])
-        metrics |= self._clock.lap()
+        pulled, published = step.metrics, {}
+        if self._publisher is not None:
+            with self._clock.measure("publish"):
+                published["version"] = self._publish(self._publisher, step.number)
+            published |= self._publisher.statistics()
+        self._clock.add("wait", pulled["wait_s"])
+        times = self._clock.lap()
+        share = step_share(updates, pulled=pulled, cpu_s=times["cpu_s"])
+        shares = self._ranks.gather(share)
+        return {"step": step.number, **self._metrics(updates, shares, times=times), **published}
+
+    def _metrics(
+        self, updates: list[Update], shares: list[StepShare], *, times: dict[str, float]
+    ) -> dict[str, Any]:
+        """Return the metrics of a step: times and device are those of this rank."""
+        metrics = {
+            **step_metrics(updates, shares),
+            **times,
+            "cpu_s": sum(share.cpu_s for share in shares),
+            "num_updates": self._engine.num_updates,
+            "total_skipped_updates": self._engine.num_skipped,
+        }
         use = self._device_use.lap(
             num_tokens=sum(update.num_tokens for update in updates),
             squared_lengths=sum(update.squared_lengths for update in updates),
@@ -109,15 +134,15 @@ class Trainer:
             epoch=mini_batch.epoch,
         )
 
-    def _publish(self, step: int) -> int:
+    def _publish(self, publisher: WeightsPublisher, step: int) -> int:
         """Publish the weights as a new version and return it."""
         version = self._batches.newest_version + 1
-        uri = self._publisher.publish(self._engine, version=version)
+        uri = publisher.publish(self._engine, version=version)
         self._batches.announce_version(version, step=step, weights_uri=uri)
         return version
 
     def _save(self, step: Step) -> None:
-        """Write a checkpoint, and commit it once it is on disk."""
+        """Write a checkpoint, and commit it once it is on disk; no rank is ahead of the first."""
         self._checkpoints.save(self._engine, RecoveryToken.parse(step.done()))
         reach("checkpoint.before_committed")
         step.commit()
@@ -130,10 +155,12 @@ def dump_rows(mini_batch: MiniBatch, folder: Path) -> None:
 
     With B rows: `row_id`, `trajectory_id`, `prompt_length`, `reward` and `advantage` (B,), and
     `input_ids` with `row_offsets` (B + 1,). On the responses: `loss_mask`, and `logprobs` if the
-    rows have them, with `response_offsets` (B + 1,). The same mini-batch replaces its file.
+    rows have them, with `response_offsets` (B + 1,). The same mini-batch replaces its file. One of
+    several ranks adds `-rank<rank>` to the name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     info = mini_batch.info
+    rank = f"-rank{info.dp_rank}" if info.dp_world_size > 1 else ""
     rows = take_rows(mini_batch.rows, np.flatnonzero(~mini_batch.rows.is_padding).tolist())
     columns = {
         "row_id": rows.row_id,
@@ -148,4 +175,4 @@ def dump_rows(mini_batch: MiniBatch, folder: Path) -> None:
     }
     if rows.logprobs is not None:
         columns["logprobs"] = rows.logprobs.values
-    np.savez(folder / f"step-{info.step:06}-{info.mini_batch}.npz", **columns)
+    np.savez(folder / f"step-{info.step:06}-{info.mini_batch}{rank}.npz", **columns)

@@ -9,15 +9,15 @@
 - `skip_reasons`: causes of skipped updates.
 - `figures`: as `turnstream batch --json` shows them.
 
-With several epochs, rows and trajectories count once, updates in each epoch. `declarations.py`
-declares each metric, with unit and meaning. The trainer is a single rank: its rows are those of the
-whole mini-batch.
+With several epochs, rows and trajectories count once, updates in each epoch. With several ranks,
+rows and tokens are those of all ranks. `declarations.py` declares each metric, with unit and
+meaning.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -31,11 +31,11 @@ _LAST: Final = {"kl_coefficient"}
 
 
 class Update(NamedTuple):
-    """One optimizer update.
+    """One optimizer update, on this rank.
 
     Attributes:
         info: the one of its mini-batch.
-        report: statistics of the update.
+        report: statistics of the update, over all ranks.
         rewards: one per trajectory; NaN where it has none.
         num_tokens: tokens of the rows.
         squared_lengths: sum of the squares of the lengths of the rows.
@@ -49,12 +49,59 @@ class Update(NamedTuple):
     epoch: int = 0
 
 
-def step_metrics(updates: Sequence[Update]) -> dict[str, Any]:
-    """Return the metrics of the updates of a step."""
+class StepShare(NamedTuple):
+    """Numbers of one rank's share of a step, in the first epoch.
+
+    Attributes:
+        rewards: one per trajectory whose last row is in the share; NaN where it has none.
+        pulled: `Step.metrics` of the rank.
+        cpu_s: CPU seconds of the rank.
+    """
+
+    rewards: list[float]
+    num_inert_rows: int
+    pulled: dict[str, float]
+    cpu_s: float
+
+
+def step_share(updates: Sequence[Update], *, pulled: dict[str, float], cpu_s: float) -> StepShare:
+    """Return the numbers of a share from the updates of its rank."""
+    first = [update for update in updates if update.epoch == 0]
+    return StepShare(
+        rewards=[reward for update in first for reward in update.rewards],
+        num_inert_rows=sum(update.info.num_inert_rows for update in first),
+        pulled=pulled,
+        cpu_s=cpu_s,
+    )
+
+
+def pulled_metrics(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the numbers of `Step.metrics` over all ranks; `wait_s` is that of the first rank.
+
+    >>> pulled_metrics([
+    ...     {"num_rows": 2, "num_tokens": 30, "padding_share": 0.25, "merge_ratio": 2.0},
+    ...     {"num_rows": 1, "num_tokens": 10, "padding_share": 0.5, "merge_ratio": 4.0},
+    ... ])
+    {'num_rows': 3, 'num_tokens': 40, 'padding_share': 0.33333333333333337, 'merge_ratio': 2.5}
+    """
+    num_tokens = sum(each["num_tokens"] for each in shares)
+    num_positions = sum(each["num_tokens"] / (1 - each["padding_share"]) for each in shares)
+    weighted = sum(each["merge_ratio"] * each["num_tokens"] for each in shares)
+    return {
+        **shares[0],
+        "num_rows": sum(each["num_rows"] for each in shares),
+        "num_tokens": num_tokens,
+        "padding_share": 1 - num_tokens / num_positions if num_positions else 0.0,
+        "merge_ratio": weighted / num_tokens if num_tokens else 1.0,
+    }
+
+
+def step_metrics(updates: Sequence[Update], shares: Sequence[StepShare]) -> dict[str, Any]:
+    """Return the metrics of the updates of a step, from the shares of all ranks."""
     reports = [update.report for update in updates]
     infos = [update.info for update in updates]
     first = [update for update in updates if update.epoch == 0]
-    rewards = [reward for update in first for reward in update.rewards]
+    rewards = [reward for share in shares for reward in share.rewards]
     newest = [info.newest_version for info in infos if info.newest_version is not None]
     oldest = [info.oldest_version for info in infos if info.oldest_version is not None]
     trained = [info.denominators.num_tokens for info in infos]
@@ -72,7 +119,7 @@ def step_metrics(updates: Sequence[Update]) -> dict[str, Any]:
         "loss": _mean([report.loss for report in reports]),
         "reward_mean": _mean([reward for reward in rewards if not math.isnan(reward)]),
         "num_trajectories": len(rewards),
-        "num_inert_rows": sum(update.info.num_inert_rows for update in first),
+        "num_inert_rows": sum(share.num_inert_rows for share in shares),
         "num_recomputed_rows": sum(update.report.num_recomputed_rows for update in first),
         "oldest_version": min(oldest, default=None),
         "newest_version": max(newest, default=None),
@@ -84,6 +131,7 @@ def step_metrics(updates: Sequence[Update]) -> dict[str, Any]:
         "num_skipped_updates": sum(not report.is_applied for report in reports),
         "skip_reasons": [report.skip_reason for report in reports if not report.is_applied],
         "figures": shown_figures(infos[0].figures),
+        **pulled_metrics([share.pulled for share in shares]),
     }
 
 

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from transformers import get_scheduler
 
 from turnstream.errors import InvalidConfigError
+from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.settings import AdamSettings, ScheduleSettings
 
 _NUM_NAMED: Final = 3
@@ -40,14 +41,19 @@ class StepReport:
 class Optimizer:
     """AdamW on named parameters. A step with a gradient that is not finite is skipped.
 
+    All ranks have equal parameters and make equal steps.
+
     Attributes:
         num_steps: steps so far, with skipped ones and those before a restart.
         num_skipped: skipped ones of them.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
+    def __init__(
+        self, parameters: Iterable[tuple[str, Parameter]], *, ranks: Ranks = ONE_RANK
+    ) -> None:
         self.num_steps = 0
         self.num_skipped = 0
+        self._ranks = ranks
         self._parameters = dict(parameters)
         decayed = [each for each in self._parameters.values() if each.dim() > 1]
         others = [each for each in self._parameters.values() if each.dim() <= 1]
@@ -59,8 +65,9 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def step(self, settings: AdamSettings) -> StepReport:
-        """Apply the gradients if they are finite."""
+        """Apply the sums of the gradients over all ranks if they are finite."""
         parameters = self._parameters.values()
+        self._ranks.sum_gradients(parameters)
         gradients = [each.grad for each in parameters if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         reason = "" if norm.isfinite() else self._reason(norm.item())

@@ -10,11 +10,13 @@ from typing import NoReturn
 import torch
 
 from turnstream.worker import BatchStream
+from turnstream.worker.launch import Launch, find_launch
 from turnstream.worker.steps import Batches
 from turnstream_server.trainer.building import build_engine
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.loop import Trainer
+from turnstream_server.trainer.ranks import Ranks, join_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -33,26 +35,42 @@ def run_trainer(config: TrainerConfig) -> None:
 
 
 def train(config: TrainerConfig) -> None:
-    """Train until the run ends or `max_steps` is reached."""
+    """Train until the run ends or `max_steps` is reached, as one of the ranks that torchrun starts.
+
+    Without torchrun, the process is the only rank.
+    """
+    launch = find_launch()
+    with join_ranks(launch, timeout_s=config.timeout_s + config.push_timeout_s) as ranks:
+        _train(config, launch, ranks)
+
+
+def _train(config: TrainerConfig, launch: Launch, ranks: Ranks) -> None:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
-    checkpoints = Checkpoints(config.folder / "checkpoints", keep=config.keep_checkpoints)
+    folder, keep = config.folder / "checkpoints", config.keep_checkpoints
+    checkpoints = Checkpoints(folder, keep=keep, ranks=ranks)
     checkpoint = checkpoints.newest()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = build_engine(
-        config, checkpoint=checkpoint.folder if checkpoint else None, device=device
-    )
+    engine = build_engine(config, checkpoint=checkpoint.folder if checkpoint else None, ranks=ranks)
     token, from_step = None, 0
     if checkpoint is not None:
         checkpoints.restore(checkpoint, engine)
         token, from_step = checkpoint.token, checkpoint.token.step
-    logger.info("trainer starts after step %d on %s: %s", from_step, device, config.objective)
+    logger.info(
+        "trainer starts after step %d as rank %d of %d on %s: %s",
+        *(from_step, ranks.rank, ranks.world_size, ranks.device, config.objective),
+    )
     stream = BatchStream(
-        config.batcher_target, config.run, recovery_token=token, timeout_s=config.timeout_s
+        config.batcher_target,
+        config.run,
+        launch.dp_rank,
+        launch.dp_world_size,
+        token,
+        session=launch.session or None,
+        timeout_s=config.timeout_s,
     )
     with Batches(stream) as batches:
-        trainer = Trainer(engine, batches, config=config, checkpoints=checkpoints)
+        trainer = Trainer(engine, batches, config=config, checkpoints=checkpoints, ranks=ranks)
         trainer.train(from_step=from_step)
 
 

@@ -1,0 +1,190 @@
+"""Ranks of a trainer as processes over gloo, and updates that they make together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import testkit
+from testkit.shares import budgeted_passes, rank_share
+from testkit.training import make_engine, make_model, pulled
+from turnstream.batching.packing.microbatch import Budget
+from turnstream.errors import InvalidConfigError
+from turnstream.types import RecoveryToken, Rows
+from turnstream.worker import PulledMiniBatch
+from turnstream.worker.launch import Launch
+from turnstream_server.models.adapters import Adapters
+from turnstream_server.models.spec import AdapterConfig
+from turnstream_server.trainer.checkpoint import Checkpoints
+from turnstream_server.trainer.engine import LossReport
+from turnstream_server.trainer.objectives.config import ObjectiveConfig
+from turnstream_server.trainer.objectives.objective import Objective
+from turnstream_server.trainer.ranks import Ranks, join_ranks
+
+ALL_PARTS: dict[str, Any] = {
+    "loss": "kl_cov:share=0.2",
+    "corrections": ["tis", "mis:low=0.1,high=9"],
+    "kl": "k3:coefficient=0.05",
+    "entropy_bonus": 0.01,
+    "denominators": "recount",
+}
+_BUDGET = Budget(limit=12)
+_TEXTS = ("abCDefG", "xY", "hijKLMnopqR", "pqRsT", "uvwxyzABC")
+
+
+class Updated(NamedTuple):
+    """One update of a new engine: its report, the summed gradients, and the weights after it."""
+
+    report: LossReport
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+class Outcome(NamedTuple):
+    """Results of one rank.
+
+    Attributes:
+        updates: by the name of the case.
+        sums: summed gradients; all ranks have the first, rank 0 the second, none the third.
+        refusal: error for weights that differ on the last rank.
+        random: numbers after a checkpoint was saved, and after it was restored.
+    """
+
+    updates: dict[str, Updated]
+    sums: list[Tensor | None]
+    refusal: str
+    random: tuple[Tensor, Tensor]
+
+
+def outcome(ranks: Ranks, folder: Path) -> Outcome:
+    """Make each update with new engines; every rank calls it."""
+    many, few = _rows(5), _rows(2)
+    updates = {
+        "padded": _update(ranks, many),
+        "packed": _update(ranks, many, layout="packed"),
+        "inert": _update(ranks, few),
+        "inert packed": _update(ranks, few, layout="packed"),
+        "adapter": _update_adapter(ranks, many),
+        "all parts": _update(
+            ranks, few, config=ObjectiveConfig.parse(**ALL_PARTS), reference=make_model(seed=3)
+        ),
+        "infinite": _update(ranks, _rows(5, advantage=float("inf"))),
+    }
+    return Outcome(updates, _sums(ranks), _refusal(ranks), _random(ranks, folder))
+
+
+def run_ranks(world_sizes: Sequence[int], folder: Path) -> dict[int, list[Outcome]]:
+    """Return the outcomes of all ranks by world size. The same processes serve all sizes."""
+    context = multiprocessing.get_context("spawn")
+    ports = {size: _free_port() for size in world_sizes}
+    processes = [
+        context.Process(target=_run, args=(rank, ports, folder)) for rank in range(max(world_sizes))
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+    return {
+        size: [torch.load(_file(folder, size, rank), weights_only=False) for rank in range(size)]
+        for size in world_sizes
+    }
+
+
+def _run(rank: int, ports: dict[int, int], folder: Path) -> None:
+    for size, port in ports.items():
+        if rank < size:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            with join_ranks(Launch(rank, size, "")) as ranks:
+                result = outcome(ranks, folder / f"{size}")
+            torch.save(result, _file(folder, size, rank))
+
+
+def _file(folder: Path, size: int, rank: int) -> Path:
+    return folder / f"{size}-{rank}.pt"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _rows(num_rows: int, *, advantage: float = 1.0) -> Rows:
+    """Rows of uneven lengths and weights; the first one has this advantage."""
+    built = testkit.rows(
+        *_TEXTS[:num_rows],
+        group_ids=["g0", "g0", "g1", "g1", "g1"][:num_rows],
+        advantages=[advantage, -0.5, 0.25, -1.5, 2.0][:num_rows],
+        logprobs=-4.5,
+    )
+    weights = np.array([0.5, 1.0, 1.0, 0.25, 2.0], np.float32)[:num_rows]
+    return replace(built, weight=weights)
+
+
+def _share(rows: Rows, ranks: Ranks) -> PulledMiniBatch:
+    """Return the share of this rank, as the batcher cuts it."""
+    place = {"dp_rank": ranks.rank, "dp_world_size": ranks.world_size}
+    own = rank_share(rows, step=1, mini_batch=0, pad_token_id=0, budget=_BUDGET, **place)
+    passes = budgeted_passes(rows, budget=_BUDGET, **place)
+    denominators = testkit.mini_batch_info(rows).denominators
+    return pulled(own, denominators=denominators, micro_batches=passes, **place)
+
+
+def _update(
+    ranks: Ranks, rows: Rows, *, config: ObjectiveConfig | None = None, **options: Any
+) -> Updated:
+    objective = Objective(config or ObjectiveConfig(), gather=ranks.gather)
+    options = {"model": make_model(), **options}
+    trained = options.get("adapter") or options["model"]
+    engine = make_engine(max_grad_norm=0, objective=objective, ranks=ranks, **options)
+    report = engine.update(_share(rows, ranks), aggregation="seq_mean_token_mean")
+    named = dict(trained.named_parameters())
+    gradients = {name: each.grad.clone() for name, each in named.items() if each.grad is not None}
+    return Updated(report, gradients, {name: each.detach() for name, each in named.items()})
+
+
+def _update_adapter(ranks: Ranks, rows: Rows) -> Updated:
+    adapter = Adapters(make_model(), Path()).add("one", AdapterConfig(rank=4, seed=1))
+    return _update(ranks, rows, model=adapter.model, adapter=adapter)
+
+
+def _sums(ranks: Ranks) -> list[Tensor | None]:
+    parameters = [Parameter(torch.zeros(2)) for _ in range(3)]
+    parameters[0].grad = torch.full((2,), 1.0 + ranks.rank)
+    if ranks.is_first:
+        parameters[1].grad = torch.tensor([5.0, 7.0])
+    ranks.sum_gradients(parameters)
+    return [each.grad for each in parameters]
+
+
+def _refusal(ranks: Ranks) -> str:
+    is_last = ranks.rank == ranks.world_size - 1
+    ranks.require_equal([Parameter(torch.ones(2))])
+    try:
+        ranks.require_equal([Parameter(torch.tensor([1.0, 1.0 + 1e-6 * is_last]))])
+    except InvalidConfigError as error:
+        return str(error)
+    return ""
+
+
+def _random(ranks: Ranks, folder: Path) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(ranks.rank)
+    checkpoints = Checkpoints(folder, ranks=ranks)
+    engine = make_engine(ranks=ranks)
+    checkpoints.save(engine, RecoveryToken(lineage="main", step=1, chain_hash="ab"))
+    expected = torch.rand(3)
+    newest = checkpoints.newest()
+    assert newest is not None
+    checkpoints.restore(newest, engine)
+    return expected, torch.rand(3)

@@ -1,0 +1,115 @@
+"""Updates of two and three ranks over gloo agree with those of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from testkit.ranks import Outcome, outcome, run_ranks
+from turnstream.errors import InvalidConfigError
+from turnstream.worker.launch import Launch
+from turnstream_server.trainer.ranks import ONE_RANK, buckets, join_ranks
+
+Outcomes = dict[int, list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Return the outcomes of all ranks by world size."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return {1: [outcome(ONE_RANK, folder / "1")], **run_ranks((2, 3), folder)}
+
+
+@pytest.mark.parametrize(
+    "case", ["padded", "packed", "inert", "inert packed", "adapter", "all parts"]
+)
+def test_loss_and_gradients_of_several_ranks_equal_those_of_one(
+    outcomes: Outcomes, case: str
+) -> None:
+    expected = outcomes[1][0].updates[case]
+    assert expected.gradients
+
+    for size in (2, 3):
+        for actual in (each.updates[case] for each in outcomes[size]):
+            assert actual.report.loss == pytest.approx(expected.report.loss, rel=1e-5)
+            assert actual.report.statistics == pytest.approx(expected.report.statistics, rel=1e-4)
+            assert actual.gradients.keys() == expected.gradients.keys()
+            for name, gradient in expected.gradients.items():
+                difference = (actual.gradients[name] - gradient).abs().max()
+                assert difference <= 1e-5 * gradient.abs().max(), (size, name)
+
+
+def test_ranks_have_bit_equal_gradients_weights_and_reports(outcomes: Outcomes) -> None:
+    for size in (2, 3):
+        first = outcomes[size][0].updates
+        for other in (each.updates for each in outcomes[size][1:]):
+            for case in first.keys() - {"infinite"}:
+                assert other[case].report == first[case].report
+                for field in ("gradients", "weights"):
+                    theirs, ours = getattr(other[case], field), getattr(first[case], field)
+                    assert all(torch.equal(theirs[name], each) for name, each in ours.items())
+
+
+def test_infinite_gradient_of_one_rank_is_skipped_by_all(outcomes: Outcomes) -> None:
+    before = outcomes[1][0].updates["infinite"]
+
+    for size in (2, 3):
+        for actual in (each.updates["infinite"] for each in outcomes[size]):
+            assert "gradient norm is" in getattr(actual.report, "skip_reason", "")
+            for name, weight in before.weights.items():
+                assert torch.equal(actual.weights[name], weight)
+
+
+@pytest.mark.parametrize(("size", "total"), [(1, 1.0), (2, 3.0), (3, 6.0)])
+def test_missing_gradient_is_zero_unless_no_rank_has_one(
+    outcomes: Outcomes, size: int, total: float
+) -> None:
+    for of_all, of_first, of_none in (each.sums for each in outcomes[size]):
+        assert of_none is None
+        assert of_all is not None
+        assert of_all.tolist() == [total, total]
+        if size > 1:
+            assert of_first is not None
+            assert of_first.tolist() == [5.0, 7.0]
+
+
+def test_other_weights_on_one_rank_are_refused_on_all(outcomes: Outcomes) -> None:
+    assert outcomes[1][0].refusal == ""
+    for size in (2, 3):
+        refusals = {each.refusal for each in outcomes[size]}
+        assert len(refusals) == 1
+        assert f"other weights on rank {size - 1} than on rank 0" in refusals.pop()
+
+
+def test_checkpoint_restores_the_random_numbers_of_each_rank(outcomes: Outcomes) -> None:
+    for size in (1, 2, 3):
+        drawn = [each.random for each in outcomes[size]]
+        assert all(torch.equal(expected, actual) for expected, actual in drawn)
+        assert len({tuple(expected.tolist()) for expected, _ in drawn}) == size
+
+
+def test_rank_without_the_address_of_the_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+
+    with pytest.raises(InvalidConfigError, match="MASTER_ADDR"), join_ranks(Launch(1, 2, "s")):
+        pass
+
+
+def test_bucket_holds_tensors_of_one_type_and_at_most_its_bytes() -> None:
+    sizes = [(2, torch.float32), (1, torch.float32), (9, torch.float32), (1, torch.bfloat16)]
+    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
+
+    found = [[each.numel() for each in bucket] for bucket in buckets(tensors, num_bytes=12)]
+
+    assert found == [[2, 1], [9], [1]]
+    assert list(buckets([])) == []
+
+
+def test_calls_of_the_only_rank_need_no_connection(tmp_path: Path) -> None:
+    with join_ranks(Launch(0, 1, "")) as ranks:
+        assert ranks.gather(tmp_path) == [tmp_path]
+        assert ranks.broadcast("value") == "value"
+        ranks.barrier()
+    assert not torch.distributed.is_initialized()
