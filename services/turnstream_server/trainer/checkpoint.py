@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from turnstream.errors import UnknownFormatError
+from turnstream.records.framing import check_format
 from turnstream.types import RecoveryToken
 from turnstream_server.failpoints import reach
 from turnstream_server.models.folders import new_folder, remove_folder, remove_unfinished
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 NUM_VERSIONS = 3
 """Published weights on disk. With 1, a generator could miss a version it was just notified of."""
+
+_FORMAT = 1
+"""Format of the files of a checkpoint. Format 0 has no list of files."""
 
 _PREFIX = "step-"
 _ABOUT = "checkpoint.json"
@@ -63,6 +68,9 @@ class Checkpoints:
         """Return the complete checkpoint of the highest step; None if there is none.
 
         All ranks get the one that the first rank has found.
+
+        Raises:
+            UnknownFormatError: another release wrote it.
         """
         found = next(self._newest_first(), None) if self._ranks.is_first else None
         return self._ranks.broadcast(found)
@@ -110,6 +118,8 @@ class Checkpoints:
         for folder in sorted(self._folder.glob(f"{_PREFIX}*"), reverse=True):
             try:
                 yield Checkpoint(folder=folder, token=_read_token(folder))
+            except UnknownFormatError:
+                raise
             except (OSError, ValueError, KeyError) as error:
                 logger.warning("checkpoints: ignored %s, which is partial: %s", folder, error)
 
@@ -140,13 +150,14 @@ def _write(
         torch.save({"engine": engine.state_dict(), "random": random_states}, written / _STATE)
         reach("checkpoint.after_weights")
         files = sorted(path.name for path in written.iterdir())
-        about = {"step": token.step, "recovery_token": str(token), "files": files}
-        (written / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        about = {"format": _FORMAT, "step": token.step, "recovery_token": str(token)}
+        (written / _ABOUT).write_text(json.dumps({**about, "files": files}), encoding="utf-8")
 
 
 def _read_token(folder: Path) -> RecoveryToken:
     """Return the token of a complete checkpoint; OSError, ValueError or KeyError for others."""
     about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+    check_format(f"checkpoint {folder}", about.get("format", 0), newest=_FORMAT, oldest=_FORMAT)
     names = {path.name for path in folder.iterdir() if path.stat().st_size}
     missing = sorted({*about["files"]} - names)
     if missing:

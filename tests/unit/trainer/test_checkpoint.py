@@ -1,9 +1,11 @@
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from testkit.training import make_engine, make_mini_batch
+from turnstream.errors import UnknownFormatError
 from turnstream.types import RecoveryToken
 from turnstream_server.models.policy import load_policy
 from turnstream_server.trainer.checkpoint import Checkpoints
@@ -123,3 +125,15 @@ class _KilledError(BaseException):
 
 def _die(*_: object) -> None:
     raise _KilledError
+
+
+def test_checkpoint_of_another_release_is_refused_with_both_formats(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    folder = checkpoints.save(make_engine(), _token(1)).folder
+    about = json.loads((folder / "checkpoint.json").read_text())
+
+    for written, sentence in ((0, "an older release of Turnstream"), (2, "a newer release")):
+        (folder / "checkpoint.json").write_text(json.dumps({**about, "format": written}))
+        with pytest.raises(UnknownFormatError, match=sentence) as refused:
+            checkpoints.newest()
+        assert (refused.value.version, refused.value.supported) == (written, 1)
