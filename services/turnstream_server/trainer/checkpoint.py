@@ -1,10 +1,9 @@
 """Checkpoints and published weights on disk: complete folders of the newest few.
 
-A checkpoint is a folder `step-<N>` of the weights in Hugging Face layout, the state of optimizer
-and of each rank's random numbers, and `checkpoint.json`, which has the recovery token. One rename
-creates it after all of it is on disk, so a folder with that name is complete. A copy of such a
-folder may be partial: `checkpoint.json` lists the files, and a checkpoint without one of them is
-ignored.
+A checkpoint is a folder `step-<N>` with the weights in Hugging Face layout, the optimizer and the
+random numbers of each rank. Its `checkpoint.json` has the recovery token. One rename creates the
+folder after all of it is on disk, so a folder with that name is complete. A copy may be partial:
+`checkpoint.json` lists the files, and a checkpoint without one of them is ignored.
 """
 
 from __future__ import annotations

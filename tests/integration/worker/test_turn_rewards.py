@@ -14,7 +14,7 @@ from turnstream.worker import BatchStream
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 REWARDS = [[0.5, -0.25], [1.0, 0.5]]
-"""Of each turn of each trajectory."""
+"""Rewards of the turns, a list for each trajectory."""
 
 
 async def publish(url: str, run: str) -> None:

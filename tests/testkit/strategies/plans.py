@@ -188,7 +188,7 @@ def events() -> st.SearchStrategy[Event]:
 
 @st.composite
 def group_filters(draw: st.DrawFn) -> GroupFilter:
-    """Any filter: of the reward, a metric or a component."""
+    """Return any filter by the reward, a metric or a component."""
     numbers: dict[str, Any] = draw(
         st.just({})
         | st.fixed_dictionaries({"metric": names})
