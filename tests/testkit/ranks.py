@@ -26,10 +26,10 @@ from turnstream.worker.launch import Launch
 from turnstream_server.models.adapters import Adapters
 from turnstream_server.models.spec import AdapterConfig
 from turnstream_server.trainer.checkpoint import Checkpoints
-from turnstream_server.trainer.engine import LossReport
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.ranks import Ranks, join_ranks
+from turnstream_server.trainer.reports import LossReport
 
 ALL_PARTS: dict[str, Any] = {
     "loss": "kl_cov:share=0.2",

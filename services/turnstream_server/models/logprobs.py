@@ -1,11 +1,13 @@
 """Log-probabilities of a response under a policy, in memory that does not grow with the vocabulary.
 
-Shapes: B rows, T columns, R response columns, N picked tokens, H hidden size, V vocabulary.
+Shapes: B rows, T columns, R response columns, N picked tokens, K targets of a position, H hidden
+size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -21,6 +23,8 @@ from turnstream.errors import BatchingError
 from turnstream.types import Turn
 from turnstream.worker.layouts import PackedTensors
 from turnstream.worker.losses import token_entropies, token_logprobs
+from turnstream.worker.operation_losses import target_logprobs
+from turnstream.worker.operation_tensors import OperationTensors
 from turnstream.worker.tensors import LeftPaddedTensors
 from turnstream_server.models.packed import PackedRows, packed_inputs
 
@@ -58,12 +62,15 @@ def score_turns(model: PreTrainedModel, turns: Sequence[Turn]) -> list[Turn]:
 
 
 class _Scored(NamedTuple):
-    """A forward pass, and the tokens that it scores: each by a slot of a row of the output."""
+    """A forward pass, and the tokens that it scores: each by a slot of a row of the output.
+
+    `tokens` are (N,), or (N, K).
+    """
 
     inputs: dict[str, Any]
     row_N: Tensor
     slot_N: Tensor
-    tokens_N: Tensor
+    tokens: Tensor
 
 
 def response_logprobs(
@@ -111,6 +118,41 @@ def response_scores(
 
     logprobs_BR, entropies_BR = _placed_scores(model, rows, mask_BR=mask_BR, score=score)
     return ResponseScores(logprobs_BR, entropies_BR)
+
+
+def padded_target_logprobs(model: PreTrainedModel, part: OperationTensors) -> Tensor:
+    """Return the log-probability of each target of operation rows, float32 (N, K).
+
+    The forward pass has the rows at one width. Logits are computed in chunks, and again for the
+    gradient.
+    """
+    row_N, slot_N = part.row_of_N, part.position_ids_N
+    longest = max(end - begin for begin, end in itertools.pairwise(part.bounds))
+    ids_BT = part.input_ids_N.new_zeros((len(part.row_ids), longest))
+    # Attention is causal: no position sees the padding after its row.
+    ids_BT = ids_BT.index_put((row_N, slot_N), part.input_ids_N)
+    inputs = {"input_ids": ids_BT, "use_cache": False}
+    return _target_logprobs(model, _Scored(inputs, row_N, slot_N, part.target_ids_NK))
+
+
+def packed_target_logprobs(model: PreTrainedModel, part: OperationTensors) -> Tensor:
+    """Return `padded_target_logprobs` of a forward pass without padding.
+
+    The model is one of `models.packed.enable_packing`.
+    """
+    rows = PackedRows(part.input_ids_N, part.position_ids_N, part.bounds)
+    slot_N = torch.arange(len(part.input_ids_N), device=part.input_ids_N.device)
+    scored = _Scored(
+        packed_inputs(model, rows), torch.zeros_like(slot_N), slot_N, part.target_ids_NK
+    )
+    return _target_logprobs(model, scored)
+
+
+def _target_logprobs(model: PreTrainedModel, scored: _Scored) -> Tensor:
+    def score(logits_NV: Tensor, targets_NK: Tensor) -> Tensor:
+        return target_logprobs(logits_NV, targets_NK=targets_NK).T
+
+    return _token_scores(model, scored, score=score).T
 
 
 def _placed_scores(
@@ -165,15 +207,15 @@ def _left_aligned(rows: PaddedRows | LeftPaddedTensors) -> tuple[Tensor, Tensor]
 
 def _token_scores(model: PreTrainedModel, scored: _Scored, *, score: _Score) -> Tensor:
     """Return what `score` returns for each scored token, float32 (K, N)."""
-    inputs, row_N, slot_N, tokens_N = scored
+    inputs, row_N, slot_N, tokens = scored
     hidden_BTH, head = hidden_and_head(model, **inputs)
     hidden_NH = hidden_BTH[row_N, slot_N]
 
-    def score_chunk(chunk_NH: Tensor, chunk_N: Tensor) -> Tensor:
-        return score(head(chunk_NH), chunk_N)
+    def score_chunk(chunk_NH: Tensor, chunk: Tensor) -> Tensor:
+        return score(head(chunk_NH), chunk)
 
     size = chunk_rows(model)
-    chunks = list(zip(hidden_NH.split(size), tokens_N.split(size), strict=True))
+    chunks = list(zip(hidden_NH.split(size), tokens.split(size), strict=True))
     if len(chunks) == 1 or not torch.is_grad_enabled():
         return torch.cat([score_chunk(*chunk) for chunk in chunks], dim=1)
     saved = [checkpoint(score_chunk, *chunk, use_reentrant=False) for chunk in chunks]

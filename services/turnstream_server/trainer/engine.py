@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,10 +21,17 @@ from transformers import PreTrainedModel
 
 from turnstream.batching.config.values import Aggregation
 from turnstream.errors import InvalidConfigError, RejectedError
+from turnstream.types import MiniBatch
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.layouts import PackedTensors
+from turnstream.worker.operation_tensors import OperationTensors
 from turnstream.worker.tensors import LeftPaddedTensors
-from turnstream_server.models.logprobs import response_logprobs, response_scores
+from turnstream_server.models.logprobs import (
+    packed_target_logprobs,
+    padded_target_logprobs,
+    response_logprobs,
+    response_scores,
+)
 from turnstream_server.models.packed import enable_packing
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
@@ -34,8 +40,10 @@ from turnstream_server.trainer.objectives.scores import (
     TokenScores,
     filled_behaviour,
 )
+from turnstream_server.trainer.operations import OperationLoss, OperationReport, run_passes
 from turnstream_server.trainer.optimizer import Optimizer, Schedule, StepReport
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
+from turnstream_server.trainer.reports import LossReport, UpdateReport
 from turnstream_server.trainer.settings import AdamSettings, Layout, ScheduleSettings
 
 if TYPE_CHECKING:
@@ -45,45 +53,6 @@ logger = logging.getLogger(__name__)
 
 TrainedRows = LeftPaddedTensors | PackedTensors
 """The rows of a micro-batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossReport:
-    """Statistics of the loss of one mini-batch.
-
-    Attributes:
-        loss: loss of the whole mini-batch.
-        num_recomputed_rows: rows without behaviour log-probabilities.
-        ratio, kl, clipped_share, logprob: as in `trainer.objectives.statistics`.
-        statistics: all further statistics of that module.
-    """
-
-    loss: float
-    num_recomputed_rows: int
-    ratio: float
-    kl: float
-    clipped_share: float
-    logprob: float
-    statistics: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateReport(LossReport):
-    """Statistics of one optimizer update: those of its loss, and of `StepReport`.
-
-    Attributes:
-        optimizer_s: seconds of the sum over ranks, of clipping and of the optimizer.
-    """
-
-    gradient_norm: float
-    learning_rate: float
-    skip_reason: str
-    optimizer_s: float = field(compare=False)
-
-    @property
-    def is_applied(self) -> bool:
-        """Whether the weights have changed."""
-        return not self.skip_reason
 
 
 class _Known(NamedTuple):
@@ -221,10 +190,7 @@ class Engine:
         `old` is the result of `logprobs` at the start of the step. None takes the generator's
         numbers, or those before this call if the objective recomputes.
         """
-        if not self._has_gradient:
-            self._optimizer.clear()
-        self._has_gradient = True
-        self._activate()
+        self._begin_gradients()
         if old is None and self._objective.config.proximal == "recompute":
             old = self.logprobs(mini_batch)
         known = self._known(mini_batch, old)
@@ -279,6 +245,23 @@ class Engine:
             values |= part.response_values(self._logprobs(self.model, part))
         return values
 
+    def forward_backward_operations(
+        self, mini_batch: MiniBatch, *, loss: OperationLoss
+    ) -> OperationReport:
+        """Add the gradient of rows of operations to those since the last optimizer step.
+
+        The gradient is that of the sum of all losses, on all ranks. The report has the rows of this
+        rank.
+        """
+        self._begin_gradients()
+        return self._run_operations(mini_batch, loss=loss, after_pass=torch.Tensor.backward)
+
+    @torch.no_grad()
+    def forward_operations(self, mini_batch: MiniBatch, *, loss: OperationLoss) -> OperationReport:
+        """Return the report of `forward_backward_operations`; the gradients stay as they are."""
+        self._activate()
+        return self._run_operations(mini_batch, loss=loss, after_pass=lambda _: None)
+
     def write_weights(self, folder: Path) -> None:
         """Write the trained weights into an existing folder: a whole model, or an adapter."""
         if self._adapter is None:
@@ -290,6 +273,26 @@ class Engine:
         """Make the adapter of this engine that of the next passes."""
         if self._adapter is not None:
             self._adapter.activate()
+
+    def _begin_gradients(self) -> None:
+        """Keep the gradients since the last optimizer step, and drop older ones."""
+        if not self._has_gradient:
+            self._optimizer.clear()
+        self._has_gradient = True
+        self._activate()
+
+    def _run_operations(
+        self, mini_batch: MiniBatch, *, loss: OperationLoss, after_pass: Callable[[Tensor], None]
+    ) -> OperationReport:
+        logprobs = packed_target_logprobs if self._layout == "packed" else padded_target_logprobs
+
+        def score(part: OperationTensors) -> Tensor:
+            with self._autocast():
+                return logprobs(self.model, part)
+
+        return run_passes(
+            mini_batch, score, loss=loss, device=self.model.device, after_pass=after_pass
+        )
 
     def _autocast(self) -> torch.autocast:
         is_lower = self._dtype != torch.float32

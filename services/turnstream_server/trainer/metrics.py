@@ -24,7 +24,7 @@ import numpy as np
 
 from turnstream.records.tag_statistics import shown_figures
 from turnstream.types import MiniBatchInfo, Rows
-from turnstream_server.trainer.engine import UpdateReport
+from turnstream_server.trainer.reports import UpdateReport
 
 _MAXIMA: Final = {"logprob_gap_max"}
 _LAST: Final = {"kl_coefficient"}

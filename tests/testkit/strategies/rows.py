@@ -63,11 +63,13 @@ def operation_mini_batches(draw: st.DrawFn) -> MiniBatch:
     weights = draw(floats(num_targets, floats32))
     is_real = (~rows.is_padding).tolist()
     offsets = rows.input_ids.offsets
+    ratio_mask = Ragged(draw(floats(len(rows.input_ids.values), floats32)), offsets)
     operations = OperationColumns(
         request_id=[draw(names) if real else "" for real in is_real],
         datum_index=np.array(draw(exactly(len(rows), st.integers(0, 9))), np.int32),
         target_ids=Ragged(np.array(ids, np.int64).reshape(-1, *shape), offsets),
         target_weights=Ragged(weights.reshape(-1, *shape), offsets),
+        ratio_mask=draw(st.sampled_from([None, ratio_mask])),
     )
     no_names = [""] * len(rows)
     return _mini_batch(draw, replace(rows, trajectory_id=no_names, operations=operations))

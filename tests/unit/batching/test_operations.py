@@ -33,7 +33,12 @@ def datum(num_tokens: int, *, num_targets: int | None = None, **inputs: Any) -> 
 
 
 def scored(num_tokens: int) -> Datum:
-    return datum(num_tokens, logprobs=[-0.5] * num_tokens, advantages=[2.0] * num_tokens)
+    return datum(
+        num_tokens,
+        logprobs=[-0.5] * num_tokens,
+        advantages=[2.0] * num_tokens,
+        sequence_ratio_mask=[1.0] * num_tokens,
+    )
 
 
 def operation(request_id: str, *data: Datum, loss: str = "ppo", **settings: float) -> Operation:
@@ -117,6 +122,16 @@ def test_case_48_only_the_operation_with_short_or_missing_advantages_is_refused(
             "importance_sampling",
             r"logprobs is nan at \[0\]",
         ),
+        (
+            datum(1, logprobs=[-1], advantages=[1]),
+            "gspo",
+            "sequence_ratio_mask is missing, which gspo needs",
+        ),
+        (
+            datum(2, logprobs=[-1, -1], advantages=[1, 1], sequence_ratio_mask=[1, 0.5]),
+            "gspo",
+            r"sequence_ratio_mask is 0.5 at \[1\], neither 0 nor 1",
+        ),
     ],
 )
 def test_a_datum_that_cannot_be_scored_is_refused_by_field(
@@ -143,6 +158,23 @@ def test_operation_without_name_data_loss_or_equal_targets_is_refused(
 ) -> None:
     with pytest.raises(BatchingError, match=problem):
         check_operation(wrong)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "problem"),
+    [
+        ("ppo", {"clip": 0.2}, "'clip' is unknown; ppo has: clip_low_threshold, clip_high_thresh"),
+        ("importance_sampling", {"beta": 0.1}, "'beta' is unknown; importance_sampling has: none"),
+        ("dro", {"beta": -0.1}, "setting beta is -0.1, not a number from 0"),
+        ("dro", {"beta": float("nan")}, "setting beta is nan, not a number from 0"),
+        ("cispo", {"clip_low_threshold": 1.5}, "clip_low_threshold 1.5 is above .* 1.2"),
+    ],
+)
+def test_unknown_or_impossible_setting_is_refused_with_the_known_ones(
+    loss: str, settings: dict[str, float], problem: str
+) -> None:
+    with pytest.raises(BatchingError, match=f"operation 'a': .*{problem}"):
+        check_operation(operation("a", scored(2), loss=loss, **settings))
 
 
 def test_missing_weights_are_one_and_zeros_make_no_row_inert() -> None:

@@ -58,7 +58,7 @@ absent if all are 0.0: they would be a quarter of all bytes."""
 
 METADATA_FORMAT: Final = 0
 
-_OPTIONAL: Final = ("logprobs", "rewards", "advantages", "token_weights")
+_OPTIONAL: Final = ("logprobs", "rewards", "advantages", "token_weights", "ratio_mask")
 _EXTRA_PREFIX: Final = "extra."
 _EXTENTS: Final = b"extras"
 _TEXTS: Final = ("run", "lineage", "manifest_hash", "aggregation")
@@ -124,7 +124,8 @@ def _to_arrow(mini_batch: MiniBatch) -> pa.RecordBatch:
         elif getattr(rows, name) is not None and (name != "rewards" or rows.rewards.values.any()):
             arrays[name] = to_arrow(getattr(rows, name))
     if rows.operations is not None:
-        arrays |= {name: to_arrow(getattr(rows.operations, name)) for name in OPERATION_COLUMNS}
+        found = {name: getattr(rows.operations, name) for name in OPERATION_COLUMNS}
+        arrays |= {name: to_arrow(values) for name, values in found.items() if values is not None}
     for name in sorted(rows.extras):
         arrays[_EXTRA_PREFIX + name] = to_arrow(rows.extras[name].values)
     fields = [pa.field(n, array.type, nullable=n == "reward") for n, array in arrays.items()]
@@ -184,7 +185,11 @@ def _to_rows(batch: pa.RecordBatch) -> Rows:
     operations = None
     if names.intersection(OPERATION_COLUMNS):
         operations = OperationColumns(
-            **{name: from_arrow(column_of(batch, name)) for name in OPERATION_COLUMNS}
+            **{
+                name: from_arrow(column_of(batch, name))
+                for name in OPERATION_COLUMNS
+                if name in names or name not in _OPTIONAL
+            }
         )
     return Rows(**columns, operations=operations, extras=_extras(batch))
 

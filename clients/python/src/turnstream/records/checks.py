@@ -43,6 +43,7 @@ OPERATION_COLUMNS: Final = {
     "datum_index": "int32",
     "target_ids": "lists of int64",
     "target_weights": "lists of float32",
+    "ratio_mask": "lists of float32",
 }
 
 _PER_RESPONSE_TOKEN: Final = ("loss_mask", "logprobs", "rewards", "advantages", "token_weights")
@@ -114,8 +115,9 @@ def _of_operations(rows: Rows) -> str:
     if wrong := _of_columns(operations, OPERATION_COLUMNS, num_rows=len(rows)):
         return wrong
     ids, weights = operations.target_ids, operations.target_weights
-    for name, column in (("target_ids", ids), ("target_weights", weights)):
-        if not np.array_equal(column.lengths, rows.input_ids.lengths):
+    columns = {"target_ids": ids, "target_weights": weights, "ratio_mask": operations.ratio_mask}
+    for name, column in columns.items():
+        if column is not None and not np.array_equal(column.lengths, rows.input_ids.lengths):
             return f"{name} has not one value per token"
     shapes = ids.values.shape[1:], weights.values.shape[1:]
     if shapes[0] != shapes[1] or len(shapes[0]) > 1 or 0 in shapes[0]:

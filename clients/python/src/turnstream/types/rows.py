@@ -156,12 +156,15 @@ class OperationColumns:
         datum_index: int32 (B,), place of the row in its operation.
         target_ids: int64, one per token, or (K,) per token with the same K in all rows.
         target_weights: float32, of any sign, shaped as the ids.
+        ratio_mask: float32, one per token, set where a loss averages the ratio of its row; None
+            for other losses.
     """
 
     request_id: abc.Sequence[str]
     datum_index: NDArray[np.int32]
     target_ids: Ragged[np.int64]
     target_weights: Ragged[np.float32]
+    ratio_mask: Ragged[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -318,6 +318,12 @@ def as_tensor(values: NDArray[Any]) -> Tensor:
 
 
 def moved(tensors: Layout, device: torch.device | str | None) -> Layout:
+    """Return the tensors, with those of extra columns, as `moved_tensors` does."""
+    extras = {name: moved_tensors(extra, device) for name, extra in tensors.extras.items()}
+    return replace(moved_tensors(tensors, device), extras=extras)
+
+
+def moved_tensors(tensors: Data, device: torch.device | str | None) -> Data:
     """Return the tensors on the device; None leaves them where they are.
 
     Copies to a CUDA device use pinned memory and do not block the host.
@@ -331,8 +337,7 @@ def moved(tensors: Layout, device: torch.device | str | None) -> Layout:
             return tensor.pin_memory().to(to, non_blocking=True)
         return tensor.to(to)
 
-    extras = {name: map_tensors(extra, move) for name, extra in tensors.extras.items()}
-    return replace(map_tensors(tensors, move), extras=extras)
+    return map_tensors(tensors, move)
 
 
 def map_tensors(tensors: Data, change: Callable[[str, Tensor], Tensor]) -> Data:

@@ -1,7 +1,7 @@
 """Tinker-style forward_backward calls as rows, the passes they share, and the answer of each.
 
 Operations share a pass only where their loss and its settings are equal, and each is answered with
-its own sums. A bad operation is refused alone.
+its own sums. A bad operation is refused alone. `turnstream.worker.operation_losses` has the losses.
 """
 
 from __future__ import annotations
@@ -28,8 +28,20 @@ LOSS_INPUTS: Final[dict[str, tuple[str, ...]]] = {
     "ppo": _SCORED,
     "cispo": _SCORED,
     "dro": _SCORED,
+    "gspo": (*_SCORED, "sequence_ratio_mask"),
 }
 """The losses that rows can carry, and what each needs beside targets; all of them take weights."""
+
+_CLIP: Final = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+LOSS_SETTINGS: Final[dict[str, dict[str, float]]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": _CLIP,
+    "cispo": _CLIP,
+    "dro": {"beta": 0.05},
+    "gspo": _CLIP,
+}
+"""The settings of each loss with their defaults. The thresholds are ratios, as 0.8 for 1 - 0.2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +54,7 @@ class Datum:
         weights: float32, of any sign, shaped as the targets; None is 1 everywhere.
         logprobs: float32 (N,), nats, when the targets were sampled.
         advantages: float32 (N,).
+        sequence_ratio_mask: float32 (N,), 0 or 1: the positions of the mean ratio of gspo.
     """
 
     input_ids: NDArray[np.int32]
@@ -49,6 +62,7 @@ class Datum:
     weights: NDArray[np.float32] | None = None
     logprobs: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
+    sequence_ratio_mask: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +73,7 @@ class Operation:
         request_id: its name, not empty.
         loss: one of LOSS_INPUTS.
         data: one or more.
-        settings: name to loss setting.
+        settings: name to loss setting; those of LOSS_SETTINGS that are missing have defaults.
     """
 
     request_id: str
@@ -75,6 +89,9 @@ def check_operation(operation: Operation) -> None:
         raise BatchingError(
             f"operation {name!r}: loss {operation.loss!r} is not one of {', '.join(LOSS_INPUTS)}"
         )
+    for setting, value in operation.settings.items():
+        if problem := _setting_problem(operation, setting, value):
+            raise BatchingError(f"operation {name!r}: {problem}")
     if not name or not operation.data:
         raise BatchingError(f"operation {name!r} of {len(operation.data)} data")
     num_targets = operation.data[0].target_ids.shape[1:]
@@ -142,6 +159,7 @@ def operation_rows(operations: Sequence[Operation], *, first_row_id: int) -> Row
             datum_index=np.array([i for own in operations for i in range(len(own.data))], np.int32),
             target_ids=_joined([datum.target_ids for datum in data]),
             target_weights=_joined([_weights(datum) for datum in data]),
+            ratio_mask=_joined_if_given([datum.sequence_ratio_mask for datum in data]),
         ),
     )
 
@@ -156,6 +174,20 @@ def sums_by_request(operations: OperationColumns, sums_B: NDArray[Any]) -> dict[
         if request_id:  # an inert row has none
             sums[request_id] = sums.get(request_id, 0.0) + value
     return sums
+
+
+def _setting_problem(operation: Operation, name: str, value: float) -> str:
+    known = LOSS_SETTINGS[operation.loss]
+    if name not in known:
+        names = ", ".join(known) or "none"
+        return f"setting {name!r} is unknown; {operation.loss} has: {names}"
+    if not np.isfinite(value) or value < 0:
+        return f"setting {name} is {value}, not a number from 0"
+    bounds = {**known, **operation.settings}
+    if known is _CLIP and bounds["clip_low_threshold"] > bounds["clip_high_threshold"]:
+        low, high = (bounds[each] for each in _CLIP)
+        return f"clip_low_threshold {low} is above clip_high_threshold {high}"
+    return ""
 
 
 def _problem(datum: Datum, *, loss: str) -> str:
@@ -176,6 +208,10 @@ def _problem(datum: Datum, *, loss: str) -> str:
         if values is not None and not np.isfinite(values).all():
             place = np.argwhere(~np.isfinite(values))[0].tolist()
             return f"{name} is {values[tuple(place)]} at {place}"
+    mask = datum.sequence_ratio_mask
+    if mask is not None and loss == "gspo" and not np.isin(mask, (0, 1)).all():
+        place = int(np.flatnonzero(~np.isin(mask, (0, 1)))[0])
+        return f"sequence_ratio_mask is {mask[place]} at [{place}], neither 0 nor 1"
     return ""
 
 

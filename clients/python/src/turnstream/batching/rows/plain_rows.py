@@ -125,9 +125,11 @@ def _zeros(like: Ragged[Any], per: Extent, num_rows: int) -> Ragged[Any]:
 
 
 def _no_operations(like: OperationColumns, num_rows: int) -> OperationColumns:
+    mask = like.ratio_mask
     return OperationColumns(
         request_id=[""] * num_rows,
         datum_index=np.zeros(num_rows, np.int32),
         target_ids=_zeros(like.target_ids, "token", num_rows),
         target_weights=_zeros(like.target_weights, "token", num_rows),
+        ratio_mask=None if mask is None else _zeros(mask, "token", num_rows),
     )
