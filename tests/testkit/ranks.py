@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from transformers import PreTrainedModel
 
 import testkit
 from testkit.shares import budgeted_passes, rank_share
@@ -24,12 +25,16 @@ from turnstream.types import RecoveryToken, Rows
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.launch import Launch
 from turnstream_server.models.adapters import Adapters
+from turnstream_server.models.logprobs import head_is_linear
+from turnstream_server.models.recompute import recompute_layers
+from turnstream_server.models.sharding import shard, whole, whole_weights
 from turnstream_server.models.spec import AdapterConfig
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.ranks import Ranks, join_ranks
 from turnstream_server.trainer.reports import LossReport
+from turnstream_server.trainer.settings import Parallel
 
 ALL_PARTS: dict[str, Any] = {
     "loss": "kl_cov:share=0.2",
@@ -54,13 +59,15 @@ class Outcome(NamedTuple):
     """Results of one rank.
 
     Attributes:
-        updates: by the name of the case.
+        updates: by the name of the case; each rank has the whole model.
+        sharded: the same, where each rank has a shard of each weight.
         sums: summed gradients; all ranks have the first, rank 0 the second, none the third.
         refusal: error for weights that differ on the last rank.
         random: numbers after a checkpoint was saved, and after it was restored.
     """
 
     updates: dict[str, Updated]
+    sharded: dict[str, Updated]
     sums: list[Tensor | None]
     refusal: str
     random: tuple[Tensor, Tensor]
@@ -68,19 +75,30 @@ class Outcome(NamedTuple):
 
 def outcome(ranks: Ranks, folder: Path) -> Outcome:
     """Make each update with new engines; every rank calls it."""
+    updates = _updates(ranks, parallel="ddp")
+    sharded = updates if ranks.world_size == 1 else _updates(ranks, parallel="fsdp2")
+    return Outcome(updates, sharded, _sums(ranks), _refusal(ranks), _random(ranks, folder))
+
+
+def _updates(ranks: Ranks, *, parallel: Parallel) -> dict[str, Updated]:
     many, few = _rows(5), _rows(2)
-    updates = {
-        "padded": _update(ranks, many),
-        "packed": _update(ranks, many, layout="packed"),
-        "inert": _update(ranks, few),
-        "inert packed": _update(ranks, few, layout="packed"),
-        "adapter": _update_adapter(ranks, many),
+    return {
+        "padded": _update(ranks, many, parallel=parallel),
+        "packed": _update(ranks, many, layout="packed", parallel=parallel),
+        "inert": _update(ranks, few, parallel=parallel),
+        "inert packed": _update(ranks, few, layout="packed", parallel=parallel),
+        "recomputed layers": _update(ranks, many, recompute=True, parallel=parallel),
+        "adapter": _update_adapter(ranks, many, parallel=parallel),
+        "adapter packed": _update_adapter(ranks, few, layout="packed", parallel=parallel),
         "all parts": _update(
-            ranks, few, config=ObjectiveConfig.parse(**ALL_PARTS), reference=make_model(seed=3)
+            ranks,
+            few,
+            config=ObjectiveConfig.parse(**ALL_PARTS),
+            reference=make_model(seed=3),
+            parallel=parallel,
         ),
-        "infinite": _update(ranks, _rows(5, advantage=float("inf"))),
+        "infinite": _update(ranks, _rows(5, advantage=float("inf")), parallel=parallel),
     }
-    return Outcome(updates, _sums(ranks), _refusal(ranks), _random(ranks, folder))
 
 
 def run_ranks(world_sizes: Sequence[int], folder: Path) -> dict[int, list[Outcome]]:
@@ -141,22 +159,42 @@ def _share(rows: Rows, ranks: Ranks) -> PulledMiniBatch:
     return pulled(own, denominators=denominators, micro_batches=passes, **place)
 
 
+def place_model(model: PreTrainedModel, ranks: Ranks, parallel: Parallel) -> PreTrainedModel:
+    """Return the model, with sharded weights for fsdp2."""
+    if parallel == "fsdp2":
+        head_is_linear(model)
+        shard(model, ranks.mesh())
+    return model
+
+
 def _update(
-    ranks: Ranks, rows: Rows, *, config: ObjectiveConfig | None = None, **options: Any
+    ranks: Ranks,
+    rows: Rows,
+    *,
+    parallel: Parallel,
+    config: ObjectiveConfig | None = None,
+    recompute: bool = False,
+    **options: Any,
 ) -> Updated:
     objective = Objective(config or ObjectiveConfig(), gather=ranks.gather)
     options = {"model": make_model(), **options}
+    if recompute:
+        recompute_layers(options["model"])
+    for name in {"model", "reference"} & options.keys():
+        place_model(options[name], ranks, parallel)
     trained = options.get("adapter") or options["model"]
     engine = make_engine(max_grad_norm=0, objective=objective, ranks=ranks, **options)
     report = engine.update(_share(rows, ranks), aggregation="seq_mean_token_mean")
     named = dict(trained.named_parameters())
-    gradients = {name: each.grad.clone() for name, each in named.items() if each.grad is not None}
-    return Updated(report, gradients, {name: each.detach() for name, each in named.items()})
+    gradients = {
+        name: whole(each.grad).clone() for name, each in named.items() if each.grad is not None
+    }
+    return Updated(report, gradients, whole_weights(named.items()))
 
 
-def _update_adapter(ranks: Ranks, rows: Rows) -> Updated:
+def _update_adapter(ranks: Ranks, rows: Rows, *, parallel: Parallel, **options: Any) -> Updated:
     adapter = Adapters(make_model(), Path()).add("one", AdapterConfig(rank=4, seed=1))
-    return _update(ranks, rows, model=adapter.model, adapter=adapter)
+    return _update(ranks, rows, parallel=parallel, model=adapter.model, adapter=adapter, **options)
 
 
 def _sums(ranks: Ranks) -> list[Tensor | None]:

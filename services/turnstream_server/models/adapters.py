@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -58,6 +59,11 @@ class Adapter:
         self.name = name
         self._peft = peft
 
+    @property
+    def alpha(self) -> float:
+        """Updates are scaled by alpha / rank."""
+        return self._config.lora_alpha
+
     def activate(self) -> None:
         """Make this the adapter of forward passes, until another one is activated."""
         self._peft.set_adapter(self.name)
@@ -74,13 +80,16 @@ class Adapter:
             if f".lora_A.{self.name}." in name or f".lora_B.{self.name}." in name:
                 yield name, weight
 
-    def write(self, folder: Path) -> None:
-        """Write configuration and weights into an existing folder, in peft's layout."""
+    def write(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write configuration and weights into an existing folder, in peft's layout.
+
+        `weights` are whole ones by their names here, for a model that is sharded.
+        """
         self._config.save_pretrained(str(folder))
-        state = get_peft_model_state_dict(
-            self._peft, adapter_name=self.name, save_embedding_layers=False
-        )
-        tensors = {name: weight.detach().cpu().contiguous() for name, weight in state.items()}
+        tensors = {
+            _stored_name(name, self.name): weight.detach().cpu().contiguous()
+            for name, weight in (weights or dict(self.named_parameters())).items()
+        }
         save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
 
     def require(self, config: AdapterConfig) -> None:

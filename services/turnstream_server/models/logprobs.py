@@ -27,6 +27,7 @@ from turnstream.worker.operation_losses import target_logprobs
 from turnstream.worker.operation_tensors import OperationTensors
 from turnstream.worker.tensors import LeftPaddedTensors
 from turnstream_server.models.packed import PackedRows, packed_inputs
+from turnstream_server.models.sharding import one_pass
 
 _CHUNK_VALUES = 1 << 24
 """Logits in memory at a time, 64 MB. A row of 22,000 tokens over 8,192 has 11 times as many."""
@@ -207,6 +208,10 @@ def _left_aligned(rows: PaddedRows | LeftPaddedTensors) -> tuple[Tensor, Tensor]
 
 def _token_scores(model: PreTrainedModel, scored: _Scored, *, score: _Score) -> Tensor:
     """Return what `score` returns for each scored token, float32 (K, N)."""
+    return one_pass(model, lambda: _pass_scores(model, scored, score=score))
+
+
+def _pass_scores(model: PreTrainedModel, scored: _Scored, *, score: _Score) -> Tensor:
     inputs, row_N, slot_N, tokens = scored
     hidden_BTH, head = hidden_and_head(model, **inputs)
     hidden_NH = hidden_BTH[row_N, slot_N]
@@ -229,7 +234,7 @@ def hidden_and_head(
 
     If the head is more than a linear layer, these are the logits and the identity.
     """
-    if not _head_is_linear(model):
+    if not head_is_linear(model):
         return model(**inputs).logits, _identity
     hidden_BTH = model.base_model(**inputs).last_hidden_state
     return hidden_BTH, cast(Callable[[Tensor], Tensor], model.get_output_embeddings())
@@ -247,10 +252,11 @@ def _identity(values: Tensor) -> Tensor:
 _LINEAR_HEADS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
-def _head_is_linear(model: PreTrainedModel) -> bool:
+def head_is_linear(model: PreTrainedModel) -> bool:
     """Return whether the logits are the output embeddings of the last hidden state, by a trial.
 
-    Some families scale or cap them (Gemma 2, Cohere, Granite).
+    Some families scale or cap them (Gemma 2, Cohere, Granite). A model that will be sharded has its
+    trial before that.
     """
     known = _LINEAR_HEADS.get(model)
     if known is None:

@@ -43,7 +43,9 @@ def build_engine(
         model = adapter.model
     if config.gradient_checkpointing:
         recompute_layers(model)
-    ranks.require_equal(model.parameters())
+    reference = _reference(config, device=device)
+    for each in (model, reference):
+        _place(each, config, ranks=ranks)
     return Engine(
         model,
         adapter=adapter,
@@ -53,9 +55,22 @@ def build_engine(
         layout="packed" if config.layout == "packed" else "padded",
         temperature=config.temperature,
         objective=Objective(config.objective, gather=ranks.gather),
-        reference=_reference(config, device=device),
+        reference=reference,
         ranks=ranks,
     )
+
+
+def _place(model: PreTrainedModel | None, config: TrainerConfig, *, ranks: Ranks) -> None:
+    """Shard the weights of a model if the settings say so; they are equal on all ranks."""
+    if model is None:
+        return
+    ranks.require_equal(model.parameters())
+    if config.parallel == "fsdp2":
+        from turnstream_server.models.logprobs import head_is_linear
+        from turnstream_server.models.sharding import shard
+
+        head_is_linear(model)
+        shard(model, ranks.mesh())
 
 
 def _reference(config: TrainerConfig, *, device: str) -> PreTrainedModel | None:

@@ -4,6 +4,9 @@ A checkpoint is a folder `step-<N>` with the weights in Hugging Face layout, the
 random numbers of each rank. Its `checkpoint.json` has the recovery token. One rename creates the
 folder after all of it is on disk, so a folder with that name is complete. A copy may be partial:
 `checkpoint.json` lists the files, and a checkpoint without one of them is ignored.
+
+If the model is sharded, each rank writes its shards of weights and optimizer into that folder, in
+the layout of torch.distributed.checkpoint. Any number of ranks can read them.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +26,9 @@ from turnstream.records.framing import check_format
 from turnstream.types import RecoveryToken
 from turnstream_server.failpoints import reach
 from turnstream_server.models.folders import new_folder, remove_folder, remove_unfinished
-from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.engine import Engine, WriteWeights
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
+from turnstream_server.trainer.shards import read_shards, write_shards
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +44,21 @@ _STATE = "state.pt"
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint: a folder of weights, and their position in the run's history."""
+    """A complete checkpoint: a folder of weights, and their position in the run's history.
+
+    Attributes:
+        is_sharded: the weights are shards, and not a model in Hugging Face layout.
+    """
 
     folder: Path
     token: RecoveryToken
+    is_sharded: bool = False
 
 
 class Checkpoints:
     """The checkpoints of one trainer; unfinished ones of a killed trainer are removed at first.
 
-    All ranks make all calls. The first rank alone writes and removes.
+    All ranks make all calls. The first rank alone writes and removes, except for shards.
 
     Args:
         folder: receives a folder for each checkpoint. All ranks must be able to read it.
@@ -81,10 +91,12 @@ class Checkpoints:
         """
         target = self._folder / f"{_PREFIX}{token.step:08d}"
         random_states = self._ranks.gather(_random_state())
-        if self._ranks.is_first:
-            _write(target, engine, token, random_states)
-        self._ranks.barrier()
-        return Checkpoint(folder=target, token=token)
+        with self._shared_folder(target) as written:
+            if engine.is_sharded:
+                write_shards(written, engine.optimizer)
+            if self._ranks.is_first:
+                _write(written, engine, token, random_states)
+        return Checkpoint(folder=target, token=token, is_sharded=engine.is_sharded)
 
     def restore(self, checkpoint: Checkpoint, engine: Engine) -> None:
         """Restore the state of engine and random numbers; the weights are loaded already.
@@ -93,6 +105,8 @@ class Checkpoints:
         """
         device = engine.model.device
         state = torch.load(checkpoint.folder / _STATE, map_location=device, weights_only=True)
+        if checkpoint.is_sharded:
+            read_shards(checkpoint.folder, engine.optimizer)
         engine.load_state_dict(state["engine"])
         if self._ranks.rank < len(state["random"]):
             _set_random_state(state["random"][self._ranks.rank])
@@ -112,11 +126,23 @@ class Checkpoints:
                 if folder.name < kept[-1].folder.name:
                     remove_folder(folder)
 
+    @contextmanager
+    def _shared_folder(self, target: Path) -> Iterator[Path]:
+        """Yield a new folder to all ranks; it becomes `target` once all have left the block."""
+        if not self._ranks.is_first:
+            yield self._ranks.broadcast(Path())
+            self._ranks.barrier()
+        else:
+            with new_folder(target) as written:
+                yield self._ranks.broadcast(written)
+                self._ranks.barrier()
+        self._ranks.barrier()
+
     def _newest_first(self) -> Iterator[Checkpoint]:
         """Yield the complete checkpoints; log the partial ones."""
         for folder in sorted(self._folder.glob(f"{_PREFIX}*"), reverse=True):
             try:
-                yield Checkpoint(folder=folder, token=_read_token(folder))
+                yield _read(folder)
             except UnknownFormatError:
                 raise
             except (OSError, ValueError, KeyError) as error:
@@ -130,11 +156,11 @@ class WeightsFolder:
         self._folder = folder.resolve()
         remove_unfinished(self._folder)
 
-    def publish(self, engine: Engine, *, version: int) -> str:
+    def publish(self, write: WriteWeights, *, version: int) -> str:
         """Write the weights of a version, remove the oldest, and return the new folder's URI."""
         target = self._folder / f"v{version}"
         with new_folder(target) as written:
-            engine.write_weights(written)
+            write(written)
         folders = sorted(self._folder.glob("v[0-9]*"), key=lambda folder: int(folder.name[1:]))
         for folder in folders[:-NUM_VERSIONS]:
             remove_folder(folder)
@@ -142,26 +168,33 @@ class WeightsFolder:
 
 
 def _write(
-    target: Path, engine: Engine, token: RecoveryToken, random_states: list[dict[str, Any]]
+    folder: Path, engine: Engine, token: RecoveryToken, random_states: list[dict[str, Any]]
 ) -> None:
-    with new_folder(target) as written:
-        engine.write_weights(written)
-        torch.save({"engine": engine.state_dict(), "random": random_states}, written / _STATE)
-        reach("checkpoint.after_weights")
-        files = sorted(path.name for path in written.iterdir())
-        about = {"format": _FORMAT, "step": token.step, "recovery_token": str(token)}
-        (written / _ABOUT).write_text(json.dumps({**about, "files": files}), encoding="utf-8")
+    """Write the files of the first rank; the shards of all ranks are in the folder."""
+    if not engine.is_sharded:
+        engine.gather_weights()(folder)
+    torch.save({"engine": engine.state_dict(), "random": random_states}, folder / _STATE)
+    reach("checkpoint.after_weights")
+    about = {
+        "format": _FORMAT,
+        "step": token.step,
+        "recovery_token": str(token),
+        "is_sharded": engine.is_sharded,
+        "files": sorted(path.name for path in folder.iterdir()),
+    }
+    (folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
 
 
-def _read_token(folder: Path) -> RecoveryToken:
-    """Return the token of a complete checkpoint; OSError, ValueError or KeyError for others."""
+def _read(folder: Path) -> Checkpoint:
+    """Return a complete checkpoint; OSError, ValueError or KeyError for others."""
     about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
     check_format(f"checkpoint {folder}", about.get("format", 0), newest=_FORMAT, oldest=_FORMAT)
     names = {path.name for path in folder.iterdir() if path.stat().st_size}
     missing = sorted({*about["files"]} - names)
     if missing:
         raise ValueError(f"{', '.join(missing)} missing or empty")
-    return RecoveryToken.parse(about["recovery_token"])
+    token = RecoveryToken.parse(about["recovery_token"])
+    return Checkpoint(folder=folder, token=token, is_sharded=about.get("is_sharded", False))
 
 
 def _random_state() -> dict[str, Any]:

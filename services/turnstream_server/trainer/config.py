@@ -20,6 +20,7 @@ from turnstream_server.trainer.settings import (
     AdamSettings,
     Dtype,
     Layout,
+    Parallel,
     ScheduleSettings,
     parse_arguments,
     require_one_of,
@@ -86,6 +87,13 @@ class TrainerConfig:
             metavar="padded|packed", help="Rows at one width, or one after another without padding."
         ),
     ] = "padded"
+    parallel: Annotated[
+        str,
+        typer.Option(
+            metavar="ddp|fsdp2",
+            help="With torchrun: the whole model on each rank, or a shard of each weight.",
+        ),
+    ] = "ddp"
     dtype: Annotated[
         str,
         typer.Option(
@@ -252,6 +260,7 @@ class TrainerConfig:
         if not self.temperature > 0:
             raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
         require_one_of("layout", self.layout, get_args(Layout))
+        require_one_of("parallel", self.parallel, get_args(Parallel))
         require_one_of("dtype", self.dtype, get_args(Dtype))
         for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:

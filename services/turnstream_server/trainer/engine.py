@@ -7,6 +7,7 @@ often as they like, then `optim_step`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ from turnstream_server.models.logprobs import (
     response_scores,
 )
 from turnstream_server.models.packed import enable_packing
+from turnstream_server.models.sharding import is_sharded, whole_weights
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.objectives.scores import (
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
     from turnstream_server.models.adapters import Adapter
 
 logger = logging.getLogger(__name__)
+
+WriteWeights = Callable[[Path], None]
+"""Writes weights into a folder."""
 
 TrainedRows = LeftPaddedTensors | PackedTensors
 """The rows of a micro-batch."""
@@ -221,15 +226,34 @@ class Engine:
         self._has_gradient = False
         return self._optimizer.step(settings)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a shard of each weight, and not the whole model."""
+        return is_sharded(self.model)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, with the trained weights."""
+        return self._optimizer
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for the next update, without the weights."""
+        """Return the state for the next update, without the weights and what is sharded."""
         return {
             "optimizer": self._optimizer.state_dict(),
             "objective": self._objective.state_dict(),
+            "lora_alpha": self._lora_alpha,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of `state_dict()`; the caller restores the weights."""
+        """Restore a state of `state_dict()`; the caller restores the weights.
+
+        Raises:
+            InvalidConfigError: the state is that of an adapter with another alpha.
+        """
+        alpha = state.get("lora_alpha", self._lora_alpha)
+        if alpha != self._lora_alpha:
+            message = f"{self._lora_alpha}, and the checkpoint has {alpha}"
+            raise InvalidConfigError("lora_alpha", message)
         self._optimizer.load_state_dict(state["optimizer"])
         self._objective.load_state_dict(state.get("objective", {}))
 
@@ -262,12 +286,21 @@ class Engine:
         self._activate()
         return self._run_operations(mini_batch, loss=loss, after_pass=lambda _: None)
 
-    def write_weights(self, folder: Path) -> None:
-        """Write the trained weights into an existing folder: a whole model, or an adapter."""
-        if self._adapter is None:
-            self.model.save_pretrained(folder)
-        else:
-            self._adapter.write(folder)
+    def gather_weights(self) -> WriteWeights:
+        """Return a function that writes the trained weights, whole, into an existing folder.
+
+        All ranks call this, and one of them the function. The folder has a whole model, or an
+        adapter.
+        """
+        if self._adapter is not None:
+            weights = whole_weights(self._adapter.named_parameters()) if self.is_sharded else None
+            return functools.partial(self._adapter.write, weights=weights)
+        weights = whole_weights(self.model.state_dict().items()) if self.is_sharded else None
+        return functools.partial(self.model.save_pretrained, state_dict=weights)
+
+    @property
+    def _lora_alpha(self) -> float | None:
+        return None if self._adapter is None else self._adapter.alpha
 
     def _activate(self) -> None:
         """Make the adapter of this engine that of the next passes."""

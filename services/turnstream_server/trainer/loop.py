@@ -62,10 +62,11 @@ class Trainer:
         `from_step` is the last step in the engine's weights; 0 before the first.
         """
         if self._publisher is None:
+            self._publish(from_step)
             self._train_steps(Sinks([]))
             return
-        with open_sinks(self._config, from_step=from_step) as sinks, self._publisher as publisher:
-            self._publish(publisher, from_step)
+        with open_sinks(self._config, from_step=from_step) as sinks, self._publisher:
+            self._publish(from_step)
             self._train_steps(sinks)
 
     def _train_steps(self, sinks: Sinks) -> None:
@@ -88,11 +89,9 @@ class Trainer:
         reach("train.after_update")
         step.done()
         reach("train.after_stepped")
-        pulled, published = step.metrics, {}
-        if self._publisher is not None:
-            with self._clock.measure("publish"):
-                published["version"] = self._publish(self._publisher, step.number)
-            published |= self._publisher.statistics()
+        pulled = step.metrics
+        with self._clock.measure("publish"):
+            published = self._publish(step.number)
         self._clock.add("wait", pulled["wait_s"])
         times = self._clock.lap()
         share = step_share(updates, pulled=pulled, cpu_s=times["cpu_s"])
@@ -134,12 +133,15 @@ class Trainer:
             epoch=mini_batch.epoch,
         )
 
-    def _publish(self, publisher: WeightsPublisher, step: int) -> int:
-        """Publish the weights as a new version and return it."""
+    def _publish(self, step: int) -> dict[str, int]:
+        """Publish the weights as a new version, and return its metrics on the first rank."""
+        write = self._engine.gather_weights()
+        if self._publisher is None:
+            return {}
         version = self._batches.newest_version + 1
-        uri = publisher.publish(self._engine, version=version)
+        uri = self._publisher.publish(write, version=version)
         self._batches.announce_version(version, step=step, weights_uri=uri)
-        return version
+        return {"version": version, **self._publisher.statistics()}
 
     def _save(self, step: Step) -> None:
         """Write a checkpoint, and commit it once it is on disk; no rank is ahead of the first."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import get_scheduler
 
 from turnstream.errors import InvalidConfigError
+from turnstream_server.models.sharding import whole
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.settings import AdamSettings, ScheduleSettings
 
@@ -41,7 +45,7 @@ class StepReport:
 class Optimizer:
     """AdamW on named parameters. A step with a gradient that is not finite is skipped.
 
-    All ranks have equal parameters and make equal steps.
+    All ranks have equal parameters, or a shard of each, and make equal steps.
 
     Attributes:
         num_steps: steps so far, with skipped ones and those before a restart.
@@ -70,7 +74,8 @@ class Optimizer:
         self._ranks.sum_gradients(parameters)
         gradients = [each.grad for each in parameters if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        reason = "" if norm.isfinite() else self._reason(norm.item())
+        whole_norm = whole(norm).item()
+        reason = "" if math.isfinite(whole_norm) else self._reason(whole_norm)
         self.num_steps += 1
         if reason:
             self.num_skipped += 1
@@ -79,18 +84,44 @@ class Optimizer:
                 torch.nn.utils.clip_grads_with_norm_(parameters, settings.max_grad_norm, norm)
             self._apply(settings)
         return StepReport(
-            gradient_norm=norm.item(), learning_rate=settings.learning_rate, skip_reason=reason
+            gradient_norm=whole_norm, learning_rate=settings.learning_rate, skip_reason=reason
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments and counts."""
+        """Return the counts, and the moments unless they are sharded."""
         counts = {"num_steps": self.num_steps, "num_skipped": self.num_skipped}
-        return {"adamw": self._adamw.state_dict(), **counts}
+        return counts if self._is_sharded else {"adamw": self._adamw.state_dict(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state of `state_dict()` for equal parameters."""
-        self._adamw.load_state_dict(state["adamw"])
+        if not self._is_sharded:
+            self._adamw.load_state_dict(state["adamw"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+    def shards(self) -> dict[str, Tensor]:
+        """Return the weights, and the moments so far, by `<kind>/<name of the weight>`."""
+        tensors = {f"weight/{name}": each.detach() for name, each in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            state = cast("dict[str, Tensor]", self._adamw.state.get(parameter, {}))
+            tensors |= {f"{kind}/{name}": value for kind, value in state.items()}
+        return tensors
+
+    def make_shards(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors of `shards()` with these keys; values written to them are used."""
+        tensors: dict[str, Tensor] = {}
+        for key in keys:
+            kind, name = key.split("/", 1)
+            parameter = self._parameters[name]
+            if kind == "weight":
+                tensors[key] = parameter.detach()
+                continue
+            zeros = torch.zeros(()) if kind == "step" else torch.zeros_like(parameter.detach())
+            self._adamw.state[parameter][kind] = tensors[key] = zeros
+        return tensors
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(isinstance(each, DTensor) for each in self._parameters.values())
 
     def _apply(self, settings: AdamSettings) -> None:
         for group in self._adamw.param_groups:
@@ -149,4 +180,4 @@ def _factor(settings: ScheduleSettings, learning_rate: float) -> Callable[[int],
 
 
 def _has_bad_gradient(parameter: Parameter) -> bool:
-    return parameter.grad is not None and not bool(parameter.grad.isfinite().all())
+    return parameter.grad is not None and not bool(whole(parameter.grad.isfinite().all()))

@@ -8,7 +8,7 @@ from turnstream.weights import write_checksums
 from turnstream_server.failpoints import reach
 from turnstream_server.trainer.checkpoint import WeightsFolder
 from turnstream_server.trainer.config import TrainerConfig
-from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.engine import WriteWeights
 from turnstream_server.trainer.inference_servers import inference_server
 from turnstream_server.trainer.pushing import Pushes
 from turnstream_server.trainer.weights_server import WeightsServer, advertised_url
@@ -49,14 +49,14 @@ class WeightsPublisher:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def publish(self, engine: Engine, *, version: int) -> str:
-        """Make a version available and return the URI to announce.
+    def publish(self, write: WriteWeights, *, version: int) -> str:
+        """Make the weights of a version available and return the URI to announce.
 
         Inference servers load the version before it is announced, so that a generator finds it
         there. A server that fails delays the announcement by `push_timeout_s` at most, and never
         prevents it.
         """
-        uri = self._weights.publish(engine, version=version)
+        uri = self._weights.publish(write, version=version)
         folder = self._folder.resolve() / f"v{version}"
         if self._base_url:
             write_checksums(folder)

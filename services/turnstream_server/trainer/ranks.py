@@ -21,8 +21,10 @@ from typing import Final, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from turnstream.errors import InvalidConfigError
@@ -79,15 +81,24 @@ class Ranks:
         """Return once all ranks have called it."""
         self.gather(None)
 
+    def mesh(self) -> DeviceMesh:
+        """Return the ranks as a mesh of one dimension, over which weights can be sharded."""
+        if self.world_size == 1:
+            message = "fsdp2, and this trainer has one rank: start several with torchrun"
+            raise InvalidConfigError("--parallel", message)
+        return init_device_mesh(torch.device(self.device).type, (self.world_size,))
+
     def sum_gradients(self, parameters: Iterable[Parameter]) -> None:
         """Replace each gradient by the sum over all ranks, which is bit-equal on all of them.
 
-        A rank without the gradient takes part with zeros. A parameter without a gradient on any
-        rank keeps none.
+        Sharded gradients are sums already. A rank without the gradient takes part with zeros. A
+        parameter without a gradient on any rank keeps none.
         """
         if self.world_size == 1:
             return
-        every = list(parameters)
+        every = [each for each in parameters if not isinstance(each, DTensor)]
+        if not every:
+            return
         counts = torch.tensor([int(each.grad is not None) for each in every])
         dist.all_reduce(counts)
         gradients = [

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import signal
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 import torch
 
+from turnstream.errors import InvalidConfigError
 from turnstream.worker import BatchStream
 from turnstream.worker.launch import Launch, find_launch
 from turnstream.worker.steps import Batches
 from turnstream_server.trainer.building import build_engine
-from turnstream_server.trainer.checkpoint import Checkpoints
+from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.loop import Trainer
 from turnstream_server.trainer.ranks import Ranks, join_ranks
+from turnstream_server.trainer.settings import Parallel
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ def _train(config: TrainerConfig, launch: Launch, ranks: Ranks) -> None:
     folder, keep = config.folder / "checkpoints", config.keep_checkpoints
     checkpoints = Checkpoints(folder, keep=keep, ranks=ranks)
     checkpoint = checkpoints.newest()
-    engine = build_engine(config, checkpoint=checkpoint.folder if checkpoint else None, ranks=ranks)
+    engine = build_engine(config, checkpoint=_weights_folder(checkpoint, config), ranks=ranks)
     token, from_step = None, 0
     if checkpoint is not None:
         checkpoints.restore(checkpoint, engine)
@@ -72,6 +75,21 @@ def _train(config: TrainerConfig, launch: Launch, ranks: Ranks) -> None:
     with Batches(stream) as batches:
         trainer = Trainer(engine, batches, config=config, checkpoints=checkpoints, ranks=ranks)
         trainer.train(from_step=from_step)
+
+
+def _weights_folder(checkpoint: Checkpoint | None, config: TrainerConfig) -> Path | None:
+    """Return the folder of a model to begin with; None for the first policy.
+
+    Raises:
+        InvalidConfigError: the checkpoint was written with another `parallel`.
+    """
+    if checkpoint is None:
+        return None
+    written: Parallel = "fsdp2" if checkpoint.is_sharded else "ddp"
+    if written != config.parallel:
+        message = f"{config.parallel}, but {checkpoint.folder} was written with {written}"
+        raise InvalidConfigError("--parallel", f"{message}: resume with --parallel {written}")
+    return None if checkpoint.is_sharded else checkpoint.folder
 
 
 class _Stopped(BaseException):

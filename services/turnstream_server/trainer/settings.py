@@ -15,6 +15,9 @@ Layout = Literal["padded", "packed"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 """Type of the matrix products; "auto" is bfloat16 on a CUDA device, and float32 elsewhere."""
 
+Parallel = Literal["ddp", "fsdp2"]
+"""Weights of several ranks: the whole model on each, or a shard of each weight (`fully_shard`)."""
+
 SCHEDULES: Final = (
     "constant",
     "constant_with_warmup",

@@ -108,7 +108,7 @@ def test_published_adapter_is_what_a_generator_loads(tmp_path: Path) -> None:
     engine = build_engine(_config(tmp_path, learning_rate=0.1))
     engine.update(_batch(0), aggregation="token_mean")
 
-    uri = WeightsFolder(tmp_path / "weights").publish(engine, version=3)
+    uri = WeightsFolder(tmp_path / "weights").publish(engine.gather_weights(), version=3)
 
     ids = torch.tensor([[5, 6, 7]])
     published = load_policy(Path(uri.removeprefix("file://")))

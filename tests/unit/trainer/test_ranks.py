@@ -22,17 +22,22 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return {1: [outcome(ONE_RANK, folder / "1")], **run_ranks((2, 3), folder)}
 
 
-@pytest.mark.parametrize(
-    "case", ["padded", "packed", "inert", "inert packed", "adapter", "all parts"]
-)
+CASES = [
+    *("padded", "packed", "inert", "inert packed"),
+    *("recomputed layers", "adapter", "adapter packed", "all parts"),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("parallel", ["updates", "sharded"])
 def test_loss_and_gradients_of_several_ranks_equal_those_of_one(
-    outcomes: Outcomes, case: str
+    outcomes: Outcomes, parallel: str, case: str
 ) -> None:
     expected = outcomes[1][0].updates[case]
     assert expected.gradients
 
     for size in (2, 3):
-        for actual in (each.updates[case] for each in outcomes[size]):
+        for actual in (getattr(each, parallel)[case] for each in outcomes[size]):
             assert actual.report.loss == pytest.approx(expected.report.loss, rel=1e-5)
             assert actual.report.statistics == pytest.approx(expected.report.statistics, rel=1e-4)
             assert actual.gradients.keys() == expected.gradients.keys()
@@ -41,10 +46,13 @@ def test_loss_and_gradients_of_several_ranks_equal_those_of_one(
                 assert difference <= 1e-5 * gradient.abs().max(), (size, name)
 
 
-def test_ranks_have_bit_equal_gradients_weights_and_reports(outcomes: Outcomes) -> None:
+@pytest.mark.parametrize("parallel", ["updates", "sharded"])
+def test_ranks_have_bit_equal_gradients_weights_and_reports(
+    outcomes: Outcomes, parallel: str
+) -> None:
     for size in (2, 3):
-        first = outcomes[size][0].updates
-        for other in (each.updates for each in outcomes[size][1:]):
+        first = getattr(outcomes[size][0], parallel)
+        for other in (getattr(each, parallel) for each in outcomes[size][1:]):
             for case in first.keys() - {"infinite"}:
                 assert other[case].report == first[case].report
                 for field in ("gradients", "weights"):
@@ -52,11 +60,12 @@ def test_ranks_have_bit_equal_gradients_weights_and_reports(outcomes: Outcomes) 
                     assert all(torch.equal(theirs[name], each) for name, each in ours.items())
 
 
-def test_infinite_gradient_of_one_rank_is_skipped_by_all(outcomes: Outcomes) -> None:
+@pytest.mark.parametrize("parallel", ["updates", "sharded"])
+def test_infinite_gradient_of_one_rank_is_skipped_by_all(outcomes: Outcomes, parallel: str) -> None:
     before = outcomes[1][0].updates["infinite"]
 
     for size in (2, 3):
-        for actual in (each.updates["infinite"] for each in outcomes[size]):
+        for actual in (getattr(each, parallel)["infinite"] for each in outcomes[size]):
             assert "gradient norm is" in getattr(actual.report, "skip_reason", "")
             for name, weight in before.weights.items():
                 assert torch.equal(actual.weights[name], weight)

@@ -1,0 +1,65 @@
+"""Models whose weights are sharded over ranks, by torch's `fully_shard` (FSDP2).
+
+Each rank stores a shard of each weight, as a DTensor. A layer gathers its weights for its pass and
+drops them after it. The backward pass leaves the sums of the gradients over all ranks, in shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar, cast
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+_METHOD: Final = "_turnstream_pass"
+
+_Value = TypeVar("_Value")
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Shard the weights of a model over a mesh of one dimension; all ranks call it.
+
+    All ranks have equal weights before. After it they make equal numbers of passes, in one order.
+    """
+    layers = [each for each in model.modules() if type(each).__name__ in _layer_types(model)]
+    for module in [*layers, model]:
+        sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        # The loss of a rank has the denominators of all ranks, so a mean would be too small.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has no scaled sums
+    cast(FSDPModule, model).set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
+    setattr(model, _METHOD, lambda compute: compute())
+    register_fsdp_forward_method(model, _METHOD)
+
+
+def one_pass(model: PreTrainedModel, compute: Callable[[], _Value]) -> _Value:
+    """Return `compute()`, which is one forward pass of the model.
+
+    Inside it, weights that belong to no layer are gathered, such as the output embeddings.
+    """
+    run: Callable[[Callable[[], _Value]], _Value] | None = getattr(model, _METHOD, None)
+    return compute() if run is None else run(compute)
+
+
+def is_sharded(model: PreTrainedModel) -> bool:
+    """Return whether the weights are sharded."""
+    return isinstance(model, FSDPModule)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor; if it is sharded, all ranks call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_weights(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return whole copies of weights on the CPU; all ranks call it."""
+    return {name: whole(weight.detach()).cpu() for name, weight in named}
+
+
+def _layer_types(model: PreTrainedModel) -> set[str]:
+    """Return the names of the classes that transformers keeps on one device: the layers."""
+    return set(cast(Any, model)._no_split_modules or ())
