@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from turnstream_server.models.recompute import recompute_layers
 from turnstream_server.models.sharding import shard, whole, whole_weights
 from turnstream_server.models.spec import AdapterConfig
 from turnstream_server.trainer.checkpoint import Checkpoints
+from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.ranks import Ranks, join_ranks
@@ -43,6 +44,7 @@ ALL_PARTS: dict[str, Any] = {
     "entropy_bonus": 0.01,
     "denominators": "recount",
 }
+WORLD_SIZES = (2, 3)
 _BUDGET = Budget(limit=12)
 _TEXTS = ("abCDefG", "xY", "hijKLMnopqR", "pqRsT", "uvwxyzABC")
 
@@ -55,6 +57,22 @@ class Updated(NamedTuple):
     weights: dict[str, Tensor]
 
 
+class Resumed(NamedTuple):
+    """A sharded model that was trained, saved, and trained on.
+
+    Attributes:
+        saved: weights in the checkpoint.
+        expected: weights after an undisturbed update.
+        actual: weights after the same update of a new engine that restored the checkpoint.
+        restored: weights that the ranks of another world size read; None for the first size.
+    """
+
+    saved: dict[str, Tensor]
+    expected: dict[str, Tensor]
+    actual: dict[str, Tensor]
+    restored: dict[str, Tensor] | None
+
+
 class Outcome(NamedTuple):
     """Results of one rank.
 
@@ -64,6 +82,7 @@ class Outcome(NamedTuple):
         sums: summed gradients; all ranks have the first, rank 0 the second, none the third.
         refusal: error for weights that differ on the last rank.
         random: numbers after a checkpoint was saved, and after it was restored.
+        resumed: training of sharded models over a checkpoint; empty for one rank.
     """
 
     updates: dict[str, Updated]
@@ -71,13 +90,20 @@ class Outcome(NamedTuple):
     sums: list[Tensor | None]
     refusal: str
     random: tuple[Tensor, Tensor]
+    resumed: dict[str, Resumed]
 
 
 def outcome(ranks: Ranks, folder: Path) -> Outcome:
     """Make each update with new engines; every rank calls it."""
     updates = _updates(ranks, parallel="ddp")
     sharded = updates if ranks.world_size == 1 else _updates(ranks, parallel="fsdp2")
-    return Outcome(updates, sharded, _sums(ranks), _refusal(ranks), _random(ranks, folder))
+    resumed = {} if ranks.world_size == 1 else _resume(ranks, folder)
+    return Outcome(updates, sharded, _sums(ranks), _refusal(ranks), _random(ranks, folder), resumed)
+
+
+def sharded_folder(folder: Path, name: str, size: int) -> Path:
+    """Return the folder of the checkpoints of a case of `Outcome.resumed`."""
+    return folder / f"{size}-{name}"
 
 
 def _updates(ranks: Ranks, *, parallel: Parallel) -> dict[str, Updated]:
@@ -150,6 +176,60 @@ def _rows(num_rows: int, *, advantage: float = 1.0) -> Rows:
     return replace(built, weight=weights)
 
 
+_MAKE: dict[str, Callable[[], dict[str, Any]]] = {
+    "all weights": lambda: {"model": make_model(seed=5)},
+    "adapter": lambda: _adapter_options(seed=5),
+}
+
+
+def _resume(ranks: Ranks, folder: Path) -> dict[str, Resumed]:
+    """Save sharded models and resume. Rank 0 publishes the weights too."""
+    return {name: _resume_case(ranks, folder.parent, name) for name in _MAKE}
+
+
+def _resume_case(ranks: Ranks, folder: Path, name: str) -> Resumed:
+    own = sharded_folder(folder, name, ranks.world_size)
+    mini_batch = _share(_rows(5), ranks)
+    engine, checkpoints = _sharded_engine(ranks, name), Checkpoints(own, ranks=ranks)
+    for _ in range(2):
+        engine.update(mini_batch, aggregation="token_mean")
+    saved = _weights(engine)
+    checkpoint = checkpoints.save(engine, RecoveryToken(lineage="main", step=2, chain_hash="ab"))
+    write = engine.gather_weights()
+    if ranks.is_first:
+        (own / "published").mkdir()
+        write(own / "published")
+    engine.update(mini_batch, aggregation="token_mean")
+    expected = _weights(engine)
+    resumed = _sharded_engine(ranks, name)
+    checkpoints.restore(checkpoint, resumed)
+    resumed.update(mini_batch, aggregation="token_mean")
+    return Resumed(saved, expected, _weights(resumed), _restored(ranks, folder, name))
+
+
+def _restored(ranks: Ranks, folder: Path, name: str) -> dict[str, Tensor] | None:
+    first = min(WORLD_SIZES)
+    if ranks.world_size == first:
+        return None
+    checkpoints = Checkpoints(sharded_folder(folder, name, first), ranks=ranks)
+    newest = checkpoints.newest()
+    assert newest is not None
+    engine = _sharded_engine(ranks, name)
+    checkpoints.restore(newest, engine)
+    return _weights(engine)
+
+
+def _sharded_engine(ranks: Ranks, name: str) -> Engine:
+    options = _MAKE[name]()
+    place_model(options["model"], ranks, "fsdp2")
+    return make_engine(ranks=ranks, **options)
+
+
+def _weights(engine: Engine) -> dict[str, Tensor]:
+    shards = engine.optimizer.shards()
+    return whole_weights((key, each) for key, each in shards.items() if key.startswith("weight/"))
+
+
 def _share(rows: Rows, ranks: Ranks) -> PulledMiniBatch:
     """Return the share of this rank, as the batcher cuts it."""
     place = {"dp_rank": ranks.rank, "dp_world_size": ranks.world_size}
@@ -193,8 +273,13 @@ def _update(
 
 
 def _update_adapter(ranks: Ranks, rows: Rows, *, parallel: Parallel, **options: Any) -> Updated:
-    adapter = Adapters(make_model(), Path()).add("one", AdapterConfig(rank=4, seed=1))
-    return _update(ranks, rows, parallel=parallel, model=adapter.model, adapter=adapter, **options)
+    return _update(ranks, rows, parallel=parallel, **_adapter_options(), **options)
+
+
+def _adapter_options(*, seed: int = 0) -> dict[str, Any]:
+    config = AdapterConfig(rank=4, seed=1)
+    adapter = Adapters(make_model(seed=seed), Path()).add("default", config)
+    return {"model": adapter.model, "adapter": adapter}
 
 
 def _sums(ranks: Ranks) -> list[Tensor | None]:

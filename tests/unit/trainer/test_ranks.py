@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from testkit.ranks import Outcome, outcome, run_ranks
+from testkit.ranks import WORLD_SIZES, Outcome, outcome, run_ranks, sharded_folder
+from testkit.training import make_model
 from turnstream.errors import InvalidConfigError
 from turnstream.worker.launch import Launch
+from turnstream_server.models.adapters import Adapters
+from turnstream_server.models.policy import load_policy
+from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.ranks import ONE_RANK, buckets, join_ranks
 
 Outcomes = dict[int, list[Outcome]]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of all checkpoints."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Outcomes:
     """Return the outcomes of all ranks by world size."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return {1: [outcome(ONE_RANK, folder / "1")], **run_ranks((2, 3), folder)}
+    return {1: [outcome(ONE_RANK, folder / "1")], **run_ranks(WORLD_SIZES, folder)}
 
 
 CASES = [
@@ -97,6 +107,78 @@ def test_checkpoint_restores_the_random_numbers_of_each_rank(outcomes: Outcomes)
         drawn = [each.random for each in outcomes[size]]
         assert all(torch.equal(expected, actual) for expected, actual in drawn)
         assert len({tuple(expected.tolist()) for expected, _ in drawn}) == size
+
+
+RESUMED = ["all weights", "adapter"]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_sharded_checkpoint_resumes_to_bit_equal_weights(
+    outcomes: Outcomes, name: str, size: int
+) -> None:
+    for resumed in (each.resumed[name] for each in outcomes[size]):
+        assert resumed.expected.keys() == resumed.actual.keys() == resumed.saved.keys()
+        for key, expected in resumed.expected.items():
+            assert torch.equal(resumed.actual[key], expected)
+        assert any(
+            not torch.equal(resumed.saved[key], each) for key, each in resumed.expected.items()
+        )
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_sharded_checkpoint_restores_on_another_number_of_ranks(
+    outcomes: Outcomes, name: str
+) -> None:
+    saved = outcomes[2][0].resumed[name].saved
+
+    for restored in (each.resumed[name].restored for each in outcomes[3]):
+        assert restored is not None
+        assert restored.keys() == saved.keys()
+        assert all(torch.equal(restored[key], each) for key, each in saved.items())
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_published_weights_of_a_sharded_model_are_whole(
+    outcomes: Outcomes, folder: Path, size: int
+) -> None:
+    saved = outcomes[size][0].resumed["all weights"].saved
+    published = load_policy(sharded_folder(folder, "all weights", size) / "published")
+
+    weights = {f"weight/{name}": each for name, each in published.named_parameters()}
+
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[key], each) for key, each in saved.items())
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_published_adapter_of_a_sharded_model_is_whole(
+    outcomes: Outcomes, folder: Path, size: int
+) -> None:
+    saved = outcomes[size][0].resumed["adapter"].saved
+    written = sharded_folder(folder, "adapter", size) / "published"
+
+    adapter = Adapters(make_model(seed=5), Path()).load("default", written)
+
+    weights = {f"weight/{name}": each for name, each in adapter.named_parameters()}
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[key], each) for key, each in saved.items())
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_sharded_checkpoint_without_the_file_of_a_rank_is_ignored(
+    outcomes: Outcomes, folder: Path, size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert outcomes[size]
+    copied = tmp_path / "step-00000002"
+    shutil.copytree(sharded_folder(folder, "adapter", size) / copied.name, copied)
+    whole = Checkpoints(tmp_path).newest()
+    (copied / f"__{size - 1}_0.distcp").unlink()
+
+    assert whole is not None
+    assert whole.is_sharded
+    assert Checkpoints(tmp_path).newest() is None
+    assert f"ignored {copied}, which is partial: __{size - 1}_0.distcp" in caplog.text
 
 
 def test_rank_without_the_address_of_the_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
