@@ -67,6 +67,7 @@ NAMES: Final = frozenset(
         "train.after_update",  # the optimizer has taken the last update, no batcher knows
         "train.after_stepped",
         "publish.before_push",  # the weights are written, no server has them
+        "checkpoint.after_shards",  # this rank has written its shards, others may have not
         "checkpoint.after_weights",  # the weights are written, the token is not
         "checkpoint.before_committed",  # the checkpoint is on disk, no batcher knows
         "checkpoint.after_committed",

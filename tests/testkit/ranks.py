@@ -111,6 +111,7 @@ def _updates(ranks: Ranks, *, parallel: Parallel) -> dict[str, Updated]:
     return {
         "padded": _update(ranks, many, parallel=parallel),
         "packed": _update(ranks, many, layout="packed", parallel=parallel),
+        "clipped": _update(ranks, many, max_grad_norm=1e-3, parallel=parallel),
         "inert": _update(ranks, few, parallel=parallel),
         "inert packed": _update(ranks, few, layout="packed", parallel=parallel),
         "recomputed layers": _update(ranks, many, recompute=True, parallel=parallel),
@@ -263,7 +264,8 @@ def _update(
     for name in {"model", "reference"} & options.keys():
         place_model(options[name], ranks, parallel)
     trained = options.get("adapter") or options["model"]
-    engine = make_engine(max_grad_norm=0, objective=objective, ranks=ranks, **options)
+    options = {"max_grad_norm": 0.0, **options}
+    engine = make_engine(objective=objective, ranks=ranks, **options)
     report = engine.update(_share(rows, ranks), aggregation="seq_mean_token_mean")
     named = dict(trained.named_parameters())
     gradients = {

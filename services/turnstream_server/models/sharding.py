@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from turnstream.errors import InvalidConfigError
+
 _METHOD: Final = "_turnstream_pass"
 
 _Value = TypeVar("_Value")
@@ -24,10 +26,17 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Shard the weights of a model over a mesh of one dimension; all ranks call it.
 
     All ranks have equal weights before. After it they make equal numbers of passes, in one order.
+
+    Raises:
+        InvalidConfigError: torch cannot shard a weight.
     """
     layers = [each for each in model.modules() if type(each).__name__ in _layer_types(model)]
-    for module in [*layers, model]:
-        sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    for module in [*reversed(layers), model]:  # inner layers before the outer ones
+        try:
+            # The root too: weights that stay whole after a pass would miss the next update.
+            sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        except ValueError as error:
+            raise InvalidConfigError("--parallel", f"fsdp2 cannot shard it: {error}") from error
         # The loss of a rank has the denominators of all ranks, so a mean would be too small.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has no scaled sums

@@ -94,6 +94,7 @@ class Checkpoints:
         with self._shared_folder(target) as written:
             if engine.is_sharded:
                 write_shards(written, engine.optimizer)
+                reach("checkpoint.after_shards")
             if self._ranks.is_first:
                 _write(written, engine, token, random_states)
         return Checkpoint(folder=target, token=token, is_sharded=engine.is_sharded)

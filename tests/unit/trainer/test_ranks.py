@@ -33,7 +33,7 @@ def outcomes(folder: Path) -> Outcomes:
 
 
 CASES = [
-    *("padded", "packed", "inert", "inert packed"),
+    *("padded", "packed", "clipped", "inert", "inert packed"),
     *("recomputed layers", "adapter", "adapter packed", "all parts"),
 ]
 

@@ -1,0 +1,62 @@
+"""A rank of the trainer that kills itself where the variable KILLS says; else `turnstream`.
+
+KILLS is a JSON list with one entry for each start by torchrun, `[rank, place]`. A place is that of
+a failpoint, or `after STEP DELAY`: so many seconds after the metrics of a step are written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from turnstream_server.__main__ import main
+
+_POLL_S = 0.002
+
+
+def doom(environment: dict[str, str], *, start: int, rank: int) -> None:
+    """Arm the place of this start, if it is one of this rank."""
+    kills: list[Any] = json.loads(environment["KILLS"])
+    if start >= len(kills) or kills[start][0] != rank:
+        return
+    place: str = kills[start][1]
+    if not place.startswith("after "):
+        os.environ["TURNSTREAM_FAILPOINT"] = place
+        return
+    _, step, delay_s = place.split()
+    metrics = Path(environment["FOLDER"]) / "metrics.jsonl"
+    arguments = (metrics, int(step), float(delay_s))
+    threading.Thread(target=_kill_after, args=arguments, daemon=True).start()
+
+
+def note_start(folder: Path, *, rank: int) -> None:
+    """Add a line to the file `starts` for each start of rank 0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        with (folder / "starts").open("a") as starts:
+            starts.write("start\n")
+
+
+def _kill_after(metrics: Path, step: int, delay_s: float) -> None:
+    while last_step(metrics) < step:
+        time.sleep(_POLL_S)
+    time.sleep(delay_s)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def last_step(metrics: Path) -> int:
+    """Return the step of the last whole line; 0 without any."""
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+if __name__ == "__main__":
+    number, own_rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    note_start(Path(os.environ["FOLDER"]), rank=own_rank)
+    doom(dict(os.environ), start=number, rank=own_rank)
+    main()

@@ -1,0 +1,216 @@
+"""Ranks under torchrun that are killed at any point of 20 steps, on a real store and batcher.
+
+`RANK_KILLS=all` kills at every place, on both ranks, in place of a few chosen by the seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import redis
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import testkit
+from testkit.batchers import BatcherThread
+from turnstream.batching.config.batching_config import BatchingConfig
+from turnstream.generator import Publisher
+from turnstream.store.run.runs import close_run, create_run
+from turnstream.types import Group, TrajectoryState
+from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.models.policy import load_policy
+
+pytestmark = [
+    *(pytest.mark.redis, pytest.mark.grpc, pytest.mark.e2e),
+    *(pytest.mark.slow, pytest.mark.timeout(900)),
+]
+
+NUM_STEPS = 20
+CHECKPOINT_EVERY = 3
+SEED = 20261126
+
+PLACES = (
+    *("train.after_update@2", "train.after_stepped@2", "publish.before_push@2"),
+    *("checkpoint.after_weights", "checkpoint.before_committed", "checkpoint.after_committed"),
+)
+"""Failpoints of every rank, except those that only rank 0 reaches."""
+
+FIRST_RANK = ("publish.before_push@2", "checkpoint.after_weights")
+
+VARIANTS = {
+    "ddp": ("--parallel", "ddp"),
+    "fsdp2": ("--parallel", "fsdp2"),
+    "fsdp2-lora": ("--parallel", "fsdp2", "--lora-rank", "4", "--layout", "packed"),
+    "ddp-lora": ("--parallel", "ddp", "--lora-rank", "4", "--layout", "packed"),
+}
+KILLS_ALL = os.environ.get("RANK_KILLS") == "all"
+
+
+class Kill(NamedTuple):
+    """A rank, and the place where it is killed: see harness.doomed_rank."""
+
+    rank: int
+    place: str
+
+
+class Launch(NamedTuple):
+    """A finished launcher: its folder and its run."""
+
+    folder: Path
+    run: str
+    num_starts: int
+
+
+@pytest.mark.parametrize("variant", VARIANTS if KILLS_ALL else ["ddp", "fsdp2-lora"])
+def test_killed_ranks_resume_to_bit_equal_state_and_commit_once(
+    variant: str, tmp_path: Path
+) -> None:
+    kills = _kills(random.Random(f"{SEED} {variant}"), is_sharded=variant.startswith("fsdp2"))
+    print(f"{variant}: {[*map(tuple, kills)]}")  # noqa: T201
+
+    with EmbeddedServer() as server, BatcherThread(server.url) as batcher:
+        client = redis.Redis.from_url(server.url)
+        targets = {"target": batcher.target, "url": server.url, "options": VARIANTS[variant]}
+        undisturbed = _launch(client, "undisturbed", tmp_path, kills=[], **targets)
+        disturbed = _launch(client, "disturbed", tmp_path, kills=kills, **targets)
+        counts = [read_ledger(client, each.run).by_state for each in (undisturbed, disturbed)]
+        client.close()
+
+    assert disturbed.num_starts == len(kills) + 1  # each kill took place
+    for states in counts:
+        committed = {TrajectoryState.COMMITTED: 4 * NUM_STEPS}
+        assert {state: n for state, n in states.items() if n} == committed
+    _assert_equal(_state(disturbed.folder), _state(undisturbed.folder))
+    _assert_equal(_published(disturbed.folder), _published(undisturbed.folder))
+    _check_metrics(_metrics(disturbed.folder), _metrics(undisturbed.folder))
+
+
+def _kills(rng: random.Random, *, is_sharded: bool) -> list[Kill]:
+    """Return the kills in order: places of all kinds, and moments between them."""
+    places = (*PLACES, "checkpoint.after_shards") if is_sharded else PLACES
+    every = [
+        Kill(rank, place)
+        for rank, place in itertools.product((0, 1), places)
+        if rank == 0 or place not in FIRST_RANK
+    ]
+    chosen = rng.sample(every, len(every) if KILLS_ALL else 2)
+    steps = sorted(rng.randrange(1, NUM_STEPS) for _ in range(8 if KILLS_ALL else 1))
+    moments = [Kill(rng.randrange(2), f"after {step} {rng.uniform(0, 0.2):.3f}") for step in steps]
+    return [*chosen, *moments]
+
+
+def _launch(
+    client: redis.Redis,
+    run: str,
+    folder: Path,
+    *,
+    kills: Sequence[Kill],
+    target: str,
+    url: str,
+    options: Sequence[str],
+) -> Launch:
+    """Publish 20 steps, train them with two ranks, and return once the launcher has ended."""
+    create_run(client, run, BatchingConfig(batch_groups=2, mini_batch_groups=1, max_staleness=1000))
+    _publish(url, run)
+    close_run(client, run)
+    own, policy = folder / run, folder / "policy.json"
+    policy.write_text(json.dumps({"vocab_size": 128, "hidden_size": 16, "num_layers": 2}))
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(len(kills))]
+    words += ["--monitor-interval", "0.1", "-m", "--", "harness.doomed_rank", "serve", "trainer"]
+    words += ["--run", run, "--batcher", target, "--policy", str(policy), "--folder", str(own)]
+    words += ["--learning-rate", "1e-2", "--checkpoint-every", str(CHECKPOINT_EVERY), *options]
+    environment = {
+        **os.environ,
+        "TURNSTREAM_REDIS_URL": url,
+        "KILLS": json.dumps(kills),
+        "FOLDER": str(own),
+        "PYTHONPATH": str(Path(__file__).parent),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return Launch(own, run, len((own / "starts").read_text().splitlines()))
+
+
+def _publish(url: str, run: str) -> None:
+    """Two groups for each step: a short good answer, a longer bad one."""
+    good = [testkit.turn("ab", "CD")]
+    bad = [testkit.turn("ab", "EF"), testkit.turn("abefg", "H")]
+    with Publisher(url, run) as publisher:
+        for number in range(2 * NUM_STEPS):
+            trajectories = (
+                testkit.trajectory(*good, sample=0, reward=1.0),
+                testkit.trajectory(*bad, sample=1, reward=number / NUM_STEPS),
+            )
+            publisher.publish(Group(group_id=f"g{number}", trajectories=trajectories))
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """Return weights, optimizer, counts and random numbers of the last checkpoint, flat."""
+    newest = folder / f"checkpoints/step-{NUM_STEPS:08}"
+    state = {"state": torch.load(newest / "state.pt", weights_only=True)}
+    if (newest / ".metadata").exists():
+        dcp_to_torch_save(newest, folder / "whole.pt")
+        state["shards"] = torch.load(folder / "whole.pt", weights_only=True)
+    else:
+        state["weights"] = dict(load_policy(newest).named_parameters())
+    return dict(_flat(state, ""))
+
+
+def _published(folder: Path) -> dict[str, Any]:
+    newest = max(folder.glob("weights/v*"), key=lambda path: int(path.name[1:]))
+    return dict(load_policy(newest).named_parameters())
+
+
+def _flat(value: Any, name: str) -> Any:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(each, f"{name}/{key}")
+    elif isinstance(value, list | tuple):
+        for key, each in enumerate(value):
+            yield from _flat(each, f"{name}/{key}")
+    else:
+        yield name, value
+
+
+def _assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert len(expected) > 10
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        is_tensor = isinstance(value, Tensor)
+        assert torch.equal(actual[name], value) if is_tensor else actual[name] == value, name
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _check_metrics(lines: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """A repeated step has a line of its own, with the same loss and a new version."""
+    assert [line["step"] for line in expected] == [*range(1, NUM_STEPS + 1)]
+    losses = {line["step"]: line["loss"] for line in expected}
+    assert {line["step"] for line in lines} == losses.keys()
+    assert len(lines) > NUM_STEPS
+    for line in lines:  # over both ranks
+        assert line["loss"] == losses[line["step"]]
+        assert (line["num_rows"], line["num_trajectories"]) == (4, 4)
+    versions = [line["version"] for line in lines]
+    assert versions == sorted(set(versions))
