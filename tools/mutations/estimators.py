@@ -243,6 +243,36 @@ ESTIMATORS = (
         "if False:",
         ("test_config_estimators",),
     ),
+    # ----------------------------------------------------------------------------------
+    # gae
+    Mutation(
+        "a plan compares the rewards of a run with a critic",
+        _ADVANTAGES,
+        '    if estimator == "gae":\n',
+        "    if False:\n",
+        ("test_planning",),
+    ),
+    Mutation(
+        "a trajectory of several rows is trained with a critic",
+        _MEMBERS,
+        "problem or chain_problem(sealed, config) or",
+        "problem or",
+        ("test_readiness",),
+    ),
+    Mutation(
+        "a run gets a critic, or loses it, by a revision",
+        _RULES,
+        'has_critic = "gae" in (before.estimator, after.estimator)',
+        "has_critic = False",
+        ("test_revising",),
+    ),
+    Mutation(
+        "the penalty of a length is lost among the rewards of turns",
+        "scoring/token_advantages.py",
+        "Ragged(of_turns.values + on_last.values, of_turns.offsets)",
+        "of_turns",
+        ("test_token_advantages",),
+    ),
     Mutation(
         "the name of a metric is a number",
         "config/values.py",

@@ -73,8 +73,8 @@ SCORES = (
     Mutation(
         "whitening counts masked tokens",
         "scoring/token_advantages.py",
-        "trained = values.values[is_trained].astype(np.float64)\n    if",
-        "trained = values.values.astype(np.float64)[: is_trained.sum()]\n    if",
+        "trained = values.values[is_trained].astype(np.float64)\n",
+        "trained = values.values.astype(np.float64)[: is_trained.sum()]\n",
         ("test_token_advantages",),
     ),
     Mutation(

@@ -213,15 +213,16 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         lambda drawn: any(drawn.values())
     )
     max_staleness = draw(st.integers(0, 4))
-    merge = draw(st.booleans())
+    merge = estimator == "gae" or draw(st.booleans())
     limit = draw(st.integers(0, 100_000))
     cost = draw(st.sampled_from(get_args(CostModel)))
     is_packed = limit and cost != "padded"
     overlong_length = draw(st.integers(0, 9))
     takes_penalty = estimator not in ("gdpo", "maxrl")
     overlong_buffer = draw(st.integers(0, overlong_length)) if takes_penalty else 0
-    length_reward_weight = draw(st.floats(0, 9)) if takes_penalty else 0.0
-    is_free = estimator not in ("gdpo", "reinforce_pp", "reinforce_pp_baseline")
+    takes_length = takes_penalty and estimator != "gae"
+    length_reward_weight = draw(st.floats(0, 9)) if takes_length else 0.0
+    is_free = estimator not in ("gdpo", "reinforce_pp", "reinforce_pp_baseline", "gae")
     mask_truncated = bool(overlong_length and not overlong_buffer) or draw(st.booleans())
     error_trajectories = draw(st.sampled_from(get_args(ErrorTrajectories)))
     has_masked = mask_truncated or error_trajectories == "mask"

@@ -37,9 +37,9 @@ def test_config_takes_every_estimator_that_a_plan_can_compute(estimator: str) ->
 def test_estimator_that_needs_more_than_the_plan_has_is_refused() -> None:
     with pytest.raises(
         UnsupportedEstimatorError,
-        match=r"^gae: it needs a critic's value .* turnstream\.batching\.scoring\.token_adv",
+        match=r"^optimal_token_baseline: it needs the probabilities .* use 'opo'",
     ) as caught:
-        make(estimator="gae")
+        make(estimator="optimal_token_baseline")
 
     again = pickle.loads(pickle.dumps(caught.value))
     assert (type(again), again.args) == (UnsupportedEstimatorError, caught.value.args)

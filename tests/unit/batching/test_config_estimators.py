@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import InvalidConfigError, UnsupportedEstimatorError
+from turnstream.errors import InvalidConfigError
 
 GDPO = {"estimator": "gdpo", "component_weights": (("accuracy", 1.0), ("format", 0.5))}
 
@@ -34,11 +34,6 @@ def test_number_outside_its_limits_is_refused(field: str, kind: str, values: lis
 def test_number_in_place_of_a_metric_is_refused() -> None:
     with pytest.raises(InvalidConfigError, match=r"^baseline_weight: 7 is no text"):
         make(estimator="opo", baseline_weight=7)
-
-
-def test_baseline_of_single_tokens_is_refused_with_the_one_of_trajectories() -> None:
-    with pytest.raises(UnsupportedEstimatorError, match=r"^optimal_token_baseline: .* use 'opo'"):
-        make(estimator="optimal_token_baseline")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +69,18 @@ def test_baseline_of_single_tokens_is_refused_with_the_one_of_trajectories() -> 
             "length_reward_weight: 0.5 .*compares components one by one",
         ),
         ({"correct_reward": 0.5}, "correct_reward: 0.5 without length_reward_weight does nothing"),
+        (
+            {"estimator": "gae", "merge": False},
+            "merge: False does not go with estimator='gae': it follows the tokens of all turns",
+        ),
+        (
+            {"estimator": "gae", "length_reward_weight": 0.5},
+            "length_reward_weight: 0.5 .*='gae': it depends on the group.* use overlong_buffer",
+        ),
+        (
+            {"estimator": "gae", "normalize_advantages": "batch"},
+            "normalize_advantages: 'batch' .*='gae': the trainer whitens",
+        ),
     ],
 )
 def test_useless_or_contradicting_settings_are_refused(
@@ -90,6 +97,7 @@ def test_useless_or_contradicting_settings_are_refused(
         {"estimator": "pass_at_k", "pass_k": 2, "normalize_advantages": "batch"},
         {"estimator": "opo", "baseline_weight": "energy", "normalize_advantages": "batch"},
         {"length_reward_weight": 0.5, "correct_reward": 0.5},
+        {"estimator": "gae", "overlong_length": 9, "overlong_buffer": 3},
     ],
 )
 def test_settings_at_the_limit_of_a_rule_are_taken(fields: dict[str, Any]) -> None:

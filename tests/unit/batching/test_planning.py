@@ -150,6 +150,17 @@ def test_whitening_sees_the_whole_batch_and_not_one_mini_batch() -> None:
     assert advantages == pytest.approx([1.0, -1.0])
 
 
+def test_advantages_of_gae_are_left_to_the_trainer() -> None:
+    of = replace(config(2), estimator="gae", singleton_advantage="raw")
+    groups = [ready("a", *[sealed("a", sample=n, reward=float(n)) for n in range(2)])]
+    groups.append(ready("b", sealed("b", reward=5.0)))
+
+    made = plan(*groups, of=of)
+
+    members = [member for group in made.groups for member in group.trajectories]
+    assert [(m.reward, m.advantage) for m in members] == [(0.0, 0.0), (1.0, 0.0), (5.0, 0.0)]
+
+
 def test_components_are_compared_one_by_one() -> None:
     of = replace(config(), estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
     components = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"b": 1.0, "a": 1.0}]

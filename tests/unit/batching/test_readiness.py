@@ -118,6 +118,11 @@ def test_trajectory_of_a_group_that_was_never_opened_is_incomplete() -> None:
             "has a reward of -1.0, and maxrl divides by the mean reward",
         ),
         (GDPO, of_components(2, a=1.0), "has no reward component 'b'"),
+        (
+            replace(CONFIG, estimator="gae"),
+            sealed(sample=2, turns=[shape(), shape(4, 2, parent=0, shared=3)]),
+            "has 2 rows, and estimator='gae' needs all its turns in one",
+        ),
     ],
 )
 def test_member_that_cannot_be_compared_is_incomplete_with_the_reason(

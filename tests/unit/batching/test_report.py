@@ -142,6 +142,7 @@ def test_rows_that_the_run_masks_are_no_warning() -> None:
         ({"estimator": "rloo"}, 1),
         ({"estimator": "reinforce_pp_baseline"}, 1),
         ({"estimator": "reinforce_pp"}, 0),
+        ({"estimator": "gae"}, 0),
         ({"singleton_advantage": "raw"}, 0),
     ],
 )

@@ -49,6 +49,24 @@ def test_setting_that_a_change_would_break_is_refused(name, after) -> None:
     assert FIXED[name] in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("before", "changes", "name"),
+    [
+        ("gae", {"estimator": "rloo"}, "estimator"),
+        ("rloo", {"estimator": "gae"}, "estimator"),
+        ("gae", {"reward_source": "sum_of_turns"}, "reward_source"),
+    ],
+)
+def test_settings_that_a_critic_depends_on_cannot_be_revised(
+    before: Any, changes: dict[str, Any], name: str
+) -> None:
+    run = replace(config(), estimator=before)
+
+    with pytest.raises(InvalidConfigError, match=f"^{name}: it cannot be revised from .*trainer"):
+        check_revision(run, replace(run, **changes))
+    check_revision(run, replace(run, max_staleness=3))
+
+
 def test_differing_settings_are_listed_with_both_values() -> None:
     before = replace(config(2), max_staleness=1)
     after = replace(before, max_staleness=3, estimator="rloo")

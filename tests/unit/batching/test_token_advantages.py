@@ -14,6 +14,7 @@ from turnstream.batching.scoring.token_advantages import (
     gae,
     reinforce_plus_plus,
     token_returns,
+    token_rewards,
     vapo_lambda,
     whiten_tokens,
 )
@@ -70,6 +71,50 @@ def test_case_39_whitening_covers_trained_tokens_only() -> None:
         pytest.approx([0, 0, -0.75 / std]),
         pytest.approx([0.25 / std] * 3),
     ]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("outcome", [[0, 0, 0, 0.5], [], [2], [0]]),
+        ("last_turn", [[0, 0, 0, 0.5], [], [2], [0]]),
+        ("sum_of_turns", [[0.5, 0, 0.5, -0.5], [], [2], [0]]),
+    ],
+)
+def test_token_rewards_of_a_row_sum_to_its_planned_reward(
+    source: Any, expected: list[list[float]]
+) -> None:
+    # The first row has turn rewards of 1, and a penalty of 0.5 for its length.
+    batch = rows(
+        "x|AbCd", "x|", "x|E", "x|y", rewards=[0.5, 7, 2, 9], is_padding=[False, False, False, True]
+    )
+    of_turns = Ragged.from_rows([[0.5, 0, 0.5, 0], [], [2], [0]], np.float32)
+
+    found = token_rewards(replace(batch, rewards=of_turns), source=source)
+
+    assert lists(found) == expected
+    assert found.values.dtype == np.float32
+
+
+def test_whitening_over_ranks_equals_that_of_all_rows() -> None:
+    whole, _, values = random_batch(3)
+    trained = values.values[whole.loss_mask.values.astype(bool)].astype(np.float64)
+    totals = [len(trained), trained.sum(), ((trained - trained.mean()) ** 2).sum()]
+    found: list[list[float]] = []
+
+    for part in (slice(0, 1), slice(1, len(whole))):
+        sums = iter(totals)
+        cut = [_rows_of(column, part) for column in (values, whole.loss_mask)]
+        white = whiten_tokens(cut[0], loss_mask=cut[1], sum_ranks=lambda _, sums=sums: next(sums))
+        found += lists(white)
+        assert list(sums) == []
+
+    expected = whiten_tokens(values, loss_mask=whole.loss_mask)
+    assert found == [pytest.approx(row, rel=1e-6) for row in lists(expected)]
+
+
+def _rows_of(column: Ragged[Any], part: slice) -> Ragged[Any]:
+    return Ragged(column.values, column.offsets[part.start : part.stop + 1])
 
 
 def test_vapo_lambda_looks_further_in_longer_chains() -> None:

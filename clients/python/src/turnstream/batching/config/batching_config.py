@@ -52,6 +52,7 @@ class BatchingConfig:
         mini_batch_groups: groups of one optimizer update; divides `batch_groups`.
         estimator: rule from rewards to advantages (turnstream.batching.scoring.advantages). With
             "remax", sample 0 of each group is sampled greedily; it is compared and not trained.
+            With "gae", advantages are 0 in a batch: a trainer with a critic estimates them.
         pass_k: k of "pass_at_k", 2 or more.
         baseline_weight: metric of a trajectory that weighs its reward in the baseline of "opo";
             empty for its trained tokens.

@@ -27,10 +27,6 @@ LEAST_GROUP_BYTES = 4096
 """`max_bytes` counts so much for a group of one trajectory without any token."""
 
 UNPLANNABLE_ESTIMATORS = {
-    "gae": "it needs a critic's value of every token, which no plan has: run with another "
-    "estimator, and in the worker put the result of "
-    "turnstream.batching.scoring.token_advantages.gae for MiniBatch.rows into Rows.advantages "
-    "before the rows are laid out",
     "optimal_token_baseline": "it needs the probabilities of every token of a whole group, which "
     "no plan has and no rank alone: use 'opo', the same baseline for whole trajectories. Its "
     "baseline_weight names a metric of a trajectory, such as the sum of 1 - 2 * p + sum(p * p) "
@@ -44,6 +40,12 @@ FIXED: Final = {
     "row_weights": "a trainer refuses rows that weigh otherwise than when its session began",
 }
 """Settings that a run keeps, and the harm of a change."""
+
+_FIXED_WITH_GAE: Final = {
+    "estimator": "a trainer has a critic for 'gae' alone",
+    "reward_source": "a trainer with a critic places rewards by it when its session begins",
+}
+"""Settings that a run with the estimator "gae" keeps, and the harm of a change."""
 
 _NO_PENALTY = {
     "gdpo": "it compares components one by one; give the penalty as one of them",
@@ -142,6 +144,8 @@ def _estimator_problems(config: BatchingConfig) -> Iterator[Problem]:
     for name in ("overlong_buffer", "length_reward_weight"):
         if (value := getattr(config, name)) and estimator in _NO_PENALTY:
             yield Problem(name, f"{value} {refused}: {_NO_PENALTY[estimator]}")
+    if estimator == "gae":
+        yield from _gae_problems(config)
     if config.normalize_advantages != "none" and estimator in _NORMALIZED:
         yield Problem(
             "normalize_advantages",
@@ -152,6 +156,23 @@ def _estimator_problems(config: BatchingConfig) -> Iterator[Problem]:
             "pass_k",
             f"{config.pass_k} {refused}: it is from 2 to max_samples={config.max_samples}, and "
             "the mean reward, pass@1, is trained by 'rloo'",
+        )
+
+
+def _gae_problems(config: BatchingConfig) -> Iterator[Problem]:
+    refused = "does not go with estimator='gae'"
+    if not config.merge:
+        yield Problem("merge", f"False {refused}: it follows the tokens of all turns in one row")
+    if config.length_reward_weight:
+        yield Problem(
+            "length_reward_weight",
+            f"{config.length_reward_weight} {refused}: it depends on the group, and the trainer "
+            "reads the reward of each trajectory alone: use overlong_buffer",
+        )
+    if config.normalize_advantages != "none":
+        yield Problem(
+            "normalize_advantages",
+            f"{config.normalize_advantages!r} {refused}: the trainer whitens its advantages",
         )
 
 
@@ -270,10 +291,12 @@ def changed_settings(before: BatchingConfig, after: BatchingConfig) -> tuple[Cha
 
 def check_revision(before: BatchingConfig, after: BatchingConfig) -> None:
     """Refuse a change of a setting that a run keeps."""
+    has_critic = "gae" in (before.estimator, after.estimator)
+    fixed = FIXED | _FIXED_WITH_GAE if has_critic else FIXED
     for change in changed_settings(before, after):
-        if change.name in FIXED:
+        if change.name in fixed:
             raise InvalidConfigError(
                 change.name,
                 f"it cannot be revised from {change.before!r} to {change.after!r}: "
-                f"{FIXED[change.name]}; begin another run",
+                f"{fixed[change.name]}; begin another run",
             )

@@ -22,6 +22,7 @@ Estimator = Literal[
     "gigpo",
     "reinforce_pp",
     "reinforce_pp_baseline",
+    "gae",
 ]
 RewardSource = Literal["outcome", "sum_of_turns", "last_turn"]
 SingletonAdvantage = Literal["zero", "raw"]

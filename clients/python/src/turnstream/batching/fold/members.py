@@ -18,6 +18,7 @@ from turnstream.batching.fold.decisions import (
 )
 from turnstream.batching.fold.evals import EvalResults
 from turnstream.batching.scoring.filters import (
+    chain_problem,
     is_compared,
     is_greedy,
     length_problem,
@@ -306,4 +307,4 @@ def problem_of(sealed: SealedTrajectory, config: BatchingConfig) -> str:
     if not sealed.turns:
         return "has no turn"
     problem = status_problem(sealed, config) or reward_problem(sealed, config)
-    return problem or length_problem(sealed, config)
+    return problem or chain_problem(sealed, config) or length_problem(sealed, config)

@@ -59,6 +59,10 @@ def merge_breaks(payload: Mapping[TrajectoryKey, Sequence[StoredTurn]]) -> Itera
             yield MergeBreak(key, broken.index, parent, broken.shared_tokens)
 
 
+_COMPARES_NO_GROUP = ("reinforce_pp", "gae")
+"""Estimators whose advantage in a group of one is that in any group."""
+
+
 def plan_warnings(manifest: Manifest, config: BatchingConfig) -> dict[str, str]:
     """Return a sentence for each oddity of a batch; none of these is cut, dropped or refused.
 
@@ -67,7 +71,9 @@ def plan_warnings(manifest: Manifest, config: BatchingConfig) -> dict[str, str]:
     """
     cuts = manifest.mini_batches
     longest = max((cut.width for cut in cuts), default=0)
-    compares_groups = config.singleton_advantage == "zero" and config.estimator != "reinforce_pp"
+    compares_groups = (
+        config.singleton_advantage == "zero" and config.estimator not in _COMPARES_NO_GROUP
+    )
     counts = {
         "groups of one trajectory, which get an advantage of 0": sum(
             compares_groups and len(group.trajectories) == 1 for group in manifest.groups

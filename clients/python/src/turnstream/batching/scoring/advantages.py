@@ -21,6 +21,8 @@ group is a visit of a prompt, n counts its members. All numbers are float64::
     reinforce_pp           R, whitened over the trained tokens of the batch; gamma is 1, so every
                            token has the same return (arXiv:2501.03262)
     reinforce_pp_baseline  R - mean, then whitened likewise
+    gae                    0: the trainer estimates one per token, from the values of its critic
+                           (`token_advantages.gae`)
 
 The advantage in a group of one is 0, or its raw reward by setting. Equal rewards give exactly 0.
 Any result can be whitened over the trained tokens of the batch in the same way (`normalize`).
@@ -89,6 +91,8 @@ def trajectory_advantages(
         return _gdpo(groups, weights=component_weights, singleton=singleton)
     if estimator == "gigpo":
         estimator = "grpo" if divide_by_std else "dr_grpo"
+    if estimator == "gae":
+        return [np.zeros(len(group.rewards)) for group in groups]
     if estimator == "reinforce_pp":
         compared = [group.rewards for group in groups]
     else:

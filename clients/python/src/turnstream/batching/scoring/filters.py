@@ -89,6 +89,19 @@ def is_compared(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
     return config.masked_reward == "keep" or not _is_cut_off(trajectory, config)
 
 
+def chain_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
+    """Return why the tokens of this trajectory are no single chain, for "gae"; empty if they are.
+
+    Values of a row that was cut off from the next one would miss the reward at the end.
+    """
+    if config.estimator != "gae":
+        return ""
+    num_rows = len(plan_sequences(trajectory.turns, merge=config.merge))
+    if num_rows == 1:
+        return ""
+    return f"has {num_rows} rows, and estimator='gae' needs all its turns in one"
+
+
 def length_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
     """Why a row of this trajectory exceeds what the run lets a pass cost; empty if none does."""
     if config.over_long == "alone":

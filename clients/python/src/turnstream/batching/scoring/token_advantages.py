@@ -7,10 +7,14 @@ it. A trajectory that was split into several rows has its chain cut, so it is re
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.merge.buffers import offsets_of
+from turnstream.batching.config.values import RewardSource
+from turnstream.batching.merge.buffers import offsets_of, row_sums
 from turnstream.batching.scoring.advantages import WHITENING_EPSILON
 from turnstream.errors import BatchingError, UnsupportedEstimatorError
 from turnstream.types import Ragged, Rows
@@ -34,6 +38,28 @@ def rewards_on_last_token(
     values = np.zeros(offsets[-1], np.float32)
     values[offsets[1:][~is_empty_B] - 1] = rewards_B[~is_empty_B]
     return Ragged(values, offsets)
+
+
+def token_rewards(rows: Rows, *, source: RewardSource) -> Ragged[np.float32]:
+    """Return one reward per response token; those of a row sum to its planned reward.
+
+    With "sum_of_turns" the rewards stand where the turns have them, and the penalty of the length
+    on the last response token. With the other sources all of the reward stands there. A row without
+    a response has none, and an inert row has 0.0.
+
+    Args:
+        rows: each row is a whole trajectory.
+        source: `reward_source` of the run.
+    """
+    counted_B = ~rows.is_padding & (rows.response_lengths > 0)
+    rewards_B = np.where(counted_B, rows.reward, np.float32(0))
+    lengths_B = rows.response_lengths
+    if source != "sum_of_turns":
+        return rewards_on_last_token(rewards_B, lengths_B=lengths_B)
+    of_turns = rows.rewards.flat()
+    penalty_B = rewards_B - row_sums(of_turns, np.float64)
+    on_last = rewards_on_last_token(np.where(counted_B, penalty_B, 0.0), lengths_B=lengths_B)
+    return Ragged(of_turns.values + on_last.values, of_turns.offsets)
 
 
 def gae(
@@ -82,18 +108,29 @@ def token_returns(
     return chain.spread(chain.sum_ahead(chain.collect_rewards(rewards), decay_B=decay))
 
 
-def whiten_tokens(values: Ragged[np.float32], *, loss_mask: Ragged[np.uint8]) -> Ragged[np.float32]:
+def whiten_tokens(
+    values: Ragged[np.float32],
+    *,
+    loss_mask: Ragged[np.uint8],
+    sum_ranks: Callable[[float], float] = float,
+) -> Ragged[np.float32]:
     """Return (x - mean) / sqrt(var + 1e-8) over trained tokens only, 0.0 on all others.
 
-    Pass the rows of all ranks.
+    Sums are rounded once, so the order of the rows has no effect.
+
+    Args:
+        values: one per response token; all ranks' rows, or one rank's if `sum_ranks` is passed.
+        loss_mask: one number per value.
+        sum_ranks: returns the sum of a number over all ranks. Each rank calls it three times.
     """
     values, loss_mask = values.flat(), loss_mask.flat()
     is_trained = loss_mask.values.astype(np.bool_)
     white = np.zeros(len(values.values), np.float32)
     trained = values.values[is_trained].astype(np.float64)
-    if len(trained):
-        deviation = trained - np.mean(trained)
-        white[is_trained] = deviation / np.sqrt(np.mean(deviation**2) + WHITENING_EPSILON)
+    count = max(1.0, sum_ranks(len(trained)))
+    deviation = trained - sum_ranks(math.fsum(trained)) / count
+    variance = sum_ranks(math.fsum(deviation**2)) / count
+    white[is_trained] = deviation / np.sqrt(variance + WHITENING_EPSILON)
     return Ragged(white, values.offsets)
 
 
