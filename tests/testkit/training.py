@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 import testkit
 from turnstream.types import Rows
 from turnstream.worker import PulledMiniBatch
+from turnstream_server.models.packed import enable_packing
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.models.values import ValueModel
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.settings import AdamSettings
 
@@ -37,6 +39,17 @@ def make_engine(
     """An engine for a model; None for a new one."""
     adam = AdamSettings(learning_rate=learning_rate, max_grad_norm=max_grad_norm)
     return Engine(make_model() if model is None else model, adam=adam, **options)
+
+
+def make_value_model(policy: PreTrainedModel | None = None, *, head_std: float = 0.3) -> ValueModel:
+    """A value model that takes packed rows too; its values differ, unless `head_std` is 0."""
+    policy = make_model(seed=5) if policy is None else policy
+    enable_packing(policy)
+    model = ValueModel(policy)
+    with torch.no_grad():
+        noise = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(7))
+        model.head.weight += head_std * noise.to(model.head.weight.dtype)
+    return model
 
 
 def pulled(built: Rows, **info: Any) -> PulledMiniBatch:

@@ -7,6 +7,7 @@ size, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -44,6 +45,21 @@ class PaddedRows(NamedTuple):
     attention_mask_BT: Tensor
 
 
+class ScoringSlots(NamedTuple):
+    """A forward pass, and the tokens that it scores, each by a slot of a row of the output.
+
+    Attributes:
+        inputs: arguments of the model.
+        row_N, slot_N: int64, places of the slots in the output (B, T, ...).
+        tokens: int64, the tokens, (N,) or (N, K).
+    """
+
+    inputs: dict[str, Any]
+    row_N: Tensor
+    slot_N: Tensor
+    tokens: Tensor
+
+
 def score_turns(model: PreTrainedModel, turns: Sequence[Turn]) -> list[Turn]:
     """Return the turns with the log-probability of every trained token.
 
@@ -60,18 +76,6 @@ def score_turns(model: PreTrainedModel, turns: Sequence[Turn]) -> list[Turn]:
         for index, (begin, end) in zip(row.turns, row.turn_spans, strict=True):
             scored[index] = dataclasses.replace(turns[index], logprobs=logprobs[begin:end])
     return scored
-
-
-class _Scored(NamedTuple):
-    """A forward pass, and the tokens that it scores: each by a slot of a row of the output.
-
-    `tokens` are (N,), or (N, K).
-    """
-
-    inputs: dict[str, Any]
-    row_N: Tensor
-    slot_N: Tensor
-    tokens: Tensor
 
 
 def response_logprobs(
@@ -94,7 +98,7 @@ def response_logprobs(
     def score(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
         return token_logprobs(logits_NV, tokens=tokens_N, temperature=temperature)[None]
 
-    return _placed_scores(model, rows, mask_BR=mask_BR, score=score)[0]
+    return _placed_token_scores(model, rows, mask_BR=mask_BR, score=score)[0]
 
 
 class ResponseScores(NamedTuple):
@@ -117,7 +121,7 @@ def response_scores(
         logprobs_N = token_logprobs(logits_NV, tokens=tokens_N, temperature=temperature)
         return torch.stack([logprobs_N, token_entropies(logits_NV, temperature=temperature)])
 
-    logprobs_BR, entropies_BR = _placed_scores(model, rows, mask_BR=mask_BR, score=score)
+    logprobs_BR, entropies_BR = _placed_token_scores(model, rows, mask_BR=mask_BR, score=score)
     return ResponseScores(logprobs_BR, entropies_BR)
 
 
@@ -133,7 +137,7 @@ def padded_target_logprobs(model: PreTrainedModel, part: OperationTensors) -> Te
     # Attention is causal: no position sees the padding after its row.
     ids_BT = ids_BT.index_put((row_N, slot_N), part.input_ids_N)
     inputs = {"input_ids": ids_BT, "use_cache": False}
-    return _target_logprobs(model, _Scored(inputs, row_N, slot_N, part.target_ids_NK))
+    return _target_logprobs(model, ScoringSlots(inputs, row_N, slot_N, part.target_ids_NK))
 
 
 def packed_target_logprobs(model: PreTrainedModel, part: OperationTensors) -> Tensor:
@@ -143,20 +147,20 @@ def packed_target_logprobs(model: PreTrainedModel, part: OperationTensors) -> Te
     """
     rows = PackedRows(part.input_ids_N, part.position_ids_N, part.bounds)
     slot_N = torch.arange(len(part.input_ids_N), device=part.input_ids_N.device)
-    scored = _Scored(
+    scored = ScoringSlots(
         packed_inputs(model, rows), torch.zeros_like(slot_N), slot_N, part.target_ids_NK
     )
     return _target_logprobs(model, scored)
 
 
-def _target_logprobs(model: PreTrainedModel, scored: _Scored) -> Tensor:
+def _target_logprobs(model: PreTrainedModel, scored: ScoringSlots) -> Tensor:
     def score(logits_NV: Tensor, targets_NK: Tensor) -> Tensor:
         return target_logprobs(logits_NV, targets_NK=targets_NK).T
 
     return _token_scores(model, scored, score=score).T
 
 
-def _placed_scores(
+def _placed_token_scores(
     model: PreTrainedModel,
     rows: PaddedRows | LeftPaddedTensors | PackedTensors,
     *,
@@ -164,25 +168,40 @@ def _placed_scores(
     score: _Score,
 ) -> Tensor:
     """Return what `score` returns for the tokens of the mask, 0 elsewhere: float32 (K, B, R)."""
+    read = functools.partial(_token_scores, model, score=score)
+    return placed_scores(model, rows, mask_BR=mask_BR, read=read)
+
+
+def placed_scores(
+    model: PreTrainedModel,
+    rows: PaddedRows | LeftPaddedTensors | PackedTensors,
+    *,
+    mask_BR: Tensor,
+    read: Callable[[ScoringSlots], Tensor],
+) -> Tensor:
+    """Return the numbers (K, N) of `read` at the tokens of the mask, 0 elsewhere: (K, B, R).
+
+    `read` makes the forward pass. Layouts and masks are as for `response_logprobs`.
+    """
     if isinstance(rows, PackedTensors):
-        scored = _packed(model, rows, mask_BR)
+        slots = _packed(model, rows, mask_BR)
     else:
-        scored = _padded(rows, mask_BR)
-    picked_KN = _token_scores(model, scored, score=score)
+        slots = _padded(rows, mask_BR)
+    picked_KN = read(slots)
     result_BRK = picked_KN.new_zeros((*mask_BR.shape, len(picked_KN)))
     place = mask_BR.bool().nonzero(as_tuple=True)
     return result_BRK.index_put(place, picked_KN.T).movedim(-1, 0)
 
 
-def _packed(model: PreTrainedModel, rows: PackedTensors, mask_N: Tensor) -> _Scored:
+def _packed(model: PreTrainedModel, rows: PackedTensors, mask_N: Tensor) -> ScoringSlots:
     bounds = tuple(rows.layout.cu_seqlens.tolist())
     packed = PackedRows(rows.input_ids_N, rows.position_ids_N, bounds)
     (slot_N,) = mask_N.bool().nonzero(as_tuple=True)
     tokens_N = rows.input_ids_N.roll(-1)[slot_N]
-    return _Scored(packed_inputs(model, packed), torch.zeros_like(slot_N), slot_N, tokens_N)
+    return ScoringSlots(packed_inputs(model, packed), torch.zeros_like(slot_N), slot_N, tokens_N)
 
 
-def _padded(rows: PaddedRows | LeftPaddedTensors, mask_BR: Tensor) -> _Scored:
+def _padded(rows: PaddedRows | LeftPaddedTensors, mask_BR: Tensor) -> ScoringSlots:
     ids_BT, num_padding_B = _left_aligned(rows)
     row_N, column_N = mask_BR.bool().nonzero(as_tuple=True)
     first_column = ids_BT.shape[1] - mask_BR.shape[1]
@@ -190,7 +209,7 @@ def _padded(rows: PaddedRows | LeftPaddedTensors, mask_BR: Tensor) -> _Scored:
     if (target_N < 1).any():
         raise BatchingError("the first token of a row has no log-probability: a prompt is empty")
     inputs = {"input_ids": ids_BT, "use_cache": False}
-    return _Scored(inputs, row_N, target_N - 1, ids_BT[row_N, target_N])
+    return ScoringSlots(inputs, row_N, target_N - 1, ids_BT[row_N, target_N])
 
 
 def _left_aligned(rows: PaddedRows | LeftPaddedTensors) -> tuple[Tensor, Tensor]:
@@ -206,12 +225,12 @@ def _left_aligned(rows: PaddedRows | LeftPaddedTensors) -> tuple[Tensor, Tensor]
     return rows.input_ids_BT.gather(1, source_BT), num_padding_B
 
 
-def _token_scores(model: PreTrainedModel, scored: _Scored, *, score: _Score) -> Tensor:
+def _token_scores(model: PreTrainedModel, scored: ScoringSlots, *, score: _Score) -> Tensor:
     """Return what `score` returns for each scored token, float32 (K, N)."""
     return one_pass(model, lambda: _pass_scores(model, scored, score=score))
 
 
-def _pass_scores(model: PreTrainedModel, scored: _Scored, *, score: _Score) -> Tensor:
+def _pass_scores(model: PreTrainedModel, scored: ScoringSlots, *, score: _Score) -> Tensor:
     inputs, row_N, slot_N, tokens = scored
     hidden_BTH, head = hidden_and_head(model, **inputs)
     hidden_NH = hidden_BTH[row_N, slot_N]
