@@ -70,7 +70,9 @@ def trainer(
         rate = LEARNING_RATE if config.learning_rate is None else config.learning_rate
         small_model = preset_policy(seed=config.seed)
         config = replace(config, small_model=small_model, learning_rate=rate)
-    new_run = preset_config() if preset else None
+    new_run = None
+    if preset:
+        new_run = preset_config(estimator="grpo" if config.critic is None else "gae")
     bootstrap.start_trainer(environment(), config, new_run=new_run)
 
 

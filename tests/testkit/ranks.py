@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 import testkit
 from testkit.shares import budgeted_passes, rank_share
-from testkit.training import make_engine, make_model, pulled
+from testkit.training import make_critic, make_engine, make_model, make_value_model, pulled
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.errors import InvalidConfigError
 from turnstream.types import RecoveryToken, Rows
@@ -30,12 +30,14 @@ from turnstream_server.models.recompute import recompute_layers
 from turnstream_server.models.sharding import shard, whole, whole_weights
 from turnstream_server.models.spec import AdapterConfig
 from turnstream_server.trainer.checkpoint import Checkpoints
+from turnstream_server.trainer.critic.advantages import with_advantages
+from turnstream_server.trainer.critic.critic import Targets, with_targets
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.ranks import Ranks, join_ranks
 from turnstream_server.trainer.reports import LossReport
-from turnstream_server.trainer.settings import Parallel
+from turnstream_server.trainer.settings import Layout, Parallel
 
 ALL_PARTS: dict[str, Any] = {
     "loss": "kl_cov:share=0.2",
@@ -45,6 +47,7 @@ ALL_PARTS: dict[str, Any] = {
     "denominators": "recount",
 }
 WORLD_SIZES = (2, 3)
+KL_IN_REWARD = "k1:coefficient=0.1,place=reward"
 _BUDGET = Budget(limit=12)
 _TEXTS = ("abCDefG", "xY", "hijKLMnopqR", "pqRsT", "uvwxyzABC")
 
@@ -124,6 +127,8 @@ def _updates(ranks: Ranks, *, parallel: Parallel) -> dict[str, Updated]:
             reference=make_model(seed=3),
             parallel=parallel,
         ),
+        "critic": _update_critic(ranks, many, few, parallel=parallel),
+        "critic packed": _update_critic(ranks, few, many, layout="packed", parallel=parallel),
         "infinite": _update(ranks, _rows(5, advantage=float("inf")), parallel=parallel),
     }
 
@@ -169,6 +174,7 @@ def _rows(num_rows: int, *, advantage: float = 1.0) -> Rows:
     """Rows of uneven lengths and weights; the first one has this advantage."""
     built = testkit.rows(
         *_TEXTS[:num_rows],
+        rewards=[1.0, -0.5, 0.25, 2.0, 0.0][:num_rows],
         group_ids=["g0", "g0", "g1", "g1", "g1"][:num_rows],
         advantages=[advantage, -0.5, 0.25, -1.5, 2.0][:num_rows],
         logprobs=-4.5,
@@ -180,6 +186,7 @@ def _rows(num_rows: int, *, advantage: float = 1.0) -> Rows:
 _MAKE: dict[str, Callable[[], dict[str, Any]]] = {
     "all weights": lambda: {"model": make_model(seed=5)},
     "adapter": lambda: _adapter_options(seed=5),
+    "critic": lambda: {"model": make_model(seed=5), "values": make_value_model()},
 }
 
 
@@ -193,18 +200,18 @@ def _resume_case(ranks: Ranks, folder: Path, name: str) -> Resumed:
     mini_batch = _share(_rows(5), ranks)
     engine, checkpoints = _sharded_engine(ranks, name), Checkpoints(own, ranks=ranks)
     for _ in range(2):
-        engine.update(mini_batch, aggregation="token_mean")
+        _train(engine, mini_batch)
     saved = _weights(engine)
     checkpoint = checkpoints.save(engine, RecoveryToken(lineage="main", step=2, chain_hash="ab"))
     write = engine.gather_weights()
     if ranks.is_first:
         (own / "published").mkdir()
         write(own / "published")
-    engine.update(mini_batch, aggregation="token_mean")
+    _train(engine, mini_batch)
     expected = _weights(engine)
     resumed = _sharded_engine(ranks, name)
     checkpoints.restore(checkpoint, resumed)
-    resumed.update(mini_batch, aggregation="token_mean")
+    _train(resumed, mini_batch)
     return Resumed(saved, expected, _weights(resumed), _restored(ranks, folder, name))
 
 
@@ -223,29 +230,45 @@ def _restored(ranks: Ranks, folder: Path, name: str) -> dict[str, Tensor] | None
 def _sharded_engine(ranks: Ranks, name: str) -> Engine:
     options = _MAKE[name]()
     place_model(options["model"], ranks, "fsdp2")
-    return make_engine(ranks=ranks, **options)
+    values = options.pop("values", None)
+    if values is None:
+        return make_engine(ranks=ranks, **options)
+    place_model(values, ranks, "fsdp2")
+    return make_engine(ranks=ranks, critic=make_critic(values, ranks=ranks), **options)
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:
-    shards = engine.optimizer.shards()
-    return whole_weights((key, each) for key, each in shards.items() if key.startswith("weight/"))
+    return whole_weights(
+        (f"{owner}/{name}", each)
+        for owner, optimizer in engine.optimizers.items()
+        for name, each in optimizer.shards().items()
+        if name.startswith("weight/")
+    )
 
 
-def _share(rows: Rows, ranks: Ranks) -> PulledMiniBatch:
+def _train(engine: Engine, mini_batch: PulledMiniBatch) -> None:
+    """Update the model, and its critic by made-up targets."""
+    engine.update(mini_batch, aggregation="token_mean")
+    if engine.critic is not None:
+        returns = mini_batch.rows.rewards
+        engine.critic.update(with_targets(mini_batch, Targets(values=returns, returns=returns)))
+
+
+def _share(rows: Rows, ranks: Ranks, *, mini_batch: int = 0) -> PulledMiniBatch:
     """Return the share of this rank, as the batcher cuts it."""
     place = {"dp_rank": ranks.rank, "dp_world_size": ranks.world_size}
-    own = rank_share(rows, step=1, mini_batch=0, pad_token_id=0, budget=_BUDGET, **place)
+    own = rank_share(rows, step=1, mini_batch=mini_batch, pad_token_id=0, budget=_BUDGET, **place)
     passes = budgeted_passes(rows, budget=_BUDGET, **place)
-    denominators = testkit.mini_batch_info(rows).denominators
-    return pulled(own, denominators=denominators, micro_batches=passes, **place)
+    info = {"denominators": testkit.mini_batch_info(rows).denominators, "mini_batch": mini_batch}
+    return pulled(own, micro_batches=passes, **info, **place)
 
 
-def place_model(model: PreTrainedModel, ranks: Ranks, parallel: Parallel) -> PreTrainedModel:
-    """Return the model, with sharded weights for fsdp2."""
+def place_model(model: nn.Module, ranks: Ranks, parallel: Parallel) -> None:
+    """Shard the weights of a model for fsdp2."""
     if parallel == "fsdp2":
-        head_is_linear(model)
+        if isinstance(model, PreTrainedModel):
+            head_is_linear(model)
         shard(model, ranks.mesh())
-    return model
 
 
 def _update(
@@ -282,6 +305,39 @@ def _adapter_options(*, seed: int = 0) -> dict[str, Any]:
     config = AdapterConfig(rank=4, seed=1)
     adapter = Adapters(make_model(seed=seed), Path()).add("default", config)
     return {"model": adapter.model, "adapter": adapter}
+
+
+def _update_critic(
+    ranks: Ranks, first: Rows, second: Rows, *, parallel: Parallel, layout: Layout = "padded"
+) -> Updated:
+    """Update the policy and a critic by the first of two mini-batches of a step."""
+    model, reference, values = make_model(), make_model(seed=3), make_value_model()
+    for each in (model, reference, values):
+        place_model(each, ranks, parallel)
+    critic = make_critic(values, ranks=ranks, layout=layout)
+    objective = Objective(ObjectiveConfig.parse(kl=KL_IN_REWARD), gather=ranks.gather)
+    options = {"objective": objective, "reference": reference, "layout": layout}
+    engine = make_engine(model, max_grad_norm=0, ranks=ranks, critic=critic, **options)
+    scored = [(_share(rows, ranks, mini_batch=n), None) for n, rows in enumerate((first, second))]
+    mini_batch, _ = next(
+        with_advantages(
+            scored,
+            critic=critic,
+            source="outcome",
+            penalties=engine.token_penalties,
+            ranks=ranks,
+        )
+    )
+    report = engine.update(mini_batch, aggregation="seq_mean_token_mean")
+    statistics = {**report.statistics, **critic.update(mini_batch)}
+    weights: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+    for owner, model in (("policy", engine.model), ("critic", critic.model)):
+        for name, each in model.named_parameters():
+            weights[f"{owner}.{name}"] = whole(each.detach())
+            if each.grad is not None:
+                gradients[f"{owner}.{name}"] = whole(each.grad).clone()
+    return Updated(replace(report, statistics=statistics), gradients, weights)
 
 
 def _sums(ranks: Ranks) -> list[Tensor | None]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import testkit
@@ -15,6 +17,8 @@ from turnstream_server.models.packed import enable_packing
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.models.values import ValueModel
+from turnstream_server.trainer.critic.config import CriticConfig, GaeSettings
+from turnstream_server.trainer.critic.critic import Critic
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.settings import AdamSettings
 
@@ -50,6 +54,27 @@ def make_value_model(policy: PreTrainedModel | None = None, *, head_std: float =
         noise = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(7))
         model.head.weight += head_std * noise.to(model.head.weight.dtype)
     return model
+
+
+def make_critic(model: ValueModel | None = None, *, text: str = "", **options: Any) -> Critic:
+    """A critic of a value model; `text` are its parameters as a user types them."""
+    settings = CriticConfig.parse(f"policy:{text}").gae if text else GaeSettings(learning_rate=1e-2)
+    return Critic(
+        make_value_model() if model is None else model,
+        settings=settings,
+        adam=AdamSettings(learning_rate=0.0, max_grad_norm=0),
+        **options,
+    )
+
+
+def row_values(model: ValueModel, rows: Rows) -> list[Tensor]:
+    """Return the value before each response token of every row, each row alone."""
+    found: list[Tensor] = []
+    for ids, prompt in zip(rows.input_ids, rows.prompt_length.tolist(), strict=True):
+        hidden_TH = model.backbone(input_ids=torch.from_numpy(ids.astype(np.int64))[None])
+        values_T = model.head(hidden_TH.last_hidden_state[0])[:, 0]
+        found.append(values_T[prompt - 1 : -1])
+    return found
 
 
 def pulled(built: Rows, **info: Any) -> PulledMiniBatch:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Final
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config.values import Estimator
 from turnstream_server.generators.guessing import MAX_TOKENS, PAD, VOCAB_SIZE
 from turnstream_server.models.spec import SmallModelSpec
 
 LEARNING_RATE: Final = 2e-3
 
 
-def preset_config() -> BatchingConfig:
+def preset_config(*, estimator: Estimator = "grpo") -> BatchingConfig:
     """Return the settings of the run.
 
     Learning slows down with staleness: 2 steps take a fifth more games than 1.
@@ -24,7 +25,7 @@ def preset_config() -> BatchingConfig:
     return BatchingConfig(
         batch_groups=32,
         mini_batch_groups=16,
-        estimator="grpo",
+        estimator=estimator,
         max_staleness=1,
         pad_token_id=PAD,
     )

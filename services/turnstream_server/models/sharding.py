@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -22,15 +22,18 @@ _METHOD: Final = "_turnstream_pass"
 _Value = TypeVar("_Value")
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the weights of a model over a mesh of one dimension; all ranks call it.
+
+    It is a model of transformers, or has one.
 
     All ranks have equal weights before. After it they make equal numbers of passes, in one order.
 
     Raises:
         InvalidConfigError: torch cannot shard a weight.
     """
-    layers = [each for each in model.modules() if type(each).__name__ in _layer_types(model)]
+    types = _layer_types(model)
+    layers = [each for each in model.modules() if type(each).__name__ in types]
     for module in [*reversed(layers), model]:  # inner layers before the outer ones
         try:
             # The root too: weights that stay whole after a pass would miss the next update.
@@ -45,7 +48,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     register_fsdp_forward_method(model, _METHOD)
 
 
-def one_pass(model: PreTrainedModel, compute: Callable[[], _Value]) -> _Value:
+def one_pass(model: nn.Module, compute: Callable[[], _Value]) -> _Value:
     """Return `compute()`, which is one forward pass of the model.
 
     Inside it, weights that belong to no layer are gathered, such as the output embeddings.
@@ -54,7 +57,7 @@ def one_pass(model: PreTrainedModel, compute: Callable[[], _Value]) -> _Value:
     return compute() if run is None else run(compute)
 
 
-def is_sharded(model: PreTrainedModel) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Return whether the weights are sharded."""
     return isinstance(model, FSDPModule)
 
@@ -69,6 +72,7 @@ def whole_weights(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: whole(weight.detach()).cpu() for name, weight in named}
 
 
-def _layer_types(model: PreTrainedModel) -> set[str]:
+def _layer_types(model: nn.Module) -> set[str]:
     """Return the names of the classes that transformers keeps on one device: the layers."""
-    return set(cast(Any, model)._no_split_modules or ())
+    known = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    return {name for each in known for name in cast(Any, each)._no_split_modules or ()}

@@ -6,14 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.folders import is_adapter_folder
+from turnstream_server.models.logprobs import head_is_linear
+from turnstream_server.models.packed import enable_packing
 from turnstream_server.models.policy import ADAPTER, load_adapter, load_policy, save_policy
 from turnstream_server.models.recompute import recompute_layers
+from turnstream_server.models.sharding import shard
 from turnstream_server.models.spec import PolicySource, SmallModelSpec, read_policy_source
+from turnstream_server.models.values import ValueModel
 from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.critic.critic import Critic
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
@@ -56,20 +62,19 @@ def build_engine(
         temperature=config.temperature,
         objective=Objective(config.objective, gather=ranks.gather),
         reference=reference,
+        critic=_critic(config, ranks=ranks, dtype=dtype),
         ranks=ranks,
     )
 
 
-def _place(model: PreTrainedModel | None, config: TrainerConfig, *, ranks: Ranks) -> None:
+def _place(model: nn.Module | None, config: TrainerConfig, *, ranks: Ranks) -> None:
     """Shard the weights of a model if the settings say so; they are equal on all ranks."""
     if model is None:
         return
     ranks.require_equal(model.parameters())
     if config.parallel == "fsdp2":
-        from turnstream_server.models.logprobs import head_is_linear
-        from turnstream_server.models.sharding import shard
-
-        head_is_linear(model)
+        if isinstance(model, PreTrainedModel):
+            head_is_linear(model)
         shard(model, ranks.mesh())
 
 
@@ -85,6 +90,37 @@ def _reference(config: TrainerConfig, *, device: str) -> PreTrainedModel | None:
     if config.reference is None and config.adapter is not None and not is_adapter:
         return None
     return load_policy(source, device=device).requires_grad_(False)
+
+
+def _critic(config: TrainerConfig, *, ranks: Ranks, dtype: torch.dtype) -> Critic | None:
+    """Return the critic with its first weights; a checkpoint replaces them later."""
+    critic = config.critic_config
+    if critic is None:
+        return None
+    source = critic.source or _first_policy(config)
+    if isinstance(source, Path) and is_adapter_folder(source):
+        from turnstream_server.models.adapters import base_folder
+
+        source = base_folder(source)
+    if critic.source is not None and not critic.source.is_dir():
+        raise InvalidConfigError("--critic", f"{source} is no model folder")
+    policy = load_policy(source, device=ranks.device)
+    if config.layout == "packed":
+        is_lower = dtype != torch.float32
+        with torch.autocast(policy.device.type, dtype=dtype, enabled=is_lower):
+            enable_packing(policy)
+    if config.gradient_checkpointing:
+        recompute_layers(policy)
+    model = ValueModel(policy)
+    _place(model, config, ranks=ranks)
+    return Critic(
+        model,
+        settings=critic.gae,
+        adam=config.adam,
+        layout="packed" if config.layout == "packed" else "padded",
+        dtype=dtype,
+        ranks=ranks,
+    )
 
 
 def _load_all(source: PolicySource, *, device: str) -> PreTrainedModel:

@@ -93,7 +93,7 @@ class Checkpoints:
         random_states = self._ranks.gather(_random_state())
         with self._shared_folder(target) as written:
             if engine.is_sharded:
-                write_shards(written, engine.optimizer)
+                write_shards(written, engine.optimizers)
                 reach("checkpoint.after_shards")
             if self._ranks.is_first:
                 _write(written, engine, token, random_states)
@@ -107,7 +107,7 @@ class Checkpoints:
         device = engine.model.device
         state = torch.load(checkpoint.folder / _STATE, map_location=device, weights_only=True)
         if checkpoint.is_sharded:
-            read_shards(checkpoint.folder, engine.optimizer)
+            read_shards(checkpoint.folder, engine.optimizers)
         engine.load_state_dict(state["engine"])
         if self._ranks.rank < len(state["random"]):
             _set_random_state(state["random"][self._ranks.rank])

@@ -14,6 +14,7 @@ import typer
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.spec import AdapterConfig, SmallModelSpec, layer_switches
 from turnstream_server.options import Dump, Redis, Threads
+from turnstream_server.trainer.critic.config import CriticConfig
 from turnstream_server.trainer.objectives.config import DEFAULT_LOSS, ObjectiveConfig
 from turnstream_server.trainer.settings import (
     SCHEDULES,
@@ -152,6 +153,14 @@ class TrainerConfig:
             help="Divisors of the loss after a correction: all trained tokens, or those it keeps.",
         ),
     ] = "shipped"
+    critic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|policy[:KEY=VALUE,...]",
+            help="Value model of a run with estimator=gae: docs/critic.md.",
+            show_default=False,
+        ),
+    ] = None
     checkpoint_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 10
     keep_checkpoints: Annotated[
         int, typer.Option(min=1, help="Number of complete checkpoints that are kept.")
@@ -247,6 +256,11 @@ class TrainerConfig:
         )
 
     @property
+    def critic_config(self) -> CriticConfig | None:
+        """The settings of the critic; None without one."""
+        return None if self.critic is None else CriticConfig.parse(self.critic)
+
+    @property
     def adapter(self) -> AdapterConfig | None:
         """The adapter that is trained; None for all weights."""
         if self.lora_rank == 0:
@@ -256,7 +270,9 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         # Raise for invalid values.
-        _ = self.adam, self.rate_schedule, self.objective, self.adapter
+        _ = self.adam, self.rate_schedule, self.adapter, self.critic_config
+        if (kl := self.objective.kl) is not None:
+            kl.require_critic(self.critic)
         if not self.temperature > 0:
             raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
         require_one_of("layout", self.layout, get_args(Layout))
@@ -265,5 +281,5 @@ class TrainerConfig:
         for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(name, f"{getattr(self, name)} is below 1")
-        if self.reference is not None and self.objective.kl is None:
+        if self.reference is not None and kl is None:
             raise InvalidConfigError("--reference", f"{self.reference} is not read without --kl")

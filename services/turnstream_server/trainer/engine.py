@@ -35,6 +35,7 @@ from turnstream_server.models.logprobs import (
 )
 from turnstream_server.models.packed import enable_packing
 from turnstream_server.models.sharding import is_sharded, whole_weights
+from turnstream_server.trainer.critic.critic import Critic
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.objectives.scores import (
@@ -86,6 +87,7 @@ class Engine:
         objective: None for the default one. Others have `ranks.gather` as their `gather`.
         reference: policy that the KL is measured to; it needs no gradient. None with an adapter
             takes the base model.
+        critic: one that is trained next to the model; its state is part of the state here.
         ranks: all of them begin with equal weights.
 
     Attributes:
@@ -104,12 +106,16 @@ class Engine:
         temperature: float = 1.0,
         objective: Objective | None = None,
         reference: PreTrainedModel | None = None,
+        critic: Critic | None = None,
         ranks: Ranks = ONE_RANK,
     ) -> None:
         self._ranks = ranks
+        self.critic = critic
         self._objective = objective or Objective(ObjectiveConfig(), gather=ranks.gather)
         if self._objective.needs_reference and reference is None and adapter is None:
             raise InvalidConfigError("--kl", "there is no reference policy: use --reference")
+        if self._objective.config.kl is not None:
+            self._objective.config.kl.require_critic(critic)
         self.model = model
         self._reference = reference
         self._adapter = adapter
@@ -158,6 +164,26 @@ class Engine:
         """Return the log-probabilities of every micro-batch, float32 (B, R), without a gradient."""
         self._activate()
         return [self._logprobs(self.model, part) for part in self._micro_batches(mini_batch)]
+
+    @torch.no_grad()
+    def token_penalties(
+        self, mini_batch: PulledMiniBatch, old: Sequence[Tensor] | None
+    ) -> dict[int, NDArray[np.float32]] | None:
+        """Return coefficient * KL(old || reference) of every real row, float32 (R,), by its id.
+
+        None unless the objective subtracts it from rewards. `old` is as for `update`.
+        """
+        if not self._objective.penalises_rewards:
+            return None
+        self._activate()
+        found: dict[int, NDArray[np.float32]] = {}
+        for each in self._known(mini_batch, old):
+            fallback_BR = each.part.logprobs
+            if fallback_BR is None or bool((fallback_BR.isnan() & each.part.trained_tokens).any()):
+                fallback_BR = self._logprobs(self.model, each.part)
+            scores, _ = _token_scores(each, fallback_BR)
+            found |= each.part.response_values(self._objective.token_penalty(each.part, scores))
+        return found
 
     def update(
         self,
@@ -232,9 +258,10 @@ class Engine:
         return is_sharded(self.model)
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer, with the trained weights."""
-        return self._optimizer
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers with their weights: of the policy, and of the critic if there is one."""
+        of_critic = {} if self.critic is None else {"critic": self.critic.optimizer}
+        return {"policy": self._optimizer, **of_critic}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the next update, without the weights and what is sharded."""
@@ -242,6 +269,7 @@ class Engine:
             "optimizer": self._optimizer.state_dict(),
             "objective": self._objective.state_dict(),
             "lora_alpha": self._lora_alpha,
+            **({} if self.critic is None else {"critic": self.critic.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -256,6 +284,8 @@ class Engine:
             raise InvalidConfigError("lora_alpha", message)
         self._optimizer.load_state_dict(state["optimizer"])
         self._objective.load_state_dict(state.get("objective", {}))
+        if self.critic is not None:
+            self.critic.load_state_dict(state.get("critic"))
 
     @torch.no_grad()
     def forward(self, mini_batch: PulledMiniBatch) -> dict[int, NDArray[np.float32]]:

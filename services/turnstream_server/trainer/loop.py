@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from turnstream.worker.steps import Batches, Step
 from turnstream_server.failpoints import reach
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.critic.advantages import with_advantages
+from turnstream_server.trainer.critic.config import require_critic_for
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.metrics import (
     StepShare,
@@ -47,6 +51,7 @@ class Trainer:
         checkpoints: Checkpoints,
         ranks: Ranks = ONE_RANK,
     ) -> None:
+        require_critic_for(batches.config.estimator, config.critic_config)
         self._engine = engine
         self._batches = batches
         self._config = config
@@ -85,7 +90,7 @@ class Trainer:
     def _train_step(self, step: Step) -> dict[str, Any]:
         """Train a step, acknowledge it, publish its weights, and return its metrics."""
         mini_batches = step.mini_batches(epochs=self._config.epochs)
-        updates = [self._update(*each) for each in self._engine.with_old_logprobs(mini_batches)]
+        updates = [self._update(*each) for each in self._scored(mini_batches)]
         reach("train.after_update")
         step.done()
         reach("train.after_stepped")
@@ -97,6 +102,21 @@ class Trainer:
         share = step_share(updates, pulled=pulled, cpu_s=times["cpu_s"])
         shares = self._ranks.gather(share)
         return {"step": step.number, **self._metrics(updates, shares, times=times), **published}
+
+    def _scored(
+        self, mini_batches: Iterator[PulledMiniBatch]
+    ) -> Iterator[tuple[PulledMiniBatch, list[Tensor] | None]]:
+        """Yield the mini-batches of a step with old log-probabilities, and with advantages."""
+        scored = self._engine.with_old_logprobs(mini_batches)
+        if self._engine.critic is None:
+            return scored
+        return with_advantages(
+            scored,
+            critic=self._engine.critic,
+            source=self._batches.config.reward_source,
+            penalties=self._engine.token_penalties,
+            ranks=self._ranks,
+        )
 
     def _metrics(
         self, updates: list[Update], shares: list[StepShare], *, times: dict[str, float]
@@ -120,6 +140,10 @@ class Trainer:
         aggregation = self._batches.config.aggregation
         with self._clock.measure("forward_backward"):
             report = self._engine.update(mini_batch, aggregation=aggregation, old=old)
+            if self._engine.critic is not None:
+                of_critic = self._engine.critic.update(mini_batch)
+                statistics = {**report.statistics, **of_critic}
+                report = dataclasses.replace(report, statistics=statistics)
         self._clock.move(report.optimizer_s, source="forward_backward", target="optimizer")
         if self._config.dump_folder is not None and mini_batch.epoch == 0:
             dump_rows(mini_batch, self._config.dump_folder)
@@ -156,9 +180,9 @@ def dump_rows(mini_batch: MiniBatch, folder: Path) -> None:
     """Write the real rows of a mini-batch to `step-<step>-<mini-batch>.npz`.
 
     With B rows: `row_id`, `trajectory_id`, `prompt_length`, `reward` and `advantage` (B,), and
-    `input_ids` with `row_offsets` (B + 1,). On the responses: `loss_mask`, and `logprobs` if the
-    rows have them, with `response_offsets` (B + 1,). The same mini-batch replaces its file. One of
-    several ranks adds `-rank<rank>` to the name.
+    `input_ids` with `row_offsets` (B + 1,). On the responses: `loss_mask`, and `logprobs` and
+    `advantages` if the rows have them, with `response_offsets` (B + 1,). The same mini-batch
+    replaces its file. One of several ranks adds `-rank<rank>` to the name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     info = mini_batch.info
@@ -175,6 +199,8 @@ def dump_rows(mini_batch: MiniBatch, folder: Path) -> None:
         "loss_mask": rows.loss_mask.values,
         "response_offsets": rows.loss_mask.offsets,
     }
-    if rows.logprobs is not None:
-        columns["logprobs"] = rows.logprobs.values
+    for name in ("logprobs", "advantages"):
+        values = getattr(rows, name)
+        if values is not None:
+            columns[name] = values.values
     np.savez(folder / f"step-{info.step:06}-{info.mini_batch}{rank}.npz", **columns)

@@ -4,6 +4,8 @@
 - `ratio`, `kl`, `clipped_share`, `logprob`, and the other statistics of the objective as
   `trainer.objectives.statistics` lists them: means over the trained tokens. The KL coefficient is
   that of the last update, and `logprob_gap_max` the largest.
+- `value_loss`, `value_clipped_share`: means over the trained tokens. `critic_gradient_norm` is the
+  largest. `value_mean`, `return_mean` and `explained_variance` are those of the step.
 - `oldest_version`, `newest_version`: range over the trained tokens.
 - Counts are sums. `gradient_norm` is the largest, `learning_rate` the last update's.
 - `skip_reasons`: causes of skipped updates.
@@ -26,8 +28,8 @@ from turnstream.records.tag_statistics import shown_figures
 from turnstream.types import MiniBatchInfo, Rows
 from turnstream_server.trainer.reports import UpdateReport
 
-_MAXIMA: Final = {"logprob_gap_max"}
-_LAST: Final = {"kl_coefficient"}
+_MAXIMA: Final = {"logprob_gap_max", "critic_gradient_norm"}
+_LAST: Final = {"kl_coefficient", "total_skipped_critic_updates"}
 
 
 class Update(NamedTuple):

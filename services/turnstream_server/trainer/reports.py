@@ -1,4 +1,4 @@
-"""Statistics of a loss and of an optimizer update."""
+"""Statistics of the loss and of the update of one mini-batch."""
 
 from __future__ import annotations
 

@@ -93,8 +93,13 @@ def _publish(url: str, run: str, groups: Sequence[str]) -> None:
             "entropy_bonus": 0.01,
             "denominators": "recount",
         },
+        {
+            "lora_rank": 2,
+            "critic": "policy:learning_rate=1e-2",
+            "kl": "k1:place=reward,target=1e-3,horizon=8",
+        },
     ],
-    ids=["default", "adapter", "all parts"],
+    ids=["default", "adapter", "all parts", "critic"],
 )
 def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
     options: dict[str, Any],
@@ -106,7 +111,9 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     groups = [f"g{number}" for number in range(8)]
-    whole, broken = (new_run(client, batch_groups=2, max_staleness=100) for _ in range(2))
+    estimator = "gae" if "critic" in options else "grpo"
+    settings = {"batch_groups": 2, "max_staleness": 100, "estimator": estimator}
+    whole, broken = (new_run(client, **settings) for _ in range(2))
     for run in (whole, broken):
         _publish(server.url, run, groups)
         close_run(client, run)
@@ -144,6 +151,9 @@ def test_trainer_killed_after_stepped_repeats_the_batches_to_equal_weights(
         _weights(tmp_path / "whole"), _weights(tmp_path / "broken"), strict=True
     ):
         assert torch.equal(expected, actual)
+    if "critic" in options:
+        critics = [_critic_weights(tmp_path / name) for name in ("whole", "broken")]
+        assert all(map(torch.equal, *critics))
 
 
 def test_trainer_killed_before_a_push_pushes_the_newest_version_after_its_restart(
@@ -248,6 +258,52 @@ def test_a_run_without_weights_in_a_folder_has_no_metrics_to_find(
         find_metrics("other", redis_url=server.url)
 
 
+def test_critic_learns_the_outcome_of_the_first_token(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: Callable[..., str],
+    batcher: str,
+    tmp_path: Path,
+) -> None:
+    run = new_run(client, batch_groups=4, max_staleness=100, estimator="gae")
+    _publish(server.url, run, [f"g{number}" for number in range(60)])
+    close_run(client, run)
+
+    train(_config(batcher, run, tmp_path, critic="policy:learning_rate=1e-2", layout="packed"))
+
+    lines = _metrics(tmp_path)
+    explained = [line["explained_variance"] for line in lines]
+    assert len(explained) == 15
+    assert explained[0] == 0.0
+    assert explained[-1] > 0.4
+    assert lines[-1]["value_loss"] < lines[0]["value_loss"] / 2
+
+
+def test_split_trajectory_is_incomplete_in_a_run_of_gae(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: Callable[..., str],
+    batcher: str,
+    tmp_path: Path,
+) -> None:
+    run = new_run(client, batch_groups=1, max_staleness=100, estimator="gae")
+    whole = testkit.trajectory(testkit.turn("ab", "CD"), sample=0, reward=1.0)
+    split = testkit.trajectory(
+        *(testkit.turn("ab", "CD"), testkit.turn("xy", "E")), sample=1, reward=0.0
+    )
+    with Publisher(server.url, run) as publisher:
+        publisher.publish(Group(group_id="split", trajectories=(whole, split)))
+    _publish(server.url, run, ["g0"])
+    close_run(client, run)
+
+    train(_config(batcher, run, tmp_path, critic="policy"))
+
+    (line,) = _metrics(tmp_path)
+    assert line["num_rows"] == line["num_trajectories"] == 2
+    counts = read_ledger(client, run).by_state
+    assert (counts[TrajectoryState.COMMITTED], counts[TrajectoryState.INCOMPLETE]) == (2, 2)
+
+
 class _KilledError(BaseException):
     """Stands for the end of the process."""
 
@@ -277,6 +333,13 @@ def _dying_at_step(step: int) -> Callable[..., Checkpoint]:
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _critic_weights(folder: Path) -> list[torch.Tensor]:
+    newest = Checkpoints(folder / "checkpoints").newest()
+    assert newest is not None
+    state = torch.load(newest.folder / "state.pt", weights_only=True)
+    return list(state["engine"]["critic"]["model"].values())
 
 
 def _weights(folder: Path) -> list[torch.Tensor]:

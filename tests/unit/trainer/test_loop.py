@@ -1,6 +1,8 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 import testkit
-from testkit.training import make_engine, make_mini_batch, make_model
+from testkit.training import make_critic, make_engine, make_mini_batch, make_model, make_value_model
+from turnstream.batching.config.values import Estimator
 from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.errors import InvalidConfigError
 from turnstream.types import RecoveryToken
@@ -36,8 +39,9 @@ class StreamInMemory:
         first_step: int = 1,
         last_step: int,
         newest_version: int = -1,
+        estimator: Estimator = "grpo",
     ) -> None:
-        self.config = testkit.config(2)
+        self.config = replace(testkit.config(2), estimator=estimator)
         self.newest_version = newest_version
         self.calls: list[Any] = []
         self.on_committed: Callable[[RecoveryToken], None] = lambda _: None
@@ -281,6 +285,41 @@ def test_metrics_have_the_statistics_of_the_objective(tmp_path: Path) -> None:
     assert 4 < line["entropy"] < 5
     sides = line["clipped_low_share"] + line["clipped_high_share"]
     assert sides == pytest.approx(line["clipped_share"])
+
+
+def test_metrics_have_the_statistics_of_the_critic(tmp_path: Path) -> None:
+    critic = make_critic(make_value_model(head_std=0.0), text="learning_rate=1e-2")
+    build = partial(make_mini_batch, advantages=[0.0] * 4)
+    stream = StreamInMemory(build=build, last_step=2, estimator="gae")
+
+    _train(stream, tmp_path, engine=make_engine(critic=critic), critic="policy", epochs=2)
+
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["value_mean"] == 0.0 < second["value_mean"]
+    assert 0 < first["return_mean"] < 1
+    assert second["value_loss"] < first["value_loss"] < 0.5
+    assert first["critic_gradient_norm"] > 0
+    assert 0 < first["value_clipped_share"] < 1
+    assert first["total_skipped_critic_updates"] == 0
+    assert first["gradient_norm"] > 0  # the shipped advantages are 0
+    assert undeclared(first) == []
+
+
+@pytest.mark.parametrize(
+    ("estimator", "critic", "message"),
+    [
+        ("gae", None, "^--critic: none, and the run has estimator='gae'"),
+        ("rloo", "policy", "^--critic: policy, and the run has estimator='rloo'"),
+    ],
+)
+def test_trainer_refuses_a_run_that_does_not_fit_its_critic(
+    estimator: Estimator, critic: str | None, message: str, tmp_path: Path
+) -> None:
+    stream = StreamInMemory(last_step=1, estimator=estimator)
+
+    with pytest.raises(InvalidConfigError, match=message):
+        _train(stream, tmp_path, critic=critic)
+    assert stream.calls == []
 
 
 def test_old_logprobs_of_a_step_precede_its_first_update(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def outcomes(folder: Path) -> Outcomes:
 CASES = [
     *("padded", "packed", "clipped", "inert", "inert packed"),
     *("recomputed layers", "adapter", "adapter packed", "all parts"),
+    *("critic", "critic packed"),
 ]
 
 
@@ -109,7 +110,7 @@ def test_checkpoint_restores_the_random_numbers_of_each_rank(outcomes: Outcomes)
         assert len({tuple(expected.tolist()) for expected, _ in drawn}) == size
 
 
-RESUMED = ["all weights", "adapter"]
+RESUMED = ["all weights", "adapter", "critic"]
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -145,7 +146,7 @@ def test_published_weights_of_a_sharded_model_are_whole(
     saved = outcomes[size][0].resumed["all weights"].saved
     published = load_policy(sharded_folder(folder, "all weights", size) / "published")
 
-    weights = {f"weight/{name}": each for name, each in published.named_parameters()}
+    weights = {f"policy/weight/{name}": each for name, each in published.named_parameters()}
 
     assert weights.keys() == saved.keys()
     assert all(torch.equal(weights[key], each) for key, each in saved.items())
@@ -160,7 +161,7 @@ def test_published_adapter_of_a_sharded_model_is_whole(
 
     adapter = Adapters(make_model(seed=5), Path()).load("default", written)
 
-    weights = {f"weight/{name}": each for name, each in adapter.named_parameters()}
+    weights = {f"policy/weight/{name}": each for name, each in adapter.named_parameters()}
     assert weights.keys() == saved.keys()
     assert all(torch.equal(weights[key], each) for key, each in saved.items())
 

@@ -242,19 +242,26 @@ class KlPenalty(NamedSettings):
         coefficient: factor of the KL, in units of the advantage per nat; with `target`, the first.
         target: mean KL in nats per trained token that the coefficient adapts to; None: no change.
         horizon: trajectories in which the coefficient can double or halve, roughly.
-        place: in the loss, or subtracted from the advantages.
+        place: in the loss, or subtracted from the advantages, or from the rewards of the tokens
+            before a critic estimates the advantages.
     """
 
     option: ClassVar[str] = "--kl"
     coefficient: float = bounded(0.001, at_least=0)
     target: float | None = bounded(None, above=0)
     horizon: float = bounded(10_000.0, above=0)
-    place: Literal["loss", "advantage"] = "loss"
+    place: Literal["loss", "advantage", "reward"] = "loss"
 
     def __post_init__(self) -> None:
         NamedSettings.__post_init__(self)
         if self.target is not None and not self.coefficient > 0:
             raise self.refusal("coefficient=0 cannot adapt to a target")
+
+    def require_critic(self, critic: object | None) -> None:
+        """Raise InvalidConfigError if the KL is placed in rewards that no critic reads."""
+        if self.place == "reward" and critic is None:
+            message = "place=reward needs --critic: without one, use place=advantage or place=loss"
+            raise self.refusal(message)
 
 
 class K1(KlPenalty):

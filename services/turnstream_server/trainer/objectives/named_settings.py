@@ -17,9 +17,16 @@ from turnstream.errors import InvalidConfigError
 Named = TypeVar("Named", bound="NamedSettings")
 
 
-def bounded(default: Any, *, at_least: float | None = None, above: float | None = None) -> Any:
+def bounded(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> Any:
     """Return a field of a number with this default and these bounds."""
-    return field(default=default, metadata={"at_least": at_least, "above": above})
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
+    return field(default=default, metadata=bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +51,20 @@ class NamedSettings:
                 self._check(each.name, value, **each.metadata)
 
     def _check(
-        self, key: str, value: float, *, at_least: float | None = None, above: float | None = None
+        self,
+        key: str,
+        value: float,
+        *,
+        at_least: float | None = None,
+        above: float | None = None,
+        at_most: float | None = None,
     ) -> None:
         if at_least is not None and not value >= at_least:
             raise self.refusal(f"{key}={value:g} is below {at_least:g}")
         if above is not None and not value > above:
             raise self.refusal(f"{key}={value:g} is not above {above:g}")
+        if at_most is not None and not value <= at_most:
+            raise self.refusal(f"{key}={value:g} is above {at_most:g}")
         if math.isnan(value):
             raise self.refusal(f"{key}=nan is no number")
 
@@ -90,7 +105,12 @@ def parse_named(text: str, known: Mapping[str, type[Named]], *, option: str) -> 
     name, _, words = text.partition(":")
     if name not in known:
         raise InvalidConfigError(option, f"{name!r} is not one of {', '.join(known)}")
-    kind = known[name]
+    return parse_parameters(words, known[name], option=option)
+
+
+def parse_parameters(words: str, kind: type[Named], *, option: str) -> Named:
+    """Return the settings of `key=value,key=value`; see `parse_named`."""
+    name = kind.name
     pairs = [word.partition("=") for word in words.split(",")] if words else []
     values: dict[str, Any] = {}
     for key, _, written in pairs:

@@ -74,6 +74,7 @@ class Objective:
     Attributes:
         kl_coefficient: factor of the KL in the next update; 0 without a KL.
         needs_reference: whether `TokenScores.reference_BR` is read.
+        penalises_rewards: whether `token_penalty` is subtracted from rewards.
         needs_entropies: whether `TokenScores.entropies_BR` is read.
         needs_preparation: whether `prepare` must see all micro-batches before the first loss.
         prepares_with_current: whether it reads `TokenScores.current_BR`.
@@ -83,6 +84,7 @@ class Objective:
         self.config = config
         self.kl_coefficient = 0.0 if config.kl is None else config.kl.coefficient
         self.needs_reference = config.kl is not None
+        self.penalises_rewards = config.kl is not None and config.kl.place == "reward"
         self.needs_entropies = config.entropy_bonus > 0
         names = [each.name for each in config.corrections]
         self._selects = isinstance(config.loss, ClipCov | KlCov)
@@ -172,6 +174,12 @@ class Objective:
             row = self._statistics.measure(prepared, scores, kl_BR=kl_BR, loss=total.detach())
         return total, row
 
+    def token_penalty(self, part: RowTensors, scores: TokenScores) -> Tensor:
+        """Return coefficient * KL(old || reference) of each token, (B, R)."""
+        kl = self.config.kl
+        assert kl is not None
+        return self.kl_coefficient * _estimate(kl, scores.old_BR, scores.reference_BR, part)
+
     def report(self, rows: Sequence[Tensor], *, num_tokens: int) -> dict[str, float]:
         """Return the statistics of a mini-batch, over all ranks.
 
@@ -210,8 +218,7 @@ class Objective:
         kl = self.config.kl
         if kl is None or kl.place != "advantage":
             return part.advantages
-        kl_BR = _estimate(kl, scores.old_BR, scores.reference_BR, part)
-        return part.advantages - self.kl_coefficient * kl_BR
+        return part.advantages - self.token_penalty(part, scores)
 
     def _reference_kl(self, part: RowTensors, scores: TokenScores) -> Tensor | None:
         kl = self.config.kl

@@ -225,15 +225,23 @@ def entropy_bonus(entropies_BR: Tensor, *, mask_BR: Tensor, coefficient: float) 
 
 
 def clipped_value_loss(
-    values_BR: Tensor, *, old_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor, clip: float = 0.2
+    values_BR: Tensor,
+    *,
+    old_BR: Tensor,
+    returns_BR: Tensor,
+    mask_BR: Tensor,
+    clip: float | None = 0.2,
 ) -> Tensor:
     """Return max((v - r)^2, (c - r)^2) / 2, (B, R); c is the value clipped to old +- `clip`.
 
     The value loss of PPO2 (https://github.com/openai/baselines). `old_BR` are the values at the
-    start of the step. Values and returns are in units of reward.
+    start of the step. Values and returns are in units of reward. Without `clip`, the loss is
+    (v - r)^2 / 2.
     """
-    moved_BR = masked(values_BR - old_BR, mask_BR=mask_BR)
     error_BR = masked(values_BR - returns_BR, mask_BR=mask_BR)
+    if clip is None:
+        return error_BR.square() / 2
+    moved_BR = masked(values_BR - old_BR, mask_BR=mask_BR)
     clipped_BR = error_BR - moved_BR + moved_BR.clamp(-clip, clip)
     return torch.maximum(error_BR.square(), clipped_BR.square()) / 2
 

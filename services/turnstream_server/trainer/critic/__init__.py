@@ -1,0 +1,1 @@
+"""The critic of the trainer: its settings, its training, and the advantages of a step."""

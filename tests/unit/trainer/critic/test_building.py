@@ -1,0 +1,61 @@
+"""The critic of a trainer process, from its option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from testkit.training import make_mini_batch, make_model
+from turnstream.errors import InvalidConfigError
+from turnstream_server.models.policy import load_policy, save_policy
+from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.trainer.building import build_engine
+from turnstream_server.trainer.config import TrainerConfig
+
+POLICY = SmallModelSpec(vocab_size=128, hidden_size=16, num_layers=1)
+
+
+@pytest.mark.parametrize("source", ["policy", "folder"])
+def test_critic_begins_with_the_layers_of_its_source(source: str, tmp_path: Path) -> None:
+    save_policy(make_model(seed=4), tmp_path / "folder")
+    text = "policy" if source == "policy" else str(tmp_path / source)
+
+    engine = build_engine(_config(tmp_path, critic=text, layout="packed"))
+
+    assert engine.critic is not None
+    expected = engine.model if source == "policy" else make_model(seed=4)
+    layers = engine.critic.model.backbone
+    assert all(map(torch.equal, layers.parameters(), expected.base_model.parameters()))
+    assert layers is not engine.model.base_model
+    assert not engine.critic.values(make_mini_batch()).values.any()
+
+
+def test_critic_of_an_adapter_begins_with_its_base_model(tmp_path: Path) -> None:
+    first = build_engine(_config(tmp_path, lora_rank=2))
+    with torch.no_grad():
+        for weight in first.model.parameters():
+            weight += 0.1 * weight.requires_grad  # the adapter has learned
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    first.write_weights(adapter)
+
+    config = _config(tmp_path, small_model=None, policy=adapter, lora_rank=2, critic="policy")
+    critic = build_engine(config).critic
+
+    assert critic is not None
+    expected = load_policy(POLICY).base_model
+    assert all(map(torch.equal, critic.model.backbone.parameters(), expected.parameters()))
+    assert all(each.requires_grad for each in critic.model.parameters())
+
+
+def test_critic_without_its_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match=r"^--critic: .*none is no model folder"):
+        build_engine(_config(tmp_path, critic=str(tmp_path / "none")))
+
+
+def _config(folder: Path, **changes: Any) -> TrainerConfig:
+    fields: dict[str, Any] = {"small_model": POLICY, **changes}
+    return TrainerConfig(run="run", folder=folder, **fields)

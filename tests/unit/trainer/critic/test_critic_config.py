@@ -1,0 +1,98 @@
+"""Critics as a user types them, and the runs that need one."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnstream.batching.scoring.token_advantages import gae
+from turnstream.errors import InvalidConfigError
+from turnstream.worker.losses import clipped_value_loss
+from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.critic.config import CriticConfig, GaeSettings, require_critic_for
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "settings"),
+    [
+        ("policy", None, {}),
+        ("models/base", Path("models/base"), {}),
+        ("policy:lam=0.9,whiten=false", None, {"lam": 0.9, "whiten": "false"}),
+        ("a:b:value_clip=none", Path("a:b"), {"value_clip": None}),
+        ("policy:length_alpha=0.05,value_lam=1", None, {"length_alpha": 0.05, "value_lam": 1.0}),
+    ],
+)
+def test_text_of_a_critic_becomes_its_settings_and_back(
+    text: str, source: Path | None, settings: dict[str, Any]
+) -> None:
+    critic = CriticConfig.parse(text)
+
+    assert critic == CriticConfig(source=source, gae=GaeSettings(**settings))
+    assert CriticConfig.parse(str(critic)) == critic
+
+
+def test_defaults_are_those_of_the_functions() -> None:
+    settings = GaeSettings().parameters()
+
+    for function, names in ((gae, {"gamma": "gamma", "lam": "lam"}), (clipped_value_loss, {})):
+        parameters = inspect.signature(function).parameters
+        assert all(settings[key] == parameters[name].default for key, name in names.items())
+    clip = inspect.signature(clipped_value_loss).parameters["clip"].default
+    assert settings["value_clip"] == clip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (":lam=0.9", "':lam=0.9' names neither a folder nor policy"),
+        (
+            "policy:lambda=0.9",
+            "critic: 'lambda' is no parameter; parameters: gamma, lam, value_lam",
+        ),
+        ("policy:lam=1.1", "critic: lam=1.1 is above 1"),
+        ("policy:gamma=-1", "critic: gamma=-1 is below 0"),
+        ("policy:lam=none", "critic: lam='none' is no number"),
+        ("policy:value_clip=0", "critic: value_clip=0 is not above 0"),
+        ("policy:length_alpha=0", "critic: length_alpha=0 is not above 0"),
+        ("policy:learning_rate=-1", "critic: learning_rate=-1 is below 0"),
+        ("policy:whiten=yes", "critic: whiten='yes' is not one of true, false"),
+    ],
+)
+def test_impossible_critic_is_refused_with_option_and_value(text: str, message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=f"^--critic: {message}"):
+        TrainerConfig(run="run", folder=Path(), critic=text)
+
+
+def test_kl_in_the_reward_is_refused_without_a_critic() -> None:
+    kl = "k1:place=reward"
+
+    with pytest.raises(
+        InvalidConfigError, match=r"^--kl: k1: place=reward needs --critic: .*=loss"
+    ):
+        TrainerConfig(run="run", folder=Path(), kl=kl)
+    config = TrainerConfig(run="run", folder=Path(), kl=kl, critic="policy")
+
+    assert config.objective.kl is not None
+    assert config.objective.kl.place == "reward"
+
+
+def test_critic_is_needed_exactly_for_runs_of_gae() -> None:
+    critic = CriticConfig.parse("policy:lam=1")
+
+    with pytest.raises(InvalidConfigError, match=r"^--critic: none, .*'gae': .* --critic policy"):
+        require_critic_for("gae", None)
+    with pytest.raises(InvalidConfigError, match=r"^--critic: policy:lam=1, .*'rloo': create one"):
+        require_critic_for("rloo", critic)
+    require_critic_for("gae", critic)
+    require_critic_for("rloo", None)
+
+
+def test_settings_of_a_critic_are_read_without_torch() -> None:
+    code = "import sys, turnstream_server.trainer.critic.config; assert 'torch' not in sys.modules"
+
+    subprocess.run([sys.executable, "-c", code], check=True)
