@@ -92,6 +92,7 @@ class Engine:
 
     Attributes:
         model: in evaluation mode, so that its log-probabilities are those of the sampling policy.
+        critic: as passed; the caller trains it.
     """
 
     def __init__(

@@ -59,9 +59,10 @@ def _train(config: TrainerConfig, launch: Launch, ranks: Ranks) -> None:
     if checkpoint is not None:
         checkpoints.restore(checkpoint, engine)
         token, from_step = checkpoint.token, checkpoint.token.step
+    critic = "" if config.critic is None else f" --critic {config.critic_config}"
     logger.info(
-        "trainer starts after step %d as rank %d of %d on %s: %s",
-        *(from_step, ranks.rank, ranks.world_size, ranks.device, config.objective),
+        "trainer starts after step %d as rank %d of %d on %s: %s%s",
+        *(from_step, ranks.rank, ranks.world_size, ranks.device, config.objective, critic),
     )
     stream = BatchStream(
         config.batcher_target,
