@@ -1,7 +1,7 @@
 """Model and optimizer: gradients of mini-batches, and optimizer steps.
 
-The training loop calls `update` for each mini-batch. Single operations call `forward_backward` as
-often as they like, then `optim_step`.
+The training loop calls `update` for each mini-batch. Single operations call `optim_step` after any
+number of `forward_backward`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,14 @@ from turnstream.batching.config.values import Aggregation
 from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream.types import MiniBatch
 from turnstream.worker import PulledMiniBatch
-from turnstream.worker.layouts import PackedTensors
-from turnstream.worker.operation_tensors import OperationTensors
-from turnstream.worker.tensors import LeftPaddedTensors
-from turnstream_server.models.logprobs import (
-    packed_target_logprobs,
-    padded_target_logprobs,
-    response_logprobs,
-    response_scores,
-)
-from turnstream_server.models.packed import enable_packing
 from turnstream_server.models.sharding import is_sharded, whole_weights
 from turnstream_server.trainer.critic.critic import Critic
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
-from turnstream_server.trainer.objectives.scores import (
-    PreparedPart,
-    TokenScores,
-    filled_behaviour,
-)
+from turnstream_server.trainer.objectives.scores import PreparedPart, TokenScores, filled_behaviour
 from turnstream_server.trainer.operations import OperationLoss, OperationReport, run_passes
 from turnstream_server.trainer.optimizer import Optimizer, Schedule, StepReport
+from turnstream_server.trainer.passes import Passes, TrainedRows
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.reports import LossReport, UpdateReport
 from turnstream_server.trainer.settings import AdamSettings, Layout, ScheduleSettings
@@ -56,9 +43,6 @@ logger = logging.getLogger(__name__)
 
 WriteWeights = Callable[[Path], None]
 """Writes weights into a folder."""
-
-TrainedRows = LeftPaddedTensors | PackedTensors
-"""The rows of a micro-batch."""
 
 
 class _Known(NamedTuple):
@@ -118,20 +102,20 @@ class Engine:
         if self._objective.config.kl is not None:
             self._objective.config.kl.require_critic(critic)
         self.model = model
-        self._reference = reference
         self._adapter = adapter
-        self._dtype = dtype
-        self._layout = layout
+        self._passes = Passes(
+            model=model,
+            adapter=adapter,
+            reference=reference,
+            layout=layout,
+            dtype=dtype,
+            temperature=temperature,
+        )
+        self._passes.prepare()
         self._adam = adam
         self._schedule = Schedule(schedule or ScheduleSettings(), learning_rate=adam.learning_rate)
-        self._temperature = temperature
         self._optimizer = Optimizer((adapter or model).named_parameters(), ranks=ranks)
         self._has_gradient = False
-        if layout == "packed":
-            with self._autocast():
-                enable_packing(model)
-                if reference is not None:
-                    enable_packing(reference)
 
     @property
     def num_updates(self) -> int:
@@ -163,8 +147,8 @@ class Engine:
     @torch.no_grad()
     def logprobs(self, mini_batch: PulledMiniBatch) -> list[Tensor]:
         """Return the log-probabilities of every micro-batch, float32 (B, R), without a gradient."""
-        self._activate()
-        return [self._logprobs(self.model, part) for part in self._micro_batches(mini_batch)]
+        self._passes.activate()
+        return [self._passes.logprobs(part) for part in self._passes.micro_batches(mini_batch)]
 
     @torch.no_grad()
     def token_penalties(
@@ -176,12 +160,12 @@ class Engine:
         """
         if not self._objective.penalises_rewards:
             return None
-        self._activate()
+        self._passes.activate()
         found: dict[int, NDArray[np.float32]] = {}
         for each in self._known(mini_batch, old):
             fallback_BR = each.part.logprobs
             if fallback_BR is None or bool((fallback_BR.isnan() & each.part.trained_tokens).any()):
-                fallback_BR = self._logprobs(self.model, each.part)
+                fallback_BR = self._passes.logprobs(each.part)
             scores, _ = _token_scores(each, fallback_BR)
             found |= each.part.response_values(self._objective.token_penalty(each.part, scores))
         return found
@@ -269,7 +253,7 @@ class Engine:
         return {
             "optimizer": self._optimizer.state_dict(),
             "objective": self._objective.state_dict(),
-            "lora_alpha": self._lora_alpha,
+            "lora_alpha": None if self._adapter is None else self._adapter.alpha,
             **({} if self.critic is None else {"critic": self.critic.state_dict()}),
         }
 
@@ -279,9 +263,8 @@ class Engine:
         Raises:
             InvalidConfigError: the state is that of an adapter with another alpha.
         """
-        alpha = state.get("lora_alpha", self._lora_alpha)
-        if alpha != self._lora_alpha:
-            message = f"{self._lora_alpha}, and the checkpoint has {alpha}"
+        if self._adapter is not None and state["lora_alpha"] != self._adapter.alpha:
+            message = f"{self._adapter.alpha}, and the checkpoint has {state['lora_alpha']}"
             raise InvalidConfigError("lora_alpha", message)
         self._optimizer.load_state_dict(state["optimizer"])
         self._objective.load_state_dict(state.get("objective", {}))
@@ -294,10 +277,10 @@ class Engine:
 
         Tokens that are not trained have 0. The gradients stay as they are.
         """
-        self._activate()
+        self._passes.activate()
         values: dict[int, NDArray[np.float32]] = {}
-        for part in self._micro_batches(mini_batch):
-            values |= part.response_values(self._logprobs(self.model, part))
+        for part in self._passes.micro_batches(mini_batch):
+            values |= part.response_values(self._passes.logprobs(part))
         return values
 
     def forward_backward_operations(
@@ -314,7 +297,7 @@ class Engine:
     @torch.no_grad()
     def forward_operations(self, mini_batch: MiniBatch, *, loss: OperationLoss) -> OperationReport:
         """Return the report of `forward_backward_operations`; the gradients stay as they are."""
-        self._activate()
+        self._passes.activate()
         return self._run_operations(mini_batch, loss=loss, after_pass=lambda _: None)
 
     def gather_weights(self) -> WriteWeights:
@@ -329,62 +312,25 @@ class Engine:
         weights = whole_weights(self.model.state_dict().items()) if self.is_sharded else None
         return functools.partial(self.model.save_pretrained, state_dict=weights)
 
-    @property
-    def _lora_alpha(self) -> float | None:
-        return None if self._adapter is None else self._adapter.alpha
-
-    def _activate(self) -> None:
-        """Make the adapter of this engine that of the next passes."""
-        if self._adapter is not None:
-            self._adapter.activate()
-
     def _begin_gradients(self) -> None:
         """Keep the gradients since the last optimizer step, and drop older ones."""
         if not self._has_gradient:
             self._optimizer.clear()
         self._has_gradient = True
-        self._activate()
+        self._passes.activate()
 
     def _run_operations(
         self, mini_batch: MiniBatch, *, loss: OperationLoss, after_pass: Callable[[Tensor], None]
     ) -> OperationReport:
-        logprobs = packed_target_logprobs if self._layout == "packed" else padded_target_logprobs
-
-        def score(part: OperationTensors) -> Tensor:
-            with self._autocast():
-                return logprobs(self.model, part)
-
-        return run_passes(
-            mini_batch, score, loss=loss, device=self.model.device, after_pass=after_pass
-        )
-
-    def _autocast(self) -> torch.autocast:
-        is_lower = self._dtype != torch.float32
-        return torch.autocast(self.model.device.type, dtype=self._dtype, enabled=is_lower)
-
-    def _micro_batches(self, mini_batch: PulledMiniBatch) -> list[TrainedRows]:
-        if self._layout == "packed":
-            return [*mini_batch.to_torch_packed(self.model.device)]
-        return [*mini_batch.to_torch(self.model.device).micro_batches()]
+        score, device = self._passes.target_logprobs, self.model.device
+        return run_passes(mini_batch, score, loss=loss, device=device, after_pass=after_pass)
 
     @torch.no_grad()
     def _known(self, mini_batch: PulledMiniBatch, old: Sequence[Tensor] | None) -> list[_Known]:
-        parts = self._micro_batches(mini_batch)
+        parts = self._passes.micro_batches(mini_batch)
         olds = [None] * len(parts) if old is None else old
-        return [
-            _Known(part, old_BR, self._reference_logprobs(part))
-            for part, old_BR in zip(parts, olds, strict=True)
-        ]
-
-    def _reference_logprobs(self, part: TrainedRows) -> Tensor | None:
-        """Return the log-probabilities that a KL is measured to; None if the objective has none."""
-        if not self._objective.needs_reference:
-            return None
-        if self._reference is not None:
-            return self._logprobs(self._reference, part)
-        assert self._adapter is not None
-        with self._adapter.off():
-            return self._logprobs(self.model, part)
+        refer = self._passes.reference_logprobs if self._objective.needs_reference else _no_logprobs
+        return [_Known(part, old_BR, refer(part)) for part, old_BR in zip(parts, olds, strict=True)]
 
     @torch.no_grad()
     def _prepare(
@@ -403,7 +349,7 @@ class Engine:
                 each,
                 each.old_BR
                 if each.old_BR is not None and not objective.prepares_with_current
-                else self._logprobs(self.model, each.part),
+                else self._passes.logprobs(each.part),
             )[0]
             for each in known
         ]
@@ -421,24 +367,18 @@ class Engine:
         """
         part = known.part
         if self._objective.needs_entropies:
-            with self._autocast():
-                current_BR, entropies_BR = response_scores(
-                    self.model, part, mask_BR=part.trained_tokens, temperature=self._temperature
-                )
+            current_BR, entropies_BR = self._passes.logprobs_and_entropies(part)
         else:
-            current_BR, entropies_BR = self._logprobs(self.model, part), None
+            current_BR, entropies_BR = self._passes.logprobs(part), None
         scores, missing_B = _token_scores(known, current_BR, entropies_BR=entropies_BR)
         prepared = prepared or self._objective.prepare_alone(part, scores)
         loss, row = self._objective.loss(prepared, scores, aggregation=aggregation)
         loss.backward()
         return row, missing_B
 
-    def _logprobs(self, model: PreTrainedModel, part: TrainedRows) -> Tensor:
-        """Return the log-probabilities of the trained tokens, float32 (B, R); 0 elsewhere."""
-        with self._autocast():
-            return response_logprobs(
-                model, part, mask_BR=part.trained_tokens, temperature=self._temperature
-            )
+
+def _no_logprobs(_: TrainedRows) -> None:
+    """Return the log-probabilities of a reference that nothing reads."""
 
 
 def _token_scores(

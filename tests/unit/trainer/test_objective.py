@@ -53,7 +53,7 @@ def _old(mini_batch: PulledMiniBatch, engine: Engine) -> list[Tensor] | None:
     """The numbers of other weights, as at the start of a step that has moved them since."""
     if engine._objective.config.proximal == "rollout":
         return None
-    return make_engine(make_model(seed=2), layout=engine._layout).logprobs(mini_batch)
+    return make_engine(make_model(seed=2), layout=engine._passes.layout).logprobs(mini_batch)
 
 
 def _trained(

@@ -40,7 +40,7 @@ def test_critic_of_an_adapter_begins_with_its_base_model(tmp_path: Path) -> None
             weight += 0.1 * weight.requires_grad  # the adapter has learned
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    first.write_weights(adapter)
+    first.gather_weights()(adapter)
 
     config = _config(tmp_path, small_model=None, policy=adapter, lora_rank=2, critic="policy")
     critic = build_engine(config).critic
