@@ -116,8 +116,11 @@ class TrainerConfig:
         float, typer.Option(min=0, help="Sampling temperature of the generators.")
     ] = 1.0
     epochs: Annotated[
-        int, typer.Option(min=1, help="Passes over the mini-batches of each step, in one order.")
+        int, typer.Option(min=1, help="Passes over the mini-batches of each step.")
     ] = 1
+    shuffle: Annotated[
+        bool, typer.Option(help="Draw the order of each later pass from --seed, step and pass.")
+    ] = False
     loss: Annotated[
         str,
         typer.Option(metavar="NAME[:KEY=VALUE,...]", help="Policy loss: docs/objectives.md."),
@@ -261,6 +264,11 @@ class TrainerConfig:
         return None if self.critic is None else CriticConfig.parse(self.critic)
 
     @property
+    def shuffle_seed(self) -> int | None:
+        """The seed of the order of later epochs; None keeps the order of the first."""
+        return self.seed if self.shuffle else None
+
+    @property
     def adapter(self) -> AdapterConfig | None:
         """The adapter that is trained; None for all weights."""
         if self.lora_rank == 0:
@@ -281,5 +289,9 @@ class TrainerConfig:
         for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(name, f"{getattr(self, name)} is below 1")
+        if self.shuffle and self.epochs == 1:
+            raise InvalidConfigError("--shuffle", "a single epoch keeps its order: use --epochs")
+        if self.shuffle and self.seed < 0:
+            raise InvalidConfigError("--seed", f"{self.seed} is below 0, which --shuffle needs")
         if self.reference is not None and kl is None:
             raise InvalidConfigError("--reference", f"{self.reference} is not read without --kl")

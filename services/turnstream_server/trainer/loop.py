@@ -89,7 +89,9 @@ class Trainer:
 
     def _train_step(self, step: Step) -> dict[str, Any]:
         """Train a step, acknowledge it, publish its weights, and return its metrics."""
-        mini_batches = step.mini_batches(epochs=self._config.epochs)
+        mini_batches = step.mini_batches(
+            epochs=self._config.epochs, shuffle_seed=self._config.shuffle_seed
+        )
         updates = [self._update(*each) for each in self._scored(mini_batches)]
         reach("train.after_update")
         step.done()

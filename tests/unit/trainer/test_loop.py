@@ -16,7 +16,7 @@ from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.errors import InvalidConfigError
 from turnstream.types import RecoveryToken
 from turnstream.worker import PulledMiniBatch
-from turnstream.worker.steps import Batches
+from turnstream.worker.steps import Batches, epoch_order
 from turnstream_server.models.policy import load_policy
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
@@ -263,6 +263,52 @@ def test_epochs_equal_updates_by_hand_and_count_each_row_once(tmp_path: Path) ->
     assert {"num_rows", "num_trajectories", "num_inert_rows"} < set(counts)
     assert [two[name] for name in counts] == [one[name] for name in counts]
     assert len([*(tmp_path / "rows").iterdir()]) == 4
+
+
+@pytest.mark.parametrize("proximal", ["rollout", "recompute"])
+def test_shuffled_epochs_equal_updates_by_hand_in_drawn_order(
+    proximal: str, tmp_path: Path
+) -> None:
+    objective = Objective(_config(tmp_path, proximal=proximal).objective)
+    engine, by_hand = (make_engine(objective=objective) for _ in range(2))
+    orders = {
+        (step, epoch): epoch_order(2, seed=7, step=step, epoch=epoch)
+        for step in (1, 2)
+        for epoch in (1, 2)
+    }
+    assert len({tuple(order) for order in orders.values()}) == 2  # both orders occur
+
+    def build(*, mini_batch: int, **info: Any) -> PulledMiniBatch:
+        advantages = [(1.0, -0.5, 0.25, -1.5), (-2.0, 0.5, 1.0, 0.0)][mini_batch]
+        return make_mini_batch(advantages=advantages, mini_batch=mini_batch, **info)
+
+    _train(
+        StreamInMemory(build=build, last_step=2),
+        tmp_path,
+        engine=engine,
+        epochs=3,
+        shuffle=True,
+        seed=7,
+        proximal=proximal,
+    )
+
+    for step in (1, 2):
+        of_step = [build(step=step, mini_batch=index, num_mini_batches=2) for index in range(2)]
+        old = [by_hand.logprobs(each) if proximal == "recompute" else None for each in of_step]
+        for index in [0, 1, *orders[step, 1], *orders[step, 2]]:
+            by_hand.update(of_step[index], aggregation="token_mean", old=old[index])
+    for mine, theirs in zip(engine.model.parameters(), by_hand.model.parameters(), strict=True):
+        assert mine.equal(theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"), [({"epochs": 1}, "--shuffle"), ({"epochs": 2, "seed": -1}, "--seed")]
+)
+def test_shuffle_without_effect_or_seed_is_refused(
+    changes: dict[str, int], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidConfigError, match=f"{name}: "):
+        _config(tmp_path, shuffle=True, **changes)
 
 
 def test_metrics_have_the_statistics_of_the_objective(tmp_path: Path) -> None:
