@@ -40,7 +40,9 @@ def _group_holds(writes: RunWrites, manifest: Manifest, group: GroupPlan) -> Vio
         yield f"I4: group {group.group_id} has the samples {samples}"
     config = writes.config(manifest.config_revision)
     compared = [each for each in group.trajectories if not _is_left_out(each, config)]
-    rewards = [member.reward for member in compared]
+    if config.estimator == "remax" and 0 not in [each.key.sample for each in compared]:
+        yield f"I4: group {group.group_id} has no greedy sample, with which it is compared"
+        return
     for member in group.trajectories:
         name = keys.trajectory_id(member.key)
         if member.status == "error" and config.error_trajectories == "drop":
@@ -50,11 +52,20 @@ def _group_holds(writes: RunWrites, manifest: Manifest, group: GroupPlan) -> Vio
         attempted = writes.shared.history.sealed_crcs.get(name, set())
         if member.payload_crcs not in attempted:
             yield f"{name} is planned with turns that nobody sealed"
-        num_others = len(rewards) - 1
-        others = (math.fsum(rewards) - member.reward) / num_others if num_others else member.reward
-        expected = member.reward - others if member in compared else 0.0
+        expected = _advantage(member, compared, config) if member in compared else 0.0
         if not math.isclose(member.advantage, expected, abs_tol=1e-6):
             yield f"I4: {name} has the advantage {member.advantage}, not {expected}"
+
+
+def _advantage(
+    member: TrajectoryPlan, compared: list[TrajectoryPlan], config: BatchingConfig
+) -> float:
+    """The reward of a member less its baseline: that of the greedy sample, or the others' mean."""
+    if config.estimator == "remax":
+        baseline = [each.reward for each in compared if each.key.sample == 0]
+    else:
+        baseline = [each.reward for each in compared if each is not member]
+    return member.reward - math.fsum(baseline) / len(baseline) if baseline else 0.0
 
 
 def _is_left_out(member: TrajectoryPlan, config: BatchingConfig) -> bool:

@@ -155,7 +155,7 @@ def _any_config(rng: random.Random, *, most_groups: int, pace: float) -> Batchin
     return BatchingConfig(
         batch_groups=batch_groups,
         mini_batch_groups=rng.choice((1, batch_groups)),
-        estimator="rloo",
+        estimator=rng.choice(("rloo", "rloo", "rloo", "remax")),
         max_staleness=rng.choice((0, 1, 2)),
         max_open_groups=rng.choice((0, 0, most_groups // 2, most_groups)),
         max_planned_ahead=rng.choice((0, 1)),
