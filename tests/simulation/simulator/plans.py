@@ -60,7 +60,7 @@ def _group_holds(writes: RunWrites, manifest: Manifest, group: GroupPlan) -> Vio
 def _advantage(
     member: TrajectoryPlan, compared: list[TrajectoryPlan], config: BatchingConfig
 ) -> float:
-    """The reward of a member less its baseline: that of the greedy sample, or the others' mean."""
+    """Return reward less baseline, which is the greedy sample's reward or the others' mean."""
     if config.estimator == "remax":
         baseline = [each.reward for each in compared if each.key.sample == 0]
     else:
