@@ -159,6 +159,24 @@ class Adapters:
                 weights[each].copy_(stored[key])
         return adapter
 
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Make forward passes those of an adapter, or of the base model for the name "".
+
+        Raises:
+            InvalidConfigError: there is no such adapter.
+        """
+        if name and (self._peft is None or name not in self._peft.peft_config):
+            raise InvalidConfigError("adapter", f"the base model has no adapter {name!r}")
+        if self._peft is None:
+            yield
+        elif name:
+            self._peft.set_adapter(name)
+            yield
+        else:
+            with self._peft.disable_adapter():
+                yield
+
     def remove(self, name: str) -> None:
         """Delete an adapter and its weights; its `Adapter` must not be used any more."""
         if self._peft is None or name not in self._peft.peft_config:

@@ -1,6 +1,8 @@
 """Continuous batching: sequences join and quit the running batch at any decode step.
 
-One thread owns a batch. `sampler.py` has the thread.
+One thread owns a batch. `sampler.py` has the thread. Sequences of several adapters wait in one
+queue, and run in one lane for each adapter. A step has a forward pass for each lane, so all
+sequences get one token.
 
 Shapes: B rows, V vocabulary.
 """
@@ -10,13 +12,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from turnstream.errors import InvalidConfigError
+from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream_server.models.decoding import (
     Prefix,
     check_model,
@@ -32,6 +36,9 @@ from turnstream_server.models.sampling_requests import (
     SampleSequence,
     SharedPrefix,
 )
+
+if TYPE_CHECKING:
+    from turnstream_server.models.adapters import Adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,30 +77,72 @@ def num_admitted(waiting: Sequence[int], running: Sequence[int], *, limits: Batc
     return len(waiting)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Lane:
+    """The running sequences of one adapter, and the policy version of its weights."""
+
+    version: int
+    rows: list[SampleSequence] = field(default_factory=list[SampleSequence])
+    cache: RowCache = field(default_factory=RowCache)
+
+    def clear(self) -> list[SampleSequence]:
+        """Remove and return all rows."""
+        rows, self.rows, self.cache = self.rows, [], RowCache()
+        return rows
+
+    def keep(self, is_kept: Sequence[bool]) -> None:
+        """Remove rows; the last rows take their places."""
+        for row in reversed([row for row, kept in enumerate(is_kept) if not kept]):
+            self.cache.remove(row)
+            self.rows[row] = self.rows[-1]
+            self.rows.pop()
+
+
 class ContinuousBatch:
-    """The running and the waiting sequences of a model.
+    """The running and the waiting sequences of a model, and of adapters of it.
 
     Attributes:
         model: the policy.
-        version: its policy version.
     """
 
-    def __init__(self, model: PreTrainedModel, *, version: int, limits: BatchLimits) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        version: int,
+        limits: BatchLimits,
+        adapters: Adapters | None = None,
+    ) -> None:
         check_model(model)
         self.model = model
-        self.version = version
+        self._adapters = adapters
         self._limits = limits
         self._waiting: deque[SampleSequence] = deque()
-        self._running: list[SampleSequence] = []
-        self._cache = RowCache()
+        self._lanes = {"": _Lane(version=version)}
 
     @property
     def is_idle(self) -> bool:
         """Whether no sequence waits or runs."""
-        return not self._waiting and not self._running
+        return not self._waiting and not self.running
+
+    @property
+    def running(self) -> list[SampleSequence]:
+        """The running sequences of all adapters."""
+        return [sequence for lane in self._lanes.values() for sequence in lane.rows]
+
+    def has(self, adapter: str) -> bool:
+        """Return whether requests may name this adapter; "" is the model itself."""
+        return adapter in self._lanes
+
+    def version(self, adapter: str) -> int:
+        """Return the policy version of the weights of an adapter."""
+        return self._lanes[adapter].version
 
     def add(self, request: SampleRequest) -> None:
         """Add the sequences of a request after all waiting ones."""
+        if not self.has(request.adapter):
+            request.fail(RejectedError(f"the adapter {request.adapter!r} was removed"))
+            return
         try:
             sequences = request.sequences()
         except Exception as error:  # noqa: BLE001 - the tokenizer reads the prompt here
@@ -108,57 +157,71 @@ class ContinuousBatch:
 
         An error of the model fails the requests of its forward pass and no others.
         """
-        if self._running:
-            self._decode()
-        self._start(self._admit())
+        for adapter, lane in self._lanes.items():
+            if lane.rows:
+                with self._using(adapter):
+                    self._decode(lane)
+        admitted = self._admit()
+        for adapter in dict.fromkeys(each.request.adapter for each in admitted):
+            with self._using(adapter):
+                self._start([each for each in admitted if each.request.adapter == adapter])
 
-    def restart(self, model: PreTrainedModel, *, version: int) -> None:
-        """Continue all running sequences with another model, or with changed weights.
+    def restart(self, model: PreTrainedModel, *, version: int, adapter: str = "") -> None:
+        """Continue running sequences with another model, or with changed weights.
 
         Their keys and values are computed again, so each new token has exactly the distribution of
-        the new weights. Running sequences come before all waiting ones.
+        the new weights. These sequences come before all waiting ones. Weights of an adapter change
+        its own sequences; those of the model, which is adapter "", change all.
         """
+        if self._adapters is not None and model is not self.model:
+            raise InvalidConfigError("model", "it is not the one of the adapters")
         check_model(model)
-        self.model, self.version = model, version
+        with self._using(adapter):
+            self.model = model  # an unknown adapter was refused
+        self._lanes.setdefault(adapter, _Lane(version=version)).version = version
         for sequence in self._waiting:
-            sequence.request.shared = None
-        self._waiting.extendleft(reversed(self._running))
-        self._running, self._cache = [], RowCache()
+            if adapter in ("", sequence.request.adapter):
+                sequence.request.shared = None
+        changed = [lane for name, lane in self._lanes.items() if adapter in ("", name)]
+        rows = [sequence for lane in changed for sequence in lane.clear()]
+        self._waiting.extendleft(reversed(rows))
+
+    def remove(self, adapter: str) -> None:
+        """Fail the requests of an adapter with RejectedError, and forget its version."""
+        error = RejectedError(f"the adapter {adapter!r} was removed")
+        for sequence in (*self._lanes.pop(adapter).rows, *self._waiting):
+            if sequence.request.adapter == adapter:
+                sequence.request.fail(error)
 
     def end_all(self, error: Exception | None = None) -> None:
         """Fail every request with an error, or cancel it without one."""
-        for sequence in itertools.chain(self._running, self._waiting):
+        running = [sequence for lane in self._lanes.values() for sequence in lane.clear()]
+        for sequence in itertools.chain(running, self._waiting):
             if error is None:
                 sequence.request.cancel()
             else:
                 sequence.request.fail(error)
         self._waiting.clear()
-        self._running, self._cache = [], RowCache()
 
-    def _decode(self) -> None:
-        rows = self._running
+    def _using(self, adapter: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapters is None else self._adapters.using(adapter)
+
+    def _decode(self, lane: _Lane) -> None:
         try:
-            logits_BV = decode_step(self.model, self._cache, [each.token_ids[-1] for each in rows])
+            last_ids = [each.token_ids[-1] for each in lane.rows]
+            logits_BV = decode_step(self.model, lane.cache, last_ids)
         except Exception as error:  # noqa: BLE001 - requests after these do not depend on them
-            for sequence in rows:
+            for sequence in lane.clear():
                 sequence.request.fail(error)
-            self._running, self._cache = [], RowCache()
             return
-        self._keep(self._advance(rows, logits_BV))
-
-    def _keep(self, is_kept: Sequence[bool]) -> None:
-        """Remove rows from the batch; the last rows take their places."""
-        for row in reversed([row for row, kept in enumerate(is_kept) if not kept]):
-            self._cache.remove(row)
-            self._running[row] = self._running[-1]
-            self._running.pop()
+        lane.keep(self._advance(lane.rows, logits_BV))
 
     def _admit(self) -> list[SampleSequence]:
         """Return the sequences that start now, in the order of their requests."""
         while self._waiting and self._waiting[0].request.is_over():
             self._waiting.popleft()
         first = itertools.islice(self._waiting, self._limits.max_sequences)
-        running = [each.max_length for each in self._running]
+        running = [each.max_length for each in self.running]
         count = num_admitted([e.max_length for e in first], running, limits=self._limits)
         admitted = [self._waiting.popleft() for _ in range(count)]
         for sequence in admitted:
@@ -166,7 +229,7 @@ class ContinuousBatch:
         return [each for each in admitted if not each.request.is_over()]
 
     def _start(self, sequences: Sequence[SampleSequence]) -> None:
-        """Compute the prompts of sequences, and sample the next token of each.
+        """Compute the prompts of one adapter's sequences, and sample the next token of each.
 
         New samples of one request share the forward pass over their prompt.
         """
@@ -211,7 +274,7 @@ class ContinuousBatch:
     def _score_prompt(self, request: SampleRequest, prefix: Prefix) -> None:
         """Compute the log-probabilities of a prompt, if the request asks for them."""
         if request.wants_prompt_logprobs:
-            request.prompt_version = self.version
+            request.prompt_version = self.version(request.adapter)
             request.prompt = prompt_logprobs(
                 self.model,
                 prefix,
@@ -225,8 +288,9 @@ class ContinuousBatch:
         is_unfinished = self._advance(rows, torch.stack([each.logits_V for each in starts]))
         for sequence, start, is_alive in zip(rows, starts, is_unfinished, strict=True):
             if is_alive:
-                self._cache.append(start.states)
-                self._running.append(sequence)
+                lane = self._lanes[sequence.request.adapter]
+                lane.cache.append(start.states)
+                lane.rows.append(sequence)
 
     def _advance(self, rows: Sequence[SampleSequence], logits_BV: Tensor) -> list[bool]:
         """Add a token to every sequence; return which of them are unfinished."""
@@ -249,7 +313,8 @@ class ContinuousBatch:
         topk: tuple[list[int], list[float]],
     ) -> bool:
         try:
-            sequence.add(token_id, logprob, version=self.version, topk=topk)
+            version = self.version(sequence.request.adapter)
+            sequence.add(token_id, logprob, version=version, topk=topk)
         except Exception as error:  # noqa: BLE001 - for example of the tokenizer
             sequence.request.fail(error)
         return not sequence.is_finished and not sequence.request.is_over()

@@ -12,13 +12,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from numpy.typing import ArrayLike
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from turnstream.errors import RejectedError
+from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream_server.models.continuous_batch import BatchLimits, ContinuousBatch
 from turnstream_server.models.sampling_params import SampleResult, SamplingParams
 from turnstream_server.models.sampling_requests import (
@@ -28,16 +28,18 @@ from turnstream_server.models.sampling_requests import (
     new_request,
 )
 
+if TYPE_CHECKING:
+    from turnstream_server.models.adapters import Adapters
+
 logger = logging.getLogger(__name__)
 
 _BUSY_RETRY_S: Final = 1.0
 
 
-class _Update(NamedTuple):
-    """New weights, which are loaded between two steps."""
+class _Change(NamedTuple):
+    """A change of weights between two steps."""
 
-    load: Callable[[], PreTrainedModel]
-    version: int
+    apply: Callable[[], None]
     done: Future[None]
 
 
@@ -47,6 +49,8 @@ class Sampler:
     Args:
         model: a causal language model in evaluation mode. Its weights change in `update_weights`
             alone; a change at another time mixes old keys and values with new ones.
+        adapters: adapters of the model, which requests may name. No other thread may use the model.
+            Requests without an adapter sample from the base model. None: from the model as it is.
         tokenizer: for stop strings and texts; None if there are only token ids.
         version: policy version of the weights.
         limits: bounds of the running batch.
@@ -57,32 +61,41 @@ class Sampler:
         self,
         model: PreTrainedModel,
         *,
+        adapters: Adapters | None = None,
         tokenizer: Tokenizer | None = None,
         version: int = -1,
         limits: BatchLimits | None = None,
         max_requests: int = 4096,
     ) -> None:
         limits = limits or BatchLimits()
-        self._batch = ContinuousBatch(model, version=version, limits=limits)
+        self._batch = ContinuousBatch(model, version=version, limits=limits, adapters=adapters)
+        self._adapters = adapters
+        self._names = {""}
         self._model_limits: ModelLimits = limits_of(model, max_tokens=limits.max_cached_tokens)
         self._tokenizer = tokenizer
         self._max_requests = max_requests
         self._num_requests = 0
         self._is_closed = False
         self._lock = threading.Lock()
-        self._inbox: queue.SimpleQueue[SampleRequest | _Update | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[SampleRequest | _Change | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._thread.start()
 
     def submit(
-        self, prompt_ids: Sequence[int] | ArrayLike, params: SamplingParams | None = None
+        self,
+        prompt_ids: Sequence[int] | ArrayLike,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str = "",
     ) -> Future[SampleResult]:
         """Return the future of a request; requests start in the order of these calls.
 
-        `future.cancel()` ends a request at any time before its result.
+        `future.cancel()` ends a request at any time before its result. `adapter` names the adapter
+        that samples; "" is the model itself.
 
         Raises:
-            InvalidConfigError: the prompt or a parameter does not fit to the model.
+            InvalidConfigError: the prompt or a parameter does not fit to the model, or it has no
+                such adapter.
             RejectedError: the sampler is closed, or has `max_requests` unfinished requests.
         """
         request = new_request(
@@ -90,8 +103,12 @@ class Sampler:
             params or SamplingParams(),
             limits=self._model_limits,
             tokenizer=self._tokenizer,
+            adapter=adapter,
         )
         with self._lock:
+            if adapter not in self._names:
+                message = f"{adapter!r} was not added: use update_weights(adapter=...)"
+                raise InvalidConfigError("adapter", message)
             if self._num_requests >= self._max_requests:
                 message = f"{self._num_requests} requests are unfinished, the most (max_requests)"
                 raise RejectedError(message, _BUSY_RETRY_S)
@@ -100,17 +117,28 @@ class Sampler:
         request.future.add_done_callback(self._count_down)
         return request.future
 
-    def update_weights(self, version: int, load: Callable[[], PreTrainedModel]) -> None:
+    def update_weights(
+        self, version: int, load: Callable[[], PreTrainedModel], *, adapter: str = ""
+    ) -> None:
         """Call `load` between two steps, and sample from the model that it returns.
 
-        `load` may change the weights of the model in place and return it. Running sequences keep
-        their tokens and continue with the new weights: `version_runs` says which version sampled
-        which tokens. Blocks until the weights are loaded; an error of `load` is raised here.
+        `load` may change the weights of the model in place and return it. With a new `adapter`,
+        it adds this one to `adapters` and returns the model. Running sequences keep their tokens
+        and continue with the new weights: `version_runs` says which version sampled which tokens.
+        Sequences of other adapters are not disturbed; new weights of the model itself change all.
+        Blocks until the weights are loaded; an error of `load` is raised here.
         """
-        update = _Update(load, version, Future())
+        if adapter and self._adapters is None:
+            raise InvalidConfigError("adapter", f"{adapter!r}, but the sampler has no adapters")
+        self._change(lambda: self._update(version, load, adapter=adapter))
+
+    def remove_adapter(self, adapter: str) -> None:
+        """Delete an adapter between two steps. Its unfinished requests fail with RejectedError."""
         with self._lock:
-            self._put(update)
-        update.done.result()
+            if not adapter or adapter not in self._names:
+                raise InvalidConfigError("adapter", f"{adapter!r} was not added")
+            self._names.remove(adapter)
+        self._change(lambda: self._remove(adapter))
 
     def close(self) -> None:
         """Cancel unfinished requests, and wait for the end of the running step."""
@@ -126,7 +154,13 @@ class Sampler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _put(self, item: SampleRequest | _Update | None) -> None:
+    def _change(self, apply: Callable[[], None]) -> None:
+        change = _Change(apply, Future())
+        with self._lock:
+            self._put(change)
+        change.done.result()
+
+    def _put(self, item: SampleRequest | _Change | None) -> None:
         if self._is_closed:
             raise RejectedError("the sampler is closed")
         self._inbox.put(item)
@@ -156,15 +190,29 @@ class Sampler:
                 return False
             if isinstance(item, SampleRequest):
                 self._batch.add(item)
+                continue
+            try:
+                item.apply()
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                item.done.set_exception(error)
             else:
-                self._update(item)
+                item.done.set_result(None)
 
-    def _update(self, update: _Update) -> None:
-        """Load weights. After an error the old model restarts too: it may be half changed."""
+    def _update(self, version: int, load: Callable[[], PreTrainedModel], *, adapter: str) -> None:
+        """Load weights. After an error the old ones restart too: they may be half changed."""
         try:
-            self._batch.restart(update.load(), version=update.version)
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            self._batch.restart(self._batch.model, version=self._batch.version)
-            update.done.set_exception(error)
-        else:
-            update.done.set_result(None)
+            self._batch.restart(load(), version=version, adapter=adapter)
+        except Exception:
+            if self._batch.has(adapter):
+                old = self._batch.version(adapter)
+                self._batch.restart(self._batch.model, version=old, adapter=adapter)
+            raise
+        with self._lock:
+            self._names.add(adapter)
+
+    def _remove(self, adapter: str) -> None:
+        assert self._adapters is not None
+        with self._lock:
+            self._names.discard(adapter)  # an update at the same time may have added it again
+        self._batch.remove(adapter)
+        self._adapters.remove(adapter)

@@ -81,6 +81,7 @@ class SampleRequest:
         max_tokens: most sampled tokens of each sequence.
         stop_ids: tokens that end a sequence.
         tokenizer: for stop strings and texts.
+        adapter: adapter of the model that samples; "" for the model itself.
         future: its result. A cancelled future ends the request.
         prompt: log-probabilities of the prompt, once they are computed.
         prompt_version: policy version of these.
@@ -93,6 +94,7 @@ class SampleRequest:
     max_tokens: int
     stop_ids: frozenset[int]
     tokenizer: Tokenizer | None = None
+    adapter: str = ""
     future: Future[SampleResult] = field(default_factory=Future)
     prompt: PromptLogprobs | None = None
     prompt_version: int = -1
@@ -247,6 +249,7 @@ def new_request(
     *,
     limits: ModelLimits,
     tokenizer: Tokenizer | None,
+    adapter: str = "",
 ) -> SampleRequest:
     """Return a request; an InvalidConfigError names the field and the value that is wrong."""
     ids = _checked_prompt(prompt_ids, limits=limits)
@@ -274,6 +277,7 @@ def new_request(
         max_tokens=max_tokens,
         stop_ids=frozenset(stop_ids),
         tokenizer=tokenizer,
+        adapter=adapter,
     )
 
 

@@ -224,6 +224,7 @@ def test_sampling_runs_as_printed(runner: Runner, capsys: pytest.CaptureFixture[
     runner.open(
         "docs/sampling.md",
         model=load_policy(SmallModelSpec(vocab_size=64, hidden_size=32)),
+        folder=Path("base"),
         tokenizer=tokenizer,
         prompts=[[1, 2, 3], [4, 5]],
         judge=lambda text: float(len(text)),
@@ -238,6 +239,8 @@ def test_sampling_runs_as_printed(runner: Runner, capsys: pytest.CaptureFixture[
     versions = ast.literal_eval(capsys.readouterr().out)
     assert versions[-1][0] == 1
     assert sum(count for _, count in versions) == 64
+    runner.run_block()
+    assert capsys.readouterr().out == "((3, 64),) ((0, 64),)\n"
 
 
 def test_advantages_runs_as_printed(runner: Runner) -> None:

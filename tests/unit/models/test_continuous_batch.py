@@ -107,7 +107,7 @@ def test_batch_never_exceeds_its_bounds_and_starts_in_order() -> None:
     with recorded_passes(batch.model) as shapes:
         while not batch.is_idle:
             batch.step()
-            running = {id(each.request): each for each in batch._running}
+            running = {id(each.request): each for each in batch.running}
             lengths = [each.max_length for each in running.values()]
             assert len(lengths) <= 4
             assert len(lengths) * max(lengths, default=0) <= 80
@@ -173,7 +173,7 @@ def test_restart_samples_the_rest_from_the_new_weights() -> None:
     run(batch, steps=5)
 
     # The two restarted ones came first, and are finished.
-    assert [len(each.token_ids) for each in batch._running] == [1, 1]
+    assert [len(each.token_ids) for each in batch.running] == [1, 1]
     assert len(batch._waiting) == 2
     run(batch)
 
