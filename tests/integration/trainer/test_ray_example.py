@@ -128,6 +128,7 @@ def _example(url: str, ray_folder: Path, output: Path) -> Iterator[subprocess.Po
         "OMP_NUM_THREADS": "1",
         "RAY_OVERRIDE_RESOURCES": '{"CPU": 2}',
         "RAY_TMPDIR": str(ray_folder),
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_USAGE_STATS_ENABLED": "0",
         "TURNSTREAM_REDIS_URL": url,
