@@ -262,7 +262,7 @@ async def test_weights_over_http_are_those_of_the_trainer(
     config = TrainerConfig(run="run", folder=tmp_path, weights_listen="127.0.0.1:0")
     policy = NewestPolicy(live_run.client, live_run.name, cache=tmp_path / "cache")
     with WeightsPublisher(config) as publisher:
-        uri = publisher.publish(make_engine(model), version=7)
+        uri = publisher.publish(make_engine(model).gather_weights(), version=7)
         await live_run.say(7, uri=uri)
 
         policy.refresh()
