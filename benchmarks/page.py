@@ -26,6 +26,7 @@ WEIGHT_GOALS = {1: 64, 8: 16}
 IDLE_GOAL_PERCENT = 1.0
 FAILOVER_GOAL_S = 10.0
 TRAINING_GOAL = 5.0
+WAIT_GOAL = 0.05
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -311,9 +312,12 @@ def training(found: dict[str, Any]) -> str:
     ]
     titles = ["layout", "rows", "tokens", "padding", "trained tokens/CPU s", "times"]
     gain = last["tokens_per_s"] / first["tokens_per_s"]
+    waiting = found["waiting"]
     return table(titles, rows) + (
         f"\n\nTrajectories: {found['source']}. {last['layout']}: {gain:.1f} times, of "
-        f"{TRAINING_GOAL:g}: {reached(gain >= TRAINING_GOAL)}."
+        f"{TRAINING_GOAL:g}: {reached(gain >= TRAINING_GOAL)}. A worker waited for data "
+        f"{waiting['share']:.2%} of {waiting['elapsed_s']:.1f} s, of at most {WAIT_GOAL:.0%}: "
+        f"{reached(waiting['share'] < WAIT_GOAL)}."
     )
 
 

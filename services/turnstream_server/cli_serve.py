@@ -59,7 +59,11 @@ def trainer(
 ) -> None:
     """Train a policy on the batches of a run."""
     from turnstream_server import bootstrap
-    from turnstream_server.generators.preset import LEARNING_RATE, preset_config, preset_policy
+    from turnstream_server.generators.preset import (
+        preset_config,
+        preset_policy,
+        preset_rates,
+    )
 
     if preset not in (None, "guessing"):
         message = f"{preset!r} is no preset; the only one is guessing"
@@ -67,12 +71,12 @@ def trainer(
     if (config.policy is None) == (preset is None):
         raise InvalidConfigError("--policy", "use either --policy or --preset")
     if preset:
-        rate = LEARNING_RATE if config.learning_rate is None else config.learning_rate
-        small_model = preset_policy(seed=config.seed)
-        config = replace(config, small_model=small_model, learning_rate=rate)
+        rates = preset_rates(lora_rank=config.lora_rank)
+        found = {name: rate for name, rate in rates.items() if getattr(config, name) is None}
+        config = replace(config, small_model=preset_policy(seed=config.seed), **found)
     new_run = None
     if preset:
-        new_run = preset_config(estimator="grpo" if config.critic is None else "gae")
+        new_run = preset_config(estimator="dr_grpo" if config.critic is None else "gae")
     bootstrap.start_trainer(environment(), config, new_run=new_run)
 
 

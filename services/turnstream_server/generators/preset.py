@@ -1,7 +1,7 @@
 """Settings with which a small transformer learns the guessing game in a few seconds of CPU time.
 
-Measured in one process: 0.6 of the best mean reward after 58 to 94 steps of 256 games, 6 to 10 CPU
-seconds with one thread, for each of ten seeds. A random policy finds the secret in a fifth of the
+Measured in one process with five seeds: ten steps have a mean reward of 0.82 after 104 to 152 steps
+of 256 games, which are 8 to 12 CPU seconds. A random policy finds the secret in a fifth of the
 games, the best one always.
 """
 
@@ -16,11 +16,18 @@ from turnstream_server.models.spec import SmallModelSpec
 
 LEARNING_RATE: Final = 2e-3
 
+LORA_LEARNING_RATE: Final = 3e-3
+"""With an adapter on all kinds of layers."""
 
-def preset_config(*, estimator: Estimator = "grpo") -> BatchingConfig:
+ENTROPY_BONUS: Final = 0.02
+"""Without it, most policies stop exploring before they find every number."""
+
+
+def preset_config(*, estimator: Estimator = "dr_grpo") -> BatchingConfig:
     """Return the settings of the run.
 
-    Learning slows down with staleness: 2 steps take a fifth more games than 1.
+    Learning slows down with staleness: 2 steps take a fifth more games than 1. Rewards are not
+    divided by their deviation, which enlarges rare failures of a good policy.
     """
     return BatchingConfig(
         batch_groups=32,
@@ -34,3 +41,9 @@ def preset_config(*, estimator: Estimator = "grpo") -> BatchingConfig:
 def preset_policy(*, seed: int) -> SmallModelSpec:
     """Return the first weights: two layers, 85,000 parameters."""
     return SmallModelSpec(vocab_size=VOCAB_SIZE, max_positions=MAX_TOKENS, seed=seed)
+
+
+def preset_rates(*, lora_rank: int) -> dict[str, float]:
+    """Return the fields of a trainer that the preset fills where they are open."""
+    rate = LORA_LEARNING_RATE if lora_rank else LEARNING_RATE
+    return {"learning_rate": rate, "entropy_bonus": ENTROPY_BONUS}

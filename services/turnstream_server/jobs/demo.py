@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +17,6 @@ from turnstream_server.jobs.options import DemoOptions
 from turnstream_server.jobs.stack import Service
 from turnstream_server.jobs.summary import Summary, summary_table
 from turnstream_server.settings import Settings, mask_password
-
-MIN_REWARD = 0.6
-"""The least mean reward to reach; the best policy's is 1."""
 
 _NEXT = "next: `turnstream up` starts a store and a batcher for your own generator and trainer"
 _CLOSING_S = 45.0
@@ -48,7 +46,7 @@ def run_demo(settings: Settings, options: DemoOptions, console: Console) -> int:
         job.stack.wait_for_all(services, timeout_s=_CLOSING_S)
         summary = job.history.summary()
     report(summary, console, title="demo", json_path=options.json_path)
-    has_learned, words = judge(summary)
+    has_learned, words = judge(summary, least=options.goal)
     console.print(f"{'learned' if has_learned else 'not learned'}: {words}", soft_wrap=True)
     console.print(f"plot: {plot_command(options.folder)}", soft_wrap=True, highlight=False)
     console.print(_NEXT, soft_wrap=True, highlight=False)
@@ -79,25 +77,30 @@ def introduction(job: Job) -> str:
 
 def _watch(job: Job, options: DemoOptions, console: Console) -> None:
     """Show the progress until the policy has learned, or the time is up."""
-    for summary in job.watch(console, timeout_s=options.max_seconds, goal=goal_of):
-        goal, last = goal_of(summary), summary.reward_last_tenth or 0.0
+    find = functools.partial(goal_of, least=options.goal)
+    for summary in job.watch(console, timeout_s=options.max_seconds, goal=find):
+        goal, last = find(summary), summary.reward_last_tenth or 0.0
         if goal and summary.trajectories >= _MIN_TRAJECTORIES and last >= _MARGIN * goal:
             break
 
 
-def goal_of(summary: Summary) -> float | None:
-    """Return the mean reward that the last tenth has to reach; None before the first reward."""
+def goal_of(summary: Summary, *, least: float) -> float | None:
+    """Return the mean reward that the last tenth has to reach; None before the first reward.
+
+    It is at least `least`; the best policy reaches 1.
+    """
     first = summary.reward_first_tenth
-    return None if first is None else max(2 * first, MIN_REWARD)
+    return None if first is None else min(1.0, max(2 * first, least))
 
 
-def judge(summary: Summary) -> tuple[bool, str]:
+def judge(summary: Summary, *, least: float) -> tuple[bool, str]:
     """Return whether the policy has learned, and the reason."""
-    first, last, goal = summary.reward_first_tenth, summary.reward_last_tenth, goal_of(summary)
+    first, last = summary.reward_first_tenth, summary.reward_last_tenth
+    goal = goal_of(summary, least=least)
     if first is None or last is None or goal is None:
         return False, "no game was finished"
     reached = f"mean reward {last:.3f} in the last tenth, {first:.3f} in the first"
-    wanted = f"{goal:.3f} (twice the first tenth, and at least {MIN_REWARD})"
+    wanted = f"{goal:.3f} (twice the first tenth, and at least {least})"
     return last >= goal, f"{reached}; wanted: {wanted}"
 
 
@@ -113,6 +116,8 @@ def _start_services(job: Job, options: DemoOptions, *, groups: int) -> Sequence[
         folder=stack.folder / "trainer",
         threads=1,
         seed=options.seed,
+        lora_rank=options.lora_rank,
+        lora_layers="attention,mlp,unembedding",
     )
     generators = [
         stack.start(

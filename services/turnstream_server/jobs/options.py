@@ -27,6 +27,12 @@ class DemoOptions:
     num_generators: Annotated[
         int, typer.Option("--generators", min=1, help="Number of generator processes.")
     ] = 2
+    goal: Annotated[
+        float, typer.Option(min=0, max=1, help="Mean reward of the last tenth of the games.")
+    ] = 0.8
+    lora_rank: Annotated[
+        int, typer.Option(min=0, help="Train a LoRA adapter of this rank; 0: all weights.")
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,7 +140,10 @@ class TrainerConfig:
         Path | None,
         typer.Option(help="Model folder of the reference policy. Default: the first policy."),
     ] = None
-    entropy_bonus: Annotated[float, typer.Option(min=0, help="Factor of the mean entropy.")] = 0.0
+    entropy_bonus: Annotated[
+        float | None,
+        typer.Option(min=0, help="Factor of the mean entropy. Default: 0, or that of the preset."),
+    ] = None
     proximal: Annotated[
         str | None,
         typer.Option(
@@ -253,7 +256,7 @@ class TrainerConfig:
             loss=self.loss,
             corrections=self.correction,
             kl=self.kl,
-            entropy_bonus=self.entropy_bonus,
+            entropy_bonus=self.entropy_bonus or 0.0,
             proximal=self.proximal,
             denominators=self.denominators,
         )

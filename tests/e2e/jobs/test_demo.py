@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 def test_a_short_demo_ends_honestly_and_leaves_nothing(job: Job) -> None:
     status, output = job.run(
-        "demo", "--max-seconds", "40", "--json", str(job.json_path), timeout_s=200
+        *("demo", "--goal", "0.6", "--max-seconds", "40", "--json", str(job.json_path)),
+        timeout_s=200,
     )
 
     assert status in (0, 1), output + job.logs()

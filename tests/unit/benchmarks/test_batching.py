@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from testkit import turn
 from testkit.benchmarks import BENCHMARKS, run_benchmark
@@ -61,7 +65,34 @@ def test_tiny_run_of_training_trains_equal_tokens_in_each_layout(tmp_path: Path)
     assert merged["num_tokens"] == packed["num_tokens"] < step_wise["num_tokens"]
     assert packed["padding_share"] == 0 < merged["padding_share"]
     assert "merged packed" in output
+    assert found["waiting"]["num_steps"] == 3
+    assert 0 <= found["waiting"]["wait_s"] < found["waiting"]["elapsed_s"]
+    assert "a worker waits" in output
+    assert "A worker waited for data" in page
     assert "| merged packed |" in page
+
+
+def test_tiny_run_of_cuda_trains_with_and_without_recomputation(tmp_path: Path) -> None:
+    off, on = _measure_cuda(tmp_path, "--tiny")
+
+    assert [off["recomputes"], on["recomputes"]] == [False, True]
+    assert min(off["tokens_per_s"], on["tokens_per_s"]) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_half_a_billion_weights_train_in_bfloat16_with_a_known_mfu(tmp_path: Path) -> None:
+    for each in _measure_cuda(tmp_path, "--rows", "2", "--updates", "2"):
+        assert each["tokens_per_s"] > 0
+        assert each["mfu"] is None or 0 < each["mfu"] < 1
+        assert each["peak_gpu_bytes"] > 1e9
+
+
+def _measure_cuda(folder: Path, *words: str) -> list[dict[str, Any]]:
+    path = folder / "cuda.json"
+    command = [sys.executable, BENCHMARKS / "cuda.py", *words, "--json", path]
+    subprocess.run(command, check=True, timeout=600)
+    return json.loads(path.read_text())
 
 
 def test_tiny_run_of_sampling_measures_every_way(tmp_path: Path) -> None:

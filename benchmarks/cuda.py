@@ -1,0 +1,206 @@
+"""Training speed of the engine on a CUDA device, with random weights of 0.5 and 1.5 B parameters.
+
+    python benchmarks/cuda.py            # needs a CUDA device
+    python benchmarks/cuda.py --tiny     # a small model on any device: checks that it works
+
+Each update trains packed rows of random tokens in bfloat16, with and without gradient
+checkpointing. The first updates are not counted. Tokens per second and MFU are of the wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from turnstream.batching.rows.plain_rows import plain_rows
+from turnstream.types import Denominators, MiniBatchInfo, Ragged
+from turnstream.worker import PulledMiniBatch
+from turnstream_server.models.policy import load_policy
+from turnstream_server.models.recompute import recompute_layers
+from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.reporting.device import DeviceUse
+from turnstream_server.trainer.settings import AdamSettings
+
+SPECS = {
+    "0.5 B": SmallModelSpec(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_layers=24,
+        num_heads=14,
+        max_positions=32_768,
+        weight_std=0.02,
+    ),
+    "1.5 B": SmallModelSpec(
+        vocab_size=151_936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_layers=28,
+        num_heads=12,
+        max_positions=32_768,
+        weight_std=0.02,
+    ),
+}
+TINY = SmallModelSpec(vocab_size=512, max_positions=4096)
+
+ROW_TOKENS = 4096
+PROMPT_TOKENS = 1024
+NUM_WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The updates of one model.
+
+    Attributes:
+        tokens_per_s: all tokens of the rows, prompts too.
+        mfu: None without CUDA, and on a device of unknown peak rate.
+    """
+
+    model: str
+    recomputes: bool
+    tokens_per_s: float
+    mfu: float | None
+    peak_gpu_bytes: float | None
+
+
+def make_mini_batch(*, num_rows: int, row_tokens: int, vocab_size: int) -> PulledMiniBatch:
+    """Return rows of random tokens, one pass for each."""
+    prompt = row_tokens * PROMPT_TOKENS // ROW_TOKENS
+    offsets = np.arange(num_rows + 1, dtype=np.int32)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, vocab_size, num_rows * row_tokens).astype(np.int32)
+    responses = row_tokens - prompt
+    mask = np.ones(num_rows * responses, np.uint8)
+    rows = plain_rows(
+        Ragged(ids, offsets * np.int32(row_tokens)),
+        Ragged(mask, offsets * np.int32(responses)),
+        num_trained_B=np.full(num_rows, responses, np.int64),
+        first_row_id=0,
+    )
+    rows = dataclasses.replace(rows, advantage=rng.normal(size=num_rows).astype(np.float32))
+    denominators = Denominators(
+        num_tokens=len(mask),
+        num_sequences=num_rows,
+        num_trajectories=num_rows,
+        num_groups=num_rows,
+        weight_sum=float(num_rows),
+        length_constant=0,
+    )
+    info = MiniBatchInfo(
+        run="cuda",
+        step=1,
+        revision=0,
+        lineage="main",
+        mini_batch=0,
+        num_mini_batches=1,
+        manifest_hash="",
+        assembly_version=0,
+        config_revision=1,
+        pad_token_id=0,
+        width=row_tokens,
+        response_width=responses,
+        denominators=denominators,
+        padding_share=0.0,
+        merge_ratio=1.0,
+        oldest_version=0,
+        newest_version=0,
+        dp_rank=0,
+        dp_world_size=1,
+        num_real_rows=num_rows,
+        num_inert_rows=0,
+        micro_batches=tuple((row,) for row in range(num_rows)),
+    )
+    return PulledMiniBatch(rows=rows, info=info, content_hash="", num_bytes=0)
+
+
+def measure(
+    name: str, spec: SmallModelSpec, *, recomputes: bool, mini_batch: PulledMiniBatch, updates: int
+) -> Result:
+    """Return the speed of updates on the CUDA device, or on the CPU without one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_policy(spec, device=device)
+    if recomputes:
+        recompute_layers(model)
+    adam = AdamSettings(learning_rate=1e-6)
+    engine = Engine(model, adam=adam, layout="packed", dtype=torch.bfloat16)
+    use = DeviceUse(model)
+    for _ in range(NUM_WARM_UP):
+        engine.update(mini_batch, aggregation="token_mean")
+    _finish(device)
+    began_s = time.perf_counter()
+    for _ in range(updates):
+        engine.update(mini_batch, aggregation="token_mean")
+    _finish(device)
+    elapsed_s = time.perf_counter() - began_s
+    lengths = mini_batch.rows.input_ids.lengths.astype(np.int64)
+    found = use.lap(
+        num_tokens=updates * int(lengths.sum()),
+        squared_lengths=updates * int((lengths**2).sum()),
+        step_s=elapsed_s,
+    )
+    return Result(
+        model=name,
+        recomputes=recomputes,
+        tokens_per_s=updates * int(lengths.sum()) / elapsed_s,
+        mfu=found["mfu"],
+        peak_gpu_bytes=found["peak_gpu_bytes"],
+    )
+
+
+def results(*, tiny: bool, num_rows: int, updates: int) -> Iterator[Result]:
+    """Yield the results of all models."""
+    for name, spec in ({"tiny": TINY} if tiny else SPECS).items():
+        mini_batch = make_mini_batch(
+            num_rows=num_rows,
+            row_tokens=64 if tiny else ROW_TOKENS,
+            vocab_size=spec.vocab_size,
+        )
+        for recomputes in (False, True):
+            yield measure(name, spec, recomputes=recomputes, mini_batch=mini_batch, updates=updates)
+
+
+def _finish(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def report(found: Sequence[Result]) -> None:
+    """Print a line for each model."""
+    print(f"{'model':8} {'checkpointing':13} {'tokens/s':>10} {'MFU':>7} {'peak GB':>8}")
+    for each in found:
+        mfu = "-" if each.mfu is None else f"{each.mfu:.1%}"
+        peak = "-" if each.peak_gpu_bytes is None else f"{each.peak_gpu_bytes / 1e9:.1f}"
+        switch = "on" if each.recomputes else "off"
+        print(f"{each.model:8} {switch:13} {each.tokens_per_s:10,.0f} {mfu:>7} {peak:>8}")
+
+
+def main() -> None:
+    """Measure all models and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rows", type=int, default=8, help="rows of an update")
+    parser.add_argument("--updates", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not arguments.tiny and not torch.cuda.is_available():
+        parser.error("there is no CUDA device: use --tiny to check that the benchmark works")
+    updates = 1 if arguments.tiny else arguments.updates
+    found = list(results(tiny=arguments.tiny, num_rows=arguments.rows, updates=updates))
+    report(found)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps([asdict(each) for each in found], indent=2))
+
+
+if __name__ == "__main__":
+    main()
