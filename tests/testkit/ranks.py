@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ ALL_PARTS: dict[str, Any] = {
     "entropy_bonus": 0.01,
     "denominators": "recount",
 }
+_Result = TypeVar("_Result")
 WORLD_SIZES = (2, 3)
 KL_IN_REWARD = "k1:coefficient=0.1,place=reward"
 _BUDGET = Budget(limit=12)
@@ -133,12 +134,19 @@ def _updates(ranks: Ranks, *, parallel: Parallel) -> dict[str, Updated]:
     }
 
 
-def run_ranks(world_sizes: Sequence[int], folder: Path) -> dict[int, list[Outcome]]:
-    """Return the outcomes of all ranks by world size. The same processes serve all sizes."""
+def run_ranks(
+    world_sizes: Sequence[int],
+    folder: Path,
+    job: Callable[[Ranks, Path], _Result],
+    *,
+    device: str = "cpu",
+) -> dict[int, list[_Result]]:
+    """Return what `job` returns on all ranks, by world size. The same processes serve all sizes."""
     context = multiprocessing.get_context("spawn")
     ports = {size: _free_port() for size in world_sizes}
     processes = [
-        context.Process(target=_run, args=(rank, ports, folder)) for rank in range(max(world_sizes))
+        context.Process(target=_run, args=(rank, ports, folder, job, device))
+        for rank in range(max(world_sizes))
     ]
     for process in processes:
         process.start()
@@ -151,12 +159,17 @@ def run_ranks(world_sizes: Sequence[int], folder: Path) -> dict[int, list[Outcom
     }
 
 
-def _run(rank: int, ports: dict[int, int], folder: Path) -> None:
+def _run(
+    rank: int, ports: dict[int, int], folder: Path, job: Callable[[Ranks, Path], Any], device: str
+) -> None:
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["LOCAL_RANK"] = str(rank)
     for size, port in ports.items():
         if rank < size:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             with join_ranks(Launch(rank, size, "")) as ranks:
-                result = outcome(ranks, folder / f"{size}")
+                result = job(ranks, folder / f"{size}")
             torch.save(result, _file(folder, size, rank))
 
 

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> Outcomes:
     """Return the outcomes of all ranks by world size."""
-    return {1: [outcome(ONE_RANK, folder / "1")], **run_ranks(WORLD_SIZES, folder)}
+    return {1: [outcome(ONE_RANK, folder / "1")], **run_ranks(WORLD_SIZES, folder, outcome)}
 
 
 CASES = [
