@@ -13,7 +13,7 @@ import typer
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.spec import AdapterConfig, SmallModelSpec, layer_switches
-from turnstream_server.options import Dump, Redis, Threads
+from turnstream_server.options import Dump, Redis, Threads, split_address
 from turnstream_server.trainer.critic.config import CriticConfig
 from turnstream_server.trainer.objectives.config import DEFAULT_LOSS, ObjectiveConfig
 from turnstream_server.trainer.settings import (
@@ -24,6 +24,7 @@ from turnstream_server.trainer.settings import (
     Parallel,
     ScheduleSettings,
     parse_arguments,
+    parse_push,
     require_one_of,
 )
 
@@ -289,6 +290,10 @@ class TrainerConfig:
         require_one_of("layout", self.layout, get_args(Layout))
         require_one_of("parallel", self.parallel, get_args(Parallel))
         require_one_of("dtype", self.dtype, get_args(Dtype))
+        for target in self.push:
+            parse_push(target)
+        if self.weights_listen:
+            split_address(self.weights_listen, option="--weights-listen")
         for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(name, f"{getattr(self, name)} is below 1")

@@ -24,8 +24,9 @@ from typing import Any, Final, Protocol
 
 import httpx2
 
-from turnstream.errors import InvalidConfigError, RejectedError, TurnstreamError, UnavailableError
+from turnstream.errors import RejectedError, TurnstreamError, UnavailableError
 from turnstream_server.trainer.checkpoint import NUM_VERSIONS
+from turnstream_server.trainer.settings import checked_url, parse_push
 
 NO_VERSION: Final = "unknown"
 """The `weight_version` of a vLLM server while its weights are replaced, or after that failed."""
@@ -237,27 +238,8 @@ def inference_server(
     Raises:
         InvalidConfigError: the text is not vllm=URL or sglang=URL.
     """
-    kind, _, url = target.partition("=")
-    if kind not in _KINDS:
-        message = f"{target!r} is not vllm=URL or sglang=URL, such as vllm=http://10.0.0.7:8000"
-        raise InvalidConfigError("--push", message)
+    kind, url = parse_push(target)
     return _KINDS[kind](url, adapter=adapter, api_key=api_key, timeout_s=timeout_s)
-
-
-def checked_url(url: str) -> str:
-    """Return an HTTP address without the slash at its end.
-
-    >>> checked_url("http://10.0.0.7:8000/")
-    'http://10.0.0.7:8000'
-
-    Raises:
-        InvalidConfigError: it is no address, or of another scheme.
-    """
-    with suppress(httpx2.InvalidURL):
-        parsed = httpx2.URL(url)
-        if parsed.scheme in ("http", "https") and parsed.host:
-            return url.rstrip("/")
-    raise InvalidConfigError("--push", f"{url!r} is no address such as http://10.0.0.7:8000")
 
 
 def adapter_name(adapter: str, version: int) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 from turnstream.errors import InvalidConfigError
 
@@ -30,6 +32,9 @@ SCHEDULES: Final = (
     "warmup_stable_decay",
 )
 """Names of transformers whose learning rate depends on the number of the update alone."""
+
+INFERENCE_SERVERS: Final = ("vllm", "sglang")
+"""Kinds of inference servers that load published weights."""
 
 _ENDLESS: Final = ("constant", "constant_with_warmup", "inverse_sqrt")
 
@@ -114,3 +119,35 @@ def parse_arguments(text: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise InvalidConfigError("schedule_arguments", f"{text!r} is no JSON object")
     return arguments
+
+
+def parse_push(target: str) -> tuple[str, str]:
+    """Return kind and address of an inference server.
+
+    >>> parse_push("vllm=http://10.0.0.7:8000/")
+    ('vllm', 'http://10.0.0.7:8000')
+
+    Raises:
+        InvalidConfigError: the text is not vllm=URL or sglang=URL.
+    """
+    kind, _, url = target.partition("=")
+    if kind not in INFERENCE_SERVERS:
+        message = f"{target!r} is not vllm=URL or sglang=URL, such as vllm=http://10.0.0.7:8000"
+        raise InvalidConfigError("--push", message)
+    return kind, checked_url(url)
+
+
+def checked_url(url: str) -> str:
+    """Return an HTTP address without the slash at its end.
+
+    >>> checked_url("http://10.0.0.7:8000/")
+    'http://10.0.0.7:8000'
+
+    Raises:
+        InvalidConfigError: it is no address, or of another scheme.
+    """
+    with suppress(ValueError):  # of an invalid port
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url.rstrip("/")
+    raise InvalidConfigError("--push", f"{url!r} is no address such as http://10.0.0.7:8000")

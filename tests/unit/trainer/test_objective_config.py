@@ -182,3 +182,19 @@ def test_settings_of_an_objective_load_no_torch() -> None:
     code = f"import sys, {objective_config.__name__}; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"push": ["tgi=http://a:1"]}, "--push: 'tgi=http://a:1' is not vllm=URL or sglang=URL"),
+        ({"push": ["vllm=a:1"]}, "--push: 'a:1' is no address such as http://10.0.0.7:8000"),
+        ({"push": ["vllm=http://a:x"]}, "--push: 'http://a:x' is no address"),
+        ({"weights_listen": "host"}, "--weights-listen: 'host'"),
+    ],
+)
+def test_wrong_addresses_are_refused_before_a_model_is_loaded(
+    fields: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidConfigError, match=problem):
+        TrainerConfig(run="run", folder=Path(), **fields)

@@ -99,6 +99,7 @@ class Step:
     """One training step: this rank's share of its mini-batches.
 
     Iterate over it once: with `for mini_batch in step`, or with `mini_batches` for several epochs.
+    After an error such as NotReadyError, the same loop resumes at the mini-batch that did not come.
 
     Attributes:
         number: from 1.
@@ -113,7 +114,7 @@ class Step:
         self._waited_s = waited_s
         self._infos: list[MiniBatchInfo] = []
         self._num_tokens: list[int] = []
-        self._arriving = self._pull(first)
+        self._first: PulledMiniBatch | None = first
         self._mini_batches: Iterator[PulledMiniBatch] | None = None
         self._is_taken = False
         self.state = ""
@@ -151,33 +152,20 @@ class Step:
             whole_number(shuffle_seed, field="shuffle_seed", limit=_MAX_SEED, refusal=refusal)
         if self._mini_batches is not None:
             raise RejectedError(f"step {self.number}: an iteration over it has already started")
-        self._mini_batches = self._passes(epochs, shuffle_seed)
+        self._mini_batches = _Epochs(self, epochs=epochs, shuffle_seed=shuffle_seed)
         return self._mini_batches
 
-    def _passes(self, epochs: int, shuffle_seed: int | None) -> Iterator[PulledMiniBatch]:
-        kept: dict[int, PulledMiniBatch] = {}
-        for mini_batch in self._arriving:
-            if epochs > 1:
-                kept[mini_batch.info.mini_batch] = mini_batch
-            self._is_taken = epochs == 1 and mini_batch.is_last
-            yield mini_batch
-        for epoch in range(1, epochs):
-            order = list(range(len(kept)))
-            if shuffle_seed is not None:
-                order = epoch_order(len(kept), seed=shuffle_seed, step=self.number, epoch=epoch)
-            for index in order:
-                mini_batch = kept[index] if epoch + 1 < epochs else kept.pop(index)
-                self._is_taken = not kept
-                yield replace(mini_batch, epoch=epoch)
-
-    def _pull(self, mini_batch: PulledMiniBatch) -> Iterator[PulledMiniBatch]:
-        while True:
-            self._infos.append(mini_batch.info)
-            self._num_tokens.append(mini_batch.num_tokens)
-            yield mini_batch
-            if mini_batch.is_last:
-                return
+    def _arrive(self) -> PulledMiniBatch | None:
+        """Return the next mini-batch, None after the last. An error leaves all as it was."""
+        if self._first is not None:
+            mini_batch, self._first = self._first, None
+        elif self._infos[-1].is_last:
+            return None
+        else:
             mini_batch = next(self._stream)
+        self._infos.append(mini_batch.info)
+        self._num_tokens.append(mini_batch.num_tokens)
+        return mini_batch
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -243,6 +231,41 @@ class Step:
         if not self.state:
             raise RejectedError(f"step {self.number} is not done: call done() before commit()")
         self._stream.committed(self.state)
+
+
+class _Epochs(Iterator[PulledMiniBatch]):
+    """The mini-batches of a step in each epoch; an error of its stream does not end it."""
+
+    def __init__(self, step: Step, *, epochs: int, shuffle_seed: int | None) -> None:
+        self._step = step
+        self._epochs = epochs
+        self._shuffle_seed = shuffle_seed
+        self._kept: dict[int, PulledMiniBatch] = {}
+        self._later: Iterator[PulledMiniBatch] | None = None
+
+    def __next__(self) -> PulledMiniBatch:
+        if self._later is None:
+            mini_batch = self._step._arrive()
+            if mini_batch is not None:
+                if self._epochs > 1:
+                    self._kept[mini_batch.info.mini_batch] = mini_batch
+                self._step._is_taken = self._epochs == 1 and mini_batch.is_last
+                return mini_batch
+            self._later = self._repeat()
+        return next(self._later)
+
+    def _repeat(self) -> Iterator[PulledMiniBatch]:
+        kept, step = self._kept, self._step
+        for epoch in range(1, self._epochs):
+            order = list(range(len(kept)))
+            if self._shuffle_seed is not None:
+                order = epoch_order(
+                    len(kept), seed=self._shuffle_seed, step=step.number, epoch=epoch
+                )
+            for index in order:
+                mini_batch = kept[index] if epoch + 1 < self._epochs else kept.pop(index)
+                step._is_taken = not kept
+                yield replace(mini_batch, epoch=epoch)
 
 
 def epoch_order(num_mini_batches: int, *, seed: int, step: int, epoch: int) -> list[int]:
