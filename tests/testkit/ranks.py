@@ -129,6 +129,9 @@ def _updates(ranks: Ranks, *, parallel: Parallel) -> dict[str, Updated]:
             parallel=parallel,
         ),
         "critic": _update_critic(ranks, many, few, parallel=parallel),
+        "critic, a row without logprobs": _update_critic(
+            ranks, _without_logprobs(many), few, parallel=parallel
+        ),
         "critic packed": _update_critic(ranks, few, many, layout="packed", parallel=parallel),
         "infinite": _update(ranks, _rows(5, advantage=float("inf")), parallel=parallel),
     }
@@ -194,6 +197,15 @@ def _rows(num_rows: int, *, advantage: float = 1.0) -> Rows:
     )
     weights = np.array([0.5, 1.0, 1.0, 0.25, 2.0], np.float32)[:num_rows]
     return replace(built, weight=weights)
+
+
+def _without_logprobs(rows: Rows) -> Rows:
+    """Return the rows; the first one has no log-probabilities, so one rank alone has such a row."""
+    assert rows.logprobs is not None
+    values = rows.logprobs.values.copy()
+    first = slice(0, len(rows.logprobs[0]))
+    values[first][rows.loss_mask[0] == 1] = np.nan
+    return replace(rows, logprobs=replace(rows.logprobs, values=values))
 
 
 _MAKE: dict[str, Callable[[], dict[str, Any]]] = {

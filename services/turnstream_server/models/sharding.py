@@ -72,6 +72,17 @@ def whole_weights(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: whole(weight.detach()).cpu() for name, weight in named}
 
 
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return whole copies of the stored values of a model; all ranks call it.
+
+    A tied weight has its first name alone, as in a folder of weights.
+    """
+    weights = dict(model.named_parameters())
+    others = {name for name, _ in model.named_parameters(remove_duplicate=False)} - weights.keys()
+    stored = model.state_dict().items()
+    return whole_weights((name, each) for name, each in stored if name not in others)
+
+
 def _layer_types(model: nn.Module) -> set[str]:
     """Return the names of the classes that transformers keeps on one device: the layers."""
     known = [each for each in model.modules() if isinstance(each, PreTrainedModel)]

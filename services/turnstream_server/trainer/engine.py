@@ -24,7 +24,7 @@ from turnstream.batching.config.values import Aggregation
 from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream.types import MiniBatch
 from turnstream.worker import PulledMiniBatch
-from turnstream_server.models.sharding import is_sharded, whole_weights
+from turnstream_server.models.sharding import is_sharded, whole_state, whole_weights
 from turnstream_server.trainer.critic.critic import Critic
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
@@ -161,11 +161,13 @@ class Engine:
         if not self._objective.penalises_rewards:
             return None
         self._passes.activate()
+        known = self._known(mini_batch, old)
+        # All ranks or none: a pass gathers the shards of all ranks.
+        is_scored = any(self._ranks.gather(any(_lacks_logprobs(each.part) for each in known)))
         found: dict[int, NDArray[np.float32]] = {}
-        for each in self._known(mini_batch, old):
-            fallback_BR = each.part.logprobs
-            if fallback_BR is None or bool((fallback_BR.isnan() & each.part.trained_tokens).any()):
-                fallback_BR = self._passes.logprobs(each.part)
+        for each in known:
+            fallback_BR = self._passes.logprobs(each.part) if is_scored else each.part.logprobs
+            assert fallback_BR is not None
             scores, _ = _token_scores(each, fallback_BR)
             found |= each.part.response_values(self._objective.token_penalty(each.part, scores))
         return found
@@ -309,7 +311,7 @@ class Engine:
         if self._adapter is not None:
             weights = whole_weights(self._adapter.named_parameters()) if self.is_sharded else None
             return functools.partial(self._adapter.write, weights=weights)
-        weights = whole_weights(self.model.state_dict().items()) if self.is_sharded else None
+        weights = whole_state(self.model) if self.is_sharded else None
         return functools.partial(self.model.save_pretrained, state_dict=weights)
 
     def _begin_gradients(self) -> None:
@@ -375,6 +377,12 @@ class Engine:
         loss, row = self._objective.loss(prepared, scores, aggregation=aggregation)
         loss.backward()
         return row, missing_B
+
+
+def _lacks_logprobs(part: TrainedRows) -> bool:
+    """Return whether a trained token has no log-probability of the generator."""
+    own_BR = part.logprobs
+    return own_BR is None or bool((own_BR.isnan() & part.trained_tokens).any())
 
 
 def _no_logprobs(_: TrainedRows) -> None:

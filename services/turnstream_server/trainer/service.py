@@ -28,13 +28,20 @@ def run_trainer(config: TrainerConfig) -> None:
     """Train until the run ends, `max_steps` is reached or SIGTERM or SIGINT comes.
 
     The next trainer in the same folder begins at the newest complete checkpoint.
+
+    Raises:
+        SystemExit: one of several ranks was stopped by a signal; its status is 128 + the signal.
     """
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, _stop)
     try:
         train(config)
-    except _Stopped:
-        logger.info("trainer stopped by a signal")
+    except _Stopped as stopped:
+        logger.info("trainer stopped by %s", stopped.signal.name)
+        if find_launch().dp_world_size > 1:
+            # torchrun takes a status of 0 for a rank that has finished: the others would wait for
+            # this one, in place of a restart.
+            raise SystemExit(128 + stopped.signal) from None
 
 
 def train(config: TrainerConfig) -> None:
@@ -96,9 +103,13 @@ def _weights_folder(checkpoint: Checkpoint | None, config: TrainerConfig) -> Pat
 class _Stopped(BaseException):
     """A signal asked the process to stop."""
 
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
 
-def _stop(_number: int, _frame: FrameType | None) -> NoReturn:
+
+def _stop(number: int, _frame: FrameType | None) -> NoReturn:
     # Ignore further signals: they must not interrupt the clean-up.
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, signal.SIG_IGN)
-    raise _Stopped
+    raise _Stopped(number)

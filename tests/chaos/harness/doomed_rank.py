@@ -1,7 +1,7 @@
 """A rank of the trainer that kills itself where the variable KILLS says; else `turnstream`.
 
 KILLS is a JSON list with one entry for each start by torchrun, `[rank, place]`. A place is that of
-a failpoint, or `after STEP DELAY`: so many seconds after the metrics of a step are written.
+a failpoint, or `after STEP DELAY SIGNAL`: so many seconds after the metrics of a step are written.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def doom(environment: dict[str, str], *, start: int, rank: int) -> None:
     if not place.startswith("after "):
         os.environ["TURNSTREAM_FAILPOINT"] = place
         return
-    _, step, delay_s = place.split()
+    _, step, delay_s, name = place.split()
     metrics = Path(environment["FOLDER"]) / "metrics.jsonl"
-    arguments = (metrics, int(step), float(delay_s))
+    arguments = (metrics, int(step), float(delay_s), signal.Signals[name])
     threading.Thread(target=_kill_after, args=arguments, daemon=True).start()
 
 
@@ -42,11 +42,11 @@ def note_start(folder: Path, *, rank: int) -> None:
             starts.write("start\n")
 
 
-def _kill_after(metrics: Path, step: int, delay_s: float) -> None:
+def _kill_after(metrics: Path, step: int, delay_s: float, number: signal.Signals) -> None:
     while last_step(metrics) < step:
         time.sleep(_POLL_S)
     time.sleep(delay_s)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), number)
 
 
 def last_step(metrics: Path) -> int:

@@ -35,7 +35,7 @@ def outcomes(folder: Path) -> Outcomes:
 CASES = [
     *("padded", "packed", "clipped", "inert", "inert packed"),
     *("recomputed layers", "adapter", "adapter packed", "all parts"),
-    *("critic", "critic packed"),
+    *("critic", "critic packed", "critic, a row without logprobs"),
 ]
 
 
