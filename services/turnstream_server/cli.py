@@ -44,7 +44,7 @@ def demo(options: DemoOptions) -> None:
     """Train a small model live on the guessing game, until its reward has risen.
 
     Starts store, batcher, trainer and generators as processes, shows their progress, and ends in
-    a summary. Exits with 1 when the mean reward has not doubled, or has not reached 0.6.
+    a summary. Exits with 1 when the mean reward has not doubled, or has not reached --goal.
     """
     from turnstream_server.jobs.demo import run_demo
 

@@ -106,7 +106,11 @@ def _kills(rng: random.Random, *, is_sharded: bool) -> list[Kill]:
     ]
     chosen = rng.sample(every, len(every) if KILLS_ALL else 2)
     steps = sorted(rng.randrange(1, NUM_STEPS) for _ in range(8 if KILLS_ALL else 1))
-    moments = [Kill(rng.randrange(2), f"after {step} {rng.uniform(0, 0.2):.3f}") for step in steps]
+    # SIGTERM of one rank alone ends it too, and the others must not wait for it.
+    moments = [
+        Kill(rng.randrange(2), f"after {step} {rng.uniform(0, 0.2):.3f} {name}")
+        for step, name in zip(steps, itertools.cycle(("SIGTERM", "SIGKILL")), strict=False)
+    ]
     return [*chosen, *moments]
 
 
