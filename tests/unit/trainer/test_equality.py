@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from testkit.equality import Case, Found, cases, find_all, make_policy, reference
+from testkit.equality import Case, Found, cases, find_all, make_policy, reference, share
 from testkit.ranks import run_ranks
+from turnstream_server.trainer.ranks import Ranks
 from turnstream_server.trainer.settings import Parallel
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOLERANCE = 1e-5
 TOLERANCE_CUDA = 1e-4
@@ -57,7 +60,7 @@ def test_loss_and_gradients_equal_the_reference(
     layout: str,
 ) -> None:
     chosen = [case for case in expected if (case.form, case.layout) == (form, layout)]
-    assert len(chosen) > 40
+    assert len(chosen) > 15
 
     for case in chosen:
         for of_rank in found[size]:
@@ -81,13 +84,17 @@ def test_step_wise_rows_train_as_merged_ones_do(
         _assert_close(actual, wanted, tolerance=1e-6)
 
 
-def test_cases_have_every_cut_and_ranks_of_inert_rows_alone(found: Everything) -> None:
+def test_cases_have_every_cut_and_ranks_of_inert_rows_alone() -> None:
+    ranks = [Ranks(rank=rank, world_size=3) for rank in range(3)]
+
     limits = {case.limit for case in cases() if case.aggregation == "token_mean"}
-    few = [case for case in cases() if case.form == "merged" and case.num_trajectories == 2]
+    real = {min(share(case, rank).info.num_real_rows for rank in ranks) for case in cases()}
+    inert = {share(case, ranks[0]).info.num_inert_rows for case in cases()}
 
     assert len(limits) > 10
-    assert few
-    assert {size: len(ranks) for size, ranks in found.items()} == {1: 1, 2: 2, 3: 3}
+    assert 0 in real
+    assert max(real) > 0
+    assert 1 in inert
 
 
 @pytest.mark.gpu
