@@ -10,19 +10,22 @@ checkpointing. The first updates are not counted. Tokens per second and MFU are 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from training import pull
 
-from turnstream.batching.rows.plain_rows import plain_rows
-from turnstream.types import Denominators, MiniBatchInfo, Ragged
+from turnstream.batching.config import BatchingConfig
+from turnstream.types import Group, Trajectory, Turn
 from turnstream.worker import PulledMiniBatch
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.jobs.stack import Stack
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.recompute import recompute_layers
 from turnstream_server.models.spec import SmallModelSpec
@@ -30,25 +33,10 @@ from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.reporting.device import DeviceUse
 from turnstream_server.trainer.settings import AdamSettings
 
+_LARGE = SmallModelSpec(vocab_size=151_936, max_positions=32_768, weight_std=0.02)
 SPECS = {
-    "0.5 B": SmallModelSpec(
-        vocab_size=151_936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_layers=24,
-        num_heads=14,
-        max_positions=32_768,
-        weight_std=0.02,
-    ),
-    "1.5 B": SmallModelSpec(
-        vocab_size=151_936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_layers=28,
-        num_heads=12,
-        max_positions=32_768,
-        weight_std=0.02,
-    ),
+    "0.5 B": replace(_LARGE, hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14),
+    "1.5 B": replace(_LARGE, hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12),
 }
 TINY = SmallModelSpec(vocab_size=512, max_positions=4096)
 
@@ -73,54 +61,31 @@ class Result:
     peak_gpu_bytes: float | None
 
 
-def make_mini_batch(*, num_rows: int, row_tokens: int, vocab_size: int) -> PulledMiniBatch:
-    """Return rows of random tokens, one pass for each."""
-    prompt = row_tokens * PROMPT_TOKENS // ROW_TOKENS
-    offsets = np.arange(num_rows + 1, dtype=np.int32)
+def pull_mini_batch(*, num_rows: int, row_tokens: int, vocab_size: int) -> PulledMiniBatch:
+    """Return rows of random tokens in one mini-batch, each in a pass of its own."""
     rng = np.random.default_rng(0)
-    ids = rng.integers(1, vocab_size, num_rows * row_tokens).astype(np.int32)
-    responses = row_tokens - prompt
-    mask = np.ones(num_rows * responses, np.uint8)
-    rows = plain_rows(
-        Ragged(ids, offsets * np.int32(row_tokens)),
-        Ragged(mask, offsets * np.int32(responses)),
-        num_trained_B=np.full(num_rows, responses, np.int64),
-        first_row_id=0,
-    )
-    rows = dataclasses.replace(rows, advantage=rng.normal(size=num_rows).astype(np.float32))
-    denominators = Denominators(
-        num_tokens=len(mask),
-        num_sequences=num_rows,
-        num_trajectories=num_rows,
-        num_groups=num_rows,
-        weight_sum=float(num_rows),
-        length_constant=0,
-    )
-    info = MiniBatchInfo(
-        run="cuda",
-        step=1,
-        revision=0,
-        lineage="main",
-        mini_batch=0,
-        num_mini_batches=1,
-        manifest_hash="",
-        assembly_version=0,
-        config_revision=1,
-        pad_token_id=0,
-        width=row_tokens,
-        response_width=responses,
-        denominators=denominators,
-        padding_share=0.0,
-        merge_ratio=1.0,
-        oldest_version=0,
-        newest_version=0,
-        dp_rank=0,
-        dp_world_size=1,
-        num_real_rows=num_rows,
-        num_inert_rows=0,
-        micro_batches=tuple((row,) for row in range(num_rows)),
-    )
-    return PulledMiniBatch(rows=rows, info=info, content_hash="", num_bytes=0)
+    prompt = row_tokens * PROMPT_TOKENS // ROW_TOKENS
+    cuts = [rng.integers(1, vocab_size, row_tokens).astype(np.int32) for _ in range(num_rows)]
+    trajectories = [
+        Trajectory(
+            turns=[Turn(prompt_ids=ids[:prompt], response_ids=ids[prompt:])],
+            sample=sample,
+            reward=float(sample % 2),
+        )
+        for sample, ids in enumerate(cuts)
+    ]
+    with TemporaryDirectory() as folder, EmbeddedServer() as server:
+        stack = Stack(Path(folder), store_url=server.url)
+        try:
+            address = stack.start_batcher().address
+            groups = [Group(group_id="g", trajectories=trajectories)]
+            config = BatchingConfig(
+                batch_groups=1, mini_batch_groups=1, max_tokens_per_micro_batch=row_tokens
+            )
+            (mini_batch,) = pull(server.url, address, groups, name="cuda", config=config)
+        finally:
+            stack.stop()
+    return mini_batch
 
 
 def measure(
@@ -160,7 +125,7 @@ def measure(
 def results(*, tiny: bool, num_rows: int, updates: int) -> Iterator[Result]:
     """Yield the results of all models."""
     for name, spec in ({"tiny": TINY} if tiny else SPECS).items():
-        mini_batch = make_mini_batch(
+        mini_batch = pull_mini_batch(
             num_rows=num_rows,
             row_tokens=64 if tiny else ROW_TOKENS,
             vocab_size=spec.vocab_size,

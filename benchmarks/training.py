@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rollouts import make_trajectories
 
@@ -170,12 +170,13 @@ def _small_ids(turns: Sequence[Turn]) -> list[Turn]:
     ]
 
 
-def pull(store_url: str, batcher: str, layout: Layout, groups: list[Group]) -> list[Any]:
-    """Publish the groups into a run of this layout and return its mini-batches."""
-    name = layout.name.replace(" ", "-")
+def pull(
+    store_url: str, batcher: str, groups: list[Group], *, name: str, config: BatchingConfig
+) -> list[PulledMiniBatch]:
+    """Publish the groups into a new run and return its mini-batches."""
     with connect(store_url) as service:
-        run = _published(service, name, layout.config, groups)
-        pulled: list[Any] = []
+        run = _published(service, name.replace(" ", "-"), config, groups)
+        pulled: list[PulledMiniBatch] = []
         with run.batches(batcher=batcher) as batches:
             for step in batches:
                 pulled += list(step)
@@ -261,7 +262,10 @@ def measure(groups: list[Group], *, vocab_size: int, rounds: int) -> tuple[list[
         stack = Stack(Path(folder), store_url=server.url)
         try:
             address = stack.start_batcher().address
-            pulled = [pull(server.url, address, layout, groups) for layout in LAYOUTS]
+            pulled = [
+                pull(server.url, address, groups, name=each.name, config=each.config)
+                for each in LAYOUTS
+            ]
             waiting = train_and_wait(server.url, address, groups, vocab_size=vocab_size)
         finally:
             stack.stop()

@@ -133,10 +133,17 @@ def reference(model: PreTrainedModel, case: Case) -> Found:
     model.zero_grad()
     rows = _row_texts(case)
     trained = [sum(map(str.isupper, text)) for _, text in rows]
-    weights = _weights(case, rows, trained)
     owners = [owner for owner, _ in rows]
-    of_owner = {each: sum(n for o, n in zip(owners, trained, strict=True) if o == each)
-                for each in owners}  # fmt: skip
+    of_owner = {
+        each: sum(n for o, n in zip(owners, trained, strict=True) if o == each) for each in owners
+    }
+    kinds = {
+        "per_row": lambda owner, count: 1.0,
+        "per_trajectory": lambda owner, count: 1.0 / owners.count(owner),
+        "rollout_mean": lambda owner, count: count / of_owner[owner],
+    }
+    weigh = kinds[_WEIGHTS.get(case.aggregation, "per_row")]
+    weights = [weigh(owner, count) for owner, count in zip(owners, trained, strict=True)]
     of_group: dict[str, int] = {}
     for owner, count in of_owner.items():
         group = TRAJECTORIES[owner].group

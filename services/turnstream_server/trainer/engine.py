@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,10 +28,15 @@ from turnstream_server.models.sharding import is_sharded, whole_state, whole_wei
 from turnstream_server.trainer.critic.critic import Critic
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
-from turnstream_server.trainer.objectives.scores import PreparedPart, TokenScores, filled_behaviour
+from turnstream_server.trainer.objectives.scores import (
+    KnownPart,
+    PreparedPart,
+    lacks_logprobs,
+    token_scores,
+)
 from turnstream_server.trainer.operations import OperationLoss, OperationReport, run_passes
 from turnstream_server.trainer.optimizer import Optimizer, Schedule, StepReport
-from turnstream_server.trainer.passes import Passes, TrainedRows
+from turnstream_server.trainer.passes import Passes
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.reports import LossReport, UpdateReport
 from turnstream_server.trainer.settings import AdamSettings, Layout, ScheduleSettings
@@ -43,14 +48,6 @@ logger = logging.getLogger(__name__)
 
 WriteWeights = Callable[[Path], None]
 """Writes weights into a folder."""
-
-
-class _Known(NamedTuple):
-    """A micro-batch, and its log-probabilities under weights that the update does not change."""
-
-    part: TrainedRows
-    old_BR: Tensor | None
-    reference_BR: Tensor | None
 
 
 class Engine:
@@ -163,12 +160,12 @@ class Engine:
         self._passes.activate()
         known = self._known(mini_batch, old)
         # All ranks or none: a pass gathers the shards of all ranks.
-        is_scored = any(self._ranks.gather(any(_lacks_logprobs(each.part) for each in known)))
+        is_scored = any(self._ranks.gather(any(lacks_logprobs(each.part) for each in known)))
         found: dict[int, NDArray[np.float32]] = {}
         for each in known:
             fallback_BR = self._passes.logprobs(each.part) if is_scored else each.part.logprobs
             assert fallback_BR is not None
-            scores, _ = _token_scores(each, fallback_BR)
+            scores, _ = token_scores(each, fallback_BR)
             found |= each.part.response_values(self._objective.token_penalty(each.part, scores))
         return found
 
@@ -246,7 +243,7 @@ class Engine:
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers with their weights: of the policy, and of the critic if there is one."""
+        """The optimizers by their owner, "policy" and "critic"; each has the weights it trains."""
         of_critic = {} if self.critic is None else {"critic": self.critic.optimizer}
         return {"policy": self._optimizer, **of_critic}
 
@@ -328,15 +325,18 @@ class Engine:
         return run_passes(mini_batch, score, loss=loss, device=device, after_pass=after_pass)
 
     @torch.no_grad()
-    def _known(self, mini_batch: PulledMiniBatch, old: Sequence[Tensor] | None) -> list[_Known]:
+    def _known(self, mini_batch: PulledMiniBatch, old: Sequence[Tensor] | None) -> list[KnownPart]:
         parts = self._passes.micro_batches(mini_batch)
         olds = [None] * len(parts) if old is None else old
-        refer = self._passes.reference_logprobs if self._objective.needs_reference else _no_logprobs
-        return [_Known(part, old_BR, refer(part)) for part, old_BR in zip(parts, olds, strict=True)]
+        refers = self._objective.needs_reference
+        return [
+            KnownPart(part, old_BR, self._passes.reference_logprobs(part) if refers else None)
+            for part, old_BR in zip(parts, olds, strict=True)
+        ]
 
     @torch.no_grad()
     def _prepare(
-        self, mini_batch: PulledMiniBatch, known: Sequence[_Known]
+        self, mini_batch: PulledMiniBatch, known: Sequence[KnownPart]
     ) -> list[PreparedPart] | list[None]:
         """Return the micro-batches as the objective prepares them; None for each if it does not.
 
@@ -347,7 +347,7 @@ class Engine:
         if not objective.needs_preparation:
             return [None] * len(known)
         scores = [
-            _token_scores(
+            token_scores(
                 each,
                 each.old_BR
                 if each.old_BR is not None and not objective.prepares_with_current
@@ -359,7 +359,7 @@ class Engine:
         return objective.prepare(parts, scores, rows=mini_batch.rows, seed=self.num_updates)
 
     def _backward(
-        self, known: _Known, prepared: PreparedPart | None, *, aggregation: Aggregation
+        self, known: KnownPart, prepared: PreparedPart | None, *, aggregation: Aggregation
     ) -> tuple[Tensor, Tensor]:
         """Add the gradient of one micro-batch; return its statistics and its rows without logprobs.
 
@@ -372,34 +372,8 @@ class Engine:
             current_BR, entropies_BR = self._passes.logprobs_and_entropies(part)
         else:
             current_BR, entropies_BR = self._passes.logprobs(part), None
-        scores, missing_B = _token_scores(known, current_BR, entropies_BR=entropies_BR)
+        scores, missing_B = token_scores(known, current_BR, entropies_BR=entropies_BR)
         prepared = prepared or self._objective.prepare_alone(part, scores)
         loss, row = self._objective.loss(prepared, scores, aggregation=aggregation)
         loss.backward()
         return row, missing_B
-
-
-def _lacks_logprobs(part: TrainedRows) -> bool:
-    """Return whether a trained token has no log-probability of the generator."""
-    own_BR = part.logprobs
-    return own_BR is None or bool((own_BR.isnan() & part.trained_tokens).any())
-
-
-def _no_logprobs(_: TrainedRows) -> None:
-    """Return the log-probabilities of a reference that nothing reads."""
-
-
-def _token_scores(
-    known: _Known, current_BR: Tensor, *, entropies_BR: Tensor | None = None
-) -> tuple[TokenScores, Tensor]:
-    """Return the numbers that an objective reads, and the rows without logprobs, bool (B,)."""
-    fallback_BR = current_BR.detach() if known.old_BR is None else known.old_BR
-    behaviour_BR, missing_B = filled_behaviour(known.part, fallback_BR)
-    scores = TokenScores(
-        current_BR=current_BR,
-        old_BR=behaviour_BR if known.old_BR is None else known.old_BR,
-        behaviour_BR=behaviour_BR,
-        reference_BR=known.reference_BR,
-        entropies_BR=entropies_BR,
-    )
-    return scores, missing_B

@@ -146,7 +146,7 @@ def checked_url(url: str) -> str:
     Raises:
         InvalidConfigError: it is no address, or of another scheme.
     """
-    with suppress(ValueError):  # of an invalid port
+    with suppress(ValueError):  # the port is no number
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return url.rstrip("/")

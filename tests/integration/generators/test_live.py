@@ -59,7 +59,7 @@ class LiveRun(NamedTuple):
     session_epoch: int
 
     def config(self, writer: str = "live", **fields: Any) -> LiveGeneratorConfig:
-        """Of a generator of this run."""
+        """Return the settings of a generator of this run."""
         defaults = {"group_size": 2, "groups_per_round": 4, "timeout_s": 60.0}
         return LiveGeneratorConfig(
             redis_url=self.url, run=self.name, writer=writer, **{**defaults, **fields}

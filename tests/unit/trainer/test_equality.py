@@ -3,7 +3,7 @@
 Merged and step-wise rows, with trajectory weights; padded and packed; every cut into passes; with
 and without inert rows; 1, 2 and 3 ranks, which have the whole model or shards of it.
 
-The tolerance is 1e-5: of the loss, and of the largest value of each gradient tensor.
+The tolerance of the loss is 1e-5 of its value. That of a gradient is 1e-5 of its largest value.
 """
 
 from __future__ import annotations

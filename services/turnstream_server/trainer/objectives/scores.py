@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from turnstream.worker.tensors import RowTensors
+from turnstream.worker.layouts import PackedTensors
+from turnstream.worker.tensors import LeftPaddedTensors, RowTensors
 
 Gather = Callable[[Any], list[Any]]
 """Returns the values that all ranks pass, in the order of the ranks. All ranks must call it."""
@@ -73,6 +74,36 @@ class PreparedPart:
     def weight_BR(self) -> Tensor | None:
         """Product of the weights; None without a correction."""
         return reduce(torch.mul, self.weights) if self.weights else None
+
+
+class KnownPart(NamedTuple):
+    """A micro-batch, and its log-probabilities under weights that the update does not change."""
+
+    part: LeftPaddedTensors | PackedTensors
+    old_BR: Tensor | None
+    reference_BR: Tensor | None
+
+
+def token_scores(
+    known: KnownPart, current_BR: Tensor, *, entropies_BR: Tensor | None = None
+) -> tuple[TokenScores, Tensor]:
+    """Return the numbers that an objective reads, and the rows without logprobs, bool (B,)."""
+    fallback_BR = current_BR.detach() if known.old_BR is None else known.old_BR
+    behaviour_BR, missing_B = filled_behaviour(known.part, fallback_BR)
+    scores = TokenScores(
+        current_BR=current_BR,
+        old_BR=behaviour_BR if known.old_BR is None else known.old_BR,
+        behaviour_BR=behaviour_BR,
+        reference_BR=known.reference_BR,
+        entropies_BR=entropies_BR,
+    )
+    return scores, missing_B
+
+
+def lacks_logprobs(part: RowTensors) -> bool:
+    """Return whether a trained token has no log-probability of the generator."""
+    behaviour_BR = part.logprobs
+    return behaviour_BR is None or bool((behaviour_BR.isnan() & part.trained_tokens).any())
 
 
 def filled_behaviour(part: RowTensors, fallback_BR: Tensor) -> tuple[Tensor, Tensor]:
