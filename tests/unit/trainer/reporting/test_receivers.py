@@ -136,8 +136,12 @@ def test_wandb_resumes_its_run_and_has_the_step_as_axis(
     wait_until(lambda: time.time() >= second + 1, timeout_s=5, describe="another second")
     write({2: 0.75})
 
-    logged = [(each["progress/step"], each["policy/loss"]) for each in wandb_history(tmp_path)]
-    assert logged == [(1.0, 0.5), (2.0, 0.25), (2.0, 0.75)]
+    def logged() -> list[tuple[int, float]]:
+        return [(each["progress/step"], each["policy/loss"]) for each in wandb_history(tmp_path)]
+
+    # A process of wandb writes the files, and may still write when `finish` has returned.
+    expected = [(1, 0.5), (2, 0.25), (2, 0.75)]
+    wait_until(lambda: logged() == expected, describe=f"{expected} in the files of wandb")
     records = wandb_records(tmp_path)
     runs = [each.run for each in records if each.WhichOneof("record_type") == "run"]
     assert {(run.run_id, run.project, run.display_name) for run in runs} == {
