@@ -64,6 +64,11 @@ class Adapter:
         """Updates are scaled by alpha / rank."""
         return self._config.lora_alpha
 
+    @property
+    def base(self) -> str:
+        """Folder of the base model."""
+        return str(self._config.base_model_name_or_path)
+
     def activate(self) -> None:
         """Make this the adapter of forward passes, until another one is activated."""
         self._peft.set_adapter(self.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -67,20 +68,32 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_weights(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return whole copies of weights on the CPU; all ranks call it."""
-    return {name: whole(weight.detach()).cpu() for name, weight in named}
+def whole_weights(
+    named: Iterable[tuple[str, Tensor]], *, only_rank: int | None = None
+) -> dict[str, Tensor]:
+    """Return whole copies of weights on the CPU; all ranks call it.
+
+    With `only_rank`, other ranks get no copies.
+    """
+    wanted = only_rank is None or dist.get_rank() == only_rank
+    copies: dict[str, Tensor] = {}
+    for name, weight in named:
+        gathered = whole(weight.detach())
+        if wanted:
+            copies[name] = gathered.cpu()
+    return copies
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return whole copies of the stored values of a model; all ranks call it.
+def whole_state(model: nn.Module, *, only_rank: int) -> dict[str, Tensor]:
+    """Return whole copies of the stored values of a model on one rank; all ranks call it.
 
     A tied weight has its first name alone, as in a folder of weights.
     """
     weights = dict(model.named_parameters())
     others = {name for name, _ in model.named_parameters(remove_duplicate=False)} - weights.keys()
     stored = model.state_dict().items()
-    return whole_weights((name, each) for name, each in stored if name not in others)
+    kept = ((name, each) for name, each in stored if name not in others)
+    return whole_weights(kept, only_rank=only_rank)
 
 
 def _layer_types(model: nn.Module) -> set[str]:

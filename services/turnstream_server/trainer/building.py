@@ -38,14 +38,15 @@ def build_engine(
     Raises:
         InvalidConfigError: the weights do not load, or are those of another kind of training.
     """
-    device = ranks.device
-    is_cuda = device.startswith("cuda")
+    # Each layer is moved to the device of the rank as it is sharded: none has the whole model.
+    device = "cpu" if config.parallel == "fsdp2" else ranks.device
+    is_cuda = ranks.device.startswith("cuda")
     is_lower = config.dtype == "bfloat16" or (config.dtype == "auto" and is_cuda)
     dtype = torch.bfloat16 if is_lower else torch.float32
     if config.adapter is None:
         model, adapter = _load_all(checkpoint or _first_policy(config), device=device), None
     else:
-        adapter = _make_adapter(config, checkpoint, ranks=ranks, dtype=dtype)
+        adapter = _make_adapter(config, checkpoint, ranks=ranks, device=device, dtype=dtype)
         model = adapter.model
     if config.gradient_checkpointing:
         recompute_layers(model)
@@ -62,7 +63,7 @@ def build_engine(
         temperature=config.temperature,
         objective=Objective(config.objective, gather=ranks.gather),
         reference=reference,
-        critic=_critic(config, ranks=ranks, dtype=dtype),
+        critic=_critic(config, ranks=ranks, device=device, dtype=dtype),
         ranks=ranks,
     )
 
@@ -92,7 +93,9 @@ def _reference(config: TrainerConfig, *, device: str) -> PreTrainedModel | None:
     return load_policy(source, device=device).requires_grad_(False)
 
 
-def _critic(config: TrainerConfig, *, ranks: Ranks, dtype: torch.dtype) -> Critic | None:
+def _critic(
+    config: TrainerConfig, *, ranks: Ranks, device: str, dtype: torch.dtype
+) -> Critic | None:
     """Return the critic with its first weights; a checkpoint replaces them later."""
     critic = config.critic_config
     if critic is None:
@@ -104,7 +107,7 @@ def _critic(config: TrainerConfig, *, ranks: Ranks, dtype: torch.dtype) -> Criti
         source = base_folder(source)
     if critic.source is not None and not critic.source.is_dir():
         raise InvalidConfigError("--critic", f"{source} is no model folder")
-    policy = load_policy(source, device=ranks.device)
+    policy = load_policy(source, device=device)
     if config.layout == "packed":
         is_lower = dtype != torch.float32
         with torch.autocast(policy.device.type, dtype=dtype, enabled=is_lower):
@@ -131,13 +134,18 @@ def _load_all(source: PolicySource, *, device: str) -> PreTrainedModel:
 
 
 def _make_adapter(
-    config: TrainerConfig, checkpoint: Path | None, *, ranks: Ranks, dtype: torch.dtype
+    config: TrainerConfig,
+    checkpoint: Path | None,
+    *,
+    ranks: Ranks,
+    device: str,
+    dtype: torch.dtype,
 ) -> Adapter:
     """Return the adapter that is trained. Its frozen base model has the type of the products."""
     assert config.adapter is not None
     source = checkpoint or _first_policy(config)
     if isinstance(source, Path) and is_adapter_folder(source):
-        adapter = load_adapter(source, device=ranks.device, dtype=dtype)
+        adapter = load_adapter(source, device=device, dtype=dtype)
         adapter.require(config.adapter)
         return adapter
     if checkpoint is not None:
@@ -146,7 +154,7 @@ def _make_adapter(
     from turnstream_server.models.adapters import Adapters
 
     base = _base_folder(source, config.folder, ranks=ranks)
-    return Adapters(load_policy(base, device=ranks.device, dtype=dtype), base).add(
+    return Adapters(load_policy(base, device=device, dtype=dtype), base).add(
         ADAPTER, config.adapter
     )
 

@@ -253,6 +253,7 @@ class Engine:
             "optimizer": self._optimizer.state_dict(),
             "objective": self._objective.state_dict(),
             "lora_alpha": None if self._adapter is None else self._adapter.alpha,
+            "base": None if self._adapter is None else self._adapter.base,
             **({} if self.critic is None else {"critic": self.critic.state_dict()}),
         }
 
@@ -260,11 +261,12 @@ class Engine:
         """Restore a state of `state_dict()`; the caller restores the weights.
 
         Raises:
-            InvalidConfigError: the state is that of an adapter with another alpha.
+            InvalidConfigError: the state is that of an adapter with another alpha or base model.
         """
-        if self._adapter is not None and state["lora_alpha"] != self._adapter.alpha:
-            message = f"{self._adapter.alpha}, and the checkpoint has {state['lora_alpha']}"
-            raise InvalidConfigError("lora_alpha", message)
+        if self._adapter is not None:
+            _require("lora_alpha", self._adapter.alpha, state["lora_alpha"])
+            # An unsharded checkpoint is a folder that names its base model.
+            _require("--policy", self._adapter.base, state.get("base", self._adapter.base))
         self._optimizer.load_state_dict(state["optimizer"])
         self._objective.load_state_dict(state.get("objective", {}))
         if self.critic is not None:
@@ -302,13 +304,16 @@ class Engine:
     def gather_weights(self) -> WriteWeights:
         """Return a function that writes the trained weights, whole, into an existing folder.
 
-        All ranks call this, and one of them the function. The folder has a whole model, or an
+        All ranks call this, and the first one the function. The folder has a whole model, or an
         adapter.
         """
+        weights: dict[str, Tensor] | None = None
         if self._adapter is not None:
-            weights = whole_weights(self._adapter.named_parameters()) if self.is_sharded else None
+            if self.is_sharded:
+                weights = whole_weights(self._adapter.named_parameters(), only_rank=0)
             return functools.partial(self._adapter.write, weights=weights)
-        weights = whole_state(self.model) if self.is_sharded else None
+        if self.is_sharded:
+            weights = whole_state(self.model, only_rank=0)
         return functools.partial(self.model.save_pretrained, state_dict=weights)
 
     def _begin_gradients(self) -> None:
@@ -377,3 +382,8 @@ class Engine:
         loss, row = self._objective.loss(prepared, scores, aggregation=aggregation)
         loss.backward()
         return row, missing_B
+
+
+def _require(field: str, own: object, stored: object) -> None:
+    if own != stored:
+        raise InvalidConfigError(field, f"{own}, and the checkpoint has {stored}")
