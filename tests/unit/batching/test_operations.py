@@ -26,8 +26,8 @@ from turnstream.types import MiniBatch
 def datum(num_tokens: int, *, num_targets: int | None = None, **inputs: Any) -> Datum:
     shape = (num_tokens,) if num_targets is None else (num_tokens, num_targets)
     return Datum(
-        input_ids=np.arange(num_tokens, dtype=np.int32),
-        target_ids=np.arange(np.prod(shape), dtype=np.int64).reshape(shape),
+        model_input=np.arange(num_tokens, dtype=np.int32),
+        target_tokens=np.arange(np.prod(shape), dtype=np.int64).reshape(shape),
         **{name: np.array(values, np.float32) for name, values in inputs.items()},
     )
 
@@ -107,15 +107,15 @@ def test_case_48_only_the_operation_with_short_or_missing_advantages_is_refused(
 @pytest.mark.parametrize(
     ("given_datum", "loss", "problem"),
     [
-        (datum(0), "cross_entropy", "input_ids are empty"),
+        (datum(0), "cross_entropy", "model_input is empty"),
         (datum(2, weights=[1]), "cross_entropy", r"weights of shape \(1,\)"),
         (datum(2, weights=[1, np.inf]), "cross_entropy", r"weights is inf at \[1\]"),
-        (datum(2, num_targets=0), "cross_entropy", r"target_ids of shape \(2, 0\)"),
+        (datum(2, num_targets=0), "cross_entropy", r"target_tokens of shape \(2, 0\)"),
         (datum(2, num_targets=2), "dro", "dro takes one target per position"),
         (
-            Datum(input_ids=np.zeros(2, np.int32), target_ids=np.zeros(1, np.int64)),
+            Datum(model_input=np.zeros(2, np.int32), target_tokens=np.zeros(1, np.int64)),
             "cross_entropy",
-            r"target_ids of shape \(1,\) for 2 input_ids",
+            r"target_tokens of shape \(1,\) for 2 tokens of model_input",
         ),
         (
             datum(1, logprobs=[np.nan], advantages=[1]),
@@ -220,7 +220,7 @@ def test_every_datum_is_one_row_of_one_pass_unchanged(calls: list[Operation]) ->
             found[place] = [arrived.input_ids[row].tolist(), columns.target_ids[row].tolist()]
 
     assert found == {
-        (own.request_id, place): [each.input_ids.tolist(), each.target_ids.tolist()]
+        (own.request_id, place): [each.model_input.tolist(), each.target_tokens.tolist()]
         for own in calls
         for place, each in enumerate(own.data)
     }

@@ -49,8 +49,8 @@ CASES = [(loss, {}) for loss in LOSS_INPUTS] + list(OTHER_SETTINGS.items())
 def make_datum(num_tokens: int, *, rng: np.random.Generator, num_targets: int | None) -> Datum:
     shape = (num_tokens,) if num_targets is None else (num_tokens, num_targets)
     return Datum(
-        input_ids=rng.integers(1, 128, num_tokens).astype(np.int32),
-        target_ids=rng.integers(1, 128, shape),
+        model_input=rng.integers(1, 128, num_tokens).astype(np.int32),
+        target_tokens=rng.integers(1, 128, shape),
         weights=rng.normal(size=shape).astype(np.float32),
         logprobs=rng.normal(-4.85, 0.3, num_tokens).astype(np.float32),
         advantages=rng.normal(size=num_tokens).astype(np.float32),
@@ -87,13 +87,13 @@ class Reference:
         self.logprobs: list[NDArray[np.float64]] = []
         self.losses: list[float] = []
         for datum in operation.data:
-            ids = torch.from_numpy(datum.input_ids.astype(np.int64))[None]
+            ids = torch.from_numpy(datum.model_input.astype(np.int64))[None]
             logprobs_NV = model(input_ids=ids).logits[0].log_softmax(-1)
-            targets_NK = torch.from_numpy(datum.target_ids.reshape(len(datum.input_ids), -1))
+            targets_NK = torch.from_numpy(datum.target_tokens.reshape(len(datum.model_input), -1))
             current_NK = logprobs_NV.gather(-1, targets_NK)
             loss = _FORMULAS[operation.loss](current_NK, _Inputs(datum), settings)
             loss.backward()
-            self.logprobs.append(current_NK.detach().numpy().reshape(datum.target_ids.shape))
+            self.logprobs.append(current_NK.detach().numpy().reshape(datum.target_tokens.shape))
             self.losses.append(loss.item())
         self.gradients = {name: each.grad for name, each in model.named_parameters()}
 

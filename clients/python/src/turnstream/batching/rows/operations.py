@@ -49,16 +49,16 @@ class Datum:
     """One row of an operation: the logits at a position score the target there, without a shift.
 
     Attributes:
-        input_ids: int32 (N,).
-        target_ids: int64 (N,); or (N, K), K targets per position, for cross-entropy alone.
+        model_input: int32 (N,).
+        target_tokens: int64 (N,); or (N, K), K targets per position, for cross-entropy alone.
         weights: float32, of any sign, shaped as the targets; None is 1 everywhere.
         logprobs: float32 (N,), nats, when the targets were sampled.
         advantages: float32 (N,).
         sequence_ratio_mask: float32 (N,), 0 or 1: the positions of the mean ratio of gspo.
     """
 
-    input_ids: NDArray[np.int32]
-    target_ids: NDArray[np.int64]
+    model_input: NDArray[np.int32]
+    target_tokens: NDArray[np.int64]
     weights: NDArray[np.float32] | None = None
     logprobs: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
@@ -94,11 +94,11 @@ def check_operation(operation: Operation) -> None:
             raise BatchingError(f"operation {name!r}: {problem}")
     if not name or not operation.data:
         raise BatchingError(f"operation {name!r} of {len(operation.data)} data")
-    num_targets = operation.data[0].target_ids.shape[1:]
+    num_targets = operation.data[0].target_tokens.shape[1:]
     for place, datum in enumerate(operation.data):
         problem = _problem(datum, loss=operation.loss)
-        if not problem and datum.target_ids.shape[1:] != num_targets:
-            problem = f"target_ids of shape {datum.target_ids.shape}, unlike those of datum 0"
+        if not problem and datum.target_tokens.shape[1:] != num_targets:
+            problem = f"target_tokens of shape {datum.target_tokens.shape}, unlike those of datum 0"
         if problem:
             raise BatchingError(f"operation {name!r}, datum {place}: {problem}")
 
@@ -122,7 +122,7 @@ def accepted_operations(
 def operations_by_pass(operations: Sequence[Operation]) -> list[list[Operation]]:
     """Return lists of operations that may share a pass, in the order of their first members.
 
-    >>> token = Datum(input_ids=np.zeros(1, np.int32), target_ids=np.zeros(1, np.int64))
+    >>> token = Datum(model_input=np.zeros(1, np.int32), target_tokens=np.zeros(1, np.int64))
     >>> calls = [Operation(request_id=name, loss=loss, data=[token])
     ...          for name, loss in (("a", "ppo"), ("b", "cross_entropy"), ("c", "ppo"))]
     >>> [[call.request_id for call in own] for own in operations_by_pass(calls)]
@@ -130,7 +130,7 @@ def operations_by_pass(operations: Sequence[Operation]) -> list[list[Operation]]
     """
     passes: dict[object, list[Operation]] = {}
     for operation in operations:
-        num_targets = operation.data[0].target_ids.shape[1:]
+        num_targets = operation.data[0].target_tokens.shape[1:]
         kind = operation.loss, tuple(sorted(operation.settings.items())), num_targets
         passes.setdefault(kind, []).append(operation)
     return list(passes.values())
@@ -139,7 +139,7 @@ def operations_by_pass(operations: Sequence[Operation]) -> list[list[Operation]]
 def operation_rows(operations: Sequence[Operation], *, first_row_id: int) -> Rows:
     """A row per datum, all of it response, in order."""
     data = [datum for operation in operations for datum in operation.data]
-    input_ids = _joined([datum.input_ids for datum in data])
+    input_ids = _joined([datum.model_input for datum in data])
     loss_mask = Ragged(np.ones(len(input_ids.values), np.uint8), input_ids.offsets)
     rows = plain_rows(
         input_ids,
@@ -157,7 +157,7 @@ def operation_rows(operations: Sequence[Operation], *, first_row_id: int) -> Row
         operations=OperationColumns(
             request_id=[own.request_id for own in operations for _ in own.data],
             datum_index=np.array([i for own in operations for i in range(len(own.data))], np.int32),
-            target_ids=_joined([datum.target_ids for datum in data]),
+            target_ids=_joined([datum.target_tokens for datum in data]),
             target_weights=_joined([_weights(datum) for datum in data]),
             ratio_mask=_joined_if_given([datum.sequence_ratio_mask for datum in data]),
         ),
@@ -191,20 +191,20 @@ def _setting_problem(operation: Operation, name: str, value: float) -> str:
 
 
 def _problem(datum: Datum, *, loss: str) -> str:
-    num_tokens = len(datum.input_ids)
-    targets = datum.target_ids.shape
+    num_tokens = len(datum.model_input)
+    targets = datum.target_tokens.shape
     if not num_tokens:
-        return "input_ids are empty"
+        return "model_input is empty"
     if targets[0] != num_tokens or len(targets) > 2 or 0 in targets:
-        return f"target_ids of shape {targets} for {num_tokens} input_ids"
+        return f"target_tokens of shape {targets} for {num_tokens} tokens of model_input"
     if LOSS_INPUTS[loss] and len(targets) > 1:
-        return f"target_ids of shape {targets}: {loss} takes one target per position"
+        return f"target_tokens of shape {targets}: {loss} takes one target per position"
     for name in (*LOSS_INPUTS[loss], "weights"):
         values: NDArray[np.float32] | None = getattr(datum, name)
         if values is None and name != "weights":
             return f"{name} is missing, which {loss} needs"
         if values is not None and values.shape != targets:
-            return f"{name} of shape {values.shape} for target_ids of shape {targets}"
+            return f"{name} of shape {values.shape} for target_tokens of shape {targets}"
         if values is not None and not np.isfinite(values).all():
             place = np.argwhere(~np.isfinite(values))[0].tolist()
             return f"{name} is {values[tuple(place)]} at {place}"
@@ -216,7 +216,9 @@ def _problem(datum: Datum, *, loss: str) -> str:
 
 
 def _weights(datum: Datum) -> NDArray[np.float32]:
-    return np.ones(datum.target_ids.shape, np.float32) if datum.weights is None else datum.weights
+    return (
+        np.ones(datum.target_tokens.shape, np.float32) if datum.weights is None else datum.weights
+    )
 
 
 def _joined(arrays: Sequence[NDArray[_Scalar]]) -> Ragged[_Scalar]:
