@@ -1,0 +1,136 @@
+"""Datums of a training call as arrays, whatever encoding they came in.
+
+Every error names the datum, the field, the value and the expected one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.rows.operations import LOSS_INPUTS, Datum, Operation, check_operation
+from turnstream.errors import BatchingError
+
+_DTYPES: Final[dict[str, str]] = {
+    "target_tokens": "int64",
+    "weights": "float32",
+    "logprobs": "float32",
+    "advantages": "float32",
+    "sequence_ratio_mask": "float32",
+}
+"""The loss inputs, and the dtype of each."""
+
+_REFUSED_LOSSES: Final = ("stable_reinforce", "custom")
+_REFUSED_CHUNKS: Final = {"image": "image", "image_asset_pointer": "image", "dmel": "audio"}
+
+
+class SparseRows(NamedTuple):
+    """The places of the values of a matrix, in compressed sparse rows: int64 arrays."""
+
+    crow_indices: NDArray[np.int64]
+    col_indices: NDArray[np.int64]
+
+
+class LossInput(NamedTuple):
+    """An array of a datum as it was sent.
+
+    Attributes:
+        values: flat; float32 or int64.
+        shape: None has the shape of `values`.
+        sparse: None if every value was sent.
+    """
+
+    values: NDArray[Any]
+    shape: tuple[int, ...] | None = None
+    sparse: SparseRows | None = None
+
+
+class RawDatum(NamedTuple):
+    """A datum as it was sent: int32 tokens of its chunks, and its loss inputs by name."""
+
+    chunks: Sequence[NDArray[np.int32]]
+    inputs: Mapping[str, LossInput]
+
+
+def make_operation(
+    request_id: str, data: Sequence[RawDatum], *, loss: str, settings: Mapping[str, float | str]
+) -> Operation:
+    """Return the operation of a call.
+
+    Raises:
+        BatchingError: it cannot be computed.
+    """
+    if loss in _REFUSED_LOSSES:
+        raise BatchingError(f"loss_fn {loss!r} is not supported; known: {', '.join(LOSS_INPUTS)}")
+    operation = Operation(
+        request_id=request_id,
+        loss=loss,
+        data=[_datum(place, datum) for place, datum in enumerate(data)],
+        settings={name: _number(name, value) for name, value in settings.items()},
+    )
+    check_operation(operation)
+    return operation
+
+
+def require_tokens(kind: str, *, place: int) -> None:
+    """Raise BatchingError unless a chunk of a datum has tokens."""
+    if kind != "encoded_text":
+        named = _REFUSED_CHUNKS.get(kind, repr(kind))
+        message = f"chunks of type {named} are not supported, only encoded_text"
+        raise BatchingError(f"datum {place}, model_input: {message}")
+
+
+def _datum(place: int, raw: RawDatum) -> Datum:
+    for name in raw.inputs:
+        if name not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise BatchingError(f"datum {place}: loss input {name!r} is unknown; known: {known}")
+    if "target_tokens" not in raw.inputs:
+        raise BatchingError(f"datum {place}: loss input target_tokens is missing")
+    arrays: dict[str, Any] = {
+        name: _array(f"datum {place}, {name}", each, dtype=_DTYPES[name])
+        for name, each in raw.inputs.items()
+    }
+    tokens = np.concatenate([np.empty(0, np.int32), *raw.chunks])
+    return Datum(model_input=tokens, **arrays)
+
+
+def _array(name: str, sent: LossInput, *, dtype: str) -> NDArray[Any]:
+    """Return the array in its shape, dense."""
+    if sent.values.dtype != np.dtype(dtype):
+        raise BatchingError(f"{name}: dtype {sent.values.dtype}, expected {dtype}")
+    shape = sent.values.shape if sent.shape is None else sent.shape
+    if sent.sparse is not None:
+        return _dense(name, sent.values, shape=shape, sparse=sent.sparse)
+    if len(sent.values) != int(np.prod(shape)) or min(shape, default=0) < 0:
+        raise BatchingError(f"{name}: {len(sent.values)} values for shape {shape}")
+    return sent.values.reshape(shape)
+
+
+def _dense(
+    name: str, values: NDArray[Any], *, shape: tuple[int, ...], sparse: SparseRows
+) -> NDArray[Any]:
+    rows, columns = sparse
+    if len(shape) != 2 or min(shape) < 0:
+        raise BatchingError(f"{name}: sparse rows of shape {shape}, expected two dimensions")
+    counts = np.diff(rows)
+    is_valid = (
+        len(rows) == shape[0] + 1
+        and not (rows[0] or (counts < 0).any())
+        and rows[-1] == len(columns) == len(values)
+        and bool(((columns >= 0) & (columns < shape[1])).all())
+    )
+    if not is_valid:
+        raise BatchingError(f"{name}: indices of sparse rows do not fit shape {shape}")
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense
+
+
+def _number(name: str, value: float | str) -> float:
+    if isinstance(value, str):
+        raise BatchingError(f"loss_fn_config[{name!r}] is the text {value!r}, expected a number")
+    return value

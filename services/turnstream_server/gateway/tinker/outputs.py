@@ -1,0 +1,95 @@
+"""Results of training calls, in the encoding that the SDK accepts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.errors import BatchingError
+from turnstream.wire import tinker_pb2 as wire
+from turnstream_server.gateway.tinker.training_calls import JSON, PROTOBUF
+
+_TYPE: Final = "ArrayRecord"
+_REDUCTIONS: Final = ("mean", "sum", "min", "max", "slack", "hash2", "unique")
+
+
+class TrainingOutput(NamedTuple):
+    """Result of a training call.
+
+    Attributes:
+        logprobs: of the targets of each datum, float32 (N,) or (N, K), before any update.
+        metrics: by `<name>:<reduction>`; "loss:sum" is one of them.
+    """
+
+    logprobs: Sequence[NDArray[np.float32]]
+    metrics: Mapping[str, float]
+
+
+class Encoded(NamedTuple):
+    """The body of an answer, and its Content-Type."""
+
+    body: bytes
+    content_type: str
+
+
+def encode_output(output: TrainingOutput, *, accept: str) -> Encoded:
+    """Return a result in protobuf if the Accept header of its poll names it, else in JSON.
+
+    Raises:
+        BatchingError: a metric has a name that the SDK cannot read, or JSON cannot carry a number.
+    """
+    _check_metrics(output.metrics)
+    if PROTOBUF in accept.lower():
+        return Encoded(_protobuf(output), PROTOBUF)
+    return Encoded(_json(output), JSON)
+
+
+def _protobuf(output: TrainingOutput) -> bytes:
+    arrays = [np.ascontiguousarray(each, "<f4") for each in output.logprobs]
+    offsets = [0, *itertools.accumulate(each.nbytes for each in arrays)]
+    logprobs = wire.BatchedTensor(
+        data=b"".join(each.tobytes() for each in arrays),
+        offsets=np.array(offsets, "<i8").tobytes(),
+        dtype=wire.DTYPE_FLOAT32,
+        trailing_shape=arrays[0].shape[1:] if arrays else (),
+    )
+    record = wire.ArrayRecord(
+        type_tag=_TYPE, fields={"logprobs": logprobs}, num_datums=len(output.logprobs)
+    )
+    message = wire.ForwardBackwardOutput(
+        loss_fn_output_type=_TYPE, loss_fn_outputs=[record], metrics=output.metrics
+    )
+    return message.SerializeToString(deterministic=True)
+
+
+def _json(output: TrainingOutput) -> bytes:
+    content = {
+        "loss_fn_output_type": _TYPE,
+        "loss_fn_outputs": [{"logprobs": _tensor(each)} for each in output.logprobs],
+        "metrics": dict(output.metrics),
+    }
+    try:
+        return json.dumps(content, allow_nan=False).encode()
+    except ValueError as error:
+        raise BatchingError(
+            "a number of the result is not finite, which JSON cannot carry"
+        ) from error
+
+
+def _tensor(array: NDArray[np.float32]) -> dict[str, Any]:
+    return {"data": array.ravel().tolist(), "dtype": "float32", "shape": list(array.shape)}
+
+
+def _check_metrics(metrics: Mapping[str, float]) -> None:
+    """Raise BatchingError unless the SDK can reduce each metric over the chunks of a call."""
+    if "loss:sum" not in metrics:
+        raise BatchingError(f"metrics have no loss:sum, only {', '.join(metrics) or 'none'}")
+    for name in metrics:
+        if name.count(":") != 1 or name.partition(":")[2] not in _REDUCTIONS:
+            expected = f"<name>:<reduction> with one of {', '.join(_REDUCTIONS)}"
+            raise BatchingError(f"metric {name!r}, expected {expected}")

@@ -1,0 +1,87 @@
+"""Training calls in protobuf, of the SDK from 0.25 on. Dense arrays share the body's memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from turnstream.batching.rows.operations import Operation
+from turnstream.errors import BatchingError, RecordError
+from turnstream.wire import tinker_pb2 as wire
+from turnstream_server.gateway.tinker.header import CallHeader, DecodeOperation
+from turnstream_server.gateway.tinker.loss_inputs import (
+    LossInput,
+    RawDatum,
+    SparseRows,
+    make_operation,
+    require_tokens,
+)
+
+_DTYPES: Final = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8"}
+
+
+def read_protobuf(body: bytes) -> tuple[CallHeader, DecodeOperation]:
+    """Return the place of a call, and a function that decodes its datums.
+
+    Raises:
+        RecordError: the body is no such message.
+    """
+    try:
+        message = wire.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise RecordError(f"the body is no ForwardBackwardRequest: {error}") from error
+    header = CallHeader(message.model_id, message.seq_id, message.forward_only)
+    return header, functools.partial(_operation, message)
+
+
+def _operation(message: wire.ForwardBackwardRequest, request_id: str) -> Operation:
+    data = [_datum(place, datum) for place, datum in enumerate(message.data)]
+    settings = _settings(message)
+    return make_operation(request_id, data, loss=message.loss_fn, settings=settings)
+
+
+def _settings(message: wire.ForwardBackwardRequest) -> dict[str, float | str]:
+    if not message.loss_fn_config_v2:
+        return dict(message.loss_fn_config)
+    return {
+        name: each.text if each.WhichOneof("value") == "text" else each.number
+        for name, each in message.loss_fn_config_v2.items()
+    }
+
+
+def _datum(place: int, message: wire.Datum) -> RawDatum:
+    chunks: list[NDArray[np.int32]] = []
+    for chunk in message.model_input:
+        require_tokens(chunk.WhichOneof("kind") or "none", place=place)
+        chunks.append(_numbers(f"datum {place}, model_input", chunk.encoded_text.tokens, "<i4"))
+    inputs = {
+        name: _loss_input(f"datum {place}, {name}", each)
+        for name, each in message.loss_fn_inputs.items()
+    }
+    return RawDatum(chunks, inputs)
+
+
+def _loss_input(name: str, message: wire.Tensor) -> LossInput:
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None:
+        raise BatchingError(f"{name}: dtype {message.dtype}, expected 1 (float32) or 2 (int64)")
+    shape = tuple(message.shape) or None
+    if message.WhichOneof("storage") != "sparse_csr":
+        return LossInput(_numbers(name, message.dense, dtype), shape)
+    rows = message.sparse_csr
+    places = SparseRows(
+        _numbers(f"{name}, crow_indices", rows.crow_indices, "<i8"),
+        _numbers(f"{name}, col_indices", rows.col_indices, "<i8"),
+    )
+    return LossInput(_numbers(name, rows.values, dtype), shape, places)
+
+
+def _numbers(name: str, data: bytes, dtype: str) -> NDArray[Any]:
+    size = np.dtype(dtype).itemsize
+    if len(data) % size:
+        raise BatchingError(f"{name}: {len(data)} bytes, expected a multiple of {size}")
+    return np.frombuffer(data, dtype)
