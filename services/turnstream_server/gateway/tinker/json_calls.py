@@ -7,27 +7,29 @@ from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, ValidationError
-from pydantic_core import from_json
+from pydantic import BeforeValidator, StrictInt
 
 from turnstream.batching.rows.operations import Operation
-from turnstream.errors import BatchingError, RecordError
+from turnstream.errors import BatchingError
 from turnstream_server.gateway.tinker.header import CallHeader, DecodeOperation
+from turnstream_server.gateway.tinker.json_parts import (
+    Int64,
+    ModelInput,
+    Part,
+    read_header,
+    read_part,
+)
 from turnstream_server.gateway.tinker.loss_inputs import (
     LossInput,
     RawDatum,
     SparseRows,
     make_operation,
-    require_tokens,
 )
 
 _INPUT_OF_ROUTE: Final = {
     "forward_backward": "forward_backward_input",
     "forward": "forward_input",
 }
-
-_LONGEST_VALUE: Final = 80
-"""Characters of a value that an error quotes."""
 
 
 def _number_or_text(value: Any) -> Any:
@@ -38,45 +40,28 @@ def _number_or_text(value: Any) -> Any:
 
 
 _Setting = Annotated[float | str, BeforeValidator(_number_or_text)]
-_Int32 = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)]
-_Int64 = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 
 
-class _Part(BaseModel):
-    """Fields that a newer SDK adds are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class _Chunk(_Part):
-    type: str | None = None
-    tokens: list[_Int32] | None = None
-
-
-class _ModelInput(_Part):
-    chunks: list[_Chunk]
-
-
-class _Tensor(_Part):
+class _Tensor(Part):
     data: list[Any]
     dtype: Literal["float32", "int64"]
-    shape: list[_Int64] | None = None
-    sparse_crow_indices: list[_Int64] | None = None
-    sparse_col_indices: list[_Int64] | None = None
+    shape: list[Int64] | None = None
+    sparse_crow_indices: list[Int64] | None = None
+    sparse_col_indices: list[Int64] | None = None
 
 
-class _Datum(_Part):
-    model_input: _ModelInput
+class _Datum(Part):
+    model_input: ModelInput
     loss_fn_inputs: dict[str, _Tensor]
 
 
-class _Input(_Part):
+class _Input(Part):
     data: list[_Datum]
     loss_fn: str
     loss_fn_config: dict[str, _Setting] | None = None
 
 
-class _Header(_Part):
+class _Header(Part):
     model_id: str
     seq_id: StrictInt
 
@@ -87,31 +72,19 @@ def read_json(body: bytes, *, route: str) -> tuple[CallHeader, DecodeOperation]:
     Raises:
         RecordError: the body is no JSON object with a model and a sequence number.
     """
-    try:
-        content = from_json(body)
-        header = _Header.model_validate(content)
-    except ValidationError as error:
-        raise RecordError(_problem(error)) from error
-    except ValueError as error:
-        raise RecordError(f"the body is no JSON: {error}") from error
+    content, header = read_header(body, _Header)
     decode = functools.partial(_operation, content, _INPUT_OF_ROUTE[route])
     return CallHeader(header.model_id, header.seq_id), decode
 
 
 def _operation(content: dict[str, Any], field: str, request_id: str) -> Operation:
-    try:
-        call = _Input.model_validate(content.get(field))
-    except ValidationError as error:
-        raise BatchingError(f"{field}: {_problem(error)}") from error
+    call = read_part(content.get(field), _Input, path=[field])
     data = [_datum(place, datum) for place, datum in enumerate(call.data)]
     return make_operation(request_id, data, loss=call.loss_fn, settings=call.loss_fn_config or {})
 
 
 def _datum(place: int, datum: _Datum) -> RawDatum:
-    chunks: list[NDArray[np.int32]] = []
-    for chunk in datum.model_input.chunks:
-        require_tokens(chunk.type or "encoded_text", place=place)
-        chunks.append(np.array(chunk.tokens or [], np.int32))
+    chunks = datum.model_input.arrays(f"datum {place}, model_input")
     inputs = {
         name: _loss_input(f"datum {place}, {name}", each)
         for name, each in datum.loss_fn_inputs.items()
@@ -140,16 +113,3 @@ def _numbers(name: str, data: list[Any], dtype: str) -> NDArray[Any]:
         return np.array(data, dtype)
     except OverflowError as error:
         raise BatchingError(f"{name}: a value does not fit into {dtype}") from error
-
-
-def _problem(error: ValidationError) -> str:
-    """Return the first problem, with its field and the value there."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    path = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"])
-    got = "" if first["type"] == "missing" else f", got {_short(first['input'])}"
-    return f"{path.removeprefix('.') or 'the body'}: {first['msg'].lower()}{got}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

@@ -75,12 +75,12 @@ def make_operation(
     return operation
 
 
-def require_tokens(kind: str, *, place: int) -> None:
-    """Raise BatchingError unless a chunk of a datum has tokens."""
+def require_tokens(kind: str, *, name: str) -> None:
+    """Raise BatchingError, with the name of the input, unless a chunk of this kind has tokens."""
     if kind != "encoded_text":
         named = _REFUSED_CHUNKS.get(kind, repr(kind))
         message = f"chunks of type {named} are not supported, only encoded_text"
-        raise BatchingError(f"datum {place}, model_input: {message}")
+        raise BatchingError(f"{name}: {message}")
 
 
 def _datum(place: int, raw: RawDatum) -> Datum:

@@ -55,9 +55,10 @@ def _settings(message: wire.ForwardBackwardRequest) -> dict[str, float | str]:
 
 def _datum(place: int, message: wire.Datum) -> RawDatum:
     chunks: list[NDArray[np.int32]] = []
+    name = f"datum {place}, model_input"
     for chunk in message.model_input:
-        require_tokens(chunk.WhichOneof("kind") or "none", place=place)
-        chunks.append(_numbers(f"datum {place}, model_input", chunk.encoded_text.tokens, "<i4"))
+        require_tokens(chunk.WhichOneof("kind") or "none", name=name)
+        chunks.append(_numbers(name, chunk.encoded_text.tokens, "<i4"))
     inputs = {
         name: _loss_input(f"datum {place}, {name}", each)
         for name, each in message.loss_fn_inputs.items()

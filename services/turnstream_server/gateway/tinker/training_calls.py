@@ -8,15 +8,12 @@ number is used up all the same, and the call fails with the message.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from turnstream.errors import RecordError
+from turnstream_server.gateway.tinker.encodings import JSON, PROTOBUF
 from turnstream_server.gateway.tinker.header import DecodeOperation
 from turnstream_server.gateway.tinker.json_calls import read_json
 from turnstream_server.gateway.tinker.protobuf_calls import read_protobuf
-
-PROTOBUF: Final = "application/x-protobuf"
-JSON: Final = "application/json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

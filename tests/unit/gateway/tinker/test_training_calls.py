@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from turnstream.batching.rows.operations import Datum
 from turnstream.errors import BatchingError, RecordError
 from turnstream.wire import tinker_pb2 as wire
-from turnstream_server.gateway.tinker.training_calls import JSON, PROTOBUF, read_training_call
+from turnstream_server.gateway.tinker.encodings import JSON, PROTOBUF
+from turnstream_server.gateway.tinker.training_calls import read_training_call
 
 RECORDED = Path(__file__).parent / "recorded"
 DTYPES = {"float32": wire.DTYPE_FLOAT32, "int64": wire.DTYPE_INT64}
@@ -216,9 +217,9 @@ def test_damaged_protobuf_datums_are_refused(body: bytes, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data": "text"}, r"forward_backward_input: data: .* list, got 'text'"),
-        ({"data": [{}]}, r"forward_backward_input: data\[0\]\.model_input: field required"),
-        ({"loss_fn": 3}, "forward_backward_input: loss_fn: .* string, got 3"),
+        ({"data": "text"}, r"forward_backward_input, data: .* list, got 'text'"),
+        ({"data": [{}]}, r"forward_backward_input, data\[0\]\.model_input: field required"),
+        ({"loss_fn": 3}, "forward_backward_input, loss_fn: .* string, got 3"),
         ({"loss_fn_config": {"beta": True}}, r"loss_fn_config\.beta: .* number, got True"),
     ],
 )
@@ -227,6 +228,30 @@ def test_malformed_json_input_is_refused_by_path_and_value(
 ) -> None:
     body = json.loads(_json([GOOD], loss="ppo"))
     body["forward_backward_input"] |= change
+
+    call = read_training_call(
+        json.dumps(body).encode(), content_type=JSON, route="forward_backward"
+    )
+
+    with pytest.raises(BatchingError, match=message):
+        call.operation("r")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "message"),
+    [
+        ("float32", "1", r"datum 0, weights: data\[1\] is '1', expected float32"),
+        ("float32", True, r"datum 0, weights: data\[1\] is True, expected float32"),
+        ("int64", 1.5, r"datum 0, weights: data\[1\] is 1.5, expected int64"),
+        ("int64", 2**63, "datum 0, weights: a value does not fit into int64"),
+    ],
+)
+def test_json_number_of_another_type_is_refused_by_place(
+    dtype: str, value: Any, message: str
+) -> None:
+    body = json.loads(_json([GOOD], loss="ppo"))
+    (datum,) = body["forward_backward_input"]["data"]
+    datum["loss_fn_inputs"]["weights"] = {"data": [1, value], "dtype": dtype}
 
     call = read_training_call(
         json.dumps(body).encode(), content_type=JSON, route="forward_backward"

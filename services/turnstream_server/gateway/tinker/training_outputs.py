@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError
 from turnstream.wire import tinker_pb2 as wire
-from turnstream_server.gateway.tinker.training_calls import JSON, PROTOBUF
+from turnstream_server.gateway.tinker.encodings import Encoded, accepts_protobuf, as_json, as_proto
 
 _TYPE: Final = "ArrayRecord"
 _REDUCTIONS: Final = ("mean", "sum", "min", "max", "slack", "hash2", "unique")
@@ -30,13 +29,6 @@ class TrainingOutput(NamedTuple):
     metrics: Mapping[str, float]
 
 
-class Encoded(NamedTuple):
-    """The body of an answer, and its Content-Type."""
-
-    body: bytes
-    content_type: str
-
-
 def encode_output(output: TrainingOutput, *, accept: str) -> Encoded:
     """Return a result in protobuf if the Accept header of its poll names it, else in JSON.
 
@@ -44,12 +36,10 @@ def encode_output(output: TrainingOutput, *, accept: str) -> Encoded:
         BatchingError: a metric has a name that the SDK cannot read, or JSON cannot carry a number.
     """
     _check_metrics(output.metrics)
-    if PROTOBUF in accept.lower():
-        return Encoded(_protobuf(output), PROTOBUF)
-    return Encoded(_json(output), JSON)
+    return as_proto(_protobuf(output)) if accepts_protobuf(accept) else as_json(_json(output))
 
 
-def _protobuf(output: TrainingOutput) -> bytes:
+def _protobuf(output: TrainingOutput) -> wire.ForwardBackwardOutput:
     arrays = [np.ascontiguousarray(each, "<f4") for each in output.logprobs]
     offsets = [0, *itertools.accumulate(each.nbytes for each in arrays)]
     logprobs = wire.BatchedTensor(
@@ -61,24 +51,17 @@ def _protobuf(output: TrainingOutput) -> bytes:
     record = wire.ArrayRecord(
         type_tag=_TYPE, fields={"logprobs": logprobs}, num_datums=len(output.logprobs)
     )
-    message = wire.ForwardBackwardOutput(
+    return wire.ForwardBackwardOutput(
         loss_fn_output_type=_TYPE, loss_fn_outputs=[record], metrics=output.metrics
     )
-    return message.SerializeToString(deterministic=True)
 
 
-def _json(output: TrainingOutput) -> bytes:
-    content = {
+def _json(output: TrainingOutput) -> dict[str, Any]:
+    return {
         "loss_fn_output_type": _TYPE,
         "loss_fn_outputs": [{"logprobs": _tensor(each)} for each in output.logprobs],
         "metrics": dict(output.metrics),
     }
-    try:
-        return json.dumps(content, allow_nan=False).encode()
-    except ValueError as error:
-        raise BatchingError(
-            "a number of the result is not finite, which JSON cannot carry"
-        ) from error
 
 
 def _tensor(array: NDArray[np.float32]) -> dict[str, Any]:
@@ -90,6 +73,6 @@ def _check_metrics(metrics: Mapping[str, float]) -> None:
     if "loss:sum" not in metrics:
         raise BatchingError(f"metrics have no loss:sum, only {', '.join(metrics) or 'none'}")
     for name in metrics:
-        if name.count(":") != 1 or name.partition(":")[2] not in _REDUCTIONS:
+        if name.partition(":")[2] not in _REDUCTIONS:
             expected = f"<name>:<reduction> with one of {', '.join(_REDUCTIONS)}"
             raise BatchingError(f"metric {name!r}, expected {expected}")

@@ -1,0 +1,84 @@
+"""Parts of JSON bodies that several calls have, and errors that name field and value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic_core import from_json
+
+from turnstream.errors import BatchingError, RecordError
+from turnstream_server.gateway.tinker.loss_inputs import require_tokens
+
+Int32 = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)]
+Int64 = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
+
+_LONGEST_VALUE: Final = 80
+"""Characters of a value that an error quotes."""
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class Part(BaseModel):
+    """An object of a body. Fields that a newer SDK adds are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Chunk(Part):
+    """A chunk of a prompt; old releases send no type."""
+
+    type: str | None = None
+    tokens: list[Int32] | None = None
+
+
+class ModelInput(Part):
+    """The chunks of a prompt, one after another."""
+
+    chunks: list[Chunk]
+
+    def arrays(self, name: str) -> list[NDArray[np.int32]]:
+        """Return the tokens of each chunk; BatchingError names `name` if one has no tokens."""
+        for chunk in self.chunks:
+            require_tokens(chunk.type or "encoded_text", name=name)
+        return [np.array(chunk.tokens or [], np.int32) for chunk in self.chunks]
+
+
+def read_header(body: bytes, model: type[_Model]) -> tuple[dict[str, Any], _Model]:
+    """Return the content of a body, and the fields of it that `model` has.
+
+    Raises:
+        RecordError: the body is no JSON object with these fields.
+    """
+    try:
+        content = from_json(body)
+        return content, model.model_validate(content)
+    except ValidationError as error:
+        raise RecordError(_problem(error, path=["the body"])) from error
+    except ValueError as error:
+        raise RecordError(f"the body is no JSON: {error}") from error
+
+
+def read_part(content: object, model: type[_Model], *, path: Sequence[str]) -> _Model:
+    """Return the content at a path of a body; BatchingError names a wrong field and its value."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise BatchingError(_problem(error, path=path)) from error
+
+
+def _problem(error: ValidationError, *, path: Sequence[str]) -> str:
+    """Return the first problem, with its field and the value there."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    inner = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"])
+    named = ", ".join([*path, *([inner.removeprefix(".")] if inner else [])])
+    got = "" if first["type"] == "missing" else f", got {_short(first['input'])}"
+    return f"{named}: {first['msg'].lower()}{got}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
