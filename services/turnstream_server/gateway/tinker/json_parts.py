@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
-from pydantic_core import from_json
 
 from turnstream.errors import BatchingError, RecordError
 from turnstream_server.gateway.tinker.loss_inputs import require_tokens
@@ -54,7 +54,7 @@ def read_header(body: bytes, model: type[_Model]) -> tuple[dict[str, Any], _Mode
         RecordError: the body is no JSON object with these fields.
     """
     try:
-        content = from_json(body)
+        content = json.loads(body)
         return content, model.model_validate(content)
     except ValidationError as error:
         raise RecordError(_problem(error, path=["the body"])) from error
