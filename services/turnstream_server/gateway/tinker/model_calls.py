@@ -1,0 +1,204 @@
+"""The numbered calls of a model that have no datums: optimizer steps, saving and loading.
+
+As for a training call, reading finds the model and the number first. `ModelCall.decode` reads the
+rest, and a refusal uses up the number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from turnstream.errors import BatchingError
+from turnstream_server.gateway.tinker.checkpoint_paths import CheckpointPath, checkpoint_name
+from turnstream_server.gateway.tinker.json_parts import Part, read_header, read_part
+
+_Number = Annotated[
+    StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)],
+    Field(ge=0),
+]
+_Beta = Annotated[_Number, Field(lt=1)]
+_Seconds = Annotated[StrictInt, Field(ge=1)]
+
+
+class OptimStep(NamedTuple):
+    """A step of AdamW; the defaults are those of the SDK.
+
+    Attributes:
+        grad_clip_norm: limit of the norm of the summed gradient; 0 for none.
+    """
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class SaveWeights(NamedTuple):
+    """Save weights and optimizer under a name.
+
+    Attributes:
+        ttl_seconds: seconds until the checkpoint is deleted; None keeps it.
+        overwrite: an older checkpoint of the name is replaced; else it is an error.
+        user_metadata: kept with the checkpoint.
+    """
+
+    name: str
+    ttl_seconds: int | None
+    overwrite: bool
+    user_metadata: Mapping[str, str]
+
+
+class SaveForSampler(NamedTuple):
+    """Save weights for sampling: a named checkpoint, or those of one sampling session.
+
+    Attributes:
+        name: "" for a sampling session.
+        sampling_session_seq_id: number of the session; None for a named checkpoint.
+        kind: "snapshot" never changes. "inflight" is the same for all its sessions of the model,
+            and newer saves replace its weights.
+        ttl_seconds, user_metadata: as in `SaveWeights`.
+    """
+
+    name: str
+    sampling_session_seq_id: int | None
+    kind: Literal["snapshot", "inflight"]
+    ttl_seconds: int | None
+    user_metadata: Mapping[str, str]
+
+
+class LoadWeights(NamedTuple):
+    """Load a checkpoint into the model; without `optimizer` its moments begin at zero."""
+
+    path: CheckpointPath
+    optimizer: bool
+
+
+Content = OptimStep | SaveWeights | SaveForSampler | LoadWeights
+
+
+class ModelCall(NamedTuple):
+    """A numbered call of a model.
+
+    Attributes:
+        model_id: the model.
+        seq_id: place among the calls of the model, from 1.
+        decode: returns the content, or raises BatchingError.
+    """
+
+    model_id: str
+    seq_id: int
+    decode: Callable[[], Content]
+
+
+class _Header(Part):
+    model_id: Annotated[StrictStr, Field(min_length=1)]
+    seq_id: Annotated[StrictInt, Field(ge=1)]
+
+
+class _AdamParams(Part):
+    learning_rate: _Number = 1e-4
+    beta1: _Beta = 0.9
+    beta2: _Beta = 0.95
+    eps: _Number = 1e-12
+    weight_decay: _Number = 0.0
+    grad_clip_norm: _Number = 0.0
+
+
+class _OptimStep(Part):
+    adam_params: _AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class _SaveWeights(Part):
+    path: StrictStr
+    ttl_seconds: _Seconds | None = None
+    overwrite: StrictBool | None = None
+    user_metadata: dict[StrictStr, StrictStr] | None = None
+
+
+class _SaveForSampler(Part):
+    path: StrictStr | None = None
+    sampling_session_seq_id: Annotated[StrictInt, Field(ge=0)] | None = None
+    kind: Literal["snapshot", "inflight"] | None = None
+    ttl_seconds: _Seconds | None = None
+    user_metadata: dict[StrictStr, StrictStr] | None = None
+
+
+class _LoadWeights(Part):
+    path: StrictStr
+    optimizer: StrictBool | None = None
+    weights_access_token: StrictStr | None = None
+
+
+def read_model_call(body: bytes, *, route: str) -> ModelCall:
+    """Return the call in a JSON body.
+
+    Args:
+        body: as it was sent.
+        route: "optim_step", "save_weights", "save_weights_for_sampler" or "load_weights".
+
+    Raises:
+        RecordError: the body names no model and no sequence number.
+    """
+    content, header = read_header(body, _Header)
+    return ModelCall(header.model_id, header.seq_id, functools.partial(_DECODERS[route], content))
+
+
+def _optim_step(content: dict[str, Any]) -> OptimStep:
+    sent = read_part(content, _OptimStep, path=["optim_step"])
+    if sent.optimizer_params is not None:
+        kind = sent.optimizer_params.get("type")
+        raise BatchingError(f"optimizer_params, type: {kind!r} is not supported, only adam_params")
+    return OptimStep(**{name: float(value) for name, value in sent.adam_params or _AdamParams()})
+
+
+def _save_weights(content: dict[str, Any]) -> SaveWeights:
+    sent = read_part(content, _SaveWeights, path=["save_weights"])
+    return SaveWeights(
+        name=checkpoint_name(sent.path),
+        ttl_seconds=sent.ttl_seconds,
+        overwrite=sent.overwrite or False,
+        user_metadata=sent.user_metadata or {},
+    )
+
+
+def _save_for_sampler(content: dict[str, Any]) -> SaveForSampler:
+    sent = read_part(content, _SaveForSampler, path=["save_weights_for_sampler"])
+    is_named = sent.path is not None
+    if is_named == (sent.sampling_session_seq_id is not None):
+        values = f"path is {sent.path!r}, sampling_session_seq_id {sent.sampling_session_seq_id}"
+        raise BatchingError(f"{values}: expected one of them")
+    if is_named and sent.kind == "inflight":
+        raise BatchingError("kind is 'inflight', but a named checkpoint is a snapshot")
+    return SaveForSampler(
+        name="" if sent.path is None else checkpoint_name(sent.path),
+        sampling_session_seq_id=sent.sampling_session_seq_id,
+        kind=sent.kind or "snapshot",
+        ttl_seconds=sent.ttl_seconds,
+        user_metadata=sent.user_metadata or {},
+    )
+
+
+def _load_weights(content: dict[str, Any]) -> LoadWeights:
+    sent = read_part(content, _LoadWeights, path=["load_weights"])
+    if sent.weights_access_token:
+        raise BatchingError("weights_access_token is not supported: use the key of the weights")
+    path = CheckpointPath.parse(sent.path)
+    if path.kind != "weights":
+        message = f"path is {sent.path!r}: training needs a checkpoint of save_weights"
+        raise BatchingError(message)
+    return LoadWeights(path, sent.optimizer or False)
+
+
+_DECODERS: Final[dict[str, Callable[[dict[str, Any]], Content]]] = {
+    "optim_step": _optim_step,
+    "save_weights": _save_weights,
+    "save_weights_for_sampler": _save_for_sampler,
+    "load_weights": _load_weights,
+}
