@@ -292,8 +292,7 @@ class TrainerConfig:
         require_one_of("dtype", self.dtype, get_args(Dtype))
         for target in self.push:
             parse_push(target)
-        if self.weights_listen:
-            split_address(self.weights_listen, option="--weights-listen")
+        self._check_addresses()
         for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(name, f"{getattr(self, name)} is below 1")
@@ -303,3 +302,9 @@ class TrainerConfig:
             raise InvalidConfigError("--seed", f"{self.seed} is below 0, which --shuffle needs")
         if self.reference is not None and kl is None:
             raise InvalidConfigError("--reference", f"{self.reference} is not read without --kl")
+
+    def _check_addresses(self) -> None:
+        if self.weights_listen:
+            split_address(self.weights_listen, option="--weights-listen")
+        if self.metrics_listen:
+            split_address(self.metrics_listen, option="--metrics-listen", default_host="127.0.0.1")

@@ -191,6 +191,7 @@ def test_settings_of_an_objective_load_no_torch() -> None:
         ({"push": ["vllm=a:1"]}, "--push: 'a:1' is no address such as http://10.0.0.7:8000"),
         ({"push": ["vllm=http://a:x"]}, "--push: 'http://a:x' is no address"),
         ({"weights_listen": "host"}, "--weights-listen: 'host'"),
+        ({"metrics_listen": "host:port"}, "--metrics-listen: 'host:port'"),
     ],
 )
 def test_wrong_addresses_are_refused_before_a_model_is_loaded(
