@@ -104,7 +104,8 @@ def _kills(rng: random.Random, *, is_sharded: bool) -> list[Kill]:
         for rank, place in itertools.product((0, 1), places)
         if rank == 0 or place not in FIRST_RANK
     ]
-    chosen = rng.sample(every, len(every) if KILLS_ALL else 1)
+    losing = [each for each in every if "committed" not in each.place]  # a step is trained again
+    chosen = rng.sample(every, len(every)) if KILLS_ALL else [rng.choice(losing)]
     steps = sorted(rng.randrange(1, NUM_STEPS) for _ in range(8 if KILLS_ALL else 1))
     # SIGTERM of one rank alone ends it too, and the others must not wait for it.
     moments = [
@@ -171,6 +172,7 @@ def _state(folder: Path) -> dict[str, Any]:
     """Return weights, optimizer, counts and random numbers of the last checkpoint, flat."""
     newest = folder / f"checkpoints/step-{NUM_STEPS:08}"
     state = {"state": torch.load(newest / "state.pt", weights_only=True)}
+    state["state"]["engine"].pop("base")  # a path in the folder of the launch
     if (newest / ".metadata").exists():
         dcp_to_torch_save(newest, folder / "whole.pt")
         state["shards"] = torch.load(folder / "whole.pt", weights_only=True)
