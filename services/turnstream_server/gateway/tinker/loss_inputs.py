@@ -49,7 +49,7 @@ class LossInput(NamedTuple):
 
 
 class RawDatum(NamedTuple):
-    """A datum as it was sent: int32 tokens of its chunks, and its loss inputs by name."""
+    """A datum as it was sent: the tokens of its chunks, int32, and the loss inputs by name."""
 
     chunks: Sequence[NDArray[np.int32]]
     inputs: Mapping[str, LossInput]

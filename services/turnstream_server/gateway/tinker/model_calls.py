@@ -115,19 +115,20 @@ class _OptimStep(Part):
     optimizer_params: dict[str, Any] | None = None
 
 
-class _SaveWeights(Part):
-    path: StrictStr
+class _Save(Part):
     ttl_seconds: _Seconds | None = None
-    overwrite: StrictBool | None = None
     user_metadata: dict[StrictStr, StrictStr] | None = None
 
 
-class _SaveForSampler(Part):
+class _SaveWeights(_Save):
+    path: StrictStr
+    overwrite: StrictBool | None = None
+
+
+class _SaveForSampler(_Save):
     path: StrictStr | None = None
     sampling_session_seq_id: Annotated[StrictInt, Field(ge=0)] | None = None
     kind: Literal["snapshot", "inflight"] | None = None
-    ttl_seconds: _Seconds | None = None
-    user_metadata: dict[StrictStr, StrictStr] | None = None
 
 
 class _LoadWeights(Part):

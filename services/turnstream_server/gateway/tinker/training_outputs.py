@@ -21,7 +21,7 @@ class TrainingOutput(NamedTuple):
     """Result of a training call.
 
     Attributes:
-        logprobs: of the targets of each datum, float32 (N,) or (N, K), before any update.
+        logprobs: values for the targets of each datum, float32 (N,) or (N, K), before any update.
         metrics: by `<name>:<reduction>`; "loss:sum" is one of them.
     """
 
