@@ -1,16 +1,20 @@
-"""The types of stored keys, from the table in `turnstream.store.client.keys`."""
+"""The types of stored keys, from the tables in the modules that declare keys."""
 
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from turnstream.store.client import keys
+from turnstream_server.commands import keys as command_keys
 
-_TYPES = dict(
-    re.findall(r"^(\S+) +(stream|hash|zset|set)\b", keys.__doc__ or "", re.MULTILINE),
-    incarnation="string",
-)
-_KEY = re.compile(r"ts:\{[^{}/~]+(/[^{}/]+/\d+/\d+)?\}(?:~\d+)?:([a-z]+)")
+_ROW: Final = re.compile(r"^(\S+) +(stream|hash|zset|set)\b", re.MULTILINE)
+_TYPES: Final = dict(_ROW.findall(keys.__doc__ or ""), incarnation="string")
+_MODEL_TYPES: Final = dict(_ROW.findall(command_keys.__doc__ or ""))
+_PER_BASE: Final = {"models": "set", "samples": "stream"}
+_KEY: Final = re.compile(r"ts:\{[^{}/~]+(/[^{}/]+/\d+/\d+)?\}(?:~\d+)?:([a-z]+)")
+_MODEL_KEY: Final = re.compile(r"tm:\{[^{}/]+\}:([a-z]+)")
+_BASE_KEY: Final = re.compile(r"tm:(models|samples):[^{}/]+")
 
 
 def declared_type(key: str) -> str | None:
@@ -18,9 +22,16 @@ def declared_type(key: str) -> str | None:
 
     >>> declared_type("ts:{a}~2:ledger"), declared_type("ts:{a/g/0/0}:meta"), declared_type("a")
     ('hash', 'hash', None)
+    >>> declared_type("tm:{S:train:0}:bodies"), declared_type("tm:samples:tiny%2Fbyte")
+    ('hash', 'stream')
     """
-    found = _KEY.fullmatch(key)
-    if found is None:
-        return _TYPES.get(key) if key.startswith("ts:") else None
-    is_payload = found[2] in keys.TrajectoryKeys._fields
-    return _TYPES.get(found[2]) if is_payload == bool(found[1]) else None
+    if found := _KEY.fullmatch(key):
+        is_payload = found[2] in keys.TrajectoryKeys._fields
+        return _TYPES.get(found[2]) if is_payload == bool(found[1]) else None
+    if found := _MODEL_KEY.fullmatch(key):
+        return _MODEL_TYPES.get(found[1])
+    if found := _BASE_KEY.fullmatch(key):
+        return _PER_BASE[found[1]]
+    if key.startswith("ts:"):
+        return _TYPES.get(key)
+    return _MODEL_TYPES.get(key)

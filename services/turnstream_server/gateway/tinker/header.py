@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from turnstream.batching.rows.operations import Operation
+from turnstream_server.commands.contents import ForwardBackwardRun
 
-DecodeOperation = Callable[[str], Operation]
-"""Takes a request id, and returns the operation or raises BatchingError."""
+DecodeOperation = Callable[[str], Operation | ForwardBackwardRun]
+"""Takes a request id, and returns the operation or the call on a run, or raises BatchingError."""
 
 
 class CallHeader(NamedTuple):

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, StrictInt
 
 from turnstream.batching.rows.operations import Operation
 from turnstream.errors import BatchingError
+from turnstream_server.commands.contents import ForwardBackwardRun
 from turnstream_server.gateway.tinker.header import CallHeader, DecodeOperation
 from turnstream_server.gateway.tinker.json_parts import (
     Int64,
@@ -77,7 +78,9 @@ def read_json(body: bytes, *, route: str) -> tuple[CallHeader, DecodeOperation]:
     return CallHeader(header.model_id, header.seq_id), decode
 
 
-def _operation(content: dict[str, Any], field: str, request_id: str) -> Operation:
+def _operation(
+    content: dict[str, Any], field: str, request_id: str
+) -> Operation | ForwardBackwardRun:
     call = read_part(content.get(field), _Input, path=[field])
     data = [_datum(place, datum) for place, datum in enumerate(call.data)]
     return make_operation(request_id, data, loss=call.loss_fn, settings=call.loss_fn_config or {})

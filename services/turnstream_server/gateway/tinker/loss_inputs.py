@@ -5,6 +5,7 @@ Every error names the datum, the field, the value and the expected one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from turnstream.batching.rows.operations import LOSS_INPUTS, Datum, Operation, check_operation
 from turnstream.errors import BatchingError
+from turnstream_server.commands.contents import ForwardBackwardRun
+from turnstream_server.gateway.tinker.run_calls import RUN, make_run_call, require_placeholder
 
 _DTYPES: Final[dict[str, str]] = {
     "target_tokens": "int64",
@@ -57,12 +60,17 @@ class RawDatum(NamedTuple):
 
 def make_operation(
     request_id: str, data: Sequence[RawDatum], *, loss: str, settings: Mapping[str, float | str]
-) -> Operation:
-    """Return the operation of a call.
+) -> Operation | ForwardBackwardRun:
+    """Return the operation of a call, or the call on a run that its settings name.
 
     Raises:
         BatchingError: it cannot be computed.
     """
+    run = settings.get(RUN)
+    if isinstance(run, str):
+        require_placeholder(*(sum(map(len, each.chunks)) for each in data), run=run)
+        others = {name: value for name, value in settings.items() if name != RUN}
+        return make_run_call(run, loss_fn=loss, settings=others)
     if loss in _REFUSED_LOSSES:
         raise BatchingError(f"loss_fn {loss!r} is not supported; known: {', '.join(LOSS_INPUTS)}")
     operation = Operation(
@@ -105,7 +113,7 @@ def _array(name: str, sent: LossInput, *, dtype: str) -> NDArray[Any]:
     shape = sent.values.shape if sent.shape is None else sent.shape
     if sent.sparse is not None:
         return _dense(name, sent.values, shape=shape, sparse=sent.sparse)
-    if len(sent.values) != int(np.prod(shape)) or min(shape, default=0) < 0:
+    if len(sent.values) != math.prod(shape) or min(shape, default=0) < 0:
         raise BatchingError(f"{name}: {len(sent.values)} values for shape {shape}")
     return sent.values.reshape(shape)
 

@@ -7,14 +7,23 @@ rest, and a refusal uses up the number.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from turnstream.errors import BatchingError
-from turnstream_server.gateway.tinker.checkpoint_paths import CheckpointPath, checkpoint_name
+from turnstream_server.commands.checkpoint_paths import CheckpointPath, checkpoint_name
+from turnstream_server.commands.contents import (
+    Content,
+    ForwardBackwardRun,
+    LoadWeights,
+    OptimStep,
+    SaveForSampler,
+    SaveWeights,
+)
 from turnstream_server.gateway.tinker.json_parts import Part, read_header, read_part
+from turnstream_server.gateway.tinker.run_calls import make_run_call
 
 _Number = Annotated[
     StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)],
@@ -22,64 +31,6 @@ _Number = Annotated[
 ]
 _Beta = Annotated[_Number, Field(lt=1)]
 _Seconds = Annotated[StrictInt, Field(ge=1)]
-
-
-class OptimStep(NamedTuple):
-    """A step of AdamW; the defaults are those of the SDK.
-
-    Attributes:
-        grad_clip_norm: limit of the norm of the summed gradient; 0 for none.
-    """
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-
-class SaveWeights(NamedTuple):
-    """Save weights and optimizer under a name.
-
-    Attributes:
-        ttl_seconds: seconds until the checkpoint is deleted; None keeps it.
-        overwrite: an older checkpoint of the name is replaced; else it is an error.
-        user_metadata: kept with the checkpoint.
-    """
-
-    name: str
-    ttl_seconds: int | None
-    overwrite: bool
-    user_metadata: Mapping[str, str]
-
-
-class SaveForSampler(NamedTuple):
-    """Save weights for sampling: a named checkpoint, or those of one sampling session.
-
-    Attributes:
-        name: "" for a sampling session.
-        sampling_session_seq_id: number of the session; None for a named checkpoint.
-        kind: "snapshot" never changes. "inflight" is the same for all its sessions of the model,
-            and newer saves replace its weights.
-        ttl_seconds, user_metadata: as in `SaveWeights`.
-    """
-
-    name: str
-    sampling_session_seq_id: int | None
-    kind: Literal["snapshot", "inflight"]
-    ttl_seconds: int | None
-    user_metadata: Mapping[str, str]
-
-
-class LoadWeights(NamedTuple):
-    """Load a checkpoint into the model; without `optimizer` its moments begin at zero."""
-
-    path: CheckpointPath
-    optimizer: bool
-
-
-Content = OptimStep | SaveWeights | SaveForSampler | LoadWeights
 
 
 class ModelCall(NamedTuple):
@@ -115,6 +66,14 @@ class _OptimStep(Part):
     optimizer_params: dict[str, Any] | None = None
 
 
+class _ForwardBackwardRun(_Header):
+    model_config = ConfigDict(extra="forbid")
+
+    run: StrictStr
+    loss_fn: StrictStr = "ppo"
+    loss_fn_config: dict[StrictStr, StrictInt | StrictFloat] | None = None
+
+
 class _Save(Part):
     ttl_seconds: _Seconds | None = None
     user_metadata: dict[StrictStr, StrictStr] | None = None
@@ -142,13 +101,19 @@ def read_model_call(body: bytes, *, route: str) -> ModelCall:
 
     Args:
         body: as it was sent.
-        route: "optim_step", "save_weights", "save_weights_for_sampler" or "load_weights".
+        route: "forward_backward_run", "optim_step", "save_weights", "save_weights_for_sampler" or
+            "load_weights".
 
     Raises:
         RecordError: the body names no model and no sequence number.
     """
     content, header = read_header(body, _Header)
     return ModelCall(header.model_id, header.seq_id, functools.partial(_DECODERS[route], content))
+
+
+def _forward_backward_run(content: dict[str, Any]) -> ForwardBackwardRun:
+    sent = read_part(content, _ForwardBackwardRun, path=["forward_backward_run"])
+    return make_run_call(sent.run, loss_fn=sent.loss_fn, settings=sent.loss_fn_config or {})
 
 
 def _optim_step(content: dict[str, Any]) -> OptimStep:
@@ -198,6 +163,7 @@ def _load_weights(content: dict[str, Any]) -> LoadWeights:
 
 
 _DECODERS: Final[dict[str, Callable[[dict[str, Any]], Content]]] = {
+    "forward_backward_run": _forward_backward_run,
     "optim_step": _optim_step,
     "save_weights": _save_weights,
     "save_weights_for_sampler": _save_for_sampler,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from turnstream.batching.rows.operations import Operation
 from turnstream.errors import BatchingError, RecordError
 from turnstream.wire import tinker_pb2 as wire
+from turnstream_server.commands.contents import ForwardBackwardRun
 from turnstream_server.gateway.tinker.header import CallHeader, DecodeOperation
 from turnstream_server.gateway.tinker.loss_inputs import (
     LossInput,
@@ -38,7 +39,9 @@ def read_protobuf(body: bytes) -> tuple[CallHeader, DecodeOperation]:
     return header, functools.partial(_operation, message)
 
 
-def _operation(message: wire.ForwardBackwardRequest, request_id: str) -> Operation:
+def _operation(
+    message: wire.ForwardBackwardRequest, request_id: str
+) -> Operation | ForwardBackwardRun:
     data = [_datum(place, datum) for place, datum in enumerate(message.data)]
     settings = _settings(message)
     return make_operation(request_id, data, loss=message.loss_fn, settings=settings)

@@ -24,7 +24,8 @@ class TrainingCall:
         model_id: the model.
         seq_id: place among the calls of the model, from 1.
         forward_only: the gradients stay as they are.
-        operation: takes a request id, and returns the operation or raises BatchingError.
+        operation: takes a request id, and returns the operation, or the call on a run; or raises
+            BatchingError.
     """
 
     model_id: str

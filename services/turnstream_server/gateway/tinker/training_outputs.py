@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError
 from turnstream.wire import tinker_pb2 as wire
+from turnstream_server.commands.results import TrainingOutput
 from turnstream_server.gateway.tinker.encodings import Encoded, accepts_protobuf, as_json, as_proto
 
 _TYPE: Final = "ArrayRecord"
 _REDUCTIONS: Final = ("mean", "sum", "min", "max", "slack", "hash2", "unique")
-
-
-class TrainingOutput(NamedTuple):
-    """Result of a training call.
-
-    Attributes:
-        logprobs: values for the targets of each datum, float32 (N,) or (N, K), before any update.
-        metrics: by `<name>:<reduction>`; "loss:sum" is one of them.
-    """
-
-    logprobs: Sequence[NDArray[np.float32]]
-    metrics: Mapping[str, float]
 
 
 def encode_output(output: TrainingOutput, *, accept: str) -> Encoded:

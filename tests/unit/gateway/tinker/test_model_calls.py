@@ -7,19 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from turnstream.errors import BatchingError, RecordError
-from turnstream_server.gateway.tinker.checkpoint_paths import CheckpointPath, checkpoint_name
-from turnstream_server.gateway.tinker.model_calls import (
-    LoadWeights,
-    ModelCall,
-    OptimStep,
-    SaveForSampler,
-    SaveWeights,
-    read_model_call,
-)
+from turnstream_server.commands.checkpoint_paths import CheckpointPath
+from turnstream_server.commands.contents import LoadWeights, OptimStep, SaveForSampler, SaveWeights
+from turnstream_server.gateway.tinker.model_calls import ModelCall, read_model_call
 
 RECORDED = Path(__file__).parent / "recorded"
 ROUTES = {
@@ -128,31 +120,3 @@ def test_bad_field_is_refused_by_name_and_value(
 def test_call_without_model_or_number_is_unreadable(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=message):
         _read("optim_step", **changes)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "weights/a",
-        "tinker:///weights/a",
-        "tinker://m/weights",
-        "tinker://m/weights/a/b",
-        "tinker://m/other/a",
-        "tinker://m/weights/",
-        "tinker://m/weights/..",
-        "tinker://m/weights/a\n",
-        "http://m/weights/a",
-    ],
-)
-def test_text_that_is_no_path_is_refused_with_its_value(text: str) -> None:
-    with pytest.raises(BatchingError, match=r"expected|is not allowed"):
-        CheckpointPath.parse(text)
-
-
-@given(st.from_regex(r"[a-zA-Z0-9é. _-]{1,20}", fullmatch=True))
-def test_path_of_a_name_is_read_again(name: str) -> None:
-    assume(name not in (".", ".."))
-    path = CheckpointPath("S:train:0", "sampler_weights", checkpoint_name(name))
-
-    assert CheckpointPath.parse(str(path)) == path

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.rows.operations import Datum
+from turnstream.batching.rows.operations import Datum, Operation
 from turnstream.errors import BatchingError, RecordError
 from turnstream.wire import tinker_pb2 as wire
 from turnstream_server.gateway.tinker.encodings import JSON, PROTOBUF
@@ -91,6 +91,8 @@ def test_both_encodings_carry_equal_operations(data: st.DataObject, lengths: lis
     ]
 
     one, other = (call.operation("r") for call in calls)
+    assert isinstance(one, Operation)
+    assert isinstance(other, Operation)
     assert one.settings == other.settings == {"beta": beta}
     assert [*map(_values, one.data)] == [*map(_values, other.data)]
     assert [each.model_input.tolist() for each in one.data] == [each["tokens"] for each in datums]

@@ -110,7 +110,7 @@ meta       hash    epoch, writer, turns, bytes, sealed (0 or 1), from the first 
 After a deletion remain `deleted`, `wake` with one entry, and `meta` of the trajectories that
 another process may still write to; all of them expire. `incarnation` stays.
 
-Three keys are global:
+Keys of hosted models are listed in `turnstream_server.commands.keys`. Three keys are global:
 
 =========  ======  ==========================================================================
 ts:runs    set     the ids of all runs: `<name>`, `<name>~2`
@@ -292,6 +292,15 @@ def readable_name(trajectory_id: str) -> str:
     """
     group, separator, rest = trajectory_id.partition("/")
     return f"{decode_name(group)}{separator}{rest}"
+
+
+def is_of_run(key: str) -> bool:
+    """Return whether a key is one of a run; those of hosted models are not.
+
+    >>> is_of_run("ts:{maze}:ledger"), is_of_run("tm:{S:train:0}:model")
+    (True, False)
+    """
+    return _KEY.fullmatch(key) is not None
 
 
 def run_of(key: str) -> RunId:

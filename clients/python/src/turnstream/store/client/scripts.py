@@ -18,7 +18,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from turnstream.errors import RunNotFoundError, StoreFullError
 from turnstream.store.client.fullness import parse_bytes
-from turnstream.store.client.keys import run_keys, run_of
+from turnstream.store.client.keys import is_of_run, run_keys, run_of
 from turnstream.store.client.replies import translate, translating
 from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.client.stored_values import StoredHash
@@ -98,6 +98,8 @@ def run_command(client: redis.Redis, command: Command) -> Any:
                 client.script_load(command.script.source)
                 return client.execute_command(*command.words)
     except StoreFullError as error:
+        if not is_of_run(command.keys[0]):
+            raise
         with translating():
             memory: Any = client.info("memory")
             budget: Any = client.hgetall(_budget_of(command))
@@ -125,6 +127,8 @@ async def run_command_async(client: redis.asyncio.Redis, command: Command) -> An
                 await client.script_load(command.script.source)
                 return await client.execute_command(*command.words)
     except StoreFullError as error:
+        if not is_of_run(command.keys[0]):
+            raise
         with translating():
             memory: Any = await client.info("memory")
             budget: Any = await client.execute_command("HGETALL", _budget_of(command))

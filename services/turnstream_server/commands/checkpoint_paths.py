@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple, cast, get_args
+from urllib.parse import quote
 
 from turnstream.errors import BatchingError
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 _SCHEME: Final = "tinker://"
+_MAX_LENGTH: Final = 200
+"""Longest encoded name: it is the name of a folder, which has at most 255 bytes."""
+
 _FORM: Final = f"{_SCHEME}<model id>/<{' | '.join(get_args(CheckpointKind))}>/<name>"
 
 
@@ -28,7 +32,7 @@ class CheckpointPath(NamedTuple):
         """Return the path in a text; BatchingError for another text."""
         parts = text.removeprefix(_SCHEME).split("/")
         is_path = text.startswith(_SCHEME) and len(parts) == 3
-        if not is_path or not parts[0] or parts[1] not in get_args(CheckpointKind):
+        if not is_path or not parts[0].strip(".") or parts[1] not in get_args(CheckpointKind):
             raise BatchingError(f"path is {text!r}, expected {_FORM}")
         model_id, kind, name = parts
         return cls(model_id, cast(CheckpointKind, kind), checkpoint_name(name))
@@ -44,4 +48,7 @@ def checkpoint_name(name: str) -> str:
     for character in name:
         if character in "/\\" or not character.isprintable():
             raise BatchingError(f"name of a checkpoint is {name!r}: {character!r} is not allowed")
+    if (length := len(quote(name, safe=""))) > _MAX_LENGTH:
+        limit = f"expected {_MAX_LENGTH} characters at most, encoded as in a URL"
+        raise BatchingError(f"name of a checkpoint is {name[:32]!r}.. of {length}, {limit}")
     return name

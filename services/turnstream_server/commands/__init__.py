@@ -1,0 +1,1 @@
+"""The command logs of hosted models in Redis, and all other state of the Tinker API."""

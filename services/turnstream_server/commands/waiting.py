@@ -1,0 +1,133 @@
+"""Reading results, and waiting for them: one subscription per process for any number of waiters."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Final, cast
+
+import redis.asyncio
+
+from turnstream.errors import RejectedError, UnavailableError
+from turnstream.store.client.cancellation import cancel_all
+from turnstream.store.client.replies import translating
+from turnstream_server.commands.keys import DONE, model_keys, sampler_keys
+from turnstream_server.commands.request_ids import RequestId
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_S: Final = 5.0
+_COUNT: Final = 1_000
+_RETRY_S: Final = 0.5
+_MAX_READS: Final = 64
+"""Reads at the same time; each has a connection. A notification can wake thousands of waiters."""
+
+
+class UnknownRequestError(LookupError):
+    """No such request: it was never submitted, or its session has ended and its result is gone."""
+
+
+class ResultWaiter:
+    """Waits for results in one process.
+
+    Args:
+        client: the store. Results are read by it.
+        waiting: a client of its own connection, which is blocked most of the time.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, waiting: redis.asyncio.Redis) -> None:
+        self._client = client
+        self._waiting = waiting
+        self._waiters: dict[str, set[asyncio.Event]] = {}
+        self._reads = asyncio.Semaphore(_MAX_READS)
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Notify waiters in the block."""
+        task = asyncio.create_task(self._listen())
+        try:
+            yield
+        finally:
+            await cancel_all([task])
+
+    async def result(self, request_id: RequestId, *, timeout_s: float) -> bytes | None:
+        """Return the stored bytes of a result; None if it is not there after `timeout_s`.
+
+        Raises:
+            UnknownRequestError: there is no such request.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        notified = asyncio.Event()
+        waiters = self._waiters.setdefault(str(request_id), set())
+        waiters.add(notified)
+        try:
+            while True:
+                notified.clear()
+                if (found := await self._read(request_id)) is not None:
+                    return found
+                try:
+                    async with asyncio.timeout_at(deadline_s):
+                        await notified.wait()
+                except TimeoutError:
+                    return await self._read(request_id)
+        finally:
+            waiters.discard(notified)
+            if not waiters:
+                self._waiters.pop(str(request_id), None)
+
+    async def _read(self, request_id: RequestId) -> bytes | None:
+        if request_id.is_sample:
+            keys = sampler_keys(request_id.target)
+            submitted, results = keys.samples, keys.results
+        else:
+            of_model = model_keys(request_id.target)
+            submitted, results = of_model.commands, of_model.results
+        field = str(request_id.number)
+        async with self._reads:
+            with translating():
+                pipeline = self._client.pipeline(transaction=False)
+                pipeline.hget(results, field)
+                pipeline.hexists(submitted, field)
+                result, is_known = await pipeline.execute()
+        if result is None and not is_known:
+            raise UnknownRequestError(f"there is no request {str(request_id)!r}")
+        return cast("bytes | None", result)
+
+    async def _listen(self) -> None:
+        """Read the stream of finished requests without end.
+
+        At the start and after an error all waiters read for themselves: entries may be missed.
+        """
+        position: Any = None
+        while True:
+            try:
+                with translating():
+                    if position is None:
+                        position = await self._newest()
+                        self._notify(*self._waiters)
+                    position = await self._read_from(position)
+            except (UnavailableError, RejectedError) as error:
+                logger.warning("results: %s", error)
+                position = None
+                await asyncio.sleep(_RETRY_S)
+
+    async def _newest(self) -> Any:
+        newest = await self._waiting.xrevrange(DONE, count=1)
+        return newest[0][0] if newest else "0"
+
+    async def _read_from(self, position: Any) -> Any:
+        """Notify the waiters of the next entries; return the position after them."""
+        block_ms = round(_BLOCK_S * 1000)
+        found: Any = await self._waiting.xread({DONE: position}, block=block_ms, count=_COUNT)
+        for _, entries in found or ():
+            for entry_id, fields in entries:
+                position = entry_id
+                self._notify(fields.get(b"r", b"").decode())
+        return position
+
+    def _notify(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            for each in self._waiters.get(request_id, ()):
+                each.set()
