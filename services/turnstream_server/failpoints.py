@@ -64,6 +64,8 @@ NAMES: Final = frozenset(
         "committed.after",
         "get.after_header",  # the rank knows what will come, nothing of it was sent
         "get.after_data",  # a mini-batch was sent, the next was not
+        "operations.after_header",  # a rank knows its next share of a pass, nothing of it was sent
+        "operations.after_data",  # a share was sent, the next was not
         "train.after_update",  # the optimizer has taken the last update, no batcher knows
         "train.after_stepped",
         "publish.before_push",  # the weights are written, no server has them
@@ -74,6 +76,15 @@ NAMES: Final = frozenset(
         "delete.after_begin",  # the name is free, the whole payload remains
         "delete.after_slice",  # a part of the payload is gone
         "delete.after_payload",  # the name of the run is not free yet
+        "gateway.after_submit",  # a command is in the log, its client has no request id
+        "engine.after_run",  # a command of a model has run, its result is not written
+        "engine.after_finish",  # its result is written, no durable checkpoint has its effect
+        "engine.after_save",  # the folder of a checkpoint is written, its record is not
+        "engine.after_durable",  # a durable checkpoint is written
+        "engine.before_cover",  # the log does not name it yet
+        "engine.after_cover",  # the log names it, the older ones are not removed
+        "engine.after_stepped",  # a run has the step of a model, the result is not written
+        "engine.before_committed",  # the log names a durable checkpoint, no batcher knows
         "fork.after_made",  # the new run can be trained, of its past nothing is written
     }
 )

@@ -16,7 +16,7 @@ from turnstream.batching.rows.minibatch import cut_ranks, rank_passes, rows_mult
 from turnstream.batching.rows.plain_rows import INERT_LENGTH, INERT_RESPONSE_LENGTH
 from turnstream.errors import BatchingError, RecordError, UnknownFormatError
 from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
-from turnstream.types import Figures, MiniBatch, MiniBatchInfo, Ragged, Rows
+from turnstream.types import Figures, MiniBatch, MiniBatchInfo, OperationColumns, Ragged, Rows
 from turnstream_server.batcher.assembly.payload import Damage, DamagedPayloadError, PayloadReader
 
 _NAMES_AGGREGATION: Final = 4
@@ -166,6 +166,8 @@ def num_bytes_of(value: Rows | Cut | EncodedMiniBatch) -> int:
         num_lists = len(value.ranks) + sum(map(len, value.passes))
         return 100 * (num_lists + sum(map(len, value.ranks)))
     columns = [getattr(value, name) for name in Rows.__slots__]
+    if value.operations is not None:
+        columns += [getattr(value.operations, name) for name in OperationColumns.__slots__]
     total = 0
     for column in (*columns, *[extra.values for extra in value.extras.values()]):
         if isinstance(column, Ragged):

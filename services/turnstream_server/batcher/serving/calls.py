@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Final
 
 import grpc
@@ -85,6 +85,21 @@ class RunningCalls:
     async def close(self) -> None:
         """Cancel the calls that the stopped server has not cancelled yet: they use the store."""
         await cancel_all([*self._tasks])
+
+
+async def write_messages(
+    messages: AsyncGenerator[bytes], context: Context, *, end_of_caller: str
+) -> None:
+    """Send messages until the caller ends the call, which is logged as `end_of_caller`."""
+    async with contextlib.aclosing(messages):
+        async for message in messages:
+            try:
+                await context.write(message)
+            except (grpc.aio.InternalError, asyncio.CancelledError) as error:
+                logger.info("%s before its last byte", end_of_caller)
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                return
 
 
 @contextlib.asynccontextmanager

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from typing import Final
 
-import grpc.aio
 import redis.asyncio
 
 from turnstream.errors import ConflictError, CorruptRecordError, FencedError, StoreBehindError
@@ -18,21 +14,24 @@ from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.payload import DamagedPayloadError
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.serving.calls import Context, bounded_by_store, get_time_s
+from turnstream_server.batcher.serving.calls import (
+    Context,
+    bounded_by_store,
+    get_time_s,
+    write_messages,
+)
 from turnstream_server.bus.core.frontier import Frontier, not_retained
 from turnstream_server.bus.planning.replans import note_damage
 from turnstream_server.bus.sessions.observers import note_observed
 from turnstream_server.bus.sessions.sessions import record_rank
 from turnstream_server.failpoints import reach
 
-logger = logging.getLogger(__name__)
-
 CHUNK_BYTES: Final = 1 << 20
 """Bytes of payload in one data message. A client without options refuses 4 MiB. Measured over
 loopback, a receiver needs a third less time for 1 MiB than for 2 MiB, and both ends need more below
 256 KiB."""
 
-_DATA_TAG: Final = bytes([wire.GetChunk.DATA_FIELD_NUMBER << 3 | 2])  # 2: length-delimited
+_LENGTH_DELIMITED: Final = 2
 
 
 class BatchSender:
@@ -53,20 +52,8 @@ class BatchSender:
 
     async def send(self, request: wire.GetRequest, context: Context) -> None:
         """Send the share mini-batch by mini-batch, until the caller ends the call."""
-        async with contextlib.aclosing(self._get(request)) as messages:
-            async for message in messages:
-                try:
-                    await context.write(message)
-                except (grpc.aio.InternalError, asyncio.CancelledError) as error:
-                    logger.info(
-                        "dp_rank %d ended its Get of step %d of run %s before its last byte",
-                        request.dp_rank,
-                        request.step,
-                        request.run,
-                    )
-                    if isinstance(error, asyncio.CancelledError):
-                        raise
-                    return
+        end = f"dp_rank {request.dp_rank} ended its Get of step {request.step} of run {request.run}"
+        await write_messages(self._get(request), context, end_of_caller=end)
 
     async def _get(self, request: wire.GetRequest) -> AsyncGenerator[bytes]:
         wait_s = min(request.wait_s, self._wait_max_s)
@@ -238,11 +225,17 @@ def _check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
         )
 
 
-def data_messages(data: memoryview) -> Iterator[bytes]:
-    """Yield `GetChunk(data=part).SerializeToString()` for each part, with one copy of each byte."""
+def data_messages(
+    data: memoryview, *, field: int = wire.GetChunk.DATA_FIELD_NUMBER
+) -> Iterator[bytes]:
+    """Yield `GetChunk(data=part).SerializeToString()` for each part, with one copy of each byte.
+
+    `field` is the number of the field `data` in another message.
+    """
+    tag = bytes([field << 3 | _LENGTH_DELIMITED])
     for start in range(0, len(data), CHUNK_BYTES):
         part = data[start : start + CHUNK_BYTES]
-        yield b"".join((_DATA_TAG, _varint(len(part)), part))
+        yield b"".join((tag, _varint(len(part)), part))
 
 
 def _varint(number: int) -> bytes:

@@ -5,6 +5,7 @@ A request that is refused has read and written nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -13,6 +14,9 @@ from turnstream.errors import InvalidConfigError, UnknownFormatError
 from turnstream.types import RecoveryToken
 from turnstream.types.names import encode_name, encode_run
 from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream.wire.v1.operations_pb2 import GetOperationsRequest
+from turnstream_server.commands.keys import MODEL_ID
+from turnstream_server.commands.log import MAX_SHARED
 
 MAX_DP_WORLD_SIZE: Final = 8192
 """Dividing a mini-batch among so many ranks takes about 10 ms, among 10^6 it takes seconds."""
@@ -24,6 +28,8 @@ MAX_EXACT: Final = 2**53 - 2
 """The scripts of the store compute with doubles: above it, two numbers may be the same."""
 
 MAX_SECONDS: Final = 1e9
+
+_MAX_MODEL_ID: Final = 512
 
 _LIMITS: Final[dict[str, int | tuple[float, float]]] = {
     "recovery_token": 2048,
@@ -39,6 +45,8 @@ _LIMITS: Final[dict[str, int | tuple[float, float]]] = {
     "dp_world_size": (1, MAX_DP_WORLD_SIZE),
     "session_epoch": (0, MAX_EXACT),
     "version": (0, MAX_EXACT),
+    "first": (1, MAX_STEP),
+    "last": (1, MAX_STEP),
     "wait_s": (0, MAX_SECONDS),
     "expiry_s": (0.001, MAX_SECONDS),
 }
@@ -69,10 +77,14 @@ def parse_request(data: bytes, kind: type[Request]) -> Request:
         raise InvalidConfigError("request", f"{len(data)} bytes are no {name}: {error}") from error
     for field in kind.DESCRIPTOR.fields_by_name:
         _check_field(name, field, getattr(request, field))
-    if isinstance(request, wire.GetRequest) and request.dp_rank >= request.dp_world_size:
+    if isinstance(request, wire.GetRequest | GetOperationsRequest) and (
+        request.dp_rank >= request.dp_world_size
+    ):
         raise InvalidConfigError(
             "dp_rank", f"{request.dp_rank} is not below dp_world_size={request.dp_world_size}"
         )
+    if isinstance(request, GetOperationsRequest):
+        _check_commands(request)
     return request
 
 
@@ -84,8 +96,32 @@ def _check_field(kind: str, field: str, value: Any) -> None:
         encode_run(value)
     elif field == "observer":
         _check_observer(value)
+    elif field == "model_id":
+        _check_model_id(value)
+    elif field == "skipped":
+        _check_limits(field, value, MAX_SHARED - 1)
     else:
         _check_limits(field, value, _LIMITS.get(f"{kind}.{field}") or _LIMITS[field])
+
+
+def _check_model_id(model_id: str) -> None:
+    _check_limits("model_id", model_id, _MAX_MODEL_ID)
+    if MODEL_ID.fullmatch(model_id) is None:
+        raise InvalidConfigError("model_id", f"{_shown(model_id)} is not <session>:train:<n>")
+
+
+def _check_commands(request: GetOperationsRequest) -> None:
+    """Refuse numbers that no pass of training calls can have."""
+    first, last = request.first, request.last
+    if not first <= last < first + MAX_SHARED:
+        raise InvalidConfigError(
+            "last", f"{last} is not from first={first} to {first + MAX_SHARED - 1}"
+        )
+    for number in request.skipped:
+        if not first <= number <= last:
+            raise InvalidConfigError("skipped", f"{number} is not from {first} to {last}")
+    if len({*request.skipped}) > last - first:
+        raise InvalidConfigError("skipped", f"all commands from {first} to {last} are skipped")
 
 
 def parse_token(text: str) -> RecoveryToken:
@@ -124,15 +160,16 @@ def _check_limits(field: str, value: Any, limit: int | tuple[float, float]) -> N
         if not least <= value <= most:  # also refuses NaN
             raise InvalidConfigError(field, f"{value} is not from {least:.16g} to {most:.16g}")
     elif len(value) > limit:
+        unit = "characters" if isinstance(value, str) else "values"
         raise InvalidConfigError(
-            field, f"{len(value)} characters, at most {limit} are allowed: {_shown(value)}"
+            field, f"{len(value)} {unit}, at most {limit} are allowed: {_shown(value)}"
         )
 
 
-def _shown(text: str) -> str:
-    r"""Return the beginning of a text, as an error shows it.
+def _shown(value: Sequence[Any]) -> str:
+    r"""Return the beginning of a text or a list, as an error shows it.
 
     >>> _shown("main\n:1"), _shown("a" * 100)[-5:]
     ("'main\\n:1'", "aa'..")
     """
-    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}.."
+    return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}.."

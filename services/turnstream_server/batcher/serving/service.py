@@ -34,6 +34,7 @@ from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkee
 from turnstream_server.batcher.serving.calls import ReasonCache, RunningCalls
 from turnstream_server.batcher.serving.get import BatchSender
 from turnstream_server.batcher.serving.health import StoreHealth
+from turnstream_server.batcher.serving.operations import OperationSender, operation_handlers
 from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
 from turnstream_server.bus.core.frontier import Frontier
@@ -86,7 +87,8 @@ class BatcherOptions:
         park_after_s: seconds without news after which a run is parked, if nothing in it can expire.
             A parked run costs nothing until something is written to it.
         cache_bytes: limit of payload, rows and encoded mini-batches in memory, least recently used
-            dropped first. One mini-batch that is larger is still served.
+            dropped first. One mini-batch that is larger is still served. The rows of training calls
+            of hosted models have a limit of their own, at most 256 MiB.
         shutdown_grace_s: time for calls in progress after a request to stop.
     """
 
@@ -161,11 +163,15 @@ async def serving(options: BatcherOptions) -> AsyncIterator[str]:
         await stack.enter_async_context(
             background(health.keep_updating(), name="health of the store")
         )
+        operations = OperationSender(client, max_cache_bytes=options.cache_bytes)
+        stack.push_async_callback(operations.close)
         servicer = BatchesServicer(client, runs.find)
         sender = BatchSender(client, runs.find, assembler, wait_max_s=options.get_wait_max_s)
         running = RunningCalls()
         server = grpc.aio.server(options=_SERVER_OPTIONS)
-        server.add_generic_rpc_handlers((handlers(servicer, sender, running),))
+        server.add_generic_rpc_handlers(
+            (handlers(servicer, sender, running), operation_handlers(operations, running))
+        )
         add_HealthServicer_to_server(health, server)
         address = _bind(server, options.listen)
         await server.start()

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Final, cast
 
 import grpc
+from google.protobuf.message import Message
 from grpc.experimental import ChannelOptions
 
 from turnstream.errors import InvalidConfigError, RejectedError
-from turnstream.wire.v1.batches_pb2 import GetRequest
 
 KEEPALIVE_EVERY_S = 2.0
 """Interval of pings during a call. The answer to a ping needs no store and no Python, so a replica
@@ -117,17 +117,22 @@ class Replicas:
                 self._channels[address] = channel
             return self._channels[address]
 
-    def get(self, path: str, request: GetRequest) -> Iterator[bytes]:
-        """Return the raw messages of a Get at a replica that has answered; for one thread."""
+    def get(
+        self, path: str, request: Message, *, timeout_s: float | None = None
+    ) -> Iterator[bytes]:
+        """Return the raw messages of a Get at a replica that has answered; for one thread.
+
+        `timeout_s` limits the time until the last message.
+        """
         while True:
             with self._lock:
                 self._raise_if_closed()
                 channel = self._current_get_channel()
                 if self._is_alive:
                     call = channel.unary_stream(
-                        path, request_serializer=GetRequest.SerializeToString
+                        path, request_serializer=type(request).SerializeToString
                     )
-                    return cast("Iterator[bytes]", call(request))
+                    return cast("Iterator[bytes]", call(request, timeout=timeout_s))
                 # A stream must not be the first call of a channel: if its attempt to connect
                 # fails, the socket stays open, also after the channel is closed.
                 check = channel.unary_unary(_HEALTH_CHECK).future(b"", timeout=ALIVE_WITHIN_S)

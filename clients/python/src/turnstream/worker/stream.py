@@ -254,6 +254,19 @@ class BatchStream(MiniBatches):
         with self._loss_of_run():
             return super().__next__()
 
+    def poll(self, *, timeout_s: float) -> PulledMiniBatch | None:
+        """Return the next mini-batch, or None if it does not come within `timeout_s`.
+
+        It raises EndOfRunError where an iteration ends, and other errors as an iteration does.
+        """
+        with self._loss_of_run():
+            mini_batch = self._prefetcher.take(timeout_s=timeout_s)
+        if mini_batch is None:
+            self._end_stalled_get(since_s=0.0)
+        else:
+            self._finished = mini_batch.info if mini_batch.is_last else None
+        return mini_batch
+
     def stepped(self) -> RecoveryToken:
         """Acknowledge the batch whose last mini-batch was just yielded; return its recovery token.
 

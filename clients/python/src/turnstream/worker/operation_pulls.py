@@ -1,0 +1,191 @@
+"""Shares of the training calls of a hosted model, pulled from batcher replicas."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import grpc
+
+from turnstream.errors import (
+    BatcherUnavailableError,
+    CorruptRecordError,
+    InvalidConfigError,
+    RecordError,
+    TurnstreamError,
+    UnavailableError,
+    UnknownFormatError,
+)
+from turnstream.records.batches import decode_mini_batch
+from turnstream.records.values import parse_message
+from turnstream.store.client.backoff import pause_after
+from turnstream.types import MiniBatch
+from turnstream.wire.v1.operations_pb2 import (
+    GetOperationsRequest,
+    OperationChunk,
+    OperationShareHeader,
+)
+from turnstream.worker._calls import ATTEMPT_S, error_of, reasons_of
+from turnstream.worker._replicas import Replicas
+
+PATH = "/turnstream.wire.v1.Operations/Get"
+
+MAX_DAMAGED = 3
+"""Damage that repeats so often is in the batcher, not in the transfer."""
+
+
+class PulledOperations(NamedTuple):
+    """One rank's rows of a pass over operations.
+
+    Attributes:
+        mini_batch: rows of this rank, inert ones included; its `run` is the model.
+        loss: the loss of all rows, a name of `batching.rows.operations.LOSS_SETTINGS`.
+        settings: those of the loss that differ from its defaults.
+    """
+
+    mini_batch: MiniBatch
+    loss: str
+    settings: Mapping[str, float]
+
+
+class OperationPuller:
+    """Pulls the shares of one rank; a replica that does not answer is replaced by the next one.
+
+    For one thread, except `close`.
+
+    Args:
+        target: "HOST:PORT[,HOST:PORT..]", the batcher replicas.
+        dp_rank, dp_world_size: this rank, and the number of ranks.
+        timeout_s: longest time of a pull with its retries.
+    """
+
+    def __init__(
+        self, target: str, *, dp_rank: int, dp_world_size: int, timeout_s: float = 120.0
+    ) -> None:
+        if not 0 <= dp_rank < dp_world_size:
+            raise InvalidConfigError("dp_rank", f"{dp_rank} is not in a world of {dp_world_size}")
+        self._target = target
+        self._dp_rank = dp_rank
+        self._dp_world_size = dp_world_size
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._replicas = Replicas(target)
+
+    def pull(
+        self, model_id: str, *, first: int, last: int, skipped: Collection[int] = ()
+    ) -> list[PulledOperations]:
+        """Return this rank's share of each pass over training calls, in order of the passes.
+
+        Args:
+            model_id: the model.
+            first: number of the first command.
+            last: number of the last command. All numbers between the two take part.
+            skipped: numbers that do not take part.
+
+        Raises:
+            UnavailableError: no replica has sent all shares within the time limit.
+            ReleasedError: a command has no content.
+            CorruptRecordError: shares arrived damaged, several times.
+            RejectedError: this is closed.
+        """
+        request = GetOperationsRequest(
+            model_id=model_id,
+            first=first,
+            last=last,
+            dp_rank=self._dp_rank,
+            dp_world_size=self._dp_world_size,
+            skipped=sorted(skipped),
+        )
+        began_s = time.monotonic()
+        num_failures = num_damaged = 0
+        while True:
+            left_s = began_s + self._timeout_s - time.monotonic()
+            try:
+                return self._attempt(request, within_s=min(ATTEMPT_S, max(left_s, 0.01)))
+            except grpc.RpcError as rpc_error:
+                error = error_of(rpc_error)
+            except RecordError as record_error:
+                error = record_error
+            self._replicas.end_get(skips=isinstance(error, BatcherUnavailableError))
+            num_failures += 1
+            num_damaged += isinstance(error, RecordError)
+            pause_s = pause_after(num_failures)
+            if not _may_pass(error) or num_damaged >= MAX_DAMAGED:
+                raise error
+            waited_s = time.monotonic() - began_s
+            if waited_s + pause_s >= self._timeout_s:
+                raise self._late(error, request, waited_s=waited_s) from error
+            self._closed.wait(pause_s)
+
+    def close(self) -> None:
+        """Close all connections; a pull in progress ends with an error."""
+        self._replicas.close()
+        self._closed.set()
+
+    def _attempt(self, request: GetOperationsRequest, *, within_s: float) -> list[PulledOperations]:
+        messages = self._replicas.get(PATH, request, timeout_s=within_s)
+        return [
+            PulledOperations(
+                decode_mini_batch(data, expected_hash=header.content_hash),
+                header.loss,
+                dict(header.settings),
+            )
+            for header, data in read_shares(messages)
+        ]
+
+    def _late(
+        self, error: TurnstreamError, request: GetOperationsRequest, *, waited_s: float
+    ) -> TurnstreamError:
+        if not isinstance(error, UnavailableError):
+            return error
+        message = (
+            f"commands {request.first} to {request.last} of model {request.model_id!r} were not "
+            f"pulled within {self._timeout_s:g} s: {error}"
+        )
+        return type(error)(message, reasons_of(error, target=self._target, since_s=waited_s))
+
+
+def read_shares(messages: Iterable[bytes]) -> Iterator[tuple[OperationShareHeader, bytearray]]:
+    """Yield the header and the bytes of each share, after its last byte has arrived.
+
+    Messages that contradict each other, or end before the last byte, are a CorruptRecordError.
+    Kinds of messages of a later release are ignored.
+    """
+    header: OperationShareHeader | None = None
+    data = bytearray()
+    num_complete, num_expected = 0, -1
+    for message in messages:
+        chunk = parse_message(OperationChunk, message)
+        match chunk.WhichOneof("chunk"):
+            case "header":
+                if header is not None or chunk.header.index != num_complete:
+                    raise CorruptRecordError(
+                        f"share {chunk.header.index} came instead of share {num_complete}, or "
+                        "before the last byte of the one before"
+                    )
+                header, data = chunk.header, bytearray()
+                num_expected = header.num_shares
+            case "data":
+                data += chunk.data
+                num_bytes = 0 if header is None else header.num_bytes
+                if len(data) > num_bytes:
+                    raise CorruptRecordError(
+                        f"share {num_complete} has more than the {num_bytes} bytes of its header"
+                    )
+            case _:
+                pass
+        if header is not None and len(data) == header.num_bytes:
+            yield header, data
+            header, num_complete = None, num_complete + 1
+    if header is not None or num_complete != num_expected:
+        raise CorruptRecordError(
+            f"the messages ended after {num_complete} of {max(num_expected, 0) or 'all'} shares"
+        )
+
+
+def _may_pass(error: TurnstreamError) -> bool:
+    """Return whether another attempt can succeed."""
+    is_damage = isinstance(error, RecordError) and not isinstance(error, UnknownFormatError)
+    return is_damage or isinstance(error, UnavailableError)

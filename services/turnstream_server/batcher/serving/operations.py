@@ -1,0 +1,152 @@
+"""The calls of `turnstream.wire.v1.Operations`: shares of the training calls of hosted models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Final, NamedTuple
+
+import grpc
+import redis.asyncio
+
+from turnstream.errors import ReleasedError
+from turnstream.wire.v1 import operations_pb2 as wire
+from turnstream_server.batcher.assembly.assembler import SingleFlightCache
+from turnstream_server.batcher.assembly.operation_shares import (
+    OperationPasses,
+    cut_operations,
+    encode_operation_share,
+    num_bytes_of_passes,
+)
+from turnstream_server.batcher.serving.calls import (
+    Context,
+    RunningCalls,
+    bounded_by_store,
+    write_messages,
+)
+from turnstream_server.batcher.serving.get import data_messages
+from turnstream_server.batcher.serving.requests import parse_request
+from turnstream_server.commands.log import read_bodies
+from turnstream_server.failpoints import reach
+
+SERVICE: Final = "turnstream.wire.v1.Operations"
+
+MAX_CACHE_BYTES: Final = 256 << 20
+"""Limit of the rows in memory: ranks of a worker call within a short time of each other."""
+
+READ_S: Final = 10.0
+"""Longest wait for the contents of commands, which all ranks of a worker share."""
+
+
+class _Key(NamedTuple):
+    """The arguments that all ranks of a worker have in common."""
+
+    model_id: str
+    first: int
+    last: int
+    skipped: frozenset[int]
+    dp_world_size: int
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the commands that take part."""
+        return [each for each in range(self.first, self.last + 1) if each not in self.skipped]
+
+
+class _Cut(NamedTuple):
+    """Passes, and the ranks that have received their shares of all of them."""
+
+    operations: OperationPasses
+    served: set[int]
+
+
+class OperationSender:
+    """Answers Get. Rows are made once for all ranks, in threads, and dropped after the last one.
+
+    Args:
+        client: the store.
+        max_cache_bytes: limit of the rows in memory, if it is below MAX_CACHE_BYTES.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, *, max_cache_bytes: int) -> None:
+        self._client = client
+        self._cache = SingleFlightCache[_Key, _Cut](
+            lambda cut: num_bytes_of_passes(cut.operations),
+            max_bytes=min(max_cache_bytes, MAX_CACHE_BYTES),
+        )
+
+    async def send(self, request: wire.GetOperationsRequest, context: Context) -> None:
+        """Send the share of every pass, until the caller ends the call."""
+        end = (
+            f"dp_rank {request.dp_rank} ended its Get of commands {request.first} to "
+            f"{request.last} of model {request.model_id}"
+        )
+        await write_messages(self._messages(request), context, end_of_caller=end)
+
+    async def close(self) -> None:
+        """Stop to make rows, and drop all others."""
+        await self._cache.close()
+
+    async def _messages(self, request: wire.GetOperationsRequest) -> AsyncGenerator[bytes]:
+        key = _Key(
+            request.model_id,
+            request.first,
+            request.last,
+            frozenset(request.skipped),
+            request.dp_world_size,
+        )
+        operations, served = await self._cache.get(key, lambda: self._cut(key))
+        for index, own in enumerate(operations.passes):
+            share = await asyncio.to_thread(
+                encode_operation_share, operations, index=index, dp_rank=request.dp_rank
+            )
+            header = wire.OperationShareHeader(
+                index=index,
+                num_shares=len(operations.passes),
+                loss=own.loss,
+                settings=own.settings,
+                num_bytes=share.num_bytes,
+                content_hash=share.content_hash,
+            )
+            yield wire.OperationChunk(header=header).SerializeToString(deterministic=True)
+            reach("operations.after_header")
+            for message in data_messages(share.data, field=wire.OperationChunk.DATA_FIELD_NUMBER):
+                yield message
+            reach("operations.after_data")
+        served.add(request.dp_rank)
+        if len(served) == key.dp_world_size:
+            self._cache.drop(lambda each: each == key)
+
+    async def _cut(self, key: _Key) -> _Cut:
+        """Return the passes over the commands of a key.
+
+        Raises:
+            ReleasedError: a command has no content.
+        """
+        async with bounded_by_store(self._client, READ_S):
+            bodies = await read_bodies(self._client, key.model_id, key.numbers)
+        for number in key.numbers:
+            if number not in bodies:
+                raise ReleasedError(
+                    f"command {number} of model {key.model_id!r} has no content: it was refused, "
+                    "or a checkpoint covers it"
+                )
+        operations = await asyncio.to_thread(
+            cut_operations,
+            key.model_id,
+            bodies,
+            first=key.first,
+            dp_world_size=key.dp_world_size,
+        )
+        return _Cut(operations, set())
+
+
+def operation_handlers(sender: OperationSender, running: RunningCalls) -> grpc.GenericRpcHandler:
+    """Return the handlers of all calls."""
+
+    async def get(data: bytes, context: Context) -> None:
+        async with running.answering(context, call="GetOperationsRequest"):
+            await sender.send(parse_request(data, wire.GetOperationsRequest), context)
+
+    calls = {"Get": grpc.unary_stream_rpc_method_handler(get)}
+    return grpc.method_handlers_generic_handler(SERVICE, calls)

@@ -1,0 +1,301 @@
+"""Training calls of a hosted model, from its command log to the ranks of its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from testkit.houses import House
+from testkit.operations import make_bodies, make_operation
+from turnstream.batching.rows.operations import Operation
+from turnstream.errors import (
+    BatcherUnavailableError,
+    CorruptRecordError,
+    InvalidConfigError,
+    ReleasedError,
+)
+from turnstream.records.statuses import status_to_error
+from turnstream.store.client.connection import connect_async
+from turnstream.wire.v1.operations_pb2 import (
+    GetOperationsRequest,
+    OperationChunk,
+    OperationShareHeader,
+)
+from turnstream.worker.operation_pulls import MAX_DAMAGED, PATH
+from turnstream.worker.operation_tensors import operation_tensors
+from turnstream_server.batcher.assembly.operation_shares import (
+    cut_operations,
+    encode_operation_share,
+)
+from turnstream_server.batcher.serving import operations as serving_operations
+from turnstream_server.commands.contents import CreateModel
+from turnstream_server.commands.keys import model_keys
+from turnstream_server.commands.log import ModelLog, Run, submit
+from turnstream_server.commands.models import ModelRecord, create_model
+from turnstream_server.commands.operation_records import encode_operation
+from turnstream_server.commands.results import Failure
+from turnstream_server.engine.pulling import OperationStream
+from turnstream_server.engine.shares import OperationShare
+
+_numbers = itertools.count()
+
+PPO = make_operation(3, 8, 2, loss="ppo", clip_low_threshold=0.5, seed=1)
+TEXTS = make_operation(5, 1, num_targets=2, seed=2)
+OPERATIONS = [PPO, TEXTS, PPO]
+
+
+async def new_model(house: House, operations: Sequence[Operation]) -> tuple[str, Run]:
+    """Create a model with these calls in its log; return its id, and what its worker takes."""
+    model_id = f"S{next(_numbers)}:train:0"
+    async with connect_async(house.url) as client:
+        record = ModelRecord(model_id, base_model="tiny", owner="o", lora_rank=0)
+        await create_model(client, record, CreateModel(path=None, optimizer=False))
+        for number, operation in enumerate(operations, start=1):
+            content = encode_operation(operation)
+            await submit(client, model_id, number, "forward_backward", content)
+    log = ModelLog.acquire(house.client, model_id, worker="w", lease_s=60)
+    log.finish({0: Failure("made", "server")})
+    run = log.take()
+    assert isinstance(run, Run)
+    return model_id, run
+
+
+def _pull(
+    target: str, model_id: str, run: Run, skipped: frozenset[int], **options: Any
+) -> list[OperationShare]:
+    with OperationStream(target, **options) as stream:
+        return stream(model_id, run, skipped)
+
+
+async def pull(
+    target: str,
+    model_id: str,
+    run: Run,
+    *,
+    skipped: frozenset[int] = frozenset(),
+    dp_rank: int = 0,
+    dp_world_size: int = 1,
+    timeout_s: float = 30.0,
+) -> list[OperationShare]:
+    """Return the shares of a rank."""
+    options = {"dp_rank": dp_rank, "dp_world_size": dp_world_size, "timeout_s": timeout_s}
+    return await asyncio.to_thread(_pull, target, model_id, run, skipped, **options)
+
+
+async def raw_answer(
+    address: str, model_id: str, *, first: int, last: int, dp_rank: int
+) -> list[bytes]:
+    """Return the messages of a Get of one of two ranks, as they arrive."""
+    request = GetOperationsRequest(
+        model_id=model_id, first=first, last=last, dp_rank=dp_rank, dp_world_size=2
+    ).SerializeToString()
+    async with grpc.aio.insecure_channel(address) as channel:
+        made: Any = channel.unary_stream(PATH)(request, timeout=30)
+        return [message async for message in made]
+
+
+def data_of(shares: Sequence[OperationShare]) -> list[tuple[int, str, int]]:
+    """Return row id, request id and datum index of the real rows."""
+    found: list[tuple[int, str, int]] = []
+    for share in shares:
+        rows, columns = share.mini_batch.rows, share.mini_batch.rows.operations
+        assert columns is not None
+        for row in np.flatnonzero(~rows.is_padding).tolist():
+            place = int(columns.datum_index[row])
+            found.append((int(rows.row_id[row]), columns.request_id[row], place))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("dp_world_size", [1, 2, 3])
+async def test_ranks_pull_each_datum_once_and_compute_it(house: House, dp_world_size: int) -> None:
+    model_id, run = await new_model(house, OPERATIONS)
+    replica = await house.start_batcher()
+
+    ranks = await asyncio.gather(
+        *(
+            pull(replica.address, model_id, run, dp_rank=rank, dp_world_size=dp_world_size)
+            for rank in range(dp_world_size)
+        )
+    )
+
+    names = [
+        (f"{model_id}:{number}", index)
+        for number, operation in zip(run.numbers, OPERATIONS, strict=True)
+        for index in range(len(operation.data))
+    ]
+    assert data_of([share for rank in ranks for share in rank]) == [
+        (row_id, *name) for row_id, name in enumerate(names)
+    ]
+    for rank in ranks:
+        losses = [(each.loss.name, dict(each.loss.settings)) for each in rank]
+        assert losses == [("ppo", {"clip_low_threshold": 0.5}), ("cross_entropy", {})]
+        for share in rank:
+            parts = operation_tensors(share.mini_batch)
+            assert sum(len(part.row_ids) for part in parts) == len(share.mini_batch.rows)
+
+
+async def test_skipped_commands_take_no_part(house: House) -> None:
+    model_id, run = await new_model(house, OPERATIONS)
+    replica = await house.start_batcher()
+
+    shares = await pull(replica.address, model_id, run, skipped=frozenset({1, 3}))
+
+    assert data_of(shares) == [(0, f"{model_id}:2", 0), (1, f"{model_id}:2", 1)]
+
+
+async def test_replicas_and_repeated_calls_have_the_same_bytes(house: House) -> None:
+    model_id, _ = await new_model(house, OPERATIONS)
+    one, other = await house.start_batcher(), await house.start_batcher()
+
+    answers = [
+        await raw_answer(replica.address, model_id, first=1, last=3, dp_rank=1)
+        for replica in (one, one, other)
+    ]
+
+    assert answers[0]
+    assert answers[1:] == [answers[0]] * 2
+
+
+async def test_ranks_share_an_assembly_until_the_last_one_has_its_rows(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_id, run = await new_model(house, OPERATIONS)
+    replica = await house.start_batcher()
+    made: list[int] = []
+    cut = serving_operations.cut_operations
+
+    def counted(*args: Any, dp_world_size: int, **options: Any) -> Any:
+        made.append(dp_world_size)
+        return cut(*args, dp_world_size=dp_world_size, **options)
+
+    monkeypatch.setattr(serving_operations, "cut_operations", counted)
+
+    # Rank 0 repeats its call. The call of the last rank drops the rows.
+    for ranks in ([0], [0, 1, 2], [1]):
+        await asyncio.gather(
+            *(pull(replica.address, model_id, run, dp_rank=rank, dp_world_size=3) for rank in ranks)
+        )
+    await pull(replica.address, model_id, run, dp_rank=0, dp_world_size=2)
+
+    assert made == [3, 3, 2]
+
+
+async def test_command_without_content_is_refused_by_number(house: House) -> None:
+    model_id, run = await new_model(house, OPERATIONS)
+    replica = await house.start_batcher()
+    house.client.hdel(model_keys(model_id).bodies, "2")
+
+    with pytest.raises(ReleasedError, match=f"command 2 of model '{model_id}' has no content"):
+        await pull(replica.address, model_id, run)
+    with pytest.raises(ReleasedError, match="command 1 of model 'S:train:9' has no content"):
+        await pull(replica.address, "S:train:9", run)
+
+
+async def test_damaged_content_is_an_error_after_few_calls(house: House) -> None:
+    model_id, run = await new_model(house, OPERATIONS)
+    replica = await house.start_batcher()
+    house.client.hset(model_keys(model_id).bodies, "2", b"\xff" * 40)
+
+    with pytest.raises(CorruptRecordError, match=f"command 2 of model '{model_id}' is no"):
+        await pull(replica.address, model_id, run)
+
+
+async def test_rank_outside_its_world_is_refused_at_both_ends(house: House) -> None:
+    replica = await house.start_batcher()
+
+    with pytest.raises(InvalidConfigError, match="dp_rank: 2 is not in a world of 2"):
+        OperationStream(replica.address, dp_rank=2, dp_world_size=2)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await raw_answer(replica.address, "S:train:0", first=1, last=1, dp_rank=2)
+
+    error = status_to_error(caught.value.code().name, caught.value.details() or "")
+    assert isinstance(error, InvalidConfigError)
+    assert error.field == "dp_rank"
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    ["operations.after_header", "operations.after_data", "operations.after_header=stop"],
+)
+async def test_second_replica_takes_over_in_the_middle_of_an_answer(
+    house: House, start_batcher_process: Callable[..., Any], failpoint: str
+) -> None:
+    model_id, run = await new_model(house, OPERATIONS)
+    dying = await start_batcher_process(failpoint).line()
+    replica = await house.start_batcher()
+
+    shares = await pull(f"{dying},{replica.address}", model_id, run)
+
+    assert len(data_of(shares)) == sum(len(each.data) for each in OPERATIONS)
+
+
+async def test_stream_without_a_replica_names_the_commands_and_the_limit(house: House) -> None:
+    model_id, run = await new_model(house, OPERATIONS)
+    replica = await house.start_batcher()
+    await replica.stop()
+
+    with pytest.raises(
+        BatcherUnavailableError, match=r"commands 1 to 3 of model .* pulled within 0.5 s"
+    ) as caught:
+        await pull(replica.address, model_id, run, timeout_s=0.5)
+
+    assert caught.value.reasons
+
+
+def flipped_share() -> list[bytes]:
+    """Return the messages of a share with one wrong bit among its tokens."""
+    cut = cut_operations("S:train:0", make_bodies([TEXTS]), first=1, dp_world_size=1)
+    share = encode_operation_share(cut, index=0, dp_rank=0)
+    data = bytearray(share.data)
+    data[bytes(data).index(TEXTS.data[0].model_input.tobytes())] ^= 1
+    header = OperationShareHeader(
+        num_shares=1, num_bytes=share.num_bytes, content_hash=share.content_hash
+    )
+    return [
+        OperationChunk(header=header).SerializeToString(),
+        OperationChunk(data=bytes(data)).SerializeToString(),
+    ]
+
+
+@contextlib.contextmanager
+def server_of(answer: Callable[[], list[bytes]]) -> Iterator[str]:
+    """Serve these messages to every Get; yield the address."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    get = grpc.unary_stream_rpc_method_handler(lambda *_: iter(answer()))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(PATH.split("/")[1], {"Get": get}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        (flipped_share(), "the content of a mini-batch of .* bytes differs"),
+        (flipped_share()[:1], "the messages ended after 0 of 1 shares"),
+    ],
+)
+async def test_damaged_transfer_is_repeated_and_then_an_error(
+    messages: list[bytes], problem: str
+) -> None:
+    num_calls = itertools.count()
+
+    def answer() -> list[bytes]:
+        next(num_calls)
+        return messages
+
+    with server_of(answer) as address, pytest.raises(CorruptRecordError, match=problem):
+        await pull(address, "S:train:0", Run(1, 1, "forward"))
+
+    assert next(num_calls) == MAX_DAMAGED
