@@ -236,6 +236,10 @@ class Engine:
         self._has_gradient = False
         return self._optimizer.step(settings)
 
+    def use_objective(self, objective: Objective) -> None:
+        """Train with another objective from the next `forward_backward` on."""
+        self._objective = objective
+
     @property
     def is_sharded(self) -> bool:
         """Whether each rank has a shard of each weight, and not the whole model."""

@@ -1,0 +1,100 @@
+"""Durable checkpoints of a hosted model: the state from which its log is run again.
+
+Each is a folder `models/<model>/<number>-<random>` below the shared folder of the workers, with
+weights and moments after the command of that number. The log names the newest one. The one before
+it is kept too: a store may lose its last second of writes in a power cut. All others are removed.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from turnstream.types.names import decode_name, encode_name
+from turnstream_server.commands.keys import MODEL_ID
+from turnstream_server.commands.results import Result, decode_result, encode_result
+from turnstream_server.models.folders import remove_folder
+
+_MODELS: Final = "models"
+_RESULT: Final = "result"
+_RUNS: Final = "runs.json"
+
+
+class RunPosition(NamedTuple):
+    """The position of a model in a run that it trains on.
+
+    Attributes:
+        token: recovery token of the newest step that was applied; "" before the first.
+        num_taken: mini-batches of the step after it that were taken.
+        lost: the reason why the model cannot train the run any more; "" if it can.
+    """
+
+    token: str = ""
+    num_taken: int = 0
+    lost: str = ""
+
+
+class DurableFolders:
+    """The durable checkpoints of one model.
+
+    Args:
+        root: shared folder of the workers.
+        model_id: the model.
+    """
+
+    def __init__(self, root: Path, model_id: str) -> None:
+        self._folder = root / _MODELS / encode_name(model_id)
+
+    def new_name(self, number: int) -> str:
+        """Return a new name for a checkpoint after a command.
+
+        It is new each time, so that no worker replaces the folder of another one.
+        """
+        return f"{number:08d}-{uuid.uuid4().hex[:8]}"
+
+    def path(self, name: str) -> Path:
+        """Return the folder of a checkpoint."""
+        return self._folder / name
+
+    def keep_only(self, *names: str) -> None:
+        """Remove all folders but those of some checkpoints."""
+        for folder in [*self._folder.glob("*")]:
+            if folder.name not in names:
+                remove_folder(folder)
+
+    def remove(self) -> None:
+        """Remove all checkpoints."""
+        remove_folder(self._folder)
+
+    def result(self, name: str) -> Result | None:
+        """Return the result of the command whose effect a checkpoint holds, if it is known."""
+        file = self.path(name) / _RESULT
+        return decode_result(file.read_bytes()) if file.is_file() else None
+
+    def positions(self, name: str) -> dict[str, RunPosition]:
+        """Return the position in each run that a checkpoint holds, by its id."""
+        file = self.path(name) / _RUNS
+        stored = json.loads(file.read_bytes()) if file.is_file() else {}
+        return {run: RunPosition(**fields) for run, fields in stored.items()}
+
+
+def result_file(result: Result | None) -> dict[str, bytes]:
+    """Return the file that holds the result of a command, which is written after the checkpoint."""
+    return {} if result is None else {_RESULT: encode_result(result)}
+
+
+def positions_file(positions: Mapping[str, RunPosition]) -> dict[str, bytes]:
+    """Return the file that holds the positions in runs."""
+    if not positions:
+        return {}
+    stored = {run: each._asdict() for run, each in positions.items()}
+    return {_RUNS: json.dumps(stored, sort_keys=True).encode()}
+
+
+def durable_models(root: Path) -> list[str]:
+    """Return the ids of the models with durable checkpoints."""
+    found = (decode_name(each.name) for each in (root / _MODELS).glob("*"))
+    return sorted(each for each in found if MODEL_ID.fullmatch(each))

@@ -1,0 +1,263 @@
+"""The models of a worker on one rank, and calls that all ranks make together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from turnstream.errors import TurnstreamError
+from turnstream_server.commands.contents import ForwardBackwardRun
+from turnstream_server.commands.log import Run
+from turnstream_server.commands.models import ModelRecord
+from turnstream_server.engine.hosted_base import HostedBase, LoadedModel, write
+from turnstream_server.engine.run_streams import OpenStream, RunStreams
+from turnstream_server.engine.run_training import RunReport, check_fits, train_mini_batch
+from turnstream_server.engine.shares import OperationShare, ReadShares
+from turnstream_server.models.folders import new_folder
+from turnstream_server.trainer.optimizer import StepReport
+from turnstream_server.trainer.ranks import ONE_RANK, Ranks
+from turnstream_server.trainer.settings import AdamSettings
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_Value = TypeVar("_Value")
+
+
+class RankError(Exception):
+    """An error of a rank; its text names the type of the error."""
+
+
+class DatumOutput(NamedTuple):
+    """Results of one datum.
+
+    Attributes:
+        loss: sum over its positions.
+        logprobs: float32, in the shape of its targets.
+    """
+
+    loss: float
+    logprobs: NDArray[np.float32]
+
+
+Outputs = dict[tuple[str, int], DatumOutput]
+"""Results by request id and index of the datum."""
+
+
+class Host:
+    """The models of a worker on one rank.
+
+    Args:
+        bases: the base models, each at its name.
+        read_shares: reads the rows of this rank.
+        open_stream: opens a trainer session of a run; None refuses all runs.
+        ranks: the ranks of the worker.
+    """
+
+    def __init__(
+        self,
+        bases: Mapping[str, HostedBase],
+        *,
+        read_shares: ReadShares,
+        open_stream: OpenStream | None = None,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
+        self._bases = bases
+        self._read_shares = read_shares
+        self._ranks = ranks
+        self._models: dict[str, LoadedModel] = {}
+        self._shares: Sequence[OperationShare] = ()
+        self._runs = RunStreams(open_stream)
+
+    def make(self, record: ModelRecord) -> None:
+        """Make a model from its base model; BatchingError if the base model has no such models."""
+        self.unload(record)
+        self._models[record.model_id] = self._bases[record.base_model].make(record)
+
+    def load(self, record: ModelRecord, folder: Path, *, optimizer: bool) -> None:
+        """Load the weights of a folder into a model, and the moments if asked.
+
+        Its gradients are dropped. After a BatchingError the model is unchanged.
+        """
+        into = self._models.get(record.model_id)
+        base = self._bases[record.base_model]
+        loaded = base.load(record, folder, optimizer=optimizer, into=into)
+        self._models[record.model_id] = loaded
+
+    def unload(self, record: ModelRecord) -> None:
+        """Free the weights of a model, if it is loaded, and close its runs."""
+        self._shares = ()
+        self._runs.close(record.model_id)
+        loaded = self._models.pop(record.model_id, None)
+        if loaded is not None:
+            self._bases[record.base_model].release(loaded)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def read(self, model_id: str, run: Run, skipped: frozenset[int]) -> None:
+        """Read the rows of training calls for `train`."""
+        self._shares = self._read_shares(model_id, run, skipped)
+
+    def train(self, model_id: str, *, adds_gradient: bool) -> Outputs:
+        """Return the results of the rows of `read` on this rank."""
+        engine = self._models[model_id].engine
+        run = engine.forward_backward_operations if adds_gradient else engine.forward_operations
+        shares, self._shares = self._shares, ()
+        outputs: Outputs = {}
+        for share in shares:
+            report, rows = run(share.mini_batch, loss=share.loss), share.mini_batch.rows
+            assert rows.operations is not None
+            names = zip(rows.operations.request_id, rows.operations.datum_index, strict=True)
+            for row_id, (request_id, place) in zip(rows.row_id.tolist(), names, strict=True):
+                if row_id in report.losses:  # an inert row has none
+                    output = DatumOutput(report.losses[row_id], report.logprobs[row_id])
+                    outputs[request_id, int(place)] = output
+        return outputs
+
+    def open_run(self, model_id: str, run: str, *, token: str, session: str) -> None:
+        """Begin a trainer session of a run; errors as of `RunStreams.open`."""
+        self._runs.open(model_id, run, token=token, session=session)
+
+    def pull_run(self, record: ModelRecord, run: str, *, timeout_s: float) -> None:
+        """Pull the next mini-batch of a run; errors as of `RunStreams.pull`.
+
+        Raises:
+            BatchingError: its rows do not fit the base model.
+        """
+        base = self._bases[record.base_model]
+        mini_batch = self._runs.pull(record.model_id, run, timeout_s=timeout_s)
+        check_fits(mini_batch, context_length=base.context_length, vocab_size=base.vocab_size)
+
+    def train_run(self, model_id: str, content: ForwardBackwardRun) -> RunReport:
+        """Take the mini-batch of `pull_run`, and add its gradient."""
+        mini_batch = self._runs.take(model_id, content.run)
+        engine = self._models[model_id].engine
+        return train_mini_batch(engine, mini_batch, content, ranks=self._ranks)
+
+    def drop_run(self, model_id: str, run: str) -> None:
+        """Take the mini-batch of `pull_run`, and drop it."""
+        self._runs.take(model_id, run)
+
+    def step_run(self, model_id: str, run: str) -> str:
+        """Acknowledge the step of the mini-batch that was taken; return its recovery token."""
+        return self._runs.step(model_id, run)
+
+    def commit_run(self, model_id: str, run: str, *, token: str) -> None:
+        """Acknowledge that a durable checkpoint with this token is on disk."""
+        self._runs.commit(model_id, run, token=token)
+
+    def close_runs(self, model_id: str) -> None:
+        """Close the streams of the runs of a model."""
+        self._runs.close(model_id)
+
+    def close(self) -> None:
+        """Close all streams."""
+        self._runs.close_all()
+
+    def optim_step(self, model_id: str, settings: AdamSettings) -> StepReport:
+        """Apply the gradients of all ranks; RejectedError if there are none."""
+        return self._models[model_id].engine.optim_step(settings)
+
+    def save(
+        self, model_id: str, folder: Path, *, optimizer: bool, files: Mapping[str, bytes]
+    ) -> int:
+        """Write the weights of a model, and further files, in one rename; return their bytes.
+
+        The first rank writes. An old folder is replaced.
+        """
+        if not self._ranks.is_first:
+            return 0
+        with new_folder(folder) as written:
+            write(self._models[model_id], written, optimizer=optimizer)
+            for name, content in files.items():
+                (written / name).write_bytes(content)
+            return sum(each.stat().st_size for each in written.rglob("*") if each.is_file())
+
+    def nothing(self) -> None:
+        """Do nothing: ranks that wait for too long would end."""
+
+
+_STOP: Final = ""
+
+
+class Lockstep:
+    """Calls of the first rank that all ranks make, each with its own host.
+
+    Args:
+        host: the models of this rank.
+        ranks: the first one makes calls; the others `follow`.
+    """
+
+    def __init__(self, host: Host, ranks: Ranks = ONE_RANK) -> None:
+        self._host = host
+        self._ranks = ranks
+
+    def __call__(
+        self,
+        method: Callable[Concatenate[Host, _P], _Value],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> list[_Value]:
+        """Return the results of a method of Host on all ranks.
+
+        Raises the first error of any rank, if one has an error.
+        """
+        self._broadcast(method.__name__, args, kwargs)
+        return self._run(method.__name__, args, kwargs)
+
+    def follow(self) -> None:
+        """Make the calls of the first rank until it stops."""
+        while True:
+            name, args, kwargs = self._broadcast(_STOP, (), {})
+            if name == _STOP:
+                return
+            try:
+                self._run(name, args, kwargs)
+            except Exception:  # the first rank has it too, and reports it
+                logger.debug("%s failed", name, exc_info=True)
+
+    def stop(self) -> None:
+        """Let the other ranks return from `follow`."""
+        self._broadcast(_STOP, (), {})
+
+    def _broadcast(self, name: str, args: Any, kwargs: Any) -> tuple[str, Any, Any]:
+        with _exiting_alone():
+            return self._ranks.broadcast((name, args, kwargs))
+
+    def _run(self, name: str, args: Any, kwargs: Any) -> list[Any]:
+        value: Any = None
+        error: Exception | None = None
+        try:
+            value = getattr(self._host, name)(*args, **kwargs)
+        except Exception as caught:  # noqa: BLE001 - raised below, on all ranks
+            error = caught
+        with _exiting_alone():
+            found = self._ranks.gather((value, _picklable(error)))
+        if error is not None:
+            raise error
+        for _, other in found:
+            if other is not None:
+                raise other
+        return [each for each, _ in found]
+
+
+@contextlib.contextmanager
+def _exiting_alone() -> Iterator[None]:
+    """End the process if another rank has ended: no command has failed, and all ranks restart."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise SystemExit(f"another rank has ended: {error}") from error
+
+
+def _picklable(error: Exception | None) -> Exception | None:
+    if error is None or isinstance(error, TurnstreamError):
+        return error
+    return RankError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,367 @@
+"""One hosted model, as the first rank of its worker runs it.
+
+The state of a model is that of its durable checkpoint, and the commands after it. So a model is
+rebuilt from both: after a restart, and after a command that has failed half-way.
+
+A result is written after the command has run. Commands that write a durable checkpoint themselves
+(`create`, `load_weights`) keep their result in it: once the log names the checkpoint, they are not
+run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import redis
+
+from turnstream.errors import (
+    BatchingError,
+    EndOfRunError,
+    FencedError,
+    RunNotFoundError,
+    UnavailableError,
+)
+from turnstream_server.commands.checkpoints import session_folder
+from turnstream_server.commands.contents import (
+    TRAINING_KINDS,
+    CreateModel,
+    ForwardBackwardRun,
+    LoadWeights,
+    OptimStep,
+    SaveForSampler,
+    SaveWeights,
+    decode_content,
+)
+from turnstream_server.commands.log import DEFAULT_GAP_S, Lost, ModelLog, Run
+from turnstream_server.commands.models import ModelRecord
+from turnstream_server.commands.results import Answer, Failure, Result
+from turnstream_server.engine.durable import DurableFolders, positions_file, result_file
+from turnstream_server.engine.host import Host, Lockstep
+from turnstream_server.engine.saving import Saver
+from turnstream_server.engine.trained_runs import REPLAY_S, RunSessionEndedError, TrainedRuns
+from turnstream_server.engine.training import PassError, run_optim_step, run_training
+from turnstream_server.failpoints import reach
+
+logger = logging.getLogger(__name__)
+
+_UNCHANGING: Final = ("forward", "save_weights", "save_weights_for_sampler")
+"""Kinds of commands after whose errors the model is as before."""
+
+_PASSED_ON: Final = (UnavailableError, FencedError, EndOfRunError, RunNotFoundError)
+"""Errors of the store or a batcher, and not of a command."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Settings of all models of a worker.
+
+    Attributes:
+        worker: name of the worker.
+        lease_s: seconds for which a log is leased.
+        gap_s: seconds for which a missing number is awaited.
+        checkpoint_every: optimizer steps between two durable checkpoints.
+    """
+
+    worker: str
+    lease_s: float = 15.0
+    gap_s: float = DEFAULT_GAP_S
+    checkpoint_every: int = 8
+
+
+class HostedModel:
+    """A model of this worker.
+
+    Every method but `renew` raises FencedError once another worker runs the model, EndOfRunError
+    once its session has ended, and UnavailableError while the store or a batcher is away.
+
+    Args:
+        client: the store.
+        record: the model.
+        root: shared folder of the workers.
+        call: calls of all ranks.
+        settings: those of the worker.
+
+    Attributes:
+        record: as passed.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        record: ModelRecord,
+        *,
+        root: Path,
+        call: Lockstep,
+        settings: ModelSettings,
+    ) -> None:
+        self.record = record
+        self._client = client
+        self._root = root
+        self._call = call
+        self._settings = settings
+        self._saver = Saver(client=client, root=root, call=call)
+        self._durable = DurableFolders(root, record.model_id)
+        self._runs = TrainedRuns(client, record, call=call)
+        self._log: ModelLog | None = None
+        self._is_built = False
+        self._trouble: Failure | None = None
+        self._unwritten: dict[int, Result] = {}
+        self._covered = self._newest = -1
+        self._checkpoint = ""
+        self._covering: Result | None = None
+        self._num_steps = 0
+        self._has_gradient = False
+
+    def renew(self) -> None:
+        """Renew the lease; safe to call from another thread."""
+        if (log := self._log) is None:
+            return
+        try:
+            log.renew(lease_s=self._settings.lease_s)
+        except FencedError:
+            if log is self._log:  # else this worker has acquired it again
+                raise
+
+    def advance(self) -> bool:
+        """Run the commands that are next; return whether there were any.
+
+        The first call acquires the log and builds the model.
+
+        Raises:
+            RejectedError: another worker has the log; `retry_after_s` says for how long.
+        """
+        try:
+            return self._advance()
+        except RunSessionEndedError:
+            self._is_built = False
+            raise
+
+    def _advance(self) -> bool:
+        log = self._log if self._log is not None and self._is_built else self._build()
+        self._settle(log)
+        work = log.take(gap_s=self._settings.gap_s)
+        if isinstance(work, Run):
+            self._run(log, work)
+            return True
+        if isinstance(work, Lost):
+            logger.warning(
+                "model %s: command %d has never arrived: %d commands after it have failed",
+                *(self.record.model_id, work.missing, len(work.failed) - 1),
+            )
+            return True
+        return False
+
+    def stop(self) -> None:
+        """Write a durable checkpoint if there is no gradient, and release the log."""
+        if self._log is None:
+            return
+        is_whole = self._is_built and self._trouble is None and not self._unwritten
+        if is_whole and not self._has_gradient and self._newest > self._covered:
+            self._runs.acknowledge()
+            self._cover(self._log, self._newest)
+            self._runs.acknowledge()
+        self._log.renew(lease_s=0)
+
+    def unload(self) -> None:
+        """Free the weights of the model."""
+        self._is_built = False
+        self._call(Host.unload, self.record)
+
+    def remove_files(self) -> None:
+        """Remove all that only the session of the model needs, after its end."""
+        remove_session_files(self._root, self.record.model_id)
+
+    def _build(self) -> ModelLog:
+        """Acquire the log, and build the model from its durable checkpoint and what follows."""
+        settings = self._settings
+        model_id = self.record.model_id
+        self._log = None  # `renew` must not take the next lease for that of another worker
+        self._log = log = ModelLog.acquire(
+            self._client, model_id, worker=settings.worker, lease_s=settings.lease_s
+        )
+        self._unwritten = {}
+        self._trouble = self._covering = None
+        self._covered, self._newest = log.covered, log.next_number - 1
+        self._checkpoint = log.checkpoint
+        self._num_steps, self._has_gradient = 0, False
+        try:
+            self._rebuild(log)
+        except _PASSED_ON:
+            raise
+        except Exception as error:
+            logger.exception("model %s: the worker cannot rebuild it", model_id)
+            message = f"the worker cannot rebuild model {model_id!r}: {_described(error)}"
+            self._trouble = Failure(message, "server")
+        self._is_built = True
+        return log
+
+    def _rebuild(self, log: ModelLog) -> None:
+        self._durable.keep_only(log.checkpoint)
+        self._runs.begin(self._durable.positions(log.checkpoint) if log.checkpoint else {})
+        if not log.checkpoint:
+            self._call(Host.unload, self.record)
+            if log.next_number > 0:
+                message = f"there is no model {self.record.model_id!r}: its create_model has failed"
+                self._trouble = Failure(message, "user")
+            return
+        folder = self._durable.path(log.checkpoint)
+        self._covering = self._durable.result(log.checkpoint)
+        self._call(Host.load, self.record, folder, optimizer=True)
+        for run, skipped in log.history():
+            if run.kind == "forward_backward":
+                run_training(self._call, log.model_id, run, skipped=skipped)
+                self._has_gradient = True
+            elif run.kind in ("forward_backward_run", "optim_step"):
+                self._run_again(log, run)
+        self._runs.resume()
+
+    def _run_again(self, log: ModelLog, run: Run) -> None:
+        content = decode_content(run.kind, log.read(run.numbers)[run.first])
+        if isinstance(content, ForwardBackwardRun):
+            self._runs.train(content, timeout_s=REPLAY_S)
+            self._has_gradient = True
+        elif isinstance(content, OptimStep):
+            run_optim_step(self._call, log.model_id, content)
+            self._count_step()
+            self._runs.acknowledge()
+
+    def _run(self, log: ModelLog, run: Run) -> None:
+        if run.last <= self._covered and self._covering is not None:
+            # The checkpoint was written and the result was not.
+            self._unwritten = {run.last: self._covering}
+        else:
+            self._unwritten = self._results(log, run)
+        reach("engine.after_run")
+        self._settle(log)
+        reach("engine.after_finish")
+        self._newest = run.last
+        is_due = self._num_steps >= self._settings.checkpoint_every or self._runs.needs_checkpoint
+        is_whole = self._is_built and self._trouble is None and not self._has_gradient
+        if is_due and is_whole:
+            self._try_to_cover(log, run.last)
+            self._runs.acknowledge()
+
+    def _settle(self, log: ModelLog) -> None:
+        """Acknowledge what runs do not know yet, and write the results that are not written."""
+        self._runs.acknowledge()
+        if self._unwritten:
+            log.finish(self._unwritten)
+            self._unwritten = {}
+
+    def _results(self, log: ModelLog, run: Run) -> dict[int, Result]:
+        """Return the results of commands; after a half-way failure the model is not built."""
+        if self._trouble is not None:
+            return dict.fromkeys(run.numbers, self._trouble)
+        try:
+            return self._run_kind(log, run)
+        except _PASSED_ON:
+            raise
+        except BatchingError as error:
+            failure = Failure(str(error), "user")
+        except Exception as error:
+            logger.exception("model %s: %s %d failed", log.model_id, run.kind, run.first)
+            self._is_built = run.kind in _UNCHANGING
+            log.renew(lease_s=self._settings.lease_s)  # an end of the session is no failure
+            failure = Failure(f"{run.kind} failed: {_described(error)}", "server")
+        if run.kind == "create":
+            self._is_built = False
+        return dict.fromkeys(run.numbers, failure)
+
+    def _run_kind(self, log: ModelLog, run: Run) -> dict[int, Result]:
+        if run.kind in TRAINING_KINDS:
+            results = run_training(self._call, log.model_id, run)
+            self._has_gradient |= run.kind == "forward_backward"
+            return results
+        number = run.first
+        content = decode_content(run.kind, log.read(run.numbers)[number])
+        match content:
+            case ForwardBackwardRun():
+                answer = self._runs.train(content)
+                self._has_gradient = True
+            case CreateModel():
+                answer = self._create(log, number, content)
+            case OptimStep():
+                answer = run_optim_step(self._call, log.model_id, content)
+                self._count_step()
+            case SaveWeights():
+                answer = self._saver.save_weights(self.record, number, content)
+            case SaveForSampler():
+                answer = self._saver.save_for_sampler(self.record, number, content)
+            case LoadWeights():
+                answer = self._load(log, number, content)
+        return {number: answer}
+
+    def _create(self, log: ModelLog, number: int, content: CreateModel) -> Answer:
+        path, model_id = content.path, self.record.model_id
+        values = {"model_id": model_id, "type": "create_model"}
+        if path is None:
+            self._call(Host.make, self.record)
+        else:
+            folder = self._saver.loadable(self.record, path)
+            self._call(Host.load, self.record, folder, optimizer=content.optimizer)
+            values = {"path": str(path), "model_id": model_id, "type": "load_weights"}
+        answer = Answer(values)
+        self._cover(log, number, answer)
+        return answer
+
+    def _load(self, log: ModelLog, number: int, content: LoadWeights) -> Answer:
+        folder = self._saver.loadable(self.record, content.path)
+        self._call(Host.load, self.record, folder, optimizer=content.optimizer)
+        values = {"path": str(content.path), "model_id": log.model_id, "type": "load_weights"}
+        answer = Answer(values)
+        self._has_gradient = False
+        self._runs.applied()
+        self._runs.acknowledge()
+        # The loaded checkpoint may be deleted before the next one is due.
+        self._cover(log, number, answer)
+        return answer
+
+    def _count_step(self) -> None:
+        self._num_steps += 1
+        self._has_gradient = False
+        self._runs.applied()
+
+    def _cover(self, log: ModelLog, number: int, result: Result | None = None) -> None:
+        """Write a durable checkpoint after a command, which there must be no gradient after."""
+        name = self._durable.new_name(number)
+        self._call(
+            Host.save,
+            log.model_id,
+            self._durable.path(name),
+            optimizer=True,
+            files=result_file(result) | positions_file(self._runs.positions()),
+        )
+        reach("engine.after_durable")
+        reach("engine.before_cover")
+        log.cover(number, checkpoint=name)
+        reach("engine.after_cover")
+        before, self._checkpoint = self._checkpoint, name
+        self._covered, self._covering, self._num_steps = number, result, 0
+        self._runs.covered()
+        with contextlib.suppress(OSError):  # removed with the next ones
+            self._durable.keep_only(before, name)
+
+    def _try_to_cover(self, log: ModelLog, number: int) -> None:
+        """Write a durable checkpoint; after an error the next optimizer step tries again."""
+        try:
+            self._cover(log, number)
+        except (FencedError, EndOfRunError):
+            raise
+        except Exception:
+            logger.exception("model %s: no durable checkpoint after %d", log.model_id, number)
+
+
+def remove_session_files(root: Path, model_id: str) -> None:
+    """Remove durable checkpoints and weights of sampling sessions of a model that has ended."""
+    with contextlib.suppress(FileNotFoundError):  # another worker removes them too
+        DurableFolders(root, model_id).remove()
+        shutil.rmtree((root / session_folder(model_id, 0)).parent, ignore_errors=True)
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, PassError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,193 @@
+"""The loop of a worker's first rank: which model runs next. The other ranks follow its calls."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import redis
+
+from turnstream.errors import (
+    FencedError,
+    NotReadyError,
+    RejectedError,
+    RunNotFoundError,
+    UnavailableError,
+)
+from turnstream_server.commands.bases import BaseModel
+from turnstream_server.commands.models import models_of_base, read_model
+from turnstream_server.commands.wakeups import Wakeups
+from turnstream_server.engine.host import Host, Lockstep
+from turnstream_server.engine.hosted_model import HostedModel, ModelSettings
+from turnstream_server.engine.leases import Leases, is_end
+from turnstream_server.engine.sweeping import remove_due, remove_ended
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_S: Final = 0.5
+_SCAN_S: Final = 1.0
+_SWEEP_S: Final = 10.0
+_BEAT_S: Final = 60.0
+"""Ranks without a call for half an hour would end."""
+
+_PAUSE_S: Final = 1.0
+"""Pause of a model after an error of the store or a batcher."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """Settings of the loop.
+
+    Attributes:
+        root: shared folder of the workers.
+        models: settings of all models.
+    """
+
+    root: Path
+    models: ModelSettings
+
+
+class EngineLoop:
+    """Runs the commands of all models of some base models, in turn.
+
+    Args:
+        client: the store.
+        bases: the base models.
+        call: calls of all ranks.
+        settings: see `LoopSettings`.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        bases: Sequence[BaseModel],
+        *,
+        call: Lockstep,
+        settings: LoopSettings,
+    ) -> None:
+        self._client = client
+        self._bases = [each.name for each in bases]
+        self._call = call
+        self._settings = settings
+        self._wakeups = Wakeups(client)
+        self._leases = Leases(client, bases)
+        self._models: dict[str, HostedModel] = {}
+        self._ready: dict[str, None] = {}
+        self._not_before_s: dict[str, float] = {}
+        self._due_s: dict[str, float] = {}
+
+    def run(self, is_stopping: Callable[[], bool]) -> None:
+        """Run commands until `is_stopping`; it is asked between two commands."""
+        with self._leases:
+            while not is_stopping():
+                try:
+                    self._listen()
+                    self._look_around()
+                except UnavailableError as error:
+                    logger.warning("the store is away: %s", error)
+                    time.sleep(_BLOCK_S)
+                    continue
+                for model_id in [*self._ready]:
+                    if not is_stopping():
+                        self._advance(model_id)
+            self._stop()
+
+    def _listen(self) -> None:
+        """Wait for commands, unless some are waiting already."""
+        woken = self._wakeups.read(block_s=0.0 if self._ready else _BLOCK_S)
+        for model_id in woken:
+            if model_id not in self._models:
+                self._due_s.pop("scan", None)
+            elif time.monotonic() >= self._not_before_s.get(model_id, 0.0):
+                self._ready[model_id] = None
+
+    def _look_around(self) -> None:
+        """Do what is due from time to time."""
+        for model_id, error in self._leases.ended().items():
+            self._unload(model_id, error)
+        if self._is_due("scan", every_s=_SCAN_S):
+            self._scan()
+        if self._is_due("sweep", every_s=_SWEEP_S):
+            root = self._settings.root
+            remove_due(self._client, root, is_held=self._models.__contains__)
+            remove_ended(self._client, root, bases=self._bases)
+        if self._is_due("beat", every_s=_BEAT_S):
+            self._call(Host.nothing)
+
+    def _scan(self) -> None:
+        """Make all models ready, with new ones: a notification may have been lost."""
+        open_models = [each for base in self._bases for each in models_of_base(self._client, base)]
+        for model_id in open_models:
+            with contextlib.suppress(RunNotFoundError):  # it is listed before it is created
+                if time.monotonic() >= self._not_before_s.get(model_id, 0.0):
+                    if model_id not in self._models:
+                        self._models[model_id] = self._model(model_id)
+                    self._ready[model_id] = None
+
+    def _model(self, model_id: str) -> HostedModel:
+        return HostedModel(
+            self._client,
+            read_model(self._client, model_id),
+            root=self._settings.root,
+            call=self._call,
+            settings=self._settings.models,
+        )
+
+    def _advance(self, model_id: str) -> None:
+        """Run the next commands of a model; without any it is not ready any more."""
+        model = self._models[model_id]
+        self._leases.hold(model_id, model)
+        try:
+            has_run = model.advance()
+        except NotReadyError as error:  # generators may take minutes for a batch
+            logger.debug("model %s waits: %s", model_id, error)
+            self._pause(model_id, _PAUSE_S)
+        except UnavailableError as error:
+            logger.warning("model %s waits: %s", model_id, error)
+            self._pause(model_id, _PAUSE_S)
+        except RejectedError as error:
+            self._unload(model_id, error)
+        except Exception as error:
+            logger.exception("model %s", model_id)
+            self._unload(model_id, RejectedError(str(error), _PAUSE_S))
+        else:
+            if not has_run:
+                self._ready.pop(model_id, None)
+
+    def _pause(self, model_id: str, pause_s: float) -> None:
+        self._ready.pop(model_id, None)
+        self._not_before_s[model_id] = time.monotonic() + pause_s
+
+    def _unload(self, model_id: str, error: RejectedError) -> None:
+        """Free a model that this worker does not run any more, or cannot run now."""
+        self._leases.drop(model_id)
+        self._pause(model_id, error.retry_after_s or _PAUSE_S)
+        model = self._models.pop(model_id, None)
+        if model is None:
+            return
+        model.unload()
+        if is_end(error):
+            model.remove_files()
+            self._not_before_s.pop(model_id, None)
+        if is_end(error) or isinstance(error, FencedError):
+            logger.info("model %s is unloaded: %s", model_id, error)
+
+    def _stop(self) -> None:
+        for model_id, model in self._models.items():
+            self._leases.drop(model_id)
+            try:
+                model.stop()
+            except (RejectedError, UnavailableError, OSError) as error:
+                logger.warning("model %s: %s", model_id, error)
+
+    def _is_due(self, name: str, *, every_s: float) -> bool:
+        now_s = time.monotonic()
+        if now_s < self._due_s.get(name, 0.0):
+            return False
+        self._due_s[name] = now_s + every_s
+        return True

@@ -1,0 +1,140 @@
+"""Saving and loading of checkpoints by commands: folders, and the records that name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import redis
+
+from turnstream.errors import BatchingError, RunNotFoundError
+from turnstream.store.client.replies import translating
+from turnstream_server.commands.checkpoint_paths import CheckpointPath
+from turnstream_server.commands.checkpoints import (
+    SavedCheckpoint,
+    folder_of,
+    read_checkpoint,
+    session_folder,
+    write_checkpoint,
+)
+from turnstream_server.commands.contents import SaveForSampler, SaveWeights
+from turnstream_server.commands.keys import MODEL_ID
+from turnstream_server.commands.models import ModelRecord
+from turnstream_server.commands.request_ids import RequestId
+from turnstream_server.commands.results import Answer
+from turnstream_server.commands.samplers import SamplerRecord, write_sampler
+from turnstream_server.engine.host import Host, Lockstep
+from turnstream_server.failpoints import reach
+
+_MODEL_FIELDS = ("base_model", "lora_rank", "train_attn", "train_mlp", "train_unembed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saver:
+    """Writes checkpoints of models.
+
+    Attributes:
+        client: the store.
+        root: shared folder of the workers.
+        call: calls of all ranks.
+    """
+
+    client: redis.Redis
+    root: Path
+    call: Lockstep
+
+    def save_weights(self, record: ModelRecord, number: int, content: SaveWeights) -> Answer:
+        """Save weights and moments; BatchingError if the name is taken."""
+        path = CheckpointPath(record.model_id, "weights", content.name)
+        self._save(record, number, content, path, overwrite=content.overwrite)
+        return Answer({"path": str(path), "type": "save_weights"})
+
+    def save_for_sampler(self, record: ModelRecord, number: int, content: SaveForSampler) -> Answer:
+        """Save weights for sampling; BatchingError if the name is taken."""
+        kind = "save_weights_for_sampler"
+        if content.sampling_session_seq_id is not None:
+            sampler = self._save_for_session(record, content.sampling_session_seq_id)
+            return Answer({"sampling_session_id": sampler, "path": None, "type": kind})
+        path = CheckpointPath(record.model_id, "sampler_weights", content.name)
+        self._save(record, number, content, path, overwrite=False)
+        return Answer({"path": str(path), "type": kind})
+
+    def loadable(self, record: ModelRecord, path: CheckpointPath) -> Path:
+        """Return the folder of a checkpoint that a model can load.
+
+        Raises:
+            BatchingError: the owner of the model has no such checkpoint, or it is that of another
+                kind of model.
+        """
+        if path.kind != "weights":
+            message = f"path is {str(path)!r}, which has no optimizer, expected .../weights/<name>"
+            raise BatchingError(message)
+        try:
+            saved = read_checkpoint(self.client, record.owner, path)
+        except RunNotFoundError as error:
+            raise BatchingError(f"path: {error}") from error
+        for field in _MODEL_FIELDS:
+            stored, own = getattr(saved, field), getattr(record, field)
+            if stored != own:
+                message = f"{field} of the checkpoint {str(path)!r} is {stored!r}, expected {own!r}"
+                raise BatchingError(message)
+        folder = self.root / folder_of(path)
+        if not folder.is_dir():
+            raise BatchingError(f"path: the files of the checkpoint {str(path)!r} are missing")
+        return folder
+
+    def _save(
+        self,
+        record: ModelRecord,
+        number: int,
+        content: SaveWeights | SaveForSampler,
+        path: CheckpointPath,
+        *,
+        overwrite: bool,
+    ) -> None:
+        request_id = str(RequestId(record.model_id, number))
+        if not overwrite and self._saved_by(record.owner, path) not in ("", request_id):
+            raise BatchingError(f"name is {path.name!r}: there is a checkpoint {str(path)!r}")
+        is_whole = path.kind == "weights"
+        folder = self.root / folder_of(path)
+        size = self.call(Host.save, record.model_id, folder, optimizer=is_whole, files={})[0]
+        reach("engine.after_save")
+        now_ms, ttl = self._now_ms(), content.ttl_seconds
+        saved = SavedCheckpoint(
+            path=path,
+            request_id=request_id,
+            **{field: getattr(record, field) for field in _MODEL_FIELDS},
+            created_ms=now_ms,
+            expires_ms=None if ttl is None else now_ms + ttl * 1000,
+            size_bytes=size,
+            user_metadata=content.user_metadata,
+        )
+        write_checkpoint(self.client, record.owner, saved)
+
+    def _save_for_session(self, record: ModelRecord, number: int) -> str:
+        """Save weights for one sampling session, and return its id."""
+        folder = session_folder(record.model_id, number)
+        self.call(Host.save, record.model_id, self.root / folder, optimizer=False, files={})
+        match = MODEL_ID.fullmatch(record.model_id)
+        assert match is not None
+        sampler = SamplerRecord(
+            sampler_id=f"{match['session']}:sample:{number}",
+            base_model=record.base_model,
+            owner=record.owner,
+            folder=str(folder),
+        )
+        write_sampler(self.client, sampler)
+        return sampler.sampler_id
+
+    def _saved_by(self, owner: str, path: CheckpointPath) -> str:
+        """Return the request id of the save of a checkpoint; "" if there is no checkpoint."""
+        try:
+            return read_checkpoint(self.client, owner, path).request_id
+        except RunNotFoundError:
+            return ""
+
+    def _now_ms(self) -> int:
+        with translating():
+            seconds, microseconds = cast("tuple[int, int]", cast(Any, self.client.time()))
+        return seconds * 1000 + microseconds // 1000

@@ -1,0 +1,163 @@
+"""A worker of hosted models as a process."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Final, cast
+
+import torch
+
+from turnstream.store.client.connection import connect
+from turnstream.worker import BatchStream
+from turnstream.worker.launch import find_launch
+from turnstream_server.commands.bases import BaseModel
+from turnstream_server.engine.host import Host, Lockstep
+from turnstream_server.engine.hosted_base import EngineSettings, HostedBase
+from turnstream_server.engine.hosted_model import ModelSettings
+from turnstream_server.engine.loop import EngineLoop, LoopSettings
+from turnstream_server.engine.options import EngineOptions
+from turnstream_server.engine.pulling import OperationStream
+from turnstream_server.engine.run_streams import OpenStream
+from turnstream_server.engine.shares import ReadShares
+from turnstream_server.trainer.ranks import Ranks, join_ranks
+from turnstream_server.trainer.settings import Layout
+
+logger = logging.getLogger(__name__)
+
+_PULL_S: Final = 30.0
+"""Longest wait for the batchers; other models are run before the next attempt."""
+
+_RUN_S: Final = 10.0
+"""Longest wait for an answer of a batcher about a run."""
+
+_RUN_BYTES: Final = 128 << 20
+"""Prefetched mini-batches of each run on this rank. A larger one is fetched alone."""
+
+MakeReadShares = Callable[[EngineOptions, Ranks], ReadShares]
+"""Takes the options and the ranks, returns the reader of the rows of this rank."""
+
+
+def from_batchers(options: EngineOptions, ranks: Ranks) -> ReadShares:
+    """Return the reader that pulls rows from the batchers of the options."""
+    return OperationStream(
+        options.batcher_target,
+        dp_rank=ranks.rank,
+        dp_world_size=ranks.world_size,
+        timeout_s=_PULL_S,
+    )
+
+
+def sessions_at(batcher_target: str, ranks: Ranks) -> OpenStream | None:
+    """Return a function that begins trainer sessions at batchers; None without any."""
+    if not batcher_target:
+        return None
+
+    def open_stream(run: str, token: str, session: str) -> BatchStream:
+        return BatchStream(
+            batcher_target,
+            run,
+            ranks.rank,
+            ranks.world_size,
+            token or None,
+            session=session,
+            timeout_s=_RUN_S,
+            max_prefetch_bytes=_RUN_BYTES,
+        )
+
+    return open_stream
+
+
+def run_engine(options: EngineOptions, *, make_read_shares: MakeReadShares = from_batchers) -> None:
+    """Run the commands of hosted models until SIGTERM or SIGINT comes.
+
+    The process is one of the ranks that torchrun starts; without torchrun it is the only one. The
+    running command is finished. All models keep their state.
+    """
+    is_stopping = _stop_signals()
+    if options.num_threads:
+        torch.set_num_threads(options.num_threads)
+    with join_ranks(find_launch()) as ranks:
+        bases = _load_bases(options, ranks)
+        host = Host(
+            {each.name: each for each in bases},
+            read_shares=make_read_shares(options, ranks),
+            open_stream=sessions_at(options.batcher_target, ranks),
+            ranks=ranks,
+        )
+        call = Lockstep(host, ranks)
+        if ranks.is_first:
+            _lead(options, bases, call, is_stopping=is_stopping)
+        else:
+            call.follow()  # signals are for the first rank
+        host.close()
+
+
+def _lead(
+    options: EngineOptions,
+    bases: list[HostedBase],
+    call: Lockstep,
+    *,
+    is_stopping: Callable[[], bool],
+) -> None:
+    models = ModelSettings(
+        worker=options.worker, gap_s=options.gap_s, checkpoint_every=options.checkpoint_every
+    )
+    settings = LoopSettings(root=options.folder, models=models)
+    served = [_served(each, options) for each in bases]
+    names = ", ".join(each.name for each in served)
+    logger.info("worker %s serves %s", options.worker, names)
+    with connect(options.redis_url) as client:
+        EngineLoop(client, served, call=call, settings=settings).run(is_stopping)
+    call.stop()
+    logger.info("worker %s has stopped", options.worker)
+
+
+def _load_bases(options: EngineOptions, ranks: Ranks) -> list[HostedBase]:
+    is_cuda = ranks.device.startswith("cuda")
+    is_lower = options.dtype == "bfloat16" or (options.dtype == "auto" and is_cuda)
+    settings = EngineSettings(
+        layout=cast(Layout, options.layout),
+        dtype=torch.bfloat16 if is_lower else torch.float32,
+        device=ranks.device,
+        max_rank=options.max_rank,
+        full=options.full,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
+    return [
+        HostedBase(name, folder, settings=settings, ranks=ranks) for name, folder in options.bases
+    ]
+
+
+def _served(base: HostedBase, options: EngineOptions) -> BaseModel:
+    return BaseModel(
+        name=base.name,
+        context_length=base.context_length,
+        vocab_size=base.vocab_size,
+        tokenizer_id=_tokenizer_id(base.name, options),
+        max_rank=base.max_rank,
+    )
+
+
+def _tokenizer_id(name: str, options: EngineOptions) -> str:
+    """Return the folder of a tokenizer; "" where clients find it by the name of the model.
+
+    A name such as `org/model` is known to every client, and a folder here only on this machine.
+    """
+    folder = options.tokenizer or dict(options.bases)[name]
+    is_local = options.tokenizer is not None or "/" not in name
+    return str(folder.resolve()) if is_local and (folder / "tokenizer.json").is_file() else ""
+
+
+def _stop_signals() -> Callable[[], bool]:
+    """Return a function that returns whether SIGTERM or SIGINT has come since this call."""
+    received: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return lambda: bool(received)

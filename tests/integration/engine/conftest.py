@@ -1,0 +1,26 @@
+"""A base model, and houses of hosted models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from testkit.hosted import House, new_house
+from testkit.training import make_model
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.models.policy import save_policy
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small base model."""
+    folder = tmp_path_factory.mktemp("base") / "tiny"
+    save_policy(make_model(), folder)
+    return folder
+
+
+@pytest.fixture
+def house(server: EmbeddedServer, base: Path, tmp_path: Path) -> House:
+    """A base model without hosted models yet."""
+    return new_house(server.url, base, tmp_path)

@@ -1,0 +1,188 @@
+"""Saved checkpoints of hosted models: bit-exact, refused to others, removed when due."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import redis
+import torch
+
+from testkit.hosted import OWNER, STEP, House, datums, save
+from turnstream.store.client.connection import connect_async
+from turnstream_server.commands.checkpoint_paths import CheckpointPath
+from turnstream_server.commands.checkpoints import (
+    delete_checkpoint,
+    folder_of,
+    read_checkpoint,
+    session_folder,
+)
+from turnstream_server.commands.contents import CreateModel, LoadWeights, SaveForSampler
+from turnstream_server.commands.samplers import SamplerRecord, read_sampler
+from turnstream_server.engine.sweeping import remove_due
+from turnstream_server.models.folders import is_adapter_folder
+
+A, B, C = datums(1, 5, 3), datums(2, 4), datums(3, 6, 2)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_loaded_checkpoint_continues_bit_exactly(house: House, full: bool) -> None:
+    fields: dict[str, Any] = {"lora_rank": 0} if full else {}
+    model = house.make(A, STEP, save("mid"), B, STEP, save("end"), **fields)
+    house.run(model, full=full)
+    mid, end = model.saved("mid"), model.saved("end")
+
+    load = LoadWeights(model.path("mid"), optimizer=True)
+    model.submit(C, load, save("back"), B, STEP, save("again"))
+    create = CreateModel(path=model.path("mid"), optimizer=True)
+    other = house.make(B, STEP, save("end"), create=create, **fields)
+    house.run(model, other, full=full)
+
+    assert not equal(mid, end)
+    assert equal(model.saved("back"), mid)
+    assert equal(model.saved("again"), end)
+    assert equal(other.saved("end"), end)
+    assert other.answer(0).content == {
+        "path": str(model.path("mid")),
+        "model_id": other.record.model_id,
+        "type": "load_weights",
+    }
+
+
+def test_load_without_optimizer_begins_with_zero_moments(house: House) -> None:
+    model = house.make(A, STEP, save("mid"))
+    model.submit(LoadWeights(model.path("mid"), optimizer=False), save("back"), B, STEP)
+
+    house.run(model)
+
+    mid, back = model.saved("mid"), model.saved("back")
+    assert int(back.pop("steps")) == 0
+    assert all(".lora_" in name for name in back)
+    assert all(torch.equal(mid[name], value) for name, value in back.items())
+    assert model.answer(4).content["type"] == "load_weights"
+    assert model.answer(7).content["metrics"]["skipped"] == 0
+
+
+def test_checkpoints_of_another_kind_or_owner_are_refused(house: House) -> None:
+    sampler = SaveForSampler("s", None, "snapshot", None, {})
+    owner = house.make(A, STEP, save("mid"), sampler)
+    house.run(owner)
+    path = owner.path("mid")
+    load, missing = LoadWeights(path, optimizer=True), LoadWeights(owner.path("no"), optimizer=True)
+    of_sampler = LoadWeights(path._replace(kind="sampler_weights", name="s"), optimizer=False)
+
+    stranger = house.make(load, A, STEP, owner="owner-b")
+    other_rank = house.make(load, lora_rank=2)
+    same = house.make(missing, of_sampler, A, STEP)
+    house.run(stranger, other_rank, same)
+
+    assert "no checkpoint" in stranger.failure(1).error
+    assert stranger.answer(3).content["metrics"]["skipped"] == 0
+    assert "lora_rank of the checkpoint" in other_rank.failure(1).error
+    assert "is 4, expected 2" in other_rank.failure(1).error
+    assert "no checkpoint" in same.failure(1).error
+    assert "expected .../weights/<name>" in same.failure(2).error
+    assert same.answer(4).content["metrics"]["skipped"] == 0
+
+
+def test_taken_name_is_refused_unless_it_is_replaced(house: House, client: redis.Redis) -> None:
+    model = house.make(save("a"), A, STEP, save("a"), save("b", overwrite=True))
+    model.submit(save("a", overwrite=True))
+
+    house.run(model)
+
+    assert model.failure(4).category == "user"
+    assert "name is 'a'" in model.failure(4).error
+    assert equal(model.saved("a"), model.saved("b"))
+    saved = read_checkpoint(client, OWNER, model.path("a"))
+    assert saved.request_id.endswith(":train:0:6")
+    assert (saved.base_model, saved.lora_rank, saved.expires_ms) == (house.name, 4, None)
+    assert saved.size_bytes > 1000
+
+
+def test_weights_for_samplers_have_a_path_or_a_session(house: House) -> None:
+    named = SaveForSampler("s", None, "snapshot", 3600, {"k": "v"})
+    anonymous = SaveForSampler("", 7, "snapshot", None, {})
+    model = house.make(A, STEP, named, anonymous)
+
+    house.run(model)
+
+    model_id = model.record.model_id
+    session = model.session
+    path = CheckpointPath(model_id, "sampler_weights", "s")
+    assert model.answer(3).content["path"] == str(path)
+    answer = model.answer(4).content
+    assert (answer["sampling_session_id"], answer["path"]) == (f"{session}:sample:7", None)
+    folder = session_folder(model_id, 7)
+    expected = SamplerRecord(f"{session}:sample:7", house.name, OWNER, folder=str(folder))
+    assert run_async(house, lambda client: read_sampler(client, f"{session}:sample:7")) == expected
+    for each in (folder, folder_of(path)):
+        assert is_adapter_folder(house.root / each)
+        assert not (house.root / each / "optimizer.pt").exists()
+
+
+def test_deleted_checkpoint_is_removed_and_its_name_is_free(
+    house: House, client: redis.Redis
+) -> None:
+    model = house.make(save("a"))
+    house.run(model)
+    folder = house.root / folder_of(model.path("a"))
+    run_async(house, lambda client: delete_checkpoint(client, OWNER, model.path("a")))
+
+    remove_due(client, house.root, is_held=lambda _: False)
+    kept_for_its_worker = folder.is_dir()
+    remove_due(client, house.root, is_held=lambda _: True)
+    removed = not folder.exists()
+    model.submit(save("a"))
+    house.run(model)
+
+    assert kept_for_its_worker
+    assert removed
+    assert model.answer(2).content["path"] == str(model.path("a"))
+    assert folder.is_dir()
+
+
+def test_ended_session_unloads_its_model_and_keeps_its_saves(house: House) -> None:
+    model = house.make(A, STEP, save("kept"), SaveForSampler("", 0, "snapshot", None, {}))
+    other = house.make(A)
+    durable = house.root / "models"
+
+    def ends_it() -> bool:
+        if len(model.stored_results()) == model.num_commands:
+            model.end_session()
+        return len(other.stored_results()) == 2 and len([*durable.iterdir()]) == 1
+
+    house.run(until=ends_it)
+    other.submit(B, STEP)
+    house.run(other)
+
+    assert "kept" in [each.name for each in house.root.glob("saved/*/weights/*")]
+    assert [*house.root.glob("saved/*/session_weights")] == []
+    assert other.answer(3).content["metrics"]["skipped"] == 0
+
+
+def test_files_of_a_session_that_ended_without_a_worker_are_removed(house: House) -> None:
+    model = house.make(A, STEP)
+    house.run(model)
+    durable = house.root / "models"
+    had_files = [*durable.iterdir()] != []
+
+    model.end_session()
+    house.run(until=lambda: [*durable.iterdir()] == [])
+
+    assert had_files
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
+
+
+def run_async(house: House, call: Any) -> Any:
+    async def connected() -> Any:
+        async with connect_async(house.url) as client:
+            return await call(client)
+
+    return asyncio.run(connected())

@@ -1,0 +1,137 @@
+"""Commands of hosted models: their results, and their effect on weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from testkit.hosted import STEP, Forward, House, datums, save
+from testkit.training import make_engine, pulled
+from turnstream.batching.rows.operations import Operation, operation_rows
+from turnstream_server.commands.contents import OptimStep
+from turnstream_server.commands.results import TrainingOutput
+from turnstream_server.trainer.operations import OperationLoss
+
+CALLS = (
+    datums(1, 5, 3, 7),
+    datums(2, 4, loss="importance_sampling"),
+    datums(3, 6, 2),
+)
+
+
+def expected_output(operation: Operation) -> TrainingOutput:
+    """Return the output of the base model, which a new adapter has too."""
+    rows = pulled(operation_rows([operation], first_row_id=0))
+    report = make_engine().forward_operations(rows, loss=OperationLoss(name=operation.loss))
+    places = range(len(operation.data))
+    loss = sum(report.losses[place] for place in places)
+    return TrainingOutput([report.logprobs[place] for place in places], {"loss:sum": loss})
+
+
+def test_calls_that_share_passes_have_results_of_their_own(house: House) -> None:
+    forwards = [Forward(each) for each in CALLS]
+    model = house.make(*CALLS, *forwards)
+
+    house.run(model)
+
+    results = model.results()
+    for number, operation in enumerate((*CALLS, *CALLS), start=1):
+        output, expected = results[number], expected_output(operation)
+        assert isinstance(output, TrainingOutput), output
+        assert output.metrics == pytest.approx(expected.metrics, rel=1e-5)
+        for actual, wanted in zip(output.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_calls_until_a_step_equal_one_call_with_all_data(house: House) -> None:
+    whole = datums(1, 5, 3, 7)
+    parts = [replace(whole, data=whole.data[:2]), replace(whole, data=whole.data[2:])]
+    one = house.make(whole, STEP, save("end"))
+    apart = house.make(parts[0], Forward(whole), parts[1], STEP, save("end"))
+
+    house.run(one, apart)
+
+    assert_close(one.saved("end"), apart.saved("end"))
+    assert one.answer(2).content["metrics"] == pytest.approx(apart.answer(4).content["metrics"])
+    assert one.answer(2).content["metrics"]["grad_norm"] > 0
+
+
+def test_models_that_run_together_equal_each_one_alone(house: House) -> None:
+    commands = (CALLS[0], STEP, CALLS[1], STEP, save("end"))
+    others = (CALLS[2], CALLS[1], STEP, STEP, CALLS[0], STEP, save("end"))
+    alone = house.make(*commands)
+    house.run(alone)
+    together = house.make(*commands)
+    other = house.make(*others, lora_rank=2, train_mlp=False)
+
+    house.run(together, other)
+
+    assert_equal(alone.saved("end"), together.saved("end"))
+
+
+def test_refused_steps_change_nothing_and_the_log_continues(house: House) -> None:
+    no_eps, no_rate = replace_step(eps=0.0), replace_step(learning_rate=-1.0)
+    model = house.make(STEP, CALLS[0], no_eps, no_rate, STEP, STEP, save("end"))
+    plain = house.make(CALLS[0], STEP, save("end"))
+
+    house.run(model, plain)
+
+    words = {1: "no gradient", 3: "eps: 0.0", 4: "learning_rate: -1.0", 6: "no gradient"}
+    for number, text in words.items():
+        assert model.failure(number).category == "user"
+        assert text in model.failure(number).error
+    assert model.answer(5).content["metrics"]["learning_rate"] == STEP.learning_rate
+    assert_equal(plain.saved("end"), model.saved("end"))
+
+
+def test_step_clips_the_summed_gradient(house: House) -> None:
+    model = house.make(CALLS[0], replace_step(grad_clip_norm=1e-3), save("end"))
+    plain = house.make(CALLS[0], STEP, save("end"))
+
+    house.run(model, plain)
+
+    clipped, whole = model.saved("end")["0/exp_avg"], plain.saved("end")["0/exp_avg"]
+    norm = plain.answer(2).content["metrics"]["grad_norm"]
+    torch.testing.assert_close(clipped * norm / 1e-3, whole, rtol=1e-3, atol=1e-8)
+
+
+def test_pass_that_fails_half_way_leaves_no_gradient(house: House) -> None:
+    # The first of two passes adds its gradient before the second one fails.
+    bad = datums(2, 4, loss="importance_sampling")
+    bad.data[0].model_input[1] = 500
+    model = house.make(CALLS[0], STEP, CALLS[2], bad, STEP, CALLS[2], STEP, save("end"))
+    plain = house.make(CALLS[0], STEP, CALLS[2], STEP, save("end"))
+
+    house.run(model, plain)
+
+    assert [model.failure(number).category for number in (3, 4, 5)] == ["server", "server", "user"]
+    assert "forward_backward failed" in model.failure(3).error
+    assert_equal(plain.saved("end"), model.saved("end"))
+
+
+def test_model_that_cannot_be_made_refuses_all_commands(house: House) -> None:
+    model = house.make(CALLS[0], STEP, lora_rank=5)
+
+    house.run(model, max_rank=4)
+
+    assert "lora_rank" in model.failure(0).error
+    assert "is 5, expected 1 to 4" in model.failure(0).error
+    for number in (1, 2):
+        assert "its create_model has failed" in model.failure(number).error
+
+
+def replace_step(**values: float) -> OptimStep:
+    return STEP._replace(**values)
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
+
+
+def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-6)

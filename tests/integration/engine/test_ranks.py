@@ -1,0 +1,43 @@
+"""Workers of several ranks."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from testkit.hosted import STEP, HostedClient, House, datums, save, serve_ranks
+from testkit.ranks import run_ranks
+from turnstream_server.commands.contents import LoadWeights
+from turnstream_server.commands.results import TrainingOutput
+
+
+def make_model(house: House) -> HostedClient:
+    """Return a model whose first pass has more rows than ranks, and whose last one has fewer."""
+    bad = datums(3, 4)
+    bad.data[0].model_input[1] = 500  # on one rank alone
+    model = house.make(datums(1, 5, 3, 7), datums(2, 4), STEP, save("mid"), bad, STEP)
+    model.submit(LoadWeights(model.path("mid"), optimizer=True), datums(4), STEP, save("end"))
+    return model
+
+
+def test_two_ranks_equal_one(house: House, tmp_path: Path) -> None:
+    one = make_model(house)
+    house.run(one)
+    two = make_model(house)
+
+    run_ranks([2], tmp_path, functools.partial(serve_ranks, house, two))
+
+    assert two.failure(5).category == one.failure(5).category == "server"
+    results, expected = two.results(), one.results()
+    for number in (1, 2, 8):
+        output, wanted = results[number], expected[number]
+        assert isinstance(output, TrainingOutput)
+        assert isinstance(wanted, TrainingOutput)
+        for actual, values in zip(output.logprobs, wanted.logprobs, strict=True):
+            np.testing.assert_allclose(actual, values, rtol=1e-4)
+    weights, others = one.saved("end"), two.saved("end")
+    for name, value in weights.items():
+        torch.testing.assert_close(others[name], value, rtol=1e-4, atol=1e-6)

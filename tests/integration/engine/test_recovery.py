@@ -1,0 +1,160 @@
+"""Workers that are killed or stopped: weights and results equal those of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from testkit import wait_until
+from testkit.hosted import STEP, Forward, HostedClient, House, datums, new_house, save
+from turnstream.store.client.connection import connect
+from turnstream_server.commands.contents import LoadWeights, SaveForSampler
+from turnstream_server.commands.keys import model_keys
+from turnstream_server.commands.log import ModelLog
+from turnstream_server.embedded import EmbeddedServer
+
+ANONYMOUS = SaveForSampler("", 0, "snapshot", None, {})
+BAD_STEP = STEP._replace(eps=0.0)
+
+
+class Undisturbed(NamedTuple):
+    """Results and final weights of a run without a crash."""
+
+    results: dict[int, bytes]
+    weights: dict[str, torch.Tensor]
+
+
+def make_busy(house: House) -> HostedClient:
+    """Return a model with commands of all kinds, refused ones among them."""
+    model = house.make(datums(1, 5, 3), datums(2, 4), datums(3, 4, loss="dro"), STEP)
+    model.submit(BAD_STEP, STEP)  # without effect, with a gradient and without one
+    model.submit(datums(4), BAD_STEP, datums(5), STEP)
+    model.submit(datums(6), STEP, save("mid"), datums(7), STEP)
+    model.submit(LoadWeights(model.path("mid"), optimizer=True), datums(8), STEP)
+    model.submit(datums(9), ANONYMOUS, STEP, save("end"))
+    return model
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    server: EmbeddedServer, base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Undisturbed:
+    house = new_house(server.url, base, tmp_path_factory.mktemp("undisturbed"))
+    model = make_busy(house)
+    house.run(model)
+    return Undisturbed(results_of(model), model.saved("end"))
+
+
+def results_of(model: HostedClient) -> dict[int, bytes]:
+    """Return the results of a model, with a session id that all models share."""
+    session = model.session.encode()
+    return {number: data.replace(session, b"S") for number, data in model.stored_results().items()}
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        "engine.after_run@2",  # gradients of a shared pass, without results
+        "engine.after_finish@2",
+        "engine.after_run@9",  # a step
+        "engine.after_run@12",  # a save, with its record
+        "engine.after_finish@11",
+        "engine.after_save",  # the first of two saves
+        "engine.after_durable",  # the creation
+        "engine.after_durable@2",  # a step
+        "engine.before_cover@4",  # the load
+        "engine.after_cover",
+        "engine.after_cover@4",
+        "engine.after_finish@19",
+    ],
+)
+def test_killed_worker_changes_no_result_and_no_weight(
+    house: House, undisturbed: Undisturbed, failpoint: str
+) -> None:
+    model = make_busy(house)
+    process = house.start(failpoint)
+    process.join(60)
+    before = model.stored_results()
+
+    house.run(model)
+
+    assert process.exitcode == -signal.SIGKILL
+    after = model.stored_results()
+    assert {number: after[number] for number in before} == before
+    assert results_of(model) == undisturbed.results
+    assert_equal(model.saved("end"), undisturbed.weights)
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_stopped_worker_keeps_the_state_and_releases_its_models(
+    house: House, has_gradient: bool
+) -> None:
+    last = (datums(2),) if has_gradient else ()
+    model = house.make(datums(1), STEP, save("a"), *last)
+    process = house.start(checkpoint_every=100)
+    wait_until(lambda: len(model.stored_results()) == model.num_commands, describe="the results")
+
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(30)
+
+    assert process.exitcode == 0
+    with connect(house.url) as client:
+        state: Any = client.hgetall(model_keys(model.record.model_id).model)
+        log = ModelLog.acquire(client, model.record.model_id, worker="another", lease_s=1)
+        log.renew(lease_s=0)
+    # A durable checkpoint has no gradient: with one, the log is run again.
+    assert state[b"covered"] == (b"0" if has_gradient else b"3")
+    model.submit(datums(3), STEP, save("end"))
+    # The call without a gradient keeps the two last ones from sharing a pass.
+    plain = house.make(datums(1), STEP, *last, Forward(datums(1)), datums(3), STEP, save("end"))
+    house.run(model, plain)
+    assert_equal(model.saved("end"), plain.saved("end"))
+
+
+def test_only_the_newest_checkpoints_stay(house: House) -> None:
+    model = house.make(*[each for seed in range(6) for each in (datums(seed), STEP)])
+
+    house.run(model, checkpoint_every=2)
+
+    folders = sorted(each.name[:8] for each in house.root.glob("models/*/*"))
+    assert folders == ["00000008", "00000012"]
+
+
+def test_missing_checkpoint_fails_commands_and_no_other_model(house: House) -> None:
+    broken, other = house.make(datums(1), STEP), house.make(datums(1), STEP)
+    house.run(broken, other)
+    (folder,) = house.root.glob(f"models/{broken.session}*/00000002-*")
+    (folder / "adapter_model.safetensors").unlink()
+
+    broken.submit(datums(2), STEP)
+    other.submit(datums(2), STEP)
+    house.run(broken, other)
+
+    for number in (3, 4):
+        assert broken.failure(number).category == "server"
+        assert "cannot rebuild" in broken.failure(number).error
+    assert other.answer(4).content["metrics"]["skipped"] == 0
+
+
+def test_command_that_never_arrives_fails_those_that_wait(house: House) -> None:
+    model = house.make(datums(1))
+    model.num_commands += 1
+    model.submit(STEP)
+
+    house.run(model)
+    model.submit(datums(2), STEP)
+    house.run(model)
+
+    assert "command 2 of the model has never arrived" in model.failure(3).error
+    assert model.answer(5).content["metrics"]["skipped"] == 0
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
