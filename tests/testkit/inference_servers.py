@@ -2,7 +2,8 @@
 
 The models are those of vLLM 0.33.0 (`vllm/entrypoints/serve/lora/protocol.py`,
 `vllm/entrypoints/rl/online/api_router.py`, `vllm/entrypoints/serve/dev`) and of SGLang 0.5.23
-(`sglang/srt/managers/io_struct.py`). A field that the release does not have is refused.
+(`sglang/srt/managers/io_struct.py`). A field that the release does not have is refused. Requests of
+completions have the fields that forwarded samples need.
 """
 
 from __future__ import annotations
@@ -127,6 +128,51 @@ class UnloadLoRAAdapterReqInput(BaseReq):
     lora_id: str | None = None
 
 
+class CompletionRequest(Strict):
+    """Both servers: the fields of POST /v1/completions that they share."""
+
+    model: str
+    prompt: list[int]
+    max_tokens: int
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    seed: int | None = None
+    stop: list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    logprobs: int
+    return_token_ids: bool
+
+
+class VllmCompletionRequest(CompletionRequest):
+    """vLLM: POST /v1/completions."""
+
+    return_tokens_as_token_ids: bool
+    prompt_logprobs: int | None = None
+
+
+class SglangCompletionRequest(CompletionRequest):
+    """SGLang: POST /v1/completions."""
+
+    no_stop_trim: bool
+    lora_path: str | None = None
+
+
+def sampled_token(seed: int | None, position: int) -> int:
+    """Return the token that a double samples."""
+    return (5 + 7 * position + (seed or 0)) % 50
+
+
+def prompt_logprob(token: int) -> float:
+    """Return the log-probability of a prompt token by a double, the same at each position."""
+    return -1.0 - token / 100
+
+
 class Double:
     """State of a server.
 
@@ -138,6 +184,7 @@ class Double:
         weight_version: the label of `weights`.
         adapters: folder of each adapter, by its name.
         authorization: the last header of that name.
+        completions: requests of completions, in order.
     """
 
     def __init__(self) -> None:
@@ -148,6 +195,7 @@ class Double:
         self.adapters: dict[str, str] = {}
         self.authorization: str | None = None
         self.is_paused = False
+        self.completions: list[CompletionRequest] = []
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -163,7 +211,8 @@ class Double:
         if faults := self.faults.get(path):
             return await _fault(faults.pop(0), request)
         if path == "/v1/models":
-            cards = [{"id": name, "object": "model"} for name in ("base", *self.adapters)]
+            cards: list[dict[str, Any]] = [{"id": "base", "max_model_len": 64, "parent": None}]
+            cards += [{"id": name, "object": "model", "parent": "base"} for name in self.adapters]
             return JSONResponse({"object": "list", "data": cards})
         model, handle = self._handlers()[path]
         body = await request.body()
@@ -173,6 +222,43 @@ class Double:
             return JSONResponse({"detail": error.errors(include_url=False)}, status_code=422)
         self.calls.append(path)
         return handle(asked)
+
+    def _complete(self, asked: Any) -> Response:
+        """Sample `sampled_token`s until one is a stop token."""
+        self.completions.append(asked)
+        adapter = asked.lora_path if isinstance(self, SglangDouble) else asked.model
+        if adapter not in (None, "base", *self.adapters):
+            error = {"message": f"The model `{adapter}` does not exist.", "code": 404}
+            return JSONResponse({"error": error}, status_code=404)
+        choices = [self._choice(asked, index) for index in range(asked.n)]
+        return JSONResponse({"model": asked.model, "choices": choices})
+
+    def _choice(self, asked: Any, index: int) -> dict[str, Any]:
+        tokens: list[int] = []
+        while len(tokens) < asked.max_tokens and not {*tokens} & {*asked.stop_token_ids}:
+            tokens.append(sampled_token(asked.seed, len(tokens)))
+        is_stopped = bool({*tokens} & {*asked.stop_token_ids})
+        top = [
+            {f"token_id:{each}": -0.5, "token_id:60": -0.25, "token_id:61": -9} for each in tokens
+        ]
+        scores = [
+            {str(each): {"logprob": prompt_logprob(each)}, "60": {"logprob": -0.25}}
+            for each in asked.prompt
+        ]
+        is_scored = getattr(asked, "prompt_logprobs", None) is not None
+        return {
+            "index": index,
+            "text": "",
+            "logprobs": {
+                "tokens": [""],
+                "token_logprobs": [-0.5] * len(tokens),
+                "top_logprobs": top,
+            },
+            "finish_reason": "stop" if is_stopped else "length",
+            "token_ids": tokens,
+            "prompt_token_ids": asked.prompt,
+            "prompt_logprobs": [None, *scores[1:]] if is_scored else None,
+        }
 
 
 async def _fault(fault: int | str | None, request: Request) -> Response:
@@ -190,6 +276,7 @@ class VllmDouble(Double):
 
     def _handlers(self) -> dict[str, tuple[type[Strict], Any]]:
         return {
+            "/v1/completions": (VllmCompletionRequest, self._complete),
             "/pause": (PauseQuery, self._pause),
             "/resume": (Strict, self._resume),
             "/collective_rpc": (CollectiveRpc, self._collective_rpc),
@@ -242,6 +329,7 @@ class SglangDouble(Double):
 
     def _handlers(self) -> dict[str, tuple[type[Strict], Any]]:
         return {
+            "/v1/completions": (SglangCompletionRequest, self._complete),
             "/update_weights_from_disk": (UpdateWeightFromDiskReqInput, self._update),
             "/load_lora_adapter": (LoadLoRAAdapterReqInput, self._load),
             "/unload_lora_adapter": (UnloadLoRAAdapterReqInput, self._unload),

@@ -88,6 +88,24 @@ def layer_switches(text: str) -> dict[str, bool]:
     return {f"train_{layer}": layer in names for layer in LAYERS}
 
 
+def parse_base(text: str) -> tuple[str, Path]:
+    """Return name and folder of a base model. The default name is that of the folder.
+
+    >>> parse_base("tiny/byte=/models/byte"), parse_base("/models/byte")[0]
+    (('tiny/byte', PosixPath('/models/byte')), 'byte')
+
+    Raises:
+        InvalidConfigError: the text is not NAME=PATH or PATH.
+    """
+    name, mark, path = text.partition("=")
+    if not mark:
+        name, path = Path(text).name, text
+    if not name or not path:
+        message = f"{text!r} is not NAME=PATH or PATH, such as tiny/byte=/models/byte"
+        raise InvalidConfigError("--base-model", message)
+    return name, Path(path)
+
+
 PolicySource = Path | SmallModelSpec
 """A folder in Hugging Face layout, or a spec to make a model from."""
 

@@ -1,0 +1,1 @@
+"""Samplers: processes that sample for the sampling sessions of the Tinker API."""

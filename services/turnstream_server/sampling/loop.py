@@ -1,0 +1,181 @@
+"""The loop of a sampler: samples of one base model out of the store, results back into it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Final, NamedTuple, Protocol
+
+from turnstream.errors import InvalidConfigError, RunNotFoundError, UnavailableError
+from turnstream_server.commands.results import Failure
+from turnstream_server.commands.samplers import SampleQueue, SampleRequest
+from turnstream_server.models.sampling_params import SampleResult
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S: Final = 0.5
+"""Pause after a call of the store that failed."""
+
+_UPKEEP_S: Final = 30.0
+"""Time between two searches for the samples of samplers that are gone."""
+
+_GRACE_S: Final = 4.0
+"""Time of running samples after a stop. A read may last another second, and a supervisor kills the
+process after 5 s."""
+
+_FIELDS: Final = {"prompt_ids": "prompt", "stop_ids": "stop", "stop_strings": "stop"}
+"""Names that clients use for fields, where they differ from ours."""
+
+
+class SampleEngine(Protocol):
+    """Something that samples."""
+
+    def submit(self, sample: SampleRequest) -> Future[SampleResult]:
+        """Return the future of a sample. Errors are raised, or are those of the future."""
+        ...
+
+
+class _Finished(NamedTuple):
+    """A result that is not in the store yet."""
+
+    request_id: str
+    result: SampleResult | Failure
+
+
+class SampleLoop:
+    """Reads the samples of a base model, and writes their results.
+
+    Args:
+        samples: the queue. Other loops must have another name of the sampler.
+        engine: it may be shared. Its unfinished samples at the end of `run` have no result.
+        max_unfinished: no more samples are read while so many have no stored result.
+    """
+
+    def __init__(
+        self, samples: SampleQueue, engine: SampleEngine, *, max_unfinished: int = 512
+    ) -> None:
+        self._samples = samples
+        self._engine = engine
+        self._max_unfinished = max_unfinished
+        self._unfinished: dict[str, list[SampleRequest]] = {}
+        """By request id. A request that was queued twice has two entries of the stream."""
+        self._changed = threading.Condition()
+        self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
+        self._is_over = threading.Event()
+        self._upkeep_due_s = time.monotonic() + _UPKEEP_S
+
+    def run(self, stop: threading.Event) -> None:
+        """Sample until `stop` is set, and finish running samples for some seconds.
+
+        The next start of this sampler reads the others again. No error of a sample or of the store
+        ends the loop.
+        """
+        writer = threading.Thread(target=self._write_results, name="sample-writer")
+        writer.start()
+        try:
+            while not stop.is_set():
+                try:
+                    self._read(stop)
+                except UnavailableError as error:
+                    logger.warning("samples: %s", error)
+                    stop.wait(_PAUSE_S)
+                except Exception:
+                    logger.exception("reading samples failed; it is repeated")
+                    stop.wait(_PAUSE_S)
+            with self._changed:
+                self._changed.wait_for(lambda: not self._unfinished, timeout=_GRACE_S)
+        finally:
+            self._is_over.set()
+            self._finished.put(None)
+            writer.join()
+
+    def _read(self, stop: threading.Event) -> None:
+        """Submit what the queue has, unless too many samples are unfinished."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._space() > 0, timeout=_PAUSE_S)
+        if time.monotonic() >= self._upkeep_due_s:
+            self._upkeep_due_s = time.monotonic() + _UPKEEP_S
+            with self._changed:
+                running = [each for entries in self._unfinished.values() for each in entries]
+            self._samples.renew(running)
+            if self._space() > 0:
+                self._accept(self._samples.take_over(), stop)
+        if self._space() > 0:
+            # The first read after a restart returns all that this sampler had not finished.
+            self._accept(self._samples.read(count=self._space()), stop)
+
+    def _space(self) -> int:
+        return self._max_unfinished - len(self._unfinished)
+
+    def _accept(self, samples: Iterable[SampleRequest], stop: threading.Event) -> None:
+        """Submit samples; after a stop the next start reads them again."""
+        for sample in samples:
+            if not stop.is_set() and self._is_new(sample):
+                self._submit(sample)
+
+    def _is_new(self, sample: SampleRequest) -> bool:
+        """Return whether a request does not run already; record its entry in any case."""
+        with self._changed:
+            entries = self._unfinished.setdefault(str(sample.request_id), [])
+            is_new = not entries
+            if all(each.entry != sample.entry for each in entries):
+                entries.append(sample)
+        return is_new
+
+    def _submit(self, sample: SampleRequest) -> None:
+        request_id = str(sample.request_id)
+        try:
+            future = self._engine.submit(sample)
+        except Exception as error:  # noqa: BLE001 - one bad request is its own failure
+            self._finished.put(_Finished(request_id, failure_of(error)))
+        else:
+            future.add_done_callback(functools.partial(self._on_done, request_id))
+
+    def _on_done(self, request_id: str, future: Future[SampleResult]) -> None:
+        if future.cancelled():  # the engine is closed: a later start samples
+            return
+        error = future.exception()
+        self._finished.put(
+            _Finished(request_id, future.result() if error is None else failure_of(error))
+        )
+
+    def _write_results(self) -> None:
+        while (finished := self._finished.get()) is not None:
+            while not self._is_over.is_set() and not self._is_written(finished):
+                self._is_over.wait(_PAUSE_S)
+
+    def _is_written(self, finished: _Finished) -> bool:
+        """Write a result for every entry of its request; return whether the store has it."""
+        with self._changed:
+            entries = [*self._unfinished.get(finished.request_id, ())]
+        try:
+            for sample in entries:
+                self._samples.finish(sample, finished.result)
+        except UnavailableError as error:
+            logger.warning("results of samples: %s", error)
+            return False
+        except Exception:  # a take-over reads the sample again
+            logger.exception("the result of %s was not written", finished.request_id)
+        with self._changed:
+            self._unfinished.pop(finished.request_id, None)
+            self._changed.notify_all()
+        return True
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return the failure of a sample.
+
+    >>> failure_of(InvalidConfigError("stop_ids", "7 is not below 5"))
+    Failure(error='stop: 7 is not below 5', category='user')
+    """
+    if isinstance(error, InvalidConfigError):
+        return Failure(f"{_FIELDS.get(error.field, error.field)}: {error.message}", "user")
+    if isinstance(error, RunNotFoundError):
+        return Failure(str(error), "user")
+    logger.warning("a sample failed: %r", error)
+    return Failure(f"{type(error).__name__}: {error}", "server")

@@ -1,0 +1,108 @@
+"""A sampler process: base models, or inference servers, and a loop for the samples of each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from turnstream.store.client.connection import connect
+from turnstream_server.models.spec import parse_base
+from turnstream_server.sampling.config import SamplerOptions
+
+if TYPE_CHECKING:
+    from turnstream_server.sampling.loop import SampleEngine
+    from turnstream_server.sampling.snapshots import Snapshots
+
+__all__ = ["SamplerOptions", "run_sampler", "sample_until"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNFINISHED: Final = 512
+"""Samples that are read ahead of an engine. Other samplers of the base model take the others."""
+
+
+def run_sampler(options: SamplerOptions) -> None:
+    """Sample until SIGTERM or SIGINT; then finish the running samples for some seconds.
+
+    Raises:
+        InvalidConfigError: a base model does not load.
+    """
+    stop = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
+    sample_until(options, stop)
+
+
+def sample_until(options: SamplerOptions, stop: threading.Event) -> None:
+    """Sample until `stop` is set; errors as of `run_sampler`."""
+    from turnstream_server.commands.samplers import SampleQueue
+    from turnstream_server.sampling.loop import SampleLoop
+
+    bases = dict(map(parse_base, options.base_model))
+    with connect(options.redis_url) as client, ExitStack() as engines:
+        loops = [
+            SampleLoop(
+                engines.enter_context(
+                    contextlib.closing(SampleQueue(client, name, sampler=options.sampler))
+                ),
+                engines.enter_context(_engine(options, path)),
+                max_unfinished=_MAX_UNFINISHED * max(1, len(options.forward)),
+            )
+            for name, path in bases.items()
+        ]
+        logger.info("sampler ready", extra={"sampler": options.sampler, "bases": [*bases]})
+        threads = [threading.Thread(target=each.run, args=(stop,)) for each in loops]
+        for thread in threads:
+            thread.start()
+        stop.wait()
+        logger.info("sampler stops")
+        for thread in threads:
+            thread.join()
+
+
+@contextlib.contextmanager
+def _engine(options: SamplerOptions, base: Path) -> Iterator[SampleEngine]:
+    """Yield the engine for a base model: servers if any are named, else an own model."""
+    if options.forward:
+        from turnstream_server.sampling.forwarding import Forwarder
+
+        forwarder = Forwarder(
+            options.forward,
+            shared=options.folder.resolve(),
+            max_adapters=options.max_adapters,
+            api_key=options.push_api_key,
+        )
+        with forwarder:
+            yield forwarder
+    else:
+        with _own_engine(options, base) as engine:
+            yield engine
+
+
+def _own_engine(options: SamplerOptions, base: Path) -> Snapshots:
+    import torch
+
+    from turnstream_server.sampling.snapshots import Snapshots
+
+    if options.num_threads:
+        torch.set_num_threads(options.num_threads)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    return Snapshots(
+        base,
+        shared=options.folder,
+        max_adapters=options.max_adapters,
+        max_models=options.max_models,
+        device=device,
+        dtype=getattr(torch, dtype),
+    )

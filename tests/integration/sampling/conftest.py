@@ -1,0 +1,52 @@
+"""A base model with snapshots, and sampling sessions of it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+import redis
+import torch
+
+from testkit.sampling import ModelFolders, SamplingClient
+from turnstream_server.commands.samplers import SampleQueue
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.sampling.loop import SampleEngine, SampleLoop
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
+    return ModelFolders(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def sessions(client: redis.Redis, server: EmbeddedServer) -> SamplingClient:
+    return SamplingClient(client, server.url)
+
+
+@contextlib.contextmanager
+def run_loop(
+    client: redis.Redis, base_model: str, engine: SampleEngine, *, max_unfinished: int = 512
+) -> Iterator[None]:
+    """Run a loop in the block."""
+    stop = threading.Event()
+    samples = SampleQueue(client, base_model, sampler="s0")
+    loop = SampleLoop(samples, engine, max_unfinished=max_unfinished)
+    thread = threading.Thread(target=loop.run, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.fixture
+def looping() -> Callable[..., AbstractContextManager[None]]:
+    """`looping(client, base_model, engine)` runs a loop in its block."""
+    return run_loop
