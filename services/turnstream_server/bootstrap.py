@@ -30,7 +30,9 @@ from turnstream_server.settings import Settings
 
 if TYPE_CHECKING:
     from turnstream.batching.config import BatchingConfig
+    from turnstream_server.engine.options import EngineOptions
     from turnstream_server.generators.config import LiveGeneratorConfig, ReplayConfig
+    from turnstream_server.sampling.config import SamplerOptions
     from turnstream_server.trainer.config import TrainerConfig
 
 _logger = logging.getLogger(__name__)
@@ -85,6 +87,27 @@ def start_batcher(
     run_batcher(options)
 
 
+def start_gateway(
+    settings: Settings, *, redis_url: str, listen: str | None, address_file: Path | None
+) -> None:
+    """Serve the Tinker API until SIGTERM or SIGINT, as soon as the store answers."""
+    from turnstream_server.gateway.config import GatewayOptions
+    from turnstream_server.gateway.service import run_gateway
+
+    redis_url = store_url(settings, redis_url)
+    configure_logging(settings.log_level, service="gateway")
+    failpoints.arm(settings.failpoint)
+    wait_for_store(redis_url, timeout_s=settings.start_wait_s)
+    keys = settings.api_keys.get_secret_value().split(",") if settings.api_keys else ()
+    options = GatewayOptions(
+        redis_url=redis_url,
+        listen=listen or f"{settings.http_host}:{settings.http_port}",
+        address_file=address_file,
+        api_keys=frozenset(filter(None, (key.strip() for key in keys))),
+    )
+    run_gateway(options)
+
+
 def start_trainer(
     settings: Settings, config: TrainerConfig, *, new_run: BatchingConfig | None = None
 ) -> None:
@@ -134,6 +157,33 @@ def start_replay(settings: Settings, config: ReplayConfig) -> None:
     config = dataclasses.replace(config, redis_url=store_url(settings, config.redis_url))
     configure_logging(settings.log_level, service=config.writer)
     run_replay(config)
+
+
+def start_engine(settings: Settings, options: EngineOptions) -> None:
+    """Run the commands of hosted models until SIGTERM or SIGINT.
+
+    An empty `batcher_target` stands for the batchers that are registered in the store.
+    """
+    from turnstream_server.engine.service import run_engine
+
+    redis_url, wait_s = store_url(settings, options.redis_url), settings.start_wait_s
+    configure_logging(settings.log_level, service="engine")
+    failpoints.arm(settings.failpoint)
+    wait_for_store(redis_url, timeout_s=wait_s)
+    target = options.batcher_target or wait_for_batcher(redis_url, timeout_s=wait_s)
+    run_engine(dataclasses.replace(options, redis_url=redis_url, batcher_target=target))
+
+
+def start_sampler(settings: Settings, options: SamplerOptions) -> None:
+    """Sample for sampling sessions until SIGTERM or SIGINT, as soon as the store answers."""
+    from turnstream_server.sampling.service import run_sampler
+
+    redis_url = store_url(settings, options.redis_url)
+    configure_logging(settings.log_level, service="sampler")
+    failpoints.arm(settings.failpoint)
+    wait_for_store(redis_url, timeout_s=settings.start_wait_s)
+    api_key = settings.push_api_key.get_secret_value() if settings.push_api_key else ""
+    run_sampler(dataclasses.replace(options, redis_url=redis_url, push_api_key=api_key))
 
 
 def wait_for_store(url: str, *, timeout_s: float) -> None:

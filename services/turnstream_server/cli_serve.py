@@ -10,8 +10,10 @@ import typer
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.cli_options import environment, group, interruptible
+from turnstream_server.engine.options import EngineOptions
 from turnstream_server.generators.config import LiveGeneratorConfig, ReplayConfig
 from turnstream_server.options import Redis, with_options
+from turnstream_server.sampling.config import SamplerOptions
 from turnstream_server.trainer.config import TrainerConfig
 
 app = group("Services, one process each.")
@@ -42,6 +44,25 @@ def batcher(
     from turnstream_server import bootstrap
 
     bootstrap.start_batcher(
+        environment(), redis_url=redis, listen=listen, address_file=address_file
+    )
+
+
+@app.command()
+def gateway(
+    redis: Redis = "",
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0: a free one.")
+    ] = None,
+    address_file: Annotated[
+        Path | None, typer.Option(help="Receives HOST:PORT once requests are served.")
+    ] = None,
+    end_with_stdin: EndWithStdin = False,
+) -> None:
+    """Serve the Tinker API over HTTP."""
+    from turnstream_server import bootstrap
+
+    bootstrap.start_gateway(
         environment(), redis_url=redis, listen=listen, address_file=address_file
     )
 
@@ -97,6 +118,24 @@ def replayer(config: ReplayConfig, *, end_with_stdin: EndWithStdin = False) -> N
 
     with interruptible():
         bootstrap.start_replay(environment(), config)
+
+
+@app.command()
+@with_options(EngineOptions)
+def engine(options: EngineOptions, *, end_with_stdin: EndWithStdin = False) -> None:
+    """Train hosted models, as clients of the Tinker API ask."""
+    from turnstream_server import bootstrap
+
+    bootstrap.start_engine(environment(), options)
+
+
+@app.command()
+@with_options(SamplerOptions)
+def sampler(options: SamplerOptions, *, end_with_stdin: EndWithStdin = False) -> None:
+    """Sample from base models and their snapshots, for clients of the Tinker API."""
+    from turnstream_server import bootstrap
+
+    bootstrap.start_sampler(environment(), options)
 
 
 def _end_with_stdin() -> None:

@@ -25,6 +25,10 @@ class Settings(BaseSettings):
         batcher_port: its port; 0 takes a free one.
         batcher_advertise: "host:port" or "host" at which workers reach the batcher; empty for the
             address on which it listens.
+        http_host: address on which the gateway of the Tinker API listens.
+        http_port: its port; 0 takes a free one.
+        api_keys: keys that the gateway accepts, with commas between them; without it every key that
+            begins with `tml-`.
         start_wait_s: seconds for which a service waits at its start for store, run and batcher.
         lease_s: seconds after which a silent planner loses its leadership.
         get_wait_max_s: longest time the batcher holds a call that waits for a batch.
@@ -47,6 +51,9 @@ class Settings(BaseSettings):
     batcher_host: str = "127.0.0.1"
     batcher_port: int = Field(default=7600, ge=0, le=65_535)
     batcher_advertise: str = ""
+    http_host: str = "127.0.0.1"
+    http_port: int = Field(default=7601, ge=0, le=65_535)
+    api_keys: SecretStr | None = None
     start_wait_s: float = Field(default=60.0, ge=0.0)
     lease_s: float = Field(default=5.0, gt=0.0)
     get_wait_max_s: float = Field(default=30.0, gt=0.0)

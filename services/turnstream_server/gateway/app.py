@@ -1,0 +1,92 @@
+"""The application: routes below `/api/v1`, and the status of each error.
+
+The client repeats 408, 409, 429 and 5xx, for minutes or without end. So an error of the caller is
+400, 401, 404, 410 or 422, and only an outage is 503.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+
+from turnstream.errors import (
+    BatchingError,
+    ConflictError,
+    EndOfRunError,
+    RecordError,
+    RunNotFoundError,
+    UnavailableError,
+)
+from turnstream_server.gateway.access import authenticate
+from turnstream_server.gateway.bodies import json_response
+from turnstream_server.gateway.routes import futures, models, sampling, sessions, training
+from turnstream_server.gateway.routes import training_runs as runs
+from turnstream_server.gateway.state import Gateway
+
+logger = logging.getLogger(__name__)
+
+PREFIX: Final = "/api/v1"
+
+_GROUPS: Final = (futures, sampling, training, sessions, models, runs)
+"""Routes are searched in this order."""
+
+_STATUSES: Final[dict[type[Exception], int]] = {
+    BatchingError: 400,
+    RecordError: 400,
+    ConflictError: 400,
+    EndOfRunError: 400,
+    RunNotFoundError: 404,
+    UnicodeEncodeError: 400,  # an id with half a surrogate pair
+}
+
+
+def make_app(gateway: Gateway) -> FastAPI:
+    """Return the application."""
+    app = FastAPI(openapi_url=None)  # its pages would need no key
+    app.router.redirect_slashes = False
+    app.state.gateway = gateway
+    for group in _GROUPS:
+        app.include_router(group.router, prefix=PREFIX, dependencies=[Depends(authenticate)])
+    app.include_router(sessions.public, prefix=PREFIX)
+    for kind in _STATUSES:
+        app.add_exception_handler(kind, _refuse)
+    app.add_exception_handler(UnavailableError, _unavailable)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _failed)
+    return app
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    status = next(code for kind, code in _STATUSES.items() if isinstance(error, kind))
+    return json_response({"detail": str(error)}, status=status)
+
+
+async def _unavailable(request: Request, error: Exception) -> Response:
+    if _is_poll(request):  # a client repeats any other status at once
+        return json_response({"type": "try_again", "queue_state": "active"}, status=408)
+    logger.warning("%s: %s", request.url.path, error)
+    return json_response({"detail": str(error)}, status=503)
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    detail = f"{field}: {first['msg'].lower()}, got {first.get('input')!r}"
+    return json_response({"detail": detail}, status=422)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answer for an error of our own; the server logs it."""
+    detail = f"internal error: {type(error).__name__}"
+    if _is_poll(request):
+        return json_response({"error": detail, "category": "server"})
+    return json_response({"detail": detail}, status=500)
+
+
+def _is_poll(request: Request) -> bool:
+    return request.url.path == f"{PREFIX}/retrieve_future"

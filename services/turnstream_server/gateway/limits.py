@@ -1,0 +1,69 @@
+"""Limits of a base model, checked before a worker sees a call.
+
+Every error names the datum, the field, the value and the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.rows.operations import Operation
+from turnstream.errors import BatchingError
+from turnstream_server.commands.bases import BaseModel
+from turnstream_server.gateway.tinker.sample_calls import Sampling
+
+
+def check_operation_limits(operation: Operation, base: BaseModel) -> None:
+    """Raise BatchingError for a row that is too long, or a token id that does not exist."""
+    for place, datum in enumerate(operation.data):
+        num_tokens = len(datum.model_input)
+        if num_tokens > base.context_length:
+            limit = f"the context of {base.name} has {base.context_length}"
+            raise BatchingError(f"datum {place}: model_input has {num_tokens} tokens, {limit}")
+    inputs = [datum.model_input for datum in operation.data]
+    targets = [datum.target_tokens for datum in operation.data]
+    for name, arrays in (("model_input", inputs), ("target_tokens", targets)):
+        _check_ids(name, arrays, base)
+
+
+def check_sampling_limits(sampling: Sampling, base: BaseModel) -> None:
+    """Raise BatchingError for a prompt or parameters that the base model cannot serve."""
+    prompt, params = sampling
+    # Without max_tokens a sequence ends with the context, after one token at least.
+    wanted = 1 if params.max_tokens is None else params.max_tokens
+    if len(prompt) + wanted > base.context_length:
+        lengths = f"prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}"
+        raise BatchingError(f"{lengths}: the context of {base.name} has {base.context_length}")
+    wrong = np.flatnonzero(_is_outside(prompt, base))
+    if len(wrong):
+        raise BatchingError(_wrong_id("prompt", int(wrong[0]), prompt[wrong[0]], base))
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        count = getattr(params, name)
+        if count > base.vocab_size:
+            limit = f"{base.name} has {base.vocab_size} tokens"
+            raise BatchingError(f"{name} is {count}: {limit}")
+
+
+def _check_ids(name: str, arrays: Sequence[NDArray[Any]], base: BaseModel) -> None:
+    if not _is_outside(np.concatenate([each.ravel() for each in arrays]), base).any():
+        return
+    for datum, array in enumerate(arrays):
+        wrong = np.argwhere(_is_outside(array, base))
+        if len(wrong):
+            place = tuple(wrong[0].tolist())
+            position = place[0] if len(place) == 1 else place
+            named = f"datum {datum}, {name}"
+            raise BatchingError(_wrong_id(named, position, array[place], base))
+
+
+def _is_outside(ids: NDArray[Any], base: BaseModel) -> NDArray[np.bool_]:
+    return (ids < 0) | (ids >= base.vocab_size)
+
+
+def _wrong_id(name: str, position: object, value: Any, base: BaseModel) -> str:
+    limit = f"{base.name} has the ids 0 to {base.vocab_size - 1}"
+    return f"{name}: token {position} is {int(value)}, {limit}"

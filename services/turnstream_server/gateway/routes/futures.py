@@ -1,0 +1,94 @@
+"""Results of requests, fetched by long polls."""
+
+from __future__ import annotations
+
+import functools
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import Response
+from pydantic import StrictStr
+
+from turnstream.errors import BatchingError
+from turnstream_server.commands.request_ids import RequestId, parse_request_id
+from turnstream_server.commands.results import Answer, Failure, TrainingOutput, decode_result
+from turnstream_server.commands.waiting import UnknownRequestError
+from turnstream_server.gateway.access import Authenticated, Caller
+from turnstream_server.gateway.bodies import Body, json_response, off_loop, read_json
+from turnstream_server.gateway.state import session_of
+from turnstream_server.gateway.tinker.encodings import Encoded, as_json
+from turnstream_server.gateway.tinker.json_parts import Part
+from turnstream_server.gateway.tinker.sample_outputs import encode_sample
+from turnstream_server.gateway.tinker.training_outputs import encode_output
+
+router = APIRouter()
+
+
+class _Poll(Part):
+    request_id: StrictStr
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(request: Request, body: Body, caller: Authenticated) -> Response:
+    """Return the result of a request; 408 if it is still pending at the end of the poll."""
+    request_id = _request_id(body)
+    try:
+        check = functools.partial(_check_owner, caller, request_id)
+        stored = await caller.gateway.polls.result(request_id, check=check)
+    except UnknownRequestError as error:
+        status = await _status_of_unknown(caller, request_id)
+        raise HTTPException(status, str(error)) from error
+    if stored is None:
+        pending = {"type": "try_again", "request_id": str(request_id), "queue_state": "active"}
+        return json_response(pending, status=408)
+    encode = functools.partial(encode_stored, stored, accept=request.headers.get("accept", ""))
+    encoded = await off_loop(encode, num_bytes=len(stored))
+    return Response(encoded.body, media_type=encoded.content_type)
+
+
+@router.post("/cancel_future")
+async def cancel_future(body: Body, caller: Authenticated) -> Response:
+    """Accept that the caller does not wait any more; the request runs all the same."""
+    await _check_owner(caller, _request_id(body))
+    return json_response({})
+
+
+def encode_stored(stored: bytes, *, accept: str) -> Encoded:
+    """Return the answer for the stored bytes of a result.
+
+    Args:
+        stored: bytes of `encode_result`.
+        accept: the Accept header of the poll.
+    """
+    result = decode_result(stored)
+    if isinstance(result, Failure):
+        return as_json(result._asdict())
+    try:
+        if isinstance(result, Answer):
+            return as_json(result.content)
+        if isinstance(result, TrainingOutput):
+            return encode_output(result, accept=accept)
+        return encode_sample(result, accept=accept)
+    except BatchingError as error:
+        return as_json(Failure(str(error), "server")._asdict())
+
+
+def _request_id(body: bytes) -> RequestId:
+    text = read_json(body, _Poll).request_id
+    try:
+        return parse_request_id(text)
+    except ValueError as error:
+        raise HTTPException(404, str(error)) from error
+
+
+async def _check_owner(caller: Caller, request_id: RequestId) -> None:
+    """Raise RunNotFoundError if the caller has no such model or sampling session."""
+    if request_id.is_sample:
+        await caller.gateway.check_sampler(caller.owner, request_id.target)
+    else:
+        await caller.model(request_id.target)
+
+
+async def _status_of_unknown(caller: Caller, request_id: RequestId) -> int:
+    """Return 410 for a request whose result is gone with its session, 404 for one without trace."""
+    session = await caller.session(session_of(request_id.target))
+    return 410 if session.finished else 404

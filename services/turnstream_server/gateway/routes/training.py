@@ -1,0 +1,156 @@
+"""Numbered calls of models: training, optimizer steps, saving and loading."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from turnstream.errors import BatchingError, RunNotFoundError
+from turnstream_server.commands.checkpoint_paths import CheckpointPath
+from turnstream_server.commands.checkpoints import read_checkpoint_async
+from turnstream_server.commands.contents import (
+    Content,
+    ForwardBackwardRun,
+    LoadWeights,
+    SaveForSampler,
+    encode_content,
+    identity_of,
+    kind_of,
+)
+from turnstream_server.commands.models import ModelRecord
+from turnstream_server.commands.request_ids import RequestId
+from turnstream_server.commands.results import Failure
+from turnstream_server.commands.sessions import add_member
+from turnstream_server.gateway.access import Authenticated, Caller
+from turnstream_server.gateway.bodies import Body, off_loop
+from turnstream_server.gateway.state import session_of
+from turnstream_server.gateway.submitting import (
+    Prepared,
+    open_model,
+    prepare_run_call,
+    prepare_training,
+    refused,
+    submit_call,
+)
+from turnstream_server.gateway.tinker.model_calls import read_model_call
+from turnstream_server.gateway.tinker.training_calls import read_training_call
+
+router = APIRouter()
+
+_Route = Literal[
+    "forward_backward_run",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "load_weights",
+]
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request, body: Body, caller: Authenticated) -> Response:
+    """Submit a training call; with `forward_only` the gradients stay as they are."""
+    return await _train(caller, body, route="forward_backward", request=request)
+
+
+@router.post("/forward")
+async def forward(request: Request, body: Body, caller: Authenticated) -> Response:
+    """Submit a call without gradients, of releases before 0.25."""
+    return await _train(caller, body, route="forward", request=request)
+
+
+@router.post("/forward_backward_run")
+async def forward_backward_run(body: Body, caller: Authenticated) -> Response:
+    """Submit a training call on the next mini-batch of a run."""
+    return await submit_model_call(caller, body, route="forward_backward_run")
+
+
+@router.post("/optim_step")
+async def optim_step(body: Body, caller: Authenticated) -> Response:
+    """Submit an optimizer step."""
+    return await submit_model_call(caller, body, route="optim_step")
+
+
+@router.post("/save_weights")
+async def save_weights(body: Body, caller: Authenticated) -> Response:
+    """Submit a save of weights and optimizer."""
+    return await submit_model_call(caller, body, route="save_weights")
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(body: Body, caller: Authenticated) -> Response:
+    """Submit a save of weights for sampling."""
+    return await submit_model_call(caller, body, route="save_weights_for_sampler")
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(body: Body, caller: Authenticated) -> Response:
+    """Refuse a save for other programs: it uses up its number."""
+    call = read_model_call(body, route="save_weights")
+    await open_model(caller, call.model_id, number=call.seq_id)
+    refusal = refused("save_weights_external is not supported: use save_weights")
+    request_id = RequestId(call.model_id, call.seq_id)
+    return await submit_call(caller, request_id, "save_weights", Prepared(body, refusal))
+
+
+async def submit_model_call(caller: Caller, body: bytes, *, route: _Route) -> Response:
+    """Submit a numbered call without datums."""
+    call = read_model_call(body, route=route)
+    model = await open_model(caller, call.model_id, number=call.seq_id)
+    request_id = RequestId(call.model_id, call.seq_id)
+    try:
+        content = call.decode()
+    except BatchingError as error:
+        return await submit_call(caller, request_id, route, Prepared(body, refused(error)))
+    if isinstance(content, ForwardBackwardRun):
+        prepared = await prepare_run_call(caller, content)
+        return await submit_call(caller, request_id, route, prepared)
+    refusal = await _refusal(caller, model, content)
+    prepared = Prepared(encode_content(content), refusal, identity_of(content))
+    if isinstance(content, SaveForSampler) and content.sampling_session_seq_id is not None:
+        session_id = session_of(call.model_id)
+        sampler_id = f"{session_id}:sample:{content.sampling_session_seq_id}"
+        await add_member(caller.client, session_id, sampler_id)
+    return await submit_call(caller, request_id, kind_of(content), prepared)
+
+
+async def _train(
+    caller: Caller, body: bytes, *, route: Literal["forward_backward", "forward"], request: Request
+) -> Response:
+    content_type = request.headers.get("content-type", "")
+    read = functools.partial(read_training_call, body, content_type=content_type, route=route)
+    call = await off_loop(read, num_bytes=len(body))
+    model = await open_model(caller, call.model_id, number=call.seq_id)
+    base = await caller.gateway.bases.known(model.base_model)
+    request_id = RequestId(call.model_id, call.seq_id)
+    prepare = functools.partial(prepare_training, call, body, base)
+    prepared = await off_loop(prepare, num_bytes=len(body))
+    if isinstance(prepared, ForwardBackwardRun):
+        of_run = await prepare_run_call(caller, prepared)
+        return await submit_call(caller, request_id, "forward_backward_run", of_run)
+    kind = "forward" if call.forward_only else "forward_backward"
+    return await submit_call(caller, request_id, kind, prepared)
+
+
+async def _refusal(caller: Caller, model: ModelRecord, content: Content) -> Failure | None:
+    if not isinstance(content, LoadWeights):
+        return None
+    problem = await _problem_of_checkpoint(caller, model, content.path)
+    return refused(problem) if problem else None
+
+
+async def _problem_of_checkpoint(caller: Caller, model: ModelRecord, path: CheckpointPath) -> str:
+    """Return the reason why the model cannot load a checkpoint; "" if it can."""
+    if path.model_id == model.model_id:
+        return ""  # an earlier call that still waits may save it: the worker checks it in its turn
+    try:
+        saved = await read_checkpoint_async(caller.client, caller.owner, path)
+    except RunNotFoundError as error:
+        return str(error)
+    for name in ("base_model", "lora_rank"):
+        own, other = getattr(model, name), getattr(saved, name)
+        if own != other:
+            return f"{name} of checkpoint {str(path)!r} is {other!r}, that of the model {own!r}"
+    return ""

@@ -1,0 +1,186 @@
+"""One gateway process: the HTTP server of the Tinker API, until a signal stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import redis.asyncio
+import uvicorn
+from fastapi import FastAPI
+
+from turnstream.errors import InvalidConfigError, TurnstreamError
+from turnstream.store.client.connection import connect_async
+from turnstream_server.commands.sessions import close_silent
+from turnstream_server.commands.waiting import ResultWaiter
+from turnstream_server.gateway.app import make_app
+from turnstream_server.gateway.config import GatewayOptions
+from turnstream_server.gateway.connections import bounded_client
+from turnstream_server.gateway.polls import Polls
+from turnstream_server.gateway.state import Gateway
+from turnstream_server.options import split_address
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_EVERY_S: Final = 10.0
+_GRACE_S: Final = 60.0
+"""Time for heartbeats after a start or an outage, before silent sessions are closed."""
+
+_BACKLOG: Final = 4_096
+_IDLE_S: Final = 75
+"""Time after which an idle connection is closed; clients send a heartbeat every 10 s."""
+
+_SWITCH_INTERVAL_S: Final = 0.0005
+"""A thread that decodes gives the interpreter to the event loop after so long."""
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to its process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def run_gateway(options: GatewayOptions) -> None:
+    """Serve until SIGTERM or SIGINT, then stop cleanly; errors as of `serving`."""
+    _allow_connections()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    asyncio.run(_serve_until_signal(options))
+
+
+async def _serve_until_signal(options: GatewayOptions) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with serving(options) as address:
+        if options.address_file is not None:
+            await asyncio.to_thread(_write_whole, options.address_file, address)
+        await stop.wait()
+        logger.info("gateway at %s stops", address)
+
+
+@contextlib.asynccontextmanager
+async def serving(options: GatewayOptions) -> AsyncIterator[str]:
+    """Serve until the end of the block; yield the bound "host:port".
+
+    The store may be away, also at the start: requests are answered with 503, and polls are held.
+
+    Raises:
+        InvalidConfigError: the address to listen on is taken, or none.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        listener, address = _listening(options.listen)
+        stack.callback(listener.close)
+        client = await stack.enter_async_context(
+            bounded_client(options.redis_url, max_connections=options.max_store_connections)
+        )
+        waiting = await stack.enter_async_context(connect_async(options.redis_url, num_retries=0))
+        waiter = ResultWaiter(client, waiting)
+        await stack.enter_async_context(waiter.listening())
+        polls = Polls(client, waiter, hold_s=options.poll_s)
+        closing = _close_silent_sessions(client, silence_s=options.session_silence_s)
+        await stack.enter_async_context(_background(closing))
+        app = make_app(Gateway(options, client, polls))
+        await stack.enter_async_context(_served(app, listener, polls, options))
+        logger.info("gateway listens at %s", address)
+        yield address
+
+
+@contextlib.asynccontextmanager
+async def _served(
+    app: FastAPI, listener: socket.socket, polls: Polls, options: GatewayOptions
+) -> AsyncIterator[None]:
+    """Answer requests in the block; then end held polls, and finish the other requests."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        ws="none",
+        backlog=_BACKLOG,
+        timeout_keep_alive=_IDLE_S,
+        timeout_graceful_shutdown=max(1, round(options.shutdown_grace_s)),
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        polls.close()
+        await task
+
+
+async def _close_silent_sessions(client: redis.asyncio.Redis, *, silence_s: float) -> None:
+    """Close silent sessions without end.
+
+    After a start or an outage no session had a chance to send a heartbeat.
+    """
+    pause_s, grace_s = min(_CLOSE_EVERY_S, silence_s / 2), min(_GRACE_S, silence_s)
+    await asyncio.sleep(grace_s)
+    while True:
+        try:
+            for session_id in await close_silent(client, silence_s=silence_s):
+                logger.info("session closed: no heartbeat", extra={"session": session_id})
+            await asyncio.sleep(pause_s)
+        except TurnstreamError as error:
+            logger.warning("silent sessions are not closed: %s", error)
+            await asyncio.sleep(grace_s)
+
+
+@contextlib.asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run work in the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _listening(listen: str) -> tuple[socket.socket, str]:
+    """Return a listening socket and its "host:port"."""
+    host, port = split_address(listen, option="--listen")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    # With protocol 0 asyncio does not set TCP_NODELAY, and each answer takes 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host.strip("[]"), port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise InvalidConfigError(
+            "--listen",
+            f"{listen!r} cannot be used ({error}): choose another port with --listen or "
+            "TURNSTREAM_HTTP_PORT; 0 takes a free one",
+        ) from error
+    return listener, f"{host}:{listener.getsockname()[1]}"
+
+
+def _allow_connections() -> None:
+    """Raise the limit of open files: each poll is a connection, and 1,024 is a usual limit."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)

@@ -1,0 +1,102 @@
+"""State of a gateway process: clients of the store, held polls, and records that do not change."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import redis.asyncio
+
+from turnstream.errors import EndOfRunError, RunNotFoundError
+from turnstream_server.commands.keys import MODEL_ID, SAMPLER_ID
+from turnstream_server.commands.models import ModelRecord, read_model_async
+from turnstream_server.commands.owners import owner_of
+from turnstream_server.commands.samplers import SamplerRecord, read_sampler
+from turnstream_server.commands.sessions import Session, read_session
+from turnstream_server.gateway.base_models import BaseModels
+from turnstream_server.gateway.config import GatewayOptions
+from turnstream_server.gateway.polls import Polls
+
+_MAX_KNOWN: Final = 20_000
+
+_Value = TypeVar("_Value")
+
+
+class Gateway:
+    """State of one gateway process.
+
+    Attributes:
+        options: its settings.
+        client: the store.
+        polls: the held polls.
+        bases: the served base models.
+        owners: the accepted owners; empty accepts all.
+    """
+
+    def __init__(self, options: GatewayOptions, client: redis.asyncio.Redis, polls: Polls) -> None:
+        self.options = options
+        self.client = client
+        self.polls = polls
+        self.bases = BaseModels(client)
+        self.owners = frozenset(owner_of(each) for each in options.api_keys)
+        self._models: dict[str, ModelRecord] = {}
+        self._owners: dict[str, str] = {}
+
+    async def session(self, owner: str, session_id: str) -> Session:
+        """Return a session; RunNotFoundError if this owner has none of this id."""
+        session = await read_session(self.client, session_id)
+        if session.owner != owner:
+            raise RunNotFoundError(f"there is no session {session_id!r}")
+        return session
+
+    async def open_session(self, owner: str, session_id: str) -> Session:
+        """Return a session that takes work; EndOfRunError for a closed one."""
+        session = await self.session(owner, session_id)
+        if session.finished:
+            raise EndOfRunError(f"session {session_id!r} has ended: {session.finished}")
+        return session
+
+    async def model(self, owner: str, model_id: str) -> ModelRecord:
+        """Return a model; RunNotFoundError if this owner has none of this id.
+
+        Its `last_request_ms` and `ended` may be old.
+        """
+        record = self._models.get(model_id)
+        if record is None:
+            if not MODEL_ID.fullmatch(model_id):
+                raise RunNotFoundError(f"there is no model {model_id!r}")
+            record = await read_model_async(self.client, model_id)
+            _keep(self._models, model_id, record)
+        if record.owner != owner:
+            raise RunNotFoundError(f"there is no model {model_id!r}")
+        return record
+
+    async def sampler(self, owner: str, sampler_id: str) -> SamplerRecord:
+        """Return a sampling session; RunNotFoundError if this owner has none of this id."""
+        if not SAMPLER_ID.fullmatch(sampler_id):
+            raise RunNotFoundError(f"there is no sampling session {sampler_id!r}")
+        record = await read_sampler(self.client, sampler_id)
+        _keep(self._owners, sampler_id, record.owner)
+        if record.owner != owner:
+            raise RunNotFoundError(f"there is no sampling session {sampler_id!r}")
+        return record
+
+    async def check_sampler(self, owner: str, sampler_id: str) -> None:
+        """Raise RunNotFoundError if this owner has no sampling session of this id."""
+        if self._owners.get(sampler_id) != owner:
+            await self.sampler(owner, sampler_id)
+
+
+def session_of(target: str) -> str:
+    """Return the id of the session of a model or sampling session.
+
+    >>> session_of("S:train:0")
+    'S'
+    """
+    return target.partition(":")[0]
+
+
+def _keep(known: dict[str, _Value], name: str, value: _Value) -> None:
+    """Remember a value; all are dropped once there are too many."""
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
+    known[name] = value

@@ -1,0 +1,111 @@
+"""Numbered calls of a model on their way to its log. A refused call uses up its number."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from fastapi.responses import Response
+
+from turnstream.errors import BatchingError, RecordError, RunNotFoundError
+from turnstream.store.client.run_ids import find_run_async
+from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.commands.bases import BaseModel
+from turnstream_server.commands.contents import (
+    CommandKind,
+    ForwardBackwardRun,
+    encode_content,
+)
+from turnstream_server.commands.log import submit
+from turnstream_server.commands.models import ModelRecord
+from turnstream_server.commands.operation_records import encode_operation
+from turnstream_server.commands.request_ids import RequestId
+from turnstream_server.commands.results import Failure
+from turnstream_server.failpoints import reach
+from turnstream_server.gateway.access import Caller
+from turnstream_server.gateway.bodies import json_response
+from turnstream_server.gateway.limits import check_operation_limits
+from turnstream_server.gateway.state import session_of
+from turnstream_server.gateway.tinker.training_calls import TrainingCall
+
+_MAX_NUMBER: Final = 2**31 - 1
+"""The largest number of the protobuf encoding."""
+
+
+class Prepared(NamedTuple):
+    """A call that can be submitted.
+
+    Attributes:
+        content: bytes of a command; for a call that cannot be read, its body.
+        refusal: its result if it must not run.
+        identity: as for `submit`.
+    """
+
+    content: bytes
+    refusal: Failure | None = None
+    identity: bytes | None = None
+
+
+async def open_model(caller: Caller, model_id: str, *, number: int) -> ModelRecord:
+    """Return the model of a call with this number.
+
+    Raises:
+        RunNotFoundError: there is no such model.
+        EndOfRunError: its session has ended.
+        RecordError: the number is none of a call.
+    """
+    if number > _MAX_NUMBER:
+        raise RecordError(f"seq_id is {number}, expected {_MAX_NUMBER} at most")
+    record = await caller.model(model_id)
+    await caller.open_session(session_of(model_id))
+    return record
+
+
+async def submit_call(
+    caller: Caller, request_id: RequestId, kind: CommandKind, prepared: Prepared
+) -> Response:
+    """Submit a call, and return the answer with its request id at once."""
+    model_id, number = request_id
+    content, refusal, identity = prepared
+    client = caller.client
+    await submit(client, model_id, number, kind, content, identity=identity, refusal=refusal)
+    reach("gateway.after_submit")
+    return json_response({"request_id": str(request_id), "model_id": model_id})
+
+
+def prepare_training(
+    call: TrainingCall, body: bytes, base: BaseModel
+) -> Prepared | ForwardBackwardRun:
+    """Return a training call as a command, or refused; or the call on a run."""
+    try:
+        operation = call.operation(str(RequestId(call.model_id, call.seq_id)))
+    except BatchingError as error:
+        return Prepared(body, refused(error))
+    if isinstance(operation, ForwardBackwardRun):
+        message = f"forward on run {operation.run!r} is not supported, only forward_backward"
+        return Prepared(body, refused(message)) if call.forward_only else operation
+    content = encode_operation(operation)
+    try:
+        check_operation_limits(operation, base)
+    except BatchingError as error:
+        return Prepared(content, refused(error))
+    return Prepared(content)
+
+
+async def prepare_run_call(caller: Caller, content: ForwardBackwardRun) -> Prepared:
+    """Return a call on the run that has the name now; refused if there is none.
+
+    A repeated call is the same one, also if another run has the name by then.
+    """
+    identity, refusal = encode_content(content), None
+    try:
+        run = await find_run_async(caller.client, content.run)
+        content = content._replace(run=str(run))
+        await read_frontier_async(caller.client, run)
+    except (RunNotFoundError, BatchingError) as error:
+        refusal = refused(str(error))
+    return Prepared(encode_content(content), refusal, identity)
+
+
+def refused(error: BatchingError | str) -> Failure:
+    """Return the result of a call that its caller has to correct."""
+    return Failure(str(error), "user")

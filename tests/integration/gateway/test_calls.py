@@ -1,0 +1,203 @@
+"""Numbered calls of models, and samples."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import pytest
+
+from testkit.canned_worker import CannedWorker
+
+
+def test_calls_run_by_number_and_are_answered_at_once(api: Any, worker: CannedWorker):
+    model = api.model()
+
+    late = api.train(model, 2, token=7).json()
+    early = api.train(model, 1, token=5).json()
+    results = [api.result(each["request_id"]) for each in (early, late)]
+
+    assert early == {"request_id": f"{model}:1", "model_id": model}
+    assert [each["metrics"] for each in results] == [{"loss:sum": 11.0}, {"loss:sum": 15.0}]
+    assert worker.ran[-2:] == [f"{model}:1", f"{model}:2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"loss": "unknown"}, "loss 'unknown' is not one of"),
+        ({"loss": "stable_reinforce"}, "'stable_reinforce' is not supported"),
+        ({"token": 299}, "datum 0, target_tokens: token 1 is 300, .* has the ids 0 to 299"),
+        ({"token": 300}, "datum 0, model_input: token 0 is 300"),
+        ({"token": -1}, "datum 0, model_input: token 0 is -1"),
+    ],
+)
+def test_a_refused_call_uses_up_its_number(api: Any, change: dict[str, Any], words: str):
+    model = api.model()
+
+    refused = api.train(model, 1, **change).json()
+    again = api.train(model, 1, **change).json()
+    after = api.train(model, 2).json()
+
+    failure = api.result(refused["request_id"])
+    assert again == refused
+    assert failure["category"] == "user"
+    assert re.search(words, failure["error"]), failure["error"]
+    assert api.result(after["request_id"])["metrics"] == {"loss:sum": 11.0}
+
+
+def test_rows_beyond_the_context_are_refused(api: Any):
+    model = api.model()
+    tokens = [1] * (api.base.context_length + 1)
+    datum = {
+        "model_input": {"chunks": [{"tokens": tokens}]},
+        "loss_fn_inputs": {"target_tokens": {"data": tokens, "dtype": "int64"}},
+    }
+    sent = {"data": [datum], "loss_fn": "cross_entropy"}
+
+    submitted = api.answer("forward", model_id=model, seq_id=1, forward_input=sent)
+
+    error = api.result(submitted["request_id"])["error"]
+    assert error.startswith("datum 0: model_input has 129 tokens, the context of")
+
+
+def test_other_calls_without_effect_use_up_their_numbers(api: Any, worker: CannedWorker):
+    model = api.model()
+    calls: list[tuple[str, dict[str, Any], str]] = [
+        ("optim_step", {"adam_params": {"beta1": 2}}, "adam_params.beta1"),
+        ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "'dimuon' is not supported"),
+        ("save_weights", {"path": "a/b"}, "'/' is not allowed"),
+        ("save_weights_for_sampler", {}, "expected one of them"),
+        ("save_weights_external", {"path": "a"}, "save_weights_external is not supported"),
+        ("load_weights", {"path": "tinker://S:train:0/weights/x"}, "there is no checkpoint"),
+        ("load_weights", {"path": "tinker://S:train:0/sampler_weights/x"}, "save_weights"),
+    ]
+
+    submitted = [
+        api.answer(route, model_id=model, seq_id=number, **content)
+        for number, (route, content, _) in enumerate(calls, 1)
+    ]
+    last = api.answer("optim_step", model_id=model, seq_id=len(calls) + 1)
+
+    results = [api.result(each["request_id"]) for each in submitted]
+    assert [each["category"] for each in results] == ["user"] * len(calls)
+    for (_, _, words), result in zip(calls, results, strict=True):
+        assert words in result["error"]
+    assert api.result(last["request_id"])["metrics"] == {"learning_rate": 1e-4}
+    assert worker.ran[-1] == last["request_id"]
+
+
+def test_a_checkpoint_of_another_rank_cannot_be_loaded(api: Any):
+    session = api.session()
+    small = api.model(session)
+    large = api.model(session, 1, lora_config={"rank": 16})
+    save = api.answer("save_weights", model_id=large, seq_id=1, path="s")["request_id"]
+    path = api.result(save)["path"]
+
+    load = {"model_id": small, "seq_id": 1, "path": path, "optimizer": True}
+    refused = api.answer("load_weights", **load)["request_id"]
+
+    words = "lora_rank of checkpoint .* is 16, that of the model 8"
+    assert re.search(words, api.result(refused)["error"])
+
+
+def test_a_repeated_number_is_the_same_request(api: Any, worker: CannedWorker):
+    model = api.model()
+    sampler = api.sampler(model.partition(":")[0])
+
+    first, again = (api.train(model, 1).json() for _ in range(2))
+    other = api.train(model, 1, token=6)
+    sampled = [api.sample(sampler, 2**62, num_samples=3).json() for _ in range(2)]
+    other_sample = api.sample(sampler, 2**62, num_samples=2)
+
+    api.result(first["request_id"])
+    assert first == again
+    assert worker.ran.count(f"{model}:1") == 1
+    assert sampled[0] == sampled[1]
+    assert len(set(sampled[0]["sample_sequence_ids"])) == 3
+    assert [other.status_code, other_sample.status_code] == [400, 400]
+    assert "has come with other content" in other.json()["detail"]
+
+
+def test_repeated_save_with_another_sampling_session_is_the_same_request(api: Any):
+    # The reply to a save was lost. The SDK sends it again with the next number of a session.
+    model = api.model()
+    save = {"model_id": model, "seq_id": 1, "kind": "snapshot"}
+
+    first, again = (
+        api.answer("save_weights_for_sampler", sampling_session_seq_id=number, **save)
+        for number in (5, 6)
+    )
+    named = api.post("save_weights_for_sampler", model_id=model, seq_id=1, path="a")
+
+    assert again == first
+    session = model.partition(":")[0]
+    assert api.result(first["request_id"])["sampling_session_id"] == f"{session}:sample:5"
+    assert named.status_code == 400
+
+
+@pytest.mark.parametrize("number", [0, -1, "1", 10**6, 2**31, 10**30])
+def test_numbers_that_no_client_sends_are_refused(api: Any, number: Any):
+    assert api.train(api.model(), number).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"max_tokens": 127}, "prompt has 2 tokens and max_tokens is 127: the context"),
+        ({"tokens": (5, 300)}, "prompt: token 1 is 300"),
+        ({"tokens": (1,) * 128, "max_tokens": None}, "prompt has 128 tokens"),
+        ({"tokens": ()}, "prompt is empty"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+    ],
+)
+def test_samples_that_cannot_be_drawn_fail(api: Any, params: dict[str, Any], words: str):
+    sampler = api.sampler()
+
+    submitted = api.sample(sampler, 7, num_samples=2, **params).json()
+
+    result = api.result(submitted["request_id"])
+    assert len(submitted["sample_sequence_ids"]) == 2
+    assert result["category"] == "user"
+    assert words in result["error"]
+
+
+def test_samples_are_drawn_from_a_prompt_of_several_chunks(api: Any):
+    sampler = api.sampler()
+    chunks = [{"tokens": [1, 2]}, {"tokens": []}, {"tokens": [9]}]
+    content = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": chunks}}
+
+    request_id = api.answer("asample", **content, sampling_params={"max_tokens": 1})["request_id"]
+
+    assert api.result(request_id)["sequences"] == [
+        {"stop_reason": "length", "tokens": [9], "logprobs": [-1.0]}
+    ]
+
+
+def test_big_bodies_are_decoded_while_others_are_answered(api: Any):
+    model = api.model()
+    tokens = [1] * 100
+    datum = {
+        "model_input": {"chunks": [{"tokens": tokens}]},
+        "loss_fn_inputs": {"target_tokens": {"data": tokens, "dtype": "int64"}},
+    }
+    sent = {"data": [datum] * 3_000, "loss_fn": "cross_entropy"}
+    answers: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(
+            api.answer("forward", model_id=model, seq_id=1, forward_input=sent)
+        )
+    )
+
+    thread.start()
+    beats = 0
+    while thread.is_alive():
+        api.get("healthz")
+        beats += 1
+    thread.join()
+
+    assert beats > 1
+    result = api.result(answers[0]["request_id"])
+    assert result["metrics"] == {"loss:sum": 300_000.0}

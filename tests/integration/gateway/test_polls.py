@@ -1,0 +1,167 @@
+"""Polls of results: pending, woken, held through an outage, and ended at a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pytest
+
+from testkit import wait_until, wait_until_async
+from testkit.canned_worker import CannedWorker
+from testkit.gateway_thread import GatewayThread
+from turnstream_server.commands.bases import BaseModel
+from turnstream_server.embedded import EmbeddedServer
+
+NUM_POLLS = 500
+
+
+def test_a_pending_poll_is_held_and_then_repeated(
+    worker: CannedWorker,
+    new_gateway: Callable[..., GatewayThread],
+    new_api: Callable[..., Any],
+):
+    api = new_api(new_gateway(poll_s=0.3))
+    sampler = api.sampler()
+    worker.may_run.clear()
+    request_id = api.sample(sampler, 1).json()["request_id"]
+
+    began_s = time.monotonic()
+    pending = api.post("retrieve_future", request_id=request_id)
+    waited_s = time.monotonic() - began_s
+    worker.may_run.set()
+
+    assert 0.3 <= waited_s < 5
+    assert pending.status_code == 408
+    assert pending.json() == {
+        "type": "try_again",
+        "request_id": request_id,
+        "queue_state": "active",
+    }
+    wait_until(lambda: api.post("retrieve_future", request_id=request_id).status_code == 200)
+
+
+def test_requests_that_never_came_are_unknown(api: Any):
+    model, sampler = api.model(), api.sampler()
+    wrong = ["", "x", "S:train:0", "S:train:0:1", "S:sample:0:-1", f"{model}:7", f"{sampler}:7"]
+
+    answers = [api.post("retrieve_future", request_id=each) for each in wrong]
+
+    assert [each.status_code for each in answers] == [404] * len(wrong)
+
+
+async def post(gateway: GatewayThread, route: str, content: Any) -> Any:
+    """Return the answer of an accepted request; 500 connections of httpx2 take 15 s."""
+    reader, writer = await asyncio.open_connection(*gateway.address.split(":"))
+    body = json.dumps(content).encode()
+    lines = [
+        f"POST /api/v1/{route} HTTP/1.1",
+        "Host: gateway",
+        "X-API-Key: tml-own",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    ]
+    writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+    head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 200 "), head
+    return json.loads(answer)
+
+
+async def test_500_polls_wake_together(
+    new_gateway: Callable[..., GatewayThread], new_api: Callable[..., Any], worker: CannedWorker
+):
+    gateway = new_gateway(poll_s=60.0)
+    sampler = new_api(gateway).sampler()
+    worker.may_run.clear()
+    sample = {
+        "sampling_session_id": sampler,
+        "prompt": {"chunks": [{"tokens": [4]}]},
+        "sampling_params": {"max_tokens": 1},
+    }
+
+    submitted = await asyncio.gather(
+        *(post(gateway, "asample", {**sample, "seq_id": each}) for each in range(NUM_POLLS))
+    )
+    ids = [each["request_id"] for each in submitted]
+    polls = asyncio.gather(
+        *(post(gateway, "retrieve_future", {"request_id": each}) for each in ids)
+    )
+    await wait_until_async(lambda: gateway.num_requests == NUM_POLLS)
+    worker.may_run.set()
+    began_s = time.monotonic()
+    results = await polls
+
+    assert [each["sequences"][0]["tokens"] for each in results] == [[4]] * NUM_POLLS
+    assert time.monotonic() - began_s < 40  # one without a notification is held for 60 s
+
+
+@pytest.mark.slow
+def test_polls_are_held_while_the_store_is_away(
+    own_server: EmbeddedServer, base: BaseModel, new_api: Callable[..., Any]
+):
+    with (
+        GatewayThread(own_server.url, poll_s=2.0) as gateway,
+        CannedWorker(own_server.url, base) as worker,
+    ):
+        api = new_api(gateway)
+        model = api.model()
+        worker.may_run.clear()
+        request_id = api.train(model, 1).json()["request_id"]
+        own_server.kill()
+
+        submitted = api.train(model, 2)
+        began_s = time.monotonic()
+        held = api.post("retrieve_future", request_id=request_id)
+        held_s = time.monotonic() - began_s
+        own_server.restart()
+        worker.may_run.set()
+
+        assert submitted.status_code == 503
+        assert "store" in submitted.json()["detail"]
+        assert held.status_code == 408
+        assert held_s >= 2.0
+        assert api.result(request_id)["metrics"] == {"loss:sum": 11.0}
+        assert api.train(model, 2).status_code == 200
+
+
+def test_a_stop_ends_held_polls_at_once(
+    worker: CannedWorker,
+    new_gateway: Callable[..., GatewayThread],
+    new_api: Callable[..., Any],
+):
+    gateway = new_gateway(poll_s=60.0, shutdown_grace_s=30.0)
+    api = new_api(gateway)
+    sampler = api.sampler()
+    worker.may_run.clear()
+    request_id = api.sample(sampler, 1).json()["request_id"]
+
+    with ThreadPoolExecutor() as threads:
+        poll = threads.submit(api.post, "retrieve_future", request_id=request_id)
+        wait_until(lambda: gateway.num_requests == 1)
+        began_s = time.monotonic()
+        gateway.stop()
+        stopped_s = time.monotonic() - began_s
+
+        assert poll.result(5).status_code == 408
+        assert stopped_s < 10
+
+
+def test_answers_are_not_delayed_by_the_connection(gateway: GatewayThread):
+    # A listening socket without TCP_NODELAY made each answer wait 40 ms for an acknowledgement.
+    with httpx2.Client(base_url=gateway.base_url) as http:
+
+        def seconds() -> float:
+            began_s = time.perf_counter()
+            http.get("/api/v1/healthz")
+            return time.perf_counter() - began_s
+
+        every = [seconds() for _ in range(60)]
+
+    # Acknowledgements are delayed only on a connection that has carried some data.
+    assert min(every[30:]) < 0.03
