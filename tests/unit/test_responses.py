@@ -14,7 +14,7 @@ import pytest
 
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode.checks import checked_turn
-from turnstream.responses import from_openai, from_vllm
+from turnstream.responses import from_openai, from_tinker, from_vllm
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 PROMPT = [151644, 872, 30, 151645]
@@ -343,3 +343,27 @@ def test_an_extension_without_the_choice_is_refused() -> None:
 def test_values_that_are_no_response_are_refused(given: Any) -> None:
     with pytest.raises(InvalidTurnError, match=r"^choices: cannot be read from "):
         from_openai(given)
+
+
+def test_sample_of_the_tinker_sdk_becomes_a_turn() -> None:
+    tinker = pytest.importorskip("tinker")
+    sequences = [
+        tinker.SampledSequence(
+            stop_reason="stop",
+            sequence_id="s",
+            tokens_np=np.array(ids, np.int32),
+            logprobs_np=np.array(logprobs, np.float32),
+        )
+        for ids, logprobs in (([5], [-1.0]), (RESPONSE, LOGPROBS))
+    ]
+    response = tinker.SampleResponse(sequences=sequences)
+
+    turn = from_tinker(response, prompt=tinker.ModelInput.from_ints(PROMPT), index=1)
+
+    assert turn == TURN
+    assert from_tinker(sequences[1], prompt=PROMPT) == TURN
+
+
+def test_sample_without_logprobs_is_refused() -> None:
+    with pytest.raises(InvalidTurnError, match=r"sequences\[0\].logprobs: is missing"):
+        from_tinker({"sequences": [{"tokens": [5]}]}, prompt=PROMPT)

@@ -6,8 +6,10 @@
     run = service.create_run("demo", batch_groups=8)
 
 A generator streams turns with `run.publisher()`; a trainer iterates over `run.batches()`.
-`from_vllm` and `from_openai` make the arguments of a turn from the response of an inference engine.
+`from_vllm`, `from_openai` and `from_tinker` make the arguments of a turn from the response of an
+inference engine.
 `fetch_weights` returns the local folder of announced weights.
+`forward_backward_run` trains a hosted model on a run, through the tinker SDK.
 Modules below `turnstream` are for advanced use: `turnstream.generator`, `.worker`, `.types`,
 `.errors`.
 """
@@ -19,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnstream.errors import TurnstreamError
-    from turnstream.responses import from_openai, from_vllm
+    from turnstream.responses import from_openai, from_tinker, from_vllm
     from turnstream.run import Run
     from turnstream.service import Service, connect
+    from turnstream.tinker import forward_backward_run
     from turnstream.weights import fetch_weights
 
 __version__ = "0.1.0"
@@ -32,7 +35,9 @@ __all__ = [
     "TurnstreamError",
     "connect",
     "fetch_weights",
+    "forward_backward_run",
     "from_openai",
+    "from_tinker",
     "from_vllm",
 ]
 
@@ -42,7 +47,9 @@ _HOMES = {
     "TurnstreamError": "turnstream.errors",
     "connect": "turnstream.service",
     "fetch_weights": "turnstream.weights",
+    "forward_backward_run": "turnstream.tinker",
     "from_openai": "turnstream.responses",
+    "from_tinker": "turnstream.responses",
     "from_vllm": "turnstream.responses",
 }
 

@@ -1,6 +1,6 @@
-"""Turns from responses of inference engines: vLLM's outputs and OpenAI-compatible servers.
+"""Turns from responses of inference engines: vLLM, OpenAI-compatible servers, the Tinker API.
 
-vLLM and the openai package are not imported. A response is any object, or its plain JSON, with
+Their packages are not imported. A response is any object, or its plain JSON, with
 these fields. The shapes are those of vLLM 0.33 and SGLang 0.5.23.
 """
 
@@ -14,7 +14,7 @@ from turnstream.errors import InvalidTurnError
 from turnstream.types.names import shown
 from turnstream.types.scalars import finite_number
 
-__all__ = ["TurnArguments", "from_openai", "from_vllm"]
+__all__ = ["TurnArguments", "from_openai", "from_tinker", "from_vllm"]
 
 _NO_LOGPROB: Final = -9999.0
 """Servers write this, or less, where a token has no log-probability: JSON has no infinity."""
@@ -144,6 +144,34 @@ def from_openai(
         if_partial="send the request without echo=true and stream=true",
     )
     return TurnArguments(prompt_ids=prompt, response_ids=ids[1], logprobs=logprobs)
+
+
+def from_tinker(response: Any, *, prompt: Any, index: int | None = None) -> TurnArguments:
+    """Return the arguments of `append` for one sequence of a sampling client of the tinker SDK.
+
+    `writer.append(**turnstream.from_tinker(response, prompt=prompt), policy_version=7)`
+
+    Sample with temperature 1: the log-probabilities are those of the distribution after the
+    temperature.
+
+    Args:
+        response: a SampleResponse, or one of its sequences.
+        prompt: the ModelInput that was sampled from, or its token ids. The response has none.
+        index: number of the sequence to take, where the request sampled several.
+
+    Raises:
+        InvalidTurnError: names the field that is missing or does not fit.
+    """
+    sequence, path, _ = _chosen(response, among="sequences", index=index)
+    to_ints = getattr(prompt, "to_ints", None)
+    prompt_ids = _listed(to_ints() if callable(to_ints) else prompt, field="prompt")
+    ids = _first_column((path, sequence, "tokens"))
+    if ids is None:
+        raise InvalidTurnError(f"{path}tokens", "is missing")
+    values = _first_column((path, sequence, "logprobs")) or (f"{path}logprobs", None)
+    remedy = "take the SampleResponse of a sampling client"
+    logprobs = _logprobs(values, ids, if_missing=remedy, if_partial=remedy)
+    return TurnArguments(prompt_ids=prompt_ids, response_ids=ids[1], logprobs=logprobs)
 
 
 class _Chosen(NamedTuple):
