@@ -20,6 +20,8 @@ CASES ?= 2000
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
+# Older releases of the tinker SDK that tests drive; the newest one is in the environment.
+SDKS := 0.25.0 0.22.7 0.16.1
 PROTO_VENV := .venv-proto
 PROTO_STAMP := $(PROTO_VENV)/.setup-stamp
 PYPROJECTS := pyproject.toml clients/python/pyproject.toml
@@ -58,6 +60,7 @@ bench: $(STAMP) ## measure the path, the core and the services, beside their bas
 	$(BIN)/python benchmarks/shares.py --json benchmarks/results/shares.json
 	$(BIN)/python benchmarks/training.py --json benchmarks/results/training.json
 	$(BIN)/python benchmarks/sampling.py --json benchmarks/results/sampling.json
+	$(BIN)/python benchmarks/tinker_api.py --json benchmarks/results/tinker_api.json
 
 figures: $(STAMP) ## put what `make bench` measured into docs/benchmarks.md
 	$(BIN)/python benchmarks/page.py
@@ -89,6 +92,8 @@ $(STAMP): $(PYPROJECTS)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q "$(TORCH)"
 	$(BIN)/python -m pip install -q -e ./clients/python -e ".[trainer]" --group dev
+	for release in $(SDKS); do rm -rf .sdk/$$release && \
+	  $(BIN)/python -m pip install -q --no-deps --target .sdk/$$release "tinker==$$release" || exit 1; done
 	@touch $@
 
 # The compiler still imports pkg_resources, which setuptools 80 began to drop.

@@ -227,7 +227,7 @@ def default_ports() -> Iterator[None]:
     """Hold the default ports of `turnstream up`: tests that use them run one at a time."""
     with (Path(tempfile.gettempdir()) / "turnstream-default-ports.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for port in (7379, 7600):
+        for port in (7379, 7600, 7601):
             wait_until(
                 functools.partial(_is_free, port),
                 timeout_s=120,

@@ -73,11 +73,22 @@ def up(
     batchers: Annotated[int, typer.Option(min=1, help="Number of batcher replicas.")] = 1,
     port: Annotated[int | None, _port("the first batcher, by default 7600")] = None,
     store_port: Annotated[int | None, _port("the store, by default 7379")] = None,
+    base_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]PATH",
+            help="Folder of a base model for clients of the Tinker API. Several are allowed.",
+        ),
+    ] = None,
+    http_port: Annotated[int | None, _port("the HTTP API, by default 7601")] = None,
 ) -> None:
-    """Run the store and the batcher until Ctrl-C; generators and trainers connect to them."""
+    """Run the store and the batcher until Ctrl-C; generators and trainers connect to them.
+
+    With --base-model, the HTTP API runs too. The tinker SDK trains and samples through it.
+    """
     from turnstream_server.jobs.up import run_up
 
-    ports = {"batcher_port": port, "store_port": store_port}
+    ports = {"batcher_port": port, "store_port": store_port, "http_port": http_port}
     given = {name: value for name, value in ports.items() if value is not None}
     with interruptible():
         run_up(
@@ -85,7 +96,22 @@ def up(
             folder=data_dir,
             num_batchers=batchers,
             console=console(),
+            base_models=base_model or (),
         )
+
+
+@app.command(rich_help_panel=JOBS)
+def byte_model(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Receives the model.")],
+    hidden_size: Annotated[int, typer.Option(min=4, help="Width of the model.")] = 64,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Write a small model with random weights, whose tokens are bytes, to try things out."""
+    from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
+
+    spec = byte_model_spec(hidden_size=hidden_size, num_layers=layers, seed=seed)
+    write_byte_model(folder, spec)
 
 
 app.add_typer(cli_store.app)

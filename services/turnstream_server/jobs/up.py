@@ -1,23 +1,35 @@
-"""`turnstream up`: the store and its batchers, until Ctrl-C."""
+"""`turnstream up`: the store, its batchers and hosted base models, until Ctrl-C."""
 
 from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.bus.core.stores import open_store
+from turnstream_server.jobs.hosting import exports, start_hosting
 from turnstream_server.jobs.stack import Stack
 from turnstream_server.settings import Settings, mask_password
 
 _CHECK_S = 0.5
 
 
-def run_up(settings: Settings, *, folder: Path, num_batchers: int, console: Console) -> None:
-    """Run until interrupted; print where to connect."""
+def run_up(
+    settings: Settings,
+    *,
+    folder: Path,
+    num_batchers: int,
+    console: Console,
+    base_models: Sequence[str] = (),
+) -> None:
+    """Run until interrupted; print where to connect.
+
+    With base models, as for `serve engine`, clients of the Tinker API can train them.
+    """
     folder = folder.absolute()
     host, first = settings.batcher_host, settings.batcher_port
     ports = [first + number if first else 0 for number in range(num_batchers)]
@@ -25,6 +37,8 @@ def run_up(settings: Settings, *, folder: Path, num_batchers: int, console: Cons
         _require_free(settings.store_port, host="127.0.0.1", option="--store-port")
     for port in ports:
         _require_free(port, host=host, option="--port")
+    if base_models:
+        _require_free(settings.http_port, host=settings.http_host, option="--http-port")
     with_data = settings.model_copy(update={"data_dir": settings.data_dir or folder / "store"})
     with (
         open_store(with_data, port=settings.store_port) as url,
@@ -38,6 +52,13 @@ def run_up(settings: Settings, *, folder: Path, num_batchers: int, console: Cons
             f"logs     {folder / 'logs'}",
             f"export TURNSTREAM_REDIS_URL={mask_password(url)}",
         ]
+        if base_models:
+            listen = f"{settings.http_host}:{settings.http_port}"
+            found += exports(
+                start_hosting(
+                    stack, base_models=base_models, folder=folder, store_url=url, listen=listen
+                )
+            )
         console.print("\n".join(found), soft_wrap=True, highlight=False)
         console.print("Ctrl-C stops everything")
         while True:

@@ -1,0 +1,62 @@
+"""The processes that serve base models over HTTP: gateway, engine and samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from turnstream.store.client.connection import connect
+from turnstream_server.commands.bases import served_bases
+from turnstream_server.jobs.stack import Service, Stack
+
+API_KEY: Final = "tml-local"
+"""A key for clients on this machine; the gateway accepts any that begins with `tml-`."""
+
+_READY_S: Final = 120.0
+
+
+def start_hosting(
+    stack: Stack, *, base_models: Sequence[str], folder: Path, store_url: str, listen: str
+) -> str:
+    """Start the processes, wait until all base models are served, and return the HTTP address.
+
+    Args:
+        stack: it has a batcher already.
+        base_models: `NAME=PATH` or `PATH`, as for `serve engine`.
+        folder: receives checkpoints.
+        store_url: the store of the stack.
+        listen: "host:port" of the gateway; port 0 takes a free one.
+    """
+    models = [f"--base-model={each}" for each in base_models]
+    shared = folder / "models"
+    engine = stack.start("engine", "engine", *models, folder=shared)
+    sampler = stack.start("sampler", "sampler", *models, folder=shared)
+    address_file = folder / "gateway.address"
+    address_file.unlink(missing_ok=True)
+    gateway = stack.start("gateway", "gateway", listen=listen, address_file=address_file)
+    address = stack.wait_for_file(address_file, of=gateway, timeout_s=_READY_S)
+    _wait_until_served(stack, engine, sampler, num_bases=len(base_models), store_url=store_url)
+    return address
+
+
+def exports(address: str) -> list[str]:
+    """Return the lines that point the tinker SDK to a gateway.
+
+    >>> exports("127.0.0.1:7601")[0]
+    'export TINKER_BASE_URL=http://127.0.0.1:7601'
+    """
+    return [f"export TINKER_BASE_URL=http://{address}", f"export TINKER_API_KEY={API_KEY}"]
+
+
+def _wait_until_served(
+    stack: Stack, engine: Service, sampler: Service, *, num_bases: int, store_url: str
+) -> None:
+    with connect(store_url) as client:
+        for _ in stack.watch(timeout_s=_READY_S, every_s=0.2):
+            if len(served_bases(client)) >= num_bases:
+                return
+            for service in (engine, sampler):
+                if service.status is not None:
+                    raise service.failure(f"{service.name} ended before it was ready")
+    raise engine.failure(f"no base model is served after {_READY_S:.0f} s")

@@ -1,0 +1,68 @@
+"""A small model with random weights whose tokens are bytes, to try things out.
+
+The token ids 0 to 255 are the bytes of a text in UTF-8. The five ids after them are special tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from turnstream_server.models.folders import new_folder
+from turnstream_server.models.policy import load_policy
+from turnstream_server.models.spec import SmallModelSpec
+
+SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+"""Tokens after the bytes; the first one ends a text."""
+
+_NUM_BYTES: Final = 256
+
+
+def write_byte_model(folder: Path, spec: SmallModelSpec | None = None) -> None:
+    """Write a model and its tokenizer into a new folder, in Hugging Face layout.
+
+    Args:
+        folder: an old one is replaced.
+        spec: sizes and seed; None takes `byte_model_spec()`.
+    """
+    model: Any = load_policy(spec or byte_model_spec())
+    model.config.eos_token_id = model.generation_config.eos_token_id = _NUM_BYTES
+    with new_folder(folder) as written:
+        model.save_pretrained(written)
+        byte_tokenizer().save_pretrained(written)
+
+
+def byte_model_spec(*, hidden_size: int = 64, num_layers: int = 2, seed: int = 0) -> SmallModelSpec:
+    """Return the sizes of a model that trains in seconds on one core."""
+    return SmallModelSpec(
+        vocab_size=_NUM_BYTES + len(SPECIAL_TOKENS),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_layers=num_layers,
+        max_positions=4096,
+        seed=seed,
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer of the bytes and the special tokens."""
+    characters = _characters_of_bytes()
+    vocabulary = {character: byte for byte, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[0])
+
+
+def _characters_of_bytes() -> list[str]:
+    """Return the character that stands for each byte in a byte-level vocabulary.
+
+    Printable bytes of Latin-1 stand for themselves, all others for characters from 256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
+    return [chr(byte if byte in printable else next(others)) for byte in range(_NUM_BYTES)]

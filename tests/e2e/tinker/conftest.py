@@ -1,0 +1,40 @@
+"""A store, a batcher, a gateway, an engine and a sampler as processes, for the tinker SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from testkit.sdks import BASE, NEWEST, Hosting, Sdk
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.jobs.hosting import API_KEY, start_hosting
+from turnstream_server.jobs.stack import Stack
+from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
+
+
+@pytest.fixture(scope="session")
+def hosting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosting]:
+    folder = tmp_path_factory.mktemp("hosting")
+    base = folder / "byte"
+    write_byte_model(base, byte_model_spec(hidden_size=32))
+    with EmbeddedServer() as store, Stack(folder, store_url=store.url) as stack:
+        stack.start_batcher()
+        address = start_hosting(
+            stack,
+            base_models=[f"{BASE}={base}"],
+            folder=folder,
+            store_url=store.url,
+            listen="127.0.0.1:0",
+        )
+        yield Hosting(address, base, folder, folder / "models", store.url)
+
+
+@pytest.fixture(scope="session")
+def sdk(hosting: Hosting) -> Callable[..., Sdk]:
+    """`sdk(release)` drives a release of the SDK; without one, the newest."""
+
+    def make(release: str = NEWEST, *, api_key: str = API_KEY) -> Sdk:
+        return Sdk(release, address=hosting.address, api_key=api_key, folder=hosting.folder)
+
+    return make
