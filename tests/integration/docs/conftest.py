@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import signal
@@ -108,27 +110,24 @@ def open_page() -> Callable[[Path], Page]:
     return Page
 
 
-@pytest.fixture
-def stack(default_ports: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty `turnstream up` on its default ports, in the folder of the test."""
-    for name in [name for name in os.environ if name.startswith("TURNSTREAM_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    output = tmp_path / "up.txt"
+@contextlib.contextmanager
+def _up(folder: Path, *words: str) -> Iterator[Path]:
+    """Run `turnstream up` in a folder on its default ports; yield the file of its output."""
+    output = folder / "up.txt"
     with output.open("w") as file:
         process = subprocess.Popen(
-            [*CLI, "up", "--data-dir", str(tmp_path / "up")],
+            [*CLI, "up", "--data-dir", str(folder / "up"), *words],
             stdout=file,
             stderr=subprocess.STDOUT,
         )
     try:
         wait_until(
             lambda: process.poll() is not None or "Ctrl-C stops" in output.read_text(),
-            timeout_s=60,
+            timeout_s=120,
             describe="`turnstream up`",
         )
         assert process.poll() is None, output.read_text()
-        yield
+        yield output
         assert process.poll() is None, output.read_text()
     finally:
         process.send_signal(signal.SIGINT)
@@ -136,6 +135,28 @@ def stack(default_ports: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             process.wait(30)
         finally:
             process.kill()
+
+
+@pytest.fixture
+def own_folder(default_ports: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of the test, without settings in the environment."""
+    for name in [name for name in os.environ if name.startswith("TURNSTREAM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def up(own_folder: Path) -> Callable[..., contextlib.AbstractContextManager[Path]]:
+    """`up(*words)` runs `turnstream up` in the folder of the test."""
+    return functools.partial(_up, own_folder)
+
+
+@pytest.fixture
+def stack(up: Callable[..., contextlib.AbstractContextManager[Path]]) -> Iterator[None]:
+    """An empty `turnstream up` on its default ports, in the folder of the test."""
+    with up():
+        yield
 
 
 @pytest.fixture
