@@ -332,6 +332,31 @@ def sampling(found: dict[str, Any]) -> str:
     return table(["way", "tokens/CPU s", "continuous is, times"], rows) + f"\n\n{said}"
 
 
+def tinker_api(found: dict[str, Any]) -> str:
+    """Return the cost of serving a training call, and the memory of the processes under load."""
+    models, load = found["models"], found["load"]
+    columns = [*next(iter(models.values()))["median_ms"]]
+    calls: list[list[str]] = []
+    for model, each in models.items():
+        values, most = each["median_ms"], each["limit_ms"]
+        word = reached(values["overhead"] <= most)
+        calls.append([model, *map(number, values.values()), number(most), word])
+    used = [[model, *map(number, each["cpu_ms"].values())] for model, each in models.items()]
+    processes = [*next(iter(models.values()))["cpu_ms"]]
+    parts = [[name, number(ms, 2)] for name, ms in found["parts_ms"].items()]
+    memory = [
+        [stage, *(number(mb, 0) for mb in each.values())]
+        for stage, each in load["memory_mb"].items()
+    ]
+    tables = [
+        table(["median ms", *columns, "at most", ""], calls),
+        table(["CPU ms of a call", *processes], used),
+        table(["part on its own", "ms"], parts),
+        table(["memory, MB", *load["memory_mb"]["before"]], memory),
+    ]
+    return "\n\n".join([*tables, found["load"]["summary"]])
+
+
 PAGES: dict[str, Callable[[Any], str]] = {
     "pipeline": pipeline,
     "batching": batching,
@@ -343,6 +368,7 @@ PAGES: dict[str, Callable[[Any], str]] = {
     "shares": shares,
     "training": training,
     "sampling": sampling,
+    "tinker_api": tinker_api,
     "ledger": ledger,
 }
 

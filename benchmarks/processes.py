@@ -23,8 +23,17 @@ def cpu_seconds(pid: int) -> float:
 
 def peak_memory_mb(pid: int) -> float:
     """Peak resident memory of a process, in MB."""
+    return _status_mb(pid, "VmHWM")
+
+
+def resident_mb(pid: int) -> float:
+    """Resident memory of a process, in MB."""
+    return _status_mb(pid, "VmRSS")
+
+
+def _status_mb(pid: int, name: str) -> float:
     status = Path(f"/proc/{pid}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    line = next(line for line in status.splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) / 1024
 
 

@@ -11,7 +11,8 @@ model        hash    the record of a model, see `models.py`, and its position in
                      last_request_ms; ended, the reason of its end
 commands     hash    number -> `<kind> <fingerprint of its content>`; `missing` for a number that
                      never arrived
-bodies       hash    number -> content, until a durable checkpoint covers it, or it has failed
+bodies       hash    number -> content, until a durable checkpoint covers it; failed ones and those
+                     of `forward` change nothing, and lose it with their result
 results      hash    number -> result, until the session ends
 passes       hash    first number -> last number of calls that share a pass, until covered
 sampler      hash    the record of a sampling session, see `samplers.py`

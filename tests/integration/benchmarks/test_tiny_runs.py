@@ -61,3 +61,18 @@ def test_idle_benchmark_measures_idle_and_closed_runs(tmp_path: Path) -> None:
     kinds = [(each["kind"], each["num_runs"]) for each in costs]
     assert kinds == [("none", 0), ("idle", 2), ("closed", 2)]
     assert "| 2 closed |" in page
+
+
+@pytest.mark.timeout(240)
+def test_tinker_benchmark_divides_a_served_call(tmp_path: Path) -> None:
+    found, output, page = run_benchmark("tinker_api", tmp_path)
+
+    (model,) = found["models"].values()
+    call = model["median_ms"]
+    parts = ("submitted", "rows read", "passes", "the rest")
+    assert sum(call[name] for name in parts) == pytest.approx(call["served"])
+    assert min(call["direct"], *found["parts_ms"].values()) > 0
+    assert found["load"]["num_samples"] == 4
+    assert found["load"]["failures"] == []
+    assert "| all answered |" in page
+    assert "all of these" in output

@@ -94,6 +94,8 @@ class Reference:
         self.results |= results
         self.executed.append(run)
         self.bodies -= {each for each, result in results.items() if isinstance(result, Failure)}
+        if run.kind == "forward":
+            self.bodies -= {*run.numbers}
 
     def cover(self, number: int) -> None:
         """Record a checkpoint."""
@@ -101,8 +103,8 @@ class Reference:
         self.bodies = {each for each in self.bodies if each > number}
 
     def history(self) -> list[HistoryEntry]:
-        """Return the commands that a new worker must run again."""
-        again = [run for run in self.executed if run.first > self.covered]
+        """Return the commands that a new worker must run again: a `forward` changes nothing."""
+        again = [run for run in self.executed if run.first > self.covered and run.kind != "forward"]
         failed = [
             frozenset(each for each in run.numbers if isinstance(self.results[each], Failure))
             for run in again

@@ -8,14 +8,17 @@
 -- include: check_worker.lua
 -- include: skip_finished.lua
 
+local entries = {}
 for place = 3, #ARGV, 2 do
-  if redis.call('HEXISTS', KEYS[2], ARGV[place]) == 0 then
+  entries[place] = redis.call('HGET', KEYS[2], ARGV[place])
+  if not entries[place] then
     return {'behind'}
   end
 end
 for place = 3, #ARGV, 2 do
   local number, result = ARGV[place], ARGV[place + 1]
-  if redis.call('HSETNX', KEYS[4], number, result) == 1 and result:sub(1, 1) == 'E' then
+  local is_new = redis.call('HSETNX', KEYS[4], number, result) == 1
+  if is_new and (result:sub(1, 1) == 'E' or entries[place]:sub(1, 8) == 'forward ') then
     redis.call('HDEL', KEYS[3], number)  -- without effect: it is never run again
   end
 end
