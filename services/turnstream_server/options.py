@@ -48,6 +48,26 @@ Threads = Annotated[
     int, typer.Option("--threads", min=0, help="Threads of torch; 0: the default of torch.")
 ]
 
+BaseModels = Annotated[
+    list[str],
+    typer.Option(
+        "--base-model",
+        metavar="[NAME=]PATH",
+        help="Folder of a base model, and its name for clients. Several are allowed.",
+    ),
+]
+SharedFolder = Annotated[
+    Path, typer.Option(help="Folder of all checkpoints, shared by all workers and samplers.")
+]
+ProcessName = Annotated[
+    str,
+    typer.Option(
+        "--name",
+        help="Name of this process; each one of its kind has another. Default: the host.",
+        show_default=False,
+    ),
+]
+
 
 def split_address(text: str, *, option: str, default_host: str = "") -> tuple[str, int]:
     """Return host and port of an address.

@@ -14,7 +14,7 @@ import typer
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.spec import parse_base
-from turnstream_server.options import Redis, Threads
+from turnstream_server.options import BaseModels, ProcessName, Redis, SharedFolder, Threads
 from turnstream_server.trainer.settings import Dtype, Layout, require_one_of
 
 
@@ -26,16 +26,8 @@ class EngineOptions:
         InvalidConfigError: a setting cannot work; names the setting and its value.
     """
 
-    base_model: Annotated[
-        list[str],
-        typer.Option(
-            metavar="[NAME=]PATH",
-            help="Folder of a base model, and its name for clients. Several are allowed.",
-        ),
-    ]
-    folder: Annotated[
-        Path, typer.Option(help="Folder of all checkpoints, shared by all workers and samplers.")
-    ]
+    base_model: BaseModels
+    folder: SharedFolder
     redis_url: Redis = ""
     batcher_target: Annotated[
         str,
@@ -46,14 +38,7 @@ class EngineOptions:
             show_default=False,
         ),
     ] = ""
-    worker: Annotated[
-        str,
-        typer.Option(
-            "--name",
-            help="Name of this process; each worker has another one. Default: the host.",
-            show_default=False,
-        ),
-    ] = field(default_factory=socket.gethostname)
+    worker: ProcessName = field(default_factory=socket.gethostname)
     tokenizer: Annotated[
         Path | None,
         typer.Option(

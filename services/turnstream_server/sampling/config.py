@@ -8,7 +8,6 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import urlsplit
 
@@ -16,7 +15,7 @@ import typer
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.spec import parse_base
-from turnstream_server.options import Redis, Threads
+from turnstream_server.options import BaseModels, ProcessName, Redis, SharedFolder, Threads
 
 SERVER_KINDS: Final = ("vllm", "sglang")
 """Kinds of inference servers to which samples can be forwarded."""
@@ -35,26 +34,10 @@ class SamplerOptions:
         InvalidConfigError: a setting cannot work; names the setting and its value.
     """
 
-    base_model: Annotated[
-        list[str],
-        typer.Option(
-            metavar="[NAME=]PATH",
-            help="Folder of a base model. Several are allowed. With --forward PATH is not read.",
-        ),
-    ]
-    folder: Annotated[
-        Path, typer.Option(help="Folder of the checkpoints, which all workers share.")
-    ]
+    base_model: BaseModels
+    folder: SharedFolder
     redis_url: Redis = ""
-    sampler: Annotated[
-        str,
-        typer.Option(
-            "--name",
-            help="Name of this process; each sampler of a base model has another. "
-            "Default: the host.",
-            show_default=False,
-        ),
-    ] = field(default_factory=socket.gethostname)
+    sampler: ProcessName = field(default_factory=socket.gethostname)
     device: Annotated[
         str, typer.Option(help="Device of the weights; auto: cuda, or cpu without it.")
     ] = "auto"
@@ -75,8 +58,8 @@ class SamplerOptions:
         list[str],
         typer.Option(
             metavar="vllm=URL|sglang=URL",
-            help="Sample with a running inference server of the base model, which sees --folder "
-            "at the same path. Several are allowed. vLLM needs --logprobs-mode "
+            help="Sample with a running inference server, and not the folder of the base model. It "
+            "sees --folder at the same path. Several are allowed. vLLM needs --logprobs-mode "
             "processed_logprobs; SGLang repeats seeds with --enable-deterministic-inference.",
         ),
     ] = field(default_factory=list[str])
