@@ -22,7 +22,7 @@ class Reference(NamedTuple):
     Attributes:
         loss: sum over all datums.
         logprobs: float64, of the targets of each datum.
-        gradients: of the weights of the adapter, by their stored names.
+        gradients: gradient of each weight of the adapter, at its stored name.
     """
 
     loss: float

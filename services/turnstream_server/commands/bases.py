@@ -28,7 +28,7 @@ class BaseModel(NamedTuple):
         name: name by which clients ask for it.
         context_length: most tokens of a row.
         vocab_size: token ids below this exist.
-        tokenizer_id: folder of its tokenizer, for clients; "" where clients find it by name.
+        tokenizer_id: folder of its tokenizer for clients; "" if the name of the model is enough.
         max_rank: largest rank of an adapter; 0: only whole models are trained.
     """
 
@@ -48,7 +48,7 @@ def register_base(client: redis.Redis, base: BaseModel) -> None:
 
 
 def served_bases(client: redis.Redis) -> dict[str, BaseModel]:
-    """Return the served base models by name, in order of name."""
+    """Return the served base models, each at its name, in order of the names."""
     with translating():
         seconds, _ = cast("tuple[int, int]", client.time())
         stored = cast("dict[bytes, bytes]", client.hgetall(BASES))
@@ -56,7 +56,7 @@ def served_bases(client: redis.Redis) -> dict[str, BaseModel]:
 
 
 async def read_bases(client: redis.asyncio.Redis) -> dict[str, BaseModel]:
-    """Return the served base models by name, in order of name."""
+    """Return the served base models, each at its name, in order of the names."""
     with translating():
         seconds, _ = cast("tuple[int, int]", await client.time())
         stored: Mapping[bytes, bytes] = await cast(Any, client.hgetall(BASES))

@@ -31,7 +31,7 @@ class Failure(NamedTuple):
     """A call that had no effect.
 
     Attributes:
-        error: what failed, and why.
+        error: the failure and its reason.
         category: "user" if the caller can correct it.
     """
 

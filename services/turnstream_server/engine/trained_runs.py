@@ -242,7 +242,7 @@ class TrainedRuns:
         return f"{self._record.model_id} "
 
     def _is_taken_over(self, run: str) -> bool:
-        """Return whether another trainer has begun a session of a run, or the run was deleted."""
+        """Return whether another trainer has the run, or the run was deleted."""
         try:
             session = read_frontier(self._client, run).session
         except RunNotFoundError:

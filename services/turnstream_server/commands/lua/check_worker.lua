@@ -1,7 +1,7 @@
 #!lua
 -- Included by the scripts of the worker of a model: refuses one that must stop. KEYS[1] is the
 -- model, ARGV[1] the epoch of the worker, and ARGV[2] the number that it has reached. A store that
--- is behind that number has lost its last writes: what the worker has in memory never was.
+-- is behind that number has lost its last writes, and the worker has state that no store has.
 local state = redis.call('HMGET', KEYS[1],
   'epoch', 'ended', 'next', 'submitted', 'gap_seq', 'gap_ms')
 if state[1] ~= ARGV[1] then

@@ -2,8 +2,8 @@
 -- Return the commands that run next, and record which of them share a pass.
 -- KEYS  model, commands, bodies, results, passes
 -- ARGV  epoch, number that the worker has reached, ms for which a missing number is awaited,
---       most commands of a pass, most bytes of a pass, beginning and end of the result of a command
---       that a missing number fails
+--       most commands of a pass, most bytes of a pass, beginning and end of the result of lost
+--       commands
 -- Reply {run, first, last, kind}, {idle}, {gap, missing number, ms left},
 --       {lost, missing number, failed numbers..}, {fenced}, {ended} or {behind}
 -- Runs also when the server is full: only finished commands can be covered and deleted.
