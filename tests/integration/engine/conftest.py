@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base") / "tiny"
     save_policy(make_model(), folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    """A server for each file: a batcher serves every run of its store."""
+    with EmbeddedServer() as server:
+        yield server
 
 
 @pytest.fixture

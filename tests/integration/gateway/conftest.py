@@ -18,6 +18,13 @@ from turnstream_server.embedded import EmbeddedServer
 _numbers = itertools.count(1)
 
 
+@pytest.fixture(scope="session")
+def server() -> Iterator[EmbeddedServer]:
+    """One kind of server: the tests of the command logs run on each kind."""
+    with EmbeddedServer() as server:
+        yield server
+
+
 @pytest.fixture
 def base() -> BaseModel:
     """A base model that no other test uses."""

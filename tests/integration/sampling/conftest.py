@@ -20,6 +20,13 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
+def server() -> Iterator[EmbeddedServer]:
+    """One kind of server: the tests of the command logs run on each kind."""
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
     return ModelFolders(tmp_path_factory.mktemp("models"))
 
