@@ -88,7 +88,12 @@ def start_batcher(
 
 
 def start_gateway(
-    settings: Settings, *, redis_url: str, listen: str | None, address_file: Path | None
+    settings: Settings,
+    *,
+    redis_url: str,
+    folder: Path | None,
+    listen: str | None,
+    address_file: Path | None,
 ) -> None:
     """Serve the Tinker API until SIGTERM or SIGINT, as soon as the store answers."""
     from turnstream_server.gateway.config import GatewayOptions
@@ -102,6 +107,7 @@ def start_gateway(
     options = GatewayOptions(
         redis_url=redis_url,
         listen=listen or f"{settings.http_host}:{settings.http_port}",
+        folder=folder,
         address_file=address_file,
         api_keys=frozenset(filter(None, (key.strip() for key in keys))),
     )

@@ -51,6 +51,10 @@ def batcher(
 @app.command()
 def gateway(
     redis: Redis = "",
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Shared folder of the workers; without it no weights are downloaded."),
+    ] = None,
     listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0: a free one.")
     ] = None,
@@ -63,7 +67,7 @@ def gateway(
     from turnstream_server import bootstrap
 
     bootstrap.start_gateway(
-        environment(), redis_url=redis, listen=listen, address_file=address_file
+        environment(), redis_url=redis, folder=folder, listen=listen, address_file=address_file
     )
 
 

@@ -20,6 +20,7 @@ from turnstream_server.commands.contents import (
     ForwardBackwardRun,
     LoadWeights,
     OptimStep,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
     decode_content,
@@ -128,6 +129,9 @@ def _result(
             return Answer({"path": str(content.path), "model_id": model.model_id})
         case SaveWeights():
             path = CheckpointPath(model.model_id, "weights", content.name)
+            return _save(client, model, path, request_id, content.ttl_seconds)
+        case SaveExternal():
+            path = CheckpointPath(model.model_id, "external_weights", content.name)
             return _save(client, model, path, request_id, content.ttl_seconds)
         case SaveForSampler():
             if content.sampling_session_seq_id is None:

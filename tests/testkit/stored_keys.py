@@ -11,10 +11,10 @@ from turnstream_server.commands import keys as command_keys
 _ROW: Final = re.compile(r"^(\S+) +(stream|hash|zset|set)\b", re.MULTILINE)
 _TYPES: Final = dict(_ROW.findall(keys.__doc__ or ""), incarnation="string")
 _MODEL_TYPES: Final = dict(_ROW.findall(command_keys.__doc__ or ""))
-_PER_BASE: Final = {"models": "set", "samples": "stream"}
+_OF_A_NAME: Final = {"models": "set", "samples": "stream", "download": "string"}
 _KEY: Final = re.compile(r"ts:\{[^{}/~]+(/[^{}/]+/\d+/\d+)?\}(?:~\d+)?:([a-z]+)")
 _MODEL_KEY: Final = re.compile(r"tm:\{[^{}/]+\}:([a-z]+)")
-_BASE_KEY: Final = re.compile(r"tm:(models|samples):[^{}/]+")
+_NAME_KEY: Final = re.compile(r"tm:(models|samples|download):[^{}/]+")
 
 
 def declared_type(key: str) -> str | None:
@@ -30,8 +30,8 @@ def declared_type(key: str) -> str | None:
         return _TYPES.get(found[2]) if is_payload == bool(found[1]) else None
     if found := _MODEL_KEY.fullmatch(key):
         return _MODEL_TYPES.get(found[1])
-    if found := _BASE_KEY.fullmatch(key):
-        return _PER_BASE[found[1]]
+    if found := _NAME_KEY.fullmatch(key):
+        return _OF_A_NAME[found[1]]
     if key.startswith("ts:"):
         return _TYPES.get(key)
     return _MODEL_TYPES.get(key)

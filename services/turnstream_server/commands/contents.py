@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from turnstream_server.commands.checkpoint_paths import CheckpointPath
@@ -20,6 +20,7 @@ CommandKind = Literal[
     "optim_step",
     "save_weights",
     "save_weights_for_sampler",
+    "save_weights_external",
     "load_weights",
 ]
 """Kinds of the commands of a model. `create` has the number 0."""
@@ -101,6 +102,19 @@ class SaveForSampler(NamedTuple):
     user_metadata: Mapping[str, str]
 
 
+class SaveExternal(NamedTuple):
+    """Export weights under a name, for other programs.
+
+    Attributes:
+        ttl_seconds: as in `SaveWeights`.
+        recipients: public keys of age that every file is encrypted for; empty for plain files.
+    """
+
+    name: str
+    ttl_seconds: int | None
+    recipients: Sequence[str]
+
+
 class LoadWeights(NamedTuple):
     """Load a checkpoint into the model; without `optimizer` its moments begin at zero."""
 
@@ -108,7 +122,15 @@ class LoadWeights(NamedTuple):
     optimizer: bool
 
 
-Content = CreateModel | ForwardBackwardRun | OptimStep | SaveWeights | SaveForSampler | LoadWeights
+Content = (
+    CreateModel
+    | ForwardBackwardRun
+    | OptimStep
+    | SaveWeights
+    | SaveForSampler
+    | SaveExternal
+    | LoadWeights
+)
 
 _KINDS: Final[dict[type[Content], CommandKind]] = {
     CreateModel: "create",
@@ -116,6 +138,7 @@ _KINDS: Final[dict[type[Content], CommandKind]] = {
     OptimStep: "optim_step",
     SaveWeights: "save_weights",
     SaveForSampler: "save_weights_for_sampler",
+    SaveExternal: "save_weights_external",
     LoadWeights: "load_weights",
 }
 _TYPES: Final = {kind: each for each, kind in _KINDS.items()}

@@ -35,7 +35,8 @@ tm:done      stream  finished requests, about the newest 10,000; field `r` = req
 ===========  ======  =======================================================================
 
 `tm:models:<base>` is the set of the models of a base model, and `tm:samples:<base>` the stream of
-its unfinished samples. Both names are encoded.
+its unfinished samples. Both names are encoded. `tm:download:<token>` is a string, see
+`downloads.py`, and expires.
 """
 
 from __future__ import annotations
@@ -120,6 +121,11 @@ def models_key(base_model: str) -> str:
 def samples_key(base_model: str) -> str:
     """Return the key of the stream of samples of a base model."""
     return f"tm:samples:{encode_name(base_model)}"
+
+
+def download_key(token: str) -> str:
+    """Return the key of a link to files."""
+    return f"tm:download:{encode_name(token)}"
 
 
 def _named(identity: str, parts: tuple[str, ...]) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from turnstream.errors import TurnstreamError
+from turnstream_server.commands.age import encrypt_folder
 from turnstream_server.commands.contents import ForwardBackwardRun
 from turnstream_server.commands.log import Run
 from turnstream_server.commands.models import ModelRecord
@@ -20,7 +21,7 @@ from turnstream_server.engine.hosted_base import HostedBase, LoadedModel, write
 from turnstream_server.engine.run_streams import OpenStream, RunStreams
 from turnstream_server.engine.run_training import RunReport, check_fits, train_mini_batch
 from turnstream_server.engine.shares import OperationShare, ReadShares
-from turnstream_server.models.folders import new_folder
+from turnstream_server.models.folders import name_base, new_folder
 from turnstream_server.trainer.optimizer import StepReport
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.settings import AdamSettings
@@ -178,10 +179,31 @@ class Host:
             write(self._models[model_id], written, optimizer=optimizer)
             for name, content in files.items():
                 (written / name).write_bytes(content)
-            return sum(each.stat().st_size for each in written.rglob("*") if each.is_file())
+            return _size(written)
+
+    def export(self, record: ModelRecord, folder: Path, *, recipients: Sequence[str]) -> int:
+        """Write the weights of a model for other programs, in one rename; return their bytes.
+
+        The first rank writes. The folder names the base model as clients do. With recipients all
+        files are encrypted: see `encrypt_folder`.
+        """
+        if not self._ranks.is_first:
+            return 0
+        with new_folder(folder) as written:
+            model = self._models[record.model_id]
+            write(model, written, optimizer=False)
+            if model.adapter is not None:
+                name_base(written, record.base_model)
+            if recipients:
+                encrypt_folder(written, recipients)
+            return _size(written)
 
     def nothing(self) -> None:
         """Do nothing: ranks that wait for too long would end."""
+
+
+def _size(folder: Path) -> int:
+    return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
 
 
 _STOP: Final = ""

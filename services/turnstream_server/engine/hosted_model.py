@@ -33,6 +33,7 @@ from turnstream_server.commands.contents import (
     ForwardBackwardRun,
     LoadWeights,
     OptimStep,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
     decode_content,
@@ -49,7 +50,12 @@ from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
-_UNCHANGING: Final = ("forward", "save_weights", "save_weights_for_sampler")
+_UNCHANGING: Final = (
+    "forward",
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+)
 """Kinds of commands after whose errors the model is as before."""
 
 _PASSED_ON: Final = (UnavailableError, FencedError, EndOfRunError, RunNotFoundError)
@@ -292,6 +298,8 @@ class HostedModel:
                 answer = self._saver.save_weights(self.record, number, content)
             case SaveForSampler():
                 answer = self._saver.save_for_sampler(self.record, number, content)
+            case SaveExternal():
+                answer = self._saver.save_external(self.record, number, content)
             case LoadWeights():
                 answer = self._load(log, number, content)
         return {number: answer}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from turnstream_server.commands.checkpoints import (
     session_folder,
     write_checkpoint,
 )
-from turnstream_server.commands.contents import SaveForSampler, SaveWeights
+from turnstream_server.commands.contents import SaveExternal, SaveForSampler, SaveWeights
 from turnstream_server.commands.keys import MODEL_ID
 from turnstream_server.commands.models import ModelRecord
 from turnstream_server.commands.request_ids import RequestId
@@ -60,6 +61,15 @@ class Saver:
         self._save(record, number, content, path, overwrite=False)
         return Answer({"path": str(path), "type": kind})
 
+    def save_external(self, record: ModelRecord, number: int, content: SaveExternal) -> Answer:
+        """Export weights; BatchingError if the name is taken."""
+        path = CheckpointPath(record.model_id, "external_weights", content.name)
+        request_id = self._request_id(record, number, path)
+        folder = self.root / folder_of(path)
+        size = self.call(Host.export, record, folder, recipients=content.recipients)[0]
+        self._write_record(record, path, request_id, size=size, ttl_seconds=content.ttl_seconds)
+        return Answer({"path": str(path), "type": "save_weights_external"})
+
     def loadable(self, record: ModelRecord, path: CheckpointPath) -> Path:
         """Return the folder of a checkpoint that a model can load.
 
@@ -93,22 +103,49 @@ class Saver:
         *,
         overwrite: bool,
     ) -> None:
-        request_id = str(RequestId(record.model_id, number))
-        if not overwrite and self._saved_by(record.owner, path) not in ("", request_id):
-            raise BatchingError(f"name is {path.name!r}: there is a checkpoint {str(path)!r}")
+        request_id = self._request_id(record, number, path, overwrite=overwrite)
         is_whole = path.kind == "weights"
         folder = self.root / folder_of(path)
         size = self.call(Host.save, record.model_id, folder, optimizer=is_whole, files={})[0]
+        self._write_record(
+            record,
+            path,
+            request_id,
+            size=size,
+            ttl_seconds=content.ttl_seconds,
+            user_metadata=content.user_metadata,
+        )
+
+    def _request_id(
+        self, record: ModelRecord, number: int, path: CheckpointPath, *, overwrite: bool = False
+    ) -> str:
+        """Return the id of a save; BatchingError if another one has taken the name."""
+        request_id = str(RequestId(record.model_id, number))
+        if not overwrite and self._saved_by(record.owner, path) not in ("", request_id):
+            raise BatchingError(f"name is {path.name!r}: there is a checkpoint {str(path)!r}")
+        return request_id
+
+    def _write_record(
+        self,
+        record: ModelRecord,
+        path: CheckpointPath,
+        request_id: str,
+        *,
+        size: int,
+        ttl_seconds: int | None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write the record of a folder that is on disk."""
         reach("engine.after_save")
-        now_ms, ttl = self._now_ms(), content.ttl_seconds
+        now_ms = self._now_ms()
         saved = SavedCheckpoint(
             path=path,
             request_id=request_id,
             **{field: getattr(record, field) for field in _MODEL_FIELDS},
             created_ms=now_ms,
-            expires_ms=None if ttl is None else now_ms + ttl * 1000,
+            expires_ms=None if ttl_seconds is None else now_ms + ttl_seconds * 1000,
             size_bytes=size,
-            user_metadata=content.user_metadata,
+            user_metadata=user_metadata or {},
         )
         write_checkpoint(self.client, record.owner, saved)
 

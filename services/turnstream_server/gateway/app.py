@@ -23,7 +23,14 @@ from turnstream.errors import (
 )
 from turnstream_server.gateway.access import authenticate
 from turnstream_server.gateway.bodies import json_response
-from turnstream_server.gateway.routes import futures, models, sampling, sessions, training
+from turnstream_server.gateway.routes import (
+    downloads,
+    futures,
+    models,
+    sampling,
+    sessions,
+    training,
+)
 from turnstream_server.gateway.routes import training_runs as runs
 from turnstream_server.gateway.state import Gateway
 
@@ -31,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX: Final = "/api/v1"
 
-_GROUPS: Final = (futures, sampling, training, sessions, models, runs)
+_GROUPS: Final = (futures, sampling, training, sessions, models, downloads, runs)
 """Routes are searched in this order."""
 
 _STATUSES: Final[dict[type[Exception], int]] = {
@@ -51,7 +58,8 @@ def make_app(gateway: Gateway) -> FastAPI:
     app.state.gateway = gateway
     for group in _GROUPS:
         app.include_router(group.router, prefix=PREFIX, dependencies=[Depends(authenticate)])
-    app.include_router(sessions.public, prefix=PREFIX)
+    for group in (sessions, downloads):
+        app.include_router(group.public, prefix=PREFIX)
     for kind in _STATUSES:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(UnavailableError, _unavailable)

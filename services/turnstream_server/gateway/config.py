@@ -15,6 +15,7 @@ class GatewayOptions:
     Attributes:
         redis_url: address of the store.
         listen: "host:port"; port 0 takes a free one.
+        folder: shared folder of the workers, for downloads of exported weights; None offers none.
         address_file: receives the bound "host:port" once the server answers; None for none.
         api_keys: the accepted keys; empty accepts every key that begins with `tml-`.
         poll_s: longest time for which a poll of a pending result is held. Clients wait 45 s.
@@ -26,6 +27,7 @@ class GatewayOptions:
 
     redis_url: str
     listen: str = "127.0.0.1:0"
+    folder: Path | None = None
     address_file: Path | None = None
     api_keys: frozenset[str] = frozenset()
     poll_s: float = 30.0

@@ -24,7 +24,7 @@ def start_hosting(
     Args:
         stack: it has a batcher already.
         base_models: `NAME=PATH` or `PATH`, as for `serve engine`.
-        folder: receives checkpoints.
+        folder: `models` in it receives checkpoints.
         store_url: the store of the stack.
         listen: "host:port" of the gateway; port 0 takes a free one.
     """
@@ -34,7 +34,9 @@ def start_hosting(
     sampler = stack.start("sampler", "sampler", *models, folder=shared)
     address_file = folder / "gateway.address"
     address_file.unlink(missing_ok=True)
-    gateway = stack.start("gateway", "gateway", listen=listen, address_file=address_file)
+    gateway = stack.start(
+        "gateway", "gateway", folder=shared, listen=listen, address_file=address_file
+    )
     address = stack.wait_for_file(address_file, of=gateway, timeout_s=_READY_S)
     _wait_until_served(stack, engine, sampler, num_bases=len(base_models), store_url=store_url)
     return address

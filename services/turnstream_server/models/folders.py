@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 _UNFINISHED = ".unfinished-"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
 
 
 @contextmanager
@@ -35,7 +38,14 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def is_adapter_folder(folder: Path) -> bool:
     """Return whether the folder holds an adapter, in the layout of peft, and no whole model."""
-    return (folder / "adapter_config.json").is_file()
+    return (folder / _ADAPTER_CONFIG).is_file()
+
+
+def name_base(folder: Path, base: str) -> None:
+    """Change the base model that an adapter folder names."""
+    path = folder / _ADAPTER_CONFIG
+    config = json.loads(path.read_bytes()) | {"base_model_name_or_path": base}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def remove_folder(folder: Path) -> None:

@@ -8,9 +8,12 @@ list of scenarios, `[[name, arguments], ...]`. A line of standard output is the 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import tinker
@@ -348,6 +351,27 @@ def listed(client: Client) -> Any:
     }
 
 
+def exported(client: Client, *, data: list[Json], folder: str) -> Any:
+    """Train, save and export; download the export by its links and the save by the command line."""
+    model = client.model()
+    model.forward_backward([datum_of(each) for each in data], "cross_entropy").result()
+    model.optim_step(_adam()).result()
+    saved = model.save_state("state").result().path
+    path = model.save_weights_external("out", ttl_seconds=3600).result().path
+    rest = client.service.create_rest_client()
+    links = rest.get_external_weights_urls(path).result()
+    files = []
+    for name, url in links.urls.items():
+        with urllib.request.urlopen(url) as response:
+            Path(folder, name).write_bytes(response.read())
+            files.append(name)
+    command = ["checkpoint", "download", saved, "--output", f"{folder}/of-state"]
+    subprocess.run([sys.executable, "-m", "tinker.cli", *command], check=True, stdout=2)
+    listed = rest.list_checkpoints(model.get_info().model_id).result().checkpoints
+    kinds = sorted(each.checkpoint_type for each in listed)
+    return {"saved": saved, "path": path, "files": sorted(files), "kinds": kinds}
+
+
 def refused_path(client: Client, *, path: str) -> Any:
     """Return the errors of the uses of a checkpoint that belongs to another key."""
     model = client.model()
@@ -380,7 +404,7 @@ SCENARIOS: dict[str, Scenario] = {
     for each in (
         *(capabilities, first_state, loss_and_step, forward_only, ragged_chunks, pipelined),
         *(awaited, accumulated, saved_and_loaded, two_models, refused, refused_settings),
-        *(custom_loss, sampled, listed, refused_path, trained_on_a_run),
+        *(custom_loss, sampled, listed, refused_path, trained_on_a_run, exported),
     )
 }
 

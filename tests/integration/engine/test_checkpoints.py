@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
+import pyrage
 import pytest
 import redis
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from testkit.hosted import OWNER, STEP, House, datums, save
 from turnstream.store.client.connection import connect_async
@@ -18,7 +23,12 @@ from turnstream_server.commands.checkpoints import (
     read_checkpoint,
     session_folder,
 )
-from turnstream_server.commands.contents import CreateModel, LoadWeights, SaveForSampler
+from turnstream_server.commands.contents import (
+    CreateModel,
+    LoadWeights,
+    SaveExternal,
+    SaveForSampler,
+)
 from turnstream_server.commands.samplers import SamplerRecord, read_sampler
 from turnstream_server.engine.sweeping import remove_due
 from turnstream_server.models.folders import is_adapter_folder
@@ -99,6 +109,39 @@ def test_taken_name_is_refused_unless_it_is_replaced(house: House, client: redis
     assert saved.request_id.endswith(":train:0:6")
     assert (saved.base_model, saved.lora_rank, saved.expires_ms) == (house.name, 4, None)
     assert saved.size_bytes > 1000
+
+
+def test_exported_adapter_is_read_by_peft_on_its_base_model(
+    house: House, client: redis.Redis, tmp_path: Path
+) -> None:
+    identity: Any = pyrage.x25519.Identity.generate()  # pyright: ignore[reportAttributeAccessIssue]
+    model = house.make(A, STEP, save("kept"), SaveExternal("out", 3600, []))
+    model.submit(SaveExternal("secret", None, [str(identity.to_public())]))
+    model.submit(SaveExternal("out", None, []), B, STEP)
+
+    house.run(model)
+
+    path = CheckpointPath(model.record.model_id, "external_weights", "out")
+    assert model.answer(4).content == {"path": str(path), "type": "save_weights_external"}
+    plain, secret = (house.root / folder_of(each) for each in (path, path._replace(name="secret")))
+    assert {each.name for each in secret.iterdir()} == {
+        f"{each.name}.age" for each in plain.iterdir()
+    }
+    for each in plain.iterdir():
+        encrypted = (secret / f"{each.name}.age").read_bytes()
+        assert pyrage.decrypt(encrypted, [identity]) == each.read_bytes()  # pyright: ignore[reportAttributeAccessIssue]
+    config = json.loads((plain / "adapter_config.json").read_bytes())
+    assert config["base_model_name_or_path"] == house.name
+    base = AutoModelForCausalLM.from_pretrained(house.base)
+    tuned = PeftModel.from_pretrained(base, plain).state_dict()
+    kept = {name: value for name, value in model.saved("kept").items() if ".lora_" in name}
+    for name, value in kept.items():
+        torch.testing.assert_close(tuned[name.replace(".weight", ".default.weight")], value)
+    saved = read_checkpoint(client, OWNER, path)
+    assert saved.size_bytes == sum(each.stat().st_size for each in plain.iterdir())
+    assert saved.expires_ms == saved.created_ms + 3_600_000
+    assert "name is 'out'" in model.failure(6).error
+    assert model.answer(8).content["metrics"]["skipped"] == 0
 
 
 def test_weights_for_samplers_have_a_path_or_a_session(house: House) -> None:

@@ -19,7 +19,7 @@ _PATHS = get_openapi(title="", version="", routes=make_app(_NONE).routes)["paths
 ROUTES = sorted((method, path) for path, methods in _PATHS.items() for method in methods)
 
 
-def test_every_route_but_health_needs_a_key(gateway: GatewayThread):
+def test_every_route_but_health_and_links_needs_a_key(gateway: GatewayThread):
     statuses = {}
     for headers in ({}, {"X-API-Key": "other"}, {"Authorization": "Bearer other"}):
         with httpx2.Client(base_url=gateway.base_url, headers=headers) as http:
@@ -29,6 +29,7 @@ def test_every_route_but_health_needs_a_key(gateway: GatewayThread):
 
     assert len(ROUTES) > 30
     assert statuses.pop(("get", "/api/v1/healthz")) == {200}
+    assert statuses.pop(("get", "/api/v1/downloads/{token}/{name}")) == {404}
     assert set(map(frozenset, statuses.values())) == {frozenset({401})}
 
 

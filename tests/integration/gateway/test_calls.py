@@ -69,7 +69,7 @@ def test_other_calls_without_effect_use_up_their_numbers(api: Any, worker: Canne
         ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "'dimuon' is not supported"),
         ("save_weights", {"path": "a/b"}, "'/' is not allowed"),
         ("save_weights_for_sampler", {}, "expected one of them"),
-        ("save_weights_external", {"path": "a"}, "save_weights_external is not supported"),
+        ("save_weights_external", {"age_encryption_recipients": ["a"], "path": "a"}, "'a' is no "),
         ("load_weights", {"path": "tinker://S:train:0/weights/x"}, "there is no checkpoint"),
         ("load_weights", {"path": "tinker://S:train:0/sampler_weights/x"}, "save_weights"),
     ]

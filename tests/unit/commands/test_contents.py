@@ -17,6 +17,7 @@ from turnstream_server.commands.contents import (
     ForwardBackwardRun,
     LoadWeights,
     OptimStep,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
     decode_content,
@@ -47,6 +48,7 @@ contents: st.SearchStrategy[Content] = st.one_of(
         *(SaveForSampler, names, st.none() | st.integers(0, 2**31)),
         *(st.sampled_from(["snapshot", "inflight"]), seconds, metadata),
     ),
+    st.builds(SaveExternal, names, seconds, st.lists(words, max_size=2)),
     st.builds(LoadWeights, paths, st.booleans()),
 )
 

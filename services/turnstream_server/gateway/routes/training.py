@@ -45,6 +45,7 @@ _Route = Literal[
     "optim_step",
     "save_weights",
     "save_weights_for_sampler",
+    "save_weights_external",
     "load_weights",
 ]
 
@@ -87,12 +88,8 @@ async def save_weights_for_sampler(body: Body, caller: Authenticated) -> Respons
 
 @router.post("/save_weights_external")
 async def save_weights_external(body: Body, caller: Authenticated) -> Response:
-    """Refuse a save for other programs: it uses up its number."""
-    call = read_model_call(body, route="save_weights")
-    await open_model(caller, call.model_id, number=call.seq_id)
-    refusal = refused("save_weights_external is not supported: use save_weights")
-    request_id = RequestId(call.model_id, call.seq_id)
-    return await submit_call(caller, request_id, "save_weights", Prepared(body, refusal))
+    """Submit an export of weights for other programs."""
+    return await submit_model_call(caller, body, route="save_weights_external")
 
 
 async def submit_model_call(caller: Caller, body: bytes, *, route: _Route) -> Response:

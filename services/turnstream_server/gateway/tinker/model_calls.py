@@ -13,12 +13,14 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from turnstream.errors import BatchingError
+from turnstream_server.commands.age import check_recipients
 from turnstream_server.commands.checkpoint_paths import CheckpointPath, checkpoint_name
 from turnstream_server.commands.contents import (
     Content,
     ForwardBackwardRun,
     LoadWeights,
     OptimStep,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
 )
@@ -90,6 +92,12 @@ class _SaveForSampler(_Save):
     kind: Literal["snapshot", "inflight"] | None = None
 
 
+class _SaveExternal(Part):
+    path: StrictStr
+    ttl_seconds: _Seconds | None = None
+    age_encryption_recipients: Annotated[list[StrictStr], Field(max_length=10)] | None = None
+
+
 class _LoadWeights(Part):
     path: StrictStr
     optimizer: StrictBool | None = None
@@ -101,8 +109,8 @@ def read_model_call(body: bytes, *, route: str) -> ModelCall:
 
     Args:
         body: as it was sent.
-        route: "forward_backward_run", "optim_step", "save_weights", "save_weights_for_sampler" or
-            "load_weights".
+        route: "forward_backward_run", "optim_step", "save_weights", "save_weights_for_sampler",
+            "save_weights_external" or "load_weights".
 
     Raises:
         RecordError: the body names no model and no sequence number.
@@ -151,6 +159,13 @@ def _save_for_sampler(content: dict[str, Any]) -> SaveForSampler:
     )
 
 
+def _save_external(content: dict[str, Any]) -> SaveExternal:
+    sent = read_part(content, _SaveExternal, path=["save_weights_external"])
+    recipients = sent.age_encryption_recipients or []
+    check_recipients(recipients)
+    return SaveExternal(checkpoint_name(sent.path), sent.ttl_seconds, recipients)
+
+
 def _load_weights(content: dict[str, Any]) -> LoadWeights:
     sent = read_part(content, _LoadWeights, path=["load_weights"])
     if sent.weights_access_token:
@@ -167,5 +182,6 @@ _DECODERS: Final[dict[str, Callable[[dict[str, Any]], Content]]] = {
     "optim_step": _optim_step,
     "save_weights": _save_weights,
     "save_weights_for_sampler": _save_for_sampler,
+    "save_weights_external": _save_external,
     "load_weights": _load_weights,
 }

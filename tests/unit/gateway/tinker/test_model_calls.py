@@ -10,14 +10,22 @@ import pytest
 
 from turnstream.errors import BatchingError, RecordError
 from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.contents import LoadWeights, OptimStep, SaveForSampler, SaveWeights
+from turnstream_server.commands.contents import (
+    LoadWeights,
+    OptimStep,
+    SaveExternal,
+    SaveForSampler,
+    SaveWeights,
+)
 from turnstream_server.gateway.tinker.model_calls import ModelCall, read_model_call
 
 RECORDED = Path(__file__).parent / "recorded"
+RECIPIENT = "age10tprv6shyzh8k6z3y4uj6s0wu75td07y4r8k4wmp96fq5ser9cyqsts27q"
 ROUTES = {
     "optim_step": "optim_step",
     "save_weights": "save_weights",
     "save_for_sampler": "save_weights_for_sampler",
+    "save_external": "save_weights_external",
     "load_weights": "load_weights",
 }
 
@@ -46,6 +54,10 @@ def _read(name: str, *, release: str = "0.38.0", **changes: Any) -> ModelCall:
         (
             *("save_for_sampler", "0.16.1", ("S:train:0", 5)),
             SaveForSampler("final", None, "snapshot", None, {}),
+        ),
+        (
+            *("save_external", "0.38.0", ("S:train:0", 6)),
+            SaveExternal("final", 3600, [RECIPIENT]),
         ),
         (
             *("load_weights", "0.38.0", ("S:train:1", 1)),
@@ -95,6 +107,13 @@ def test_calls_of_old_and_new_releases_are_read(
             "kind is 'inflight', but a named checkpoint is a snapshot",
         ),
         ("save_for_sampler", {"kind": "live"}, "kind: .* got 'live'"),
+        ("save_external", {"path": "a/b"}, "name of a checkpoint is 'a/b'"),
+        ("save_external", {"ttl_seconds": 0}, "save_weights_external, ttl_seconds: .* got 0"),
+        (
+            *("save_external", {"age_encryption_recipients": [RECIPIENT, "age1x"]}),
+            "age_encryption_recipients, 1: 'age1x' is no public key",
+        ),
+        ("save_external", {"age_encryption_recipients": [RECIPIENT] * 11}, "recipients: .* 10 "),
         ("load_weights", {"path": "s1"}, "path is 's1', expected tinker://<model id>/<weights "),
         (
             *("load_weights", {"path": "tinker://S:train:0/sampler_weights/a"}),
