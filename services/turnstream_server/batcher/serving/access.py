@@ -1,0 +1,93 @@
+"""The key of a gRPC call, in its metadata, and the role that each request needs."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import redis.asyncio
+from google.protobuf.message import Message
+
+from turnstream.errors import RunNotFoundError
+from turnstream.store.client.api_keys import METADATA
+from turnstream.wire.v1 import batches_pb2 as batches
+from turnstream.wire.v1 import operations_pb2 as operations
+from turnstream_server.batcher.serving.calls import Context, bounded_by_store, store_time_s
+from turnstream_server.batcher.serving.requests import parse_request
+from turnstream_server.commands.models import read_model_async
+from turnstream_server.keys.access import KeyChecks
+from turnstream_server.keys.records import ApiKey, Role
+
+_BEARER: Final = "bearer "
+
+_ROLES: Final[dict[type[Message], Role]] = {
+    batches.StartRequest: "train",
+    batches.GetRequest: "train",
+    batches.SteppedRequest: "train",
+    batches.CommittedRequest: "train",
+    batches.AnnounceVersionRequest: "train",
+    batches.ObserveRequest: "read",
+    batches.ObservedRequest: "read",
+    operations.GetOperationsRequest: "train",
+}
+"""A request that is missing here is never answered."""
+
+Request = TypeVar("Request", bound=Message)
+
+
+class Access:
+    """Reads requests of callers that may send them.
+
+    Args:
+        client: the store.
+        keys: checks of keys.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, keys: KeyChecks) -> None:
+        self._client = client
+        self._keys = keys
+
+    async def read(self, data: bytes, kind: type[Request], context: Context) -> Request:
+        """Return a request whose caller may send it.
+
+        Raises:
+            UnknownKeyError: the call has no accepted key.
+            AccessDeniedError: the key does not have the role, or may not use the run.
+            RunNotFoundError: the model belongs to another key.
+            InvalidConfigError: the request cannot be read.
+        """
+        async with bounded_by_store(self._client, store_time_s(context.time_remaining())):
+            key = await self._keys.identify(secret_of(context))
+        request = parse_request(data, kind)
+        if isinstance(request, operations.GetOperationsRequest):
+            await self._check_model(key, request.model_id)
+        else:
+            run: str = getattr(request, "run")  # noqa: B009 - every other request has one
+            key.require(_role_of(request), run=run)
+        return request
+
+    async def _check_model(self, key: ApiKey, model_id: str) -> None:
+        """Refuse a key that is neither of the owner of the model nor of a service."""
+        key.require(_ROLES[operations.GetOperationsRequest])
+        if "admin" in key.roles:
+            return
+        record = await read_model_async(self._client, model_id)
+        if record.owner != key.owner:
+            raise RunNotFoundError(f"there is no model {model_id!r}")
+
+
+def secret_of(context: Context) -> str:
+    """Return the key in the metadata of a call; "" for none."""
+    metadata = dict(context.invocation_metadata() or ())
+    key = metadata.get(METADATA)
+    if key is None:
+        authorization = metadata.get("authorization", "")
+        is_bearer = authorization[: len(_BEARER)].lower() == _BEARER
+        key = authorization[len(_BEARER) :].strip() if is_bearer else ""
+    return key if isinstance(key, str) else ""
+
+
+def _role_of(request: Message) -> Role:
+    """Return the role that a request needs; an observer only reads."""
+    if isinstance(request, batches.GetRequest) and request.observer:
+        return "read"
+    return _ROLES[type(request)]

@@ -1,0 +1,1 @@
+"""API keys: their roles, their runs, and how requests are checked against them."""

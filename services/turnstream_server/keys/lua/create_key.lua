@@ -1,0 +1,15 @@
+#!lua
+-- Store an API key, unless another key has its name, or the same key has another record.
+-- KEYS  keys
+-- ARGV  id of the key, record, name
+-- Reply {created} or {taken}
+local stored = redis.call('HGETALL', KEYS[1])
+for field = 1, #stored, 2 do
+  local id, record = stored[field], stored[field + 1]
+  local is_same = id == ARGV[1] and record == ARGV[2]
+  if not is_same and (id == ARGV[1] or cjson.decode(record).name == ARGV[3]) then
+    return {'taken'}
+  end
+end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return {'created'}

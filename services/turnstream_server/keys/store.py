@@ -1,0 +1,141 @@
+"""The stored keys: hash `tk:keys`, from the id of a key to its record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+import redis
+
+from turnstream.errors import BatchingError, ConflictError, RunNotFoundError
+from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import Script, run_command
+from turnstream.types.names import encode_run
+from turnstream_server.keys.records import (
+    NO_LIMITS,
+    ROLES,
+    ApiKey,
+    KeyLimits,
+    Role,
+    decode_key,
+    encode_key,
+    key_id_of,
+    new_secret,
+)
+
+KEYS: Final = "tk:keys"
+
+_CREATE: Final = Script("create_key", "turnstream_server.keys")
+
+SERVICE: Final = "service"
+"""Name of the key in the file of TURNSTREAM_KEY_FILE."""
+
+_MAX_NAME: Final = 128
+_MAX_RUNS: Final = 1_000
+
+
+def create_key(
+    client: redis.Redis,
+    name: str,
+    *,
+    roles: Sequence[Role],
+    runs: Sequence[str] = (),
+    expires_s: float | None = None,
+    limits: KeyLimits = NO_LIMITS,
+    secret: str | None = None,
+) -> str:
+    """Create a key, and return its secret, which is shown this once.
+
+    Args:
+        client: the store.
+        name: for people.
+        roles: at least one.
+        runs: names of the runs that it may use; empty for all.
+        expires_s: seconds until it expires; None for no end.
+        limits: those of its requests.
+        secret: the key itself; None makes one.
+
+    Raises:
+        BatchingError: no role, an unknown one, an end that is not in the future, or another value
+            that cannot be.
+        ConflictError: another key has the name.
+    """
+    _check(name, roles=roles, runs=runs, expires_s=expires_s, limits=limits)
+    secret = secret or new_secret()
+    now_ms = _now_ms(client)
+    key = ApiKey(
+        key_id=key_id_of(secret),
+        name=name,
+        roles=frozenset(roles),
+        runs=tuple(runs),
+        created_ms=now_ms,
+        expires_ms=None if expires_s is None else now_ms + round(expires_s * 1000),
+        limits=limits,
+    )
+    (outcome,) = run_command(client, _CREATE((KEYS,), key.key_id, encode_key(key), name))
+    if outcome != b"created":
+        raise ConflictError(f"there is a key {name!r}: revoke it first, or choose another name")
+    return secret
+
+
+def add_service_key(client: redis.Redis, secret: str) -> bool:
+    """Add a key with the name `SERVICE` and all roles; return whether that is new.
+
+    A key that is stored already keeps its name, roles and runs.
+    """
+    key = ApiKey(key_id_of(secret), SERVICE, frozenset(ROLES), created_ms=_now_ms(client))
+    with translating():
+        return bool(client.hsetnx(KEYS, key.key_id, encode_key(key)))  # pyright: ignore[reportArgumentType]
+
+
+def list_keys(client: redis.Redis) -> list[ApiKey]:
+    """Return all keys, the oldest first; expired ones too."""
+    with translating():
+        stored = cast("dict[bytes, bytes]", client.hgetall(KEYS))
+    return sorted(_decoded(stored), key=lambda key: (key.created_ms, key.name))
+
+
+def revoke_key(client: redis.Redis, name: str) -> None:
+    """Delete every key of a name; services refuse them a second later.
+
+    Raises:
+        RunNotFoundError: there is none.
+    """
+    found = [key.key_id for key in list_keys(client) if key.name == name]
+    if not found:
+        raise RunNotFoundError(f"there is no key {name!r}")
+    with translating():
+        client.hdel(KEYS, *found)
+
+
+def _check(
+    name: str,
+    *,
+    roles: Sequence[str],
+    runs: Sequence[str],
+    expires_s: float | None,
+    limits: KeyLimits,
+) -> None:
+    if not name.isprintable() or not name.strip() or len(name) > _MAX_NAME:
+        raise BatchingError(f"name is {name!r}, expected 1 to {_MAX_NAME} printable characters")
+    if not roles or not set(roles) <= set(ROLES):
+        raise BatchingError(f"roles are {list(roles)}, expected some of {', '.join(ROLES)}")
+    if len(runs) > _MAX_RUNS:
+        raise BatchingError(f"runs has {len(runs)} names, expected {_MAX_RUNS} at most")
+    for run in runs:
+        encode_run(run)
+    numbers = {"expires_s": expires_s, **limits._asdict()}
+    for field, value in numbers.items():
+        if value is not None and not 0 < value < math.inf:
+            raise BatchingError(f"{field} is {value}, expected a number above 0")
+
+
+def _decoded(stored: dict[bytes, bytes]) -> list[ApiKey]:
+    return [decode_key(key_id.decode(), record) for key_id, record in stored.items()]
+
+
+def _now_ms(client: redis.Redis) -> int:
+    with translating():
+        seconds, microseconds = cast("tuple[int, int]", cast(Any, client.time()))
+    return seconds * 1000 + microseconds // 1000

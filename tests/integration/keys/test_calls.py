@@ -1,0 +1,282 @@
+"""Keys of gRPC calls: every method of every service."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import redis
+from google.protobuf.message_factory import GetMessageClass
+
+import testkit
+import turnstream
+from testkit import wait_until
+from testkit.batchers import BatcherThread
+from turnstream.errors import AccessDeniedError, RunNotFoundError, UnknownKeyError
+from turnstream.generator import Publisher
+from turnstream.records.statuses import status_to_error
+from turnstream.store.client.connection import connect_async
+from turnstream.wire.v1 import batches_pb2, operations_pb2
+from turnstream.worker import BatchStream, ObserverStream
+from turnstream.worker.operation_pulls import OperationPuller
+from turnstream_server.commands.contents import CreateModel
+from turnstream_server.commands.models import ModelRecord, create_model
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.keys.records import owner_of
+from turnstream_server.keys.store import create_key, revoke_key
+
+pytestmark = [pytest.mark.grpc, pytest.mark.redis]
+
+METHODS = [
+    method
+    for file in (batches_pb2.DESCRIPTOR, operations_pb2.DESCRIPTOR)
+    for service in file.services_by_name.values()
+    for method in service.methods
+]
+every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.full_name)
+
+FIELDS = {
+    **dict.fromkeys(("dp_world_size", "session_epoch", "step", "version", "first", "last"), 1),
+    "session": "s",
+    "recovery_token": "v1:main:1:cccccccc",
+    "model_id": "S:train:0",
+    "expiry_s": 60.0,
+    "wait_s": 0.01,
+}
+READS = {"Observe", "Observed"}
+DENIED = {"UNAUTHENTICATED", "PERMISSION_DENIED"}
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def target(server: EmbeddedServer) -> Iterator[str]:
+    """A batcher whose calls need a key."""
+    with BatcherThread(server.url, requires_key=True) as batcher:
+        yield batcher.target
+
+
+@pytest.fixture
+def run(client: redis.Redis, new_run: Callable[..., str]) -> str:
+    return new_run(client, batch_groups=1, max_staleness=100)
+
+
+@pytest.fixture
+def new_key(client: redis.Redis) -> Callable[..., tuple[str, str]]:
+    """`new_key("train", runs=[...])` creates a key with roles; returns its name and the key."""
+
+    def make(*roles: Any, **options: Any) -> tuple[str, str]:
+        name = f"key {next(_numbers)}"
+        return name, create_key(client, name, roles=roles, **options)
+
+    return make
+
+
+def status(target: str, method: Any, run: str, *metadata: tuple[str, str], **fields: Any) -> str:
+    """Call a method with a valid request, and return its status and its message."""
+    names = method.input_type.fields_by_name
+    given = {**FIELDS, "run": run, **({"observer": "o"} if method.name in READS else {}), **fields}
+    request = GetMessageClass(method.input_type)(
+        **{name: value for name, value in given.items() if name in names}
+    )
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    with grpc.insecure_channel(target) as channel:
+        if method.server_streaming:
+            answers = channel.unary_stream(path)(
+                request.SerializeToString(), timeout=30, metadata=metadata
+            )
+        else:
+            answers = channel.unary_unary(path).future(
+                request.SerializeToString(), timeout=30, metadata=metadata
+            )
+        code, details = answers.code(), answers.details() or ""
+    return (
+        "OK" if code is grpc.StatusCode.OK else f"{code.name} {status_to_error(code.name, details)}"
+    )
+
+
+@every_method
+def test_method_refuses_a_call_without_an_accepted_key(
+    target: str, client: redis.Redis, run: str, new_key: Any, method: Any
+) -> None:
+    _, expired = new_key("admin", expires_s=0.001)
+    name, revoked = new_key("admin")
+    revoke_key(client, name)
+    headers = [
+        (),
+        (("x-api-key", "tml-unknown"),),
+        (("x-api-key", expired),),
+        (("x-api-key", revoked),),
+        (("authorization", "Bearer tml-unknown"),),
+        (("authorization", f"Basic {expired}"),),
+    ]
+
+    found = [status(target, method, run, *metadata) for metadata in headers]
+
+    assert {each.split()[0] for each in found} == {"UNAUTHENTICATED"}
+    assert not any("tml-" in each for each in found)
+
+
+@every_method
+def test_method_refuses_a_key_without_its_role(
+    target: str, run: str, new_key: Any, method: Any
+) -> None:
+    needed, other = ("read", "train") if method.name in READS else ("train", "read")
+
+    found = {
+        role: status(target, method, run, ("x-api-key", new_key(role)[1])).split()[0]
+        for role in ("produce", other, needed, "admin")
+    }
+
+    assert found["produce"] == found[other] == "PERMISSION_DENIED"
+    assert not {found[needed], found["admin"]} & DENIED
+
+
+@every_method
+def test_method_refuses_a_key_of_another_run(
+    target: str, run: str, new_key: Any, method: Any
+) -> None:
+    key = ("x-api-key", new_key("train", "read", runs=[run])[1])
+    if method.input_type.name == "GetOperationsRequest":
+        assert status(target, method, "", key).startswith("NOT_FOUND")  # a model of another owner
+        return
+
+    found = [status(target, method, each, key) for each in (f"{run}-other", f"{run}~2", run)]
+
+    assert found[0].startswith("PERMISSION_DENIED ")
+    assert found[0].endswith(f"may use the runs {run}, and not '{run}-other'")
+    assert not {each.split()[0] for each in found[1:]} & DENIED
+
+
+def test_get_of_an_observer_needs_the_role_read(target: str, run: str, new_key: Any) -> None:
+    (method,) = [each for each in METHODS if each.full_name.endswith("Batches.Get")]
+    name, key = new_key("read")
+
+    own, other = (
+        status(target, method, run, ("authorization", f"bearer {key}"), observer=observer)
+        for observer in ("o", "")
+    )
+
+    assert own.split()[0] not in DENIED
+    assert other == f"PERMISSION_DENIED key '{name}' has the roles read, needed is train"
+
+
+async def test_key_reads_operations_of_its_own_models_alone(
+    target: str, server: EmbeddedServer, new_key: Any
+) -> None:
+    name, own = new_key("train")
+    model_id = f"S{name.split()[1]}:train:0"
+    async with connect_async(server.url) as client:
+        record = ModelRecord(model_id, base_model="tiny", owner=owner_of(name), lora_rank=0)
+        await create_model(client, record, CreateModel(path=None, optimizer=False))
+    (method,) = [each for each in METHODS if each.containing_service.name == "Operations"]
+
+    found = [
+        status(target, method, "", ("x-api-key", key), model_id=model_id)
+        for key in (own, new_key("train")[1], new_key("admin")[1])
+    ]
+
+    assert [each.split()[0] for each in found] == ["OUT_OF_RANGE", "NOT_FOUND", "OUT_OF_RANGE"]
+
+
+def test_health_needs_no_key(target: str) -> None:
+    with grpc.insecure_channel(target) as channel:
+        answer = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=30)
+
+    assert answer == b"\x08\x01"  # SERVING
+
+
+def test_streams_train_and_observe_with_their_keys(
+    server: EmbeddedServer, target: str, run: str, new_key: Any
+) -> None:
+    trains, reads = new_key("train", runs=[run])[1], new_key("read", runs=[run])[1]
+    with Publisher(server.url, run) as publisher:
+        publisher.publish(testkit.group("g")).result(10)
+
+    with (
+        BatchStream(target, run, api_key=trains, timeout_s=30) as stream,
+        ObserverStream(target, run, "audit", first_step=1, api_key=reads, timeout_s=30) as observer,
+    ):
+        hashes = [next(each).content_hash for each in (stream, observer)]
+        stream.stepped()
+
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("key", [None, "", "tml-unknown"])
+def test_streams_raise_the_refusal_at_once(target: str, run: str, key: str | None) -> None:
+    began_s = time.monotonic()
+
+    for begin in (
+        lambda: BatchStream(target, run, api_key=key, timeout_s=300),
+        lambda: ObserverStream(target, run, "audit", api_key=key, timeout_s=300),
+        lambda: OperationPuller(target, dp_rank=0, dp_world_size=1, api_key=key).pull(
+            "S:train:0", first=1, last=1
+        ),
+    ):
+        with pytest.raises(UnknownKeyError, match=r"has no key|unknown or revoked"):
+            begin()
+
+    assert time.monotonic() - began_s < 30
+
+
+def test_stream_raises_when_its_key_is_revoked(
+    client: redis.Redis, target: str, run: str, new_key: Any
+) -> None:
+    name, key = new_key("train")
+
+    with BatchStream(target, run, api_key=key, timeout_s=4.0) as stream:
+        revoke_key(client, name)
+        with pytest.raises(UnknownKeyError):
+            wait_until(lambda: stream.poll(timeout_s=0.1), describe="the refusal")
+
+
+@pytest.mark.parametrize("source", ["argument", "variable", "file"])
+def test_run_takes_its_key_from_argument_or_environment(
+    server: EmbeddedServer,
+    target: str,
+    run: str,
+    new_key: Any,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    key = new_key("train")[1]
+    (tmp_path / "key").write_text(f"{key}\n")
+    variables = {"variable": ("API_KEY", key), "file": ("KEY_FILE", str(tmp_path / "key"))}
+    if source in variables:
+        name, value = variables[source]
+        monkeypatch.setenv(f"TURNSTREAM_{name}", value)
+
+    with turnstream.connect(server.url) as service:
+        given = {"api_key": key} if source == "argument" else {}
+        batches = service.run(run).batches(batcher=target, timeout_s=30, **given)
+        batches.close()
+        os.environ.pop("TURNSTREAM_API_KEY", None)
+        os.environ.pop("TURNSTREAM_KEY_FILE", None)
+        with pytest.raises(UnknownKeyError, match="no key"):
+            service.run(run).batches(batcher=target, timeout_s=30)
+
+
+def test_key_of_another_role_is_an_access_denied_error(target: str, run: str, new_key: Any) -> None:
+    with pytest.raises(AccessDeniedError, match="needed is train") as caught:
+        BatchStream(target, run, api_key=new_key("produce")[1])
+
+    assert type(caught.value) is AccessDeniedError
+
+
+def test_local_batcher_needs_no_key_but_keeps_to_a_stored_one(
+    server: EmbeddedServer, run: str, new_key: Any
+) -> None:
+    with BatcherThread(server.url) as batcher:
+        for key in ("", "tml-any", new_key("train")[1]):
+            BatchStream(batcher.target, run, api_key=key).close()
+        with pytest.raises(AccessDeniedError):
+            BatchStream(batcher.target, run, api_key=new_key("read")[1])
+        with pytest.raises(RunNotFoundError):
+            BatchStream(batcher.target, "no such run")

@@ -1,0 +1,113 @@
+"""Limits of keys in a gateway, for both APIs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+import redis
+
+from testkit.gateway_thread import GatewayThread
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.gateway.key_limits import _STRANGER_BYTES
+from turnstream_server.keys.records import KeyLimits
+from turnstream_server.keys.store import create_key
+
+pytestmark = pytest.mark.redis
+
+TINKER, REST = "/api/v1/client/config", "/v1/no-such-route"
+every_api = pytest.mark.parametrize("path", [TINKER, REST])
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def gateway(server: EmbeddedServer) -> Iterator[GatewayThread]:
+    with GatewayThread(server.url, requires_key=True) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def post(gateway: GatewayThread, client: redis.Redis) -> Iterator[Callable[..., httpx2.Response]]:
+    """`post(path, **options)` sends a request with the key that `post.key(**limits)` made last."""
+    with httpx2.Client(base_url=gateway.base_url, timeout=30) as http:
+
+        class Post:
+            def key(self, **limits: Any) -> str:
+                name = f"limited {next(_numbers)}"
+                key = create_key(client, name, roles=["train"], limits=KeyLimits(**limits))
+                http.headers["X-API-Key"] = key
+                return name
+
+            def __call__(self, path: str, **options: Any) -> httpx2.Response:
+                return http.post(path, **options)
+
+        yield Post()
+
+
+def detail(response: httpx2.Response) -> str:
+    """Return the text of a refusal, in the form of its API."""
+    is_problem = response.headers["content-type"] == "application/problem+json"
+    content = response.json()
+    assert is_problem == response.request.url.path.startswith("/v1/")
+    assert not is_problem or content["status"] == response.status_code
+    return content["detail"]
+
+
+@every_api
+def test_requests_above_the_rate_are_refused_with_a_wait(post: Any, path: str) -> None:
+    name = post.key(requests_per_s=0.5)
+
+    first, second = post(path), post(path)
+
+    assert first.status_code in (200, 404)
+    assert second.status_code == 429
+    assert second.headers["Retry-After"] == "2"
+    assert detail(second).startswith(f"key {name!r} may use 0.5 requests per second: wait ")
+    post.key()
+    assert post(path).status_code == first.status_code
+
+
+@every_api
+def test_bytes_above_the_rate_are_refused_with_a_wait(post: Any, path: str) -> None:
+    post.key(bytes_per_s=1_000)
+
+    statuses = [post(path, content=b"0" * 2_000).status_code for _ in range(2)]
+
+    assert statuses[0] in (200, 404)
+    assert statuses[1] == 429
+
+
+@every_api
+def test_declared_body_above_the_limit_is_refused(post: Any, path: str) -> None:
+    post.key(max_body_bytes=1_000)
+
+    fits, larger = (post(path, content=b"0" * each) for each in (1_000, 1_001))
+
+    assert fits.status_code in (200, 404)
+    assert larger.status_code == 413
+    assert detail(larger) == "the body has more than 1000 bytes"
+
+
+def test_body_without_length_is_counted_as_it_arrives(post: Any) -> None:
+    post.key(max_body_bytes=1_000)
+    route = "/api/v1/create_session"
+
+    fits, larger = (post(route, content=iter([b"[" * 500] * each)) for each in (2, 3))
+
+    assert fits.status_code == 400  # no JSON
+    assert larger.status_code == 413
+    post.key(bytes_per_s=500)
+    statuses = [post(route, content=iter([b"[" * 1_500])).status_code for _ in range(2)]
+    assert statuses == [400, 429]
+
+
+def test_stranger_sends_no_large_body(post: Any) -> None:
+    small, larger = (
+        post("/api/v1/create_session", content=b"0" * each, headers={"X-API-Key": "tml-other"})
+        for each in (_STRANGER_BYTES, _STRANGER_BYTES + 1)
+    )
+
+    assert [small.status_code, larger.status_code] == [401, 401]

@@ -1,0 +1,83 @@
+"""TLS of batcher and gateway, with certificates of an authority of the test."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+import redis
+
+import turnstream
+from testkit.batchers import BatcherThread
+from testkit.gateway_thread import GatewayThread
+from turnstream.errors import BatcherUnavailableError, InvalidConfigError, UnknownKeyError
+from turnstream.store.run.batchers import list_batchers
+from turnstream.worker import BatchStream
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.keys.store import create_key
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def run(client: redis.Redis, new_run: Callable[..., str]) -> str:
+    return new_run(client)
+
+
+@pytest.mark.grpc
+def test_batcher_is_found_and_called_with_tls(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    run: str,
+    certificates: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = create_key(client, f"tls of {run}", roles=["train"])
+    monkeypatch.setenv("TURNSTREAM_TLS_CA", str(certificates.ca))
+
+    with (
+        BatcherThread(server.url, tls=certificates.tls, requires_key=True) as batcher,
+        turnstream.connect(server.url) as service,
+    ):
+        assert list_batchers(client)[0] == batcher.target
+        assert batcher.target.startswith("grpcs://127.0.0.1:")
+        service.run(run).batches(api_key=key, timeout_s=30).close()
+        named = batcher.target.replace("127.0.0.1", "localhost")
+        with pytest.raises(UnknownKeyError):
+            BatchStream(named, run, timeout_s=30)
+        for target, ca in (
+            (batcher.target.removeprefix("grpcs://"), certificates.ca),
+            (batcher.target, certificates.tls.key),
+        ):
+            monkeypatch.setenv("TURNSTREAM_TLS_CA", str(ca))
+            with pytest.raises(BatcherUnavailableError):
+                BatchStream(target, run, api_key=key, timeout_s=2)
+
+
+def test_certificate_of_an_unknown_authority_is_refused(
+    server: EmbeddedServer, run: str, certificates: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BatcherThread(server.url, tls=certificates.tls) as batcher:
+        with pytest.raises(BatcherUnavailableError):
+            BatchStream(batcher.target, run, timeout_s=2)
+        monkeypatch.setenv("TURNSTREAM_TLS_CA", "/no/such/file")
+        with pytest.raises(InvalidConfigError, match=r"TURNSTREAM_TLS_CA: /no/such/file cannot"):
+            BatchStream(batcher.target, run, timeout_s=2)
+
+
+def test_gateway_serves_https_alone(server: EmbeddedServer, certificates: Any) -> None:
+    with GatewayThread(server.url, tls=certificates.tls) as gateway:
+        trust = ssl.create_default_context(cafile=certificates.ca)
+        url = f"{gateway.address}/api/v1/healthz"
+
+        answer = httpx2.get(url, verify=trust)
+
+        assert gateway.address.startswith("https://127.0.0.1:")
+        assert answer.status_code == 200
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(url)
+        with pytest.raises(httpx2.RemoteProtocolError):
+            httpx2.get(url.replace("https://", "http://"))
