@@ -1,8 +1,9 @@
-"""Write the table of metrics into docs/metrics.md, from their declarations.
+"""Write the tables of metrics into docs/metrics.md, from their declarations.
 
     .venv/bin/python tools/metrics_page.py
 
-The table stands between two comments, `<!-- metrics -->` and `<!-- end of metrics -->`.
+A table stands between two comments: `<!-- metrics of batcher -->` and `<!-- end of metrics -->` for
+a service, and `<!-- metrics -->` at the beginning for the steps of the trainer.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from turnstream_server.telemetry import declarations
 from turnstream_server.trainer.reporting.declarations import METRICS, Metric
 
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
-BLOCK = re.compile(r"(<!-- metrics -->\n).*?(<!-- end of metrics -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- metrics(?: of (\w+))? -->\n).*?(<!-- end of metrics -->)", re.DOTALL)
 
 
 def table(metrics: Iterable[Metric]) -> str:
-    r"""Return the table in Markdown.
+    r"""Return the table of metrics of a step, in Markdown.
 
     >>> print(table([Metric("kl", "gauge", "nats", "Estimate of KL(a || b).", group="policy")]))
     | Key | Unit | Meaning | TensorBoard, wandb | Prometheus |
@@ -26,14 +28,36 @@ def table(metrics: Iterable[Metric]) -> str:
     | `kl` | nats | Estimate of KL(a \|\| b). | `policy/kl` | `turnstream_trainer_kl` |
     """
     titles = ("Key", "Unit", "Meaning", "TensorBoard, wandb", "Prometheus")
-    lines = [titles, ("---",) * len(titles), *map(_cells, metrics)]
-    head, ruler, *rows = lines
-    return "\n".join([_line(head), f"|{'|'.join(ruler)}|", *map(_line, rows)])
+    return _table(titles, map(_cells, metrics))
+
+
+def service_table(service: str) -> str:
+    """Return the table of the metrics of a service, in Markdown."""
+    titles = ("Prometheus", "Kind", "Unit", "Labels", "Meaning")
+    return _table(
+        titles,
+        (
+            (
+                f"`{metric.name(service)}`",
+                metric.kind,
+                metric.unit,
+                ", ".join(f"`{label}`" for label in metric.labels),
+                metric.sentence.replace("|", r"\|"),
+            )
+            for metric in declarations.METRICS
+            if service in metric.services
+        ),
+    )
 
 
 def written(page: str) -> str:
-    """Return the page with the table of today's declarations."""
-    return BLOCK.sub(lambda found: f"{found[1]}{table(METRICS)}\n{found[2]}", page)
+    """Return the page with the tables of today's declarations."""
+
+    def block(found: re.Match[str]) -> str:
+        content = service_table(found[2]) if found[2] else table(METRICS)
+        return f"{found[1]}{content}\n{found[3]}"
+
+    return BLOCK.sub(block, page)
 
 
 def _cells(metric: Metric) -> tuple[str, ...]:
@@ -47,6 +71,11 @@ def _cells(metric: Metric) -> tuple[str, ...]:
         f"`{metric.tag}`",
         f"`{metric.prometheus_name}`",
     )
+
+
+def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    ruler = f"|{'|'.join(['---'] * len(titles))}|"
+    return "\n".join([_line(titles), ruler, *map(_line, rows)])
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -1,0 +1,45 @@
+"""Metrics of a worker of hosted models that are read at a scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from turnstream.errors import TurnstreamError
+from turnstream.store.client.connection import connect
+from turnstream_server.commands.log import num_waiting
+from turnstream_server.telemetry.declarations import ENGINE_MODELS, ENGINE_WAITING
+from turnstream_server.telemetry.instruments import family
+
+_ANSWER_S: Final = 2.0
+_MAX_MODELS: Final = 1_000
+"""Models whose waiting commands are counted."""
+
+
+class EngineMetrics(Collector):
+    """Counts the models of a worker, and their commands that wait.
+
+    Args:
+        url: the store.
+        models: returns the ids of the models.
+    """
+
+    def __init__(self, url: str, models: Callable[[], Sequence[str]]) -> None:
+        self._client = connect(url, num_retries=0, silent_s=_ANSWER_S)
+        self._models = models
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Yield each metric that has a value."""
+        models = self._models()
+        yield family(ENGINE_MODELS, [((), len(models))])
+        try:
+            yield family(ENGINE_WAITING, [((), num_waiting(self._client, models[:_MAX_MODELS]))])
+        except TurnstreamError:  # /readyz says that the store is away
+            return

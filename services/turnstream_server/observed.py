@@ -1,0 +1,97 @@
+"""Observation of a service process: its log, metrics, health and traces."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from turnstream.errors import InvalidConfigError
+from turnstream.store.client.api_keys import FILE_VARIABLE, read_key_file
+from turnstream.store.client.connection import connect
+from turnstream.store.client.run_ids import find_run
+from turnstream.store.run.batchers import wait_for_batchers
+from turnstream.store.run.configs import read_config
+from turnstream.worker.launch import find_launch
+from turnstream_server.keys.policy import is_loopback
+from turnstream_server.logs import configure_logging
+from turnstream_server.options import split_address
+from turnstream_server.settings import Settings
+from turnstream_server.telemetry.instruments import REGISTRY
+from turnstream_server.telemetry.listener import DEFAULT_HOST, OPTION, Listener
+from turnstream_server.telemetry.log_counts import LogCounts
+from turnstream_server.telemetry.readiness import Check, Readiness
+from turnstream_server.telemetry.tracing import start_tracing
+
+_ANSWER_S: Final = 2.0
+
+
+def observe_process(
+    settings: Settings,
+    *,
+    service: str,
+    name: str = "",
+    listen: str = "",
+    is_insecure: bool = False,
+) -> Readiness:
+    """Return the readiness of this process; its log, metrics and traces begin.
+
+    Args:
+        settings: those of the environment.
+        service: kind of the service.
+        name: its name in the log; "" for its kind.
+        listen: "host:port" or "port" for metrics and health; "" for that of the settings. The first
+            of several ranks listens.
+        is_insecure: /metrics needs no key, on every address.
+
+    Raises:
+        InvalidConfigError: the address cannot be used, or other machines reach it without a key.
+        MissingExtraError: a collector of traces is set, and OpenTelemetry is not installed.
+    """
+    configure_logging(settings.log_level, service=name or service, form=settings.log_format)
+    start_tracing(service)
+    readiness = Readiness(service)
+    logging.getLogger().addHandler(LogCounts(service=service))
+    REGISTRY.register(readiness)
+    address = listen or settings.metrics_listen
+    if address and find_launch().dp_rank == 0:
+        _listen(settings, address, readiness=readiness, is_insecure=is_insecure)
+    return readiness
+
+
+def _listen(
+    settings: Settings, address: str, *, readiness: Readiness, is_insecure: bool
+) -> Listener:
+    host, port = split_address(address, option=OPTION, default_host=DEFAULT_HOST)
+    key_file = settings.key_file
+    if key_file is None and not (is_insecure or settings.insecure or is_loopback(host)):
+        raise InvalidConfigError(
+            OPTION,
+            f"other machines reach {host!r}, and there is no API key: name a file for one in "
+            f"{FILE_VARIABLE}, or accept requests without a key with TURNSTREAM_INSECURE=1",
+        )
+    read_key = None
+    if key_file is not None:
+        read_key = lambda: read_key_file(key_file)  # noqa: E731 - it may be written later
+    return Listener(host, port, readiness=readiness, read_key=read_key)
+
+
+def run_check(url: str, run: str) -> Check:
+    """Return a check that a run exists."""
+
+    def check() -> str:
+        with connect(url, num_retries=0, silent_s=_ANSWER_S) as client:
+            read_config(client, find_run(client, run))
+        return ""
+
+    return check
+
+
+def batcher_check(url: str) -> Check:
+    """Return a check that a batcher is registered in the store."""
+
+    def check() -> str:
+        with connect(url, num_retries=0, silent_s=_ANSWER_S) as client:
+            wait_for_batchers(client, timeout_s=0)
+        return ""
+
+    return check

@@ -1,0 +1,95 @@
+"""Readiness of a service: its dependencies, each with its state and the reason."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from turnstream_server.telemetry.declarations import DEPENDENCY_READY
+from turnstream_server.telemetry.instruments import family
+
+Check = Callable[[], str]
+"""Returns why a dependency is not ready, "" if it is. An error is a reason, too."""
+
+_FRESH_S: Final = 1.0
+"""Requests within this time have one answer: everyone may ask, and a check may ask the store."""
+
+
+class Dependency(NamedTuple):
+    """State of a dependency.
+
+    Attributes:
+        reason: why it is not ready; "" if it is.
+        is_needed: the service is not ready without it.
+    """
+
+    reason: str
+    is_needed: bool = True
+
+
+class Readiness(Collector):
+    """The dependencies of one service process; safe to use from several threads.
+
+    Args:
+        service: name of the service in the metric.
+    """
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._checks: dict[str, tuple[Check, bool]] = {}
+        self._lock = threading.Lock()
+        self._read_s = -_FRESH_S
+        self._known: dict[str, Dependency] = {}
+
+    def add(self, name: str, check: Check, *, is_needed: bool = True) -> None:
+        """Check a dependency at each request. The check must return within some seconds."""
+        self._checks = {**self._checks, name: (check, is_needed)}
+        self._read_s = -_FRESH_S
+
+    def wait_for(self, name: str, reason: str) -> None:
+        """Count a dependency as not ready, until it is added or `reached`."""
+        self.add(name, lambda: reason)
+
+    def reached(self, name: str) -> None:
+        """Count a dependency as ready from now on."""
+        self.add(name, lambda: "")
+
+    def dependencies(self) -> dict[str, Dependency]:
+        """Return the state of every dependency, one second old at most."""
+        with self._lock:
+            if time.monotonic() - self._read_s >= _FRESH_S:
+                checks, self._read_s = self._checks, time.monotonic()
+                self._known = {
+                    name: Dependency(_reason(check), is_needed)
+                    for name, (check, is_needed) in checks.items()
+                }
+            return self._known
+
+    def answer(self) -> tuple[int, bytes]:
+        """Return status and body of /readyz: 503 if a needed dependency is not ready."""
+        found = self.dependencies()
+        is_ready = not any(each.reason and each.is_needed for each in found.values())
+        shown = {
+            name: {"ready": not each.reason, "needed": each.is_needed, "reason": each.reason}
+            for name, each in found.items()
+        }
+        body = json.dumps({"ready": is_ready, "dependencies": shown}, indent=2) + "\n"
+        return 200 if is_ready else 503, body.encode()
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Yield the metric of the dependencies."""
+        samples = [((name,), float(not each.reason)) for name, each in self.dependencies().items()]
+        yield family(DEPENDENCY_READY, samples, service=self._service)
+
+
+def _reason(check: Check) -> str:
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001 - whatever fails is the reason
+        return str(error) or repr(error)

@@ -1,0 +1,204 @@
+"""Metrics of runs, against what the commands of `turnstream` show."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import testkit
+from testkit.houses import House
+from testkit.scrapes import Scrape, own_scrape
+from turnstream.store.client import keys
+from turnstream.store.run.runs import close_run
+from turnstream.store.waits.wait_reasons import reasons
+from turnstream_server.batcher.serving import run_metrics
+from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.bus.queries.batch_numbers import numbers_of
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
+from turnstream_server.embedded import EmbeddedServer
+
+PREFIX = "turnstream_batcher_"
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_metrics, "FRESH_S", 0.0)
+
+
+@pytest.fixture
+async def house(server: EmbeddedServer) -> AsyncIterator[House]:
+    house = House(server.url)
+    yield house
+    await house.close()
+
+
+async def scrape() -> Scrape:
+    return await asyncio.to_thread(own_scrape)
+
+
+def kinds(found: Scrape, run: str) -> set[str]:
+    return {kind for kind, name in found[f"{PREFIX}wait_reasons"] if name == run}
+
+
+def pair(name: str) -> Any:
+    turn = testkit.turn("ab", "CD")
+    members = [testkit.trajectory(turn, sample=s, reward=float(s)) for s in range(2)]
+    return testkit.group(name, *members)
+
+
+async def test_metrics_of_a_run_are_those_of_the_commands(house: House) -> None:
+    run, trainer = await house.started(pair("g0"), pair("g1"), pair("g2"), batch_groups=2)
+    await house.planned(run, 1)
+    house.open_group(run, "open", "open/0/0", num_samples=2)
+    await trainer.get(1)
+
+    async def when_read() -> Scrape | None:
+        found = await scrape()
+        return found if found.value(f"{PREFIX}waiting_groups", run) == 1 else None
+
+    found = await testkit.wait_until_async(when_read, describe="the open group in the planner")
+    assert found is not None
+
+    states = {
+        state: n for (name, state), n in found[f"{PREFIX}trajectories"].items() if name == run
+    }
+    assert states == {str(k): float(n) for k, n in house.ledger(run).by_state.items()}
+    assert found.value(f"{PREFIX}accepted_trajectories", run) == 7
+    assert found.value(f"{PREFIX}ready_batches", run) == 1
+    assert found.value(f"{PREFIX}ready_groups", run) == 1
+    assert found.value(f"{PREFIX}waiting_groups", run) == 1
+    stored = read_plan(house.client, run, 1)
+    assert stored is not None
+    batch = numbers_of(stored.manifest)
+    for name, value in (
+        ("padding_share", batch.padding_share),
+        ("merge_ratio", batch.merge_ratio),
+        ("reward_mean", batch.mean_reward),
+        ("batch_trajectories", batch.num_trajectories),
+        ("batch_tokens", batch.num_tokens),
+    ):
+        assert found.value(f"{PREFIX}{name}", run) == pytest.approx(value), name
+    budget = read_snapshot(house.client, run).budget
+    assert found.value(f"{PREFIX}run_bytes", "stored", run) == budget.stored > 0
+    assert found.value(f"{PREFIX}store_bytes") > 0
+    assert found.value(f"{PREFIX}store_up") == 1
+
+
+async def test_ingest_counts_each_trajectory_once_in_any_number_of_terms(house: House) -> None:
+    run = house.create_run(batch_groups=1)
+    await house.start_batcher(park_after_s=0.2)
+    await house.publish(run, pair("g0"))
+    await house.planned(run, 1)
+
+    def is_parked() -> bool:
+        return bool(house.client.hexists(keys.run_keys(run).leader, "parked"))
+
+    await testkit.wait_until_async(is_parked, describe="a parked run")
+    await house.publish(run, pair("g1"))
+    await house.planned(run, 2)
+
+    found = await scrape()
+
+    assert found.value(f"{PREFIX}ingested_trajectories_total", "sealed", run) == 4
+    assert found.value(f"{PREFIX}ingested_turns_total", run) == 4
+    assert found.value(f"{PREFIX}ingested_tokens_total", run) == 16
+    assert found.value(f"{PREFIX}ingested_bytes_total", run) > 0
+
+
+async def test_wait_reasons_have_the_kinds_of_turnstream_why(house: House) -> None:
+    """The kinds that need no scan of the ledger."""
+    batcher = await house.start_batcher()
+    empty = house.create_run()
+    starved = house.create_run(batch_groups=2)
+    full = house.create_run(batch_groups=1, max_staleness=0, max_planned_ahead=0)
+    closed = house.create_run()
+    await house.publish(starved, pair("g0"))
+    await house.publish(full, pair("g0"))
+    await house.publish(closed, pair("g0"))
+    close_run(house.client, closed)
+    await house.planned(full, 1)
+    await house.planned(closed, 1)
+    await house.trainer(batcher, full).start()
+    house.open_group(starved, "open", "open/0/0", num_samples=1)
+    house.end_leases(starved, "open/0/0")
+    runs = (empty, starved, full, closed)
+
+    async def differing() -> dict[str, Any]:
+        found = await scrape()
+        shown = {
+            run: {str(each.kind) for each in reasons(read_snapshot(house.client, run))}
+            for run in runs
+        }
+        return {
+            run: (kinds(found, run), shown[run]) for run in runs if kinds(found, run) != shown[run]
+        }
+
+    async def are_equal() -> bool:
+        return not await differing()
+
+    await testkit.wait_until_async(are_equal, describe="the same kinds")
+    found = await scrape()
+    assert "member_lapsed" in kinds(found, starved)
+    assert "trainer_not_stepped" in kinds(found, full)
+
+
+async def test_staleness_is_the_age_of_the_oldest_token(house: House) -> None:
+    run, trainer = await house.started(batch_groups=1)
+    turn = testkit.turn("ab", "CD", version=3)
+    await house.publish(run, testkit.group("g", testkit.trajectory(turn, reward=1.0)))
+    await house.planned(run, 1)
+    before = await scrape()
+    await trainer.announce_version(5, step=0)
+
+    assert run not in {name for (name,) in before.get(f"{PREFIX}staleness_versions", {})}
+    assert (await scrape()).value(f"{PREFIX}staleness_versions", run) == 2
+
+
+async def test_a_read_has_a_limited_number_of_runs(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_metrics, "MAX_RUNS", 3)
+    for _ in range(5):
+        house.create_run()
+    await house.start_batcher()
+
+    found = await scrape()
+
+    assert len(found[f"{PREFIX}accepted_trajectories"]) == 3
+    assert found.value(f"{PREFIX}left_out_runs") == 2
+
+
+async def test_a_read_is_kept_for_some_seconds(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = await house.started(batch_groups=1)
+    monkeypatch.setattr(run_metrics, "FRESH_S", 600.0)
+
+    def calls() -> int:
+        stats: Any = house.client.info("commandstats")
+        return stats["cmdstat_evalsha"]["calls"]
+
+    await scrape()
+    before = calls()
+    for _ in range(5):
+        assert (await scrape()).value(f"{PREFIX}store_up") == 1
+
+    assert calls() - before < 5, run
+
+
+async def test_a_store_that_is_away_leaves_the_other_metrics(
+    server: EmbeddedServer, house: House
+) -> None:
+    await house.started(batch_groups=1)
+    assert (await scrape()).value(f"{PREFIX}store_up") == 1
+    server.kill()
+
+    found = await scrape()
+
+    assert found.value(f"{PREFIX}store_up") == 0
+    assert f"{PREFIX}accepted_trajectories" not in found
+    assert "process_cpu_seconds_total" in found
+    server.restart()

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from turnstream_server.logs import bound, configure_logging
+
+logger = logging.getLogger("some.module")
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """Receives the lines of the root logger, as JSON."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    configure_logging("INFO", service="batcher", stream=stream, form="json")
+    yield stream
+    root.handlers[:], root.level = handlers, level
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_is_one_object_with_its_facts(stream: io.StringIO) -> None:
+    facts = {"run": "maze", "step": 12, "level": 3, "ratio": float("nan"), "at": (1, 2)}
+    logger.info("planned\n%s", "x", extra=facts)
+
+    (line,) = lines(stream)
+
+    assert datetime.fromisoformat(line.pop("time")).tzinfo is not None
+    assert line == {
+        "level": "INFO",
+        "service": "batcher",
+        "logger": "some.module",
+        "message": "planned\nx",
+        "run": "maze",
+        "step": 12,
+        "fact_level": 3,
+        "ratio": "nan",
+        "at": [1, 2],
+    }
+
+
+def test_an_exception_is_part_of_its_line(stream: io.StringIO) -> None:
+    try:
+        int("x")
+    except ValueError:
+        logger.exception("failed")
+
+    (line,) = lines(stream)
+
+    assert line["exception"].startswith("Traceback")
+    assert line["exception"].endswith("invalid literal for int() with base 10: 'x'")
+
+
+def test_bound_facts_are_on_the_lines_of_the_block(stream: io.StringIO) -> None:
+    with bound(request_id="a", run="maze"):
+        logger.info("one", extra={"run": "own"})
+        with bound(step=2):
+            logger.info("two")
+    logger.info("three")
+
+    one, two, three = lines(stream)
+    assert (one["request_id"], one["run"]) == ("a", "own")
+    assert (two["request_id"], two["run"], two["step"]) == ("a", "maze", 2)
+    assert not {"request_id", "run", "step"} & three.keys()
