@@ -14,6 +14,7 @@ from turnstream.errors import TurnstreamError
 from turnstream.store.client import keys
 from turnstream.store.client.fullness import Bytes, parse_bytes
 from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import Command
 from turnstream.store.client.stored_values import StoredHash, damaged, parsed_number, reading
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import newest_version
@@ -111,7 +112,12 @@ def read_ledger(client: redis.Redis, run: str) -> LedgerCounts:
     where = (names.frontier, names.batches, names.counts, names.conflicts)
     with reading(" or ".join(where)):
         reply = _READ.call(client, run)
-    return _parse(names, reply)
+    return parse_ledger(run, reply)
+
+
+def ledger_command(run: str) -> Command:
+    """Return the call whose reply `parse_ledger` takes."""
+    return _READ(run)
 
 
 def run_summary(client: redis.Redis, run: str) -> RunSummary:
@@ -127,7 +133,9 @@ def run_summary(client: redis.Redis, run: str) -> RunSummary:
     )
 
 
-def _parse(names: keys.RunKeys, reply: list[Any]) -> LedgerCounts:
+def parse_ledger(run: str, reply: list[Any]) -> LedgerCounts:
+    """Return the counts in the reply of `ledger_command`."""
+    names = keys.run_keys(run)
     until_stepped, until_committed, until_planned, flat, (num_conflicts, last_conflict) = reply
     if None in (until_stepped, until_committed, until_planned):
         raise damaged(names.batches, "", "the entry of a step is no number of trajectories")

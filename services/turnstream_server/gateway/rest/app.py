@@ -1,0 +1,111 @@
+"""The application below `/v1`, with its OpenAPI document at `/v1/openapi.json`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from turnstream.errors import TurnstreamError
+from turnstream_server.gateway.rest import (
+    batches,
+    events,
+    groups,
+    ingest,
+    ledger,
+    rewards,
+    runs,
+    store,
+    tasks,
+    versions,
+    waits,
+)
+from turnstream_server.gateway.rest.ingest_requests import add_ingest_state
+from turnstream_server.gateway.rest.problems import (
+    MEDIA_TYPE,
+    Problem,
+    invalid_request,
+    problem_of,
+    response,
+)
+from turnstream_server.gateway.state import Gateway
+from turnstream_server.telemetry.log_counts import count_error
+
+logger = logging.getLogger(__name__)
+
+PREFIX: Final = "/v1"
+
+ROUTERS: Final[tuple[APIRouter, ...]] = (
+    runs.router,
+    groups.router,
+    ingest.router,
+    tasks.router,
+    rewards.router,
+    ledger.router,
+    batches.router,
+    versions.router,
+    waits.router,
+    events.router,
+    store.router,
+)
+
+_STATUSES: Final = (400, 401, 403, 404, 409, 410, 413, 422, 429, 503)
+_PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
+    status: {
+        "model": Problem,
+        "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        "description": "A problem document.",
+    }
+    for status in _STATUSES
+}
+
+
+def make_rest_app(gateway: Gateway) -> FastAPI:
+    """Return the application; it is mounted at `PREFIX`."""
+    app = FastAPI(
+        title="Turnstream",
+        summary="The data service between LLM rollouts and training.",
+        version="1",
+        responses=_PROBLEMS,
+        docs_url=None,  # its page loads scripts from another server
+        redoc_url=None,
+    )
+    app.router.redirect_slashes = False
+    app.state.gateway = gateway
+    add_ingest_state(app, gateway)
+    store.add_store_links(app, gateway)
+    events.add_event_state(app)
+    for router in ROUTERS:
+        app.include_router(router)
+    app.add_exception_handler(TurnstreamError, _refuse)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _failed)
+    return app
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    count_error(type(error), service="gateway")
+    return response(problem_of(error))
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return response(invalid_request(error))
+
+
+async def _http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    title = str(error.detail)
+    return response(
+        Problem(type="about:blank", title=title, status=error.status_code, detail=title)
+    )
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return response(problem_of(error))

@@ -1,0 +1,133 @@
+"""Connections to the store for commands of other programs, each to one process of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any, Final, NamedTuple
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from turnstream.store.client.connection import AsyncLink
+from turnstream.store.client.scripts import pack
+
+_WAIT_S: Final = 5.0
+"""Longest wait for a free connection. The caller may have timed out by then."""
+
+_RUN_ID: Final = re.compile(rb"\brun_id:(\w+)")
+
+
+class StoreLink(NamedTuple):
+    """A connection.
+
+    Attributes:
+        link: the connection, which never connects again on its own.
+        instance: name of the store's process that it reaches.
+    """
+
+    link: AsyncLink
+    instance: str
+
+
+class StoreLinks:
+    """Connections that are lent to one request each.
+
+    Args:
+        url: address of the store.
+        max_links: most connections at the same time.
+    """
+
+    def __init__(self, url: str, *, max_links: int) -> None:
+        self._url = url
+        self._max_links = max_links
+        self._free = asyncio.Semaphore(max_links)
+        self._idle: list[StoreLink] = []
+        self._lent: set[asyncio.Timeout] = set()
+        self._is_closed = self._ends_lent = False
+        self._unnamed = _new_name()
+
+    @contextlib.asynccontextmanager
+    async def lent(self) -> AsyncIterator[StoreLink]:
+        """Lend a connection to the block. An error inside ends it, and all that are idle.
+
+        Raises:
+            RedisError, OSError: the store cannot be reached, all connections are in use for long,
+                or the gateway stops.
+        """
+        await self._acquire()
+        limit = asyncio.timeout(0 if self._ends_lent else None)
+        try:
+            async with limit:
+                self._lent.add(limit)
+                link = self._idle.pop() if self._idle else await self._opened()
+                async with self._kept_if_whole(link):
+                    yield link
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RedisConnectionError("the gateway stops") from error
+        finally:
+            self._lent.discard(limit)
+            self._free.release()
+
+    async def close(self, *, ends_lent: bool = False) -> None:
+        """End all idle connections, and those in use if `ends_lent`. Safe to repeat.
+
+        Connections that are in use end after their block, and later ones at once if `ends_lent`.
+        """
+        self._is_closed, self._ends_lent = True, ends_lent
+        for limit in self._lent if ends_lent else ():
+            limit.reschedule(0)
+        await self._drop_idle()
+
+    @contextlib.asynccontextmanager
+    async def _kept_if_whole(self, link: StoreLink) -> AsyncIterator[None]:
+        """Keep a connection after the block, unless the block failed."""
+        try:
+            yield
+        except BaseException:
+            await link.link.close()
+            await self._drop_idle()
+            raise
+        if self._is_closed:
+            await link.link.close()
+        else:
+            self._idle.append(link)
+
+    async def _acquire(self) -> None:
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                await self._free.acquire()
+        except TimeoutError as error:
+            message = (
+                f"all {self._max_links} connections of the gateway were in use for {_WAIT_S:g} s"
+            )
+            raise RedisConnectionError(message) from error
+
+    async def _opened(self) -> StoreLink:
+        link = AsyncLink(self._url)
+        try:
+            (facts,) = await link.exchange(pack([("INFO", "server")]), 1)
+        except BaseException:
+            await link.close()
+            raise
+        return StoreLink(link, self._name_in(facts))
+
+    def _name_in(self, facts: Any) -> str:
+        """Return the name of a process; if the store does not say it, one until the next loss."""
+        found = _RUN_ID.search(facts) if isinstance(facts, bytes) else None
+        return found[1].decode() if found else self._unnamed
+
+    async def _drop_idle(self) -> None:
+        """End all idle connections: they may lead to a process that is gone."""
+        idle, self._idle = self._idle, []
+        self._unnamed = _new_name()
+        for each in idle:
+            await each.link.close()
+
+
+def _new_name() -> str:
+    return f"unknown-{secrets.token_hex(8)}"

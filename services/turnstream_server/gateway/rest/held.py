@@ -1,0 +1,81 @@
+"""Requests that are held until the store has what they wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Annotated, Any, Final, TypeVar
+
+import redis.asyncio
+from fastapi import HTTPException, Request
+from pydantic import Field
+
+from turnstream.errors import WaitKind
+from turnstream.generator.transport.store_calls import StoreCalls
+from turnstream.store.client import keys
+from turnstream.store.client.cancellation import cancel_all
+from turnstream.store.waits.bounded_call import StoreWait
+from turnstream_server.gateway.state import Gateway
+from turnstream_server.gateway.stream_waits import StreamWaits
+
+MAX_WAIT_S: Final = 60.0
+"""Longest wait of one request: proxies end longer ones."""
+
+WaitSeconds = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=MAX_WAIT_S,
+        allow_inf_nan=False,
+        description="Longest wait of the request; 0 returns at once.",
+        examples=[20],
+    ),
+]
+
+_Result = TypeVar("_Result")
+
+
+class HeldCalls(StoreCalls):
+    """The calls of one held request. While it waits it holds no connection of the client."""
+
+    def __init__(
+        self, client: redis.asyncio.Redis, wait: StoreWait, *, streams: StreamWaits
+    ) -> None:
+        super().__init__(client, wait)
+        self._streams = streams
+
+    async def wait_until_woken(self, run: str, wake_id: str) -> None:
+        """Wait until the run's wake stream is beyond this id, or for `block_ms` of the wait."""
+        timeout_s = self.wait.block_ms / 1000
+        await self._streams.wait({keys.run_keys(run).wake: wake_id}, timeout_s=timeout_s)
+
+
+def held_calls(gateway: Gateway, kind: WaitKind, what: str, *, wait_s: float) -> HeldCalls:
+    """Return the calls of a wait; `what` names the awaited thing, as in "run 'maze': no task"."""
+    clock = asyncio.get_running_loop().time
+    wait = StoreWait(gateway.client, kind, what, wait_s=wait_s, clock=clock)
+    return HeldCalls(gateway.client, wait, streams=gateway.streams)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of some work; it is cancelled when the client disconnects.
+
+    The body of the request must have been read.
+
+    Raises:
+        HTTPException: the client has disconnected; it does not get this response.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+    finally:
+        await cancel_all([working, leaving])
+    raise HTTPException(503, "the client has disconnected")
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,113 @@
+"""Results of requests with several items: one per item, and the status of the response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+from fastapi.responses import Response
+from pydantic import BaseModel, Field
+
+from turnstream.errors import (
+    InvalidTurnError,
+    TurnstreamError,
+    UnavailableError,
+    WaitReason,
+)
+from turnstream_server.gateway.bodies import json_response
+from turnstream_server.gateway.rest.problems import Problem, problem_of, response
+
+_DEFAULT_RETRY_S: Final = 1.0
+_OF_WHOLE_RESPONSE: Final = (404, 429, 503)
+"""Statuses that are those of the response, if all items have the same."""
+
+
+class Reason(BaseModel):
+    """Why a group is not admitted now."""
+
+    kind: str = Field(examples=["out_of_capacity"])
+    sentence: str = Field(examples=["8 groups are live, 8 are allowed after step 3"])
+
+
+class ItemProblem(Problem):
+    """The error of an item; `reasons` say why it has to wait."""
+
+    reasons: list[Reason] | None = None
+
+
+class _Result(BaseModel):
+    index: int = Field(description="Place of the item in the request, from 0.")
+    status: int = Field(description="201 if it is stored, else that of the problem.")
+    group_id: str
+
+
+class GroupResult(_Result):
+    """The result of an opened group."""
+
+    open_samples: list[int] | None = Field(
+        None, description="Samples that are open for this writer; absent with a problem."
+    )
+    problem: ItemProblem | None = Field(None, description="Absent if the group is open.")
+
+
+class GroupResults(BaseModel):
+    """One result per item, in the same order."""
+
+    results: list[GroupResult]
+
+
+class WriteResult(_Result):
+    """The result of a turn or a trajectory."""
+
+    sample: int
+    attempt: int
+    state: Literal["open", "sealed", "awaiting_reward", "abandoned"] | None = Field(
+        None, description="State after this item; absent with a problem."
+    )
+    next_turn: int | None = Field(None, description="Index of the next turn, if it is known.")
+    problem: ItemProblem | None = Field(None, description="Absent if the item is stored.")
+
+
+class WriteResults(BaseModel):
+    """One result per item, in the same order."""
+
+    results: list[WriteResult]
+
+
+def item_problem(error: TurnstreamError, *, field: str, reasons: Sequence[WaitReason]) -> Problem:
+    """Return the problem of an item.
+
+    Args:
+        error: why it is refused.
+        field: path of the item, before the field of the error.
+        reasons: why the run admits no group now; used for a 429.
+    """
+    problem = problem_of(error)
+    if isinstance(error, InvalidTurnError):
+        problem.field = f"{field}.{error.field}"
+        problem.detail = f"{field}.{problem.detail}"
+    if problem.status != 429:
+        return problem
+    if problem.retry_after_s is None:
+        problem.retry_after_s = _DEFAULT_RETRY_S
+    why = [*(error.reasons if isinstance(error, UnavailableError) else ()), *reasons]
+    named = [Reason(kind=reason.kind, sentence=reason.sentence) for reason in why]
+    return ItemProblem(**problem.model_dump(), reasons=named or None)
+
+
+def results_response(results: Sequence[dict[str, Any]], problems: Sequence[Problem]) -> Response:
+    """Return the response with these results, or a problem whose status all items have.
+
+    Args:
+        results: one per item.
+        problems: those of the failed items.
+    """
+    statuses = {problem.status for problem in problems}
+    if len(statuses) == 1 and len(problems) == len(results) and statuses <= {*_OF_WHOLE_RESPONSE}:
+        return response(max(problems, key=lambda each: each.retry_after_s or 0.0))
+    return json_response({"results": results})
+
+
+def as_json(problem: Problem) -> dict[str, Any]:
+    """Return a problem as a part of a result."""
+    return problem.model_dump(exclude_none=True)

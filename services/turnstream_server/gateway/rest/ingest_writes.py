@@ -1,0 +1,103 @@
+"""Writes of one request to trajectories: checked, and independent of the form of the body."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from turnstream.errors import InvalidTurnError
+from turnstream.generator.encode.group_checks import (
+    checked_metrics,
+    checked_reward,
+    checked_status,
+    checked_tags,
+)
+from turnstream.types import GroupOpened, Status, TrajectoryKey, Turn
+from turnstream.types.scalars import flag, named_numbers
+
+
+class WrittenTurn(NamedTuple):
+    """A turn, and its extra columns as they were sent: only the run knows their types."""
+
+    turn: Turn
+    extras: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """The end of a finished trajectory. The attributes are those of `TrajectoryWriter.seal`."""
+
+    reward: float | None = None
+    reward_components: Mapping[str, float] | None = None
+    status: Status | str = Status.COMPLETED
+    sampling: Mapping[str, float] | None = None
+    tags: Mapping[str, str] | None = None
+    metrics: Mapping[str, float] | None = None
+    awaits_reward: bool = False
+
+    def checked(self) -> Seal:
+        """Return the same seal with checked values; InvalidTurnError names a wrong one."""
+        awaits_reward = flag(self.awaits_reward, field="awaits_reward")
+        return Seal(
+            reward=checked_reward(self.reward, awaits_reward=awaits_reward),
+            reward_components=named_numbers(self.reward_components, field="reward_components"),
+            status=checked_status(self.status),
+            sampling=named_numbers(self.sampling, field="sampling"),
+            tags=checked_tags(self.tags),
+            metrics=checked_metrics(self.metrics),
+            awaits_reward=awaits_reward,
+        )
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the arguments of `TrajectoryDraft.seal`."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Write:
+    """One item of a request: turns of a trajectory, and perhaps its end.
+
+    Attributes:
+        item: place in the request, from 0.
+        key: the trajectory.
+        group: its group as it is to be opened; None if it must be open already.
+        first: index of the first turn; None if there is no turn.
+        turns: consecutive turns; may be empty.
+        seal: its end; None if it stays open, or is abandoned.
+        abandon_reason: why it is abandoned; None if it is not.
+    """
+
+    item: int
+    key: TrajectoryKey
+    group: GroupOpened | None = None
+    first: int | None = None
+    turns: Sequence[WrittenTurn] = ()
+    seal: Seal | None = None
+    abandon_reason: str | None = None
+
+    @property
+    def state(self) -> str:
+        """Return the state of the trajectory after this write."""
+        if self.abandon_reason is not None:
+            return "abandoned"
+        if self.seal is None:
+            return "open"
+        return "awaiting_reward" if self.seal.awaits_reward else "sealed"
+
+    @property
+    def can_open(self) -> bool:
+        """Whether it may be the first write of its trajectory."""
+        return self.group is not None and self.first == 0
+
+
+@contextlib.contextmanager
+def named_fields(*path: str | int) -> Iterator[None]:
+    """Put a path before the field of an InvalidTurnError, as in `items.3.logprobs`."""
+    try:
+        yield
+    except InvalidTurnError as error:
+        field = ".".join([*map(str, path), error.field])
+        raise InvalidTurnError(field, error.message) from error

@@ -1,0 +1,40 @@
+"""A limit for bodies that FastAPI parses: it does so in the event loop, and before any key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from fastapi import HTTPException, Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+MAX_SMALL_BYTES: Final = 1 << 20
+
+
+class SmallBodyRoute(APIRoute):
+    """A route whose parsed body has at most `MAX_SMALL_BYTES`; 413 for a larger one."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler of a request."""
+        handle = super().get_route_handler()
+
+        async def handle_small(request: Request) -> Response:
+            return await handle(_SmallRequest(request.scope, request.receive))
+
+        return handle_small
+
+
+class _SmallRequest(Request):
+    async def body(self) -> bytes:
+        """Return the body; 413 for one that is too large."""
+        if not hasattr(self, "_body"):
+            chunks: list[bytes] = []
+            num_bytes = 0
+            async for chunk in self.stream():
+                num_bytes += len(chunk)
+                if num_bytes > MAX_SMALL_BYTES:
+                    raise HTTPException(413, f"the body has more than {MAX_SMALL_BYTES} bytes")
+                chunks.append(chunk)
+            self._body = b"".join(chunks)
+        return self._body
