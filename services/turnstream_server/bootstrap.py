@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import redis
 
-from turnstream.errors import RunNotFoundError, UnavailableError
+from turnstream.errors import InvalidConfigError, RunNotFoundError, UnavailableError
 from turnstream.service import DEFAULT_URL, URL_VARIABLE
-from turnstream.store.client.connection import checked_url, connect
+from turnstream.store.client.api_keys import FILE_VARIABLE
+from turnstream.store.client.connection import address_of, checked_url, connect
+from turnstream.store.client.http_address import is_http
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.run.batchers import wait_for_batchers
@@ -25,8 +27,12 @@ from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import create_run
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream_server import failpoints
-from turnstream_server.logs import configure_logging
+from turnstream_server.keys.policy import requires_key
+from turnstream_server.observed import batcher_check, observe_process, run_check
+from turnstream_server.options import split_address
 from turnstream_server.settings import Settings
+from turnstream_server.telemetry.checks import folder_check, store_check
+from turnstream_server.tls import read_tls
 
 if TYPE_CHECKING:
     from turnstream.batching.config import BatchingConfig
@@ -51,14 +57,28 @@ def store_url(settings: Settings, given: str = "") -> str:
         given: the option `--redis`; without both it is the default of `turnstream up`.
     """
     if given:
-        return checked_url(given, field="--redis")
-    if settings.redis_url is None:
-        return DEFAULT_URL
-    return checked_url(settings.redis_url.get_secret_value(), field=URL_VARIABLE)
+        url = checked_url(given, field="--redis")
+    elif settings.redis_url is not None:
+        url = checked_url(settings.redis_url.get_secret_value(), field=URL_VARIABLE)
+    else:
+        url = DEFAULT_URL
+    if is_http(url):
+        message = "is a gateway, and the server needs the store itself: write redis://HOST:PORT"
+        raise InvalidConfigError(
+            "--redis" if given else URL_VARIABLE, f"{address_of(url)} {message}"
+        )
+    # The first start of a store may write the file of the password.
+    return _repeat(lambda: settings.with_password(url), timeout_s=settings.start_wait_s)
 
 
 def start_batcher(
-    settings: Settings, *, redis_url: str, listen: str | None, address_file: Path | None
+    settings: Settings,
+    *,
+    redis_url: str,
+    listen: str | None,
+    address_file: Path | None,
+    is_insecure: bool = False,
+    metrics_listen: str = "",
 ) -> None:
     """Serve batches until SIGTERM or SIGINT, as soon as the store answers."""
     from turnstream_server.batcher.assembly.archive import archive_step
@@ -66,24 +86,33 @@ def start_batcher(
     from turnstream_server.batcher.serving.service import BatcherOptions, run_batcher
     from turnstream_server.bus.release.compact_records import LedgerFolder
 
+    readiness = observe_process(
+        settings, service="batcher", listen=metrics_listen, is_insecure=is_insecure
+    )
+    readiness.wait_for("store", "it has not answered yet")
     redis_url = store_url(settings, redis_url)
-    configure_logging(settings.log_level, service="batcher")
     failpoints.arm(settings.failpoint)
     wait_for_store(redis_url, timeout_s=settings.start_wait_s)
     folder = settings.archive_dir
     archive = functools.partial(archive_step, redis_url, folder=folder) if folder else None
     hot_batches = settings.ledger_hot_batches
     ledger_folder = LedgerFolder(folder=folder, hot_batches=hot_batches) if folder else None
+    listen = listen or f"{settings.batcher_host}:{settings.batcher_port}"
     options = BatcherOptions(
         redis_url=redis_url,
-        listen=listen or f"{settings.batcher_host}:{settings.batcher_port}",
+        listen=listen,
         advertise=settings.batcher_advertise,
         address_file=address_file,
+        requires_key=_requires_key(settings, redis_url, listen, is_insecure=is_insecure),
+        tls=read_tls(settings.tls_cert, settings.tls_key),
         get_wait_max_s=settings.get_wait_max_s,
         leader_lease_s=settings.lease_s,
         cache_bytes=settings.assembly_cache_bytes,
         upkeep=Upkeep(archive=archive, ledger_folder=ledger_folder),
+        readiness=readiness,
     )
+    if folder:
+        readiness.add("archive", folder_check(folder, is_written=True))
     run_batcher(options)
 
 
@@ -94,22 +123,32 @@ def start_gateway(
     folder: Path | None,
     listen: str | None,
     address_file: Path | None,
+    is_insecure: bool = False,
+    metrics_listen: str = "",
 ) -> None:
-    """Serve the Tinker API until SIGTERM or SIGINT, as soon as the store answers."""
+    """Serve HTTP until SIGTERM or SIGINT, as soon as the store answers."""
+    from turnstream_server.batcher.assembly.assembler import read_share
     from turnstream_server.gateway.config import GatewayOptions
     from turnstream_server.gateway.service import run_gateway
 
+    readiness = observe_process(
+        settings, service="gateway", listen=metrics_listen, is_insecure=is_insecure
+    )
+    readiness.wait_for("store", "it has not answered yet")
     redis_url = store_url(settings, redis_url)
-    configure_logging(settings.log_level, service="gateway")
     failpoints.arm(settings.failpoint)
     wait_for_store(redis_url, timeout_s=settings.start_wait_s)
-    keys = settings.api_keys.get_secret_value().split(",") if settings.api_keys else ()
+    listen = listen or f"{settings.http_host}:{settings.http_port}"
     options = GatewayOptions(
         redis_url=redis_url,
-        listen=listen or f"{settings.http_host}:{settings.http_port}",
+        listen=listen,
         folder=folder,
+        archive_dir=settings.archive_dir,
+        read_share=functools.partial(read_share, redis_url),
         address_file=address_file,
-        api_keys=frozenset(filter(None, (key.strip() for key in keys))),
+        requires_key=_requires_key(settings, redis_url, listen, is_insecure=is_insecure),
+        tls=read_tls(settings.tls_cert, settings.tls_key),
+        readiness=readiness,
     )
     run_gateway(options)
 
@@ -129,13 +168,23 @@ def start_trainer(
     require_packages(config)
     from turnstream_server.trainer.service import run_trainer
 
+    config = dataclasses.replace(
+        config, metrics_listen=config.metrics_listen or settings.metrics_listen
+    )
+    readiness = observe_process(settings, service="trainer", listen=config.metrics_listen)
+    readiness.wait_for("engine", "the model is not loaded yet")
     redis_url, wait_s = store_url(settings, config.redis_url), settings.start_wait_s
-    configure_logging(settings.log_level, service="trainer")
+    readiness.add("store", store_check(redis_url))
+    readiness.add("run", run_check(redis_url, config.run))
+    readiness.add("folder", folder_check(config.folder, is_written=True))
+    if not config.batcher_target:
+        readiness.add("batcher", batcher_check(redis_url))
     failpoints.arm(settings.failpoint)
     if new_run is not None:
         wait_for_store(redis_url, timeout_s=wait_s)
         with connect(redis_url) as client:
             create_run(client, config.run, new_run)
+    wait_for_own_key(settings)
     if not config.batcher_target:
         wait_for_run(redis_url, config.run, timeout_s=wait_s)
         target = wait_for_batcher(redis_url, timeout_s=wait_s)
@@ -143,53 +192,100 @@ def start_trainer(
     if settings.push_api_key is not None:
         api_key = settings.push_api_key.get_secret_value()
         config = dataclasses.replace(config, push_api_key=api_key)
-    run_trainer(config)
+    run_trainer(config, readiness)
 
 
-def start_live_generator(settings: Settings, config: LiveGeneratorConfig) -> None:
+def start_live_generator(
+    settings: Settings, config: LiveGeneratorConfig, *, metrics_listen: str = ""
+) -> None:
     """Play until the run ends, or SIGTERM or SIGINT comes."""
     from turnstream_server.generators.live import run_live_generator
 
+    readiness = observe_process(
+        settings, service="generator", name=config.writer, listen=metrics_listen
+    )
+    readiness.wait_for("weights", "no weights are loaded yet")
     config = dataclasses.replace(config, redis_url=store_url(settings, config.redis_url))
-    configure_logging(settings.log_level, service=config.writer)
+    readiness.add("store", store_check(config.redis_url))
+    readiness.add("run", run_check(config.redis_url, config.run))
     wait_for_run(config.redis_url, config.run, timeout_s=settings.start_wait_s)
-    run_live_generator(config)
+    run_live_generator(config, readiness)
 
 
-def start_replay(settings: Settings, config: ReplayConfig) -> None:
+def start_replay(settings: Settings, config: ReplayConfig, *, metrics_listen: str = "") -> None:
     """Publish one share of a file."""
     from turnstream_server.generators.replay import run_replay
 
+    readiness = observe_process(
+        settings, service="replayer", name=config.writer, listen=metrics_listen
+    )
     config = dataclasses.replace(config, redis_url=store_url(settings, config.redis_url))
-    configure_logging(settings.log_level, service=config.writer)
+    readiness.add("store", store_check(config.redis_url))
+    readiness.add("run", run_check(config.redis_url, config.run))
     run_replay(config)
 
 
-def start_engine(settings: Settings, options: EngineOptions) -> None:
+def start_engine(settings: Settings, options: EngineOptions, *, metrics_listen: str = "") -> None:
     """Run the commands of hosted models until SIGTERM or SIGINT.
 
     An empty `batcher_target` stands for the batchers that are registered in the store.
     """
     from turnstream_server.engine.service import run_engine
 
+    readiness = observe_process(settings, service="engine", listen=metrics_listen)
+    readiness.wait_for("base_models", "they are not loaded yet")
     redis_url, wait_s = store_url(settings, options.redis_url), settings.start_wait_s
-    configure_logging(settings.log_level, service="engine")
+    readiness.add("store", store_check(redis_url))
+    readiness.add("folder", folder_check(options.folder, is_written=True))
+    if not options.batcher_target:
+        readiness.add("batcher", batcher_check(redis_url))
     failpoints.arm(settings.failpoint)
     wait_for_store(redis_url, timeout_s=wait_s)
+    wait_for_own_key(settings)
     target = options.batcher_target or wait_for_batcher(redis_url, timeout_s=wait_s)
-    run_engine(dataclasses.replace(options, redis_url=redis_url, batcher_target=target))
+    options = dataclasses.replace(options, redis_url=redis_url, batcher_target=target)
+    run_engine(options, readiness=readiness)
 
 
-def start_sampler(settings: Settings, options: SamplerOptions) -> None:
+def start_sampler(settings: Settings, options: SamplerOptions, *, metrics_listen: str = "") -> None:
     """Sample for sampling sessions until SIGTERM or SIGINT, as soon as the store answers."""
     from turnstream_server.sampling.service import run_sampler
 
+    readiness = observe_process(settings, service="sampler", listen=metrics_listen)
+    readiness.wait_for("base_models", "they are not loaded yet")
     redis_url = store_url(settings, options.redis_url)
-    configure_logging(settings.log_level, service="sampler")
+    readiness.add("store", store_check(redis_url))
+    readiness.add("folder", folder_check(options.folder, is_written=False))
     failpoints.arm(settings.failpoint)
     wait_for_store(redis_url, timeout_s=settings.start_wait_s)
     api_key = settings.push_api_key.get_secret_value() if settings.push_api_key else ""
-    run_sampler(dataclasses.replace(options, redis_url=redis_url, push_api_key=api_key))
+    options = dataclasses.replace(options, redis_url=redis_url, push_api_key=api_key)
+    run_sampler(options, readiness)
+
+
+def _requires_key(settings: Settings, url: str, listen: str, *, is_insecure: bool) -> bool:
+    """Return whether requests to an address need a key; errors as of `policy.requires_key`."""
+    host, _ = split_address(listen, option="--listen")
+    with connect(url) as client:
+        return requires_key(
+            client,
+            host=host,
+            key_file=settings.key_file,
+            is_insecure=is_insecure or settings.insecure,
+        )
+
+
+def wait_for_own_key(settings: Settings) -> None:
+    """Return once the file of the own key exists, if one is set: a batcher or gateway makes it."""
+    path = settings.key_file
+    if path is None or settings.api_key is not None:
+        return
+
+    def find() -> None:
+        if not path.is_file():
+            raise UnavailableError(f"{FILE_VARIABLE}: {path} does not exist yet")
+
+    _repeat(find, timeout_s=settings.start_wait_s)
 
 
 def wait_for_store(url: str, *, timeout_s: float) -> None:
@@ -215,12 +311,21 @@ def wait_for_batcher(url: str, *, timeout_s: float) -> str:
 
 
 def _retry(url: str, attempt: Callable[[redis.Redis], _Result], *, timeout_s: float) -> _Result:
+    """Repeat an attempt at a store while something is away."""
+
+    def connected() -> _Result:
+        with connect(url, num_retries=0) as client:
+            return attempt(client)
+
+    return _repeat(connected, timeout_s=timeout_s)
+
+
+def _repeat(attempt: Callable[[], _Result], *, timeout_s: float) -> _Result:
     """Repeat an attempt while something is away; warn after 5 s, then every 30 s."""
     began_s, warnings = time.monotonic(), WaitWarnings()
     while True:
         try:
-            with connect(url, num_retries=0) as client:
-                return attempt(client)
+            return attempt()
         except (UnavailableError, RunNotFoundError) as error:
             waited_s = time.monotonic() - began_s
             if waited_s >= timeout_s:

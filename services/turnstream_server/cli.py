@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from turnstream.errors import TurnstreamError
-from turnstream_server import cli_dead, cli_run, cli_serve, cli_store
+from turnstream_server import cli_dead, cli_key, cli_run, cli_serve, cli_store
 from turnstream_server.cli_options import console, environment, interruptible
 from turnstream_server.jobs.options import DemoOptions, ReplayOptions
 from turnstream_server.options import with_options
@@ -117,6 +117,7 @@ def byte_model(
 app.add_typer(cli_store.app)
 app.add_typer(cli_run.app, name="run")
 app.add_typer(cli_dead.app, name="dead")
+app.add_typer(cli_key.app, name="key")
 app.add_typer(cli_serve.app, name="serve")
 
 

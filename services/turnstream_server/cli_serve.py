@@ -28,6 +28,22 @@ EndWithStdin = Annotated[
     ),
 ]
 
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Need no API key, also where other machines reach it."),
+]
+
+MetricsListen = Annotated[
+    str,
+    typer.Option(
+        "--metrics-listen",
+        metavar="[HOST:]PORT",
+        help="Serve /metrics, /healthz and /readyz, on 127.0.0.1 by default. "
+        "Default: TURNSTREAM_METRICS_LISTEN.",
+        show_default=False,
+    ),
+]
+
 
 @app.command()
 def batcher(
@@ -38,13 +54,20 @@ def batcher(
     address_file: Annotated[
         Path | None, typer.Option(help="Receives HOST:PORT once batches are served.")
     ] = None,
+    insecure: Insecure = False,
+    metrics_listen: MetricsListen = "",
     end_with_stdin: EndWithStdin = False,
 ) -> None:
     """Plan, assemble and serve the batches of every run in the store."""
     from turnstream_server import bootstrap
 
     bootstrap.start_batcher(
-        environment(), redis_url=redis, listen=listen, address_file=address_file
+        environment(),
+        redis_url=redis,
+        listen=listen,
+        address_file=address_file,
+        is_insecure=insecure,
+        metrics_listen=metrics_listen,
     )
 
 
@@ -61,13 +84,21 @@ def gateway(
     address_file: Annotated[
         Path | None, typer.Option(help="Receives HOST:PORT once requests are served.")
     ] = None,
+    insecure: Insecure = False,
+    metrics_listen: MetricsListen = "",
     end_with_stdin: EndWithStdin = False,
 ) -> None:
     """Serve the Tinker API over HTTP."""
     from turnstream_server import bootstrap
 
     bootstrap.start_gateway(
-        environment(), redis_url=redis, folder=folder, listen=listen, address_file=address_file
+        environment(),
+        redis_url=redis,
+        folder=folder,
+        listen=listen,
+        address_file=address_file,
+        is_insecure=insecure,
+        metrics_listen=metrics_listen,
     )
 
 
@@ -107,39 +138,59 @@ def trainer(
 
 @app.command()
 @with_options(LiveGeneratorConfig)
-def generator(config: LiveGeneratorConfig, *, end_with_stdin: EndWithStdin = False) -> None:
+def generator(
+    config: LiveGeneratorConfig,
+    *,
+    metrics_listen: MetricsListen = "",
+    end_with_stdin: EndWithStdin = False,
+) -> None:
     """Play the guessing game with the newest weights of the run."""
     from turnstream_server import bootstrap
 
-    bootstrap.start_live_generator(environment(), config)
+    bootstrap.start_live_generator(environment(), config, metrics_listen=metrics_listen)
 
 
 @app.command()
 @with_options(ReplayConfig)
-def replayer(config: ReplayConfig, *, end_with_stdin: EndWithStdin = False) -> None:
+def replayer(
+    config: ReplayConfig,
+    *,
+    metrics_listen: MetricsListen = "",
+    end_with_stdin: EndWithStdin = False,
+) -> None:
     """Publish recorded trajectories into a run, turn by turn."""
     from turnstream_server import bootstrap
 
     with interruptible():
-        bootstrap.start_replay(environment(), config)
+        bootstrap.start_replay(environment(), config, metrics_listen=metrics_listen)
 
 
 @app.command()
 @with_options(EngineOptions)
-def engine(options: EngineOptions, *, end_with_stdin: EndWithStdin = False) -> None:
+def engine(
+    options: EngineOptions,
+    *,
+    metrics_listen: MetricsListen = "",
+    end_with_stdin: EndWithStdin = False,
+) -> None:
     """Train hosted models, as clients of the Tinker API ask."""
     from turnstream_server import bootstrap
 
-    bootstrap.start_engine(environment(), options)
+    bootstrap.start_engine(environment(), options, metrics_listen=metrics_listen)
 
 
 @app.command()
 @with_options(SamplerOptions)
-def sampler(options: SamplerOptions, *, end_with_stdin: EndWithStdin = False) -> None:
+def sampler(
+    options: SamplerOptions,
+    *,
+    metrics_listen: MetricsListen = "",
+    end_with_stdin: EndWithStdin = False,
+) -> None:
     """Sample from base models and their snapshots, for clients of the Tinker API."""
     from turnstream_server import bootstrap
 
-    bootstrap.start_sampler(environment(), options)
+    bootstrap.start_sampler(environment(), options, metrics_listen=metrics_listen)
 
 
 def _end_with_stdin() -> None:

@@ -10,6 +10,7 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from turnstream.errors import InvalidConfigError
+from turnstream.store.client.passwords import with_password_of
 
 
 class Settings(BaseSettings):
@@ -17,6 +18,7 @@ class Settings(BaseSettings):
 
     Attributes:
         redis_url: an external Redis or Valkey; without it the embedded server is started.
+        redis_password_file: file with the password for `redis_url`, if the URL has none.
         data_dir: kept folder of the embedded server; without it the data is temporary.
         durability: "everysec", or "fsync": an acknowledged write survives a power cut too.
         store_max_bytes: memory of the embedded server, above which it refuses writes; 0: no limit.
@@ -27,8 +29,12 @@ class Settings(BaseSettings):
             address on which it listens.
         http_host: address on which the gateway of the Tinker API listens.
         http_port: its port; 0 takes a free one.
-        api_keys: keys that the gateway accepts, with commas between them; without it every key that
-            begins with `tml-`.
+        api_key: API key with which this process calls batchers and gateways.
+        key_file: file with that key; batcher and gateway create it at their first start.
+        insecure: batcher and gateway need no key, on every address.
+        tls_cert: chain of certificates of batcher and gateway, PEM; with it they serve TLS.
+        tls_key: private key of the certificate, PEM.
+        tls_ca: certificates that this process trusts, PEM; without it those of the system.
         start_wait_s: seconds for which a service waits at its start for store, run and batcher.
         lease_s: seconds after which a silent planner loses its leadership.
         get_wait_max_s: longest time the batcher holds a call that waits for a batch.
@@ -37,6 +43,9 @@ class Settings(BaseSettings):
         ledger_hot_batches: with an archive folder, what is older than so many released batches is
             known from files there, and no longer in the store.
         log_level: least level in the log: DEBUG, INFO, WARNING or ERROR.
+        log_format: "text", or "json": one object per line.
+        metrics_listen: "host:port" or "port" for /metrics, /healthz and /readyz of each service;
+            empty for none.
         push_api_key: bearer token for the inference servers to which a trainer pushes weights.
         failpoint: place at which the process is to die, for tests; see failpoints.py.
     """
@@ -44,6 +53,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TURNSTREAM_", frozen=True, env_ignore_empty=True)
 
     redis_url: SecretStr | None = None
+    redis_password_file: Path | None = None
     data_dir: Path | None = None
     durability: Literal["everysec", "fsync"] = "everysec"
     store_max_bytes: int = Field(default=0, ge=0)
@@ -53,7 +63,12 @@ class Settings(BaseSettings):
     batcher_advertise: str = ""
     http_host: str = "127.0.0.1"
     http_port: int = Field(default=7601, ge=0, le=65_535)
-    api_keys: SecretStr | None = None
+    api_key: SecretStr | None = None
+    key_file: Path | None = None
+    insecure: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
     start_wait_s: float = Field(default=60.0, ge=0.0)
     lease_s: float = Field(default=5.0, gt=0.0)
     get_wait_max_s: float = Field(default=30.0, gt=0.0)
@@ -61,8 +76,20 @@ class Settings(BaseSettings):
     archive_dir: Path | None = None
     ledger_hot_batches: int = Field(default=10_000, ge=1)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_format: Literal["text", "json"] = "text"
+    metrics_listen: str = ""
     push_api_key: SecretStr | None = None
     failpoint: str = ""
+
+    def with_password(self, url: str) -> str:
+        """Return the URL of a store with the password of the file, unless the URL has one.
+
+        Raises:
+            StoreUnavailableError: the file cannot be read, or is empty.
+        """
+        if self.redis_password_file is None:
+            return url
+        return with_password_of(self.redis_password_file, url=url)
 
     def printable(self) -> dict[str, str]:
         """Return every setting by the name of its variable, passwords masked."""

@@ -188,6 +188,20 @@ async def read_bodies(
     return _found(numbers, bodies)
 
 
+def num_waiting(client: redis.Redis, models: Sequence[str]) -> int:
+    """Return the number of commands of some models that were submitted and have not run."""
+    with translating():
+        pipeline = client.pipeline(transaction=False)
+        for model_id in models:
+            pipeline.hmget(model_keys(model_id).model, "next", "submitted")
+        positions: list[Any] = pipeline.execute() if models else []
+    return sum(
+        max(0, int(submitted) + 1 - int(next_number))
+        for next_number, submitted in positions
+        if next_number is not None and submitted is not None
+    )
+
+
 class HistoryEntry(NamedTuple):
     """Commands that were run after the newest durable checkpoint, and changed the model."""
 

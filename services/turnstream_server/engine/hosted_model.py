@@ -47,6 +47,8 @@ from turnstream_server.engine.saving import Saver
 from turnstream_server.engine.trained_runs import REPLAY_S, RunSessionEndedError, TrainedRuns
 from turnstream_server.engine.training import PassError, run_optim_step, run_training
 from turnstream_server.failpoints import reach
+from turnstream_server.telemetry.declarations import ENGINE_COMMAND_SECONDS, ENGINE_COMMANDS
+from turnstream_server.telemetry.instruments import counter, histogram
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,9 @@ _UNCHANGING: Final = (
     "save_weights_external",
 )
 """Kinds of commands after whose errors the model is as before."""
+
+_COMMANDS = counter(ENGINE_COMMANDS)
+_SECONDS = histogram(ENGINE_COMMAND_SECONDS)
 
 _PASSED_ON: Final = (UnavailableError, FencedError, EndOfRunError, RunNotFoundError)
 """Errors of the store or a batcher, and not of a command."""
@@ -261,6 +266,13 @@ class HostedModel:
 
     def _results(self, log: ModelLog, run: Run) -> dict[int, Result]:
         """Return the results of commands; after a half-way failure the model is not built."""
+        with _SECONDS.labels(run.kind).time():
+            results = self._run_or_fail(log, run)
+        for result in results.values():
+            _COMMANDS.labels(run.kind, "failed" if isinstance(result, Failure) else "done").inc()
+        return results
+
+    def _run_or_fail(self, log: ModelLog, run: Run) -> dict[int, Result]:
         if self._trouble is not None:
             return dict.fromkeys(run.numbers, self._trouble)
         try:

@@ -81,6 +81,10 @@ class EngineLoop:
         self._not_before_s: dict[str, float] = {}
         self._due_s: dict[str, float] = {}
 
+    def models(self) -> list[str]:
+        """Return the ids of the models of this worker; safe to call from another thread."""
+        return [*self._models]
+
     def run(self, is_stopping: Callable[[], bool]) -> None:
         """Run commands until `is_stopping`; it is asked between two commands."""
         with self._leases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 from collections.abc import Callable
@@ -18,10 +19,13 @@ from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.hosted_base import EngineSettings, HostedBase
 from turnstream_server.engine.hosted_model import ModelSettings
 from turnstream_server.engine.loop import EngineLoop, LoopSettings
+from turnstream_server.engine.metrics import EngineMetrics
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.engine.pulling import OperationStream
 from turnstream_server.engine.run_streams import OpenStream
 from turnstream_server.engine.shares import ReadShares
+from turnstream_server.telemetry.instruments import collected
+from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.ranks import Ranks, join_ranks
 from turnstream_server.trainer.settings import Layout
 
@@ -70,7 +74,12 @@ def sessions_at(batcher_target: str, ranks: Ranks) -> OpenStream | None:
     return open_stream
 
 
-def run_engine(options: EngineOptions, *, make_read_shares: MakeReadShares = from_batchers) -> None:
+def run_engine(
+    options: EngineOptions,
+    *,
+    make_read_shares: MakeReadShares = from_batchers,
+    readiness: Readiness | None = None,
+) -> None:
     """Run the commands of hosted models until SIGTERM or SIGINT comes.
 
     The process is one of the ranks that torchrun starts; without torchrun it is the only one. The
@@ -88,6 +97,8 @@ def run_engine(options: EngineOptions, *, make_read_shares: MakeReadShares = fro
             ranks=ranks,
         )
         call = Lockstep(host, ranks)
+        if readiness is not None:
+            readiness.reached("base_models")
         if ranks.is_first:
             _lead(options, bases, call, is_stopping=is_stopping)
         else:
@@ -110,7 +121,10 @@ def _lead(
     names = ", ".join(each.name for each in served)
     logger.info("worker %s serves %s", options.worker, names)
     with connect(options.redis_url) as client:
-        EngineLoop(client, served, call=call, settings=settings).run(is_stopping)
+        loop = EngineLoop(client, served, call=call, settings=settings)
+        metrics = EngineMetrics(options.redis_url, loop.models)
+        with contextlib.closing(metrics), collected(metrics):
+            loop.run(is_stopping)
     call.stop()
     logger.info("worker %s has stopped", options.worker)
 

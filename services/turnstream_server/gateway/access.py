@@ -7,14 +7,18 @@ from typing import Annotated, Final
 
 import redis.asyncio
 from fastapi import Depends, HTTPException, Request
+from starlette.datastructures import Headers
 
+from turnstream.errors import AccessDeniedError, TurnstreamError, UnknownKeyError
 from turnstream_server.commands.models import ModelRecord
-from turnstream_server.commands.owners import owner_of
 from turnstream_server.commands.samplers import SamplerRecord
 from turnstream_server.commands.sessions import Session
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.keys.records import PREFIX, ApiKey
 
-_PREFIX: Final = "tml-"
+IDENTITY: Final = "turnstream.identity"
+"""Entry of the scope of a request: its `ApiKey`, or the error of the check."""
+
 _BEARER: Final = "bearer "
 
 
@@ -27,6 +31,7 @@ class Caller:
 
     owner: str
     gateway: Gateway
+    key: ApiKey
 
     @property
     def client(self) -> redis.asyncio.Redis:
@@ -51,26 +56,43 @@ class Caller:
 
 
 async def authenticate(request: Request) -> Caller:
-    """Return the caller of a request; 401 without an accepted key."""
+    """Return the caller of a request; 401 without an accepted key, 403 without the role."""
     gateway: Gateway = request.app.state.gateway
-    key = _key(request)
-    if not key.startswith(_PREFIX):
-        raise HTTPException(401, f"the header X-API-Key has no key that begins with {_PREFIX}")
-    # Hashes are compared: the time of a comparison shows nothing of a key.
-    owner = owner_of(key)
-    if gateway.owners and owner not in gateway.owners:
-        raise HTTPException(401, "the key in the header X-API-Key is not accepted")
-    return Caller(owner=owner, gateway=gateway)
+    secret = secret_of(request.headers)
+    if not secret.startswith(PREFIX):
+        raise HTTPException(401, f"the header X-API-Key has no key that begins with {PREFIX}")
+    try:
+        key = await identify(request)
+        key.require("train")
+    except AccessDeniedError as error:
+        status = 401 if isinstance(error, UnknownKeyError) else 403
+        raise HTTPException(status, str(error)) from error
+    return Caller(owner=key.owner, gateway=gateway, key=key)
 
 
 Authenticated = Annotated[Caller, Depends(authenticate)]
 
 
-def _key(request: Request) -> str:
-    key = request.headers.get("x-api-key")
+async def identify(request: Request) -> ApiKey:
+    """Return what the key of a request allows; errors as of `KeyChecks.identify`.
+
+    `IDENTITY` in the scope has the result, or the error, if it was looked up before.
+    """
+    found: ApiKey | TurnstreamError | None = request.scope.get(IDENTITY)
+    if isinstance(found, TurnstreamError):
+        raise found
+    if found is not None:
+        return found
+    gateway: Gateway = request.app.state.gateway
+    return await gateway.keys.identify(secret_of(request.headers))
+
+
+def secret_of(headers: Headers) -> str:
+    """Return the key in the headers of a request; "" for none."""
+    key = headers.get("x-api-key")
     if key is not None:
         return key
-    authorization = request.headers.get("authorization", "")
+    authorization = headers.get("authorization", "")
     if authorization.lower().startswith(_BEARER):
         return authorization[len(_BEARER) :].strip()
     return ""

@@ -1,7 +1,7 @@
 """The application: routes below `/api/v1`, and the status of each error.
 
 The client repeats 408, 409, 429 and 5xx, for minutes or without end. So an error of the caller is
-400, 401, 404, 410 or 422, and only an outage is 503.
+400, 401, 403, 404, 410 or 422, and only an outage is 503.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 
 from turnstream.errors import (
+    AccessDeniedError,
     BatchingError,
     ConflictError,
     EndOfRunError,
@@ -23,9 +24,12 @@ from turnstream.errors import (
 )
 from turnstream_server.gateway.access import authenticate
 from turnstream_server.gateway.bodies import json_response
+from turnstream_server.gateway.rest.app import PREFIX as REST_PREFIX
+from turnstream_server.gateway.rest.app import make_rest_app
 from turnstream_server.gateway.routes import (
     downloads,
     futures,
+    health,
     models,
     sampling,
     sessions,
@@ -33,6 +37,7 @@ from turnstream_server.gateway.routes import (
 )
 from turnstream_server.gateway.routes import training_runs as runs
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.telemetry.log_counts import count_error
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +51,7 @@ _STATUSES: Final[dict[type[Exception], int]] = {
     RecordError: 400,
     ConflictError: 400,
     EndOfRunError: 400,
+    AccessDeniedError: 403,
     RunNotFoundError: 404,
     UnicodeEncodeError: 400,  # an id with half a surrogate pair
 }
@@ -60,6 +66,8 @@ def make_app(gateway: Gateway) -> FastAPI:
         app.include_router(group.router, prefix=PREFIX, dependencies=[Depends(authenticate)])
     for group in (sessions, downloads):
         app.include_router(group.public, prefix=PREFIX)
+    app.include_router(health.router)
+    app.mount(REST_PREFIX, make_rest_app(gateway))
     for kind in _STATUSES:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(UnavailableError, _unavailable)
@@ -69,11 +77,13 @@ def make_app(gateway: Gateway) -> FastAPI:
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
+    count_error(type(error), service="gateway")
     status = next(code for kind, code in _STATUSES.items() if isinstance(error, kind))
     return json_response({"detail": str(error)}, status=status)
 
 
 async def _unavailable(request: Request, error: Exception) -> Response:
+    count_error(type(error), service="gateway")
     if _is_poll(request):  # a client repeats any other status at once
         return json_response({"type": "try_again", "queue_state": "active"}, status=408)
     logger.warning("%s: %s", request.url.path, error)

@@ -48,7 +48,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """Return the object in a JSON body; RecordError for another body."""
     try:
         content = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"the body is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise RecordError(f"the body is {type(content).__name__}, expected an object")

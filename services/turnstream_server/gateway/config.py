@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from turnstream_server.commands.sessions import DEFAULT_SILENCE_S
+from turnstream_server.telemetry.readiness import Readiness
+from turnstream_server.tls import Tls
+
+if TYPE_CHECKING:
+    from turnstream.records.batches import EncodedMiniBatch
+
+
+class ReadShare(Protocol):
+    """Returns the bytes of one rank's share of a mini-batch, as a batcher sends them.
+
+    A service never imports another one, so the function comes from outside.
+    """
+
+    def __call__(
+        self, run: str, step: int, *, mini_batch: int, dp_rank: int, dp_world_size: int
+    ) -> EncodedMiniBatch:
+        """Return the share; errors as of `turnstream batch --out`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,23 +34,31 @@ class GatewayOptions:
     Attributes:
         redis_url: address of the store.
         listen: "host:port"; port 0 takes a free one.
+        archive_dir: folder with archived ledgers; None for none.
+        read_share: assembles mini-batches; None offers none.
         folder: shared folder of the workers, for downloads of exported weights; None offers none.
-        address_file: receives the bound "host:port" once the server answers; None for none.
-        api_keys: the accepted keys; empty accepts every key that begins with `tml-`.
+        address_file: receives the bound address once the server answers; None for none.
+        requires_key: requests need a stored key; see `KeyChecks`.
+        tls: certificate and key of the server; None serves without TLS.
         poll_s: longest time for which a poll of a pending result is held. Clients wait 45 s.
         session_silence_s: seconds without a heartbeat after which a session is closed.
         max_body_bytes: largest body of a request.
         max_store_connections: most connections to the store at the same time.
         shutdown_grace_s: time for requests in progress after a request to stop.
+        readiness: receives the checks of the dependencies.
     """
 
     redis_url: str
     listen: str = "127.0.0.1:0"
+    archive_dir: Path | None = None
+    read_share: ReadShare | None = None
     folder: Path | None = None
     address_file: Path | None = None
-    api_keys: frozenset[str] = frozenset()
+    requires_key: bool = False
+    tls: Tls | None = None
     poll_s: float = 30.0
     session_silence_s: float = DEFAULT_SILENCE_S
     max_body_bytes: int = 256 << 20
     max_store_connections: int = 32
     shutdown_grace_s: float = 5.0
+    readiness: Readiness = field(default_factory=lambda: Readiness("gateway"))

@@ -13,8 +13,12 @@ from turnstream.errors import UnavailableError
 from turnstream_server.commands.bases import read_bases
 from turnstream_server.commands.request_ids import RequestId
 from turnstream_server.commands.waiting import ResultWaiter
+from turnstream_server.telemetry.declarations import HELD_POLLS
+from turnstream_server.telemetry.instruments import gauge
 
 logger = logging.getLogger(__name__)
+
+_HELD = gauge(HELD_POLLS)
 
 _PROBE_S: Final = 0.5
 _LAST_READ_S: Final = 5.0
@@ -57,7 +61,8 @@ class Polls:
             async with asyncio.timeout_at(deadline_s + _LAST_READ_S) as limit:
                 self._held.add(limit)
                 try:
-                    return await self._until(request_id, check, deadline_s=deadline_s)
+                    with _HELD.track_inprogress():
+                        return await self._until(request_id, check, deadline_s=deadline_s)
                 finally:
                     self._held.discard(limit)
         except TimeoutError:

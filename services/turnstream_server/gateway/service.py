@@ -17,18 +17,21 @@ from typing import Any, Final
 
 import redis.asyncio
 import uvicorn
-from fastapi import FastAPI
 
 from turnstream.errors import InvalidConfigError, TurnstreamError
-from turnstream.store.client.connection import connect_async
+from turnstream.store.client.connection import connect, connect_async
+from turnstream_server.commands.bases import served_bases
 from turnstream_server.commands.sessions import close_silent
 from turnstream_server.commands.waiting import ResultWaiter
 from turnstream_server.gateway.app import make_app
 from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.connections import bounded_client
+from turnstream_server.gateway.key_limits import LimitedApp
+from turnstream_server.gateway.observing import ObservedApp
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.options import split_address
+from turnstream_server.telemetry.checks import folder_check, store_check
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ _CLOSE_EVERY_S: Final = 10.0
 _GRACE_S: Final = 60.0
 """Time for heartbeats after a start or an outage, before silent sessions are closed."""
 
+_ANSWER_S: Final = 2.0
 _BACKLOG: Final = 4_096
 _IDLE_S: Final = 75
 """Time after which an idle connection is closed; clients send a heartbeat every 10 s."""
@@ -74,7 +78,7 @@ async def _serve_until_signal(options: GatewayOptions) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(options: GatewayOptions) -> AsyncIterator[str]:
-    """Serve until the end of the block; yield the bound "host:port".
+    """Serve until the end of the block; yield the bound "host:port", or "https://host:port".
 
     The store may be away, also at the start: requests are answered with 503, and polls are held.
 
@@ -83,6 +87,7 @@ async def serving(options: GatewayOptions) -> AsyncIterator[str]:
     """
     async with contextlib.AsyncExitStack() as stack:
         listener, address = _listening(options.listen)
+        address = f"https://{address}" if options.tls else address
         stack.callback(listener.close)
         client = await stack.enter_async_context(
             bounded_client(options.redis_url, max_connections=options.max_store_connections)
@@ -93,15 +98,19 @@ async def serving(options: GatewayOptions) -> AsyncIterator[str]:
         polls = Polls(client, waiter, hold_s=options.poll_s)
         closing = _close_silent_sessions(client, silence_s=options.session_silence_s)
         await stack.enter_async_context(_background(closing))
-        app = make_app(Gateway(options, client, polls))
+        gateway = Gateway(options, client, polls)
+        await stack.enter_async_context(gateway.resources)
+        app = ObservedApp(LimitedApp(make_app(gateway), gateway))
+        _add_checks(options)
         await stack.enter_async_context(_served(app, listener, polls, options))
+        stack.push_async_callback(gateway.closing.aclose)
         logger.info("gateway listens at %s", address)
         yield address
 
 
 @contextlib.asynccontextmanager
 async def _served(
-    app: FastAPI, listener: socket.socket, polls: Polls, options: GatewayOptions
+    app: ObservedApp, listener: socket.socket, polls: Polls, options: GatewayOptions
 ) -> AsyncIterator[None]:
     """Answer requests in the block; then end held polls, and finish the other requests."""
     config = uvicorn.Config(
@@ -113,6 +122,8 @@ async def _served(
         backlog=_BACKLOG,
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=max(1, round(options.shutdown_grace_s)),
+        ssl_certfile=None if options.tls is None else str(options.tls.cert),
+        ssl_keyfile=None if options.tls is None else str(options.tls.key),
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
@@ -122,6 +133,20 @@ async def _served(
         server.should_exit = True
         polls.close()
         await task
+
+
+def _add_checks(options: GatewayOptions) -> None:
+    """Check store and folder; the base models are shown, because not every gateway needs one."""
+
+    def base_models() -> str:
+        with connect(options.redis_url, num_retries=0, silent_s=_ANSWER_S) as client:
+            return "" if served_bases(client) else "no worker serves a base model"
+
+    readiness = options.readiness
+    readiness.add("store", store_check(options.redis_url))
+    readiness.add("base_models", base_models, is_needed=False)
+    if options.folder is not None:
+        readiness.add("folder", folder_check(options.folder, is_written=False))
 
 
 async def _close_silent_sessions(client: redis.asyncio.Redis, *, silence_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Final, TypeVar
 
 import redis.asyncio
@@ -9,12 +10,14 @@ import redis.asyncio
 from turnstream.errors import EndOfRunError, RunNotFoundError
 from turnstream_server.commands.keys import MODEL_ID, SAMPLER_ID
 from turnstream_server.commands.models import ModelRecord, read_model_async
-from turnstream_server.commands.owners import owner_of
 from turnstream_server.commands.samplers import SamplerRecord, read_sampler
 from turnstream_server.commands.sessions import Session, read_session
 from turnstream_server.gateway.base_models import BaseModels
 from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.polls import Polls
+from turnstream_server.gateway.store_threads import StoreThreads
+from turnstream_server.gateway.stream_waits import StreamWaits
+from turnstream_server.keys.access import KeyChecks
 
 _MAX_KNOWN: Final = 20_000
 
@@ -29,7 +32,11 @@ class Gateway:
         client: the store.
         polls: the held polls.
         bases: the served base models.
-        owners: the accepted owners; empty accepts all.
+        keys: checks of the keys of requests.
+        closing: what ends held requests; closed before the last request.
+        threads: calls of the store that block.
+        streams: waits for new entries of streams.
+        resources: what routes hold until the process ends; closed after the last request.
     """
 
     def __init__(self, options: GatewayOptions, client: redis.asyncio.Redis, polls: Polls) -> None:
@@ -37,7 +44,14 @@ class Gateway:
         self.client = client
         self.polls = polls
         self.bases = BaseModels(client)
-        self.owners = frozenset(owner_of(each) for each in options.api_keys)
+        self.keys = KeyChecks(client, requires_key=options.requires_key)
+        self.closing = contextlib.AsyncExitStack()
+        self.resources = contextlib.AsyncExitStack()
+        self.threads = StoreThreads(options.redis_url)
+        self.resources.push_async_callback(self.threads.close)
+        self.streams = StreamWaits(options.redis_url)
+        self.resources.push_async_callback(self.streams.stop)
+        self.closing.callback(self.streams.close)
         self._models: dict[str, ModelRecord] = {}
         self._owners: dict[str, str] = {}
 

@@ -26,6 +26,10 @@ from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.limits import check_operation_limits
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.tinker.training_calls import TrainingCall
+from turnstream_server.telemetry.declarations import COMMANDS_SUBMITTED
+from turnstream_server.telemetry.instruments import counter
+
+_COMMANDS = counter(COMMANDS_SUBMITTED)
 
 _MAX_NUMBER: Final = 2**31 - 1
 """The largest number of the protobuf encoding."""
@@ -68,6 +72,7 @@ async def submit_call(
     content, refusal, identity = prepared
     client = caller.client
     await submit(client, model_id, number, kind, content, identity=identity, refusal=refusal)
+    _COMMANDS.labels(kind).inc()
     reach("gateway.after_submit")
     return json_response({"request_id": str(request_id), "model_id": model_id})
 
@@ -94,8 +99,10 @@ def prepare_training(
 async def prepare_run_call(caller: Caller, content: ForwardBackwardRun) -> Prepared:
     """Return a call on the run that has the name now; refused if there is none.
 
-    A repeated call is the same one, also if another run has the name by then.
+    A repeated call is the same one, also if another run has the name by then. AccessDeniedError for
+    a key that may not use the run.
     """
+    caller.key.require("train", run=content.run)
     identity, refusal = encode_content(content), None
     try:
         run = await find_run_async(caller.client, content.run)

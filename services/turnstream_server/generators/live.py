@@ -33,28 +33,34 @@ from turnstream.types import VersionAnnounced
 from turnstream.weights import fetch_weights
 from turnstream_server.generators import guessing
 from turnstream_server.generators.config import LiveGeneratorConfig
+from turnstream_server.generators.metrics import PublisherMetrics
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.sampling import sample_tokens
 from turnstream_server.models.sampling_params import SamplingParams
+from turnstream_server.telemetry.declarations import GENERATOR_VERSION
+from turnstream_server.telemetry.instruments import collected, gauge
+from turnstream_server.telemetry.readiness import Readiness
 
 logger = logging.getLogger(__name__)
+
+_VERSION = gauge(GENERATOR_VERSION)
 
 _POLL_S: Final = 0.2
 _FETCH_TIMEOUT_S: Final = 5.0
 _PARAMS: Final = SamplingParams(temperature=1.0)
 
 
-def run_live_generator(config: LiveGeneratorConfig) -> None:
+def run_live_generator(config: LiveGeneratorConfig, readiness: Readiness | None = None) -> None:
     """Play until the run is closed, `max_groups` are played or SIGTERM or SIGINT comes.
 
     Games that a signal interrupts are abandoned.
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    asyncio.run(_generate_until_signal(config))
+    asyncio.run(_generate_until_signal(config, readiness))
 
 
-async def generate(config: LiveGeneratorConfig) -> None:
+async def generate(config: LiveGeneratorConfig, readiness: Readiness | None = None) -> None:
     """Play until the run is closed or `max_groups` are played."""
     try:
         with (
@@ -64,13 +70,16 @@ async def generate(config: LiveGeneratorConfig) -> None:
             config = replace(config, run=open_run(client, config.run))
             policy = NewestPolicy(client, config.run, cache=config.cache or Path(temporary))
             await policy.wait_for_first(timeout_s=config.timeout_s)
+            if readiness is not None:
+                readiness.reached("weights")
             async with AsyncPublisher(
                 config.redis_url,
                 config.run,
                 writer=config.writer,
                 admission_timeout_s=config.timeout_s,
             ) as publisher:
-                await _LiveGenerator(config, publisher, policy).play()
+                with collected(PublisherMetrics("generator", publisher.statistics)):
+                    await _LiveGenerator(config, publisher, policy).play()
     except BaseExceptionGroup as errors:
         # The first error stops all tasks of a generator.
         raise _first(errors) from errors
@@ -244,6 +253,7 @@ class NewestPolicy:
             try:
                 self.model = load_policy(weights_folder(announced, cache=self._cache))
                 self.version = announced.version
+                _VERSION.set(announced.version)
             except UnavailableError as error:
                 self._next_fetch_s = time.monotonic() + _FETCH_TIMEOUT_S
                 logger.warning("weights %d cannot be fetched: %s", announced.version, error)
@@ -268,8 +278,8 @@ def _first(errors: BaseExceptionGroup) -> BaseException:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-async def _generate_until_signal(config: LiveGeneratorConfig) -> None:
-    playing = asyncio.create_task(generate(config))
+async def _generate_until_signal(config: LiveGeneratorConfig, readiness: Readiness | None) -> None:
+    playing = asyncio.create_task(generate(config, readiness))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, playing.cancel)

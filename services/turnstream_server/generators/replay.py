@@ -10,8 +10,10 @@ from turnstream.generator import GroupWriter, Publisher
 from turnstream.types import Turn
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.config import ReplayConfig
+from turnstream_server.generators.metrics import PublisherMetrics
 from turnstream_server.generators.recordings import RecordedGroup, Recording, read_groups
 from turnstream_server.models.spec import read_policy_source
+from turnstream_server.telemetry.instruments import collected
 
 logger = logging.getLogger(__name__)
 
@@ -22,17 +24,19 @@ def run_replay(config: ReplayConfig) -> None:
     """Publish this process's share of the file and wait until the store has all of it."""
     groups = groups_of_shard(read_groups(config.recordings), config)
     turns_of = _encoder(config)
-    with Publisher(
-        config.redis_url,
-        config.run,
-        writer=config.writer,
-        admission_timeout_s=config.timeout_s,
-    ) as publisher:
+    with (
+        Publisher(
+            config.redis_url,
+            config.run,
+            writer=config.writer,
+            admission_timeout_s=config.timeout_s,
+        ) as publisher,
+        collected(PublisherMetrics("replayer", publisher.statistics)),
+    ):
         for group in groups:
             turns = [turns_of(recording) for recording in group.recordings]
-            with publisher.group(
-                group.prompt_uid, len(turns), prompt_uid=group.prompt_uid
-            ) as writer:
+            uid = group.prompt_uid
+            with publisher.group(uid, len(turns), prompt_uid=uid) as writer:
                 _publish_group(writer, group, turns)
         publisher.flush()
         logger.info("replay done", extra={"groups": len(groups)})

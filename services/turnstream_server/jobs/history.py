@@ -11,8 +11,9 @@ from turnstream.store.client import keys
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.core.scan import entry_ms, server_ms, stream_entries
+from turnstream_server.bus.queries.batch_numbers import BatchNumbers, numbers_of
 from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.jobs.summary import BatchNumbers, Summary, numbers_of, summarise
+from turnstream_server.jobs.summary import Summary, summarise
 
 _LAST_OF_STEP = (1 << 64) - 1
 """Above every revision in the id of a plan, which is <step>-<revision>."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -11,7 +12,8 @@ from turnstream_server.commands.bases import served_bases
 from turnstream_server.jobs.stack import Service, Stack
 
 API_KEY: Final = "tml-local"
-"""A key for clients on this machine; the gateway accepts any that begins with `tml-`."""
+"""A key for clients on this machine; the gateway accepts any that begins with `tml-`, unless the
+environment names a file with a key."""
 
 _READY_S: Final = 120.0
 
@@ -42,13 +44,19 @@ def start_hosting(
     return address
 
 
-def exports(address: str) -> list[str]:
+def exports(address: str, *, key_file: Path | None = None) -> list[str]:
     """Return the lines that point the tinker SDK to a gateway.
+
+    Args:
+        address: "host:port", or "https://host:port" with TLS.
+        key_file: file with an API key; None for a gateway that needs none.
 
     >>> exports("127.0.0.1:7601")[0]
     'export TINKER_BASE_URL=http://127.0.0.1:7601'
     """
-    return [f"export TINKER_BASE_URL=http://{address}", f"export TINKER_API_KEY={API_KEY}"]
+    url = address if "://" in address else f"http://{address}"
+    key = API_KEY if key_file is None else f'"$(cat {shlex.quote(str(key_file))})"'
+    return [f"export TINKER_BASE_URL={url}", f"export TINKER_API_KEY={key}"]
 
 
 def _wait_until_served(

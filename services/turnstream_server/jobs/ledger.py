@@ -14,7 +14,8 @@ from rich.console import Console
 from turnstream.store.client import keys
 from turnstream.store.client.fullness import Bytes
 from turnstream.store.run.configs import open_run
-from turnstream_server.bus.queries.ledger import TOP_REASONS, read_states
+from turnstream_server.bus.queries.ledger import TOP_REASONS
+from turnstream_server.bus.queries.ledger_facts import ledger_facts
 from turnstream_server.bus.queries.trajectory_history import read_history
 from turnstream_server.jobs.store_client import store_client
 from turnstream_server.screen import make_table, shown
@@ -23,34 +24,7 @@ from turnstream_server.screen import make_table, shown
 def read_run_ledger(url: str, run: str) -> dict[str, Any]:
     """Return the states of a run's trajectories, with counts, reasons and bytes."""
     with store_client(url) as client:
-        seen = read_states(client, open_run(client, run))
-    seen.counts.check()
-    counts, frontier, prompts = seen.counts, seen.frontier, seen.prompts
-    return {
-        "run": run,
-        "accepted": counts.accepted,
-        "conflicts": counts.num_conflicts,
-        "last_conflict": counts.last_conflict,
-        "late_rewards": counts.num_late_rewards,
-        **{name: getattr(frontier, name) for name in ("planned", "stepped", "committed")},
-        "lineage": frontier.lineage,
-        "rollbacks": [each._asdict() for each in frontier.rollbacks],
-        "origin": None if frontier.origin is None else asdict(frontier.origin),
-        "states": {
-            facts.state.value: {
-                "count": facts.count,
-                "reasons": dict(facts.reasons),
-                "held_bytes": facts.held_bytes,
-            }
-            for facts in seen.states
-        },
-        "prompts": {
-            name: getattr(prompts, f"num_{name}")
-            for name in ("added", "left", "given", "trained", "filtered")
-        },
-        "budget": seen.budget._asdict(),
-        "full": seen.budget.why_full,
-    }
+        return {**ledger_facts(client, open_run(client, run)), "run": run}
 
 
 def print_ledger(content: Mapping[str, Any], console: Console) -> None:

@@ -13,7 +13,7 @@ from turnstream.batching.config.rules import changed_settings
 from turnstream.errors import InvalidConfigError
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.client.connection import connect
-from turnstream.store.run.configs import Revisions, open_run, read_revisions, revise_config
+from turnstream.store.run.configs import open_run, read_revisions, revise_config
 from turnstream.store.run.runs import close_run, create_run, pause_run, reopen_run, resume_run
 from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
 
@@ -95,16 +95,6 @@ def with_settings(config: BatchingConfig, settings: Sequence[str]) -> BatchingCo
             raise InvalidConfigError(name, "is no setting of a run")
         stored[name] = text if isinstance(stored[name], str) else _value(text)
     return decode_config(json.dumps(stored))
-
-
-def pending_revisions(revisions: Revisions) -> Iterator[tuple[str, str]]:
-    """Yield the name and the changes of each revision that is not in force yet."""
-    before = revisions.revision(revisions.in_force).config
-    for each in revisions.pending:
-        changes = changed_settings(before, each.config)
-        values = ", ".join(f"{change.name}={_text(change.after)}" for change in changes)
-        yield f"revision {each.number}, from step {each.from_step}", values or "as before"
-        before = each.config
 
 
 def _value(text: str) -> Any:

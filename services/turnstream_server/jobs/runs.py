@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
 from typing import Any, Final
 
-import redis
 from rich.console import Console
 
-from turnstream.batching.config import BatchingConfig
-from turnstream.errors import RunNotFoundError, UnknownFormatError
-from turnstream.records.configs import encode_config
 from turnstream.store.client.connection import address_of
-from turnstream.store.run.configs import open_run, read_revisions
 from turnstream.store.run.runs import list_runs
-from turnstream_server.bus.admin.deletion import deleting_since_ms
-from turnstream_server.bus.core.frontier import Frontier
-from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.queries.ledger import RunSummary, run_summary
-from turnstream_server.bus.sessions.observers import read_observers
+from turnstream_server.bus.queries.batch_numbers import BatchNumbers
+from turnstream_server.bus.queries.run_facts import run_facts, run_line
 from turnstream_server.jobs.ledger import duration
-from turnstream_server.jobs.run_commands import pending_revisions
 from turnstream_server.jobs.store_client import store_client
-from turnstream_server.jobs.summary import BatchNumbers, numbers_of
 from turnstream_server.screen import facts_table, make_table, shown
 
 _COLUMNS: Final = (
@@ -35,7 +23,7 @@ _COLUMNS: Final = (
 def read_runs(url: str) -> list[dict[str, Any]]:
     """Return the state and the progress of every run."""
     with store_client(url) as client:
-        return [_run_facts(client, run) for run in list_runs(client)]
+        return [run_line(client, run) for run in list_runs(client)]
 
 
 def print_runs(url: str, rows: Sequence[dict[str, Any]], console: Console) -> None:
@@ -58,79 +46,10 @@ def no_runs(url: str) -> str:
     )
 
 
-def _run_facts(client: redis.Redis, run: str) -> dict[str, Any]:
-    try:
-        seen = run_summary(client, run)
-    except RunNotFoundError:
-        is_deleted = deleting_since_ms(client, run) is not None
-        return {"run": run, "state": "being deleted" if is_deleted else "gone"}
-    except UnknownFormatError:
-        return {"run": run, "state": "of another release"}
-    origin = seen.frontier.origin
-    return {
-        "run": run,
-        **progress_facts(seen.frontier),
-        "accepted": seen.ledger.accepted,
-        "trained": seen.ledger.num_trained,
-        "origin": None if origin is None else f"step {origin.step} of {origin.run}",
-    }
-
-
-def progress_facts(frontier: Frontier) -> dict[str, Any]:
-    """Return the state, and the planned, stepped and committed steps.
-
-    The state is "open", "paused", "closed" (steps may follow) or "finished".
-    """
-    state = "open" if frontier.paused is None else "paused"
-    if frontier.is_closed:
-        state = "closed"
-    if frontier.is_finished and frontier.stepped >= frontier.planned:
-        state = "finished"
-    return {"state": state} | {
-        name: getattr(frontier, name) for name in ("planned", "stepped", "committed")
-    }
-
-
-def common_facts(client: redis.Redis, seen: RunSummary) -> dict[str, Any]:
-    """Return the opened groups, the policy version, and the numbers of the newest batch."""
-    frontier, version = seen.frontier, seen.newest_version
-    stored = read_plan(client, seen.run, frontier.planned) if frontier.planned else None
-    return {
-        "groups_opened": frontier.num_opened_groups,
-        "policy_version": None if version is None else version.version,
-        "newest_batch": None if stored is None else asdict(numbers_of(stored.manifest)),
-    }
-
-
 def read_run(url: str, run: str) -> dict[str, Any]:
     """Return progress, numbers of the newest batch, observers and settings of a run."""
     with store_client(url) as client:
-        run = open_run(client, run)
-        seen = run_summary(client, run)
-        revisions = read_revisions(client, run)
-        observers = read_observers(client, run)
-        common = common_facts(client, seen)
-    config = revisions.revision(revisions.in_force).config
-    frontier = seen.frontier
-    steps = progress_facts(frontier)
-    return {
-        "run": run,
-        "state": steps.pop("state"),
-        "steps": steps,
-        **common,
-        "session_epoch": frontier.session_epoch,
-        "dp_world_size": frontier.dp_world_size,
-        "planner": seen.planner or None,
-        "lineage": frontier.lineage,
-        "rollbacks": [each._asdict() for each in frontier.rollbacks],
-        "origin": None if frontier.origin is None else asdict(frontier.origin),
-        "paused": frontier.paused,
-        "observers": [asdict(each) for each in observers],
-        "revision": revisions.in_force,
-        "pending_revisions": dict(pending_revisions(revisions)),
-        "settings": json.loads(encode_config(config)),
-        "changed_settings": sorted(changed_names(config)),
-    }
+        return run_facts(client, run)
 
 
 def print_run(content: Mapping[str, Any], console: Console, *, show_all: bool = False) -> None:
@@ -162,19 +81,6 @@ def print_run(content: Mapping[str, Any], console: Console, *, show_all: bool = 
     console.print(table)
     if not show_all:
         console.print("--all prints the settings at their default")
-
-
-def changed_names(config: BatchingConfig) -> set[str]:
-    """Return the names of the settings that differ from their default, or have none.
-
-    >>> sorted(changed_names(BatchingConfig(batch_groups=8, mini_batch_groups=8, max_staleness=3)))
-    ['batch_groups', 'max_staleness', 'mini_batch_groups']
-    """
-    return {
-        field.name
-        for field in fields(BatchingConfig)
-        if field.default is MISSING or getattr(config, field.name) != field.default
-    }
 
 
 def _run_rows(seen: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -8,81 +8,8 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from turnstream.batching.merge.plan import Manifest
 from turnstream.types import SealedTrajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchNumbers:
-    """Numbers of one batch.
-
-    Attributes:
-        num_rows: merged sequences.
-        num_tokens: tokens of all rows.
-        num_turn_tokens: tokens of its turns if each were sent with its whole context.
-        num_positions: positions of its mini-batches in the left-padded layout.
-        num_trained_tokens: response tokens with mask 1.
-        padding_share: padding positions / all positions, 0 to 1.
-        merge_ratio: tokens of the turns / tokens of the rows; at least 1.
-        mean_reward: mean over the trajectories; None without any.
-        oldest_version, newest_version: policy versions that sampled them; None if not known.
-    """
-
-    num_groups: int
-    num_trajectories: int
-    num_rows: int
-    num_tokens: int
-    num_turn_tokens: int
-    num_positions: int
-    num_trained_tokens: int
-    padding_share: float
-    merge_ratio: float
-    mean_reward: float | None
-    oldest_version: int | None
-    newest_version: int | None
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return (name, value) for people."""
-        versions = "unknown"
-        if self.oldest_version is not None:
-            versions = f"{self.oldest_version} to {self.newest_version}"
-        if self.oldest_version == self.newest_version is not None:
-            versions = str(self.newest_version)
-        return [
-            ("groups", f"{self.num_groups:,} with {self.num_trajectories:,} trajectories"),
-            ("tokens", f"{self.num_tokens:,} in {self.num_rows:,} rows"),
-            ("trained tokens", f"{self.num_trained_tokens:,}"),
-            ("padding share", f"{self.padding_share:.1%}"),
-            ("merge ratio", f"{self.merge_ratio:.2f}"),
-            ("policy versions", versions),
-            ("mean reward", _shown(self.mean_reward)),
-        ]
-
-
-def numbers_of(manifest: Manifest) -> BatchNumbers:
-    """Return the numbers of a planned batch."""
-    trajectories = [planned for group in manifest.groups for planned in group.trajectories]
-    rows = [row for planned in trajectories for row in planned.sequences]
-    num_tokens = sum(row.num_tokens for row in rows)
-    num_turn_tokens = sum(planned.num_turn_tokens for planned in trajectories)
-    num_positions = sum(cut.num_rows * cut.width for cut in manifest.mini_batches)
-    oldest = [each.oldest_version for each in trajectories if each.oldest_version is not None]
-    newest = [each.newest_version for each in trajectories if each.newest_version is not None]
-    rewards = [planned.reward for planned in trajectories]
-    return BatchNumbers(
-        num_groups=len(manifest.groups),
-        num_trajectories=len(trajectories),
-        num_rows=len(rows),
-        num_tokens=num_tokens,
-        num_turn_tokens=num_turn_tokens,
-        num_positions=num_positions,
-        num_trained_tokens=sum(row.num_trained_tokens for row in rows),
-        padding_share=_ratio(num_positions - num_tokens, num_positions),
-        merge_ratio=num_turn_tokens / num_tokens if num_tokens else 1.0,
-        mean_reward=_mean(rewards),
-        oldest_version=min(oldest, default=None),
-        newest_version=max(newest, default=None),
-    )
+from turnstream_server.bus.queries.batch_numbers import BatchNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

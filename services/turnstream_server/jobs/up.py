@@ -57,7 +57,8 @@ def run_up(
             found += exports(
                 start_hosting(
                     stack, base_models=base_models, folder=folder, store_url=url, listen=listen
-                )
+                ),
+                key_file=None if settings.insecure else settings.key_file,
             )
         console.print("\n".join(found), soft_wrap=True, highlight=False)
         console.print("Ctrl-C stops everything")

@@ -15,8 +15,14 @@ from turnstream.errors import InvalidConfigError, RunNotFoundError, UnavailableE
 from turnstream_server.commands.results import Failure
 from turnstream_server.commands.samplers import SampleQueue, SampleRequest
 from turnstream_server.models.sampling_params import SampleResult
+from turnstream_server.telemetry.declarations import SAMPLE_SECONDS, SAMPLES, SAMPLES_UNFINISHED
+from turnstream_server.telemetry.instruments import counter, gauge, histogram
 
 logger = logging.getLogger(__name__)
+
+_SAMPLES = counter(SAMPLES)
+_SECONDS = histogram(SAMPLE_SECONDS)
+_UNFINISHED = gauge(SAMPLES_UNFINISHED)
 
 _PAUSE_S: Final = 0.5
 """Pause after a call of the store that failed."""
@@ -64,6 +70,7 @@ class SampleLoop:
         self._max_unfinished = max_unfinished
         self._unfinished: dict[str, list[SampleRequest]] = {}
         """By request id. A request that was queued twice has two entries of the stream."""
+        self._began_s: dict[str, float] = {}
         self._changed = threading.Condition()
         self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
         self._is_over = threading.Event()
@@ -121,6 +128,9 @@ class SampleLoop:
     def _is_new(self, sample: SampleRequest) -> bool:
         """Return whether a request does not run already; record its entry in any case."""
         with self._changed:
+            if str(sample.request_id) not in self._unfinished:
+                self._began_s[str(sample.request_id)] = time.monotonic()
+                _UNFINISHED.inc()
             entries = self._unfinished.setdefault(str(sample.request_id), [])
             is_new = not entries
             if all(each.entry != sample.entry for each in entries):
@@ -162,7 +172,11 @@ class SampleLoop:
         except Exception:  # a take-over reads the sample again
             logger.exception("the result of %s was not written", finished.request_id)
         with self._changed:
-            self._unfinished.pop(finished.request_id, None)
+            if self._unfinished.pop(finished.request_id, None) is not None:
+                _UNFINISHED.dec()
+                _SECONDS.observe(time.monotonic() - self._began_s.pop(finished.request_id))
+                is_failed = isinstance(finished.result, Failure)
+                _SAMPLES.labels("failed" if is_failed else "done").inc()
             self._changed.notify_all()
         return True
 

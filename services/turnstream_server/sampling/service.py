@@ -18,6 +18,7 @@ from turnstream_server.sampling.config import SamplerOptions
 if TYPE_CHECKING:
     from turnstream_server.sampling.loop import SampleEngine
     from turnstream_server.sampling.snapshots import Snapshots
+    from turnstream_server.telemetry.readiness import Readiness
 
 __all__ = ["SamplerOptions", "run_sampler", "sample_until"]
 
@@ -27,7 +28,7 @@ _MAX_UNFINISHED: Final = 512
 """Samples that are read ahead of an engine. Other samplers of the base model take the others."""
 
 
-def run_sampler(options: SamplerOptions) -> None:
+def run_sampler(options: SamplerOptions, readiness: Readiness | None = None) -> None:
     """Sample until SIGTERM or SIGINT; then finish the running samples for some seconds.
 
     Raises:
@@ -36,10 +37,12 @@ def run_sampler(options: SamplerOptions) -> None:
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
-    sample_until(options, stop)
+    sample_until(options, stop, readiness)
 
 
-def sample_until(options: SamplerOptions, stop: threading.Event) -> None:
+def sample_until(
+    options: SamplerOptions, stop: threading.Event, readiness: Readiness | None = None
+) -> None:
     """Sample until `stop` is set; errors as of `run_sampler`."""
     from turnstream_server.commands.samplers import SampleQueue
     from turnstream_server.sampling.loop import SampleLoop
@@ -56,6 +59,8 @@ def sample_until(options: SamplerOptions, stop: threading.Event) -> None:
             )
             for name, path in bases.items()
         ]
+        if readiness is not None:
+            readiness.reached("base_models")
         logger.info("sampler ready", extra={"sampler": options.sampler, "bases": [*bases]})
         threads = [threading.Thread(target=each.run, args=(stop,)) for each in loops]
         for thread in threads:

@@ -183,7 +183,8 @@ class TrainerConfig:
         str,
         typer.Option(
             metavar="[HOST:]PORT",
-            help="Serve metrics to Prometheus, on 127.0.0.1 by default; port 0: a free one.",
+            help="Serve /metrics, /healthz and /readyz, on 127.0.0.1 by default; port 0: a free "
+            "one. Default: TURNSTREAM_METRICS_LISTEN.",
             show_default=False,
         ),
     ] = ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from turnstream.types import MiniBatch, RecoveryToken
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.steps import Batches, Step
 from turnstream_server.failpoints import reach
+from turnstream_server.telemetry.tracing import span
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.critic.advantages import with_advantages
@@ -34,6 +36,8 @@ from turnstream_server.trainer.reporting.device import DeviceUse
 from turnstream_server.trainer.reporting.sinks.opening import open_sinks
 from turnstream_server.trainer.reporting.sinks.sink import Sinks
 from turnstream_server.trainer.reporting.timing import StepClock, rates
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -78,7 +82,11 @@ class Trainer:
         step: Step | None = None
         self._clock.restart()
         for step in self._batches:
-            sinks.write(step.number, self._train_step(step))
+            with span("train step", run=self._batches.run, step=step.number):
+                metrics = self._train_step(step)
+            sinks.write(step.number, metrics)
+            if self._publisher is not None:
+                _log_step(self._batches.run, metrics)
             if step.number % self._config.checkpoint_every == 0:
                 with self._clock.measure("checkpoint"):
                     self._save(step)
@@ -176,6 +184,11 @@ class Trainer:
         step.commit()
         reach("checkpoint.after_committed")
         self._checkpoints.prune()
+
+
+def _log_step(run: str, metrics: Mapping[str, Any]) -> None:
+    facts = {name: metrics.get(name) for name in ("step", "version", "loss", "reward_mean")}
+    logger.info("trained a step", extra={"run": run, **facts})
 
 
 def dump_rows(mini_batch: MiniBatch, folder: Path) -> None:

@@ -14,6 +14,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.worker import BatchStream
 from turnstream.worker.launch import Launch, find_launch
 from turnstream.worker.steps import Batches
+from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.building import build_engine
 from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
@@ -24,7 +25,7 @@ from turnstream_server.trainer.settings import Parallel
 logger = logging.getLogger(__name__)
 
 
-def run_trainer(config: TrainerConfig) -> None:
+def run_trainer(config: TrainerConfig, readiness: Readiness | None = None) -> None:
     """Train until the run ends, `max_steps` is reached or SIGTERM or SIGINT comes.
 
     The next trainer in the same folder begins at the newest complete checkpoint.
@@ -35,7 +36,7 @@ def run_trainer(config: TrainerConfig) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, _stop)
     try:
-        train(config)
+        train(config, readiness)
     except _Stopped as stopped:
         logger.info("trainer stopped by %s", stopped.signal.name)
         if find_launch().dp_world_size > 1:
@@ -44,17 +45,19 @@ def run_trainer(config: TrainerConfig) -> None:
             raise SystemExit(128 + stopped.signal) from None
 
 
-def train(config: TrainerConfig) -> None:
+def train(config: TrainerConfig, readiness: Readiness | None = None) -> None:
     """Train until the run ends or `max_steps` is reached, as one of the ranks that torchrun starts.
 
     Without torchrun, the process is the only rank.
     """
     launch = find_launch()
     with join_ranks(launch, timeout_s=config.timeout_s + config.push_timeout_s) as ranks:
-        _train(config, launch, ranks)
+        _train(config, launch, ranks, readiness)
 
 
-def _train(config: TrainerConfig, launch: Launch, ranks: Ranks) -> None:
+def _train(
+    config: TrainerConfig, launch: Launch, ranks: Ranks, readiness: Readiness | None
+) -> None:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
@@ -66,6 +69,8 @@ def _train(config: TrainerConfig, launch: Launch, ranks: Ranks) -> None:
     if checkpoint is not None:
         checkpoints.restore(checkpoint, engine)
         token, from_step = checkpoint.token, checkpoint.token.step
+    if readiness is not None:
+        readiness.reached("engine")
     critic = "" if config.critic is None else f" --critic {config.critic_config}"
     logger.info(
         "trainer starts after step %d as rank %d of %d on %s: %s%s",

@@ -18,6 +18,8 @@
     │   └── BatcherUnavailableError         no batcher answered
     ├── MissingExtraError (ImportError)     a package is not installed: has the pip command
     └── RejectedError                       asked wrongly, too late or too fast; see retry_after_s
+        ├── AccessDeniedError               the key of the request does not allow it
+        │   └── UnknownKeyError             no key, or one that is unknown, revoked or expired
         ├── RunNotFoundError                no run of that name
         ├── ConflictError                   the same key came with another content
         ├── FencedError                     a newer owner has taken over: stop
@@ -270,6 +272,14 @@ class MissingExtraError(TurnstreamError, ImportError):
             f"pip install '{self.distribution}[{self.extra}]' (in the repository: "
             f"pip install '{folder}[{self.extra}]')"
         )
+
+
+class AccessDeniedError(RejectedError):
+    """The key of the request does not have the role, or may not use the run."""
+
+
+class UnknownKeyError(AccessDeniedError):
+    """The request has no key, or its key is unknown, revoked or expired."""
 
 
 class RunNotFoundError(RejectedError):

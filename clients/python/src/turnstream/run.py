@@ -66,6 +66,7 @@ class Run:
         batcher: str | None = None,
         timeout_s: float = 600.0,
         max_prefetch_bytes: int = 1 << 30,
+        api_key: str | None = None,
     ) -> Batches:
         """Begin to train: return the steps of this rank, from the step after `state`.
 
@@ -78,15 +79,18 @@ class Run:
             dp_world_size: number of ranks; None takes torchrun's WORLD_SIZE, else 1.
             session: name of this start of the trainer, the same on all ranks and never used
                 before; None makes one from torchrun's environment. See `worker.launch`.
-            batcher: gRPC address of a batcher, "host:port", several with commas; None finds the
-                batchers that are registered in the store.
+            batcher: gRPC address of a batcher, "host:port", or "grpcs://host:port" with TLS;
+                several with commas. None finds the batchers that are registered in the store.
             timeout_s: longest wait for a batcher, a mini-batch, or an acknowledgement.
             max_prefetch_bytes: bound of what is pulled ahead.
+            api_key: key for the batcher; None takes that of TURNSTREAM_API_KEY, else of the file
+                TURNSTREAM_KEY_FILE.
 
         Raises:
             InvalidConfigError: a rank outside the world, or ranks without a session.
             MissingExtraError: grpcio or pyarrow is not installed.
             StoreBehindError: the store does not have the step of `state`.
+            AccessDeniedError: the key is not accepted, or may not train this run.
             BatcherUnavailableError: no batcher answered for `timeout_s`.
         """
         # Here and not above: generators need neither grpcio nor pyarrow.
@@ -106,6 +110,7 @@ class Run:
             session=launch.session or None,
             timeout_s=timeout_s,
             max_prefetch_bytes=max_prefetch_bytes,
+            api_key=api_key,
         )
         return Batches(stream)
 

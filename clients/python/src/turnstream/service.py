@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
 from typing import Any, Final, Self
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config.from_settings import config_from_settings
 from turnstream.errors import InvalidConfigError, StoreUnavailableError
 from turnstream.run import Run
+from turnstream.store.client.api_keys import own_key
 from turnstream.store.client.connection import address_of, checked_url
 from turnstream.store.client.connection import connect as connect_to_store
+from turnstream.store.client.http_address import is_http, with_key, without_key
+from turnstream.store.client.passwords import with_own_password
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.run import runs
@@ -22,21 +24,27 @@ DEFAULT_URL: Final = "redis://127.0.0.1:7379"
 
 URL_VARIABLE: Final = "TURNSTREAM_REDIS_URL"
 
-_SETTINGS: Final = tuple(field.name for field in dataclasses.fields(BatchingConfig))
 
-
-def connect(url: str | None = None) -> Service:
-    """Open the store of a Turnstream service.
+def connect(url: str | None = None, *, api_key: str | None = None) -> Service:
+    """Open the store of a Turnstream service, or its gateway, which leads to the same runs.
 
     Args:
-        url: `redis://host:port`, `rediss://` or `unix://` address of the store. None takes the
-            environment variable TURNSTREAM_REDIS_URL, else redis://127.0.0.1:7379.
+        url: `redis://host:port`, `rediss://` or `unix://` address of the store, or `http://host:port`
+            or `https://` address of a gateway, which needs the extra `http`:
+            `pip install "turnstream[http]"`. None takes the environment variable
+            TURNSTREAM_REDIS_URL, else redis://127.0.0.1:7379. A store without a password in its
+            URL gets that of the file TURNSTREAM_REDIS_PASSWORD_FILE.
+        api_key: key for a gateway; None takes that of TURNSTREAM_API_KEY, else of the file
+            TURNSTREAM_KEY_FILE. A store has no use for it.
 
     Raises:
-        InvalidConfigError: the address has another form.
+        InvalidConfigError: the address has another form, or the key cannot be read.
+        MissingExtraError: the package for HTTP is not installed.
         StoreUnavailableError: no store answers at the address.
+        AccessDeniedError: the gateway does not accept the key.
     """
-    service = Service(url or os.environ.get(URL_VARIABLE) or DEFAULT_URL)
+    url = with_own_password(url or os.environ.get(URL_VARIABLE) or DEFAULT_URL)
+    service = Service(url, api_key=api_key)
     try:
         service.ping()
     except BaseException:
@@ -46,11 +54,19 @@ def connect(url: str | None = None) -> Service:
 
 
 class Service:
-    """The store at `url`, with its runs; a context manager. `turnstream.connect` makes it."""
+    """The store at `url`, with its runs; a context manager. `turnstream.connect` makes it.
 
-    def __init__(self, url: str) -> None:
-        self.url = checked_url(url)
-        self._client = connect_to_store(url)
+    Attributes:
+        url: address of the store or the gateway, without the key of a gateway.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self.url = self._own_url = checked_url(url)
+        if is_http(url):
+            self.url = without_key(url)
+            if api_key is not None:
+                self._own_url = with_key(url, own_key(api_key))
+        self._client = connect_to_store(self._own_url)
 
     def ping(self) -> None:
         """Check that the store answers; the error names its address, and how to start one."""
@@ -58,9 +74,12 @@ class Service:
             with translating():
                 self._client.ping()
         except StoreUnavailableError as error:
+            what, command = "store", "turnstream up"
+            if is_http(self.url):
+                what, command = "gateway", "turnstream serve gateway"
             raise StoreUnavailableError(
-                f"no store answers at {address_of(self.url)}: {error.message}. Start one with "
-                f"`turnstream up`, or set {URL_VARIABLE}=redis://host:port",
+                f"no {what} answers at {address_of(self.url)}: {error.message}. Start one with "
+                f"`{command}`, or set {URL_VARIABLE}=redis://host:port",
                 error.reasons,
                 error.retry_after_s,
             ) from error
@@ -85,7 +104,7 @@ class Service:
         """Open the run that has this name now, or raise RunNotFoundError."""
         run_id = find_run(self._client, name)
         read_config(self._client, run_id)
-        return Run(self._client, self.url, run_id)
+        return Run(self._client, self._own_url, run_id)
 
     def runs(self) -> list[str]:
         """Return the names of all runs, sorted."""
@@ -113,11 +132,4 @@ def _config(config: BatchingConfig | None, settings: dict[str, Any]) -> Batching
                 next(iter(settings)), "settings are in `config` and in arguments; use one of them"
             )
         return config
-    for name in settings:
-        if name not in _SETTINGS:
-            near = difflib.get_close_matches(name, _SETTINGS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise InvalidConfigError(name, f"it is no setting of a run{hint}")
-    if "batch_groups" not in settings:
-        raise InvalidConfigError("batch_groups", "it is missing: the groups of one training step")
-    return BatchingConfig(**{"mini_batch_groups": settings["batch_groups"], **settings})
+    return config_from_settings(settings)

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from turnstream.errors import NotReadyError
+from turnstream.errors import NotReadyError, RunNotFoundError
 from turnstream.records.batches import EncodedMiniBatch
 from turnstream.records.configs import decode_config
 from turnstream.store.client.connection import connect
@@ -35,10 +35,15 @@ from turnstream_server.batcher.assembly.shares import (
 )
 from turnstream_server.bus.core.frontier import not_retained, read_frontier
 from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.telemetry.declarations import ASSEMBLY_SECONDS
+from turnstream_server.telemetry.instruments import histogram
+from turnstream_server.telemetry.tracing import span
 
 NUM_THREADS: Final = min(4, max(1, (os.cpu_count() or 1) // 2))
 """They share one interpreter lock with the event loop, so that more of them mostly wait. On two
 cores a second one makes the first batch wait for the check of the second, by 40 ms."""
+
+_ASSEMBLY_SECONDS = histogram(ASSEMBLY_SECONDS)
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -120,6 +125,11 @@ class Assembler:
         """Run a function in one of the threads, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the cached values."""
+        return self._cache.num_bytes
+
     async def close(self) -> None:
         """Stop, once the running functions have returned."""
         await self._cache.close()
@@ -143,7 +153,10 @@ class Assembler:
         return await self._cache.get(key, lambda: self._build_rows(batch, mini_batch))
 
     async def _build_rows(self, batch: PlannedBatch, mini_batch: int) -> Rows:
-        return await self.in_thread(lambda: build_rows(batch, self._payload, mini_batch=mini_batch))
+        with span("assemble", mini_batch=mini_batch), _ASSEMBLY_SECONDS.time():
+            return await self.in_thread(
+                lambda: build_rows(batch, self._payload, mini_batch=mini_batch)
+            )
 
 
 def _key(batch: PlannedBatch, *which: int) -> _Key:
@@ -239,14 +252,43 @@ def assemble_batch(
         DamagedPayloadError: payload of it is damaged.
         UnknownFormatError: the batch has the assembly rules of another release.
     """
-    check_assembly_version(batch.manifest)
-    shares: list[EncodedMiniBatch] = []
+    ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
+    num_mini_batches = len(batch.manifest.mini_batches)
     with contextlib.closing(PayloadReader(url)) as reader:
-        for index in range(len(batch.manifest.mini_batches)):
-            rows = build_rows(batch, reader, mini_batch=index)
-            cut = cut_mini_batch(batch, rows, dp_world_size=dp_world_size)
-            shares.append(encode_share(batch, rows, cut, mini_batch=index, dp_rank=dp_rank))
-    return shares
+        return [_assemble(batch, reader, index, **ranks) for index in range(num_mini_batches)]
+
+
+def read_share(
+    url: str, run: str, step: int, *, mini_batch: int, dp_rank: int, dp_world_size: int
+) -> EncodedMiniBatch:
+    """Return one rank's share of one mini-batch of a run; errors as of the two functions here.
+
+    Raises:
+        RunNotFoundError: the step has fewer mini-batches.
+    """
+    batch = read_planned_batch(url, run, step)
+    num_mini_batches = len(batch.manifest.mini_batches)
+    if mini_batch >= num_mini_batches:
+        raise RunNotFoundError(
+            f"run {run!r}: step {step} has {num_mini_batches} mini-batches, and none of the index "
+            f"{mini_batch}"
+        )
+    ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
+    with contextlib.closing(PayloadReader(url)) as reader:
+        try:
+            return _assemble(batch, reader, mini_batch, **ranks)
+        except DamagedPayloadError:
+            read_planned_batch(url, run, step)  # it may be released by now
+            raise
+
+
+def _assemble(
+    batch: PlannedBatch, reader: PayloadReader, index: int, *, dp_rank: int, dp_world_size: int
+) -> EncodedMiniBatch:
+    check_assembly_version(batch.manifest)
+    rows = build_rows(batch, reader, mini_batch=index)
+    cut = cut_mini_batch(batch, rows, dp_world_size=dp_world_size)
+    return encode_share(batch, rows, cut, mini_batch=index, dp_rank=dp_rank)
 
 
 def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:

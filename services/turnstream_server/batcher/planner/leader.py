@@ -37,8 +37,13 @@ from turnstream_server.bus.leadership.leadership import Position, Term
 from turnstream_server.bus.planning.announcements import announce_due, finish_run
 from turnstream_server.bus.planning.manifests import StoredManifest
 from turnstream_server.failpoints import reach
+from turnstream_server.telemetry.declarations import PLAN_SECONDS
+from turnstream_server.telemetry.instruments import histogram
+from turnstream_server.telemetry.tracing import span
 
 logger = logging.getLogger(__name__)
+
+_PLAN_SECONDS = histogram(PLAN_SECONDS)
 
 GATHER_S: Final = 0.004
 """Pause after events, in which more of them come: each read costs as much as fifty events, so that
@@ -108,6 +113,7 @@ class Leader:
 
     async def _lead(self) -> None:
         await self._decisions.load()
+        self._view.ingested.begin(epoch=self._term.epoch)
         await self._replay()
         await self._view.refresh()
         logger.info(
@@ -198,6 +204,7 @@ class Leader:
     async def _listen(self) -> None:
         """Wait for news and fold it in."""
         self.is_waiting = True
+        self._view.num_ready = self._fold.num_ready
         news = await self._listener.wait(with_events=True)
         self.is_waiting = False
         await self._take_in(news.events)
@@ -222,6 +229,7 @@ class Leader:
             return []
         if isinstance(event, ConfigRevised):
             await self._in_force.learn(entry.event_id, event)
+        self._view.ingested.count(entry.event_id, event)
         try:
             return self._fold_in(entry.event_id, event)
         except Exception as error:  # noqa: BLE001 - raised again where not due to the event
@@ -302,6 +310,10 @@ class Leader:
 
         The reason is damaged payload, a new config of the step, a pause, or a rollback.
         """
+        with span("plan", run=self._view.run, step=self._chain.next_step), _PLAN_SECONDS.time():
+            return await self._plan_and_write(groups)
+
+    async def _plan_and_write(self, groups: tuple[ReadyGroup, ...]) -> bool:
         try:
             stored = await self._assembler.in_thread(
                 lambda: self._chain.draft(groups, self._selector.choice)
@@ -330,14 +342,26 @@ class Leader:
             manifest.step,
             self._view.run,
             extra={
+                "run": self._view.run,
+                "step": manifest.step,
                 "num_groups": len(groups),
                 "num_over_age": num_over_age,
                 "manifest_hash": stored.hash,
                 "leader_epoch": self._term.epoch,
             },
         )
+        self._log_members(manifest)
         self._chain.warn_of(manifest)
         return True
+
+    def _log_members(self, manifest: Manifest) -> None:
+        """Log each trajectory of a plan, at level DEBUG."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        for planned in (each for group in manifest.groups for each in group.trajectories):
+            trajectory = planned.key.trajectory_id
+            facts = {"run": self._view.run, "step": manifest.step, "trajectory": trajectory}
+            logger.debug("planned", extra=facts)
 
     def _prepare(self, batch: PlannedBatch) -> None:
         """Begin to encode the share that a trainer of one rank requests next."""

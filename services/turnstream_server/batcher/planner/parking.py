@@ -58,6 +58,10 @@ class ParkedRuns:
             if self._waits.get(run) is wait:
                 del self._waits[run]
 
+    def is_parked(self, run: str) -> bool:
+        """Return whether the planner of a run waits here."""
+        return run in self._waits
+
     def wake(self, run: str) -> None:
         """End the wait for a parked run: the store may have lost it, or was restarted."""
         self._end(run, has_news=False)

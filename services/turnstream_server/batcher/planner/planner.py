@@ -145,6 +145,7 @@ class RunPlanner:
             if leadership.is_ours or leadership.parked is not None:
                 return leadership
             self._leads_parked = False
+            self.view.num_ready = None
             retry_at_s = loop.time() + leadership.lease_left_s
             while (left_s := retry_at_s - loop.time()) > 0:
                 news = await listener.wait(with_events=False, wait_s=left_s)

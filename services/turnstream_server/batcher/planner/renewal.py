@@ -63,8 +63,20 @@ class LeadershipKeeper:
         self._client = connect(url, num_retries=0)
         self._terms: set[_RenewedTerm] = set()
         self._lock = threading.Lock()
+        self._renewed_s = time.monotonic()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def num_terms(self) -> int:
+        """Number of leaderships that are being renewed."""
+        return len(self._terms)
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds since the leaderships were renewed; 0 without any."""
+        with self._lock:
+            return time.monotonic() - self._renewed_s if self._terms else 0.0
 
     async def hold(self, run: str, epoch: int) -> None:
         """Keep a leadership that was just acquired.
@@ -74,6 +86,8 @@ class LeadershipKeeper:
         """
         term = _RenewedTerm(run, epoch)
         with self._lock:
+            if not self._terms:
+                self._renewed_s = term.touched_s
             self._terms.add(term)
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -129,6 +143,7 @@ class LeadershipKeeper:
             for term in terms
         ]
         replies: list[Any] = run_commands(self._client, commands)
+        self._renewed_s = time.monotonic()
         for term, reply in zip(terms, replies, strict=True):
             if isinstance(reply, Exception):
                 logger.warning("the leadership of run %s cannot be renewed: %s", term.run, reply)

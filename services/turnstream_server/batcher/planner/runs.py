@@ -24,6 +24,7 @@ from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import read_config_async
 from turnstream.types.names import RunId
 from turnstream_server.batcher.assembly.shares import PlannedBatch
+from turnstream_server.batcher.planner.ingested import Ingested
 from turnstream_server.bus.core.frontier import Frontier, not_retained, read_frontier_async
 from turnstream_server.bus.planning.manifests import read_manifest
 
@@ -43,6 +44,8 @@ class RunView:
 
     Attributes:
         frontier: the last read frontier.
+        ingested: counts of the trajectories that were read here.
+        num_ready: decided groups in no batch; None if another replica plans the run.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class RunView:
     ) -> None:
         self.run = RunId(run)
         self.frontier = frontier
+        self.ingested = Ingested(self.run)
+        self.num_ready: int | None = None
         self._client = client
         self._on_stepped = on_stepped
         self._read_reasons = read_reasons

@@ -26,8 +26,15 @@ from turnstream.store.waits.awaited import store_silent
 from turnstream.store.waits.bounded_call import unanswered
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
+from turnstream_server.telemetry.declarations import CALL_SECONDS, CALLS
+from turnstream_server.telemetry.instruments import counter, histogram
+from turnstream_server.telemetry.log_counts import count_error
+from turnstream_server.telemetry.tracing import span
 
 logger = logging.getLogger(__name__)
+
+_CALLS = counter(CALLS)
+_CALL_SECONDS = histogram(CALL_SECONDS)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -69,22 +76,37 @@ class RunningCalls:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        name, status, began_s = call.removesuffix("Request"), "CANCELLED", time.monotonic()
         try:
-            yield
+            with span(f"grpc {name}", traceparent=traceparent_of(context)):
+                yield
+            status = "OK"
         except TurnstreamError as error:
+            count_error(type(error), service="batcher")
+            status, _ = error_to_status(error)
             if isinstance(error, InvalidConfigError):
                 logger.info("%s of %s is refused: %s", call, context.peer(), error)
             code, details = error_to_status(error)
             await context.abort(grpc.StatusCode[code], details)
         except Exception:
+            status = "INTERNAL"
             logger.exception("%s failed", call)
             await context.abort(grpc.StatusCode.INTERNAL, "the batcher failed; its log says how")
         finally:
             self._tasks.discard(task)
+            _CALLS.labels(name, status).inc()
+            _CALL_SECONDS.labels(name).observe(time.monotonic() - began_s)
 
     async def close(self) -> None:
         """Cancel the calls that the stopped server has not cancelled yet: they use the store."""
         await cancel_all([*self._tasks])
+
+
+def traceparent_of(context: Context) -> str:
+    """Return the W3C traceparent in the metadata of a call; "" for none."""
+    metadata = dict(context.invocation_metadata() or ())
+    found = metadata.get("traceparent", "")
+    return found if isinstance(found, str) else ""
 
 
 async def write_messages(

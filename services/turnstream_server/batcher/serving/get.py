@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from typing import Final
 
@@ -25,6 +27,11 @@ from turnstream_server.bus.planning.replans import note_damage
 from turnstream_server.bus.sessions.observers import note_observed
 from turnstream_server.bus.sessions.sessions import record_rank
 from turnstream_server.failpoints import reach
+from turnstream_server.telemetry.declarations import GET_WAIT_SECONDS, PULL_SECONDS, SENT_BYTES
+from turnstream_server.telemetry.instruments import counter, histogram
+from turnstream_server.telemetry.tracing import span
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 1 << 20
 """Bytes of payload in one data message. A client without options refuses 4 MiB. Measured over
@@ -32,6 +39,10 @@ loopback, a receiver needs a third less time for 1 MiB than for 2 MiB, and both 
 256 KiB."""
 
 _LENGTH_DELIMITED: Final = 2
+
+_WAIT_SECONDS = histogram(GET_WAIT_SECONDS)
+_PULL_SECONDS = histogram(PULL_SECONDS)
+_SENT_BYTES = counter(SENT_BYTES)
 
 
 class BatchSender:
@@ -53,22 +64,30 @@ class BatchSender:
     async def send(self, request: wire.GetRequest, context: Context) -> None:
         """Send the share mini-batch by mini-batch, until the caller ends the call."""
         end = f"dp_rank {request.dp_rank} ended its Get of step {request.step} of run {request.run}"
-        await write_messages(self._get(request), context, end_of_caller=end)
+        with span("get", run=request.run, step=request.step, dp_rank=request.dp_rank):
+            await write_messages(self._get(request), context, end_of_caller=end)
 
     async def _get(self, request: wire.GetRequest) -> AsyncGenerator[bytes]:
         wait_s = min(request.wait_s, self._wait_max_s)
-        async with bounded_by_store(self._client, get_time_s(wait_s)):
-            view = await self._find_run(request.run)
-            wait_s = min(wait_s, await self._longest_wait_s(request))
-            batch = await admit(self._client, view, request, wait_s=wait_s)
+        with _WAIT_SECONDS.time():
+            async with bounded_by_store(self._client, get_time_s(wait_s)):
+                view = await self._find_run(request.run)
+                wait_s = min(wait_s, await self._longest_wait_s(request))
+                batch = await admit(self._client, view, request, wait_s=wait_s)
+        began_s, num_bytes = time.monotonic(), 0
         try:
             async for message in self._messages(batch, request):
+                num_bytes += len(message)
                 yield message
+            _PULL_SECONDS.observe(time.monotonic() - began_s)
+            _log_delivery(request, view.run, num_bytes=num_bytes)
         except DamagedPayloadError as error:
             frontier = await view.refresh()
             if request.step <= frontier.released:
                 raise not_retained(request.step, frontier) from error
             raise await self._damaged(batch, error) from error
+        finally:
+            _SENT_BYTES.inc(num_bytes)
 
     async def _longest_wait_s(self, request: wire.GetRequest) -> float:
         """Return the longest wait of a Get; an observer calls again before it expires."""
@@ -109,6 +128,13 @@ class BatchSender:
             self._client, run, step=step, manifest_hash=batch.manifest_hash, sentence=sentence
         )
         return CorruptRecordError(f"{sentence}; {replan_hint(run)}")
+
+
+def _log_delivery(request: wire.GetRequest, run: str, *, num_bytes: int) -> None:
+    """Log that a rank has its share of a step."""
+    facts = {"run": run, "step": request.step, "dp_rank": request.dp_rank, "bytes": num_bytes}
+    receiver = f"observer {request.observer!r}" if request.observer else "the trainer"
+    logger.info("share of a batch was sent to %s", receiver, extra=facts)
 
 
 async def admit(

@@ -44,6 +44,11 @@ class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttribute
         self._services = ("", service)
         self._trouble = ""
 
+    @property
+    def trouble(self) -> str:
+        """Why the store takes no writes; "" if it takes them."""
+        return self._trouble
+
     async def update(self) -> None:
         """Read the state of the store, and report it from now on."""
         trouble = await self._read()

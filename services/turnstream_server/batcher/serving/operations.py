@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import AsyncGenerator
 from typing import Final, NamedTuple
 
@@ -18,6 +19,7 @@ from turnstream_server.batcher.assembly.operation_shares import (
     encode_operation_share,
     num_bytes_of_passes,
 )
+from turnstream_server.batcher.serving.access import Access
 from turnstream_server.batcher.serving.calls import (
     Context,
     RunningCalls,
@@ -25,7 +27,6 @@ from turnstream_server.batcher.serving.calls import (
     write_messages,
 )
 from turnstream_server.batcher.serving.get import data_messages
-from turnstream_server.batcher.serving.requests import parse_request
 from turnstream_server.commands.log import read_bodies
 from turnstream_server.failpoints import reach
 
@@ -36,6 +37,9 @@ MAX_CACHE_BYTES: Final = 256 << 20
 
 READ_S: Final = 10.0
 """Longest wait for the contents of commands, which all ranks of a worker share."""
+
+_QUIET_S: Final = 5.0
+"""Time after the last share until free memory returns to the system."""
 
 
 class _Key(NamedTuple):
@@ -74,6 +78,7 @@ class OperationSender:
             lambda cut: num_bytes_of_passes(cut.operations),
             max_bytes=min(max_cache_bytes, MAX_CACHE_BYTES),
         )
+        self._release: asyncio.TimerHandle | None = None
 
     async def send(self, request: wire.GetOperationsRequest, context: Context) -> None:
         """Send the share of every pass, until the caller ends the call."""
@@ -85,6 +90,8 @@ class OperationSender:
 
     async def close(self) -> None:
         """Stop to make rows, and drop all others."""
+        if self._release is not None:
+            self._release.cancel()
         await self._cache.close()
 
     async def _messages(self, request: wire.GetOperationsRequest) -> AsyncGenerator[bytes]:
@@ -116,6 +123,13 @@ class OperationSender:
         served.add(request.dp_rank)
         if len(served) == key.dp_world_size:
             self._cache.drop(lambda each: each == key)
+        self._release_later()
+
+    def _release_later(self) -> None:
+        if self._release is not None:
+            self._release.cancel()
+        loop = asyncio.get_running_loop()
+        self._release = loop.call_later(_QUIET_S, loop.run_in_executor, None, _release_free_memory)
 
     async def _cut(self, key: _Key) -> _Cut:
         """Return the passes over the commands of a key.
@@ -141,12 +155,22 @@ class OperationSender:
         return _Cut(operations, set())
 
 
-def operation_handlers(sender: OperationSender, running: RunningCalls) -> grpc.GenericRpcHandler:
+def _release_free_memory() -> None:
+    """Return free memory to the system: after many large calls, glibc keeps more than is in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    if trim is not None:
+        trim(0)
+
+
+def operation_handlers(
+    sender: OperationSender, running: RunningCalls, access: Access
+) -> grpc.GenericRpcHandler:
     """Return the handlers of all calls."""
 
     async def get(data: bytes, context: Context) -> None:
         async with running.answering(context, call="GetOperationsRequest"):
-            await sender.send(parse_request(data, wire.GetOperationsRequest), context)
+            request = await access.read(data, wire.GetOperationsRequest, context)
+            await sender.send(request, context)
 
     calls = {"Get": grpc.unary_stream_rpc_method_handler(get)}
     return grpc.method_handlers_generic_handler(SERVICE, calls)

@@ -85,6 +85,11 @@ class RunRegistry:
                 self._entries[run] = self._begin(run, frontier)
         return self._entries[run].view
 
+    def views(self) -> list[RunView]:
+        """Return the runs in which this replica takes part, by name, the parked ones last."""
+        views = [entry.view for entry in [*self._entries.values()] if not entry.task.done()]
+        return sorted(views, key=lambda view: (self._parked.is_parked(view.run), view.run))
+
     def dismiss(self) -> None:
         """Refuse all waiting calls: this replica stops."""
         for entry in self._entries.values():

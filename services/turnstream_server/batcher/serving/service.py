@@ -11,11 +11,13 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import grpc
 import grpc.aio
 import redis.asyncio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
@@ -23,7 +25,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from turnstream.errors import InvalidConfigError, TurnstreamError
 from turnstream.store.client.connection import connect_async
 from turnstream.store.client.scripts import run_command_async
-from turnstream.store.run.batchers import LEASE_S, register_command
+from turnstream.store.run.batchers import LEASE_S, SECURE, register_command
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.event_loop import background, first_of
 from turnstream_server.batcher.planner.parking import PARK_AFTER_S, ParkedRuns
@@ -31,15 +33,20 @@ from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
+from turnstream_server.batcher.serving.access import Access
 from turnstream_server.batcher.serving.calls import ReasonCache, RunningCalls
 from turnstream_server.batcher.serving.get import BatchSender
 from turnstream_server.batcher.serving.health import StoreHealth
+from turnstream_server.batcher.serving.observing import observed_replica
 from turnstream_server.batcher.serving.operations import OperationSender, operation_handlers
 from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
 from turnstream_server.bus.core.frontier import Frontier
 from turnstream_server.bus.release.compact_records import write_durably
+from turnstream_server.keys.access import KeyChecks
 from turnstream_server.options import split_address
+from turnstream_server.telemetry.readiness import Readiness
+from turnstream_server.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -83,25 +90,31 @@ class BatcherOptions:
     """Settings of one batcher replica; `Settings` explains those of the environment.
 
     Attributes:
-        address_file: receives the bound "host:port" once the server answers; None for none.
+        address_file: receives the bound address once the server answers; None for none.
+        requires_key: calls need a stored key; see `KeyChecks`.
+        tls: certificate and key of the server; None serves without TLS.
         park_after_s: seconds without news after which a run is parked, if nothing in it can expire.
             A parked run costs nothing until something is written to it.
         cache_bytes: limit of payload, rows and encoded mini-batches in memory, least recently used
             dropped first. One mini-batch that is larger is still served. The rows of training calls
             of hosted models have a limit of their own, at most 256 MiB.
         shutdown_grace_s: time for calls in progress after a request to stop.
+        readiness: receives the checks of the dependencies.
     """
 
     redis_url: str
     listen: str = "127.0.0.1:0"
     advertise: str = ""
     address_file: Path | None = None
+    requires_key: bool = False
+    tls: Tls | None = None
     get_wait_max_s: float = 60.0
     leader_lease_s: float = 5.0
     park_after_s: float = PARK_AFTER_S
     cache_bytes: int = 1 << 30
     upkeep: Upkeep = DEFAULT_UPKEEP
     shutdown_grace_s: float = 2.0
+    readiness: Readiness = field(default_factory=lambda: Readiness("batcher"))
 
 
 def run_batcher(options: BatcherOptions) -> None:
@@ -124,7 +137,7 @@ async def _serve_until_signal(options: BatcherOptions) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(options: BatcherOptions) -> AsyncIterator[str]:
-    """Serve until the end of the block; yield the bound "host:port".
+    """Serve until the end of the block; yield the bound "host:port", or "grpcs://host:port".
 
     Raises:
         InvalidConfigError: the address to listen on is taken, or none.
@@ -163,20 +176,36 @@ async def serving(options: BatcherOptions) -> AsyncIterator[str]:
         await stack.enter_async_context(
             background(health.keep_updating(), name="health of the store")
         )
+        stack.enter_context(
+            observed_replica(
+                options.redis_url,
+                options.readiness,
+                runs=runs,
+                keeper=keeper,
+                assembler=assembler,
+                health=health,
+            )
+        )
         operations = OperationSender(client, max_cache_bytes=options.cache_bytes)
         stack.push_async_callback(operations.close)
         servicer = BatchesServicer(client, runs.find)
         sender = BatchSender(client, runs.find, assembler, wait_max_s=options.get_wait_max_s)
         running = RunningCalls()
+        access = Access(client, KeyChecks(client, requires_key=options.requires_key))
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         server.add_generic_rpc_handlers(
-            (handlers(servicer, sender, running), operation_handlers(operations, running))
+            (
+                handlers(servicer, sender, running, access),
+                operation_handlers(operations, running, access),
+            )
         )
         add_HealthServicer_to_server(health, server)
-        address = _bind(server, options.listen)
+        address = _bind(server, options.listen, tls=options.tls)
         await server.start()
         stack.push_async_callback(_stop, server, running, runs, health, options.shutdown_grace_s)
-        await stack.enter_async_context(registered(waiting, advertised(address, options.advertise)))
+        await stack.enter_async_context(
+            registered(waiting, advertised(address, options.advertise), options.readiness)
+        )
         logger.info("batcher listens at %s", address)
         yield address
 
@@ -196,14 +225,25 @@ async def _stop(
 
 
 @contextlib.asynccontextmanager
-async def registered(client: redis.asyncio.Redis, address: str) -> AsyncIterator[None]:
-    """Keep "host:port" registered inside the block, also after an outage of the store."""
+async def registered(
+    client: redis.asyncio.Redis, address: str, readiness: Readiness
+) -> AsyncIterator[None]:
+    """Keep an address registered inside the block, also after an outage of the store."""
+    ends_s = time.monotonic()
 
     async def register(lease_s: float) -> None:
+        nonlocal ends_s
+        began_s = time.monotonic()
         try:
             await run_command_async(client, register_command(address, lease_s=lease_s))
+            ends_s = began_s + lease_s
         except TurnstreamError as error:
             logger.debug("the address %s is not registered: %s", address, error)
+
+    def trouble() -> str:
+        return "" if time.monotonic() < ends_s else f"{address} is not registered in the store"
+
+    readiness.add("registration", trouble)
 
     async def renew() -> None:
         while True:
@@ -222,18 +262,23 @@ def advertised(bound: str, advertise: str) -> str:
     """Return the address at which workers reach a batcher.
 
     Args:
-        bound: "host:port" that the server listens on.
+        bound: "host:port" or "grpcs://host:port" that the server listens on.
         advertise: "host:port" or "host" that was set; "" for none.
 
     >>> advertised("127.0.0.1:7600", ""), advertised("0.0.0.0:7600", "batcher-3")
     ('127.0.0.1:7600', 'batcher-3:7600')
     >>> advertised("0.0.0.0:7600", "lb.example:443")
     'lb.example:443'
+    >>> advertised("grpcs://0.0.0.0:7600", "batcher-3")
+    'grpcs://batcher-3:7600'
     """
-    host, _, port = bound.rpartition(":")
+    scheme = SECURE if bound.startswith(SECURE) else ""
+    host, _, port = bound.removeprefix(scheme).rpartition(":")
+    if "://" in advertise:
+        return advertise
     if advertise:
-        return advertise if ":" in advertise else f"{advertise}:{port}"
-    return f"{socket.gethostname() if host in _ANY_HOST else host}:{port}"
+        return scheme + (advertise if ":" in advertise else f"{advertise}:{port}")
+    return f"{scheme}{socket.gethostname() if host in _ANY_HOST else host}:{port}"
 
 
 def _owner() -> str:
@@ -241,17 +286,21 @@ def _owner() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> str:
+def _bind(server: grpc.aio.Server, listen: str, *, tls: Tls | None) -> str:
     host, _ = split_address(listen, option="--listen")
     try:
-        port = server.add_insecure_port(listen)
+        if tls is None:
+            port = server.add_insecure_port(listen)
+        else:
+            pair = (tls.key.read_bytes(), tls.cert.read_bytes())
+            port = server.add_secure_port(listen, grpc.ssl_server_credentials([pair]))
     except RuntimeError as error:
         raise InvalidConfigError(
             "--listen",
             f"{listen!r} cannot be used, another program may listen there: choose "
             f"another port with --listen or TURNSTREAM_BATCHER_PORT; 0 takes a free one",
         ) from error
-    return f"{host}:{port}"
+    return f"{SECURE if tls else ''}{host}:{port}"
 
 
 def tune_process() -> None:

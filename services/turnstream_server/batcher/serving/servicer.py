@@ -16,6 +16,7 @@ from turnstream.store.client.run_ids import find_run_async
 from turnstream.types import VersionAnnounced
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.serving.access import Access
 from turnstream_server.batcher.serving.calls import (
     Context,
     RunningCalls,
@@ -23,7 +24,7 @@ from turnstream_server.batcher.serving.calls import (
     store_time_s,
 )
 from turnstream_server.batcher.serving.get import BatchSender
-from turnstream_server.batcher.serving.requests import parse_request, parse_token
+from turnstream_server.batcher.serving.requests import parse_token
 from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 from turnstream_server.bus.sessions.sessions import (
     TrainerSession,
@@ -41,7 +42,7 @@ SERVICE = "turnstream.wire.v1.Batches"
 
 
 def handlers(
-    servicer: BatchesServicer, sender: BatchSender, running: RunningCalls
+    servicer: BatchesServicer, sender: BatchSender, running: RunningCalls, access: Access
 ) -> grpc.GenericRpcHandler:
     """Return the handlers of all calls. Payload passes through without a message class."""
     unary: dict[str, tuple[Callable[[Any], Awaitable[Message]], type[Message]]] = {
@@ -57,7 +58,7 @@ def handlers(
         async def answer(data: bytes, context: Context) -> bytes:
             within_s = store_time_s(context.time_remaining())
             async with running.answering(context, call=kind.DESCRIPTOR.name):
-                request = parse_request(data, kind)
+                request = await access.read(data, kind, context)
                 async with bounded_by_store(servicer.client, within_s):
                     return (await method(request)).SerializeToString()
             raise AssertionError("unreachable: an aborted call raises")
@@ -66,7 +67,7 @@ def handlers(
 
     async def get(data: bytes, context: Context) -> None:
         async with running.answering(context, call="GetRequest"):
-            await sender.send(parse_request(data, wire.GetRequest), context)
+            await sender.send(await access.read(data, wire.GetRequest, context), context)
 
     calls = {name: unary_handler(method, kind) for name, (method, kind) in unary.items()}
     calls["Get"] = grpc.unary_stream_rpc_method_handler(get)

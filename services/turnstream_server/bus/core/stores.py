@@ -36,7 +36,7 @@ def open_store(settings: Settings, *, port: int = 0) -> Iterator[str]:
         StoreUnavailableError: it cannot be reached, or the embedded one does not start.
     """
     if settings.redis_url is not None:
-        url = settings.redis_url.get_secret_value()
+        url = settings.with_password(settings.redis_url.get_secret_value())
         check_store(url, durability=settings.durability)
         yield url
         return

@@ -85,6 +85,16 @@ def read_plan(client: redis.Redis, run: str, step: int) -> StoredManifest | None
         return _stored(entries[0]) if entries else None
 
 
+def read_plans(
+    client: redis.Redis, run: str, *, first_step: int, max_count: int
+) -> list[StoredManifest]:
+    """Return the plans from `first_step` on, in order, at most `max_count` of them."""
+    plan = keys.run_keys(run).plan
+    with reading(plan), translating():
+        entries: Any = client.xrange(plan, min=first_step, count=max_count)
+        return [_stored(entry) for entry in entries]
+
+
 async def read_manifests(
     client: redis.asyncio.Redis, run: str, *, first_step: int, max_count: int
 ) -> list[StoredManifest]:

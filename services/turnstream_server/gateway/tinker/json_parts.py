@@ -58,7 +58,7 @@ def read_header(body: bytes, model: type[_Model]) -> tuple[dict[str, Any], _Mode
         return content, model.model_validate(content)
     except ValidationError as error:
         raise RecordError(_problem(error, path=["the body"])) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"the body is no JSON: {error}") from error
 
 

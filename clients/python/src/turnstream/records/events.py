@@ -50,6 +50,15 @@ _NAMES: Final[dict[type, str]] = {
 _KINDS: Final[dict[str, type[Any]]] = {name: kind for kind, name in _NAMES.items()}
 
 
+def event_name(event: Event) -> str:
+    """Return the name of the kind of an event, such as "group_opened"."""
+    return _NAMES[type(event)]
+
+
+EVENT_NAMES: Final = tuple(_KINDS)
+"""Names of all kinds of events."""
+
+
 def encode_event(event: Event) -> bytes:
     """Return the record of an event; the same event always has the same bytes.
 

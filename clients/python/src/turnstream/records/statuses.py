@@ -42,6 +42,8 @@ _STATUSES: Final[dict[type[TurnstreamError], str]] = {
     errors.NotReadyError: "DEADLINE_EXCEEDED",
     errors.BatcherUnavailableError: "UNAVAILABLE",
     errors.RejectedError: "RESOURCE_EXHAUSTED",
+    errors.AccessDeniedError: "PERMISSION_DENIED",
+    errors.UnknownKeyError: "UNAUTHENTICATED",
     errors.RunNotFoundError: "NOT_FOUND",
     errors.ConflictError: "ALREADY_EXISTS",
     errors.FencedError: "ABORTED",
@@ -60,7 +62,7 @@ _ERRORS_OF_GRPC: Final[dict[str, type[TurnstreamError]]] = {  # others: Turnstre
     "DEADLINE_EXCEEDED": errors.NotReadyError,
     "NOT_FOUND": errors.RunNotFoundError,
     "ALREADY_EXISTS": errors.ConflictError,
-    "PERMISSION_DENIED": errors.RejectedError,
+    "PERMISSION_DENIED": errors.AccessDeniedError,
     "RESOURCE_EXHAUSTED": errors.RejectedError,
     "FAILED_PRECONDITION": errors.RejectedError,
     "ABORTED": errors.FencedError,
@@ -68,7 +70,7 @@ _ERRORS_OF_GRPC: Final[dict[str, type[TurnstreamError]]] = {  # others: Turnstre
     "UNIMPLEMENTED": errors.RejectedError,
     "UNAVAILABLE": errors.BatcherUnavailableError,
     "DATA_LOSS": errors.RecordError,
-    "UNAUTHENTICATED": errors.RejectedError,
+    "UNAUTHENTICATED": errors.UnknownKeyError,
 }
 
 

@@ -65,6 +65,7 @@ class BatcherCalls:
         *,
         timeout_s: float,
         observer: str = "",
+        api_key: str | None = None,
     ) -> None:
         if not 0 <= dp_rank < dp_world_size:
             raise InvalidConfigError("dp_rank", f"{dp_rank} is not in a world of {dp_world_size}")
@@ -80,7 +81,7 @@ class BatcherCalls:
         # (step, manifest hash) of each acknowledged step; replaced and never changed: another
         # thread reads it.
         self._steps: tuple[tuple[int, str], ...] = ()
-        self.replicas = Replicas(target)
+        self.replicas = Replicas(target, api_key=api_key)
 
     def start(self, *, recovery_token: str, session: str) -> wire.StartReply:
         """Begin a session, or resume it; later calls carry its epoch and its run id."""
@@ -242,7 +243,8 @@ class BatcherCalls:
                 response_deserializer=reply.FromString,
             )
             try:
-                return call(request, timeout=max(0.01, min(ATTEMPT_S, deadline_s - now_s)))
+                attempt_s = max(0.01, min(ATTEMPT_S, deadline_s - now_s))
+                return call(request, timeout=attempt_s, metadata=self.replicas.metadata)
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
             now_s = time.monotonic()

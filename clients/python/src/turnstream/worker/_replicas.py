@@ -12,6 +12,8 @@ from google.protobuf.message import Message
 from grpc.experimental import ChannelOptions
 
 from turnstream.errors import InvalidConfigError, RejectedError
+from turnstream.store.client.api_keys import METADATA, own_key, root_certificates
+from turnstream.store.run.batchers import SECURE
 
 KEEPALIVE_EVERY_S = 2.0
 """Interval of pings during a call. The answer to a ping needs no store and no Python, so a replica
@@ -51,7 +53,9 @@ _CHANNEL_OPTIONS = (
 )
 
 
-_ADDRESS: Final = re.compile(r"(?:unix|unix-abstract|vsock|dns|xds):.+|(?!redis)[^/]+:\d+")
+_ADDRESS: Final = re.compile(
+    r"(?:unix|unix-abstract|vsock|dns|xds):.+|(?:grpcs://)?(?!redis)[^/]+:\d+"
+)
 """The forms of gRPC with a scheme, or host:port."""
 
 
@@ -62,11 +66,13 @@ def addresses_of(target: str) -> tuple[str, ...]:
     (('batcher:7600',), ('unix:/run/batcher.sock',))
     >>> addresses_of("one:7600, two:7600")
     ('one:7600', 'two:7600')
+    >>> addresses_of("grpcs://batcher:7600")
+    ('grpcs://batcher:7600',)
     >>> addresses_of("ipv4:10.0.0.1:7600,10.0.0.2:7600")
     ('ipv4:10.0.0.1:7600', 'ipv4:10.0.0.2:7600')
 
     Raises:
-        InvalidConfigError: an address has another form than host:port.
+        InvalidConfigError: an address has another form than host:port or grpcs://host:port.
     """
     scheme = next((each for each in ("ipv4:", "ipv6:") if target.startswith(each)), "")
     addresses = [address.strip() for address in target.removeprefix(scheme).split(",")]
@@ -85,10 +91,19 @@ class Replicas:
     """The replica to call, and the next one if it does not answer. Thread-safe.
 
     Short calls share one channel for each address. Gets have a channel of their own.
+
+    Args:
+        target: their addresses, with commas between them.
+        api_key: key of all calls; None takes that of the environment.
+
+    Attributes:
+        metadata: metadata of each call, with the key.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, api_key: str | None = None) -> None:
         self._addresses = addresses_of(target)
+        key = own_key(api_key)
+        self.metadata = ((METADATA, key),) if key else ()
         self._index = 0
         self._channels: dict[str, grpc.Channel] = {}
         self._get_channel: grpc.Channel | None = None
@@ -113,8 +128,7 @@ class Replicas:
         with self._lock:
             self._raise_if_closed()
             if address not in self._channels:
-                channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-                self._channels[address] = channel
+                self._channels[address] = _open_channel(address)
             return self._channels[address]
 
     def get(
@@ -132,7 +146,8 @@ class Replicas:
                     call = channel.unary_stream(
                         path, request_serializer=type(request).SerializeToString
                     )
-                    return cast("Iterator[bytes]", call(request, timeout=timeout_s))
+                    messages = call(request, timeout=timeout_s, metadata=self.metadata)
+                    return cast("Iterator[bytes]", messages)
                 # A stream must not be the first call of a channel: if its attempt to connect
                 # fails, the socket stays open, also after the channel is closed.
                 check = channel.unary_unary(_HEALTH_CHECK).future(b"", timeout=ALIVE_WITHIN_S)
@@ -164,7 +179,7 @@ class Replicas:
         if self._get_channel is None or self._get_address != self.current:
             self._close_get()
             self._get_address = self.current
-            self._get_channel = grpc.insecure_channel(self.current, options=_CHANNEL_OPTIONS)
+            self._get_channel = _open_channel(self.current)
         return self._get_channel
 
     def _close_get(self) -> None:
@@ -175,3 +190,11 @@ class Replicas:
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise RejectedError("the stream was closed")
+
+
+def _open_channel(address: str) -> grpc.Channel:
+    """Return a channel, with TLS if the address asks for it."""
+    if not address.startswith(SECURE):
+        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(root_certificates())
+    return grpc.secure_channel(address.removeprefix(SECURE), credentials, _CHANNEL_OPTIONS)

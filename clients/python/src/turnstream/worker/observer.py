@@ -50,6 +50,7 @@ class ObserverStream(MiniBatches):
         expiry_s: float = 600.0,
         timeout_s: float = 600.0,
         max_prefetch_bytes: int = GIB,
+        api_key: str | None = None,
     ) -> None:
         """Register the observer, or resume it, and start to pull.
 
@@ -64,10 +65,12 @@ class ObserverStream(MiniBatches):
                 10 or more.
             timeout_s: as for `BatchStream`.
             max_prefetch_bytes: as for `BatchStream`.
+            api_key: as for `BatchStream`.
 
         Raises:
             InvalidConfigError: no name, a rank outside the world, a step or expiry that cannot be.
             RunNotFoundError: no run of that name.
+            AccessDeniedError: the key is not accepted, or may not read this run.
             BatcherUnavailableError: no batcher answered for `timeout_s`.
         """
         if first_step is not None and first_step < 1:
@@ -75,7 +78,10 @@ class ObserverStream(MiniBatches):
         if not expiry_s >= LEAST_EXPIRY_S:
             raise InvalidConfigError("expiry_s", f"{expiry_s} is not at least {LEAST_EXPIRY_S} s")
         calls = BatcherCalls(
-            target, run, dp_rank, dp_world_size, timeout_s=timeout_s, observer=observer
+            *(target, run, dp_rank, dp_world_size),
+            timeout_s=timeout_s,
+            observer=observer,
+            api_key=api_key,
         )
         reply = calls.observe(first_step=first_step or 0, expiry_s=expiry_s)
         super().__init__(calls, reply, max_prefetch_bytes=max_prefetch_bytes, timeout_s=timeout_s)

@@ -59,10 +59,17 @@ class OperationPuller:
         target: "HOST:PORT[,HOST:PORT..]", the batcher replicas.
         dp_rank, dp_world_size: this rank, and the number of ranks.
         timeout_s: longest time of a pull with its retries.
+        api_key: key of the pulls; None takes that of the environment.
     """
 
     def __init__(
-        self, target: str, *, dp_rank: int, dp_world_size: int, timeout_s: float = 120.0
+        self,
+        target: str,
+        *,
+        dp_rank: int,
+        dp_world_size: int,
+        timeout_s: float = 120.0,
+        api_key: str | None = None,
     ) -> None:
         if not 0 <= dp_rank < dp_world_size:
             raise InvalidConfigError("dp_rank", f"{dp_rank} is not in a world of {dp_world_size}")
@@ -71,7 +78,7 @@ class OperationPuller:
         self._dp_world_size = dp_world_size
         self._timeout_s = timeout_s
         self._closed = threading.Event()
-        self._replicas = Replicas(target)
+        self._replicas = Replicas(target, api_key=api_key)
 
     def pull(
         self, model_id: str, *, first: int, last: int, skipped: Collection[int] = ()
@@ -88,6 +95,7 @@ class OperationPuller:
             UnavailableError: no replica has sent all shares within the time limit.
             ReleasedError: a command has no content.
             CorruptRecordError: shares arrived damaged, several times.
+            AccessDeniedError: the key is not accepted, or may not have this model.
             RejectedError: this is closed.
         """
         request = GetOperationsRequest(

@@ -300,6 +300,11 @@ class Batches:
         return self._stream.config
 
     @property
+    def run(self) -> str:
+        """The id of the run."""
+        return self._stream.run
+
+    @property
     def newest_version(self) -> int:
         """The highest policy version announced so far; -1: none. Never announce one twice."""
         return self._stream.newest_version

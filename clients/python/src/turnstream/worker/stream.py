@@ -59,6 +59,7 @@ class MiniBatches:
 
     Attributes:
         config: settings of the run.
+        run: id of the run.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class MiniBatches:
             calls.close()
             raise
         self._calls = calls
+        self.run = calls.run
         self._timeout_s = timeout_s
         # The deadline of an iteration is after several answers, so that its error has the reason.
         self._poll_s = min(LONG_POLL_S, timeout_s / 4)
@@ -217,11 +219,13 @@ class BatchStream(MiniBatches):
         session: str | None = None,
         timeout_s: float = 600.0,
         max_prefetch_bytes: int = GIB,
+        api_key: str | None = None,
     ) -> None:
         """Begin a trainer session and start to pull.
 
         Args:
-            target: gRPC address of a batcher, "host:port"; several replicas with commas.
+            target: gRPC address of a batcher, "host:port", or "grpcs://host:port" with TLS; several
+                replicas with commas.
             run: name of the run that has this name now.
             dp_rank: data-parallel position of this process.
             dp_world_size: number of such positions.
@@ -229,11 +233,14 @@ class BatchStream(MiniBatches):
             session: a new name that all ranks of this trainer share; it fences the one before.
             timeout_s: longest wait for a mini-batch, or for an acknowledgement.
             max_prefetch_bytes: bound of the prefetched bytes.
+            api_key: key of all calls; None takes that of TURNSTREAM_API_KEY, else of the file
+                TURNSTREAM_KEY_FILE.
 
         Raises:
             InvalidConfigError: a rank outside the world, several ranks without a session, or a name
                 that is no valid Unicode.
             RunNotFoundError: no run of that name.
+            AccessDeniedError: the key is not accepted, or may not train this run.
             StoreBehindError: the store does not have the token, or has lost the run.
             BatcherUnavailableError: no batcher answered for `timeout_s`.
         """
@@ -241,7 +248,9 @@ class BatchStream(MiniBatches):
             raise InvalidConfigError(
                 "session", f"{dp_world_size} ranks need a name in common to be one trainer"
             )
-        calls = BatcherCalls(target, run, dp_rank, dp_world_size, timeout_s=timeout_s)
+        calls = BatcherCalls(
+            target, run, dp_rank, dp_world_size, timeout_s=timeout_s, api_key=api_key
+        )
         reply = calls.start(
             recovery_token="" if recovery_token is None else str(recovery_token),
             session=session or uuid.uuid4().hex,

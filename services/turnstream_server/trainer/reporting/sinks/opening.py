@@ -38,7 +38,7 @@ def open_sinks(config: TrainerConfig, *, from_step: int) -> Iterator[Sinks]:
 def _wanted(config: TrainerConfig, *, from_step: int) -> Iterator[Sink]:
     yield JsonLines(config.folder / FILE_NAME)
     if config.metrics_listen:
-        yield Prometheus(config.metrics_listen, run=config.run)
+        yield Prometheus(run=config.run)
     if config.tensorboard:
         yield TensorBoard(config.folder / "tensorboard", from_step=from_step)
     if config.wandb:

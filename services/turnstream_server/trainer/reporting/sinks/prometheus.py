@@ -1,51 +1,29 @@
-"""Metrics for Prometheus, over HTTP."""
+"""Metrics for Prometheus, which the listener of the process serves."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from turnstream.errors import InvalidConfigError
-from turnstream_server.options import split_address
+from turnstream_server.telemetry.instruments import REGISTRY
 from turnstream_server.trainer.reporting.declarations import Metric, numbers
-
-logger = logging.getLogger(__name__)
-
-OPTION: Final = "--metrics-listen"
-
-DEFAULT_HOST: Final = "127.0.0.1"
 
 
 class Prometheus(Collector):
-    """Serves the newest values of one run, and those of the process, until it is closed.
+    """Shows the newest values of one run among the metrics of the process, until it is closed.
 
     A gauge that the newest step lacks is absent. Counters begin at 0 with each process, so that a
     step that is trained again counts again.
-
-    Attributes:
-        port: on which it listens.
     """
 
-    def __init__(self, address: str, *, run: str) -> None:
-        """Listen on "host:port" or "port"; InvalidConfigError for an address in use."""
+    def __init__(self, *, run: str) -> None:
         self._run = run
         self._counters: dict[str, float] = {}
         self._values: dict[str, float] = {}
-        registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        registry.register(self)
-        host, port = split_address(address, option=OPTION, default_host=DEFAULT_HOST)
-        try:
-            self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
-        except OSError as error:
-            raise InvalidConfigError(OPTION, f"cannot listen on {host}:{port}: {error}") from error
-        self.port: int = self._server.server_port
-        logger.info("metrics are served", extra={"url": f"http://{host}:{self.port}/metrics"})
+        REGISTRY.register(self)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Replace the gauges, and add to the counters."""
@@ -58,10 +36,8 @@ class Prometheus(Collector):
         self._values = {**self._counters, **values}
 
     def close(self) -> None:
-        """End the server and its thread."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        """Show the values no more."""
+        REGISTRY.unregister(self)
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         """Yield each metric with its value, labelled with the run."""

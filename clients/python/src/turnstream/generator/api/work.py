@@ -81,10 +81,17 @@ class AsyncTask(_Task[_AnyWriter]):
 
 
 class WorkQueue:
-    """Takes tasks and refills of a run for one writer, in one event loop."""
+    """Takes tasks and refills of a run for one writer, in one event loop.
 
-    def __init__(self, writer: str) -> None:
+    Args:
+        writer: name of the writer.
+        is_exclusive: another queue may have the same writer. A task goes to one of them; it is lost
+            until its lease ends if the answer of the store is lost.
+    """
+
+    def __init__(self, writer: str, *, is_exclusive: bool = False) -> None:
         self._writer = writer
+        self._is_exclusive = is_exclusive
         self._taken_refills: set[TrajectoryKey] = set()
         self._unanswered: list[OfferedTask] = []
 
@@ -105,14 +112,14 @@ class WorkQueue:
         return Refill(key=key, group=taken.task.group)
 
     async def next_task(
-        self, run: str, calls: StoreCalls, *, adopt: Callable[[TakenTask], list[_AnyWriter]]
-    ) -> tuple[OfferedTask, list[_AnyWriter]]:
+        self, run: str, calls: StoreCalls, *, adopt: Callable[[TakenTask], list[_T]]
+    ) -> tuple[OfferedTask, list[_T]]:
         """Take the next task, as soon as there is one, with the writers of its trajectories.
 
         `adopt` returns these writers; none if this publisher writes the task already.
         """
 
-        def accept(taken: TakenTask) -> tuple[OfferedTask, list[_AnyWriter]] | None:
+        def accept(taken: TakenTask) -> tuple[OfferedTask, list[_T]] | None:
             trajectories = adopt(taken)
             return (taken.task, trajectories) if trajectories else None
 
@@ -158,7 +165,10 @@ class WorkQueue:
                 return found
             task = found
         try:
-            reply = await calls.run(open_task_command(run, task, writer=self._writer))
+            command = open_task_command(
+                run, task, writer=self._writer, is_exclusive=self._is_exclusive
+            )
+            reply = await calls.run(command)
         except (ConflictError, EndOfRunError) as error:
             if is_fresh and isinstance(error, ConflictError):
                 raise

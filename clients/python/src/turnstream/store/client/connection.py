@@ -1,4 +1,7 @@
-"""Clients of the store: raw bytes in both directions, RESP2, no reply waited for without end."""
+"""Clients of the store: raw bytes in both directions, RESP2, no reply waited for without end.
+
+The address of a gateway, `http://` or `https://`, has the same clients: see http_connection.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from redis.exceptions import ResponseError
 from redis.retry import Retry
 
 from turnstream.errors import InvalidConfigError
+from turnstream.optional import from_extra
 from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SOCKET_TIMEOUT_S
+from turnstream.store.client.http_address import http_host_and_port, is_http, parse_http
 from turnstream.types.names import shown, text_trouble
 
 MAX_BLOCK_S = 10.0
@@ -39,16 +44,18 @@ _LONGEST_PAUSE_S = 0.5
 def connect(
     url: str, *, num_retries: int = NUM_RETRIES, silent_s: float = SOCKET_TIMEOUT_S
 ) -> redis.Redis:
-    """Return a client for `redis://`, `rediss://` or `unix://`; the first use connects it.
+    """Return a client for `redis://`, `rediss://`, `unix://`, `http://` or `https://`.
+
+    The first use connects it.
 
     Args:
-        url: address of the store.
+        url: address of the store, or of a gateway; see `http_address.with_key` for its key.
         num_retries: retries of a command after a lost connection.
         silent_s: seconds without an answer after which a server counts as away.
     """
     backoff = ExponentialBackoff(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
     retry = Retry(backoff, num_retries, supported_errors=(RedisConnectionError,))
-    return redis.Redis.from_url(url, retry=retry, **{**_options(), "socket_timeout": silent_s})
+    return redis.Redis.from_pool(_pool(url, retry=retry, socket_timeout=silent_s))
 
 
 def limited_client(client: redis.Redis, *, timeout_s: float) -> redis.Redis:
@@ -67,11 +74,11 @@ def connect_async(url: str, *, num_retries: int = NUM_RETRIES) -> redis.asyncio.
     backoff = ExponentialBackoff(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
     errors = (RedisConnectionError,)
     retry = redis.asyncio.retry.Retry(backoff, num_retries, supported_errors=errors)
-    return redis.asyncio.Redis.from_url(url, retry=retry, **_options())
+    return redis.asyncio.Redis.from_pool(_async_pool(url, retry=retry))
 
 
 def checked_url(url: str, *, field: str = "url") -> str:
-    """Return the address of a store, if it is one.
+    """Return the address of a store or a gateway, if it is one.
 
     >>> checked_url("redis://localhost:7379")
     'redis://localhost:7379'
@@ -79,11 +86,12 @@ def checked_url(url: str, *, field: str = "url") -> str:
     if text_trouble(url):
         raise InvalidConfigError(field, f"{_without_password(url)} is not a valid text")
     try:
-        parse_url(url)
+        if not is_http(url):
+            parse_url(url)
         address_of(url)
     except ValueError as error:
         shown_url = _without_password(url)
-        form = "redis://HOST:PORT"
+        form = "redis://HOST:PORT, or http://HOST:PORT for a gateway"
         if "://" not in url and ":" in url:
             form = f"redis://{url.rpartition('@')[2]}"
         reason = "" if "://" not in url else f" ({error})"
@@ -100,11 +108,13 @@ def _without_password(url: object) -> str:
 
 
 def address_of(url: str) -> str:
-    """Return the address of a store without its credentials.
+    """Return the address of a store or a gateway without its credentials.
 
     >>> address_of("redis://me:secret@10.0.0.7:6379/0"), address_of("unix:///run/store.sock?db=1")
     ('10.0.0.7:6379', '/run/store.sock')
     """
+    if is_http(url):
+        return http_host_and_port(url)
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return parts.path
@@ -115,6 +125,26 @@ def address_of_client(client: redis.Redis | redis.asyncio.Redis) -> str:
     """Return the address of a client's store."""
     options = client.connection_pool.connection_kwargs
     return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', _PORT)}"
+
+
+def _pool(url: str, **options: Any) -> redis.ConnectionPool:
+    settings = {**_options(), **options}
+    if not is_http(url):
+        return redis.ConnectionPool.from_url(url, **settings)
+    gateway = parse_http(url)
+    with from_extra("http", needed_by="an address that begins with http"):
+        from turnstream.store.client.http_connection import HttpConnection, http_settings
+    return redis.ConnectionPool(HttpConnection, **settings, **http_settings(gateway))
+
+
+def _async_pool(url: str, **options: Any) -> redis.asyncio.ConnectionPool:
+    settings = {**_options(), **options}
+    if not is_http(url):
+        return redis.asyncio.ConnectionPool.from_url(url, **settings)
+    gateway = parse_http(url)
+    with from_extra("http", needed_by="an address that begins with http"):
+        from turnstream.store.client.http_connection import AsyncHttpConnection, http_settings
+    return redis.asyncio.ConnectionPool(AsyncHttpConnection, **settings, **http_settings(gateway))
 
 
 def _options() -> dict[str, Any]:
@@ -131,7 +161,7 @@ class Link:
     """One connection for many commands at once; it never repeats any, and reconnects when used."""
 
     def __init__(self, url: str) -> None:
-        self._connection = redis.ConnectionPool.from_url(url, **_options()).make_connection()
+        self._connection = _pool(url).make_connection()
 
     def exchange(self, data: bytes, num_replies: int) -> list[Any]:
         """Send packed commands and return their replies in order, error replies among them."""
@@ -158,9 +188,7 @@ class AsyncLink:
 
     def __init__(self, url: str) -> None:
         # One deadline per exchange: the client's own would cost a timer for every reply.
-        options = {**_options(), "socket_timeout": None}
-        pool = redis.asyncio.ConnectionPool.from_url(url, **options)
-        self._connection = pool.make_connection()
+        self._connection = _async_pool(url, socket_timeout=None).make_connection()
 
     async def exchange(
         self, data: bytes, num_replies: int, *, timeout_s: float = SOCKET_TIMEOUT_S

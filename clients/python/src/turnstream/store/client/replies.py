@@ -21,10 +21,13 @@ RELEASED          ReleasedError                             a step that is no lo
 RANK_UNCONFIRMED  NotReadyError                             a step that a rank may not have yet
 TOOLARGE          GroupTooLargeError                        a group that can never be admitted
 DAMAGED           CorruptRecordError                        a damaged counter; nothing was written
+NOPERM            AccessDeniedError                         user or API key may not do this
 ================  ====================  ==================  ========================================
 
 The state is that of a trajectory in the ledger, or `unknown` where the ledger does not have it.
 `group` stands for a group that takes no member any more, and `name` for a group that is finished.
+
+NOPERM is a code of the server, and of a gateway; no script has it.
 
 A server that has reached its `maxmemory` is StoreFullError. Everything else that passes by itself
 (no connection, a server that is loading, read-only or without its disk) is StoreUnavailableError.
@@ -40,6 +43,7 @@ from typing import Final, NamedTuple
 from redis import exceptions as redis_errors
 
 from turnstream.errors import (
+    AccessDeniedError,
     ConflictError,
     CorruptRecordError,
     EndOfRunError,
@@ -63,6 +67,9 @@ from turnstream.store.client.trajectory_names import with_readable_names
 
 RETRY_AFTER_S = 1.0
 """Pause for a caller that cannot read the `wake` stream, or whose store is full or away."""
+
+DENIED: Final = "NOPERM"
+"""First word of the error reply to a command that the user, or the API key, may not call."""
 
 FULL = "OOM"
 """First word of the error reply of a server at its `maxmemory`."""
@@ -95,6 +102,7 @@ _CODES: dict[type[redis_errors.ResponseError], str] = {  # older clients do not 
     redis_errors.ClusterDownError: "CLUSTERDOWN",
     redis_errors.ExecAbortError: "EXECABORT",
     redis_errors.MasterDownError: "MASTERDOWN",
+    redis_errors.NoPermissionError: DENIED,
     redis_errors.NoScriptError: "NOSCRIPT",
     redis_errors.OutOfMemoryError: FULL,
     redis_errors.ReadOnlyError: "READONLY",
@@ -105,6 +113,18 @@ _DENIED = (
     redis_errors.AuthorizationError,
     redis_errors.NoPermissionError,
 )
+
+
+class RefusedRequestError(redis_errors.RedisError):
+    """A request that a gateway refused as a whole, for good.
+
+    Attributes:
+        error: error for the caller.
+    """
+
+    def __init__(self, error: TurnstreamError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 _REPLY: Final = re.compile(r"(?P<code>\S+) ?(?:\[(?P<fact>[^\]]*)\] ?)?(?P<message>.*)", re.DOTALL)
@@ -140,6 +160,8 @@ class Refusal(NamedTuple):
             return UnknownFormatError("the run", int(self.fact), RUN_FORMAT)
         if self.code == FULL:
             return StoreFullError(f"the store is full: {message}", retry_after_s=RETRY_AFTER_S)
+        if self.code == DENIED:
+            return _denied(message)
         if self.code == "DAMAGED":
             return CorruptRecordError(f"damaged: {message}")
         if self.is_passing:
@@ -167,8 +189,10 @@ def translate(error: Exception) -> TurnstreamError:
     """Return our error for an error of the Redis client, or of its socket."""
     if isinstance(error, TurnstreamError):
         return error
+    if isinstance(error, RefusedRequestError):
+        return error.error
     if isinstance(error, _DENIED):
-        return RejectedError(f"the store denied access: {error}")
+        return _denied(str(error))
     if isinstance(error, redis_errors.ResponseError):
         return parse_refusal(error_text(error)).error
     if is_silence(error):
@@ -176,6 +200,10 @@ def translate(error: Exception) -> TurnstreamError:
     else:
         message = f"the store cannot be reached: {error}"
     return StoreUnavailableError(message, retry_after_s=RETRY_AFTER_S)
+
+
+def _denied(message: str) -> AccessDeniedError:
+    return AccessDeniedError(f"the store denied access: {message}")
 
 
 @contextlib.contextmanager

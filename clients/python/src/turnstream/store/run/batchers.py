@@ -16,6 +16,9 @@ from turnstream.store.client.scripts import Command, Script
 LEASE_S: Final = 15.0
 """A batcher that has not registered again for so long is not listed."""
 
+SECURE: Final = "grpcs://"
+"""First characters of the address of a batcher with TLS."""
+
 _RETRY_S: Final = 0.2
 
 _REGISTER = Script("register_batcher", "turnstream.store.run")
@@ -25,7 +28,7 @@ def register_command(address: str, *, lease_s: float = LEASE_S) -> Command:
     """Return the call that registers a batcher; nothing is sent.
 
     Args:
-        address: "host:port", as workers reach it.
+        address: "host:port" or "grpcs://host:port", as workers reach it.
         lease_s: seconds until it must register again; 0 removes it.
     """
     return _REGISTER((keys.BATCHERS,), address, int(lease_s * 1000))

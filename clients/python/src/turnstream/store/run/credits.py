@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import redis
 
@@ -19,7 +19,11 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run, no_such_run
 from turnstream.store.run.configs import read_config
 
-_FIELDS = ["stepped", "live_groups", "open_groups", "closed", "planned", "planned_groups", "paused"]
+CREDIT_FIELDS: Final = (
+    *("stepped", "live_groups", "open_groups", "closed"),
+    *("planned", "planned_groups", "paused"),
+)
+"""Fields of the key `frontier` that a credit follows from."""
 
 
 class CreditReason(StrEnum):
@@ -57,7 +61,7 @@ def credit(client: redis.Redis, run: str) -> Credit:
     run = find_run(client, run)
     _, config = read_config(client, run)
     with translating():
-        found: Any = client.hmget(keys.run_keys(run).frontier, _FIELDS)
+        found: Any = client.hmget(keys.run_keys(run).frontier, [*CREDIT_FIELDS])
     stepped, live, opened, closed, planned, planned_groups, paused = found
     if stepped is None:
         raise no_such_run(run)

@@ -25,12 +25,19 @@ class Unfinished(NamedTuple):
     open: Sequence[int]
 
 
-def group_size(group: GroupOpened, *, is_again: bool = False, prompt_number: int = 0) -> str:
+def group_size(
+    group: GroupOpened,
+    *,
+    is_again: bool = False,
+    is_exclusive: bool = False,
+    prompt_number: int = 0,
+) -> str:
     """Return the size of a group in the words of the script open_group.
 
     Args:
         group: as it is opened.
         is_again: its writer opened it before, and the store may have forgotten that.
+        is_exclusive: a sample that the writer has opened before is refused.
         prompt_number: number of its prompt; 0 without one.
 
     >>> group_size(GroupOpened(group_id="g", prompt_uid="", num_samples=6, num_needed=4))
@@ -44,7 +51,8 @@ def group_size(group: GroupOpened, *, is_again: bool = False, prompt_number: int
     needed = "" if group.num_needed == group.num_samples else f"/{group.num_needed}"
     purpose = ":eval" if group.purpose is Purpose.EVAL else ""
     number = f"#{prompt_number}" if prompt_number else ""
-    return f"{group.num_samples}{needed}{purpose}{'+' if is_again else ''}{number}"
+    flags = f"{'+' if is_again else ''}{'!' if is_exclusive else ''}"
+    return f"{group.num_samples}{needed}{purpose}{flags}{number}"
 
 
 def read_group_command(run: str, group: GroupOpened) -> Command:

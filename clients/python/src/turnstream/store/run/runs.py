@@ -16,6 +16,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import create_under, find_run
 from turnstream.store.client.scripts import Command, Script, run_command
+from turnstream.store.client.stored_values import reading
 from turnstream.store.run.configs import read_revisions
 from turnstream.types import Leftover, RunClosed, RunReopened, VersionAnnounced
 from turnstream.types.names import RunId, checked_setting
@@ -99,6 +100,18 @@ def newest_version(client: redis.Redis, run: str) -> VersionAnnounced | None:
     event = decode_event(entries[0][1][b"r"])
     assert isinstance(event, VersionAnnounced)  # only announcements are written there
     return event
+
+
+def list_versions(
+    client: redis.Redis, run: str, *, above: int, limit: int
+) -> list[VersionAnnounced]:
+    """Return the announced versions above a number, the newest first, at most `limit`."""
+    versions = keys.run_keys(find_run(client, run)).versions
+    with reading(versions), translating():
+        # The entry of version v has the id <v + 1>-0.
+        entries: Any = client.xrevrange(versions, min=f"({above + 1}-0", count=limit)
+        events = [decode_event(fields[b"r"]) for _, fields in entries]
+    return [event for event in events if isinstance(event, VersionAnnounced)]
 
 
 def close_run(

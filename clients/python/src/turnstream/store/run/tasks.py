@@ -246,12 +246,18 @@ def parse_offer(reply: Sequence[Any]) -> OfferedTask | NoTask:
     )
 
 
-def open_task_command(run: str, task: OfferedTask, *, writer: str) -> Command:
-    """Return the call that opens an offered task for a writer; nothing is sent."""
+def open_task_command(
+    run: str, task: OfferedTask, *, writer: str, is_exclusive: bool = False
+) -> Command:
+    """Return the call that opens an offered task for a writer; nothing is sent.
+
+    If it is exclusive, the task is opened by one call only. Else a repeat by the same writer has
+    the same reply.
+    """
     return OPEN_GROUP(
         keys.run_keys(run).of_open_group,
         keys.encode_name(task.group.group_id),
-        group_size(task.group, prompt_number=task.number),
+        group_size(task.group, is_exclusive=is_exclusive, prompt_number=task.number),
         writer,
         encode_event(task.group),
         *task.trajectory_ids,

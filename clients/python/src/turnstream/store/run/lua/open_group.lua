@@ -48,7 +48,8 @@
 -- Arguments:
 --   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>",
 --                         then ":eval" for an evaluation, then "+" where this writer has opened it
---                         before, then "#<number>" for the group of a prompt
+--                         before, then "!" to refuse samples that it has open, then "#<number>" for
+--                         the group of a prompt
 --   ARGV[3] writer
 --   ARGV[4] the group_opened record              ARGV[5...] trajectory ids
 -- Reply: per trajectory id, in order: its lease epoch (integer), or why not: "CONFLICT ...", with
@@ -86,8 +87,8 @@ if config.format ~= RUN_FORMAT then
     .. '] another release wrote the run')
 end
 
-local samples, needed, purpose, again, number =
-  string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)(%+?)#?(%d*)$')
+local samples, needed, purpose, again, exclusive, number =
+  string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)(%+?)(!?)#?(%d*)$')
 local begins = purpose == 'eval' and 'evaluating' or 'open'
 needed = needed == '' and samples or needed
 
@@ -325,7 +326,7 @@ for i, id in ipairs(ids) do
   local entry = entries[i]
   if entry then
     local epoch, writer = string.match(entry, '^open:(%d+):(.*)$')
-    if writer == ARGV[3] then
+    if writer == ARGV[3] and exclusive == '' then
       replies[i] = tonumber(epoch)
       add(leases, ends_ms, id)
     elseif writer then
