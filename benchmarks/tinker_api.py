@@ -47,6 +47,9 @@ HERE = Path(__file__)
 LIMIT_MS, LIMIT_SHARE = 15.0, 0.10
 """The overhead is at most this, or this share of the passes."""
 
+LIMIT_MEMORY = 1.2
+"""Memory of the gateway and of the batcher after a load, in multiples of that before."""
+
 RANK = 8
 TIMES = re.compile(r"forward_backward (\d+): rows read in ([\d.]+) ms, passes run in ([\d.]+) ms")
 
@@ -274,7 +277,10 @@ def report_parts(parts: dict[str, float]) -> None:
 
 
 def summary_of(load: dict[str, Any]) -> str:
-    """Return a paragraph on the answers and the heartbeats."""
+    """Return a paragraph on the answers, the heartbeats, and the memory after the load."""
+    before, after = load["memory_mb"]["before"], load["memory_mb"]["session closed"]
+    kept = {name: after[name] / before[name] for name in ("gateway", "batcher")}
+    word = "reached" if max(kept.values()) <= LIMIT_MEMORY else "missed"
     return (
         f"{load['num_bodies']} calls in {load['bodies_s']:.0f} s, {load['num_samples']:,} samples "
         f"of {load['num_samplers']} samplers in {load['samples_s']:.0f} s (median "
@@ -282,7 +288,9 @@ def summary_of(load: dict[str, Any]) -> str:
         f"{len(load['failures'])} failures. The newest heartbeat was never older than "
         f"{load['oldest_beat_s']:.1f} s, and the SDK logged {len(load['warnings'])} warnings. The "
         f"gateway answered a call without work in {load['answer_median_ms']:.1f} ms (median), "
-        f"{load['answer_longest_ms']:.0f} ms at most."
+        f"{load['answer_longest_ms']:.0f} ms at most. After "
+        f"the session the memory of the gateway is {kept['gateway']:.2f} times that of before, and "
+        f"of the batcher {kept['batcher']:.2f} times; at most {LIMIT_MEMORY}: {word}."
     )
 
 
