@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Self
+from typing import Any, Self
 
 from turnstream_server.batcher.serving.service import BatcherOptions, serving
 
 
 class BatcherThread:
-    """A batcher replica on the store at `url`; `target` is its address."""
+    """A batcher replica on the store at `url`; `target` is its address.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        url: address of the store.
+        options: fields of `BatcherOptions`.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
         self._url = url
+        self._options = {"shutdown_grace_s": 0.1, **options}
         self.target = "127.0.0.1:0"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._may_end: asyncio.Event | None = None
@@ -46,7 +52,7 @@ class BatcherThread:
 
     async def _serve(self, is_ready: threading.Event) -> None:
         self._loop, self._may_end = asyncio.get_running_loop(), asyncio.Event()
-        options = BatcherOptions(redis_url=self._url, listen=self.target, shutdown_grace_s=0.1)
+        options = BatcherOptions(redis_url=self._url, listen=self.target, **self._options)
         async with serving(options) as self.target:
             is_ready.set()
             await self._may_end.wait()

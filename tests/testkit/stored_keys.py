@@ -7,6 +7,7 @@ from typing import Final
 
 from turnstream.store.client import keys
 from turnstream_server.commands import keys as command_keys
+from turnstream_server.keys.store import KEYS
 
 _ROW: Final = re.compile(r"^(\S+) +(stream|hash|zset|set)\b", re.MULTILINE)
 _TYPES: Final = dict(_ROW.findall(keys.__doc__ or ""), incarnation="string")
@@ -32,6 +33,8 @@ def declared_type(key: str) -> str | None:
         return _MODEL_TYPES.get(found[1])
     if found := _NAME_KEY.fullmatch(key):
         return _OF_A_NAME[found[1]]
+    if key == KEYS:
+        return "hash"
     if key.startswith("ts:"):
         return _TYPES.get(key)
     return _MODEL_TYPES.get(key)

@@ -93,6 +93,8 @@ def _declared(project: str) -> set[str]:
 
 def _import_name(distribution: str) -> str:
     names = {"grpcio": "grpc", "grpcio-health-checking": "grpc_health", "protobuf": "google"}
+    if distribution.startswith("opentelemetry-"):
+        return "opentelemetry"
     return names.get(distribution, distribution).replace("-", "_")
 
 

@@ -1,144 +1,155 @@
-"""docker-compose.yml: valid by the compose specification, and its commands run as they stand."""
+"""The commands of docker-compose.yml run as they stand: as processes, on a store with its users."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+import turnstream
 from testkit import wait_until
-from turnstream_server.embedded import find_binary, free_port
+from testkit.compose import LocalStack, Started
+from testkit.datums import as_sent, random_data
+from testkit.sdks import NEWEST, Sdk
+from turnstream.store.client.connection import connect
+from turnstream_server.models.byte_model import write_byte_model
 
-REPOSITORY = Path(__file__).parents[3]
-FILE = REPOSITORY / "docker-compose.yml"
-CHECK = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-SERVICES = ["generator", "trainer", "batcher"]
-"""In the order in which the test starts them: each before the one it needs, redis last."""
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+CLI = [sys.executable, "-m", "turnstream_server.cli"]
+DEMO = ("generator", "trainer", "gateway", "batcher")
+"""In the order in which the test starts them: each before the one it needs, the store last."""
 
-def defaults() -> dict[str, str]:
-    """Return the variables of `.env`."""
-    lines = (REPOSITORY / ".env").read_text().splitlines()
-    pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
-    return {name: value for name, _, value in pairs}
-
-
-def services() -> dict[str, Any]:
-    """Return the services of the file, with the variables of `.env` in it."""
-    known = defaults()
-    text = re.sub(r"\$\{(\w+):?-?([^}]*)\}", lambda found: known[found[1]], FILE.read_text())
-    return yaml.safe_load(text)["services"]
+HAS_ENDED = ("trainer", "generator")
+"""Services that end with their run."""
 
 
-def test_compose_file_follows_the_compose_specification() -> None:
-    done = subprocess.run([*CHECK, FILE], capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_variables_of_the_compose_file_have_the_defaults_of_env() -> None:
-    used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", FILE.read_text()))
-
-    assert used == defaults()
-
-
-def test_base_profile_has_no_generator_and_every_service_restarts() -> None:
-    found = services()
-
-    assert {name for name, each in found.items() if "profiles" not in each} == {
-        *("redis", "batcher", "trainer")
-    }
-    assert found["generator"]["profiles"] == ["demo"]
-    assert {each["restart"] for each in found.values()} == {"unless-stopped"}
-
-
-@pytest.mark.timeout(240)
-def test_stack_trains_although_every_service_starts_before_its_dependency(
-    tmp_path: Path,
-) -> None:
-    found, store, batcher = services(), free_port(), free_port()
-    url = f"redis://127.0.0.1:{store}"
-    here = {
-        "redis://redis:6379": url,
-        "7600": str(batcher),
-        "batcher": "127.0.0.1",
-        "/data/trainer": str(tmp_path / "trainer"),
-    }
-
-    with contextlib.ExitStack() as stack:
-        for name in SERVICES:
-            stack.enter_context(started(found[name], here=here, log=tmp_path / f"{name}.log"))
-        wait_until(
-            lambda: (
-                "waiting for" in (tmp_path / "batcher.log").read_text()
-                and "waiting for" in (tmp_path / "trainer.log").read_text()
-            ),
-            timeout_s=60,
-            describe="services that wait for the store",
-        )
-        stack.enter_context(store_server(found["redis"]["command"], port=store, folder=tmp_path))
-        wait_until(
-            lambda: (status(url) or {}).get("committed", 0) >= 10,
-            timeout_s=150,
-            describe="a committed step",
-        )
-        seen = status(url)
-
-    assert seen is not None
-    assert sum(seen["ledger"].values()) == seen["accepted"]
-    assert seen["newest_batch"]["mean_reward"] > 0
-
-
-def status(url: str) -> dict[str, Any] | None:
-    """Return what `turnstream status demo --json` prints; None if there is no such run yet."""
-    command = [sys.executable, "-m", "turnstream_server.cli", "status", "demo", "--json"]
-    done = subprocess.run(
-        [*command, "--redis", url], capture_output=True, text=True, check=False, timeout=60
+def run_command(stack: LocalStack, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the operator."""
+    environment = {"TURNSTREAM_REDIS_URL": stack.store_url("operator")}
+    return subprocess.run(
+        [*CLI, *words], env=environment, capture_output=True, text=True, check=False, timeout=60
     )
+
+
+def status(stack: LocalStack) -> dict[str, Any] | None:
+    """Return what `turnstream status demo --json` prints; None if there is no such run yet."""
+    done = run_command(stack, "status", "demo", "--json")
     return json.loads(done.stdout) if done.returncode == 0 else None
 
 
-@contextlib.contextmanager
-def started(service: dict[str, Any], *, here: dict[str, str], log: Path) -> Iterator[None]:
-    """Run the command of a service with its environment; `here` has this machine's addresses."""
-    words = [here[word] if word.startswith("/") else word for word in service["command"]]
-    environment = {
-        name: here.get(str(value), str(value)) for name, value in service["environment"].items()
-    }
+def wait_until_ready(services: dict[str, Started]) -> None:
+    for name, service in services.items():
+        wait_until(service.is_ready, timeout_s=120, describe=f"ready: {name}")
+
+
+def train_to_the_end(stack: LocalStack, services: dict[str, Started], *, steps: int) -> None:
+    """Train some steps and close the run: the ledger is balanced, and no command was refused."""
+    wait_until(
+        lambda: (status(stack) or {}).get("committed", 0) >= steps,
+        timeout_s=150,
+        describe=f"{steps} committed steps",
+    )
+    assert run_command(stack, "run", "close", "demo").returncode == 0
+    for name in HAS_ENDED:
+        assert services[name].process.wait(90) == 0, services[name].log.read_text()
+    seen = status(stack)
+
+    assert seen is not None
+    assert sum(seen["ledger"].values()) == seen["accepted"] > 0
+    assert seen["ledger"]["open"] == seen["ledger"]["sealed"] == seen["ledger"]["planned"] == 0
+    assert seen["newest_batch"]["mean_reward"] > 0
+    with connect(stack.store_url("operator")) as client:
+        assert client.acl_log() == []
+
+
+@pytest.mark.timeout(400)
+def test_stack_trains_although_every_service_starts_before_its_dependency(tmp_path: Path) -> None:
+    with LocalStack(tmp_path) as stack:
+        services = {name: stack.start(name) for name in DEMO}
+        wait_until(
+            lambda: all("waiting for" in each.log.read_text() for each in services.values()),
+            timeout_s=90,
+            describe="services that wait for the store",
+        )
+        stack.start_store()
+        wait_until_ready(services)
+
+        train_to_the_end(stack, services, steps=10)
+
+
+@pytest.mark.timeout(400)
+def test_hosted_models_train_and_sample_with_the_users_of_the_store(tmp_path: Path) -> None:
+    data = as_sent(random_data(0, (6, 3, 11)))
+    with LocalStack(tmp_path) as stack:
+        write_byte_model(stack.volume("models") / "base" / "byte")
+        stack.start_store()
+        services = {name: stack.start(name) for name in ("batcher", "gateway", "engine", "sampler")}
+        wait_until_ready(services)
+        publish(stack, run="fleet")
+
+        sdk = sdk_of(stack, services["gateway"])
+        state = sdk.run("byte", "first_state", data=data, name="first")
+        trained, sampled, *_ = sdk.run_all(
+            "byte",
+            [
+                ("trained_on_a_run", {"run": "fleet", "steps": 3, "name": "of-fleet"}),
+                ("sampled", {"state": state, "prompt": [*b"hello, "]}),
+                ("saved_and_loaded", {"data": data, "name": "loaded"}),
+                ("exported", {"data": data, "folder": str(tmp_path)}),
+                ("listed", {}),
+            ],
+        )
+
+        assert [each["metrics"]["step:max"] for each in trained["outputs"]] == [1, 2, 3]
+        assert sampled["trained"]
+        with connect(stack.store_url("operator")) as client:
+            assert client.acl_log() == []
+
+
+def publish(stack: LocalStack, *, run: str) -> None:
+    """Create a run as its trainer, and publish enough for three steps as a generator."""
+    with turnstream.connect(stack.store_url("trainer")) as service:
+        service.create_run(run, batch_groups=2, max_staleness=9)
     with (
-        log.open("w") as output,
-        subprocess.Popen(
-            [sys.executable, "-m", "turnstream_server.cli", *words],
-            env={**os.environ, **environment},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        ) as process,
+        turnstream.connect(stack.store_url("generator")) as service,
+        service.run(run).publisher() as publisher,
     ):
-        try:
-            yield
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+        for number in range(6):
+            with publisher.group(f"g{number}", num_samples=2) as group:
+                for sample, trajectory in enumerate(group):
+                    trajectory.append([10, 11], [40 + number, 50 + sample], logprobs=[-5.0, -5.5])
+                    trajectory.seal(reward=float(sample))
 
 
-@contextlib.contextmanager
-def store_server(flags: list[str], *, port: int, folder: Path) -> Iterator[None]:
-    """Run redis-server, or Valkey where none is installed, with the flags of the file."""
-    binary = shutil.which("redis-server") or str(find_binary())
-    place = ["--port", str(port), "--dir", str(folder), "--bind", "127.0.0.1"]
-    with subprocess.Popen([binary, *flags, *place], stdout=subprocess.DEVNULL) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
+def sdk_of(stack: LocalStack, gateway: Started) -> Sdk:
+    """Return the tinker SDK as a client of the gateway, with the key of the services."""
+    key = (stack.volume("keys") / "service.key").read_text().strip()
+    address = f"127.0.0.1:{gateway.environment['TURNSTREAM_HTTP_PORT']}"
+    return Sdk(NEWEST, address=address, api_key=key, folder=stack.folder)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server is installed")
+def test_services_train_over_an_encrypted_connection_to_the_store(tmp_path: Path) -> None:
+    with LocalStack(tmp_path, tls=make_certificate(tmp_path)) as stack:
+        stack.start_store()
+        services = {name: stack.start(name) for name in DEMO}
+        wait_until_ready(services)
+
+        train_to_the_end(stack, services, steps=2)
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Write a certificate of 127.0.0.1 that is its own authority; return it and its key."""
+    cert, key = folder / "store.crt", folder / "store.key"
+    words = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-subj", "/CN=store"]
+    words += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(words, check=True, capture_output=True)
+    return cert, key

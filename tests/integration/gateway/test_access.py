@@ -8,14 +8,23 @@ from typing import Any
 
 import httpx2
 import pytest
+import redis.asyncio
 from fastapi.openapi.utils import get_openapi
 
+from testkit import config
 from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
+from turnstream.store.client.connection import connect
+from turnstream.store.run.runs import create_run
+from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.app import make_app
+from turnstream_server.gateway.config import GatewayOptions
+from turnstream_server.gateway.state import Gateway
+from turnstream_server.keys.store import create_key
 
 _NONE: Any = None
-_PATHS = get_openapi(title="", version="", routes=make_app(_NONE).routes)["paths"]
+_UNUSED = Gateway(GatewayOptions(redis_url="redis://127.0.0.1:1"), redis.asyncio.Redis(), _NONE)
+_PATHS = get_openapi(title="", version="", routes=make_app(_UNUSED).routes)["paths"]
 ROUTES = sorted((method, path) for path, methods in _PATHS.items() for method in methods)
 
 
@@ -29,24 +38,51 @@ def test_every_route_but_health_and_links_needs_a_key(gateway: GatewayThread):
 
     assert len(ROUTES) > 30
     assert statuses.pop(("get", "/api/v1/healthz")) == {200}
+    assert statuses.pop(("get", "/healthz")) == {200}
+    assert statuses.pop(("get", "/readyz")) == {200}
+    assert statuses.pop(("get", "/metrics")) == {200, 401}  # no key is needed here
     assert statuses.pop(("get", "/api/v1/downloads/{token}/{name}")) == {404}
     assert set(map(frozenset, statuses.values())) == {frozenset({401})}
 
 
-def test_only_configured_keys_are_accepted(
-    new_gateway: Callable[..., GatewayThread], new_api: Callable[..., Any]
+def test_only_stored_keys_with_the_role_train_are_accepted(
+    server: EmbeddedServer, new_gateway: Callable[..., GatewayThread], new_api: Callable[..., Any]
 ):
-    gateway = new_gateway(api_keys=frozenset({"tml-a"}))
+    with connect(server.url) as client:
+        keys = [create_key(client, f"tinker-{role}", roles=[role]) for role in ("train", "read")]
+    gateway = new_gateway(requires_key=True)
 
-    statuses = [
-        new_api(gateway, key=key).post("client/config").status_code for key in ("tml-a", "tml-b")
-    ]
+    answers = [new_api(gateway, key=key).post("client/config") for key in (*keys, "tml-other")]
     bearer = httpx2.post(
-        f"{gateway.base_url}/api/v1/client/config", headers={"Authorization": "Bearer tml-a"}
+        f"{gateway.base_url}/api/v1/client/config", headers={"Authorization": f"Bearer {keys[0]}"}
     )
 
-    assert statuses == [200, 401]
+    assert [answer.status_code for answer in answers] == [200, 403, 401]
+    assert answers[1].json() == {"detail": "key 'tinker-read' has the roles read, needed is train"}
     assert bearer.status_code == 200
+
+
+def test_key_of_some_runs_trains_on_no_other_run(
+    server: EmbeddedServer,
+    worker: CannedWorker,
+    new_gateway: Callable[..., GatewayThread],
+    new_api: Callable[..., Any],
+):
+    with connect(server.url) as client:
+        for run in ("own", "other"):
+            create_run(client, run, config())
+        key = create_key(client, "scoped", roles=["train"], runs=["own"])
+    api = new_api(new_gateway(requires_key=True), key=key)
+    model = api.model()
+
+    answers = {
+        run: api.post("forward_backward_run", model_id=model, seq_id=1, run=run, loss_fn_config={})
+        for run in ("other", "own")
+    }
+
+    assert answers["other"].status_code == 403
+    assert answers["other"].json()["detail"].endswith("may use the runs own, and not 'other'")
+    assert answers["own"].status_code == 200
 
 
 def test_things_of_another_key_do_not_exist(
@@ -95,7 +131,9 @@ def test_things_of_another_key_do_not_exist(
     ]
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"no", b"\xff", b'{"session_id": 3}', b"{}"])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"no", b"\xff", b"[" * 5_000, b'{"session_id": 3}', b"{}"]
+)
 def test_unreadable_bodies_are_errors_of_the_caller(api: Any, body: bytes):
     routes = [
         path.removeprefix("/api/v1/")

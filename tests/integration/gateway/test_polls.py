@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
+import redis.asyncio
 
 from testkit import wait_until, wait_until_async
 from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
+from turnstream.store.client.connection import connect_async
 from turnstream_server.commands.bases import BaseModel
+from turnstream_server.commands.samplers import read_sampler, submit_sample
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.models.sampling_params import SamplingParams
 
-NUM_POLLS = 500
+NUM_POLLS = 2_000
 
 
 def test_a_pending_poll_is_held_and_then_repeated(
@@ -55,7 +61,7 @@ def test_requests_that_never_came_are_unknown(api: Any):
     assert [each.status_code for each in answers] == [404] * len(wrong)
 
 
-async def post(gateway: GatewayThread, route: str, content: Any) -> Any:
+async def post(gateway: GatewayThread, route: str, **content: Any) -> Any:
     """Return the answer of an accepted request; 500 connections of httpx2 take 15 s."""
     reader, writer = await asyncio.open_connection(*gateway.address.split(":"))
     body = json.dumps(content).encode()
@@ -73,32 +79,83 @@ async def post(gateway: GatewayThread, route: str, content: Any) -> Any:
     return json.loads(answer)
 
 
-async def test_500_polls_wake_together(
-    new_gateway: Callable[..., GatewayThread], new_api: Callable[..., Any], worker: CannedWorker
+async def submit_samples(client: redis.asyncio.Redis, sampler_id: str, *, count: int) -> list[str]:
+    """Return the ids of samples whose only token is their number, without a call of a gateway."""
+    record = await read_sampler(client, sampler_id)
+    params = SamplingParams(max_tokens=1)
+    return [
+        str(await submit_sample(client, record, each, np.array([each], np.int32), params))
+        for each in range(count)
+    ]
+
+
+async def num_reads(client: redis.asyncio.Redis) -> int:
+    """Return how often a field of a hash was read, as a poll does at its start and after a wake."""
+    found: Any = await client.info("commandstats")
+    return found.get("cmdstat_hget", {"calls": 0})["calls"]
+
+
+async def heartbeat_s(gateway: GatewayThread, session_id: str) -> float:
+    """Return the seconds of a heartbeat, the fastest of three on a busy machine."""
+    each_s: list[float] = []
+    for _ in range(3):
+        began_s = time.monotonic()
+        await post(gateway, "session_heartbeat", session_id=session_id)
+        each_s.append(time.monotonic() - began_s)
+    return min(each_s)
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Allow both ends of each poll in this process; 1,024 files are a usual limit."""
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("many_files")
+async def test_2000_polls_are_held_and_each_wakes_for_its_own_result(
+    server: EmbeddedServer,
+    new_gateway: Callable[..., GatewayThread],
+    new_api: Callable[..., Any],
+    worker: CannedWorker,
 ):
-    gateway = new_gateway(poll_s=60.0)
+    gateway = new_gateway(poll_s=90.0)
     sampler = new_api(gateway).sampler()
+    session = sampler.partition(":")[0]
     worker.may_run.clear()
-    sample = {
-        "sampling_session_id": sampler,
-        "prompt": {"chunks": [{"tokens": [4]}]},
-        "sampling_params": {"max_tokens": 1},
-    }
 
-    submitted = await asyncio.gather(
-        *(post(gateway, "asample", {**sample, "seq_id": each}) for each in range(NUM_POLLS))
-    )
-    ids = [each["request_id"] for each in submitted]
-    polls = asyncio.gather(
-        *(post(gateway, "retrieve_future", {"request_id": each}) for each in ids)
-    )
-    await wait_until_async(lambda: gateway.num_requests == NUM_POLLS)
-    worker.may_run.set()
-    began_s = time.monotonic()
-    results = await polls
+    async with connect_async(server.url) as client:
+        ids = await submit_samples(client, sampler, count=NUM_POLLS)
+        reads_before = await num_reads(client)
+        polls = [
+            asyncio.ensure_future(post(gateway, "retrieve_future", request_id=each)) for each in ids
+        ]
 
-    assert [each["sequences"][0]["tokens"] for each in results] == [[4]] * NUM_POLLS
-    assert time.monotonic() - began_s < 40  # one without a notification is held for 60 s
+        async def all_are_held() -> bool:
+            return await num_reads(client) - reads_before >= NUM_POLLS
+
+        await wait_until_async(
+            lambda: gateway.num_requests == NUM_POLLS, describe="all polls in progress"
+        )
+        await wait_until_async(all_are_held, describe="the first read of all polls")
+        beat_s = await heartbeat_s(gateway, session)
+        num_early = sum(each.done() for each in polls)
+
+        reads_before = await num_reads(client)
+        worker.may_run.set()
+        began_s = time.monotonic()
+        beat_of_wake_s = await heartbeat_s(gateway, session)
+        results = await asyncio.gather(*polls)
+        reads_of_wake = await num_reads(client) - reads_before
+
+    assert num_early == 0
+    assert max(beat_s, beat_of_wake_s) < 1.0
+    assert [each["sequences"][0]["tokens"] for each in results] == [[i] for i in range(NUM_POLLS)]
+    assert time.monotonic() - began_s < 40  # one without a notification is held for 90 s
+    assert reads_of_wake < 1.5 * NUM_POLLS  # a wake of all polls by each event reads far more
 
 
 @pytest.mark.slow

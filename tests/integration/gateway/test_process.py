@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,23 +11,24 @@ import httpx2
 import pytest
 
 from testkit import wait_until
+from turnstream.store.client.connection import connect
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.keys.store import create_key
 
 
 @pytest.mark.slow
 def test_the_process_stops_cleanly_at_a_signal(server: EmbeddedServer, tmp_path: Path):
     address = tmp_path / "address"
     command = [sys.executable, "-m", "turnstream_server", "serve", "gateway", "--redis", server.url]
-    options = ["--listen", "127.0.0.1:0", "--address-file", str(address)]
-    environment = {**os.environ, "TURNSTREAM_API_KEYS": "tml-a, tml-b"}
-    with subprocess.Popen(
-        [*command, *options], env=environment, stderr=subprocess.PIPE, text=True
-    ) as process:
+    options = ["--listen", "0.0.0.0:0", "--address-file", str(address)]
+    with connect(server.url) as client:
+        known = create_key(client, "a process", roles=["train"])
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
         wait_until(address.exists)
         url = f"http://{address.read_text()}/api/v1/client/config"
 
         statuses = [
-            httpx2.post(url, headers={"X-API-Key": key}).status_code for key in ("tml-b", "tml-c")
+            httpx2.post(url, headers={"X-API-Key": key}).status_code for key in (known, "tml-other")
         ]
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=30)

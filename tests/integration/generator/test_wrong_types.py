@@ -117,7 +117,7 @@ CALLS: list[tuple[str, Case]] = [
     *[("close", case) for case in each("timeout_s", NOT_SECONDS)],
 ]
 PUBLISHER = [
-    *each("url", [None, 5, b"redis://a", "", "nowhere", "http://a", "redis://a:port", [], HALF]),
+    *each("url", [None, 5, b"redis://a", "", "nowhere", "ftp://a", "redis://a:port", [], HALF]),
     *each("run", [*NOT_A_TEXT, ""]),
     *each("writer", [*NOT_A_TEXT[1:], ""]),
     *each("max_inflight_bytes", NOT_WHOLE),

@@ -13,7 +13,7 @@ from turnstream_server.embedded import EmbeddedServer
 
 TOP = (
     *("up", "demo", "replay", "config", "status", "why", "text", "ledger", "batch", "evals"),
-    *("archive", "plot", "run", "dead", "serve"),
+    *("archive", "plot", "run", "dead", "key", "serve"),
 )
 GROUPS = {
     "run": (
@@ -21,12 +21,13 @@ GROUPS = {
         *("fork", "replan", "delete"),
     ),
     "dead": ("list", "show", "export", "discard"),
+    "key": ("create", "list", "revoke"),
     "serve": ("batcher", "trainer", "generator", "replayer"),
 }
 COMMANDS = [*TOP, *(f"{group} {name}" for group, names in GROUPS.items() for name in names)]
 READS_STORE = [
     *("status", "why", "text", "ledger", "batch", "evals", "archive", "plot"),
-    *(name for name in COMMANDS if name.startswith(("run ", "dead "))),
+    *(name for name in COMMANDS if name.startswith(("run ", "dead ", "key "))),
 ]
 
 
@@ -100,9 +101,9 @@ def test_wrong_variable_ends_in_one_line_that_names_it(
 
 ADDRESSES = {
     "localhost:27211": "write redis://localhost:27211",
-    "27211": "write redis://HOST:PORT",
+    "27211": "write redis://HOST:PORT, or http://HOST:PORT for a gateway",
     "http://localhost:27211": "write redis://HOST:PORT",
-    "redis://localhost:seven": "write redis://HOST:PORT",
+    "redis://localhost:seven": "write redis://HOST:PORT, or http://HOST:PORT for a gateway",
 }
 
 

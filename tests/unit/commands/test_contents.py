@@ -25,8 +25,8 @@ from turnstream_server.commands.contents import (
     fingerprint,
     kind_of,
 )
-from turnstream_server.commands.owners import owner_of
 from turnstream_server.commands.request_ids import RequestId, parse_request_id
+from turnstream_server.keys.records import owner_of
 
 MODEL = "S:train:0"
 floats = st.floats(allow_nan=False, allow_infinity=False)

@@ -92,23 +92,52 @@ def test_a_lost_connection_is_unavailable_and_says_when_to_call_again(error: Exc
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "kind"),
     [
-        "NOAUTH Authentication required.",
-        "WRONGPASS invalid username-password pair",
-        "NOPERM this user has no permissions to run the 'evalsha' command",
-        "ERR unknown command 'EVALSHA'",
-        "WRONGTYPE Operation against a key holding the wrong kind of value",
+        ("NOAUTH Authentication required.", errors.AccessDeniedError),
+        ("WRONGPASS invalid username-password pair", errors.AccessDeniedError),
+        (
+            "NOPERM this user has no permissions to run the 'evalsha' command",
+            errors.AccessDeniedError,
+        ),
+        ("ERR unknown command 'EVALSHA'", errors.RejectedError),
+        (
+            "WRONGTYPE Operation against a key holding the wrong kind of value",
+            errors.RejectedError,
+        ),
     ],
 )
-def test_permanent_refusal_is_rejected_with_the_reason(text: str) -> None:
+def test_permanent_refusal_is_rejected_with_the_reason(
+    text: str, kind: type[errors.TurnstreamError]
+) -> None:
     error = replies.translate(error_reply(text))
 
-    assert type(error) is errors.RejectedError
+    assert type(error) is kind
     assert text.split(" ", 1)[1] in str(error)
 
 
-@pytest.mark.parametrize("text", ["OOM full", "READONLY no", "NOSCRIPT what", "FENCED gone"])
+def test_denied_call_has_one_error_with_and_without_the_client() -> None:
+    """A publisher reads error replies itself; other calls read the errors of the client."""
+    text = "NOPERM key 'ci' has the roles read, needed is produce"
+
+    of_client = replies.translate(error_reply(text))
+    reply = error_reply(text)
+    assert isinstance(reply, redis_errors.ResponseError)
+    of_reply = replies.parse_refusal(replies.error_text(reply)).error
+
+    assert type(of_client) is type(of_reply) is errors.AccessDeniedError
+    assert of_client.args == of_reply.args
+
+
+def test_refusal_of_a_whole_request_has_its_error() -> None:
+    error = errors.UnknownKeyError("the key has expired")
+
+    assert replies.translate(replies.RefusedRequestError(error)) is error
+
+
+@pytest.mark.parametrize(
+    "text", ["OOM full", "READONLY no", "NOSCRIPT what", "FENCED gone", "NOPERM no"]
+)
 def test_the_code_of_an_error_is_found_again(text: str) -> None:
     error = error_reply(text)
 

@@ -41,6 +41,7 @@ class StreamInMemory:
         newest_version: int = -1,
         estimator: Estimator = "grpo",
     ) -> None:
+        self.run = "demo"
         self.config = replace(testkit.config(2), estimator=estimator)
         self.newest_version = newest_version
         self.calls: list[Any] = []

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from turnstream.errors import InvalidConfigError
+from turnstream_server.telemetry.instruments import REGISTRY
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.reporting.sinks.json_lines import JsonLines, read_steps
 from turnstream_server.trainer.reporting.sinks.opening import open_sinks
+from turnstream_server.trainer.reporting.sinks.prometheus import Prometheus
 from turnstream_server.trainer.reporting.sinks.sink import Sinks
 
 
@@ -101,13 +103,14 @@ def test_incomplete_lines_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_refused_sink_closes_those_opened_before_it(tmp_path: Path) -> None:
-    # Else the first port would stay taken.
+    # Else the values of a run would be shown twice.
     config = TrainerConfig(run="r", folder=tmp_path, metrics_listen="127.0.0.1:0", wandb="p")
     (tmp_path / "wandb-id").mkdir()  # no file of an id
 
     for _ in range(2):
         with pytest.raises(OSError, match="wandb-id"), open_sinks(config, from_step=0):
             pass
+    assert not any(isinstance(each, Prometheus) for each in REGISTRY._collector_to_names)
 
 
 def test_nothing_is_opened_without_its_option(tmp_path: Path) -> None:

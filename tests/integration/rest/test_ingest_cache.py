@@ -1,0 +1,123 @@
+"""The cache of open trajectories: its bounds, stale entries, and requests at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+
+from testkit.gateway_thread import GatewayThread
+from testkit.ingest import IngestClient, results_of, trajectory_items, turn_fields
+from testkit.stores import RunReader
+from testkit.turns import group, trajectory, turn
+from testkit.waiting import wait_until
+from turnstream.generator import Publisher
+from turnstream.store.client import keys
+from turnstream.types import TrajectoryKey
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.gateway.rest import publishers
+from turnstream_server.keys.records import Role
+from turnstream_server.keys.store import create_key
+
+_FIRST, _SECOND = turn("ab", "CD"), turn("abcde", "F")
+
+
+@pytest.mark.parametrize("bound", ["MAX_TRAJECTORIES", "MAX_TOKEN_BYTES"])
+def test_dropped_trajectories_are_adopted_again(
+    ingest: IngestClient, reader: RunReader, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(publishers, bound, 1)
+    names = ["a", "b", "c"]
+
+    results = [ingest.turn(0, _FIRST, group_id=name) for name in names]
+    results += [ingest.turn(1, _SECOND, group_id=name, seal={"reward": 1.0}) for name in names]
+
+    assert {each["status"] for each in results} == {201}
+    assert reader.ledger() == {f"{name}/0/0": "sealed:1" for name in names}
+
+
+def test_idle_publishers_are_closed_for_new_writers(
+    gateway: GatewayThread, ingest: IngestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishers, "MAX_PUBLISHERS", 1)
+    with IngestClient(gateway, ingest.run, writer="other") as other:
+        results = [
+            ingest.turn(0, _FIRST, group_id="a"),
+            other.turn(0, _FIRST, group_id="b"),
+            ingest.turn(1, _SECOND, group_id="a"),
+            other.turn(1, _SECOND, group_id="b"),
+        ]
+
+    assert {each["status"] for each in results} == {201}
+
+
+def test_fenced_writer_adopts_and_tries_once_more(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    ingest: IngestClient,
+    reader: RunReader,
+    new_gateway: Callable[..., GatewayThread],
+) -> None:
+    ingest.turn(0, _FIRST)
+    leases = keys.run_keys(ingest.run).leases
+    opened = client.zscore(leases, "g/0/0")
+    # The next renewal is 20 s after the first: it does not notice that the lease is lost.
+    wait_until(lambda: client.zscore(leases, "g/0/0") != opened, describe="the first renewal")
+
+    client.zadd(leases, {"g/0/0": 1})
+    with Publisher(server.url, ingest.run, writer="sdk") as publisher:
+        publisher.adopt("g", 0)  # epoch 2
+    client.zadd(leases, {"g/0/0": 1})
+    with IngestClient(new_gateway(), ingest.run) as other:
+        other.results("turns", {"group_id": "g", "sample": 0})  # epoch 3
+        result = ingest.turn(1, _SECOND)  # its writer has epoch 1
+
+    assert result["status"] == 201
+    assert reader.ledger() == {"g/0/0": "open:3:test"}
+    assert len(reader.turns(TrajectoryKey("g", 0))) == 2
+
+
+def test_same_request_at_the_same_time_is_stored_once(
+    ingest: IngestClient, reader: RunReader, new_gateway: Callable[..., GatewayThread]
+) -> None:
+    item = {"group_id": "g", "sample": 0, "num_samples": 1, "turn": 0, **turn_fields(_FIRST)}
+    whole = trajectory_items(group("whole", *[trajectory(sample=n) for n in range(4)]))
+    with IngestClient(new_gateway(), ingest.run) as other, ThreadPoolExecutor(8) as threads:
+        clients = [ingest, other] * 6
+
+        turns = [threads.submit(each.post, "turns", item) for each in clients]
+        wholes = [threads.submit(each.post, "trajectories", *whole) for each in clients]
+        results = [results_of(each.result()) for each in (*turns, *wholes)]
+
+    assert {each["status"] for answer in results for each in answer} == {201}
+    assert len(reader.turns(TrajectoryKey("g", 0))) == 1
+    assert reader.counts() == {"accepted": 5, "open": 1, "sealed": 4}
+
+
+@pytest.mark.parametrize(
+    ("role", "runs", "status"),
+    [("produce", (), 200), ("admin", (), 200), ("read", (), 403), ("produce", ("other",), 403)],
+)
+def test_ingest_needs_a_key_with_the_role_and_the_run(
+    new_gateway: Callable[..., GatewayThread],
+    client: redis.Redis,
+    new_run: Callable[..., str],
+    role: Role,
+    runs: tuple[str, ...],
+    status: int,
+) -> None:
+    run = new_run(client)
+    name = f"{run}-{role}"
+    secret = create_key(client, name, roles=[role], runs=runs)
+    with IngestClient(new_gateway(requires_key=True), run, writer=None) as ingest:
+        item = {"group_id": "g", "num_samples": 1}
+
+        without = [ingest.post(each, item) for each in ("groups", "turns", "trajectories")]
+        response = ingest.post("groups", item, **{"X-API-Key": secret})
+
+    assert [each.status_code for each in without] == [401] * 3
+    assert response.status_code == status
+    if status == 200:
+        assert RunReader(client, run).ledger() == {"g/0/0": f"open:1:http-{name}"}

@@ -1,0 +1,94 @@
+"""The same trajectories by the SDK and by each ingest route are the same in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import redis
+
+from testkit.gateway_thread import GatewayThread
+from testkit.ingest import (
+    ARROW,
+    IngestClient,
+    arrow_body,
+    arrow_rows,
+    results_of,
+    trajectory_items,
+    turn_items,
+)
+from testkit.stores import RunReader
+from testkit.turns import trajectory, turn
+from turnstream.generator import Publisher
+from turnstream.types import DeclaredColumn, Group, Status, TrajectoryKey, VersionRun
+from turnstream_server.embedded import EmbeddedServer
+
+_COLUMN = DeclaredColumn(name="state", per="token", dtype="float32", shape=(2, 3))
+
+
+def _state(num_tokens: int) -> dict[str, np.ndarray]:
+    return {"state": np.arange(num_tokens * 6, dtype=np.float32).reshape(num_tokens, 2, 3)}
+
+
+def _full_group(group_id: str) -> Group:
+    """A group with every field: turns that continue and branch, and each kind of value."""
+    first = turn("ab", "CDe", logprobs=-0.25, rewards=0.5, version=3, extras=_state(5))
+    second = turn("abcdef", "Gh", logprobs=-1e-7, weights=0.3, anchor="room", extras=_state(8))
+    runs = (VersionRun(3, 1), VersionRun(None, 1))
+    branch = replace(turn("abx", "Yz", extras=_state(5)), version_runs=runs)
+    rich = replace(
+        trajectory(first, second, branch, reward=0.75, status=Status.TRUNCATED),
+        reward_components={"format": 0.25, "answer": 1.0},
+        sampling={"temperature": 0.7},
+        tags={"task": "maze"},
+        metrics={"steps": 3.0},
+    )
+    waiting = trajectory(turn("q", "R", extras=_state(2)), sample=1, reward=None)
+    return Group(
+        group_id=group_id,
+        trajectories=[rich, replace(waiting, awaits_reward=True)],
+        prompt_uid="prompt/7",
+    )
+
+
+def _send(ingest: IngestClient, route: str, groups: list[Group]) -> None:
+    if route == "arrow":
+        rows = [row for group in groups for row in arrow_rows(group)]
+        response = ingest.send("trajectories", arrow_body(rows), content_type=ARROW)
+    else:
+        items_of = turn_items if route == "turns" else trajectory_items
+        response = ingest.post(route, *(item for group in groups for item in items_of(group)))
+    assert {result["status"] for result in results_of(response)} == {201}
+
+
+@pytest.mark.parametrize("route", ["turns", "trajectories", "arrow"])
+def test_ingest_stores_what_the_sdk_stores(
+    route: str,
+    server: EmbeddedServer,
+    client: redis.Redis,
+    gateway: GatewayThread,
+    new_run: Callable[..., str],
+) -> None:
+    runs = [new_run(client, extra_columns=(_COLUMN,)) for _ in range(2)]
+    groups = [_full_group("g0"), _full_group("g/1")]
+    with Publisher(server.url, runs[0], writer="test") as publisher:
+        for group in groups:
+            publisher.publish(group).result()
+
+    with IngestClient(gateway, runs[1]) as ingest:
+        _send(ingest, route, groups)
+
+    native, rest = (RunReader(client, run) for run in runs)
+    assert rest.ledger() == native.ledger()
+    assert rest.counts() == native.counts()
+    assert _by_name(rest.events()) == _by_name(native.events())
+    for group in groups:
+        for member in group.trajectories:
+            key = TrajectoryKey(group.group_id, member.sample)
+            assert rest.records(key) == native.records(key)
+
+
+def _by_name(events: list[object]) -> list[str]:
+    return sorted(map(repr, events))
