@@ -105,7 +105,7 @@ def test_a_server_that_is_away_is_unavailable() -> None:
 
 def test_a_url_of_another_kind_names_the_setting() -> None:
     with pytest.raises(InvalidConfigError, match=r"^TURNSTREAM_REDIS_URL: "):
-        check_store("http://localhost", durability="everysec")
+        check_store("ftp://localhost", durability="everysec")
 
 
 def test_a_password_is_not_shown_in_an_error(external: EmbeddedServer, client: redis.Redis) -> None:

@@ -24,7 +24,8 @@ from turnstream_server.gateway.rest.publishers import (
 from turnstream_server.gateway.rest.turn_models import MAX_ITEMS
 
 _PAGE = Path(__file__).parents[3] / "docs/http.md"
-_TEXT = re.split(r"^## ", _PAGE.read_text(encoding="utf-8").split("## REST: ingest\n")[1])[0]
+_INGEST = _PAGE.read_text(encoding="utf-8").split("## REST: ingest\n")[1]
+_TEXT = re.split(r"^## ", _INGEST, flags=re.MULTILINE)[0]
 
 
 def test_commands_of_the_page_store_a_trajectory(

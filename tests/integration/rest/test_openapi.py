@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx2
@@ -18,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from testkit.gateway_thread import GatewayThread
+from turnstream_server.batcher.assembly.assembler import read_share
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.rest.app import PREFIX, ROUTERS
 
@@ -40,7 +42,7 @@ OPERATIONS = sorted(
 
 
 class Api(NamedTuple):
-    """A gateway, and its document with a run `demo` in place of any name."""
+    """A gateway, and its document with a run `conformance` in place of any name."""
 
     base_url: str
     document: Any
@@ -48,7 +50,7 @@ class Api(NamedTuple):
 
 @pytest.fixture(scope="module")
 def api(server: EmbeddedServer) -> Iterator[Api]:
-    with GatewayThread(server.url) as gateway:
+    with GatewayThread(server.url, read_share=partial(read_share, server.url)) as gateway:
         base_url = f"{gateway.base_url}{PREFIX}"
         document = httpx2.get(f"{base_url}/openapi.json").json()
         yield Api(base_url, schemathesis.openapi.from_dict(document))
@@ -68,11 +70,13 @@ def test_no_request_is_a_server_error_or_undocumented(api: Api, method: str, pat
     )
     def check(case: Any) -> None:
         if "run" in case.path_parameters and len(case.path_parameters["run"]) % 2:
-            case.path_parameters["run"] = "demo"  # a run that exists
+            case.path_parameters["run"] = "conformance"  # a run that exists
         for name in ("wait_s", "timeout_s"):
             if name in (case.query or {}):
                 case.query[name] = 0
-        httpx2.post(f"{api.base_url}/runs", json={"name": "demo", "settings": {"batch_groups": 2}})
+        httpx2.post(
+            f"{api.base_url}/runs", json={"name": "conformance", "settings": {"batch_groups": 2}}
+        )
         response = case.call(base_url=api.base_url, timeout=30)
         case.validate_response(response, checks=CHECKS)
 
