@@ -49,6 +49,11 @@ class Waiting(NamedTuple):
         clients = await self.client.info("clients")
         return clients["blocked_clients"] == 1
 
+    async def num_reads(self) -> int:
+        """Return how often a waiter has looked for its request."""
+        found = await self.client.info("commandstats")
+        return found.get("cmdstat_hexists", {"calls": 0})["calls"]
+
 
 async def _waiting(server: EmbeddedServer, model_id: str) -> AsyncIterator[Waiting]:
     # Without retries every outage is an error of the subscription.
@@ -163,8 +168,14 @@ async def test_refusals_notify_their_waiters(waiting: Waiting) -> None:
     keys = sampler_keys(sampler.sampler_id)
     await waiting.client.hset(keys.samples, "1", "f")  # pyright: ignore[reportGeneralTypeIssues]
     request_id = RequestId(sampler.sampler_id, 1)
-    wait = asyncio.create_task(waiting.waiter.result(request_id, timeout_s=60.0))
     await wait_until_async(waiting.is_blocked)
+    before = await waiting.num_reads()
+    wait = asyncio.create_task(waiting.waiter.result(request_id, timeout_s=60.0))
+
+    async def has_read() -> bool:
+        return await waiting.num_reads() > before
+
+    await wait_until_async(has_read)
     await waiting.client.delete(keys.samples)
 
     await refuse_sample(waiting.client, sampler.sampler_id, 1, refusal)
