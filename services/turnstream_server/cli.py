@@ -82,9 +82,9 @@ def up(
     ] = None,
     http_port: Annotated[int | None, _port("the HTTP API, by default 7601")] = None,
 ) -> None:
-    """Run the store and the batcher until Ctrl-C; generators and trainers connect to them.
+    """Run store, batcher and gateway until Ctrl-C; generators and trainers connect to them.
 
-    With --base-model, the HTTP API runs too. The tinker SDK trains and samples through it.
+    With --base-model, the tinker SDK trains and samples through the gateway.
     """
     from turnstream_server.jobs.up import run_up
 

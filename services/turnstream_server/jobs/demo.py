@@ -18,7 +18,7 @@ from turnstream_server.jobs.stack import Service
 from turnstream_server.jobs.summary import Summary, summary_table
 from turnstream_server.settings import Settings, mask_password
 
-_NEXT = "next: `turnstream up` starts a store and a batcher for your own generator and trainer"
+_NEXT = "next: `turnstream up` starts store, batcher and gateway for your own generator and trainer"
 _CLOSING_S = 45.0
 _MIN_TRAJECTORIES = 2_560
 """Below it a tenth is less than 256 games, and luck alone could end the job."""

@@ -1,4 +1,4 @@
-"""The processes that serve base models over HTTP: gateway, engine and samplers."""
+"""The processes of the HTTP API and its base models: gateway, engine and sampler."""
 
 from __future__ import annotations
 
@@ -15,46 +15,52 @@ API_KEY: Final = "tml-local"
 """A key for clients on this machine; the gateway accepts any that begins with `tml-`, unless the
 environment names a file with a key."""
 
+_MODELS: Final = "models"
 _READY_S: Final = 120.0
 
 
-def start_hosting(
-    stack: Stack, *, base_models: Sequence[str], folder: Path, store_url: str, listen: str
-) -> str:
-    """Start the processes, wait until all base models are served, and return the HTTP address.
+def start_gateway(stack: Stack, *, folder: Path, listen: str) -> str:
+    """Start a gateway on the store of the stack, and return its URL.
+
+    Args:
+        stack: receives the process.
+        folder: `models` in it has the checkpoints of hosted models.
+        listen: "host:port"; port 0 takes a free one.
+    """
+    address_file = folder / "gateway.address"
+    address_file.unlink(missing_ok=True)
+    gateway = stack.start(
+        "gateway", "gateway", folder=folder / _MODELS, listen=listen, address_file=address_file
+    )
+    address = stack.wait_for_file(address_file, of=gateway, timeout_s=_READY_S)
+    return address if "://" in address else f"http://{address}"
+
+
+def host_models(stack: Stack, *, base_models: Sequence[str], folder: Path, store_url: str) -> None:
+    """Start engine and sampler, and wait until all base models are served.
 
     Args:
         stack: it has a batcher already.
         base_models: `NAME=PATH` or `PATH`, as for `serve engine`.
         folder: `models` in it receives checkpoints.
         store_url: the store of the stack.
-        listen: "host:port" of the gateway; port 0 takes a free one.
     """
     models = [f"--base-model={each}" for each in base_models]
-    shared = folder / "models"
-    engine = stack.start("engine", "engine", *models, folder=shared)
-    sampler = stack.start("sampler", "sampler", *models, folder=shared)
-    address_file = folder / "gateway.address"
-    address_file.unlink(missing_ok=True)
-    gateway = stack.start(
-        "gateway", "gateway", folder=shared, listen=listen, address_file=address_file
-    )
-    address = stack.wait_for_file(address_file, of=gateway, timeout_s=_READY_S)
+    engine = stack.start("engine", "engine", *models, folder=folder / _MODELS)
+    sampler = stack.start("sampler", "sampler", *models, folder=folder / _MODELS)
     _wait_until_served(stack, engine, sampler, num_bases=len(base_models), store_url=store_url)
-    return address
 
 
-def exports(address: str, *, key_file: Path | None = None) -> list[str]:
+def exports(url: str, *, key_file: Path | None = None) -> list[str]:
     """Return the lines that point the tinker SDK to a gateway.
 
     Args:
-        address: "host:port", or "https://host:port" with TLS.
+        url: address of the gateway.
         key_file: file with an API key; None for a gateway that needs none.
 
-    >>> exports("127.0.0.1:7601")[0]
+    >>> exports("http://127.0.0.1:7601")[0]
     'export TINKER_BASE_URL=http://127.0.0.1:7601'
     """
-    url = address if "://" in address else f"http://{address}"
     key = API_KEY if key_file is None else f'"$(cat {shlex.quote(str(key_file))})"'
     return [f"export TINKER_BASE_URL={url}", f"export TINKER_API_KEY={key}"]
 

@@ -1,4 +1,4 @@
-"""`turnstream up`: the store, its batchers and hosted base models, until Ctrl-C."""
+"""`turnstream up`: store, batchers, gateway and hosted base models, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.bus.core.stores import open_store
-from turnstream_server.jobs.hosting import exports, start_hosting
+from turnstream_server.jobs.hosting import exports, host_models, start_gateway
 from turnstream_server.jobs.stack import Stack
 from turnstream_server.settings import Settings, mask_password
 
@@ -37,8 +37,7 @@ def run_up(
         _require_free(settings.store_port, host="127.0.0.1", option="--store-port")
     for port in ports:
         _require_free(port, host=host, option="--port")
-    if base_models:
-        _require_free(settings.http_port, host=settings.http_host, option="--http-port")
+    _require_free(settings.http_port, host=settings.http_host, option="--http-port")
     with_data = settings.model_copy(update={"data_dir": settings.data_dir or folder / "store"})
     with (
         open_store(with_data, port=settings.store_port) as url,
@@ -48,18 +47,16 @@ def run_up(
         for number, port in enumerate(ports):
             batcher = stack.start_batcher(f"batcher-{number}", listen=f"{host}:{port}")
             found.append(f"batcher  {batcher.address}")
+        listen = f"{settings.http_host}:{settings.http_port}"
+        http_url = start_gateway(stack, folder=folder, listen=listen)
         found += [
+            f"gateway  {http_url}",
             f"logs     {folder / 'logs'}",
             f"export TURNSTREAM_REDIS_URL={mask_password(url)}",
         ]
         if base_models:
-            listen = f"{settings.http_host}:{settings.http_port}"
-            found += exports(
-                start_hosting(
-                    stack, base_models=base_models, folder=folder, store_url=url, listen=listen
-                ),
-                key_file=None if settings.insecure else settings.key_file,
-            )
+            host_models(stack, base_models=base_models, folder=folder, store_url=url)
+            found += exports(http_url, key_file=None if settings.insecure else settings.key_file)
         console.print("\n".join(found), soft_wrap=True, highlight=False)
         console.print("Ctrl-C stops everything")
         while True:

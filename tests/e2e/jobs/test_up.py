@@ -16,17 +16,17 @@ from turnstream.store.client.connection import connect
 if TYPE_CHECKING:
     from tests.e2e.conftest import Job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e]
 
 
-FREE = ("--port", "0", "--store-port", "0")
+FREE = ("--port", "0", "--store-port", "0", "--http-port", "0")
 
 
 def start_up(job: Job, *options: str) -> dict[str, str]:
-    """Start store and batcher on free ports; return the printed addresses by name."""
+    """Start store, batcher and gateway on free ports; return the printed addresses by name."""
     process = job.start("up", *(options or FREE))
     assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(5)]
+    lines = [process.stdout.readline() for _ in range(6)]
     return {line.split()[0]: line.split()[1] for line in lines}
 
 
@@ -38,10 +38,12 @@ def test_up_uses_the_default_ports_and_prints_the_line_to_export(
 
     assert printed["batcher"] == "127.0.0.1:7600"
     assert printed["export"] == "TURNSTREAM_REDIS_URL=" + printed["store"]
+    assert printed["gateway"] == "http://127.0.0.1:7601"
     assert turnstream.connect().runs() == []
+    assert turnstream.connect(printed["gateway"]).runs() == []
 
 
-@pytest.mark.parametrize("option", ["--port", "--store-port"])
+@pytest.mark.parametrize("option", ["--port", "--store-port", "--http-port"])
 def test_taken_port_ends_in_one_line_with_port_and_option(job: Job, option: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -90,7 +92,7 @@ def test_nothing_survives_the_death_of_the_supervisor(job: Job) -> None:
 
     job.process.kill()
 
-    for service in ("cli up", "cli serve batcher", "valkey"):
+    for service in ("cli up", "cli serve batcher", "cli serve gateway", "valkey"):
         assert [line for line in before if service in line], before
     wait_until(lambda: job.processes() == [], timeout_s=60, describe="the end of every process")
 

@@ -8,7 +8,7 @@ import pytest
 
 from testkit.sdks import BASE, NEWEST, Hosting, Sdk
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.hosting import API_KEY, start_hosting
+from turnstream_server.jobs.hosting import API_KEY, host_models, start_gateway
 from turnstream_server.jobs.stack import Stack
 from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
 
@@ -20,14 +20,10 @@ def hosting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosting]:
     write_byte_model(base, byte_model_spec(hidden_size=32))
     with EmbeddedServer() as store, Stack(folder, store_url=store.url) as stack:
         stack.start_batcher()
-        address = start_hosting(
-            stack,
-            base_models=[f"{BASE}={base}"],
-            folder=folder,
-            store_url=store.url,
-            listen="127.0.0.1:0",
-        )
-        yield Hosting(address, base, folder, folder / "models", store.url)
+        url = start_gateway(stack, folder=folder, listen="127.0.0.1:0")
+        bases = [f"{BASE}={base}"]
+        host_models(stack, base_models=bases, folder=folder, store_url=store.url)
+        yield Hosting(url.removeprefix("http://"), base, folder, folder / "models", store.url)
 
 
 @pytest.fixture(scope="session")

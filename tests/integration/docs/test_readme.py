@@ -19,7 +19,7 @@ from turnstream.types import TrajectoryState
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.bus.queries.ledger import read_ledger
 
-pytestmark = [pytest.mark.grpc, pytest.mark.redis, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 
 CLI = [sys.executable, "-P", "-m", "turnstream_server.cli"]
 README = Path(__file__).parents[3] / "README.md"
@@ -99,6 +99,24 @@ def test_tinker_program_of_the_readme_trains_and_samples(
     *losses, samples = program.stdout.splitlines()
     assert float(losses[-1]) < float(losses[0]) / 3
     assert samples.startswith("b' quick")
+
+
+@pytest.mark.usefixtures("stack")
+def test_requests_of_the_readme_may_be_repeated() -> None:
+    section = README.read_text(encoding="utf-8").partition("### Over HTTP")[2]
+    commands = section.partition("```sh\n")[2].partition("```")[0]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+    for _ in range(2):
+        command = ["sh", "-ec", commands]
+        output = subprocess.run(
+            command, env={**os.environ, "PATH": path}, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        assert '"status":201' in output
+
+    with turnstream.connect() as service:
+        wait_until(lambda: read_frontier(service._client, "lab").planned == 1)
+        assert read_ledger(service._client, "lab").accepted == 1
 
 
 def _commands(heading: str) -> list[str]:

@@ -27,7 +27,7 @@ from turnstream_server.models.sampling_params import SamplingParams
 
 NUM_POLLS = 2_000
 NUM_OTHER_FILES = 300
-"""Files of this process beside the two ends of each poll."""
+"""Files of this process beside the sockets of the polls."""
 
 
 def test_a_pending_poll_is_held_and_then_repeated(
