@@ -12,9 +12,9 @@ from redis.connection import DefaultParser
 
 from turnstream.store.client.replies import error_text
 from turnstream.store.client.scripts import Command, pack
-from turnstream_server.gateway.rest.commands_packing import read_commands
-from turnstream_server.gateway.rest.commands_plan import Refused, plan_commands
-from turnstream_server.gateway.rest.commands_scripts import SCRIPTS
+from turnstream_server.gateway.rest.commands.packing import read_commands
+from turnstream_server.gateway.rest.commands.plan import Refused, plan_commands
+from turnstream_server.gateway.rest.commands.scripts import SCRIPTS
 from turnstream_server.keys.records import LOCAL_KEY, ApiKey, Role
 
 SESSION_RUN = "maze of refusals"

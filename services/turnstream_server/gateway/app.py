@@ -7,11 +7,13 @@ The client repeats 408, 409, 429 and 5xx, for minutes or without end. So an erro
 from __future__ import annotations
 
 import logging
+import re
 from typing import Final
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.routing import Mount
 
 from turnstream.errors import (
     AccessDeniedError,
@@ -67,13 +69,20 @@ def make_app(gateway: Gateway) -> FastAPI:
     for group in (sessions, downloads):
         app.include_router(group.public, prefix=PREFIX)
     app.include_router(health.router)
-    app.mount(REST_PREFIX, make_rest_app(gateway))
+    app.router.routes.append(_mount(REST_PREFIX, make_rest_app(gateway)))
     for kind in _STATUSES:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(UnavailableError, _unavailable)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _failed)
     return app
+
+
+def _mount(prefix: str, app: FastAPI) -> Mount:
+    """Return the route to an application, for paths with a line break too."""
+    mount = Mount(prefix, app)
+    mount.path_regex = re.compile(mount.path_regex.pattern, re.DOTALL)
+    return mount
 
 
 async def _refuse(_: Request, error: Exception) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,18 +12,17 @@ import pytest
 import redis
 
 import turnstream
-from testkit import ids, wait_until
+from testkit import gateways, ids, servers, wait_until
 from testkit.gateway_thread import GatewayThread
 from testkit.generator_calls import SETTINGS, operate, write_everything
 from testkit.scripts import script
 from testkit.store_commands import SESSION_RUN, name_of
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
 from turnstream.store.run.batchers import list_batchers
 from turnstream.store.run.configs import read_revisions
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.rest import store as store_route
-from turnstream_server.gateway.rest.commands_packing import read_commands
+from turnstream_server.gateway.rest.commands import store as store_route
+from turnstream_server.gateway.rest.commands.packing import read_commands
 from turnstream_server.tls import Tls
 
 _numbers = itertools.count(1)
@@ -37,29 +35,8 @@ def no_key_of_the_desk(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"TURNSTREAM_{name}", raising=False)
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[EmbeddedServer]:
-    """One kind of server: the tests of the scripts run on each kind."""
-    with EmbeddedServer() as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
-    with connect(server.url) as client:
-        yield client
-
-
-@pytest.fixture
-def new_gateway(server: EmbeddedServer) -> Iterator[Callable[..., GatewayThread]]:
-    """`new_gateway(requires_key=True)` starts a gateway on the store."""
-    with contextlib.ExitStack() as stack:
-        yield lambda **options: stack.enter_context(GatewayThread(server.url, **options))
-
-
-@pytest.fixture
-def gateway(new_gateway: Callable[..., GatewayThread]) -> GatewayThread:
-    return new_gateway()
+server = servers.shared_server
+new_gateway, gateway = gateways.new_gateway, gateways.gateway
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import redis
 
 import turnstream
 from testkit import group, ids, wait_until
+from testkit.batchers import BatcherThread
 from testkit.gateway_thread import GatewayThread
 from testkit.stores import RunReader
 from turnstream.errors import (
@@ -27,6 +28,7 @@ from turnstream.generator import Publisher
 from turnstream.store.client.connection import address_of
 from turnstream.store.client.http_address import with_key
 from turnstream.types import TrajectoryKey
+from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.keys.records import KeyLimits
 from turnstream_server.keys.store import create_key, revoke_key
 
@@ -132,6 +134,29 @@ def test_key_comes_from_the_argument_then_the_environment(
     turnstream.connect(gateway.base_url, api_key=key).close()
     monkeypatch.setenv("TURNSTREAM_REDIS_URL", gateway.base_url)
     turnstream.connect(api_key=key).close()
+
+
+@pytest.mark.parametrize("way", ["redis", "http"])
+def test_batches_take_the_key_of_the_connection_unless_given(
+    gateway: GatewayThread,
+    server: EmbeddedServer,
+    run: str,
+    new_key: Any,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TURNSTREAM_API_KEY", "tml-of-the-environment")
+    url = {"redis": server.url, "http": gateway.base_url}[way]
+
+    with (
+        BatcherThread(server.url, requires_key=True),
+        turnstream.connect(url, api_key=new_key("train")) as service,
+    ):
+        opened = service.run(run)
+        opened.batches(timeout_s=30).close()
+        for given, why in (("tml-other", "unknown or revoked"), ("", "has no key")):
+            with pytest.raises(UnknownKeyError, match=why):
+                opened.batches(timeout_s=30, api_key=given)
 
 
 def test_key_is_shown_nowhere(

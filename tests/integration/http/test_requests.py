@@ -14,8 +14,8 @@ from testkit.store_commands import key_with, replies_of
 from turnstream.store.client import keys
 from turnstream.store.client.http_address import COMMANDS
 from turnstream.store.client.scripts import pack
-from turnstream_server.gateway.rest.commands_plan import plan_commands
-from turnstream_server.gateway.rest.commands_scripts import SCRIPTS
+from turnstream_server.gateway.rest.commands.plan import plan_commands
+from turnstream_server.gateway.rest.commands.scripts import SCRIPTS
 from turnstream_server.keys.records import LOCAL_KEY
 
 pytestmark = pytest.mark.redis

@@ -24,7 +24,7 @@ from turnstream.store.run.runs import close_run, reopen_run
 from turnstream.types import TrajectoryKey
 from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.rest import events as events_routes
+from turnstream_server.gateway.rest.runs import events as events_routes
 from turnstream_server.keys.store import create_key, revoke_key
 
 _numbers = itertools.count(1)
@@ -310,7 +310,7 @@ def test_stream_ends_when_the_gateway_stops(api: RestApi, gateway: GatewayThread
     began_s = time.monotonic()
     gateway.stop()
 
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 12  # its comment comes after 15 s
     wait_until(lambda: listener.has_ended)
 
 

@@ -13,15 +13,14 @@ from testkit.ingest import IngestClient, results_of
 from testkit.stores import RunReader
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.run.runs import create_run
-from turnstream_server.gateway.rest.arrow_bodies import COLUMNS, EXTRA
-from turnstream_server.gateway.rest.bodies import MAX_JSON_BYTES
-from turnstream_server.gateway.rest.ingest_requests import MAX_KEYS
-from turnstream_server.gateway.rest.publishers import (
+from turnstream_server.gateway.rest.bodies import MAX_ITEMS, MAX_JSON_BYTES
+from turnstream_server.gateway.rest.ingest.arrow_bodies import COLUMNS, EXTRA
+from turnstream_server.gateway.rest.ingest.publishers import (
     MAX_PUBLISHERS,
     MAX_TOKEN_BYTES,
     MAX_TRAJECTORIES,
 )
-from turnstream_server.gateway.rest.turn_models import MAX_ITEMS
+from turnstream_server.gateway.rest.ingest.requests import MAX_KEYS
 
 _PAGE = Path(__file__).parents[3] / "docs/http.md"
 _INGEST = _PAGE.read_text(encoding="utf-8").split("## REST: ingest\n")[1]

@@ -16,9 +16,9 @@ from turnstream.generator.outbox.calls import Round
 from turnstream.store.client.http_address import http_host_and_port, parse_http, with_key
 from turnstream.store.client.replies import error_text
 from turnstream.store.client.scripts import pack
-from turnstream_server.gateway.rest.commands_packing import pack_replies, read_commands
-from turnstream_server.gateway.rest.commands_plan import Refused, plan_commands
-from turnstream_server.gateway.rest.commands_scripts import SCRIPTS
+from turnstream_server.gateway.rest.commands.packing import pack_replies, read_commands
+from turnstream_server.gateway.rest.commands.plan import Refused, plan_commands
+from turnstream_server.gateway.rest.commands.scripts import SCRIPTS
 from turnstream_server.keys.records import LOCAL_KEY, ApiKey
 
 _replies = st.recursive(

@@ -32,7 +32,7 @@ class Caller(NamedTuple):
     """Who asks.
 
     Attributes:
-        key: what its key allows.
+        key: roles, runs and limits of the caller.
         gateway: the state of the process.
     """
 
@@ -61,7 +61,7 @@ def needs(role: Role | None) -> Callable[..., Awaitable[Caller]]:
         bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)] = None,
     ) -> Caller:
         gateway: Gateway = request.app.state.gateway
-        key = await identify(request)  # of the same headers
+        key = await identify(request)  # it reads the same headers
         if role is not None:
             key.require(role, run=request.path_params.get("run"))
         return Caller(key, gateway)

@@ -11,26 +11,25 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from turnstream.errors import TurnstreamError
-from turnstream_server.gateway.rest import (
-    batches,
-    events,
-    groups,
-    ingest,
-    ledger,
-    rewards,
-    runs,
-    store,
-    tasks,
-    versions,
-    waits,
-)
-from turnstream_server.gateway.rest.ingest_requests import add_ingest_state
+from turnstream.types.names import shown
+from turnstream_server.gateway.rest.commands import store
+from turnstream_server.gateway.rest.ingest import groups, rewards, turns
+from turnstream_server.gateway.rest.ingest.requests import add_ingest_state
 from turnstream_server.gateway.rest.problems import (
     MEDIA_TYPE,
     Problem,
     invalid_request,
     problem_of,
     response,
+)
+from turnstream_server.gateway.rest.runs import (
+    batches,
+    events,
+    ledger,
+    runs,
+    tasks,
+    versions,
+    waits,
 )
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.telemetry.log_counts import count_error
@@ -42,7 +41,7 @@ PREFIX: Final = "/v1"
 ROUTERS: Final[tuple[APIRouter, ...]] = (
     runs.router,
     groups.router,
-    ingest.router,
+    turns.router,
     tasks.router,
     rewards.router,
     ledger.router,
@@ -98,12 +97,19 @@ async def _invalid(_: Request, error: Exception) -> Response:
     return response(invalid_request(error))
 
 
-async def _http(_: Request, error: Exception) -> Response:
+async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     title = str(error.detail)
-    return response(
-        Problem(type="about:blank", title=title, status=error.status_code, detail=title)
-    )
+    detail = _no_route(request) if error.status_code == 404 else title
+    problem = Problem(type="about:blank", title=title, status=error.status_code, detail=detail)
+    return response(problem)
+
+
+def _no_route(request: Request) -> str:
+    detail = f"no route has the path {shown(request.scope['path'])}"
+    if b"%2f" not in request.scope.get("raw_path", b"").lower():
+        return detail
+    return f"{detail}: a run whose name has '/' is available in the Python SDK only"
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import zstandard
 from fastapi import HTTPException, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from turnstream.errors import RecordError
 from turnstream_server.gateway.bodies import off_loop, read_body
@@ -16,8 +16,12 @@ from turnstream_server.gateway.bodies import off_loop, read_body
 JSON: Final = "application/json"
 ARROW: Final = "application/vnd.apache.arrow.stream"
 
-MAX_JSON_BYTES: Final = 64 << 20
-"""Largest body of JSON: parsed, it takes ten times its size in memory."""
+MAX_JSON_BYTES: Final = 16 << 20
+"""Largest body of JSON. The parser holds the interpreter lock, also in a thread, for about 10 ms
+per MB, and no other request is answered then. Parsed, it takes ten times its size in memory."""
+
+MAX_ITEMS: Final = 8192
+"""Items of one request: each has a result, and the largest ones are the groups of a whole step."""
 
 _ENCODINGS: Final = ("gzip", "zstd")
 _GZIP: Final = 31  # wbits of zlib for a gzip header and trailer
@@ -25,7 +29,11 @@ _PIECE_BYTES: Final = 1 << 20
 _WINDOW_BYTES: Final = 8 << 20
 """Memory of a zstd decoder: RFC 8878 asks for 8 MB, and a frame may ask for gigabytes."""
 
-_Value = TypeVar("_Value")
+
+class Body(BaseModel):
+    """A body whose unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 async def read_content(request: Request, *, media_type: str = JSON) -> bytes:

@@ -1,0 +1,1 @@
+"""Writes of generators in any language: groups, turns, whole trajectories and rewards."""

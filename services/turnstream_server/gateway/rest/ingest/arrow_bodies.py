@@ -1,0 +1,326 @@
+"""Whole trajectories as an Arrow IPC stream: one row per turn, tokens as views of its buffers.
+
+The columns are listed in docs/http.md. Token columns never become Python objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from turnstream.errors import InvalidTurnError, RecordError
+from turnstream.generator.encode.checks import checked_turn
+from turnstream.generator.encode.group_checks import checked_key, checked_opening
+from turnstream.types import Purpose, TrajectoryKey, VersionRun
+from turnstream.types.names import shown
+from turnstream_server.gateway.rest.bodies import MAX_ITEMS
+from turnstream_server.gateway.rest.ingest.writes import Seal, Write, WrittenTurn, named_fields
+
+EXTRA: Final = "extras."
+"""Prefix of the columns of declared extra columns."""
+
+_END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+_NO_CHILDREN: Final = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
+
+class _Kind(NamedTuple):
+    """A type that a column may have.
+
+    Attributes:
+        name: for errors.
+        accepts: whether it has a type.
+    """
+
+    name: str
+    accepts: Callable[[pa.DataType], bool]
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def _is_list_of(accepts: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]:
+    def is_list(kind: pa.DataType) -> bool:
+        is_variable = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        return is_variable and accepts(kind.value_type)
+
+    return is_list
+
+
+def _is_map_to(accepts: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]:
+    def is_map(kind: pa.DataType) -> bool:
+        return pa.types.is_map(kind) and _is_text(kind.key_type) and accepts(kind.item_type)
+
+    return is_map
+
+
+def _is_run(kind: pa.DataType) -> bool:
+    if not pa.types.is_struct(kind) or kind.num_fields != 2:
+        return False
+    fields = {field.name: field.type for field in kind}
+    return fields.keys() == {"version", "num_tokens"} and all(
+        map(pa.types.is_integer, fields.values())
+    )
+
+
+def _is_mask(kind: pa.DataType) -> bool:
+    return pa.types.is_boolean(kind) or _is_number(kind)
+
+
+_TEXT: Final = _Kind("string", _is_text)
+_INTEGER: Final = _Kind("an integer type", pa.types.is_integer)
+_NUMBER: Final = _Kind("a number type", _is_number)
+_FLAG: Final = _Kind("bool", pa.types.is_boolean)
+_TOKENS: Final = _Kind("list of integers, such as list<int32>", _is_list_of(pa.types.is_integer))
+_VALUES: Final = _Kind("list of numbers, such as list<float>", _is_list_of(_is_number))
+_MASK: Final = _Kind("list of uint8, bool or numbers", _is_list_of(_is_mask))
+_NUMBERS: Final = _Kind("map<string, double>", _is_map_to(_is_number))
+_TEXTS: Final = _Kind("map<string, string>", _is_map_to(_is_text))
+_RUNS: Final = _Kind("list<struct<version: int64, num_tokens: int32>>", _is_list_of(_is_run))
+_ANCHOR: Final = _Kind(
+    "string, binary or uint64", lambda kind: kind in _NO_CHILDREN or pa.types.is_integer(kind)
+)
+
+_OF_TURNS: Final[dict[str, _Kind]] = {
+    "prompt_ids": _TOKENS,
+    "response_ids": _TOKENS,
+    "logprobs": _VALUES,
+    "loss_mask": _MASK,
+    "token_weights": _VALUES,
+    "rewards": _VALUES,
+}
+_SCALARS_OF_TURNS: Final[dict[str, _Kind]] = {
+    "turn_reward": _NUMBER,
+    "policy_version": _INTEGER,
+    "version_runs": _RUNS,
+    "anchor": _ANCHOR,
+    "allow_empty": _FLAG,
+}
+_OF_MEMBERS: Final[dict[str, _Kind]] = {"group_id": _TEXT, "sample": _INTEGER, "attempt": _INTEGER}
+_OF_GROUPS: Final[dict[str, _Kind]] = {
+    "num_samples": _INTEGER,
+    "num_needed": _INTEGER,
+    "prompt_uid": _TEXT,
+    "purpose": _TEXT,
+}
+_OF_SEALS: Final[dict[str, _Kind]] = {
+    "reward": _NUMBER,
+    "reward_components": _NUMBERS,
+    "status": _TEXT,
+    "sampling": _NUMBERS,
+    "tags": _TEXTS,
+    "metrics": _NUMBERS,
+    "awaits_reward": _FLAG,
+}
+COLUMNS: Final[Mapping[str, _Kind]] = {
+    **_OF_MEMBERS,
+    **_OF_GROUPS,
+    **_OF_TURNS,
+    **_SCALARS_OF_TURNS,
+    **_OF_SEALS,
+}
+"""All columns but the extra ones, with their types."""
+
+REQUIRED: Final = ("group_id", "sample", "num_samples", "prompt_ids", "response_ids")
+_MAPS: Final = ("reward_components", "sampling", "tags", "metrics")
+
+
+class _Row(NamedTuple):
+    """One row of a stream: its place, and a value per column that it has."""
+
+    number: int
+    values: dict[str, Any]
+
+
+def parse_trajectories(body: bytes) -> list[Write]:
+    """Return a write per trajectory, in the order of their first rows.
+
+    A trajectory's turns are its rows, in order. The fields of its group and of its seal are those
+    of its last row.
+
+    Raises:
+        RecordError: the body is no Arrow IPC stream, is cut off, or has compressed buffers.
+        InvalidTurnError: a column is unknown, missing or of a wrong type, or a value is wrong; a
+            value is named by its row, as in `rows.3.logprobs`.
+    """
+    members: dict[TrajectoryKey, list[_Row]] = {}
+    try:
+        for row in _rows(body):
+            with named_fields("rows", row.number):
+                members.setdefault(_key_of(row), []).append(row)
+    except UnicodeDecodeError as error:
+        raise RecordError(f"the body has a text that is not UTF-8: {error}") from error
+    if len(members) > MAX_ITEMS:
+        raise InvalidTurnError("rows", f"are of {len(members)} trajectories, more than {MAX_ITEMS}")
+    return [_write(item, key, rows) for item, (key, rows) in enumerate(members.items())]
+
+
+def _key_of(row: _Row) -> TrajectoryKey:
+    values = row.values
+    for name in REQUIRED:
+        if values[name] is None:
+            raise InvalidTurnError(name, "is null")
+    return TrajectoryKey(values["group_id"], values["sample"], values.get("attempt") or 0)
+
+
+def _write(item: int, key: TrajectoryKey, rows: Sequence[_Row]) -> Write:
+    turns: list[WrittenTurn] = []
+    for number, values in rows:
+        with named_fields("rows", number):
+            turns.append(_turn(values))
+    number, values = rows[-1]
+    with named_fields("rows", number):
+        checked_key(key, num_samples=values["num_samples"])
+        group = checked_opening(
+            key.group_id,
+            values["num_samples"],
+            values.get("prompt_uid") or "",
+            num_needed=values.get("num_needed"),
+            purpose=values.get("purpose") or Purpose.TRAIN,
+        )
+        fields = {name: values[name] for name in _OF_SEALS if values.get(name) is not None}
+        for name in _MAPS:
+            if name in fields:
+                fields[name] = _mapping(fields[name], field=name)
+        seal = Seal(**fields).checked()
+    return Write(item=item, key=key, group=group, first=0, turns=turns, seal=seal)
+
+
+def _turn(values: Mapping[str, Any]) -> WrittenTurn:
+    runs = [
+        VersionRun(run["version"], run["num_tokens"]) for run in values.get("version_runs") or ()
+    ]
+    extras = {
+        name.removeprefix(EXTRA): value
+        for name, value in values.items()
+        if name.startswith(EXTRA) and value is not None
+    }
+    turn = checked_turn(
+        values["prompt_ids"],
+        values["response_ids"],
+        logprobs=values.get("logprobs"),
+        loss_mask=values.get("loss_mask"),
+        token_weights=values.get("token_weights"),
+        rewards=values.get("rewards"),
+        reward=values.get("turn_reward"),
+        policy_version=values.get("policy_version"),
+        version_runs=runs,
+        anchor=values.get("anchor"),
+        allow_empty=values.get("allow_empty") or False,
+    )
+    return WrittenTurn(turn, extras or None)
+
+
+def _mapping(pairs: Sequence[tuple[str, Any]], *, field: str) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise InvalidTurnError(field, f"has a name twice: {shown([name for name, _ in pairs])}")
+    return found
+
+
+def _rows(body: bytes) -> Iterator[_Row]:
+    numbers = itertools.count()
+    for batch in _batches(body):
+        names = batch.schema.names
+        columns = [_values(batch.column(name), name=name) for name in names]
+        for values in zip(*columns, strict=True):
+            yield _Row(next(numbers), dict(zip(names, values, strict=True)))
+
+
+def _batches(body: bytes) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of a stream, each with checked types and offsets."""
+    if not body.endswith(_END_OF_STREAM):
+        raise RecordError("the body is no Arrow IPC stream, or is cut off: it has no end marker")
+    buffer = pa.py_buffer(body)
+    try:
+        _refuse_compression(buffer)
+        with pa.ipc.open_stream(buffer) as reader:
+            _check_schema(reader.schema)
+            for batch in reader:
+                batch.validate(full=True)
+                yield batch
+    except (pa.ArrowException, OSError, EOFError, struct.error) as error:
+        raise RecordError(f"the body is no Arrow IPC stream: {error}") from error
+
+
+def _check_schema(schema: pa.Schema) -> None:
+    for name in REQUIRED:
+        if name not in schema.names:
+            raise InvalidTurnError(f"column {name}", f"is missing; expected {COLUMNS[name].name}")
+    for field in schema:
+        if schema.names.count(field.name) > 1:
+            raise InvalidTurnError(f"column {field.name}", "is there more than once")
+        kind = _VALUES if field.name.startswith(EXTRA) else COLUMNS.get(field.name)
+        if kind is None:
+            raise InvalidTurnError(
+                f"column {field.name}",
+                f"is unknown, expected some of {', '.join(COLUMNS)}, and {EXTRA}<name>",
+            )
+        if not kind.accepts(field.type):
+            raise InvalidTurnError(
+                f"column {field.name}", f"has the type {field.type}, expected {kind.name}"
+            )
+
+
+def _values(column: Any, *, name: str) -> Sequence[Any]:
+    """Return a value per row: arrays of a list of numbers, else Python objects."""
+    kind = column.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not is_list or pa.types.is_struct(kind.value_type):
+        return column.to_pylist()
+    if column.values.null_count:
+        raise InvalidTurnError(f"column {name}", "has a null inside a list, expected numbers")
+    return _views(column)
+
+
+def _views(column: Any) -> list[NDArray[Any] | None]:
+    """Return the lists of a column as views of its values; None for a null."""
+    offsets = column.offsets.to_numpy()
+    values = column.values.to_numpy(zero_copy_only=False)
+    views: list[NDArray[Any] | None] = [
+        values[start:stop] for start, stop in itertools.pairwise(offsets.tolist())
+    ]
+    if column.null_count:
+        is_valid = column.is_valid().to_numpy(zero_copy_only=False)
+        views = [view if valid else None for view, valid in zip(views, is_valid, strict=True)]
+    return views
+
+
+def _refuse_compression(buffer: pa.Buffer) -> None:
+    """Refuse a stream with compressed buffers: they may claim any size, and pyarrow has no limit.
+
+    Content-Encoding compresses a body within a limit.
+    """
+    for message in pa.ipc.MessageReader.open_stream(buffer):
+        if message.type == "record batch" and _is_compressed(message.metadata.to_pybytes()):
+            raise RecordError(
+                "the Arrow stream has compressed buffers: write it without compression, and "
+                "compress the whole body with Content-Encoding"
+            )
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Return whether the flatbuffer `Message` of a record batch names a codec for its buffers."""
+    message = struct.unpack_from("<I", metadata)[0]
+    header = _field(metadata, message, 2)
+    batch = header + struct.unpack_from("<I", metadata, header)[0]
+    return _field(metadata, batch, 3) != 0
+
+
+def _field(metadata: bytes, table: int, number: int) -> int:
+    """Return the position of a field of a flatbuffer table; 0 where it is not set."""
+    vtable = table - struct.unpack_from("<i", metadata, table)[0]
+    place = 4 + 2 * number
+    if place >= struct.unpack_from("<H", metadata, vtable)[0]:
+        return 0
+    offset = struct.unpack_from("<H", metadata, vtable + place)[0]
+    return table + offset if offset else 0

@@ -1,0 +1,365 @@
+"""Delivery of the writes of one request: all at once, then those that the store has to decide.
+
+1. Trajectories that are not open here, and whose first turn comes, are opened, by group.
+2. All turns and ends are handed to the publisher, which sends them together.
+3. Their receipts are awaited.
+4. The rest is settled one by one, after the store was read: a repeated write, a trajectory of
+   another gateway, and a write of an out-of-date cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import redis.asyncio
+
+from turnstream.errors import (
+    ConflictError,
+    FencedError,
+    InvalidTurnError,
+    RejectedError,
+    RunNotFoundError,
+    StoreBehindError,
+    TurnGapError,
+    TurnstreamError,
+)
+from turnstream.generator import AsyncReceipt
+from turnstream.records.events import encode_event
+from turnstream.store.client import keys
+from turnstream.store.client.scripts import Command, run_commands_async
+from turnstream.store.run.groups import OPEN_GROUP, group_size
+from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
+from turnstream_server.gateway.rest.ingest.publishers import RunWriter, Slot, Slots
+from turnstream_server.gateway.rest.ingest.stored import StoredTrajectory, read_stored
+from turnstream_server.gateway.rest.ingest.writers import IngestPublisher, IngestWriter
+from turnstream_server.gateway.rest.ingest.writes import Write
+
+_PAUSE_EVERY: Final = 32
+"""Writes after which other requests have their turn."""
+
+_MAX_READS: Final = 16
+"""Trajectories that are read from the store at the same time."""
+
+_DECIDED_BY_STORE: Final = (ConflictError, FencedError, TurnGapError, StoreBehindError)
+"""Errors that an out-of-date cache may have caused."""
+
+
+class Outcome(NamedTuple):
+    """The outcome of a write.
+
+    Attributes:
+        error: why it was refused; None if it is stored.
+        next_turn: index of the next turn; None if it is not known.
+    """
+
+    error: TurnstreamError | None
+    next_turn: int | None = None
+
+
+class _Sent(NamedTuple):
+    write: Write
+    receipt: AsyncReceipt | None
+    next_turn: int
+
+
+class Delivery:
+    """Delivers the writes of one request, whose trajectories are locked.
+
+    Args:
+        lent: the writer of the request.
+        client: client of the store.
+        slots: the places of all trajectories of the writes.
+    """
+
+    def __init__(self, lent: RunWriter, client: redis.asyncio.Redis, slots: Slots) -> None:
+        self._publisher = lent.publisher
+        self._client = client
+        self._slots = slots
+        self._outcomes: dict[int, Outcome] = {}
+        self._refused: dict[TrajectoryKey, TurnstreamError] = {}
+        self._undecided: dict[TrajectoryKey, list[Write]] = {}
+
+    async def deliver(self, writes: Sequence[Write]) -> list[Outcome]:
+        """Return the outcome of each write, once the store has acknowledged or refused it.
+
+        Raises:
+            RunNotFoundError: the run was deleted.
+            StoreUnavailableError: the store cannot be reached to open a group.
+        """
+        await self._open_new(writes)
+        await self._settle(await self._send(writes))
+        await self._decide()
+        return [self._outcomes[write.item] for write in writes]
+
+    async def _open_new(self, writes: Sequence[Write]) -> None:
+        """Open the trajectories whose first turn is here, with one call per group."""
+        groups: dict[GroupOpened, dict[TrajectoryKey, None]] = {}
+        seen: set[TrajectoryKey] = set()
+        for write in writes:
+            is_first, writer = write.key not in seen, self._slots[write.key].writer
+            seen.add(write.key)
+            if writer is not None and writer.error is not None:
+                writer = self._slots[write.key].writer = None
+            if is_first and writer is None and write.can_open:
+                assert write.group is not None
+                groups.setdefault(write.group, {})[write.key] = None
+        opened = await open_groups(self._client, self._publisher, groups)
+        for (group, members), found in zip(groups.items(), opened, strict=True):
+            if isinstance(found, TurnstreamError):
+                self._refused.update(dict.fromkeys(members, found))
+            else:
+                for writer in self._publisher.opened(group, found):
+                    self._slots[writer.key].writer = writer
+
+    async def _send(self, writes: Sequence[Write]) -> list[_Sent]:
+        """Hand all writes that follow the cached turns to the publisher; return their receipts."""
+        sent: list[_Sent] = []
+        for number, write in enumerate(writes, 1):
+            if (done := await self._send_one(write)) is not None:
+                sent.append(done)
+            if number % _PAUSE_EVERY == 0:
+                await asyncio.sleep(0)
+        return sent
+
+    async def _send_one(self, write: Write) -> _Sent | None:
+        writer, refused = self._slots[write.key].writer, self._refused.get(write.key)
+        if refused is not None and not isinstance(refused, ConflictError):
+            self._outcomes[write.item] = Outcome(refused)
+            return None
+        if writer is None or write.key in self._undecided or not _follows(write, writer):
+            self._undecided.setdefault(write.key, []).append(write)
+            return None
+        try:
+            return _Sent(write, await put(writer, write), writer.num_turns)
+        except RejectedError:
+            self._undecided.setdefault(write.key, []).append(write)
+        except TurnstreamError as error:
+            self._outcomes[write.item] = Outcome(error, writer.num_turns)
+        return None
+
+    async def _settle(self, sent: Sequence[_Sent]) -> None:
+        """Wait for the receipts; writes that an out-of-date cache may have spoilt are undecided."""
+        failed: dict[TrajectoryKey, list[Write]] = {}
+        for write, receipt, next_turn in sent:
+            error = await error_of(receipt)
+            if isinstance(error, _DECIDED_BY_STORE):
+                failed.setdefault(write.key, []).append(write)
+            else:
+                self._outcomes[write.item] = Outcome(error, None if error else next_turn)
+        for key, writes in failed.items():
+            self._undecided[key] = [*writes, *self._undecided.get(key, ())]
+
+    async def _decide(self) -> None:
+        """Settle the undecided writes, several trajectories at the same time."""
+        places = asyncio.Semaphore(_MAX_READS)
+
+        async def decide(key: TrajectoryKey, writes: Sequence[Write]) -> None:
+            async with places:
+                await self._decide_one(key, writes)
+
+        async with asyncio.TaskGroup() as tasks:
+            for key, writes in self._undecided.items():
+                tasks.create_task(decide(key, writes))
+
+    async def _decide_one(self, key: TrajectoryKey, writes: Sequence[Write]) -> None:
+        """Settle the writes of a trajectory, in order, from what the store has."""
+        slot = self._slots[key]
+        for write in writes:
+            next_turn = None
+            try:
+                stored = await self._read(slot, write)
+                next_turn = len(stored.turns)
+                next_turn = await self._write(slot.writer, stored, write)
+            except TurnstreamError as error:
+                self._outcomes[write.item] = Outcome(error, next_turn)
+            else:
+                self._outcomes[write.item] = Outcome(None, next_turn)
+
+    async def _read(self, slot: Slot, write: Write) -> StoredTrajectory:
+        """Return what the store has of a trajectory, which is adopted if it is open."""
+        run = self._publisher.run
+        stored = await read_stored(self._client, run, slot.key)
+        if slot.writer is not None and not self._is_current(slot.writer, stored):
+            slot.drop()
+        if stored.is_open and slot.writer is None:
+            slot.writer = await self._adopted(slot.key)
+            stored = await read_stored(self._client, run, slot.key)
+        if stored.is_known:
+            return stored
+        if (refused := self._refused.get(slot.key)) is not None:
+            raise refused
+        raise _not_open(write)
+
+    def _is_current(self, writer: IngestWriter, stored: StoredTrajectory) -> bool:
+        """Whether a cached writer is up to date: no other gateway or writer has written since."""
+        is_usable = writer.error is None and not writer.has_ended
+        is_same = writer.num_turns == len(stored.turns)
+        return is_usable and is_same and stored.is_open_for(self._publisher.writer)
+
+    async def _adopted(self, key: TrajectoryKey) -> IngestWriter | None:
+        """Return the writer of an open trajectory; None if it ended in between."""
+        try:
+            return await self._publisher.adopt_key(key)
+        except ConflictError as error:
+            stored = await read_stored(self._client, self._publisher.run, key)
+            if error.retry_after_s is not None or stored.is_open:
+                raise
+            return None
+
+    async def _write(
+        self, writer: IngestWriter | None, stored: StoredTrajectory, write: Write
+    ) -> int:
+        """Carry out the part of a write that is not stored; return the index of the next turn."""
+        if write.abandon_reason is not None and stored.is_abandoned:
+            return len(stored.turns)
+        if writer is not None:
+            _check_size(write, writer)
+        num_turns = len(stored.turns)
+        if write.first is not None and write.first > num_turns:
+            if writer is None:
+                raise stored.ended(f"turn {write.first}")
+            raise TurnGapError(
+                f"turn {write.first} of {write.key.readable_name} does not follow: the next turn "
+                f"is turn {num_turns}"
+            )
+        declared = await self._publisher.columns()
+        num_known = stored.check_same(write, declared)
+        _check_place_of_seal(stored, write)
+        if writer is not None:
+            await _send_rest(writer, write, num_known)
+            num_turns = writer.num_turns
+        elif num_known < len(write.turns):
+            raise stored.ended(f"turn {num_turns}")
+        else:
+            _check_same_end(stored, write, declared)
+        return num_turns if write.first is None else write.first + len(write.turns)
+
+
+async def open_groups(
+    client: redis.asyncio.Redis,
+    publisher: IngestPublisher,
+    groups: dict[GroupOpened, dict[TrajectoryKey, None]],
+) -> list[dict[TrajectoryKey, int] | TurnstreamError]:
+    """Open groups, and these members of them; return the lease epochs of the members by group.
+
+    A member that has ended, or belongs to another writer, has no epoch. A group that is not
+    admitted is a RejectedError with `retry_after_s`.
+    """
+    if not groups:
+        return []
+    commands = [_open_command(publisher, group, members) for group, members in groups.items()]
+    replies = await run_commands_async(client, commands)
+    found: list[dict[TrajectoryKey, int] | TurnstreamError] = []
+    for members, reply in zip(groups.values(), replies, strict=True):
+        if isinstance(reply, RunNotFoundError):
+            raise reply
+        if isinstance(reply, TurnstreamError):
+            found.append(reply)
+            continue
+        epochs = zip(members, reply, strict=True)
+        found.append({key: epoch for key, epoch in epochs if isinstance(epoch, int)})
+    return found
+
+
+def _open_command(
+    publisher: IngestPublisher, group: GroupOpened, members: dict[TrajectoryKey, None]
+) -> Command:
+    return OPEN_GROUP(
+        keys.run_keys(publisher.run).of_open_group,
+        keys.encode_name(group.group_id),
+        group_size(group),
+        publisher.writer,
+        encode_event(group),
+        *[keys.trajectory_id(key) for key in members],
+    )
+
+
+async def put(writer: IngestWriter, write: Write) -> AsyncReceipt | None:
+    """Hand a write to the publisher; return the receipt of its last part, None without a part.
+
+    The parts of a trajectory are acknowledged in order.
+    """
+    _check_size(write, writer)
+    return await _send_rest_unawaited(writer, write, 0)
+
+
+async def error_of(receipt: AsyncReceipt | None) -> TurnstreamError | None:
+    """Return the error of a write, once it is acknowledged or has failed; None without one."""
+    if receipt is None:
+        return None
+    try:
+        await receipt
+    except TurnstreamError as error:
+        return error
+    return None
+
+
+async def _send_rest(writer: IngestWriter, write: Write, num_known: int) -> None:
+    """Send a write without its first turns, and wait until the store has it."""
+    if (error := await error_of(await _send_rest_unawaited(writer, write, num_known))) is not None:
+        raise error
+
+
+async def _send_rest_unawaited(
+    writer: IngestWriter, write: Write, num_known: int
+) -> AsyncReceipt | None:
+    receipt: AsyncReceipt | None = None
+    for number, turn in enumerate(write.turns[num_known:], num_known + 1):
+        is_last = write.state != "open" and number == len(write.turns)
+        receipt = await writer.add(turn, is_last=is_last)
+    if write.seal is not None:
+        receipt = await writer.finish(write.seal)
+    elif write.abandon_reason is not None:
+        receipt = writer.abandon(write.abandon_reason)
+    return receipt
+
+
+def _check_same_end(
+    stored: StoredTrajectory, write: Write, declared: Sequence[DeclaredColumn]
+) -> None:
+    """Refuse an end that a finished trajectory does not have, or a renewal of its lease."""
+    if write.seal is not None:
+        stored.check_same_seal(write, declared)
+    elif write.abandon_reason is not None:
+        raise stored.ended("its abandonment")
+    elif not write.turns:
+        raise stored.ended("a renewal of its lease")
+
+
+def _check_place_of_seal(stored: StoredTrajectory, write: Write) -> None:
+    """Refuse a seal after an earlier turn than the last stored one."""
+    if write.seal is None or write.first is None:
+        return
+    num_turns = write.first + len(write.turns)
+    if num_turns < len(stored.turns):
+        raise ConflictError(
+            f"{write.key.readable_name} has {len(stored.turns)} turns, and the seal comes after "
+            f"{num_turns}"
+        )
+
+
+def _follows(write: Write, writer: IngestWriter) -> bool:
+    """Whether a write follows the cached turns; one without a turn and an end is for the store."""
+    if write.first is None:
+        return write.seal is not None or write.abandon_reason is not None
+    return write.first == writer.num_turns
+
+
+def _check_size(write: Write, writer: IngestWriter) -> None:
+    if write.group is not None and write.group.num_samples != writer.num_samples:
+        raise ConflictError(
+            f"group {write.key.group_id} was opened with {writer.num_samples} samples, not "
+            f"{write.group.num_samples}"
+        )
+
+
+def _not_open(write: Write) -> TurnstreamError:
+    """Return the error of a write to a trajectory that the store does not have."""
+    name = write.key.readable_name
+    if write.first == 0 and write.group is None:
+        return InvalidTurnError("num_samples", f"is missing, and {name} is not open")
+    if write.first is None:
+        return ConflictError(f"{name} was never opened, or is finished")
+    return TurnGapError(f"turn {write.first} of {name} does not follow: the next turn is turn 0")

@@ -1,0 +1,166 @@
+"""A request of an ingest route: its headers, its body, and the writer that it stands for."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Annotated, Any, Final, TypeVar
+
+from fastapi import Depends, FastAPI, Header, Request
+
+from turnstream.errors import InvalidTurnError
+from turnstream.types import TrajectoryKey
+from turnstream_server.gateway.bodies import off_loop
+from turnstream_server.gateway.rest.access import Produce, RunName
+from turnstream_server.gateway.rest.bodies import ARROW, JSON, media_type_of, read_content
+from turnstream_server.gateway.rest.ingest.publishers import Publishers, RunWriter, Slots
+from turnstream_server.gateway.rest.problems import MEDIA_TYPE, Problem
+from turnstream_server.gateway.state import Gateway
+
+WriterName = Annotated[
+    str | None,
+    Header(
+        alias="X-Turnstream-Writer",
+        min_length=1,
+        max_length=128,
+        description="Name of the generator process, which holds the leases of its trajectories. By "
+        "default all requests of a key are one writer.",
+        examples=["generator-7"],
+    ),
+]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=256,
+        description="Name of the request. The same key with another body is refused.",
+        examples=["7c1a9a6e-7f9b-4c8e-9f0e-2f3f0a4d1b7e"],
+    ),
+]
+
+_MEDIA_TYPES: Final = {"json": JSON, "arrow": ARROW}
+
+_Parsed = TypeVar("_Parsed")
+
+MAX_KEYS: Final = 10_000
+"""Idempotency keys that a process remembers, the newest."""
+
+UNSUPPORTED: Final[dict[int | str, dict[str, Any]]] = {
+    415: {
+        "model": Problem,
+        "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        "description": "Content-Type or Content-Encoding is not supported.",
+    }
+}
+
+
+class RequestKeys:
+    """The newest idempotency keys, with hashes of the bodies that came with them.
+
+    Writes are idempotent by their content. A key only guards against its use for another body.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[tuple[str, ...], bytes] = OrderedDict()
+
+    def check(self, found: bytes, *scope: str) -> None:
+        """Raise InvalidTurnError if the same key came with another body.
+
+        Args:
+            found: hash of the decompressed body.
+            scope: id of the API key, path, and the idempotency key.
+        """
+        known = self._hashes.setdefault(scope, found)
+        self._hashes.move_to_end(scope)
+        if len(self._hashes) > MAX_KEYS:
+            self._hashes.popitem(last=False)
+        if known != found:
+            raise InvalidTurnError(
+                "Idempotency-Key", f"{scope[-1]!r} was used with another body: choose another key"
+            )
+
+
+def add_ingest_state(app: FastAPI, gateway: Gateway) -> None:
+    """Add what the ingest routes share; publishers are closed with the resources of the gateway."""
+    publishers = Publishers(gateway.options.redis_url, gateway.client)
+    gateway.resources.push_async_callback(publishers.close)
+    app.state.publishers = publishers
+    app.state.request_keys = RequestKeys()
+
+
+class IngestCall:
+    """One request of an ingest route.
+
+    Attributes:
+        run: name of the run.
+        caller: who asks.
+        publishers: those of the process.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        run: RunName,
+        caller: Produce,
+        writer: WriterName = None,
+        key: IdempotencyKey = None,
+    ) -> None:
+        self.run = run
+        self.caller = caller
+        self.publishers: Publishers = request.app.state.publishers
+        self._request = request
+        self._writer = writer
+        self._key = key
+
+    @property
+    def writer_name(self) -> str:
+        """Return the name of the writer; by default all requests of a key have the same."""
+        return self._writer or f"http-{self.caller.key.name}"
+
+    async def parsed(self, **parsers: Callable[[bytes], _Parsed]) -> _Parsed:
+        """Return the parsed body; a big one is parsed in a thread.
+
+        Args:
+            parsers: "json" and "arrow", the accepted media types, with their parsers.
+
+        Raises:
+            HTTPException: 413 or 415, as of `media_type_of` and `read_content`.
+            InvalidTurnError: something in it is wrong, or its idempotency key is that of another.
+            RecordError: it cannot be read.
+        """
+        accepted = {_MEDIA_TYPES[name]: parse for name, parse in parsers.items()}
+        media_type = media_type_of(self._request, accepted=tuple(accepted))
+        body = await read_content(self._request, media_type=media_type)
+        parse, has_key = accepted[media_type], self._key is not None
+
+        def work() -> tuple[_Parsed, bytes]:
+            parsed = parse(body)
+            return parsed, hashlib.blake2b(body, digest_size=16).digest() if has_key else b""
+
+        parsed, found = await off_loop(work, num_bytes=len(body))
+        if self._key is not None:
+            known: RequestKeys = self._request.app.state.request_keys
+            known.check(found, self.caller.key.key_id, self._request.url.path, self._key)
+        return parsed
+
+    @contextlib.asynccontextmanager
+    async def lend(self, keys: Iterable[TrajectoryKey]) -> AsyncIterator[tuple[RunWriter, Slots]]:
+        """Yield the writer of the request, with the locked places of some trajectories.
+
+        Without a name in the request, several clients may share the writer of their key.
+        """
+        is_shared = self._writer is None
+        async with (
+            self.publishers.lend(self.run, self.writer_name, is_shared=is_shared) as lent,
+            lent.locked(keys) as slots,
+        ):
+            try:
+                yield lent, slots
+            finally:
+                self.publishers.keep(lent, slots.values())
+
+
+Call = Annotated[IngestCall, Depends(IngestCall)]

@@ -1,0 +1,161 @@
+"""Rewards that come after the seal: `POST /v1/runs/{run}/rewards`."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr
+
+from turnstream.errors import RunNotFoundError, TurnstreamError
+from turnstream.store.client.run_ids import find_run_async
+from turnstream.store.client.scripts import Command, run_commands_async
+from turnstream.store.run.rewards import RewardOutcome, addressed, reward_command
+from turnstream.types import TrajectoryKey
+from turnstream_server.gateway.bodies import off_loop
+from turnstream_server.gateway.rest.access import Produce, RunName
+from turnstream_server.gateway.rest.bodies import (
+    JSON,
+    MAX_ITEMS,
+    Body,
+    json_body,
+    media_type_of,
+    read_content,
+)
+from turnstream_server.gateway.rest.ingest.json_bodies import parse_body
+from turnstream_server.gateway.rest.ingest.requests import UNSUPPORTED
+from turnstream_server.gateway.rest.ingest.results import (
+    ItemProblem,
+    as_json,
+    item_problem,
+    results_response,
+)
+from turnstream_server.gateway.rest.ingest.writes import named_fields
+from turnstream_server.gateway.rest.problems import Problem
+
+router = APIRouter(tags=["ingest"])
+
+_PER_CALL: Final = 256
+"""Rewards of one round trip: the store does nothing else for some milliseconds."""
+
+_EXAMPLE: Final = {"items": [{"group_id": "task-7", "sample": 0, "reward": 1.0}]}
+_RESULTS: Final = {
+    "results": [
+        {
+            "index": 0,
+            "status": 201,
+            "group_id": "task-7",
+            "sample": 0,
+            "attempt": 0,
+            "outcome": "posted",
+        }
+    ]
+}
+
+
+class RewardItem(Body):
+    """The reward of a trajectory that was sealed with `awaits_reward`."""
+
+    group_id: StrictStr
+    sample: StrictInt = Field(ge=0)
+    attempt: StrictInt = Field(0, ge=0)
+    reward: StrictFloat | None = Field(None, description="Outcome of the whole episode.")
+    reward_components: dict[StrictStr, StrictFloat] | None = Field(
+        None, description="Named rewards, which are added to those of the seal."
+    )
+
+    @property
+    def key(self) -> TrajectoryKey:
+        """Return the key of the trajectory."""
+        return TrajectoryKey(self.group_id, self.sample, self.attempt)
+
+
+class RewardsBody(Body):
+    """Rewards to post."""
+
+    items: list[RewardItem] = Field(max_length=MAX_ITEMS)
+
+
+class RewardResult(BaseModel):
+    """The result of a posted reward."""
+
+    index: int = Field(description="Place of the item in the request, from 0.")
+    status: int = Field(description="201 if it is posted, else that of the problem.")
+    group_id: str
+    sample: int
+    attempt: int
+    outcome: Literal["posted", "duplicate", "late"] | None = Field(
+        None,
+        description="`duplicate`: the same was posted before. `late`: the group was decided "
+        "before, and the reward changes nothing. Absent with a problem.",
+    )
+    problem: ItemProblem | None = Field(None, description="Absent if the reward is posted.")
+
+
+class RewardResults(BaseModel):
+    """One result per item, in the same order."""
+
+    results: list[RewardResult]
+
+
+@router.post(
+    "/runs/{run}/rewards",
+    response_model=RewardResults,
+    summary="Post rewards",
+    responses={
+        **UNSUPPORTED,
+        200: {
+            "description": "One result per item.",
+            "content": {JSON: {"example": _RESULTS}},
+        },
+    },
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {JSON: json_body(RewardsBody, example=_EXAMPLE)},
+        }
+    },
+)
+async def post_rewards(request: Request, run: RunName, caller: Produce) -> Response:
+    """Post rewards of trajectories that were sealed with `awaits_reward`.
+
+    The same reward again changes nothing. If an item is malformed, none is posted.
+    """
+    media_type = media_type_of(request, accepted=(JSON,))
+    content = await read_content(request, media_type=media_type)
+    run_id = await find_run_async(caller.client, run)
+    items, commands = await off_loop(
+        lambda: _commands(run_id, parse_body(content, RewardsBody)), num_bytes=len(content)
+    )
+    replies: list[Any] = []
+    for first in range(0, len(commands), _PER_CALL):
+        some = commands[first : first + _PER_CALL]
+        replies += await run_commands_async(caller.client, some)
+    return _response(items, replies)
+
+
+def _commands(run: str, body: RewardsBody) -> tuple[list[RewardItem], list[Command]]:
+    commands: list[Command] = []
+    for number, item in enumerate(body.items):
+        with named_fields("items", number):
+            command = reward_command(run, item.key, item.reward, item.reward_components)
+        commands.append(addressed(command, run))
+    return body.items, commands
+
+
+def _response(items: list[RewardItem], replies: list[Any]) -> Response:
+    results: list[dict[str, Any]] = []
+    problems: list[Problem] = []
+    for index, (item, reply) in enumerate(zip(items, replies, strict=True)):
+        if isinstance(reply, RunNotFoundError):
+            raise reply
+        result: dict[str, Any] = {"index": index, "status": 201, **item.key._asdict()}
+        if isinstance(reply, TurnstreamError):
+            problem = item_problem(reply, field=f"items.{index}", reasons=())
+            problems.append(problem)
+            result |= {"status": problem.status, "problem": as_json(problem)}
+        else:
+            result["outcome"] = RewardOutcome(reply.decode()).name.lower()
+        results.append(result)
+    return results_response(results, problems)

@@ -1,0 +1,1 @@
+"""Runs and their state: settings, tasks, ledgers, batches, versions, waits and events."""

@@ -1,0 +1,124 @@
+"""Batches: their numbers, their content, and the bytes of a mini-batch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import redis
+from fastapi import APIRouter, Path, Query
+from fastapi.responses import Response
+
+from turnstream.errors import (
+    InvalidConfigError,
+    NotReadyError,
+    ReleasedError,
+    RunNotFoundError,
+    UnavailableError,
+)
+from turnstream.store.run.configs import open_run
+from turnstream_server.bus.queries.batch_facts import batch_facts, list_batches
+from turnstream_server.bus.release.compact_records import LedgerFileError
+from turnstream_server.gateway.rest.access import Read, RunName
+from turnstream_server.gateway.rest.answers import answer
+from turnstream_server.gateway.rest.bodies import ARROW
+from turnstream_server.gateway.rest.runs.batch_models import Batch, BatchList
+
+router = APIRouter(tags=["reads"])
+
+_LARGEST: Final = 2**31 - 1
+_MAX_DP_WORLD_SIZE: Final = 8192
+_MAX_PAGE: Final = 100
+
+Step = Annotated[int, Path(ge=1, le=_LARGEST, description="Number of the batch.", examples=[1])]
+Index = Annotated[int, Path(ge=0, le=_LARGEST, description="Mini-batch, from 0.", examples=[0])]
+FromStep = Annotated[int, Query(ge=1, le=_LARGEST, description="First step of the page.")]
+Limit = Annotated[int, Query(ge=1, le=_MAX_PAGE, description="Batches of the page, at most.")]
+DpRank = Annotated[int, Query(ge=0, lt=_MAX_DP_WORLD_SIZE, description="Data-parallel rank.")]
+DpWorldSize = Annotated[int, Query(ge=1, le=_MAX_DP_WORLD_SIZE, description="Number of ranks.")]
+
+_BYTES: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "The share of the rank, the very bytes that a batcher sends.",
+        "content": {ARROW: {"schema": {"type": "string", "format": "binary"}}},
+        "headers": {
+            "ETag": {
+                "description": "SHA-256 over columns and metadata.",
+                "schema": {"type": "string"},
+            }
+        },
+    }
+}
+
+
+@router.get("/runs/{run}/batches", response_model=BatchList, summary="List batches")
+async def get_batches(
+    run: RunName, caller: Read, from_step: FromStep = 1, limit: Limit = 20
+) -> Response:
+    """Return planned and stepped batches with their numbers, in order.
+
+    A batch is listed until it is released.
+    """
+
+    def read(client: redis.Redis) -> dict[str, Any]:
+        found = [*list_batches(client, open_run(client, run), from_step=from_step, limit=limit + 1)]
+        page = found[:limit]
+        more = found[limit]["step"] if len(found) > limit else None
+        return {"batches": page, "next_step": more}
+
+    return await answer(caller, BatchList, read)
+
+
+@router.get("/runs/{run}/batches/{step}", response_model=Batch, summary="Show a batch")
+async def get_batch(run: RunName, step: Step, caller: Read) -> Response:
+    """Return the mini-batches of a step: trajectories, rewards, advantages and denominators.
+
+    A released batch has the names and checksums of its trajectories.
+    """
+    folder = caller.gateway.options.archive_dir
+
+    def read(client: redis.Redis) -> dict[str, Any]:
+        try:
+            return batch_facts(client, open_run(client, run), step, folder=folder)
+        except NotReadyError as error:
+            raise RunNotFoundError(str(error)) from error
+        except LedgerFileError as error:
+            raise ReleasedError(str(error)) from error
+
+    return await answer(caller, Batch, read)
+
+
+@router.get(
+    "/runs/{run}/batches/{step}/{index}",
+    response_class=Response,
+    responses=_BYTES,
+    summary="Get a mini-batch",
+)
+async def get_mini_batch(
+    run: RunName,
+    step: Step,
+    index: Index,
+    caller: Read,
+    dp_rank: DpRank = 0,
+    dp_world_size: DpWorldSize = 1,
+) -> Response:
+    """Return one rank's share of a mini-batch as an Arrow IPC stream.
+
+    The same request has the same bytes until the step is released; then the status is 410.
+    """
+    if dp_rank >= dp_world_size:
+        raise InvalidConfigError("dp_rank", f"{dp_rank} is not below {dp_world_size}")
+    read_share = caller.gateway.options.read_share
+    if read_share is None:
+        raise UnavailableError("this gateway assembles no batches")
+
+    def read() -> Any:
+        try:
+            return read_share(
+                run, step, mini_batch=index, dp_rank=dp_rank, dp_world_size=dp_world_size
+            )
+        except NotReadyError as error:
+            raise RunNotFoundError(str(error)) from error
+
+    share = await caller.gateway.threads.run_heavy(read)
+    headers = {"ETag": f'"{share.content_hash}"'}
+    return Response(share.data, media_type=ARROW, headers=headers)

@@ -1,0 +1,244 @@
+"""The events of a run as server-sent events: `GET /v1/runs/{run}/events`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from typing import Annotated, Final, Literal
+
+from fastapi import APIRouter, FastAPI, Header, Query, Request
+from fastapi.responses import StreamingResponse
+
+from turnstream.errors import (
+    InvalidConfigError,
+    RecordError,
+    RejectedError,
+    StoreUnavailableError,
+    UnavailableError,
+)
+from turnstream.records.events import EVENT_NAMES, decode_event, event_name
+from turnstream.records.values import to_plain
+from turnstream.store.client.run_ids import find_run_async, no_such_run
+from turnstream.types.names import shown
+from turnstream_server.bus.core.scan import EventEntry, entry_ms
+from turnstream_server.gateway.access import secret_of
+from turnstream_server.gateway.bodies import off_loop
+from turnstream_server.gateway.rest.access import Read, RunName
+from turnstream_server.gateway.rest.problems import problem_of
+from turnstream_server.gateway.rest.runs.event_follower import BEGINNING, EventFollower
+from turnstream_server.gateway.state import Gateway
+
+logger = logging.getLogger(__name__)
+
+router = APIRouter(tags=["reads"])
+
+EVENT_STREAM: Final = "text/event-stream"
+HEARTBEAT_S: Final = 15.0
+"""Longest time without a byte: proxies end silent responses after a minute."""
+
+UNREADABLE: Final = "unreadable"
+"""Kind of an event whose record is damaged; the planner rejects it."""
+
+MAX_STREAMS: Final = 512
+"""Responses at the same time in one process."""
+
+_RETRY_S: Final = 0.5
+_ID: Final = re.compile(r"\d{1,19}-\d{1,19}")
+
+LastEventId = Annotated[
+    str | None,
+    Header(
+        alias="Last-Event-ID",
+        description="Id of the last event that the client has: the stream continues after it.",
+        examples=["1700000000123-0"],
+    ),
+]
+Kinds = Annotated[
+    str,
+    Query(
+        description="Kinds of events to send, with commas between them. Default: all.",
+        examples=["group_opened,trajectory_sealed"],
+    ),
+]
+Start = Annotated[
+    Literal["oldest", "newest"],
+    Query(
+        description="Without Last-Event-ID: begin at the oldest stored event, or after the newest."
+    ),
+]
+
+
+class Followers:
+    """The responses in progress of one process."""
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    def check(self) -> None:
+        """Raise RejectedError if there are as many as there may be."""
+        if self._num >= MAX_STREAMS:
+            raise RejectedError(f"{self._num} streams of events are open, the limit", 5.0)
+
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count one more in the block."""
+        self._num += 1
+        try:
+            yield
+        finally:
+            self._num -= 1
+
+
+def add_event_state(app: FastAPI) -> None:
+    """Add what the responses share."""
+    app.state.followers = Followers()
+
+
+_EXAMPLE: Final = (
+    "id: 1700000000123-0\n"
+    "event: group_opened\n"
+    'data: {"id":"1700000000123-0","at_ms":1700000000123,"kind":"group_opened",'
+    '"group_id":"task-7","prompt_uid":"gsm8k-7","num_samples":2,"num_needed":2,"purpose":"train"}'
+    "\n\n"
+)
+
+
+@router.get(
+    "/runs/{run}/events",
+    response_class=StreamingResponse,
+    summary="Follow the events of a run",
+    responses={
+        200: {
+            "description": "Server-sent events, until the run is deleted.",
+            "content": {EVENT_STREAM: {"schema": {"type": "string"}, "example": _EXAMPLE}},
+        }
+    },
+)
+async def get_events(
+    request: Request,
+    run: RunName,
+    caller: Read,
+    kinds: Kinds = "",
+    start: Start = "oldest",
+    last_event_id: LastEventId = None,
+) -> StreamingResponse:
+    """Send the events of a run as they come, as server-sent events.
+
+    The `id` of an event is its place in the stream. A client that reconnects with Last-Event-ID
+    misses no event and gets none twice; if events after it are not stored any more, the status is
+    410. A comment is sent every 15 s, and the response ends when the run is deleted.
+    """
+    wanted = _wanted(kinds)
+    after = BEGINNING if last_event_id is None else _checked_id(last_event_id)
+    request.app.state.followers.check()
+    run_id = await find_run_async(caller.client, run)
+    follower = EventFollower(caller.gateway, run_id, after=after)
+    if last_event_id is None and start == "newest":
+        await follower.skip()
+    first = await follower.read()
+    if follower.is_deleted:
+        raise no_such_run(run_id)
+    messages = _messages(request, follower, first, wanted=wanted)
+    return StreamingResponse(messages, media_type=EVENT_STREAM, headers=_HEADERS)
+
+
+_HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx would buffer
+
+
+async def _messages(
+    request: Request, follower: EventFollower, first: list[EventEntry], *, wanted: Collection[str]
+) -> AsyncIterator[str]:
+    """Yield the messages of a response, until the run is deleted or the process stops."""
+    followers: Followers = request.app.state.followers
+    clock = asyncio.get_running_loop().time
+    entries, sent_s, checked_s = first, clock(), clock()
+    with followers.one_more():
+        try:
+            while True:
+                if text := await _encoded(entries, wanted):
+                    yield text
+                    sent_s = clock()
+                if follower.is_deleted:
+                    return
+                if clock() - checked_s >= HEARTBEAT_S:
+                    await _check_key(request)
+                    checked_s = clock()
+                entries = await _next_entries(follower, within_s=sent_s + HEARTBEAT_S - clock())
+                if not entries and clock() - sent_s >= HEARTBEAT_S:
+                    # An id without data is noted by clients too: they have seen all before it.
+                    yield f"id: {follower.position}\n: heartbeat\n\n"
+                    sent_s = clock()
+        except UnavailableError:
+            return  # the process stops
+        except RejectedError as error:
+            problem = problem_of(error).model_dump_json(exclude_none=True)
+            yield f"event: error\ndata: {problem}\n\n"
+
+
+async def _next_entries(follower: EventFollower, *, within_s: float) -> list[EventEntry]:
+    """Return the next events; none after `within_s`, or while the store is away."""
+    try:
+        if entries := await follower.read():
+            return entries
+    except StoreUnavailableError as error:
+        logger.debug("events: %s", error)
+        await asyncio.sleep(_RETRY_S)
+        return []
+    if not follower.is_deleted:
+        await follower.wait(timeout_s=max(0.0, within_s))
+    return []
+
+
+async def _check_key(request: Request) -> None:
+    """Raise AccessDeniedError if the key of a request is not accepted any more."""
+    gateway: Gateway = request.app.state.gateway
+    with contextlib.suppress(UnavailableError):
+        key = await gateway.keys.identify(secret_of(request.headers))
+        key.require("read", run=request.path_params["run"])
+
+
+async def _encoded(entries: Sequence[EventEntry], wanted: Collection[str]) -> str:
+    num_bytes = sum(len(entry.record) for entry in entries)
+    return await off_loop(
+        lambda: "".join(_message(entry, wanted) for entry in entries), num_bytes=num_bytes
+    )
+
+
+def _message(entry: EventEntry, wanted: Collection[str]) -> str:
+    """Return the message of an event; "" for one of another kind."""
+    kind, fields = UNREADABLE, {"problem": entry.problem}
+    if not entry.problem:
+        try:
+            event = decode_event(entry.record)
+            kind, fields = event_name(event), to_plain(event)
+        except RecordError as error:
+            fields = {"problem": str(error)}
+    if kind not in wanted:
+        return ""
+    head = {"id": entry.event_id, "at_ms": entry_ms(entry.event_id), "kind": kind}
+    data = json.dumps({**head, **fields}, separators=(",", ":"))
+    return f"id: {entry.event_id}\nevent: {kind}\ndata: {data}\n\n"
+
+
+def _wanted(kinds: str) -> frozenset[str]:
+    """Return the kinds of a text; InvalidConfigError names an unknown one.
+
+    >>> sorted(_wanted("run_closed,group_opened"))
+    ['group_opened', 'run_closed']
+    """
+    known = (*EVENT_NAMES, UNREADABLE)
+    wanted = frozenset(kinds.split(",")) if kinds else frozenset(known)
+    for kind in sorted(wanted.difference(known)):
+        raise InvalidConfigError("kinds", f"{shown(kind)} is none of {', '.join(known)}")
+    return wanted
+
+
+def _checked_id(text: str) -> str:
+    """Return the id of an event; InvalidConfigError for another text."""
+    if _ID.fullmatch(text) is None:
+        raise InvalidConfigError("Last-Event-ID", f"{shown(text)} is not the id of an event")
+    return text

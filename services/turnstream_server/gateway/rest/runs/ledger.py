@@ -1,0 +1,62 @@
+"""The ledger of a run, and the history of one trajectory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import redis
+from fastapi import APIRouter, Path, Query
+from fastapi.responses import Response
+
+from turnstream.errors import ReleasedError, RunNotFoundError
+from turnstream.store.run.configs import open_run
+from turnstream_server.bus.queries.ledger_facts import ledger_facts
+from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError, read_history
+from turnstream_server.bus.release.compact_records import LedgerFileError
+from turnstream_server.gateway.rest.access import Read, RunName
+from turnstream_server.gateway.rest.answers import answer
+from turnstream_server.gateway.rest.runs.models import Ledger, Trajectory
+
+router = APIRouter(tags=["reads"])
+
+_LARGEST = 2**31 - 1
+
+GroupName = Annotated[
+    str, Path(min_length=1, max_length=512, description="Name of its group.", examples=["task-7"])
+]
+Sample = Annotated[int, Path(ge=0, le=_LARGEST, description="Its sample, from 0.", examples=[0])]
+Attempt = Annotated[int, Query(ge=0, le=_LARGEST, description="Number of its retry.")]
+
+
+@router.get("/runs/{run}/ledger", response_model=Ledger, summary="Count trajectories")
+async def get_ledger(run: RunName, caller: Read) -> Response:
+    """Return the number of trajectories by state and reason, and the bytes that they hold."""
+
+    def read(client: redis.Redis) -> dict[str, Any]:
+        return ledger_facts(client, open_run(client, run))
+
+    return await answer(caller, Ledger, read)
+
+
+@router.get(
+    "/runs/{run}/trajectories/{group:path}/{sample}",
+    response_model=Trajectory,
+    summary="Show a trajectory",
+)
+async def get_trajectory(
+    run: RunName, group: GroupName, sample: Sample, caller: Read, attempt: Attempt = 0
+) -> Response:
+    """Return state, reason and events of one trajectory, the events in order."""
+    folder = caller.gateway.options.archive_dir
+
+    def read(client: redis.Redis) -> dict[str, Any]:
+        name = f"{group}/{sample}/{attempt}"
+        try:
+            return asdict(read_history(client, open_run(client, run), name, folder=folder))
+        except TrajectoryNotFoundError as error:
+            raise RunNotFoundError(str(error)) from error
+        except LedgerFileError as error:
+            raise ReleasedError(str(error)) from error
+
+    return await answer(caller, Trajectory, read)

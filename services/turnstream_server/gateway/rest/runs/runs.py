@@ -1,0 +1,155 @@
+"""Runs: `/v1/runs`. Each call is the one behind `turnstream run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import redis
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from turnstream.batching.config.from_settings import config_from_settings, with_settings
+from turnstream.batching.config.rules import changed_settings
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import find_run
+from turnstream.store.run import runs
+from turnstream.store.run.configs import open_run, read_revisions, revise_config
+from turnstream.types.names import RunId, checked_run_name
+from turnstream_server.bus.admin.deletion import delete_run
+from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.bus.queries.run_facts import progress_facts, run_facts, run_line
+from turnstream_server.gateway.rest.access import Admin, Caller, Read, RunName
+from turnstream_server.gateway.rest.answers import answer
+from turnstream_server.gateway.rest.runs.models import (
+    Closing,
+    Deleted,
+    NewRun,
+    Reason,
+    Revised,
+    Revision,
+    Run,
+    RunLine,
+    RunList,
+    RunState,
+)
+from turnstream_server.gateway.rest.small_bodies import SmallBodyRoute
+from turnstream_server.keys.records import ApiKey
+
+router = APIRouter(tags=["runs"], route_class=SmallBodyRoute)
+
+_CREATED: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"description": "A run of this name with the same settings exists."},
+    201: {"description": "The run was created.", "model": Run},
+}
+
+
+@router.post(
+    "/runs", response_model=Run, status_code=201, summary="Create a run", responses=_CREATED
+)
+async def post_run(new: NewRun, caller: Admin) -> Response:
+    """Create a run, or return the run of this name if it has the same settings.
+
+    With other settings the status is 409.
+    """
+    caller.key.require("admin", run=checked_run_name(new.name))
+    config = config_from_settings(new.settings)
+
+    def create(client: redis.Redis) -> bool:
+        with translating():
+            found = client.exists(keys.run_keys(find_run(client, new.name)).frontier)
+        runs.create_run(client, new.name, config)
+        return not found
+
+    is_new = await caller.gateway.threads.run(create)
+    status = 201 if is_new else 200
+    return await answer(caller, Run, lambda client: run_facts(client, new.name), status=status)
+
+
+@router.get("/runs", response_model=RunList, summary="List runs")
+async def get_runs(caller: Read) -> Response:
+    """Return state and progress of every run that the key may use."""
+    return await answer(caller, RunList, lambda client: {"runs": _lines(client, caller.key)})
+
+
+@router.get("/runs/{run}", response_model=Run, summary="Show a run")
+async def get_run(run: RunName, caller: Read) -> Response:
+    """Return state, progress, newest batch, observers and settings of a run."""
+    return await answer(caller, Run, lambda client: run_facts(client, run))
+
+
+@router.patch("/runs/{run}/config", response_model=Revised, summary="Revise the settings")
+async def patch_config(run: RunName, revision: Revision, caller: Admin) -> Response:
+    """Change settings from a step on that is not planned yet. An equal revision changes nothing."""
+    return await answer(caller, Revised, lambda client: _revise(client, run, revision))
+
+
+@router.post("/runs/{run}/pause", response_model=RunState, summary="Pause a run")
+async def post_pause(run: RunName, caller: Admin, body: Reason | None = None) -> Response:
+    """Admit no new group and plan no batch; open groups and planned batches continue."""
+    reason = "" if body is None else body.reason
+    return await _changed(caller, run, lambda client, run: runs.pause_run(client, run, reason))
+
+
+@router.post("/runs/{run}/resume", response_model=RunState, summary="Resume a run")
+async def post_resume(run: RunName, caller: Admin) -> Response:
+    """End a pause."""
+    return await _changed(caller, run, runs.resume_run)
+
+
+@router.post("/runs/{run}/close", response_model=RunState, summary="Close a run")
+async def post_close(run: RunName, caller: Admin, body: Closing | None = None) -> Response:
+    """Admit no new group. The run ends when its open groups are decided."""
+    closing = body or Closing.model_construct(reason="", leftover=None)
+
+    def close(client: redis.Redis, run: str) -> bool:
+        return runs.close_run(client, run, closing.reason, leftover=closing.leftover)
+
+    return await _changed(caller, run, close)
+
+
+@router.post("/runs/{run}/reopen", response_model=RunState, summary="Reopen a run")
+async def post_reopen(run: RunName, caller: Admin) -> Response:
+    """Admit groups to a closed run again."""
+    return await _changed(caller, run, runs.reopen_run)
+
+
+@router.delete("/runs/{run}", response_model=Deleted, summary="Delete a run")
+async def remove_run(run: RunName, caller: Admin) -> Response:
+    """Delete everything that the store has of a run.
+
+    The same call again continues a deletion that was interrupted.
+    """
+
+    def delete(client: redis.Redis) -> dict[str, Any]:
+        done = delete_run(client, run)
+        return {"deleted": [*done.runs], "num_trajectories": done.num_trajectories}
+
+    return await answer(caller, Deleted, delete)
+
+
+def _lines(client: redis.Redis, key: ApiKey) -> list[RunLine]:
+    allowed = [run for run in runs.list_runs(client) if not key.runs or RunId(run).name in key.runs]
+    return [RunLine.model_validate(run_line(client, run)) for run in allowed]
+
+
+def _revise(client: redis.Redis, run: str, revision: Revision) -> dict[str, Any]:
+    run = open_run(client, run)
+    before = read_revisions(client, run).last.config
+    after = with_settings(before, revision.settings)
+    number = revise_config(client, run, after, from_step=revision.from_step)
+    changes = [change._asdict() for change in changed_settings(before, after)]
+    return {"run": run, "revision": number, "from_step": revision.from_step, "changes": changes}
+
+
+async def _changed(
+    caller: Caller, run: str, change: Callable[[redis.Redis, str], bool]
+) -> Response:
+    def changed(client: redis.Redis) -> dict[str, Any]:
+        run_id = open_run(client, run)
+        is_changed = change(client, run_id)
+        facts = progress_facts(read_frontier(client, run_id))
+        return {"run": run_id, "changed": is_changed, **facts}
+
+    return await answer(caller, RunState, changed)

@@ -1,0 +1,78 @@
+"""Paths with line breaks and slashes, and bodies that take long to parse."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis
+
+from testkit.gateway_thread import GatewayThread
+from testkit.ingest import IngestClient, results_of, turn_fields
+from testkit.rest_api import RestApi
+from testkit.turns import turn
+from turnstream_server.gateway.rest.ingest import json_bodies
+
+
+@pytest.fixture
+def api(gateway: GatewayThread) -> Iterator[RestApi]:
+    with RestApi(gateway) as api:
+        yield api
+
+
+@pytest.mark.parametrize(
+    "path", ["%0A", "runs%0A/a", "runs/a%0Ab", "runs/a%0Ab/ledger", "runs/a/ledger%0A", "a%0D%0Ab"]
+)
+def test_path_with_a_line_break_is_a_problem(api: RestApi, path: str) -> None:
+    problem = api.refused("GET", path, 404)
+
+    assert problem["detail"].startswith(("no run named", "no route has the path"))
+
+
+def test_run_with_a_line_break_has_a_path(api: RestApi) -> None:
+    api.post("runs", name="two\nlines", settings={"batch_groups": 1})
+
+    assert api.get("runs/two%0Alines")["run"] == "two\nlines"
+
+
+def test_run_with_a_slash_is_refused_with_its_reason(
+    api: RestApi, client: redis.Redis, new_run: Callable[..., str]
+) -> None:
+    run = new_run(client)
+    settings = {"batch_groups": 1}
+
+    refused = api.refused("POST", "runs", 422, name=f"{run}/a", settings=settings)
+    read = api.refused("GET", f"runs/{run}%2Fa", 404)
+    unknown = api.refused("GET", f"runs/{run}/nothing", 404)
+
+    assert (refused["field"], refused["value"]) == ("body.name", f"{run}/a")
+    assert read["detail"].endswith("a run whose name has '/' is available in the Python SDK only")
+    assert unknown["detail"] == f"no route has the path '/v1/runs/{run}/nothing'"
+
+
+def test_requests_are_answered_while_a_large_body_is_parsed(
+    api: RestApi, ingest: IngestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = turn_fields(turn("a" * 4_000, "CD"))
+    member = {"group_id": "g", "num_samples": 64, "turn": 0, **sent}
+    items = [{**member, "sample": number} for number in range(64)]
+    is_parsing, may_end = threading.Event(), threading.Event()
+    parse = json_bodies.from_json
+
+    def parse_later(text: bytes, **options: Any) -> Any:
+        is_parsing.set()
+        assert may_end.wait(30)
+        return parse(text, **options)
+
+    monkeypatch.setattr(json_bodies, "from_json", parse_later)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            posted = pool.submit(ingest.post, "turns", *items)
+            assert is_parsing.wait(20)
+            assert api.get("runs")["runs"]
+        finally:
+            may_end.set()
+        assert {each["status"] for each in results_of(posted.result(30))} == {201}
