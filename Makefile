@@ -51,6 +51,7 @@ check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 
 bench: $(STAMP) ## measure the path, the core and the services, beside their baselines
 	$(BIN)/python benchmarks/pipeline.py --json benchmarks/results/pipeline.json
+	$(BIN)/python benchmarks/ingest.py --json benchmarks/results/ingest.json
 	$(BIN)/python benchmarks/batching.py --json benchmarks/results/batching.json
 	$(BIN)/python benchmarks/durability.py --json benchmarks/results/durability.json
 	$(BIN)/python benchmarks/stall.py --json benchmarks/results/stall.json
@@ -76,7 +77,7 @@ chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= DURABI
 	PYTHONPATH=tests:tests/chaos $(BIN)/python -m harness.soak --seconds $(SECONDS) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(DURABILITY),--durability $(DURABILITY)) $(if $(JSON),--json "$(JSON)")
 
-fuzz: $(STAMP) ## damage stored bytes and requests at random over a batcher and a store; CASES=2000 SEED=
+fuzz: $(STAMP) ## damage stored bytes, requests and bodies at random over batcher, gateway and store; CASES=2000 SEED=
 	PYTHONPATH=tests:tests/chaos $(BIN)/python -m fuzz --cases $(CASES) $(if $(SEED),--seed $(SEED))
 
 proto: $(PROTO_STAMP) ## compile proto/ with the pinned compiler

@@ -1,4 +1,4 @@
-"""Damaged stored bytes and requests, over a batcher and a store as processes."""
+"""Damaged stored bytes, requests and keys, over services and a store as processes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fuzz.campaign import CHUNK, Campaign
-
-pytestmark = pytest.mark.timeout(240)
+from fuzz.services import ServiceCampaign
 
 
 @pytest.mark.e2e
@@ -19,3 +18,13 @@ def test_batcher_survives_damaged_runs_and_requests(tmp_path: Path) -> None:
 
     assert report.problems == []
     assert report.num_cases >= 3 * CHUNK
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_services_refuse_damaged_keys_and_bodies(tmp_path: Path) -> None:
+    with ServiceCampaign(tmp_path, seed=20_261_126) as campaign:
+        report = campaign.run(400)
+
+    assert report.problems == []
+    assert report.num_cases == 400

@@ -28,7 +28,7 @@ _OWNER_DIGITS: Final = 32
 
 
 class KeyLimits(NamedTuple):
-    """Limits of one key in one gateway process; None for no limit.
+    """Limits of one key in one process of a gateway or batcher; None for no limit.
 
     Attributes:
         requests_per_s: mean number of requests; as many at once as in two seconds.
@@ -120,6 +120,7 @@ def decode_key(key_id: str, stored: bytes) -> ApiKey:
     """Return the key of `encode_key`; CorruptRecordError for other bytes."""
     try:
         values: Mapping[str, Any] = json.loads(stored)
+        _check_values(values)
         return ApiKey(
             **{
                 **values,
@@ -130,6 +131,30 @@ def decode_key(key_id: str, stored: bytes) -> ApiKey:
                 "owner": owner_of(values["name"]),
             }
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         message = f"the record of the key with the id {key_id[:8]}... cannot be read: {error}"
         raise CorruptRecordError(message) from error
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Raise TypeError for a value that no key has."""
+    expires_ms, limits = values["expires_ms"], values["limits"]
+    fits = {
+        "name": isinstance(values["name"], str),
+        "roles": _is_texts(values["roles"]),
+        "runs": _is_texts(values["runs"]),
+        "created_ms": type(values["created_ms"]) is int,
+        "expires_ms": expires_ms is None or type(expires_ms) is int,
+        "limits": isinstance(limits, dict) and all(map(_is_limit, limits.values())),
+    }
+    for name, does_fit in fits.items():
+        if not does_fit:
+            raise TypeError(f"{name} is {values[name]!r}")
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_limit(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 < value < 2**63)

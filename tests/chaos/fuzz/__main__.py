@@ -1,4 +1,4 @@
-"""Damage thousands of runs and requests, print a summary, and fail after any violation."""
+"""Damage thousands of runs, requests and keys, print a summary, and fail after any violation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from fuzz.campaign import Campaign, Report
+from fuzz.services import ServiceCampaign
 
 
 def main() -> int:
@@ -18,10 +19,21 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
-        with Campaign(folder, seed=options.seed) as campaign:
-            report = campaign.run(options.cases)
-    _show(report, seed=options.seed)
-    return 1 if report.problems else 0
+        reports = [
+            _report_of(kind, folder / kind.__name__, options.seed, num_cases=options.cases)
+            for kind in (ServiceCampaign, Campaign)
+        ]
+    return 1 if any(report.problems for report in reports) else 0
+
+
+def _report_of(
+    kind: type[Campaign | ServiceCampaign], folder: Path, seed: int, *, num_cases: int
+) -> Report:
+    folder.mkdir(parents=True, exist_ok=True)
+    with kind(folder, seed=seed) as campaign:
+        report = campaign.run(num_cases)
+    _show(report, seed=seed)
+    return report
 
 
 def _show(report: Report, *, seed: int) -> None:
@@ -30,6 +42,8 @@ def _show(report: Report, *, seed: int) -> None:
         print(f"  {number:5d}  {outcome}")
     for name, peak in report.peak_bytes.items():
         print(f"the {name} took at most {peak / 1e6:.0f} MB")
+    for name, growth in report.growth_bytes.items():
+        print(f"the {name} grew by {growth / 1e6:.1f} MB after the first quarter")
     for problem in report.problems:
         print(f"PROBLEM {problem}")
     print(f"{len(report.problems)} problems")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -15,11 +15,14 @@ _SERVICE = "/turnstream.wire.v1.Batches/"
 _TIMEOUT_S = 10.0
 _WAIT_S = 0.01
 
+Metadata = Sequence[tuple[str, str | bytes]]
+
 REFUSALS = {
     *("OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "FAILED_PRECONDITION", "ABORTED"),
     *("OUT_OF_RANGE", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "DEADLINE_EXCEEDED"),
+    *("UNAUTHENTICATED", "PERMISSION_DENIED", "DATA_LOSS"),
 }
-"""Answers that name the error in a request, or end the wait that it asked for."""
+"""Answers that name the error in a request or in a damaged run, or end the requested wait."""
 
 
 class Answer(NamedTuple):
@@ -46,6 +49,15 @@ def call_damaged(channel: grpc.Channel, run: str, rng: random.Random) -> Answer:
     return _call(channel, method, data, how=how, is_stream=is_stream)
 
 
+def call_with_metadata(
+    channel: grpc.Channel, run: str, rng: random.Random, *, metadata: Metadata
+) -> Answer:
+    """Return the answer to a valid request with this metadata."""
+    method, request, is_stream = rng.choice(list(_requests(run)))
+    data = request.SerializeToString()
+    return _call(channel, method, data, how="metadata", is_stream=is_stream, metadata=metadata)
+
+
 def _requests(run: str) -> Iterator[tuple[str, Any, bool]]:
     """Yield valid requests of every method: name, message, whether the reply is a stream."""
     token = "v1:main:1:" + 64 * "0"
@@ -64,11 +76,19 @@ def _requests(run: str) -> Iterator[tuple[str, Any, bool]]:
     yield "AnnounceVersion", version, False
 
 
-def _call(channel: grpc.Channel, method: str, data: bytes, *, how: str, is_stream: bool) -> Answer:
+def _call(
+    channel: grpc.Channel,
+    method: str,
+    data: bytes,
+    *,
+    how: str,
+    is_stream: bool,
+    metadata: Metadata = (),
+) -> Answer:
     make: Callable[..., Any] = channel.unary_stream if is_stream else channel.unary_unary
     call = make(_SERVICE + method, request_serializer=bytes, response_deserializer=bytes)
     try:
-        reply = call(data, timeout=_TIMEOUT_S)
+        reply = call(data, timeout=_TIMEOUT_S, metadata=metadata)
         for _ in reply if is_stream else ():
             pass
     except grpc.RpcError as error:

@@ -81,12 +81,16 @@ class Case:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """The result of a campaign: its cases by end, violations, and the peak of each process."""
+    """The result of a campaign: its cases by end, violations, and the memory of each process.
+
+    `growth_bytes` is the growth after the first quarter of the cases, of processes that last.
+    """
 
     num_cases: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     problems: list[str] = field(default_factory=list[str])
     peak_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    growth_bytes: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class Campaign:

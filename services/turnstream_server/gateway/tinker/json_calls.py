@@ -113,6 +113,7 @@ def _numbers(name: str, data: list[Any], dtype: str) -> NDArray[Any]:
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise BatchingError(f"{name}: data[{place}] is {value!r}, expected {dtype}")
     try:
-        return np.array(data, dtype)
-    except OverflowError as error:
+        with np.errstate(over="raise"):
+            return np.array(data, dtype)
+    except (OverflowError, FloatingPointError) as error:
         raise BatchingError(f"{name}: a value does not fit into {dtype}") from error

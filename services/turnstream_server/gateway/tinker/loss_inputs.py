@@ -29,6 +29,9 @@ _DTYPES: Final[dict[str, str]] = {
 _REFUSED_LOSSES: Final = ("stable_reinforce", "custom")
 _REFUSED_CHUNKS: Final = {"image": "image", "image_asset_pointer": "image", "dmel": "audio"}
 
+_MAX_VALUES: Final = 1 << 24
+"""Most values of one input: sparse rows need no values for a shape of any size."""
+
 
 class SparseRows(NamedTuple):
     """The places of the values of a matrix, in compressed sparse rows: int64 arrays."""
@@ -111,9 +114,11 @@ def _array(name: str, sent: LossInput, *, dtype: str) -> NDArray[Any]:
     if sent.values.dtype != np.dtype(dtype):
         raise BatchingError(f"{name}: dtype {sent.values.dtype}, expected {dtype}")
     shape = sent.values.shape if sent.shape is None else sent.shape
+    if max(shape, default=0) > _MAX_VALUES or math.prod(shape) > _MAX_VALUES:
+        raise BatchingError(f"{name}: shape {shape}, expected at most {_MAX_VALUES} values")
     if sent.sparse is not None:
         return _dense(name, sent.values, shape=shape, sparse=sent.sparse)
-    if len(sent.values) != math.prod(shape) or min(shape, default=0) < 0:
+    if not shape or len(sent.values) != math.prod(shape) or min(shape) < 0:
         raise BatchingError(f"{name}: {len(sent.values)} values for shape {shape}")
     return sent.values.reshape(shape)
 

@@ -27,10 +27,7 @@ from turnstream_server.commands.contents import (
 from turnstream_server.gateway.tinker.json_parts import Part, read_header, read_part
 from turnstream_server.gateway.tinker.run_calls import make_run_call
 
-_Number = Annotated[
-    StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)],
-    Field(ge=0),
-]
+_Number = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
 _Beta = Annotated[_Number, Field(lt=1)]
 _Seconds = Annotated[StrictInt, Field(ge=1)]
 
@@ -73,7 +70,7 @@ class _ForwardBackwardRun(_Header):
 
     run: StrictStr
     loss_fn: StrictStr = "ppo"
-    loss_fn_config: dict[StrictStr, StrictInt | StrictFloat] | None = None
+    loss_fn_config: dict[StrictStr, StrictFloat] | None = None
 
 
 class _Save(Part):

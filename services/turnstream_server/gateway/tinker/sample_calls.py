@@ -58,9 +58,9 @@ class _Params(Part):
     max_tokens: StrictInt | None = None
     seed: Int64 | None = None
     stop: StrictStr | list[StrictStr] | list[Int32] | None = None
-    temperature: StrictInt | StrictFloat = 1.0
+    temperature: StrictFloat = 1.0
     top_k: StrictInt = -1
-    top_p: StrictInt | StrictFloat = 1.0
+    top_p: StrictFloat = 1.0
 
 
 class _Body(Part):

@@ -188,6 +188,10 @@ def _sparse(rows: list[int], columns: list[int]) -> bytes:
             r"datum 0, logprobs: 3 values for shape \(3, 2\)",
         ),
         (
+            _damaged(lambda m: m.data[0].loss_fn_inputs["logprobs"].shape.extend([0, 2**62])),
+            r"datum 0, logprobs: shape \(3, 0, \d+\), expected at most 16777216 values",
+        ),
+        (
             _damaged(lambda m: m.data[0].model_input.add().image.SetInParent()),
             "datum 0, model_input: chunks of type image are not supported, only encoded_text",
         ),
