@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import redis
 
-from turnstream.errors import InvalidConfigError, RunNotFoundError, UnavailableError
+from turnstream.errors import RunNotFoundError, UnavailableError
 from turnstream.service import DEFAULT_URL, URL_VARIABLE
 from turnstream.store.client.api_keys import FILE_VARIABLE
-from turnstream.store.client.connection import address_of, checked_url, connect
+from turnstream.store.client.connection import checked_url, connect
 from turnstream.store.client.http_address import is_http
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
@@ -30,7 +30,7 @@ from turnstream_server import failpoints
 from turnstream_server.keys.policy import requires_key
 from turnstream_server.observed import batcher_check, observe_process, run_check
 from turnstream_server.options import split_address
-from turnstream_server.settings import Settings
+from turnstream_server.settings import Settings, checked_store_url
 from turnstream_server.telemetry.checks import folder_check, store_check
 from turnstream_server.tls import read_tls
 
@@ -55,20 +55,35 @@ def store_url(settings: Settings, given: str = "") -> str:
     Args:
         settings: name a store if `given` is empty.
         given: the option `--redis`; without both it is the default of `turnstream up`.
+
+    Raises:
+        InvalidConfigError: the address is none of a store.
     """
-    if given:
-        url = checked_url(given, field="--redis")
-    elif settings.redis_url is not None:
-        url = checked_url(settings.redis_url.get_secret_value(), field=URL_VARIABLE)
-    else:
-        url = DEFAULT_URL
-    if is_http(url):
-        message = "is a gateway, and the server needs the store itself: write redis://HOST:PORT"
-        raise InvalidConfigError(
-            "--redis" if given else URL_VARIABLE, f"{address_of(url)} {message}"
-        )
+    url, field = _given_url(settings, given)
+    url = checked_store_url(url, field=field)
     # The first start of a store may write the file of the password.
     return _repeat(lambda: settings.with_password(url), timeout_s=settings.start_wait_s)
+
+
+def generator_url(settings: Settings, given: str) -> str:
+    """Return the address of a store, or of its gateway, which is enough for a generator.
+
+    Arguments and errors are those of `store_url`.
+    """
+    url, field = _given_url(settings, given)
+    if not is_http(url):
+        return store_url(settings, given)
+    wait_for_own_key(settings)
+    return checked_url(url, field=field)
+
+
+def _given_url(settings: Settings, given: str) -> tuple[str, str]:
+    """Return the address of the option or the environment, and the name of its setting."""
+    if given:
+        return given, "--redis"
+    if settings.redis_url is not None:
+        return settings.redis_url.get_secret_value(), URL_VARIABLE
+    return DEFAULT_URL, URL_VARIABLE
 
 
 def start_batcher(
@@ -187,8 +202,8 @@ def start_trainer(
     wait_for_own_key(settings)
     if not config.batcher_target:
         wait_for_run(redis_url, config.run, timeout_s=wait_s)
-        target = wait_for_batcher(redis_url, timeout_s=wait_s)
-        config = dataclasses.replace(config, batcher_target=target)
+        wait_for_batcher(redis_url, timeout_s=wait_s)
+    config = dataclasses.replace(config, redis_url=redis_url)
     if settings.push_api_key is not None:
         api_key = settings.push_api_key.get_secret_value()
         config = dataclasses.replace(config, push_api_key=api_key)
@@ -205,7 +220,7 @@ def start_live_generator(
         settings, service="generator", name=config.writer, listen=metrics_listen
     )
     readiness.wait_for("weights", "no weights are loaded yet")
-    config = dataclasses.replace(config, redis_url=store_url(settings, config.redis_url))
+    config = dataclasses.replace(config, redis_url=generator_url(settings, config.redis_url))
     readiness.add("store", store_check(config.redis_url))
     readiness.add("run", run_check(config.redis_url, config.run))
     wait_for_run(config.redis_url, config.run, timeout_s=settings.start_wait_s)
@@ -219,7 +234,7 @@ def start_replay(settings: Settings, config: ReplayConfig, *, metrics_listen: st
     readiness = observe_process(
         settings, service="replayer", name=config.writer, listen=metrics_listen
     )
-    config = dataclasses.replace(config, redis_url=store_url(settings, config.redis_url))
+    config = dataclasses.replace(config, redis_url=generator_url(settings, config.redis_url))
     readiness.add("store", store_check(config.redis_url))
     readiness.add("run", run_check(config.redis_url, config.run))
     run_replay(config)
@@ -242,8 +257,9 @@ def start_engine(settings: Settings, options: EngineOptions, *, metrics_listen: 
     failpoints.arm(settings.failpoint)
     wait_for_store(redis_url, timeout_s=wait_s)
     wait_for_own_key(settings)
-    target = options.batcher_target or wait_for_batcher(redis_url, timeout_s=wait_s)
-    options = dataclasses.replace(options, redis_url=redis_url, batcher_target=target)
+    if not options.batcher_target:
+        wait_for_batcher(redis_url, timeout_s=wait_s)
+    options = dataclasses.replace(options, redis_url=redis_url)
     run_engine(options, readiness=readiness)
 
 

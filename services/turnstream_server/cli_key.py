@@ -29,7 +29,8 @@ def create(
         str | None, typer.Option(metavar="TIME", help="Time until it expires: 12h, 30d, 8w.")
     ] = None,
     requests_per_s: Annotated[
-        float | None, typer.Option(metavar="N", help="Requests per second, in each gateway.")
+        float | None,
+        typer.Option(metavar="N", help="Requests per second, in each gateway and batcher."),
     ] = None,
     bytes_per_s: Annotated[
         float | None, typer.Option(metavar="N", help="Bytes of requests per second.")

@@ -21,6 +21,7 @@ from turnstream_server.telemetry.listener import DEFAULT_HOST, OPTION, Listener
 from turnstream_server.telemetry.log_counts import LogCounts
 from turnstream_server.telemetry.readiness import Check, Readiness
 from turnstream_server.telemetry.tracing import start_tracing
+from turnstream_server.tls import read_tls, server_context
 
 _ANSWER_S: Final = 2.0
 
@@ -72,7 +73,9 @@ def _listen(
     read_key = None
     if key_file is not None:
         read_key = lambda: read_key_file(key_file)  # noqa: E731 - it may be written later
-    return Listener(host, port, readiness=readiness, read_key=read_key)
+    tls = read_tls(settings.tls_cert, settings.tls_key)
+    context = None if tls is None else server_context(tls)
+    return Listener(host, port, readiness=readiness, read_key=read_key, tls=context)
 
 
 def run_check(url: str, run: str) -> Check:

@@ -10,6 +10,8 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from turnstream.errors import InvalidConfigError
+from turnstream.store.client.connection import checked_url
+from turnstream.store.client.http_address import is_http, without_key
 from turnstream.store.client.passwords import with_password_of
 
 
@@ -32,7 +34,7 @@ class Settings(BaseSettings):
         api_key: API key with which this process calls batchers and gateways.
         key_file: file with that key; batcher and gateway create it at their first start.
         insecure: batcher and gateway need no key, on every address.
-        tls_cert: chain of certificates of batcher and gateway, PEM; with it they serve TLS.
+        tls_cert: chain of certificates of a service, PEM; with it gRPC, HTTP and metrics have TLS.
         tls_key: private key of the certificate, PEM.
         tls_ca: certificates that this process trusts, PEM; without it those of the system.
         start_wait_s: seconds for which a service waits at its start for store, run and batcher.
@@ -110,6 +112,22 @@ def read_settings() -> Settings:
         first = error.errors()[0]
         name = "_".join(str(part) for part in first["loc"]).upper()
         raise InvalidConfigError(f"TURNSTREAM_{name}", first["msg"]) from error
+
+
+def checked_store_url(url: str, *, field: str) -> str:
+    """Return the address of a store itself, and not of a gateway.
+
+    Raises:
+        InvalidConfigError: it is another address; `field` names the setting that has it.
+    """
+    url = checked_url(url, field=field)
+    if is_http(url):
+        raise InvalidConfigError(
+            field,
+            f"{without_key(url)} is a gateway, and the server needs the store itself: write "
+            "redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH",
+        )
+    return url
 
 
 def mask_password(url: str) -> str:

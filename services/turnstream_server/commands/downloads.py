@@ -1,4 +1,4 @@
-"""Links to the files of exported weights: who has the token of a link can read until it expires."""
+"""Links to the files of exported weights. A token is enough to read them until it expires."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKEN_BYTES: Final = 32
 
 
 class Download(NamedTuple):
-    """What a token opens: the files of a checkpoint of an owner."""
+    """The files of a checkpoint of an owner, which a token makes readable."""
 
     owner: str
     path: CheckpointPath
@@ -31,7 +31,7 @@ async def new_download(client: redis.asyncio.Redis, download: Download, *, secon
 
 
 async def read_download(client: redis.asyncio.Redis, token: str) -> Download:
-    """Return what a token opens; RunNotFoundError for one that is unknown or has expired."""
+    """Return the files of a token; RunNotFoundError for one that is unknown or has expired."""
     with translating():
         stored = cast("bytes | None", await cast(Any, client.get(download_key(token))))
     if stored is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
+from turnstream.store.run.batchers import Target
 from turnstream.worker.operation_pulls import OperationPuller
 from turnstream_server.commands.log import Run
 from turnstream_server.engine.shares import OperationShare
@@ -14,13 +15,13 @@ class OperationStream:
     """Reads the shares of one rank: a `ReadShares`, and a context manager.
 
     Args:
-        target: "HOST:PORT[,HOST:PORT..]", the batcher replicas.
+        target: the batcher replicas, as for `OperationPuller`.
         dp_rank, dp_world_size: this rank, and the number of ranks.
         timeout_s: longest time of a read with its retries.
     """
 
     def __init__(
-        self, target: str, *, dp_rank: int, dp_world_size: int, timeout_s: float = 120.0
+        self, target: Target, *, dp_rank: int, dp_world_size: int, timeout_s: float = 120.0
     ) -> None:
         self._puller = OperationPuller(
             target, dp_rank=dp_rank, dp_world_size=dp_world_size, timeout_s=timeout_s

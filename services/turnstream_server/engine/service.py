@@ -12,6 +12,7 @@ from typing import Final, cast
 import torch
 
 from turnstream.store.client.connection import connect
+from turnstream.store.run.batchers import Target, registered_batchers
 from turnstream.worker import BatchStream
 from turnstream.worker.launch import find_launch
 from turnstream_server.commands.bases import BaseModel
@@ -47,21 +48,26 @@ MakeReadShares = Callable[[EngineOptions, Ranks], ReadShares]
 def from_batchers(options: EngineOptions, ranks: Ranks) -> ReadShares:
     """Return the reader that pulls rows from the batchers of the options."""
     return OperationStream(
-        options.batcher_target,
+        _target(options),
         dp_rank=ranks.rank,
         dp_world_size=ranks.world_size,
         timeout_s=_PULL_S,
     )
 
 
-def sessions_at(batcher_target: str, ranks: Ranks) -> OpenStream | None:
+def _target(options: EngineOptions) -> Target:
+    """Return the addresses of the options, or a function that reads them from the store."""
+    return options.batcher_target or registered_batchers(options.redis_url)
+
+
+def sessions_at(target: Target, ranks: Ranks) -> OpenStream | None:
     """Return a function that begins trainer sessions at batchers; None without any."""
-    if not batcher_target:
+    if not target:
         return None
 
     def open_stream(run: str, token: str, session: str) -> BatchStream:
         return BatchStream(
-            batcher_target,
+            target,
             run,
             ranks.rank,
             ranks.world_size,
@@ -93,7 +99,7 @@ def run_engine(
         host = Host(
             {each.name: each for each in bases},
             read_shares=make_read_shares(options, ranks),
-            open_stream=sessions_at(options.batcher_target, ranks),
+            open_stream=sessions_at(_target(options), ranks),
             ranks=ranks,
         )
         call = Lockstep(host, ranks)

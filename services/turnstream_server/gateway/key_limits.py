@@ -11,13 +11,13 @@ from fastapi.responses import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnstream.errors import RejectedError, TurnstreamError
+from turnstream.errors import TurnstreamError
 from turnstream_server.gateway.access import IDENTITY, secret_of
 from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.rest.app import PREFIX
 from turnstream_server.gateway.rest.problems import Problem, problem_of, response
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.keys.limits import Meter, Meters
+from turnstream_server.keys.limits import Meter, Meters, too_fast
 from turnstream_server.keys.records import ApiKey
 
 _STRANGER_BYTES: Final = 64 << 10
@@ -121,16 +121,10 @@ def _too_large_text(limit: int) -> str:
 
 
 def _too_fast(scope: Scope, key: ApiKey, wait_s: float) -> Response:
-    requests, num_bytes, _ = key.limits
-    limits = [
-        f"{limit:g} {unit} per second"
-        for limit, unit in ((requests, "requests"), (num_bytes, "bytes"))
-        if limit is not None
-    ]
-    text = f"key {key.name!r} may use {' and '.join(limits)}: wait {wait_s:.1f} s"
+    error = too_fast(key, wait_s=wait_s)
     if _is_rest(scope):
-        return response(problem_of(RejectedError(text, wait_s)))
-    refusal = json_response({"detail": text}, status=429)
+        return response(problem_of(error))
+    refusal = json_response({"detail": error.message}, status=429)
     refusal.headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
     return refusal
 

@@ -33,10 +33,10 @@ class Gateway:
         polls: the held polls.
         bases: the served base models.
         keys: checks of the keys of requests.
-        closing: what ends held requests; closed before the last request.
+        closing: callbacks that end held requests; closed before the last request.
         threads: calls of the store that block.
         streams: waits for new entries of streams.
-        resources: what routes hold until the process ends; closed after the last request.
+        resources: resources of routes, kept until the process ends; closed after the last request.
     """
 
     def __init__(self, options: GatewayOptions, client: redis.asyncio.Redis, polls: Polls) -> None:

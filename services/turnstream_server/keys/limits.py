@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from turnstream.errors import RejectedError
 from turnstream_server.keys.records import ApiKey, KeyLimits
 
 BURST_S: Final = 2.0
@@ -95,6 +96,34 @@ class Meters:
                 self._meters.clear()
             meter = self._meters[key.key_id] = Meter(key.limits, now_s=now_s)
         return meter
+
+    def admit(self, key: ApiKey, *, num_bytes: int, now_s: float) -> None:
+        """Count a request whose `num_bytes` are known.
+
+        Raises:
+            RejectedError: it is too large, or the key has used its rate: see `retry_after_s`.
+        """
+        most = key.limits.max_body_bytes
+        if most is not None and num_bytes > most:
+            raise RejectedError(
+                f"key {key.name!r} may send {most} bytes in a request, and not {num_bytes}"
+            )
+        meter = self.of(key, now_s=now_s)
+        wait_s = 0.0 if meter is None else meter.admit(num_bytes, now_s=now_s)
+        if wait_s:
+            raise too_fast(key, wait_s=wait_s)
+
+
+def too_fast(key: ApiKey, *, wait_s: float) -> RejectedError:
+    """Return the error of a request that can be admitted in `wait_s` seconds."""
+    requests, num_bytes, _ = key.limits
+    limits = [
+        f"{limit:g} {unit} per second"
+        for limit, unit in ((requests, "requests"), (num_bytes, "bytes"))
+        if limit is not None
+    ]
+    text = f"key {key.name!r} may use {' and '.join(limits)}: wait {wait_s:.1f} s"
+    return RejectedError(text, wait_s)
 
 
 def _bucket(rate: float | None, *, now_s: float) -> TokenBucket | None:

@@ -11,6 +11,7 @@ import hmac
 import json
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from socketserver import TCPServer
@@ -48,6 +49,7 @@ class Listener:
         port: 0 takes a free one.
         readiness: state of the dependencies.
         read_key: returns the key that /metrics needs; None if it needs none.
+        tls: context of the server; None serves without TLS.
         registry: metrics that are served.
 
     Attributes:
@@ -64,18 +66,20 @@ class Listener:
         *,
         readiness: Readiness,
         read_key: Callable[[], str] | None = None,
+        tls: ssl.SSLContext | None = None,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         app = make_app(readiness, read_key=read_key, registry=registry)
         try:
-            self._server = _Server(host.strip("[]"), port, app)
+            self._server = _Server(host.strip("[]"), port, app, tls=tls)
         except OSError as error:
             raise InvalidConfigError(OPTION, f"cannot listen on {host}:{port}: {error}") from error
         self.port: int = self._server.server_port
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="telemetry", daemon=True)
         self._thread.start()
-        logger.info("metrics are served", extra={"url": f"http://{host}:{self.port}/metrics"})
+        url = f"{'https' if tls else 'http'}://{host}:{self.port}/metrics"
+        logger.info("metrics are served", extra={"url": url})
 
     def close(self) -> None:
         """End the server and its thread."""
@@ -168,9 +172,10 @@ class _Server(WSGIServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, app: App) -> None:
+    def __init__(self, host: str, port: int, app: App, *, tls: ssl.SSLContext | None) -> None:
         if ":" in host:
             self.address_family = socket.AF_INET6
+        self._tls = tls
         self._free = threading.Semaphore(_MAX_REQUESTS)
         super().__init__((host, port), _Handler)
         self.set_app(app)
@@ -194,6 +199,9 @@ class _Server(WSGIServer):
 
     def _process(self, request: Any, client_address: Any) -> None:
         try:
+            if self._tls is not None:
+                request.settimeout(_Handler.timeout)
+                request = self._tls.wrap_socket(request, server_side=True)
             self.finish_request(request, client_address)
         except Exception:  # a peer may disconnect at any time
             logger.debug("a request of %s failed", client_address, exc_info=True)

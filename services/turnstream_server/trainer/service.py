@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 
 from turnstream.errors import InvalidConfigError
+from turnstream.store.run.batchers import registered_batchers
 from turnstream.worker import BatchStream
 from turnstream.worker.launch import Launch, find_launch
 from turnstream.worker.steps import Batches
@@ -77,7 +78,7 @@ def _train(
         *(from_step, ranks.rank, ranks.world_size, ranks.device, config.objective, critic),
     )
     stream = BatchStream(
-        config.batcher_target,
+        config.batcher_target or registered_batchers(config.redis_url),
         config.run,
         launch.dp_rank,
         launch.dp_world_size,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,3 +176,21 @@ def test_evals_prints_a_line_for_each_version(url: str) -> None:
 
     assert re.search(r"7 +│ 2 +│ 4 +│ 0 +│ 0.5 +│ 0 +│", shown.output)
     assert json.loads(as_json.output)[0]["reward"] == {"num": 4, "mean": 0.5, "std": 0.0}
+
+
+@pytest.mark.parametrize("words", [["up"], ["demo"], ["run", "list"]], ids=" ".join)
+def test_command_refuses_the_address_of_a_gateway(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("BATCHER_PORT", "HTTP_PORT"):
+        monkeypatch.setenv(f"TURNSTREAM_{name}", "0")
+    monkeypatch.setenv("TURNSTREAM_REDIS_URL", "http://:tml-secret@127.0.0.1:7601")
+
+    error = CliRunner().invoke(cli.app, words).exception
+
+    assert isinstance(error, InvalidConfigError)
+    assert str(error) == (
+        "TURNSTREAM_REDIS_URL: http://127.0.0.1:7601 is a gateway, and the server needs the store "
+        "itself: write redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
+    )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from turnstream_server.embedded import EmbeddedServer
+from testkit import servers
 from turnstream_server.tls import Tls
 
 _SERVER = "subjectAltName=DNS:localhost,IP:127.0.0.1"
@@ -22,11 +21,7 @@ class Certificates(NamedTuple):
     ca: Path
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[EmbeddedServer]:
-    """One kind of server: the tests of the store run on each kind."""
-    with EmbeddedServer() as server:
-        yield server
+server = servers.shared_server
 
 
 @pytest.fixture(autouse=True)

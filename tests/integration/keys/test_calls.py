@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -18,7 +19,14 @@ import testkit
 import turnstream
 from testkit import wait_until
 from testkit.batchers import BatcherThread
-from turnstream.errors import AccessDeniedError, RunNotFoundError, UnknownKeyError
+from turnstream.errors import (
+    AccessDeniedError,
+    RejectedError,
+    ReleasedError,
+    RunNotFoundError,
+    TurnstreamError,
+    UnknownKeyError,
+)
 from turnstream.generator import Publisher
 from turnstream.records.statuses import status_to_error
 from turnstream.store.client.connection import connect_async
@@ -28,7 +36,7 @@ from turnstream.worker.operation_pulls import OperationPuller
 from turnstream_server.commands.contents import CreateModel
 from turnstream_server.commands.models import ModelRecord, create_model
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.keys.records import owner_of
+from turnstream_server.keys.records import KeyLimits, owner_of
 from turnstream_server.keys.store import create_key, revoke_key
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
@@ -77,8 +85,22 @@ def new_key(client: redis.Redis) -> Callable[..., tuple[str, str]]:
     return make
 
 
-def status(target: str, method: Any, run: str, *metadata: tuple[str, str], **fields: Any) -> str:
-    """Call a method with a valid request, and return its status and its message."""
+class Answer(NamedTuple):
+    """End of a call.
+
+    Attributes:
+        code: status of gRPC.
+        error: the error of the status; None after success.
+        trailing: trailing metadata.
+    """
+
+    code: str
+    error: TurnstreamError | None
+    trailing: dict[str, str | bytes]
+
+
+def call(target: str, method: Any, run: str, *metadata: tuple[str, str], **fields: Any) -> Answer:
+    """Call a method with a valid request."""
     names = method.input_type.fields_by_name
     given = {**FIELDS, "run": run, **({"observer": "o"} if method.name in READS else {}), **fields}
     request = GetMessageClass(method.input_type)(
@@ -95,9 +117,24 @@ def status(target: str, method: Any, run: str, *metadata: tuple[str, str], **fie
                 request.SerializeToString(), timeout=30, metadata=metadata
             )
         code, details = answers.code(), answers.details() or ""
-    return (
-        "OK" if code is grpc.StatusCode.OK else f"{code.name} {status_to_error(code.name, details)}"
-    )
+        trailing = dict(answers.trailing_metadata() or ())
+    is_ok = code is grpc.StatusCode.OK
+    return Answer(code.name, None if is_ok else status_to_error(code.name, details), trailing)
+
+
+def status(target: str, method: Any, run: str, *metadata: tuple[str, str], **fields: Any) -> str:
+    """Call a method with a valid request, and return its status and its message."""
+    code, error, _ = call(target, method, run, *metadata, **fields)
+    return code if error is None else f"{code} {error}"
+
+
+async def new_model(url: str, *, owner: str) -> str:
+    """Create a model that belongs to the key of this name, and return its id."""
+    model_id = f"S{owner.split()[1]}:train:0"
+    async with connect_async(url) as client:
+        record = ModelRecord(model_id, base_model="tiny", owner=owner_of(owner), lora_rank=0)
+        await create_model(client, record, CreateModel(path=None, optimizer=False))
+    return model_id
 
 
 @every_method
@@ -170,10 +207,7 @@ async def test_key_reads_operations_of_its_own_models_alone(
     target: str, server: EmbeddedServer, new_key: Any
 ) -> None:
     name, own = new_key("train")
-    model_id = f"S{name.split()[1]}:train:0"
-    async with connect_async(server.url) as client:
-        record = ModelRecord(model_id, base_model="tiny", owner=owner_of(name), lora_rank=0)
-        await create_model(client, record, CreateModel(path=None, optimizer=False))
+    model_id = await new_model(server.url, owner=name)
     (method,) = [each for each in METHODS if each.containing_service.name == "Operations"]
 
     found = [
@@ -182,6 +216,69 @@ async def test_key_reads_operations_of_its_own_models_alone(
     ]
 
     assert [each.split()[0] for each in found] == ["OUT_OF_RANGE", "NOT_FOUND", "OUT_OF_RANGE"]
+
+
+@every_method
+def test_method_refuses_calls_above_the_rate_of_their_key(
+    target: str, run: str, new_key: Any, method: Any
+) -> None:
+    name, limited = new_key("admin", limits=KeyLimits(requests_per_s=0.1))
+    other = new_key("admin", limits=KeyLimits(requests_per_s=1e6))[1]
+
+    first, second, later = (
+        call(target, method, run, ("x-api-key", key)) for key in (limited, limited, other)
+    )
+
+    assert "RESOURCE_EXHAUSTED" not in (first.code, later.code)
+    assert second.code == "RESOURCE_EXHAUSTED"
+    assert str(second.error).startswith(f"key {name!r} may use 0.1 requests per second: wait ")
+    assert isinstance(second.error, RejectedError)
+    assert 0 < (second.error.retry_after_s or 0) <= 10
+    assert 1 <= int(second.trailing["retry-after"]) <= 10
+
+
+def test_calls_above_the_bytes_of_their_key_are_refused(
+    target: str, run: str, new_key: Any
+) -> None:
+    (method,) = [each for each in METHODS if each.full_name.endswith("Batches.Start")]
+    rate, size = (
+        ("x-api-key", new_key("train", limits=limits)[1])
+        for limits in (KeyLimits(bytes_per_s=100.0), KeyLimits(max_body_bytes=300))
+    )
+
+    by_rate = [call(target, method, run, rate, session=each * 250) for each in "ab"]
+    by_size = [call(target, method, run, size, session="c" * each) for each in (100, 400)]
+
+    for first, second in (by_rate, by_size):
+        assert first.code != "RESOURCE_EXHAUSTED"
+        assert second.code == "RESOURCE_EXHAUSTED"
+    assert "retry-after" in by_rate[1].trailing
+    assert "retry-after" not in by_size[1].trailing
+    assert "may send 300 bytes in a request" in str(by_size[1].error)
+
+
+async def test_streams_wait_for_the_rate_of_their_key(
+    server: EmbeddedServer, target: str, run: str, new_key: Any
+) -> None:
+    name, key = new_key("train", limits=KeyLimits(requests_per_s=0.5))
+    model_id = await new_model(server.url, owner=name)
+
+    def work() -> int:
+        with Publisher(server.url, run) as publisher:
+            publisher.publish(testkit.group("g")).result(10)
+        with BatchStream(target, run, api_key=key, timeout_s=60) as stream:
+            next(stream)
+            stream.stepped()
+            num_retries = stream.statistics().num_retries
+        puller = OperationPuller(target, dp_rank=0, dp_world_size=1, api_key=key)
+        with pytest.raises(ReleasedError):  # no command has a content
+            puller.pull(model_id, first=1, last=1)
+        puller.close()
+        return num_retries
+
+    assert await asyncio.to_thread(work) > 0
+    with pytest.raises(RejectedError, match=r"may use 0\.5 requests per second"):
+        await asyncio.to_thread(BatchStream, target, run, api_key=key, timeout_s=0.5)
 
 
 def test_health_needs_no_key(target: str) -> None:

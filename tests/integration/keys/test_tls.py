@@ -1,9 +1,12 @@
-"""TLS of batcher and gateway, with certificates of an authority of the test."""
+"""TLS of batcher, gateway and metrics, with certificates of an authority of the test."""
 
 from __future__ import annotations
 
 import ssl
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -12,7 +15,9 @@ import redis
 
 import turnstream
 from testkit.batchers import BatcherThread
+from testkit.compose import REPOSITORY
 from testkit.gateway_thread import GatewayThread
+from testkit.observed_processes import Processes
 from turnstream.errors import BatcherUnavailableError, InvalidConfigError, UnknownKeyError
 from turnstream.store.run.batchers import list_batchers
 from turnstream.worker import BatchStream
@@ -81,3 +86,30 @@ def test_gateway_serves_https_alone(server: EmbeddedServer, certificates: Any) -
             httpx2.get(url)
         with pytest.raises(httpx2.RemoteProtocolError):
             httpx2.get(url.replace("https://", "http://"))
+
+
+@pytest.mark.grpc
+def test_metrics_are_served_with_the_certificate_of_the_service(
+    server: EmbeddedServer, certificates: Any, tmp_path: Path
+) -> None:
+    cert, key = map(str, certificates.tls)
+    trust = ssl.create_default_context(cafile=certificates.ca)
+    with Processes(server.url, tmp_path, TURNSTREAM_TLS_CERT=cert, TURNSTREAM_TLS_KEY=key) as them:
+        batcher = them.start("batcher")
+        assert batcher.address.startswith("grpcs://")
+        place = f"127.0.0.1:{batcher.port}"
+
+        metrics = httpx2.get(f"https://{place}/metrics", verify=trust)
+
+        assert "turnstream_" in metrics.text
+        with pytest.raises(httpx2.TransportError):
+            httpx2.get(f"http://{place}/metrics")
+        ready = subprocess.run(
+            [sys.executable, "-IS", REPOSITORY / "deploy/ready.py"],
+            env={"TURNSTREAM_METRICS_LISTEN": place, "TURNSTREAM_TLS_CERT": cert},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert '"registration"' in ready.stdout, ready.stderr

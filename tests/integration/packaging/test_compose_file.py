@@ -12,7 +12,9 @@ import pytest
 
 import turnstream
 from testkit.compose import FILE, REPOSITORY, VARIABLE, compose_file, defaults
+from turnstream_server.jobs.stack import ALLOCATOR_OF_BUFFERS
 from turnstream_server.settings import Settings
+from turnstream_server.telemetry.tracing import VARIABLES as TRACES
 
 CHECK = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
 DOCKERFILE = (REPOSITORY / "deploy/Dockerfile").read_text()
@@ -109,7 +111,7 @@ def test_only_batcher_and_gateway_write_the_api_key(services: dict[str, Any]) ->
 
 
 def test_every_variable_of_a_service_is_a_setting(services: dict[str, Any]) -> None:
-    known = {f"TURNSTREAM_{name.upper()}" for name in Settings.model_fields}
+    known = {f"TURNSTREAM_{name.upper()}" for name in Settings.model_fields} | {*TRACES}
 
     for name, service in services.items():
         if name != "grafana":
@@ -126,6 +128,19 @@ def test_images_run_as_a_user_without_privileges() -> None:
         assert re.search(rf"^FROM run AS {target}$", run, re.MULTILINE)
 
 
+@pytest.mark.parametrize(("target", "extras"), [("slim", "tracing"), ("torch", "trainer,tracing")])
+def test_images_have_the_packages_for_http_and_traces(
+    services: dict[str, Any], target: str, extras: str
+) -> None:
+    build = DOCKERFILE.partition(f"FROM base AS build-{target}\n")[2].partition("\nFROM ")[0]
+
+    assert f'"./clients/python[http]" ".[{extras}]"' in build
+    targets = {name: each.get("build", {}).get("target") for name, each in services.items()}
+    ours = [name for name in targets if targets[name] == target and name != "model"]  # no service
+    assert ours
+    assert all(TRACES[0] in services[name]["environment"] for name in ours)
+
+
 def test_build_context_has_what_the_dockerfile_copies() -> None:
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
     kept = (REPOSITORY / ".dockerignore").read_text().splitlines()
@@ -139,3 +154,10 @@ def test_defaults_of_the_image_are_those_of_the_compose_file() -> None:
     found = dict(re.findall(r"^ARG (\w+)=(.*)$", DOCKERFILE, re.MULTILINE))
 
     assert {name: defaults()[name] for name in found} == found
+
+
+def test_slim_image_has_the_allocator_of_local_services() -> None:
+    _, _, slim = DOCKERFILE.partition("FROM run AS slim\n")
+    (variables,) = re.findall(r"^ENV (.+)$", slim.partition("FROM run AS torch")[0], re.MULTILINE)
+
+    assert dict(each.split("=") for each in variables.split()) == ALLOCATOR_OF_BUFFERS

@@ -232,7 +232,6 @@ def train(folder: Path, url: str, *, until: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_ranks_train_and_resume_without_barrier_or_session_name(
     server: Any, service: Any, start_batcher: Callable[[], Any], tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import redis
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.run import runs
-from turnstream.store.run.batchers import wait_for_batchers
+from turnstream.store.run.batchers import registered_batchers, wait_for_batchers
 from turnstream.store.run.configs import read_config, revise_config
 from turnstream.store.run.credits import Credit, credit
 from turnstream.store.run.rewards import RewardOutcome, post_reward
@@ -34,10 +34,13 @@ class Run:
         name: as it was created.
     """
 
-    def __init__(self, client: redis.Redis, url: str, run_id: RunId) -> None:
+    def __init__(
+        self, client: redis.Redis, url: str, run_id: RunId, *, api_key: str | None = None
+    ) -> None:
         self.name = run_id.name
         self._client = client
         self._url = url
+        self._api_key = api_key
         self._id = run_id
 
     @property
@@ -80,11 +83,11 @@ class Run:
             session: name of this start of the trainer, the same on all ranks and never used
                 before; None makes one from torchrun's environment. See `worker.launch`.
             batcher: gRPC address of a batcher, "host:port", or "grpcs://host:port" with TLS;
-                several with commas. None finds the batchers that are registered in the store.
+                several with commas. None finds the batchers that are registered in the store, and
+                finds them again when none of them answers.
             timeout_s: longest wait for a batcher, a mini-batch, or an acknowledgement.
             max_prefetch_bytes: bound of what is pulled ahead.
-            api_key: key for the batcher; None takes that of TURNSTREAM_API_KEY, else of the file
-                TURNSTREAM_KEY_FILE.
+            api_key: key for the batcher; None takes that of `turnstream.connect`.
 
         Raises:
             InvalidConfigError: a rank outside the world, or ranks without a session.
@@ -100,9 +103,10 @@ class Run:
 
         _ = self.config  # a batcher takes the id of a deleted run for the name of a later one
         launch = find_launch(dp_rank, dp_world_size, session)
-        target = batcher or ",".join(wait_for_batchers(self._client, timeout_s=timeout_s))
+        if not batcher:
+            wait_for_batchers(self._client, timeout_s=timeout_s)
         stream = BatchStream(
-            target,
+            batcher or registered_batchers(self._url),
             self._id,
             launch.dp_rank,
             launch.dp_world_size,
@@ -110,7 +114,7 @@ class Run:
             session=launch.session or None,
             timeout_s=timeout_s,
             max_prefetch_bytes=max_prefetch_bytes,
-            api_key=api_key,
+            api_key=self._api_key if api_key is None else api_key,
         )
         return Batches(stream)
 

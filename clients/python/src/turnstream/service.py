@@ -12,7 +12,7 @@ from turnstream.run import Run
 from turnstream.store.client.api_keys import own_key
 from turnstream.store.client.connection import address_of, checked_url
 from turnstream.store.client.connection import connect as connect_to_store
-from turnstream.store.client.http_address import is_http, with_key, without_key
+from turnstream.store.client.http_address import is_http, parse_http, with_key, without_key
 from turnstream.store.client.passwords import with_own_password
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
@@ -34,8 +34,8 @@ def connect(url: str | None = None, *, api_key: str | None = None) -> Service:
             `pip install "turnstream[http]"`. None takes the environment variable
             TURNSTREAM_REDIS_URL, else redis://127.0.0.1:7379. A store without a password in its
             URL gets that of the file TURNSTREAM_REDIS_PASSWORD_FILE.
-        api_key: key for a gateway; None takes that of TURNSTREAM_API_KEY, else of the file
-            TURNSTREAM_KEY_FILE. A store has no use for it.
+        api_key: key for the gateway, and for the batchers that `Run.batches` calls. None takes that
+            of TURNSTREAM_API_KEY, else of the file TURNSTREAM_KEY_FILE.
 
     Raises:
         InvalidConfigError: the address has another form, or the key cannot be read.
@@ -62,10 +62,12 @@ class Service:
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self.url = self._own_url = checked_url(url)
+        self._api_key = None if api_key is None else own_key(api_key)
         if is_http(url):
             self.url = without_key(url)
-            if api_key is not None:
-                self._own_url = with_key(url, own_key(api_key))
+            if self._api_key is not None:
+                self._own_url = with_key(url, self._api_key)
+            self._api_key = parse_http(self._own_url).api_key or None
         self._client = connect_to_store(self._own_url)
 
     def ping(self) -> None:
@@ -104,7 +106,7 @@ class Service:
         """Open the run that has this name now, or raise RunNotFoundError."""
         run_id = find_run(self._client, name)
         read_config(self._client, run_id)
-        return Run(self._client, self._own_url, run_id)
+        return Run(self._client, self._own_url, run_id, api_key=self._api_key)
 
     def runs(self) -> list[str]:
         """Return the names of all runs, sorted."""

@@ -1,7 +1,8 @@
-"""The key of a gRPC call, in its metadata, and the role that each request needs."""
+"""The key of a gRPC call, in its metadata: its limits, and the role that each request needs."""
 
 from __future__ import annotations
 
+import time
 from typing import Final, TypeVar
 
 import redis.asyncio
@@ -15,6 +16,7 @@ from turnstream_server.batcher.serving.calls import Context, bounded_by_store, s
 from turnstream_server.batcher.serving.requests import parse_request
 from turnstream_server.commands.models import read_model_async
 from turnstream_server.keys.access import KeyChecks
+from turnstream_server.keys.limits import Meters
 from turnstream_server.keys.records import ApiKey, Role
 
 _BEARER: Final = "bearer "
@@ -45,18 +47,21 @@ class Access:
     def __init__(self, client: redis.asyncio.Redis, keys: KeyChecks) -> None:
         self._client = client
         self._keys = keys
+        self._meters = Meters()
 
     async def read(self, data: bytes, kind: type[Request], context: Context) -> Request:
         """Return a request whose caller may send it.
 
         Raises:
             UnknownKeyError: the call has no accepted key.
+            RejectedError: the request is beyond the limits of the key.
             AccessDeniedError: the key does not have the role, or may not use the run.
             RunNotFoundError: the model belongs to another key.
             InvalidConfigError: the request cannot be read.
         """
         async with bounded_by_store(self._client, store_time_s(context.time_remaining())):
             key = await self._keys.identify(secret_of(context))
+        self._meters.admit(key, num_bytes=len(data), now_s=time.monotonic())
         request = parse_request(data, kind)
         if isinstance(request, operations.GetOperationsRequest):
             await self._check_model(key, request.model_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Final
@@ -54,6 +55,10 @@ _LEAST_ANSWER_S: Final = 1.0
 """Time for a Get that has waited to read the reason from the store."""
 
 
+RETRY_AFTER: Final = "retry-after"
+"""Trailing metadata of an error: seconds until the same call may succeed."""
+
+
 def store_time_s(left_s: float | None) -> float | None:
     """Return the seconds that the store has for its answer, of those that a caller has left."""
     return None if left_s is None else left_s * (1 - _ANSWER_SHARE)
@@ -87,7 +92,7 @@ class RunningCalls:
             if isinstance(error, InvalidConfigError):
                 logger.info("%s of %s is refused: %s", call, context.peer(), error)
             code, details = error_to_status(error)
-            await context.abort(grpc.StatusCode[code], details)
+            await context.abort(grpc.StatusCode[code], details, _retry_after(error))
         except Exception:
             status = "INTERNAL"
             logger.exception("%s failed", call)
@@ -100,6 +105,12 @@ class RunningCalls:
     async def close(self) -> None:
         """Cancel the calls that the stopped server has not cancelled yet: they use the store."""
         await cancel_all([*self._tasks])
+
+
+def _retry_after(error: TurnstreamError) -> tuple[tuple[str, str], ...]:
+    """Return trailing metadata with whole seconds, as the header Retry-After of HTTP has them."""
+    wait_s = getattr(error, "retry_after_s", None)
+    return () if wait_s is None else ((RETRY_AFTER, str(max(1, math.ceil(wait_s)))),)
 
 
 def traceparent_of(context: Context) -> str:

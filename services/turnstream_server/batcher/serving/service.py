@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import grpc
 import grpc.aio
@@ -147,30 +147,7 @@ async def serving(options: BatcherOptions) -> AsyncIterator[str]:
         client = await stack.enter_async_context(connect_async(options.redis_url))
         waiting = connect_async(options.redis_url, num_retries=0)
         await stack.enter_async_context(waiting)
-        assembler = Assembler(options.redis_url, max_cache_bytes=options.cache_bytes)
-        stack.push_async_callback(assembler.close)
-        keeper = LeadershipKeeper(options.redis_url, owner=_owner(), lease_s=options.leader_lease_s)
-        stack.push_async_callback(keeper.close)
-        reason_cache = ReasonCache(options.redis_url)
-        stack.callback(reason_cache.close)
-        parked = ParkedRuns(waiting, after_s=options.park_after_s)
-
-        def new_planner(run: str, frontier: Frontier) -> RunPlanner:
-            view = RunView(
-                client,
-                run,
-                frontier=frontier,
-                on_stepped=lambda step: assembler.release(run, through_step=step),
-                read_reasons=reason_cache.reasons,
-            )
-            return RunPlanner(view, assembler, keeper=keeper, upkeep=options.upkeep, parked=parked)
-
-        runs = RunRegistry(client, new_planner, parked)
-        await stack.enter_async_context(background(parked.watch(), name="watch of parked runs"))
-        stack.push_async_callback(runs.close)
-        discovery = RunDiscovery(waiting, runs.take_part)
-        await discovery.read_all()
-        await stack.enter_async_context(background(discovery.follow(), name="discovery of runs"))
+        planning = await _start_planning(stack, options, client=client, waiting=waiting)
         health = StoreHealth(waiting, SERVICE)
         await health.update()
         await stack.enter_async_context(
@@ -180,34 +157,99 @@ async def serving(options: BatcherOptions) -> AsyncIterator[str]:
             observed_replica(
                 options.redis_url,
                 options.readiness,
-                runs=runs,
-                keeper=keeper,
-                assembler=assembler,
+                runs=planning.runs,
+                keeper=planning.keeper,
+                assembler=planning.assembler,
                 health=health,
             )
         )
-        operations = OperationSender(client, max_cache_bytes=options.cache_bytes)
-        stack.push_async_callback(operations.close)
-        servicer = BatchesServicer(client, runs.find)
-        sender = BatchSender(client, runs.find, assembler, wait_max_s=options.get_wait_max_s)
         running = RunningCalls()
-        access = Access(client, KeyChecks(client, requires_key=options.requires_key))
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
-        server.add_generic_rpc_handlers(
-            (
-                handlers(servicer, sender, running, access),
-                operation_handlers(operations, running, access),
-            )
-        )
+        server = _make_server(stack, options, client=client, planning=planning, running=running)
         add_HealthServicer_to_server(health, server)
         address = _bind(server, options.listen, tls=options.tls)
         await server.start()
-        stack.push_async_callback(_stop, server, running, runs, health, options.shutdown_grace_s)
+        grace_s = options.shutdown_grace_s
+        stack.push_async_callback(_stop, server, running, planning.runs, health, grace_s)
         await stack.enter_async_context(
             registered(waiting, advertised(address, options.advertise), options.readiness)
         )
         logger.info("batcher listens at %s", address)
         yield address
+
+
+class _Planning(NamedTuple):
+    """The parts of a replica that plan and assemble."""
+
+    runs: RunRegistry
+    keeper: LeadershipKeeper
+    assembler: Assembler
+
+
+async def _start_planning(
+    stack: contextlib.AsyncExitStack,
+    options: BatcherOptions,
+    *,
+    client: redis.asyncio.Redis,
+    waiting: redis.asyncio.Redis,
+) -> _Planning:
+    """Return the parts that plan every run of the store, until `stack` is closed.
+
+    Args:
+        stack: closes them.
+        options: settings of the replica.
+        client: the store.
+        waiting: the same store, without retries, for calls that wait.
+    """
+    assembler = Assembler(options.redis_url, max_cache_bytes=options.cache_bytes)
+    stack.push_async_callback(assembler.close)
+    keeper = LeadershipKeeper(options.redis_url, owner=_owner(), lease_s=options.leader_lease_s)
+    stack.push_async_callback(keeper.close)
+    reason_cache = ReasonCache(options.redis_url)
+    stack.callback(reason_cache.close)
+    parked = ParkedRuns(waiting, after_s=options.park_after_s)
+
+    def new_planner(run: str, frontier: Frontier) -> RunPlanner:
+        view = RunView(
+            client,
+            run,
+            frontier=frontier,
+            on_stepped=lambda step: assembler.release(run, through_step=step),
+            read_reasons=reason_cache.reasons,
+        )
+        return RunPlanner(view, assembler, keeper=keeper, upkeep=options.upkeep, parked=parked)
+
+    runs = RunRegistry(client, new_planner, parked)
+    await stack.enter_async_context(background(parked.watch(), name="watch of parked runs"))
+    stack.push_async_callback(runs.close)
+    discovery = RunDiscovery(waiting, runs.take_part)
+    await discovery.read_all()
+    await stack.enter_async_context(background(discovery.follow(), name="discovery of runs"))
+    return _Planning(runs, keeper, assembler)
+
+
+def _make_server(
+    stack: contextlib.AsyncExitStack,
+    options: BatcherOptions,
+    *,
+    client: redis.asyncio.Redis,
+    planning: _Planning,
+    running: RunningCalls,
+) -> grpc.aio.Server:
+    """Return the server of all calls, which is not started; `stack` closes its senders."""
+    find_run, wait_max_s = planning.runs.find, options.get_wait_max_s
+    operations = OperationSender(client, max_cache_bytes=options.cache_bytes)
+    stack.push_async_callback(operations.close)
+    servicer = BatchesServicer(client, find_run)
+    sender = BatchSender(client, find_run, planning.assembler, wait_max_s=wait_max_s)
+    access = Access(client, KeyChecks(client, requires_key=options.requires_key))
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    server.add_generic_rpc_handlers(
+        (
+            handlers(servicer, sender, running, access),
+            operation_handlers(operations, running, access),
+        )
+    )
+    return server
 
 
 async def _stop(

@@ -11,10 +11,11 @@ import redis
 from redis.exceptions import ResponseError
 
 from turnstream.errors import InvalidConfigError
+from turnstream.service import URL_VARIABLE
 from turnstream.store.client.connection import SETTINGS, SYNCS, connect, unsafe_setting
 from turnstream.store.client.replies import translating
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.settings import Settings, mask_password
+from turnstream_server.settings import Settings, checked_store_url, mask_password
 
 _OLDEST = {"valkey": 8, "redis": 7}
 _SYNCS = {"everysec": SYNCS, "fsync": ("always",)}
@@ -32,11 +33,13 @@ def open_store(settings: Settings, *, port: int = 0) -> Iterator[str]:
         port: port of the embedded server; 0 takes a free one.
 
     Raises:
-        InvalidConfigError: the external server is too old, or its settings would lose data.
+        InvalidConfigError: the address is none of a store, or the external server is too old, or
+            its settings would lose data.
         StoreUnavailableError: it cannot be reached, or the embedded one does not start.
     """
     if settings.redis_url is not None:
-        url = settings.with_password(settings.redis_url.get_secret_value())
+        url = checked_store_url(settings.redis_url.get_secret_value(), field=URL_VARIABLE)
+        url = settings.with_password(url)
         check_store(url, durability=settings.durability)
         yield url
         return
@@ -53,14 +56,11 @@ def check_store(url: str, *, durability: str) -> None:
     """Make sure that an external server keeps what it acknowledges.
 
     Raises:
-        InvalidConfigError: names the server's setting, its value and the one that is needed.
+        InvalidConfigError: the address is none of a store; or names the server's setting, its value
+            and the one that is needed.
         StoreUnavailableError: the server cannot be reached.
     """
-    try:
-        client = connect(url)
-    except ValueError as error:
-        raise InvalidConfigError("TURNSTREAM_REDIS_URL", str(error)) from error
-    with client, translating():
+    with connect(checked_store_url(url, field=URL_VARIABLE)) as client, translating():
         facts: dict[str, Any] = client.info()  # pyright: ignore[reportAssignmentType]  # sync
         settings = _settings(client, durability=durability)
     where = mask_password(url)
@@ -79,7 +79,7 @@ def check_version(facts: Mapping[str, Any], *, where: str) -> None:
     major = re.match(r"\d+", version)
     if major is None or int(major[0]) < _OLDEST[name]:
         raise InvalidConfigError(
-            "TURNSTREAM_REDIS_URL",
+            URL_VARIABLE,
             f"{where} is {name} {version}; needed is Redis 7 or Valkey 8 and above",
         )
 

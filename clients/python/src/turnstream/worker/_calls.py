@@ -24,6 +24,7 @@ from turnstream.errors import (
 )
 from turnstream.records.statuses import status_to_error
 from turnstream.store.client.backoff import pause_after
+from turnstream.store.run.batchers import Target
 from turnstream.store.waits.sentences import wait_reason
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types.names import checked_setting
@@ -58,7 +59,7 @@ class BatcherCalls:
 
     def __init__(
         self,
-        target: str,
+        target: Target,
         run: str,
         dp_rank: int,
         dp_world_size: int,
@@ -69,7 +70,6 @@ class BatcherCalls:
     ) -> None:
         if not 0 <= dp_rank < dp_world_size:
             raise InvalidConfigError("dp_rank", f"{dp_rank} is not in a world of {dp_world_size}")
-        self.target = target
         self.run = checked_setting(run, field="run")
         self.dp_rank = dp_rank
         self.dp_world_size = dp_world_size
@@ -81,7 +81,12 @@ class BatcherCalls:
         # (step, manifest hash) of each acknowledged step; replaced and never changed: another
         # thread reads it.
         self._steps: tuple[tuple[int, str], ...] = ()
-        self.replicas = Replicas(target, api_key=api_key)
+        self.replicas = Replicas(target, api_key=api_key, timeout_s=timeout_s)
+
+    @property
+    def target(self) -> str:
+        """Addresses of the replicas, with commas between them."""
+        return self.replicas.target
 
     def start(self, *, recovery_token: str, session: str) -> wire.StartReply:
         """Begin a session, or resume it; later calls carry its epoch and its run id."""

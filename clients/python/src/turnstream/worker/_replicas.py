@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, cast
 
 import grpc
 from google.protobuf.message import Message
 from grpc.experimental import ChannelOptions
 
-from turnstream.errors import InvalidConfigError, RejectedError
+from turnstream.errors import (
+    BatcherUnavailableError,
+    InvalidConfigError,
+    RejectedError,
+    TurnstreamError,
+    UnavailableError,
+)
 from turnstream.store.client.api_keys import METADATA, own_key, root_certificates
-from turnstream.store.run.batchers import SECURE
+from turnstream.store.client.backoff import pause_after
+from turnstream.store.run.batchers import SECURE, Target
+
+_logger = logging.getLogger(__name__)
 
 KEEPALIVE_EVERY_S = 2.0
 """Interval of pings during a call. The answer to a ping needs no store and no Python, so a replica
@@ -25,6 +36,9 @@ Only this detects frozen processes and dead machines."""
 
 ALIVE_WITHIN_S = 4.0
 """Limit for the first health check of a replica."""
+
+_FIND_EVERY_S: Final = 1.0
+"""Shortest time between two reads of the addresses."""
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 NO_ANSWER = (
@@ -93,18 +107,33 @@ class Replicas:
     Short calls share one channel for each address. Gets have a channel of their own.
 
     Args:
-        target: their addresses, with commas between them.
+        target: their addresses, with commas between them; or a function that returns them, which is
+            called again after none of them has answered.
         api_key: key of all calls; None takes that of the environment.
+        timeout_s: longest wait for the first address of a function.
 
     Attributes:
+        target: the present addresses, with commas between them.
+        current: address of the replica to call.
         metadata: metadata of each call, with the key.
+
+    Raises:
+        InvalidConfigError: an address has another form.
+        UnavailableError: the function has returned no address within `timeout_s`.
     """
 
-    def __init__(self, target: str, *, api_key: str | None = None) -> None:
-        self._addresses = addresses_of(target)
+    def __init__(
+        self, target: Target, *, api_key: str | None = None, timeout_s: float = 0.0
+    ) -> None:
+        if isinstance(target, str):
+            self._find, self.target = None, target
+        else:
+            self._find, self.target = target, _first_addresses(target, timeout_s=timeout_s)
+        self._addresses = addresses_of(self.target)
+        self.current = self._addresses[0]
+        self._may_find_s = 0.0
         key = own_key(api_key)
         self.metadata = ((METADATA, key),) if key else ()
-        self._index = 0
         self._channels: dict[str, grpc.Channel] = {}
         self._get_channel: grpc.Channel | None = None
         self._get_address = ""
@@ -112,16 +141,19 @@ class Replicas:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    @property
-    def current(self) -> str:
-        """Address of the replica to call."""
-        return self._addresses[self._index]
-
     def skip(self, address: str) -> None:
-        """Change to the next replica, unless another thread has skipped this one already."""
+        """Change to the next replica, unless another thread has skipped this one already.
+
+        After the last one, the addresses are read again, where `target` is a function.
+        """
         with self._lock:
-            if self.current == address:
-                self._index = (self._index + 1) % len(self._addresses)
+            if self.current != address:
+                return
+            index = (self._addresses.index(address) + 1) % len(self._addresses)
+            self.current = self._addresses[index]
+            is_due = time.monotonic() >= self._may_find_s and not self._is_closed
+        if index == 0 and is_due and self._find is not None:
+            self._find_addresses(self._find)
 
     def channel(self, address: str) -> grpc.Channel:
         """Return the channel of an address for short calls, shared by all threads."""
@@ -175,6 +207,20 @@ class Replicas:
             for channel in self._channels.values():
                 channel.close()
 
+    def _find_addresses(self, find: Callable[[], Sequence[str]]) -> None:
+        """Replace the addresses, if others are found. Waits for a store without the lock."""
+        target, found = "", ()
+        try:
+            target = ",".join(find())
+            found = addresses_of(target) if target else ()
+        except TurnstreamError as error:
+            _logger.debug("the addresses of the batchers cannot be read: %s", error)
+        with self._lock:
+            self._may_find_s = time.monotonic() + _FIND_EVERY_S
+            if found and {*found} != {*self._addresses}:
+                _logger.info("the batchers are %s, and no longer %s", target, self.target)
+                self.target, self._addresses, self.current = target, found, found[0]
+
     def _current_get_channel(self) -> grpc.Channel:
         if self._get_channel is None or self._get_address != self.current:
             self._close_get()
@@ -190,6 +236,23 @@ class Replicas:
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise RejectedError("the stream was closed")
+
+
+def _first_addresses(find: Callable[[], Sequence[str]], *, timeout_s: float) -> str:
+    """Return addresses with commas between them, once there is one; errors as of `Replicas`."""
+    ends_s, num_failures = time.monotonic() + timeout_s, 0
+    while True:
+        error: UnavailableError = BatcherUnavailableError("no batcher is registered in the store")
+        try:
+            if found := find():
+                return ",".join(found)
+        except UnavailableError as failure:
+            error = failure
+        num_failures += 1
+        pause_s = pause_after(num_failures)
+        if time.monotonic() + pause_s >= ends_s:
+            raise error
+        time.sleep(pause_s)
 
 
 def _open_channel(address: str) -> grpc.Channel:

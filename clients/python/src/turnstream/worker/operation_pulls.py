@@ -21,13 +21,14 @@ from turnstream.errors import (
 from turnstream.records.batches import decode_mini_batch
 from turnstream.records.values import parse_message
 from turnstream.store.client.backoff import pause_after
+from turnstream.store.run.batchers import Target
 from turnstream.types import MiniBatch
 from turnstream.wire.v1.operations_pb2 import (
     GetOperationsRequest,
     OperationChunk,
     OperationShareHeader,
 )
-from turnstream.worker._calls import ATTEMPT_S, error_of, reasons_of
+from turnstream.worker._calls import ATTEMPT_S, error_of, reasons_of, retry_delay_s
 from turnstream.worker._replicas import Replicas
 
 PATH = "/turnstream.wire.v1.Operations/Get"
@@ -56,7 +57,8 @@ class OperationPuller:
     For one thread, except `close`.
 
     Args:
-        target: "HOST:PORT[,HOST:PORT..]", the batcher replicas.
+        target: "HOST:PORT[,HOST:PORT..]", the batcher replicas; or a function that returns their
+            addresses, as for `BatchStream`.
         dp_rank, dp_world_size: this rank, and the number of ranks.
         timeout_s: longest time of a pull with its retries.
         api_key: key of the pulls; None takes that of the environment.
@@ -64,7 +66,7 @@ class OperationPuller:
 
     def __init__(
         self,
-        target: str,
+        target: Target,
         *,
         dp_rank: int,
         dp_world_size: int,
@@ -73,12 +75,11 @@ class OperationPuller:
     ) -> None:
         if not 0 <= dp_rank < dp_world_size:
             raise InvalidConfigError("dp_rank", f"{dp_rank} is not in a world of {dp_world_size}")
-        self._target = target
         self._dp_rank = dp_rank
         self._dp_world_size = dp_world_size
         self._timeout_s = timeout_s
         self._closed = threading.Event()
-        self._replicas = Replicas(target, api_key=api_key)
+        self._replicas = Replicas(target, api_key=api_key, timeout_s=timeout_s)
 
     def pull(
         self, model_id: str, *, first: int, last: int, skipped: Collection[int] = ()
@@ -119,8 +120,8 @@ class OperationPuller:
             self._replicas.end_get(skips=isinstance(error, BatcherUnavailableError))
             num_failures += 1
             num_damaged += isinstance(error, RecordError)
-            pause_s = pause_after(num_failures)
-            if not _may_pass(error) or num_damaged >= MAX_DAMAGED:
+            pause_s = _retry_pause_s(error, num_failures=num_failures)
+            if pause_s is None or num_damaged >= MAX_DAMAGED:
                 raise error
             waited_s = time.monotonic() - began_s
             if waited_s + pause_s >= self._timeout_s:
@@ -152,7 +153,9 @@ class OperationPuller:
             f"commands {request.first} to {request.last} of model {request.model_id!r} were not "
             f"pulled within {self._timeout_s:g} s: {error}"
         )
-        return type(error)(message, reasons_of(error, target=self._target, since_s=waited_s))
+        return type(error)(
+            message, reasons_of(error, target=self._replicas.target, since_s=waited_s)
+        )
 
 
 def read_shares(messages: Iterable[bytes]) -> Iterator[tuple[OperationShareHeader, bytearray]]:
@@ -193,7 +196,8 @@ def read_shares(messages: Iterable[bytes]) -> Iterator[tuple[OperationShareHeade
         )
 
 
-def _may_pass(error: TurnstreamError) -> bool:
-    """Return whether another attempt can succeed."""
-    is_damage = isinstance(error, RecordError) and not isinstance(error, UnknownFormatError)
-    return is_damage or isinstance(error, UnavailableError)
+def _retry_pause_s(error: TurnstreamError, *, num_failures: int) -> float | None:
+    """Return the seconds before another attempt; None where it cannot succeed."""
+    if isinstance(error, RecordError) and not isinstance(error, UnknownFormatError):
+        return pause_after(num_failures)
+    return retry_delay_s(error, num_failures=num_failures)

@@ -32,6 +32,7 @@ from turnstream.errors import (
     WaitKind,
 )
 from turnstream.records.configs import decode_config
+from turnstream.store.run.batchers import Target
 from turnstream.store.waits.sentences import wait_reason
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types import MiniBatchInfo, RecoveryToken
@@ -210,7 +211,7 @@ class BatchStream(MiniBatches):
 
     def __init__(
         self,
-        target: str,
+        target: Target,
         run: str,
         dp_rank: int = 0,
         dp_world_size: int = 1,
@@ -225,7 +226,8 @@ class BatchStream(MiniBatches):
 
         Args:
             target: gRPC address of a batcher, "host:port", or "grpcs://host:port" with TLS; several
-                replicas with commas.
+                replicas with commas. Or a function that returns the addresses, which is called
+                again after none of them has answered.
             run: name of the run that has this name now.
             dp_rank: data-parallel position of this process.
             dp_world_size: number of such positions.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import redis
 
 from turnstream.errors import BatcherUnavailableError
 from turnstream.store.client import keys
-from turnstream.store.client.connection import address_of_client
+from turnstream.store.client.connection import address_of_client, connect
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Command, Script
 
@@ -20,6 +21,12 @@ SECURE: Final = "grpcs://"
 """First characters of the address of a batcher with TLS."""
 
 _RETRY_S: Final = 0.2
+
+_ANSWER_S: Final = 2.0
+"""Longest wait for a store that is silent, while a call to a batcher waits for its address."""
+
+Target = str | Callable[[], Sequence[str]]
+"""Addresses of batchers, with commas between them, or a function that returns the present ones."""
 
 _REGISTER = Script("register_batcher", "turnstream.store.run")
 
@@ -41,6 +48,16 @@ def list_batchers(client: redis.Redis) -> list[str]:
         now_ms = seconds * 1_000 + microseconds // 1_000
         found: Any = client.zrevrangebyscore(keys.BATCHERS, "+inf", f"({now_ms}")
     return [address.decode() for address in found]
+
+
+def registered_batchers(url: str) -> Callable[[], list[str]]:
+    """Return a function that reads the addresses of all batchers from the store at `url`."""
+
+    def find() -> list[str]:
+        with connect(url, num_retries=0, silent_s=_ANSWER_S) as client:
+            return list_batchers(client)
+
+    return find
 
 
 def wait_for_batchers(client: redis.Redis, *, timeout_s: float) -> list[str]:
