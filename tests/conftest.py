@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import importlib.util
 import itertools
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -21,12 +19,12 @@ import pytest
 import redis
 from hypothesis import Phase, settings
 
-from testkit import wait_until
+from testkit import servers, wait_until
 from testkit.stored_keys import declared_type
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
-from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find_binary
+from turnstream_server.embedded import EmbeddedServer
 
 # Examples differ from run to run at a desk, where a new failure is welcome, and never on CI.
 # No deadlines: two busy cores make one example slow and the next one fast.
@@ -43,13 +41,15 @@ settings.load_profile(
 _TESTS = str(Path(__file__).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _TESTS)))
 
+# Several processes test at a time, with small models: more threads of torch wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell that runs the tests in the background makes them ignore Ctrl-C, and so would every process
 # that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parents[1]
-SERVER_KINDS = ["valkey", "redis-server"]
 
 _SERVERS = ["server", "own_server", "unix_server"]
 _MARKS = {"redis": {*_SERVERS, "house_at"}, "grpc": {"house", "house_at"}}
@@ -68,53 +68,14 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
                 item.add_marker(mark)
 
 
-@pytest.fixture(scope="session", params=SERVER_KINDS)
-def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
-    """A store for tests that do not harm it: ours, and a real redis-server where there is one."""
-    with EmbeddedServer(binary=_binary(request.param)) as server:
-        yield server
-
-
-class MortalServer(EmbeddedServer):
-    """A store that may be killed: its file has every acknowledged write.
-
-    While a slow disk syncs, a server keeps its next write back for up to two seconds.
-    """
-
-    def kill(self) -> None:
-        """SIGKILL it, as soon as its file has all; at once where it does not answer."""
-        if self.is_running:
-            with (
-                contextlib.suppress(redis.RedisError),
-                connect(self.url, num_retries=0, silent_s=2.0) as client,
-            ):
-                wait_until(lambda: _is_written(client), describe="the write to the file")
-        super().kill()
-
-
-@pytest.fixture(params=SERVER_KINDS)
-def own_server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
-    """A store that a test may kill, fill and restart."""
-    with MortalServer(binary=_binary(request.param)) as server:
-        yield server
-
-
-class UnixServer(EmbeddedServer):
-    """The embedded store, reached by a unix socket in its data folder."""
-
-    @property
-    def url(self) -> str:
-        """Return the address of the socket."""
-        return f"unix://{self.data_dir}/valkey.sock?db=0"
-
-    def _command(self) -> list[str]:
-        return [*super()._command(), "--unixsocket", "valkey.sock"]
+server = servers.shared_server
+own_server = servers.own_embedded_server
 
 
 @pytest.fixture
 def unix_server() -> Iterator[EmbeddedServer]:
     """The embedded store behind a unix socket."""
-    with UnixServer(binary=_binary("valkey")) as server:
+    with servers.UnixServer(binary=servers.binary_of("valkey")) as server:
         yield server
 
 
@@ -137,7 +98,7 @@ class Past:
 
     def __init__(self, server: EmbeddedServer) -> None:
         with connect(server.url) as client:
-            wait_until(lambda: _is_written(client), describe="the write to the file")
+            wait_until(lambda: servers.is_written(client), describe="the write to the file")
         (self._path,) = server.data_dir.glob("appendonlydir/*.incr.aof")
         self._server = server
         self._num_bytes = self._path.stat().st_size
@@ -148,12 +109,6 @@ class Past:
         with self._path.open("r+b") as file:
             file.truncate(self._num_bytes)
         self._server.restart()
-
-
-def _is_written(client: redis.Redis) -> bool:
-    """Whether a busy disk keeps nothing back that was acknowledged."""
-    persistence: Any = client.info("persistence")
-    return not persistence["aof_buffer_length"]
 
 
 @pytest.fixture
@@ -201,25 +156,6 @@ def _undeclared(client: redis.Redis, checked: set[bytes]) -> dict[str, str]:
 def _type(client: redis.Redis, name: bytes) -> str:
     kind: Any = client.type(name)
     return kind.decode()
-
-
-def _binary(kind: str) -> Path:
-    """Return the program of a kind of server; skip the test where there is none.
-
-    On CI the embedded server must be there. A redis-server may be missing on CI too: `.ci/run`
-    installs it where it can, and counts the skipped tests in its last line.
-    """
-    if kind == "redis-server":
-        found = shutil.which("redis-server")
-        if found is None:
-            pytest.skip("no redis-server is installed")
-        return Path(found)
-    try:
-        return find_binary()
-    except EmbeddedServerError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
 
 
 @pytest.fixture

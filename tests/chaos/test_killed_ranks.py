@@ -22,13 +22,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import testkit
+from harness.doomed_rank import run_command
 from testkit.batchers import BatcherThread
+from testkit.processes import FORKING
 from turnstream.batching.config.batching_config import BatchingConfig
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import close_run, create_run
 from turnstream.types import Group, TrajectoryState
 from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.embedded import EmbeddedServer, free_port
 from turnstream_server.models.policy import load_policy
 
 pytestmark = [
@@ -64,12 +66,13 @@ class Kill(NamedTuple):
     place: str
 
 
-class Launch(NamedTuple):
-    """A finished launcher: its folder and its run."""
+class Training(NamedTuple):
+    """A run whose steps are published, the folder of its trainer, and how the trainer starts."""
 
     folder: Path
     run: str
-    num_starts: int
+    words: Sequence[str]
+    environment: dict[str, str]
 
 
 @pytest.mark.parametrize("variant", VARIANTS if KILLS_ALL else ["ddp", "fsdp2-lora"])
@@ -82,12 +85,14 @@ def test_killed_ranks_resume_to_bit_equal_state_and_commit_once(
     with EmbeddedServer() as server, BatcherThread(server.url) as batcher:
         client = redis.Redis.from_url(server.url)
         targets = {"target": batcher.target, "url": server.url, "options": VARIANTS[variant]}
-        undisturbed = _launch(client, "undisturbed", tmp_path, kills=[], **targets)
-        disturbed = _launch(client, "disturbed", tmp_path, kills=kills, **targets)
+        undisturbed = _prepare(client, "undisturbed", tmp_path, **targets)
+        _run_whole(undisturbed)
+        disturbed = _prepare(client, "disturbed", tmp_path, **targets)
+        num_starts = _launch(disturbed, kills)
         counts = [read_ledger(client, each.run).by_state for each in (undisturbed, disturbed)]
         client.close()
 
-    assert disturbed.num_starts == len(kills) + 1  # each kill took place
+    assert num_starts == len(kills) + 1  # each kill took place
     for states in counts:
         committed = {TrajectoryState.COMMITTED: 4 * NUM_STEPS}
         assert {state: n for state, n in states.items() if n} == committed
@@ -115,33 +120,52 @@ def _kills(rng: random.Random, *, is_sharded: bool) -> list[Kill]:
     return [*chosen, *moments]
 
 
-def _launch(
-    client: redis.Redis,
-    run: str,
-    folder: Path,
-    *,
-    kills: Sequence[Kill],
-    target: str,
-    url: str,
-    options: Sequence[str],
-) -> Launch:
-    """Publish 20 steps, train them with two ranks, and return once the launcher has ended."""
+def _prepare(
+    client: redis.Redis, run: str, folder: Path, *, target: str, url: str, options: Sequence[str]
+) -> Training:
+    """Publish 20 steps of a new run."""
     create_run(client, run, BatchingConfig(batch_groups=2, mini_batch_groups=1, max_staleness=1000))
     _publish(url, run)
     close_run(client, run)
     own, policy = folder / run, folder / "policy.json"
     policy.write_text(json.dumps({"vocab_size": 128, "hidden_size": 16, "num_layers": 2}))
+    words = ["serve", "trainer", "--run", run, "--batcher", target, "--policy", str(policy)]
+    words += ["--folder", str(own), "--learning-rate", "1e-2"]
+    words += ["--checkpoint-every", str(CHECKPOINT_EVERY), *options]
+    return Training(own, run, words, {"TURNSTREAM_REDIS_URL": url, "OMP_NUM_THREADS": "1"})
+
+
+def _run_whole(training: Training) -> None:
+    """Train with two ranks that nothing disturbs, without a launcher."""
+    place = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": training.run}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        FORKING.Process(
+            target=run_command,
+            args=(
+                training.words,
+                {**training.environment, **place, "RANK": each, "LOCAL_RANK": each},
+            ),
+        )
+        for each in ("0", "1")
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(400)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+def _launch(training: Training, kills: Sequence[Kill]) -> int:
+    """Train with two ranks of a launcher until it has ended; return the number of its starts."""
     words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(len(kills))]
-    words += ["--monitor-interval", "0.1", "-m", "--", "harness.doomed_rank", "serve", "trainer"]
-    words += ["--run", run, "--batcher", target, "--policy", str(policy), "--folder", str(own)]
-    words += ["--learning-rate", "1e-2", "--checkpoint-every", str(CHECKPOINT_EVERY), *options]
+    words += ["--monitor-interval", "0.1", "-m", "--", "harness.doomed_rank", *training.words]
     environment = {
         **os.environ,
-        "TURNSTREAM_REDIS_URL": url,
+        **training.environment,
         "KILLS": json.dumps(kills),
-        "FOLDER": str(own),
+        "FOLDER": str(training.folder),
         "PYTHONPATH": str(Path(__file__).parent),
-        "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words],
@@ -152,7 +176,7 @@ def _launch(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return Launch(own, run, len((own / "starts").read_text().splitlines()))
+    return len((training.folder / "starts").read_text().splitlines())
 
 
 def _publish(url: str, run: str) -> None:

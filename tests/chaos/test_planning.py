@@ -128,35 +128,38 @@ def copied(published: Published, tmp_path: Path, start_rig: Callable[..., Rig]) 
     return rig
 
 
-@pytest.mark.parametrize(
-    ("published", "failpoint"),
-    [
-        ("plain", "plan.before_check"),
-        ("plain", "plan.before_write"),
-        ("plain", "plan.before_write@2"),
-        ("plain", "plan.after_write"),
-        ("plain", "settle.before"),
-        ("plain", "settle.after"),
-        ("plain", "mark_dead.before"),
-        ("plain", "mark_dead.after"),
-        ("revised", "revise.before"),
-        ("revised", "revise.after"),
-        ("revised", "plan.after_write"),
-        ("revised", "plan.before_write@2"),
-    ],
-    indirect=["published"],
-)
+PLANNED_AT: dict[str, dict[str, int]] = {
+    "plain": {
+        **dict.fromkeys(("settle.before", "settle.after", "plan.before_check"), 0),
+        **dict.fromkeys(("mark_dead.before", "mark_dead.after", "plan.before_write"), 0),
+        "plan.after_write": 1,
+        "plan.before_write@2": 2,
+    },
+    "revised": {
+        **dict.fromkeys(("plan.after_write", "revise.before", "revise.after"), 1),
+        "plan.before_write": 1,
+    },
+}
+"""Failpoints in the order in which batchers reach them, each with the number of batches then."""
+
+
+@pytest.mark.parametrize("published", PLANNED_AT, indirect=True)
 def test_batcher_killed_while_planning_has_a_successor_with_the_same_plan(
-    copied: Rig, published: Published, failpoint: str
+    copied: Rig, published: Published
 ) -> None:
-    copied.let_batcher_die(failpoint)
-    partial = _plan(copied)
+    # Each batcher continues the work of the one before, and dies at the next failpoint.
+    planned_at = PLANNED_AT["revised" if published.is_revised else "plain"]
+    partial: list[list[Manifest]] = []
+    for failpoint in planned_at:
+        copied.let_batcher_die(failpoint)
+        partial.append(_plan(copied))
 
     copied.start_batcher()
     copied.wait(lambda: copied.planned() == NUM_PLANNED, "the plan")
 
     plan, is_revised = _plan(copied), published.is_revised
-    assert partial == plan[: len(partial)]
+    assert [len(each) for each in partial] == [*planned_at.values()]
+    assert partial == [plan[: len(each)] for each in partial]
     expected = _repeated(published.plan, is_revised=is_revised)
     assert _repeated(plan, is_revised=is_revised) == expected
     if is_revised:

@@ -12,7 +12,7 @@ from harness.soak import MAX_STORE_BYTES, MODES, soak
 from turnstream_server import failpoints
 from turnstream_server.embedded import Durability
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SEED = 299
 """It draws a kill of the store, a kill of a batcher, and a power cut of the store."""

@@ -102,7 +102,6 @@ EVALUATE: Any = Store._evaluate  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_damaged_counter_is_refused_before_the_first_write(monkeypatch: pytest.MonkeyPatch) -> None:
     # HINCRBY failed half way: write_manifest left a plan without its batch, the run finished, and
     # its trajectories were never trained.

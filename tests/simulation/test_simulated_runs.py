@@ -18,7 +18,6 @@ FIRST_SEEDS = range(0, 180, PER_TEST)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_simulated_runs_keep_the_promise(first: int, request: pytest.FixtureRequest) -> None:
     asked = request.config.getoption("--seed", default=None)
@@ -33,7 +32,6 @@ def test_simulated_runs_keep_the_promise(first: int, request: pytest.FixtureRequ
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_seed_gives_the_same_run_in_every_process() -> None:
     here = [verdict.digest for verdict in simulate_all(range(3, 6))]
     again = [verdict.digest for verdict in simulate_all(range(5, 2, -1))]
@@ -53,14 +51,12 @@ for verdict in simulate_parallel(range(3, 6), num_processes=2, per_chunk=2): pri
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("guard", GUARDS)
 def test_broken_guard_fails_one_of_the_first_runs(guard: str) -> None:
     assert first_failed_seed(GUARDS[guard]) is not None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_seed_of_a_failed_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     broken = GUARDS["selector: chosen groups are planned"]
     arguments = ["--first", "0", "--seeds", "40", "--failures", "1", "--processes", "1"]

@@ -123,7 +123,6 @@ def test_every_simulated_command_is_compared() -> None:
 
 
 @pytest.mark.redis
-@pytest.mark.timeout(120)
 def test_random_commands_have_the_replies_of_a_server(client: redis.Redis) -> None:
     sha = str(client.script_load(CALL.decode())).encode()
 

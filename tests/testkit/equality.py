@@ -36,6 +36,7 @@ from turnstream_server.trainer.settings import AdamSettings, Layout, Parallel
 BEHAVIOUR = -4.9
 LENGTH_CONSTANT = 7
 LIMIT = 12
+AGGREGATIONS_OF_SHARDS: tuple[Aggregation, ...] = ("token_mean", "rollout_mean")
 
 
 class Trajectory(NamedTuple):
@@ -81,15 +82,22 @@ class Found(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def cases() -> Iterator[Case]:
-    """Yield all forms with each aggregation, and with every cut for one of them."""
+def cases(parallel: Parallel = "ddp") -> Iterator[Case]:
+    """Yield all forms with each aggregation, and with every cut for one of them.
+
+    Shards see an aggregation as a factor of the loss only, and a cut as a number of passes. So
+    they have two aggregations, which weigh by token and by trajectory, and the cuts of merged rows.
+    """
     forms, counts, layouts = ("merged", "step-wise"), (2, 4), get_args(Layout)
-    for shape in itertools.product(forms, counts, get_args(Aggregation), layouts, (LIMIT,)):
+    is_sharded = parallel == "fsdp2"
+    aggregations = AGGREGATIONS_OF_SHARDS if is_sharded else get_args(Aggregation)
+    for shape in itertools.product(forms, counts, aggregations, layouts, (LIMIT,)):
         yield Case(*shape)
     for form, layout in itertools.product(forms, layouts):
         yield Case(form, 4, "token_mean", layout, LIMIT, multiple_of=9)
-        for limit in _limits_of_cuts(_rows(Case(form, 4, "token_mean", layout, 0))):
-            yield Case(form, 4, "token_mean", layout, limit)
+        if form == "merged" or not is_sharded:
+            for limit in _limits_of_cuts(_rows(Case(form, 4, "token_mean", layout, 0))):
+                yield Case(form, 4, "token_mean", layout, limit)
 
 
 def make_policy(device: str = "cpu") -> PreTrainedModel:
@@ -106,7 +114,9 @@ def find_all(ranks: Ranks, _: Path) -> dict[Parallel, dict[Case, Found]]:
     found: dict[Parallel, dict[Case, Found]] = {}
     for parallel in kinds:
         engines = {layout: _make_engine(ranks, parallel, layout) for layout in get_args(Layout)}
-        found[parallel] = {case: find(engines[case.layout], case, ranks) for case in cases()}
+        found[parallel] = {
+            case: find(engines[case.layout], case, ranks) for case in cases(parallel)
+        }
     return found
 
 

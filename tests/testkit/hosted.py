@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import time
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from testkit.operations import make_operation
+from testkit.processes import FORKING
 from testkit.waiting import TIMEOUT_S
 from turnstream.batching.rows.operations import Operation
 from turnstream.records.batches import decode_mini_batch
@@ -62,8 +62,6 @@ NEW: Final = CreateModel(path=None, optimizer=False)
 STEP: Final = OptimStep(learning_rate=0.05)
 
 _numbers = itertools.count()
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["testkit.hosted"])
 
 
 class Forward(NamedTuple):
@@ -107,7 +105,7 @@ class House(NamedTuple):
 
     def start(self, failpoint: str = "", *, checkpoint_every: int = 2) -> ForkServerProcess:
         """Start a worker as a process."""
-        process = _CONTEXT.Process(target=_work, args=(self, failpoint, checkpoint_every))
+        process = FORKING.Process(target=_work, args=(self, failpoint, checkpoint_every))
         process.start()
         return process
 

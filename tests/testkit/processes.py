@@ -1,8 +1,9 @@
-"""Batcher processes, and processes that stand still."""
+"""Batcher processes, processes that stand still, and processes that begin with torch loaded."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from testkit.waiting import wait_until
+
+FORKING = multiprocessing.get_context("forkserver")
+"""Starts processes from one that has imported torch: an import takes seconds of a core."""
+
+FORKING.set_forkserver_preload(["testkit.hosted", "testkit.ranks"])
 
 
 @contextlib.contextmanager

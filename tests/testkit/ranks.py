@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 import testkit
+from testkit.processes import FORKING
 from testkit.shares import budgeted_passes, rank_share
 from testkit.training import make_critic, make_engine, make_model, make_value_model, pulled
 from turnstream.batching.packing.microbatch import Budget
@@ -145,10 +145,9 @@ def run_ranks(
     device: str = "cpu",
 ) -> dict[int, list[_Result]]:
     """Return what `job` returns on all ranks, by world size. The same processes serve all sizes."""
-    context = multiprocessing.get_context("spawn")
     ports = {size: _free_port() for size in world_sizes}
     processes = [
-        context.Process(target=_run, args=(rank, ports, folder, job, device))
+        FORKING.Process(target=_run, args=(rank, ports, folder, job, device))
         for rank in range(max(world_sizes))
     ]
     for process in processes:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from turnstream_server.__main__ import main
 
 _POLL_S = 0.002
 
@@ -32,6 +32,19 @@ def doom(environment: dict[str, str], *, start: int, rank: int) -> None:
     metrics = Path(environment["FOLDER"]) / "metrics.jsonl"
     arguments = (metrics, int(step), float(delay_s), signal.Signals[name])
     threading.Thread(target=_kill_after, args=arguments, daemon=True).start()
+
+
+def run_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run `turnstream` with these words and variables in this process, which is not killed."""
+    os.environ.update(environment)
+    sys.argv = ["turnstream", *words]
+    _main()
+
+
+def _main() -> None:
+    from turnstream_server.__main__ import main  # it handles Ctrl-C, which is not for the tests
+
+    main()
 
 
 def note_start(folder: Path, *, rank: int) -> None:
@@ -59,4 +72,4 @@ if __name__ == "__main__":
     number, own_rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     note_start(Path(os.environ["FOLDER"]), rank=own_rank)
     doom(dict(os.environ), start=number, rank=own_rank)
-    main()
+    _main()

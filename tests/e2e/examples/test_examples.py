@@ -85,11 +85,11 @@ def test_generator_and_trainer_learn_the_rewarded_token(
 
 
 def test_shell_generator_sends_every_trajectory_once(services: Services) -> None:
+    program = str(EXAMPLES / "generator.sh")
     for _ in range(2):
-        program = str(EXAMPLES / "generator.sh")
         output = output_of(services.start("sh", program, TURNSTREAM_HTTP_URL=services.http))
+        assert output.count('"status":201') == 40
 
-    assert output.count('"status":201') == 40
     assert services.num_sealed("shell") == 40
 
 

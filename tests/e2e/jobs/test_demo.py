@@ -12,7 +12,7 @@ from testkit import wait_until
 if TYPE_CHECKING:
     from tests.e2e.conftest import Job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_a_short_demo_ends_honestly_and_leaves_nothing(job: Job) -> None:

@@ -80,7 +80,7 @@ def test_stack_trains_although_every_service_starts_before_its_dependency(tmp_pa
         stack.start_store()
         wait_until_ready(services)
 
-        train_to_the_end(stack, services, steps=10)
+        train_to_the_end(stack, services, steps=4)
 
 
 @pytest.mark.timeout(400)

@@ -26,8 +26,6 @@ from turnstream.types import (
     TrajectoryState,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 search = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 DAMAGED = 1

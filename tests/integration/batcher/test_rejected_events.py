@@ -18,8 +18,6 @@ from turnstream.types import ConfigRevised, GroupOpened
 from turnstream_server.bus.admin.dead_letters import read_dead_letters
 from turnstream_server.jobs.dead_letters import list_dead_letters, print_dead_letters
 
-pytestmark = pytest.mark.timeout(120)
-
 SEAL = encode_event(sealed("elsewhere"))
 UNREADABLE: dict[str, Mapping[str, bytes]] = {
     "field_has_another_name": {"s": SEAL},

@@ -39,8 +39,6 @@ from turnstream_server.batcher.planner import chain
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.planning.manifests import read_plan
 
-pytestmark = pytest.mark.timeout(300)
-
 KEY = TrajectoryKey("elsewhere", 1)
 EVENTS: list[Event] = [
     GroupOpened(group_id="elsewhere", prompt_uid="uid", num_samples=3, num_needed=2),

@@ -12,7 +12,7 @@ import redis
 import redis.asyncio
 
 from harness.stored import content_of
-from testkit import manifest, sealed
+from testkit import manifest, sealed, servers
 from testkit.run_driver import RunCommands
 from turnstream.batching.fold.decisions import GroupDropped, MemberDropped, RefillWanted
 from turnstream.records.compact import compact_batch, encode_batch, encode_ends
@@ -58,6 +58,8 @@ from turnstream_server.bus.sessions.sessions import (
     start_session,
 )
 from turnstream_server.embedded import EmbeddedServer
+
+server, own_server = servers.server_of_each_kind, servers.own_server_of_each_kind
 
 
 @pytest.fixture

@@ -118,7 +118,6 @@ async def test_finished_group_cannot_be_opened_again(released: Any) -> None:
         await released.open("g1")
 
 
-@pytest.mark.timeout(120)
 async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: Any) -> None:
     # Enough for several fingerprints in every bucket.
     names = [f"visit {number}" for number in range(10_000)]

@@ -18,7 +18,6 @@ from tokenizers.models import WordLevel
 
 import turnstream
 from testkit import wait_until
-from testkit.gateway_thread import GatewayThread
 from turnstream.records.turns import decode_turn
 from turnstream.service import DEFAULT_URL
 from turnstream.store.client import keys
@@ -196,13 +195,10 @@ def test_evaluations_runs_as_printed(runner: Runner) -> None:
 
 def test_http_runs_as_printed(runner: Runner) -> None:
     turnstream.connect().create_run("demo", batch_groups=1)
-    gateway = GatewayThread(DEFAULT_URL)
-    gateway.address = "127.0.0.1:7601"
     runner.open("docs/http.md")
 
-    with gateway:
-        runner.run_all()
-        runner.names["service"].close()
+    runner.run_all()
+    runner.names["service"].close()
 
     assert sum(by_state("demo").values()) == 2
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from testkit import gateways, servers
 from testkit.canned_worker import BASE, CannedWorker
 from testkit.gateway_thread import GatewayThread
 from turnstream_server.commands.bases import BaseModel
@@ -18,11 +19,8 @@ from turnstream_server.embedded import EmbeddedServer
 _numbers = itertools.count(1)
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[EmbeddedServer]:
-    """One kind of server: the tests of the command logs run on each kind."""
-    with EmbeddedServer() as server:
-        yield server
+server = servers.shared_server
+new_gateway, gateway = gateways.new_gateway, gateways.gateway
 
 
 @pytest.fixture
@@ -35,18 +33,6 @@ def base() -> BaseModel:
 def worker(server: EmbeddedServer, base: BaseModel) -> Iterator[CannedWorker]:
     with CannedWorker(server.url, base) as worker:
         yield worker
-
-
-@pytest.fixture
-def new_gateway(server: EmbeddedServer) -> Iterator[Callable[..., GatewayThread]]:
-    """`new_gateway(poll_s=...)` starts a gateway on the store."""
-    with contextlib.ExitStack() as stack:
-        yield lambda **options: stack.enter_context(GatewayThread(server.url, **options))
-
-
-@pytest.fixture
-def gateway(new_gateway: Callable[..., GatewayThread]) -> GatewayThread:
-    return new_gateway()
 
 
 class Api:

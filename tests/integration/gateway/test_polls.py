@@ -171,7 +171,7 @@ async def test_2000_polls_are_held_and_each_wakes_for_its_own_result(
     assert num_early == 0
     assert max(beat_s, beat_of_wake_s) < 5.0  # a client sends the next one after 10 s
     assert [each["sequences"][0]["tokens"] for each in results] == [[i] for i in range(num_polls)]
-    assert reads_of_wake < 1.5 * num_polls  # a wake of all polls by each event reads far more
+    assert reads_of_wake < 5 * num_polls  # a wake of all polls by each event reads far more
 
 
 @pytest.mark.slow

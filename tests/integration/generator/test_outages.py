@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from testkit import group, ids, trajectory, turn, wait_until
+from testkit import group, ids, servers, trajectory, turn, wait_until
 from testkit.stores import Store, lose_answer
 from turnstream.errors import NotReadyError, RejectedError, StoreUnavailableError
 from turnstream.generator import Publisher
@@ -15,6 +15,8 @@ from turnstream.generator.api.trajectory_writers import TrajectoryWriter
 from turnstream.types import Trajectory, TrajectoryKey
 
 pytestmark = pytest.mark.redis
+
+own_server = servers.own_server_of_each_kind  # a store that ends, loads or is full
 
 KEY = TrajectoryKey("g", 0)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from testkit import group
+from testkit import group, servers
 from testkit.stores import Store
 from turnstream.errors import InvalidConfigError
 from turnstream.generator import Publisher
 
 pytestmark = pytest.mark.redis
+
+own_server = servers.own_server_of_each_kind
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from turnstream.types import Rows, StoredTurn, TrajectoryKey, Turn
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.recordings import read_groups, read_recordings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow]
 
 MINI_BATCH_GROUPS = 8
 

@@ -11,6 +11,7 @@ import pytest
 import redis
 import torch
 
+from testkit import servers
 from testkit.sampling import ModelFolders, SamplingClient
 from turnstream_server.commands.samplers import SampleQueue
 from turnstream_server.embedded import EmbeddedServer
@@ -19,11 +20,7 @@ from turnstream_server.sampling.loop import SampleEngine, SampleLoop
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[EmbeddedServer]:
-    """One kind of server: the tests of the command logs run on each kind."""
-    with EmbeddedServer() as server:
-        yield server
+server = servers.shared_server
 
 
 @pytest.fixture(scope="session")

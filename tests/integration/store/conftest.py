@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import redis
 
+from testkit import servers
 from testkit.run_driver import Drive, RunDriver
+
+server, own_server = servers.server_of_each_kind, servers.own_server_of_each_kind
 
 
 @pytest.fixture

@@ -211,7 +211,6 @@ def test_trainer_without_its_inference_server_trains_and_announces(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("server", ["valkey"], indirect=True)
 def test_a_trainer_process_ends_well_on_sigterm_and_leaves_nothing_half_written(
     server: EmbeddedServer,
