@@ -1,11 +1,11 @@
 """Ingest of the path's workload: over Redis, and over HTTP by the SDK, as JSON and as Arrow.
 
-    python benchmarks/ingest.py                          # median of 5 rounds
-    python benchmarks/ingest.py --rounds 1 --groups 4    # a quick look
+    make bench                           # with the others: the median of 5 rounds
+    python benchmarks/ingest.py --tiny   # checks that it works
 
 Client, gateway and store are processes of their own. CPU seconds are read from outside. They
 include the encoding of the bodies, and end when every trajectory is acknowledged as sealed. The
-rounds of the four ways alternate in one run.
+rounds of all ways alternate in one run.
 """
 
 from __future__ import annotations
@@ -13,21 +13,41 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from processes import Role, cpu_seconds, serve_role
 from workload import GROUP_SIZE, make_groups
 
 HERE = Path(__file__)
-WAYS = ("redis", "http", "json", "arrow")
-GROUPS_PER_BODY = 8
-LIMITS_S = {"json": 3.0, "arrow": 1.5}
-"""CPU seconds over all processes for 1,024 trajectories."""
+LIMIT_TRAJECTORIES = 1_024
+NUM_GROUPS = LIMIT_TRAJECTORIES // GROUP_SIZE
+
+
+class Way(NamedTuple):
+    """A way of trajectories into the store.
+
+    Attributes:
+        kind: "redis" or "http" for the SDK; "json" or "arrow" for bodies of the client.
+        groups_per_body: groups of one request; 0 for the SDK, which decides itself.
+        limit_s: most CPU seconds over all processes for LIMIT_TRAJECTORIES; 0 for no limit.
+    """
+
+    kind: str
+    groups_per_body: int = 0
+    limit_s: float = 0.0
+
+
+WAYS = {
+    "SDK over Redis": Way("redis"),
+    "SDK over HTTP": Way("http"),
+    "JSON, 8 groups a request": Way("json", 8, 3.0),
+    "JSON, one group a request": Way("json", 1, 3.0),
+    "Arrow, 8 groups a request": Way("arrow", 8, 1.5),
+    "Arrow, one group a request": Way("arrow", 1, 1.5),
+}
 
 
 # ------------------------------------------------------------------------------ clients
@@ -40,8 +60,8 @@ def start_client(config: dict[str, Any]) -> Any:
     from turnstream.generator import Publisher
 
     groups = make_groups(config["groups"])
-    http = httpx2.Client(base_url=f"http://{config['gateway']}/v1/runs/", timeout=120)
-    bodies = {"json": json_bodies, "arrow": arrow_bodies}
+    http = httpx2.Client(base_url=f"{config['http']}/v1/runs/", timeout=120)
+    bodies = {"json": json_body, "arrow": arrow_body}
 
     def publish(url: str, run: str) -> None:
         with Publisher(url, run) as publisher:
@@ -49,58 +69,58 @@ def start_client(config: dict[str, Any]) -> Any:
                 publisher.publish(group)
             publisher.flush()
 
-    def post(way: str, run: str) -> None:
-        kind = "application/json" if way == "json" else "application/vnd.apache.arrow.stream"
-        for body in bodies[way](groups):
-            answer = http.post(
-                f"{run}/trajectories", content=body, headers={"Content-Type": kind}
-            ).raise_for_status()
+    def post(way: Way, run: str) -> None:
+        json_or_arrow = "json" if way.kind == "json" else "vnd.apache.arrow.stream"
+        headers = {"Content-Type": f"application/{json_or_arrow}"}
+        for start in range(0, len(groups), way.groups_per_body):
+            body = bodies[way.kind](groups[start : start + way.groups_per_body])
+            answer = http.post(f"{run}/trajectories", content=body, headers=headers)
+            answer.raise_for_status()
             failed = [each for each in answer.json()["results"] if each["status"] != 201]
             if failed:
                 raise RuntimeError(f"refused: {failed[:2]}")
 
     def work(message: dict[str, Any]) -> dict[str, Any]:
-        way, run = message["way"], message["run"]
+        way, run = WAYS[message["way"]], message["run"]
         start_s = time.monotonic()
-        if way in ("redis", "http"):
-            publish(config["redis_url"] if way == "redis" else f"http://{config['gateway']}", run)
-        else:
+        if way.groups_per_body:
             post(way, run)
+        else:
+            publish(config[way.kind], run)
         return {"wall_s": time.monotonic() - start_s}
 
     return work
 
 
-def json_bodies(groups: list[Any]) -> Iterator[bytes]:
-    """Yield the bodies of the groups as JSON, by an encoder in native code."""
+def json_body(groups: list[Any]) -> bytes:
+    """Return groups as JSON, by an encoder in native code."""
     import pydantic_core
 
-    for start in range(0, len(groups), GROUPS_PER_BODY):
-        items = [
-            {
-                "group_id": group.group_id,
-                "prompt_uid": group.prompt_uid,
-                "num_samples": len(group.trajectories),
-                "sample": trajectory.sample,
-                "turns": [
-                    {
-                        "prompt_ids": turn.prompt_ids.tolist(),
-                        "response_ids": turn.response_ids.tolist(),
-                        "logprobs": turn.logprobs.tolist(),
-                        "loss_mask": turn.loss_mask.tolist(),
-                    }
-                    for turn in trajectory.turns
-                ],
-                "reward": trajectory.reward,
-            }
-            for group in groups[start : start + GROUPS_PER_BODY]
-            for trajectory in group.trajectories
-        ]
-        yield pydantic_core.to_json({"items": items})
+    items = [
+        {
+            "group_id": group.group_id,
+            "prompt_uid": group.prompt_uid,
+            "num_samples": len(group.trajectories),
+            "sample": trajectory.sample,
+            "turns": [
+                {
+                    "prompt_ids": turn.prompt_ids.tolist(),
+                    "response_ids": turn.response_ids.tolist(),
+                    "logprobs": turn.logprobs.tolist(),
+                    "loss_mask": turn.loss_mask.tolist(),
+                }
+                for turn in trajectory.turns
+            ],
+            "reward": trajectory.reward,
+        }
+        for group in groups
+        for trajectory in group.trajectories
+    ]
+    return pydantic_core.to_json({"items": items})
 
 
-def arrow_bodies(groups: list[Any]) -> Iterator[bytes]:
-    """Yield the bodies of the groups as Arrow IPC streams, one row per turn."""
+def arrow_body(groups: list[Any]) -> bytes:
+    """Return groups as an Arrow IPC stream, one row per turn."""
     import numpy as np
     import pyarrow as pa
 
@@ -108,30 +128,29 @@ def arrow_bodies(groups: list[Any]) -> Iterator[bytes]:
         offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
         return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(arrays)))
 
-    for start in range(0, len(groups), GROUPS_PER_BODY):
-        rows = [
-            (group, trajectory, turn)
-            for group in groups[start : start + GROUPS_PER_BODY]
-            for trajectory in group.trajectories
-            for turn in trajectory.turns
-        ]
-        turns = [turn for _, _, turn in rows]
-        columns = {
-            "group_id": pa.array([group.group_id for group, _, _ in rows]),
-            "prompt_uid": pa.array([group.prompt_uid for group, _, _ in rows]),
-            "num_samples": pa.array([len(group.trajectories) for group, _, _ in rows]),
-            "sample": pa.array([trajectory.sample for _, trajectory, _ in rows]),
-            "reward": pa.array([trajectory.reward for _, trajectory, _ in rows]),
-            "prompt_ids": lists([turn.prompt_ids for turn in turns]),
-            "response_ids": lists([turn.response_ids for turn in turns]),
-            "logprobs": lists([turn.logprobs for turn in turns]),
-            "loss_mask": lists([turn.loss_mask for turn in turns]),
-        }
-        batch = pa.record_batch(columns)
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema) as writer:
-            writer.write_batch(batch)
-        yield sink.getvalue().to_pybytes()
+    rows = [
+        (group, trajectory, turn)
+        for group in groups
+        for trajectory in group.trajectories
+        for turn in trajectory.turns
+    ]
+    turns = [turn for _, _, turn in rows]
+    columns = {
+        "group_id": pa.array([group.group_id for group, _, _ in rows]),
+        "prompt_uid": pa.array([group.prompt_uid for group, _, _ in rows]),
+        "num_samples": pa.array([len(group.trajectories) for group, _, _ in rows]),
+        "sample": pa.array([trajectory.sample for _, trajectory, _ in rows]),
+        "reward": pa.array([trajectory.reward for _, trajectory, _ in rows]),
+        "prompt_ids": lists([turn.prompt_ids for turn in turns]),
+        "response_ids": lists([turn.response_ids for turn in turns]),
+        "logprobs": lists([turn.logprobs for turn in turns]),
+        "loss_mask": lists([turn.loss_mask for turn in turns]),
+    }
+    batch = pa.record_batch(columns)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
 
 
 # ------------------------------------------------------------------------------ rounds
@@ -154,12 +173,16 @@ class Bench:
             "gateway", "gateway", listen="127.0.0.1:0", address_file=address_file
         )
         address = self.stack.wait_for_file(address_file, of=self.gateway, timeout_s=60)
-        arguments = {"redis_url": self.server.url, "gateway": address, "groups": num_groups}
+        arguments = {
+            "redis": self.server.url,
+            "http": f"http://{address}",
+            "groups": num_groups,
+        }
         self.client = Role(HERE, "client", arguments)
 
     def round(self, way: str, number: int) -> dict[str, float]:
         """Return the CPU seconds of one round by process, and its wall seconds."""
-        run = f"{way}-{number}"
+        run = f"{WAYS[way].kind}-{WAYS[way].groups_per_body}-{number}"
         self._create_run(run)
         pids = {"client": self.client.pid, "gateway": self.gateway.pid, "store": self.server.pid}
         before = {name: cpu_seconds(pid) for name, pid in pids.items()}
@@ -196,8 +219,8 @@ class Bench:
         self.folder.cleanup()
 
 
-def measure(*, num_groups: int, num_rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Return the rounds of each way; the first round of each is a warm-up and left out."""
+def measure(*, num_groups: int, num_rounds: int) -> dict[str, Any]:
+    """Return the rounds of each way, and their medians; the first round is a warm-up."""
     bench = Bench(num_groups=num_groups)
     try:
         rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
@@ -208,39 +231,56 @@ def measure(*, num_groups: int, num_rounds: int) -> dict[str, list[dict[str, flo
                     rounds[way].append(found)
     finally:
         bench.close()
-    return rounds
+    num_trajectories = num_groups * GROUP_SIZE
+    share = num_trajectories / LIMIT_TRAJECTORIES
+    ways = {
+        way: {
+            "median_s": {
+                name: statistics.median(each[name] for each in found) for name in found[0]
+            },
+            "limit_s": WAYS[way].limit_s * share or None,
+            "rounds": found,
+        }
+        for way, found in rounds.items()
+    }
+    return {"trajectories": num_trajectories, "ways": ways}
+
+
+def medians_of(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each column."""
+    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+
+
+def report(found: dict[str, Any]) -> None:
+    """Print one line per way."""
+    native_s = found["ways"]["SDK over Redis"]["median_s"]["total"]
+    print(f"{found['trajectories']} trajectories, CPU seconds of all processes, medians")
+    for way, each in found["ways"].items():
+        median_s, limit_s = each["median_s"], each["limit_s"]
+        parts = "  ".join(f"{name} {median_s[name]:.3f}" for name in ("client", "gateway", "store"))
+        goal = f"   at most {limit_s:.2f}" if limit_s else ""
+        ratio = median_s["total"] / native_s
+        print(f"  {way:28} {median_s['total']:7.3f}   {ratio:5.2f} x Redis   [{parts}]{goal}")
 
 
 def main() -> None:
     """Measure, print one line per way, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--role")
-    parser.add_argument("--groups", type=int, default=128)
+    parser.add_argument("--tiny", action="store_true", help="two groups, to check that it works")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--role", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role:
-        serve_role(lambda config: start_client(config))
+        serve_role(start_client)
         return
-    rounds = measure(num_groups=arguments.groups, num_rounds=arguments.rounds)
-    medians = {
-        way: {name: statistics.median(each[name] for each in found) for name in found[0]}
-        for way, found in rounds.items()
-    }
-    num_trajectories = arguments.groups * GROUP_SIZE
-    print(f"{num_trajectories} trajectories, CPU seconds, median of {arguments.rounds}")
-    for way, found in medians.items():
-        ratio = found["total"] / medians["redis"]["total"]
-        parts = "  ".join(f"{name} {found[name]:.3f}" for name in ("client", "gateway", "store"))
-        limit = LIMITS_S.get(way, 0.0) * num_trajectories / 1024
-        goal = f"   at most {limit:.2f}" if limit else ""
-        print(f"  {way:6} {found['total']:7.3f}   {ratio:5.2f} x redis   [{parts}]{goal}")
+    num_groups, num_rounds = (2, 1) if arguments.tiny else (NUM_GROUPS, arguments.rounds)
+    found = measure(num_groups=num_groups, num_rounds=num_rounds)
+    report(found)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        results = {"trajectories": num_trajectories, "medians": medians, "rounds": rounds}
-        arguments.json.write_text(json.dumps(results, indent=2))
+        arguments.json.write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))
     main()

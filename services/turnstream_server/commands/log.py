@@ -31,18 +31,12 @@ from turnstream.errors import (
     RunNotFoundError,
 )
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import (
-    Argument,
-    Script,
-    run_command,
-    run_command_async,
-    run_commands,
-)
+from turnstream.store.client.scripts import Argument, Script, run_command, run_command_async
+from turnstream_server.commands.announcing import announce, announce_finished
 from turnstream_server.commands.contents import CommandKind, fingerprint
-from turnstream_server.commands.keys import DONE, WAKE, model_keys
+from turnstream_server.commands.keys import model_keys
 from turnstream_server.commands.request_ids import RequestId
 from turnstream_server.commands.results import Failure, Result, encode_result, failure_around
-from turnstream_server.commands.writes import essential_write
 
 DEFAULT_GAP_S: Final = 120.0
 """Seconds for which a missing number is awaited while later ones wait."""
@@ -56,8 +50,6 @@ MAX_AHEAD: Final = 10_000
 """Most numbers between a new command and the one that runs next: a missing number fails them all in
 one script."""
 
-_WAKE_LENGTH: Final = 1_000
-_DONE_LENGTH: Final = 10_000
 _SLICE: Final = 1_000
 """Commands of one read of the history."""
 
@@ -169,14 +161,6 @@ async def submit(
         # Also after a refusal: it may be the number for which the worker waits.
         await announce(client, model_id)
     return request_id
-
-
-async def announce(client: redis.asyncio.Redis, news: RequestId | str) -> None:
-    """Notify the workers of a model with a new command, or the waiters of a finished request."""
-    if isinstance(news, RequestId):
-        await client.xadd(DONE, {"r": str(news)}, maxlen=_DONE_LENGTH, approximate=True)
-    else:
-        await client.xadd(WAKE, {"m": news}, maxlen=_WAKE_LENGTH, approximate=True)
 
 
 async def read_bodies(
@@ -377,12 +361,7 @@ class ModelLog:
         }
 
     def _announce(self, numbers: Iterable[int]) -> None:
-        length = ("MAXLEN", "~", _DONE_LENGTH, "*", "r")
-        ids = [str(RequestId(self.model_id, number)) for number in numbers]
-        commands = [essential_write("XADD", DONE, *length, each) for each in ids]
-        for reply in run_commands(self._client, commands):
-            if isinstance(reply, Exception):
-                raise reply
+        announce_finished(self._client, (RequestId(self.model_id, each) for each in numbers))
 
     def _call(self, script: Script, keys: Sequence[str], *args: Argument) -> Any:
         """Return the reply to the worker; raise if it must stop."""

@@ -12,9 +12,9 @@ import redis.asyncio
 from turnstream.errors import ConflictError, EndOfRunError, RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command_async
+from turnstream_server.commands.announcing import announce
 from turnstream_server.commands.contents import CreateModel, encode_content, fingerprint
 from turnstream_server.commands.keys import model_keys, models_key, owner_keys
-from turnstream_server.commands.log import announce
 from turnstream_server.commands.request_ids import RequestId
 
 _CREATE: Final = Script("create_model", "turnstream_server.commands")

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from turnstream.errors import ConflictError, EndOfRunError, RejectedError, RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command, run_command_async
+from turnstream_server.commands.announcing import announce, announce_finished
 from turnstream_server.commands.contents import fingerprint
-from turnstream_server.commands.keys import DONE, sampler_keys, samples_key
-from turnstream_server.commands.log import announce
+from turnstream_server.commands.keys import sampler_keys, samples_key
 from turnstream_server.commands.packing import pack, unpack
 from turnstream_server.commands.request_ids import RequestId, parse_request_id
 from turnstream_server.commands.results import Failure, Result, encode_result
@@ -40,8 +40,6 @@ _GROUP: Final = "samplers"
 _BLOCK_MS: Final = 1_000
 _ABANDONED_MS: Final = 60_000
 """Time after which a sampler that answers nothing has lost a sample to another one."""
-
-_DONE_LENGTH: Final = 10_000
 
 
 class SamplerRecord(NamedTuple):
@@ -212,12 +210,10 @@ class SampleQueue:
     def finish(self, sample: SampleRequest, result: Result) -> None:
         """Write the result of a sample, unless it has one, and notify its waiters."""
         keys = sampler_keys(sample.request_id.target)
-        request_id = str(sample.request_id)
         number = sample.request_id.number
         command = _FINISH([keys.sampler, keys.results], number, encode_result(result))
         run_command(self._client, command)
-        length = ("MAXLEN", "~", _DONE_LENGTH, "*", "r")
-        run_command(self._client, essential_write("XADD", DONE, *length, request_id))
+        announce_finished(self._client, [sample.request_id])
         with translating():
             pipeline = self._client.pipeline(transaction=False)
             pipeline.xack(self._key, _GROUP, sample.entry)

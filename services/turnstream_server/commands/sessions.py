@@ -16,6 +16,7 @@ import redis.asyncio
 from turnstream.errors import EndOfRunError, RunNotFoundError, StoreFullError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_command_async
+from turnstream_server.commands.announcing import announce
 from turnstream_server.commands.keys import (
     ALIVE,
     MODEL_ID,
@@ -25,7 +26,6 @@ from turnstream_server.commands.keys import (
     sampler_keys,
     session_keys,
 )
-from turnstream_server.commands.log import announce
 from turnstream_server.commands.models import read_model_async
 from turnstream_server.commands.writes import essential_write
 

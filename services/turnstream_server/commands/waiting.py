@@ -88,9 +88,10 @@ class ResultWaiter:
         async with self._reads:
             with translating():
                 pipeline = self._client.pipeline(transaction=False)
-                pipeline.hget(results, field)
+                # The result is last: hiredis keeps its buffer while a short reply is behind it.
                 pipeline.hexists(submitted, field)
-                result, is_known = await pipeline.execute()
+                pipeline.hget(results, field)
+                is_known, result = await pipeline.execute()
         if result is None and not is_known:
             raise UnknownRequestError(f"there is no request {str(request_id)!r}")
         return cast("bytes | None", result)

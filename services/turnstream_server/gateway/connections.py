@@ -45,6 +45,10 @@ class _QueuedPool(redis.asyncio.ConnectionPool):
         """Take a connection back. `get_connection` also releases one that could not connect."""
         try:
             await super().release(connection)
+            # The longest unused is lent next: a reply frees the buffer of a large reply before it.
+            free = self._available_connections
+            if free and free[-1] is connection:
+                free.insert(0, free.pop())
         finally:
             if connection in self._lent:
                 self._lent.discard(connection)

@@ -26,6 +26,7 @@ from turnstream_server.commands.waiting import ResultWaiter
 from turnstream_server.gateway.app import make_app
 from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.connections import bounded_client
+from turnstream_server.gateway.free_memory import return_free_memory
 from turnstream_server.gateway.key_limits import LimitedApp
 from turnstream_server.gateway.observing import ObservedApp
 from turnstream_server.gateway.polls import Polls
@@ -98,6 +99,7 @@ async def serving(options: GatewayOptions) -> AsyncIterator[str]:
         polls = Polls(client, waiter, hold_s=options.poll_s)
         closing = _close_silent_sessions(client, silence_s=options.session_silence_s)
         await stack.enter_async_context(_background(closing))
+        await stack.enter_async_context(_background(return_free_memory()))
         gateway = Gateway(options, client, polls)
         await stack.enter_async_context(gateway.resources)
         app = ObservedApp(LimitedApp(make_app(gateway), gateway))

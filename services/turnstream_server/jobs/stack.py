@@ -40,7 +40,7 @@ _ALLOCATOR_OF_TENSORS = {
 }
 
 _WITHOUT_TENSORS = frozenset({"batcher", "gateway", "replayer"})
-_ALLOCATOR_OF_BUFFERS = {
+ALLOCATOR_OF_BUFFERS = {
     # By default glibc raises both thresholds up to the largest buffer, and keeps free memory in an
     # arena of each thread. At 128 KiB a body of 3 MB costs 3 times the CPU: asyncio reads 256 KiB.
     "ARROW_DEFAULT_MEMORY_POOL": "system",
@@ -48,6 +48,7 @@ _ALLOCATOR_OF_BUFFERS = {
     "MALLOC_MMAP_THRESHOLD_": str(512 << 10),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 20),
 }
+"""Variables of services without tensors; deploy/Dockerfile has them too."""
 
 
 class ServiceFailedError(TurnstreamError):
@@ -225,7 +226,7 @@ class Stack:
 def _allocator(command: Sequence[str]) -> dict[str, str]:
     """Return the variables of the allocator of a program."""
     has_tensors = _WITHOUT_TENSORS.isdisjoint(command)
-    return _ALLOCATOR_OF_TENSORS if has_tensors else _ALLOCATOR_OF_BUFFERS
+    return _ALLOCATOR_OF_TENSORS if has_tensors else ALLOCATOR_OF_BUFFERS
 
 
 @contextlib.contextmanager

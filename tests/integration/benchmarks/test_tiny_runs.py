@@ -63,7 +63,21 @@ def test_idle_benchmark_measures_idle_and_closed_runs(tmp_path: Path) -> None:
     assert "| 2 closed |" in page
 
 
-@pytest.mark.timeout(240)
+def test_ingest_benchmark_measures_every_way_into_the_store(tmp_path: Path) -> None:
+    found, output, page = run_benchmark("ingest", tmp_path)
+
+    totals = {way: each["median_s"]["total"] for way, each in found["ways"].items()}
+    limits = {way: each["limit_s"] for way, each in found["ways"].items()}
+    assert found["trajectories"] == 16
+    assert min(totals.values()) > 0
+    assert limits["SDK over Redis"] is None
+    assert limits["JSON, one group a request"] == pytest.approx(3.0 * 16 / 1024)
+    assert limits["Arrow, 8 groups a request"] == pytest.approx(1.5 * 16 / 1024)
+    assert "x Redis" in output
+    assert all(f"| {way} |" in page for way in totals)
+
+
+@pytest.mark.timeout(600)
 def test_tinker_benchmark_divides_a_served_call(tmp_path: Path) -> None:
     found, output, page = run_benchmark("tinker_api", tmp_path)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +27,7 @@ from turnstream_server.commands.waiting import ResultWaiter, UnknownRequestError
 from turnstream_server.embedded import EmbeddedServer
 
 NUM_WAITERS = 1_000
+LARGE_BYTES = 64 << 20
 
 
 class Waiting(NamedTuple):
@@ -96,6 +101,20 @@ async def test_all_waiters_are_woken_at_once_by_one_subscription(waiting: Waitin
     assert [decode_result(each or b"") for each in found] == [Answer({"n": n}) for n in numbers]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and needs glibc")
+async def test_next_read_frees_the_buffer_of_a_large_result(waiting: Waiting) -> None:
+    small, large = await waiting.submit(1), await waiting.submit(2)
+    results = model_keys(waiting.model_id).results
+    await waiting.client.hset(results, mapping={"1": b"s", "2": bytes(LARGE_BYTES)})
+    await waiting.waiter.result(small, timeout_s=0.0)
+    before = _resident_bytes()
+
+    await waiting.waiter.result(large, timeout_s=0.0)
+    await waiting.waiter.result(small, timeout_s=0.0)
+
+    assert _resident_bytes() - before < LARGE_BYTES / 2
+
+
 async def test_result_that_is_there_or_never_comes_needs_no_notification(waiting: Waiting) -> None:
     request_id = await waiting.submit(1)
     assert await waiting.waiter.result(request_id, timeout_s=0.0) is None
@@ -108,6 +127,13 @@ async def test_result_that_is_there_or_never_comes_needs_no_notification(waiting
 
     assert await wait == stored
     assert await waiting.waiter.result(request_id, timeout_s=0.0) == stored
+
+
+def _resident_bytes() -> int:
+    """Return the memory of this process, without the free memory of glibc."""
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _write(url: str, key: str, stored: bytes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 from pathlib import Path
@@ -16,12 +16,14 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("page", ROOT / "benchmarks" / "page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        return importlib.import_module("page")
+
+
+@pytest.fixture(scope="module")
+def figures(page: ModuleType) -> ModuleType:
+    return page.figures
 
 
 def block(name: str, text: str) -> str:
@@ -65,10 +67,10 @@ def test_result_replaces_its_table_and_no_other_text(page: ModuleType, tmp_path:
     assert page.filled(filled, results=tmp_path) == filled
 
 
-def test_a_goal_that_is_missed_is_said_with_its_limit(page: ModuleType) -> None:
+def test_a_goal_that_is_missed_is_said_with_its_limit(figures: ModuleType) -> None:
     lines = [merge_line(), merge_line(job="slow", gain=6.0, over_copy=4.0)]
 
-    text = page.batching({"lines": lines, "growth": []})
+    text = figures.batching({"lines": lines, "growth": []})
 
     assert "1 of 2 jobs reach their goal against the loop; missed:" in text
     assert "- slow: 6.0 of 8 times; numpy's calls alone would be 30.0 times" in text
@@ -76,21 +78,36 @@ def test_a_goal_that_is_missed_is_said_with_its_limit(page: ModuleType) -> None:
     assert "- slow: 4.0 times the copy of 2 MB; numpy's calls alone 0.5 times" in text
 
 
-def test_a_job_without_a_loop_has_dashes_and_no_goal(page: ModuleType) -> None:
+def test_a_job_without_a_loop_has_dashes_and_no_goal(figures: ModuleType) -> None:
     line = merge_line(job="  alone", loop_ms=None, gain=None, goal=None, limit_ms=None)
 
-    text = page.batching({"lines": [line], "growth": []})
+    text = figures.batching({"lines": [line], "growth": []})
 
     assert "| … alone | - | 9.0 | - | - | 6.0 | 1.5 | - |" in text
     assert "0 of 0 jobs reach their goal against the loop." in text
 
 
-def test_whole_path_is_listed_by_process_with_its_floor(page: ModuleType) -> None:
+def test_whole_path_is_listed_by_process_with_its_floor(figures: ModuleType) -> None:
     rounds = [{"cpu_s": {"producer": second, "store": 0.25}} for second in (0.5, 0.75, 9.0)]
     one = {"cpu_s": 3.0, "wall_s": 2.0, "rounds": rounds}
     found = {"trajectories": 1024, "int64_bytes": 31_000_000, "one thread": one}
 
-    text = page.pipeline(found | {"floor_s": {"redis-py": 1.0, "numpy": 0.5}})
+    text = figures.pipeline(found | {"floor_s": {"redis-py": 1.0, "numpy": 0.5}})
 
     assert "| one thread | 3.00 | 0.75 | 0.25 | 2.00 | 512 |" in text
     assert "the floor takes 1.500 CPU s (redis-py 1.000, numpy 0.500)" in text
+
+
+def test_every_way_of_ingest_is_compared_with_the_first(figures: ModuleType) -> None:
+    parts = {"client": 0.5, "gateway": 1.0, "store": 0.25}
+    native = {"median_s": parts | {"total": 1.0}, "limit_s": None}
+    over = {"median_s": parts | {"total": 3.5}, "limit_s": 3.0}
+    within = {"median_s": parts | {"total": 1.5}, "limit_s": 1.5}
+
+    text = figures.ingest(
+        {"trajectories": 1024, "ways": {"Redis": native, "JSON": over, "Arrow": within}}
+    )
+
+    assert "| Redis | 1.00 | 0.50 | 1.00 | 0.25 | 1.0 | - |  |" in text
+    assert "| JSON | 3.50 | 0.50 | 1.00 | 0.25 | 3.5 | 3.0 | missed |" in text
+    assert "| Arrow | 1.50 | 0.50 | 1.00 | 0.25 | 1.5 | 1.5 | reached |" in text

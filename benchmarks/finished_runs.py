@@ -1,0 +1,204 @@
+"""Writing a run of finished trajectories as its services would, many commands at a time.
+
+The real scripts plan, train, commit and release. The results of earlier calls (open, seal, abandon)
+are written directly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import redis
+
+from turnstream.records.compact import CompactBatch, encode_batch, encode_ends
+from turnstream.store.client import keys
+from turnstream.store.client.connection import Link
+from turnstream.store.client.scripts import Command, Script, pack
+from turnstream.types import TrajectoryKey
+from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
+
+RUN = "ledger"
+
+
+class Planned(NamedTuple):
+    """A batch as a planner writes it."""
+
+    step: int
+    manifest_hash: str
+    groups: list[str]
+    members: list[TrajectoryKey]
+
+    @property
+    def ids(self) -> list[str]:
+        """Return the names of its trajectories in the ledger."""
+        return [f"{key.group_id}/{key.sample}/0" for key in self.members]
+
+
+class Store:
+    """Sends many commands at a time; raises the first refusal."""
+
+    def __init__(self, url: str) -> None:
+        self._link = Link(url)
+
+    def run(self, *commands: Command | tuple[Any, ...]) -> list[Any]:
+        """Send commands in one round trip, and return their replies."""
+        words = [each.words if isinstance(each, Command) else each for each in commands]
+        replies = self._link.exchange(pack(words), len(words))
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
+
+
+class RunWriter:
+    """Writes a run batch by batch, as its services would."""
+
+    def __init__(self, client: redis.Redis, store: Store) -> None:
+        self._store = store
+        self._names = keys.run_keys(RUN)
+        names = {
+            "leadership": ("acquire_leader", "save_snapshot"),
+            "planning": ("write_manifest",),
+            "sessions": ("start_session", "stepped", "committed"),
+            "release": (
+                *("advance_watermark", "release_bytes", "fold_batch", "finish_batch", "fold_ended"),
+            ),
+        }
+        self._scripts = {
+            name: Script(name, f"turnstream_server.bus.{folder}")
+            for folder, scripts in names.items()
+            for name in scripts
+        }
+        for script in self._scripts.values():
+            client.script_load(script.source)
+        names = self._names
+        store.run(self._call("acquire_leader", (names.frontier, names.leader), "bench", 10**9))
+        start = (names.frontier, names.batches, names.wake, names.sessions)
+        start += (names.events, names.ranks, names.times)
+        store.run(self._call("start_session", start, "s", 1, "", ""))
+        self._hash_before = ""
+        self._kept: list[Planned] = []
+        self._ended: dict[str, str] = {}
+        self._num_records = 0
+
+    def commit(self, batch: Planned) -> None:
+        """Plan, train and commit a batch, and release the one before."""
+        names, step = self._names, batch.step
+        ids = batch.ids
+        values = [word for each in ids for word in (each, "sealed:1")]
+        groups = [word for each in batch.groups for word in (each, "8:open")]
+        plan = (
+            *(names.leader, names.frontier, names.batches, names.plan),
+            *(names.ledger, names.counts, names.groups, names.members),
+            *(names.deadlines, names.refills, names.leases, names.wake),
+            *(names.tasks, names.prompts, names.config, names.held, names.budget),
+            names.times,
+        )
+        stepped = (names.frontier, names.batches, names.wake, names.ranks, names.times)
+        committed = (names.frontier, names.batches, names.times, names.wake, names.ranks)
+        watermark = (names.leader, names.frontier, names.config, names.observers)
+        self._store.run(
+            ("HSET", names.ledger, *values),
+            ("HSET", names.held, *[word for each in ids for word in (each, "9000")]),
+            ("HINCRBY", names.budget, "stored", 9000 * len(ids)),
+            ("HSET", names.groups, *groups),
+            ("HINCRBY", names.counts, "accepted", len(ids)),
+            ("HINCRBY", names.counts, "sealed", len(ids)),
+            self._call(
+                "write_manifest",
+                plan,
+                *(1, step, batch.manifest_hash, self._hash_before, "m", 1, "main"),
+                *ids,
+            ),
+            self._call("stepped", stepped, 1, step, batch.manifest_hash, "", 0),
+            self._call("committed", committed, 1, step, batch.manifest_hash, "", 0),
+            self._call("advance_watermark", watermark, 1, ""),
+            self._call("save_snapshot", (names.leader, names.snapshot), 1, f"{step}-0", step, "s"),
+        )
+        self._hash_before = batch.manifest_hash
+        self._kept.append(batch)
+        if len(self._kept) > 1:  # two checkpoints are kept
+            self._fold(self._kept.pop(0))
+
+    def _fold(self, batch: Planned) -> None:
+        names = self._names
+        fold = (
+            *(names.leader, names.frontier, names.ledger, names.groups),
+            *(names.over, names.rewards),
+        )
+        finish = (
+            *(names.leader, names.frontier, names.batches),
+            *(names.plan, names.past, names.snapshot, names.times),
+        )
+        record = encode_batch(
+            CompactBatch(
+                step=batch.step,
+                manifest_hash=batch.manifest_hash,
+                lineage="main",
+                trajectories=tuple(batch.members),
+                crcs=tuple(_crcs(batch)),
+            )
+        )
+        ids = batch.ids
+        bytes_keys = (names.ledger, names.held, names.budget, names.wake)
+        self._store.run(
+            *(self._call("release_bytes", bytes_keys, *some) for some in _sliced(ids, FOLD_SLICE)),
+            *(
+                self._call("fold_batch", fold, 1, batch.step, 0, *some)
+                for some in _sliced(ids, FOLD_SLICE)
+            ),
+            *(
+                self._call("fold_batch", fold, 1, batch.step, len(some), *some)
+                for some in _sliced(batch.groups, GROUP_SLICE)
+            ),
+            self._call("finish_batch", finish, 1, batch.step, record),
+        )
+
+    def drop(self, ended: dict[str, str]) -> None:
+        """End trajectories of whole groups untrained; write a record of every full slice."""
+        names = self._names
+        groups = dict.fromkeys(each.partition("/")[0] for each in ended)
+        self._store.run(
+            ("HSET", names.ledger, *[word for pair in ended.items() for word in pair]),
+            ("HSET", names.held, *[word for each in ended for word in (each, "9000")]),
+            ("HINCRBY", names.budget, "stored", 9000 * len(ended)),
+            ("HSET", names.groups, *[word for each in groups for word in (each, "8:incomplete")]),
+        )
+        bytes_keys = (names.ledger, names.held, names.budget, names.wake)
+        self._store.run(
+            *(
+                self._call("release_bytes", bytes_keys, *some)
+                for some in _sliced([*ended], FOLD_SLICE)
+            )
+        )
+        self._ended |= ended
+        while len(self._ended) >= FOLD_SLICE:
+            self._fold_ended([*self._ended][:FOLD_SLICE])
+
+    def _fold_ended(self, ids: list[str]) -> None:
+        names = self._names
+        where = (
+            *(names.leader, names.frontier, names.ledger, names.groups),
+            *(names.over, names.ended, names.reasons, names.rewards),
+        )
+        ended = {keys.parse_trajectory_id(each): self._ended.pop(each) for each in ids}
+        record = encode_ends(ended)
+        self._num_records += 1
+        self._store.run(self._call("fold_ended", where, 1, self._num_records, record, *ids))
+
+    def _call(self, name: str, where: tuple[str, ...], *args: Any) -> Command:
+        return self._scripts[name](where, *args)
+
+
+def _crcs(batch: Planned) -> Iterator[int]:
+    """Yield numbers without a pattern, as checksums are."""
+    digest = hashlib.shake_128(b"%d" % batch.step).digest(4 * len(batch.members))
+    for start in range(0, len(digest), 4):
+        yield int.from_bytes(digest[start : start + 4], "little")
+
+
+def _sliced(values: list[str], size: int) -> Iterator[list[str]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
