@@ -36,6 +36,8 @@ ARROW_TYPES: dict[str, pa.DataType] = {
     "tags": pa.map_(pa.string(), pa.string()),
     "metrics": pa.map_(pa.string(), pa.float64()),
     "awaits_reward": pa.bool_(),
+    "turn": pa.int32(),
+    "seal": pa.bool_(),
 }
 
 
@@ -165,6 +167,15 @@ def arrow_rows(group: Group) -> list[dict[str, Any]]:
             rows.append({**member_fields(group, each), **fields, **flat})
         rows[-1].update(seal)
     return rows
+
+
+def arrow_turns(group: Group) -> list[dict[str, Any]]:
+    """Return a row per turn of a group, for the route of single turns."""
+    numbers = [number for each in group.trajectories for number, _ in enumerate(each.turns)]
+    return [
+        {**row, "turn": number, "seal": "status" in row}
+        for row, number in zip(arrow_rows(group), numbers, strict=True)
+    ]
 
 
 def arrow_body(

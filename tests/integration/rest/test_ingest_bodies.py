@@ -274,6 +274,47 @@ def test_missing_arrow_column_is_named(ingest: IngestClient) -> None:
     assert response.json()["detail"].startswith("column num_samples: is missing")
 
 
+@pytest.mark.parametrize(
+    ("changed", "field", "words"),
+    [
+        ({"turn": None}, "rows.1.turn", "is null"),
+        ({"turn": -1}, "rows.1.turn", "expected at least 0, got -1"),
+        ({"reward": 1.0}, "rows.1.seal", "is not true, and the row has reward"),
+        ({"seal": True, "status": "done"}, "rows.1.status", "'done' is not one of"),
+    ],
+)
+def test_wrong_arrow_turn_is_named(
+    ingest: IngestClient, reader: RunReader, changed: dict[str, Any], field: str, words: str
+) -> None:
+    body = arrow_body([{**_ROW, "turn": 0}, {**_ROW, "turn": 1, **changed}])
+
+    response = ingest.send("turns", body, content_type=ARROW)
+
+    assert (response.status_code, response.json()["field"]) == (422, field)
+    assert words in response.json()["detail"]
+    assert reader.ledger() == {}
+
+
+def test_arrow_turns_continue_a_trajectory_until_its_seal(
+    ingest: IngestClient, reader: RunReader
+) -> None:
+    first = {**_ROW, "turn": 0}
+    last = {**_ROW, "turn": 1, "num_samples": None, "prompt_ids": [1, 2, 3, 4], "seal": True}
+
+    results = [
+        *results_of(ingest.send("turns", arrow_body([first]), content_type=ARROW)),
+        *results_of(ingest.send("turns", arrow_body([last, last]), content_type=ARROW)),
+    ]
+
+    assert [(each["index"], each["state"]) for each in results] == [
+        (0, "open"),
+        (0, "sealed"),
+        (1, "sealed"),
+    ]
+    assert reader.states() == {"g/0/0": "sealed"}
+    assert len(reader.turns(TrajectoryKey("g", 0))) == 2
+
+
 def test_damaged_arrow_stream_is_400(ingest: IngestClient) -> None:
     body = arrow_body([_ROW])
     compressed = arrow_body([_ROW], options=pa.ipc.IpcWriteOptions(compression="zstd"))

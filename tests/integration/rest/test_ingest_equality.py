@@ -15,6 +15,7 @@ from testkit.ingest import (
     IngestClient,
     arrow_body,
     arrow_rows,
+    arrow_turns,
     results_of,
     trajectory_items,
     turn_items,
@@ -54,16 +55,18 @@ def _full_group(group_id: str) -> Group:
 
 
 def _send(ingest: IngestClient, route: str, groups: list[Group]) -> None:
-    if route == "arrow":
-        rows = [row for group in groups for row in arrow_rows(group)]
-        response = ingest.send("trajectories", arrow_body(rows), content_type=ARROW)
+    path, _, is_arrow = route.partition(" ")
+    if is_arrow:
+        rows_of = arrow_turns if path == "turns" else arrow_rows
+        rows = [row for group in groups for row in rows_of(group)]
+        response = ingest.send(path, arrow_body(rows), content_type=ARROW)
     else:
-        items_of = turn_items if route == "turns" else trajectory_items
-        response = ingest.post(route, *(item for group in groups for item in items_of(group)))
+        items_of = turn_items if path == "turns" else trajectory_items
+        response = ingest.post(path, *(item for group in groups for item in items_of(group)))
     assert {result["status"] for result in results_of(response)} == {201}
 
 
-@pytest.mark.parametrize("route", ["turns", "trajectories", "arrow"])
+@pytest.mark.parametrize("route", ["turns", "trajectories", "turns arrow", "trajectories arrow"])
 def test_ingest_stores_what_the_sdk_stores(
     route: str,
     server: EmbeddedServer,

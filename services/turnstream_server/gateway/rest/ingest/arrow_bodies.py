@@ -1,4 +1,4 @@
-"""Whole trajectories as an Arrow IPC stream: one row per turn, tokens as views of its buffers.
+"""Turns and trajectories as an Arrow IPC stream: one row per turn, tokens as views of its buffers.
 
 The columns are listed in docs/http.md. Token columns never become Python objects.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from turnstream.errors import InvalidTurnError, RecordError
 from turnstream.generator.encode.checks import checked_turn
 from turnstream.generator.encode.group_checks import checked_key, checked_opening
-from turnstream.types import Purpose, TrajectoryKey, VersionRun
+from turnstream.types import GroupOpened, Purpose, TrajectoryKey, VersionRun
 from turnstream.types.names import shown
 from turnstream_server.gateway.rest.bodies import MAX_ITEMS
 from turnstream_server.gateway.rest.ingest.writes import Seal, Write, WrittenTurn, named_fields
@@ -128,9 +128,13 @@ COLUMNS: Final[Mapping[str, _Kind]] = {
     **_SCALARS_OF_TURNS,
     **_OF_SEALS,
 }
-"""All columns but the extra ones, with their types."""
+"""All columns of whole trajectories but the extra ones, with their types."""
+
+TURN_COLUMNS: Final[Mapping[str, _Kind]] = {**COLUMNS, "turn": _INTEGER, "seal": _FLAG}
+"""All columns of single turns but the extra ones."""
 
 REQUIRED: Final = ("group_id", "sample", "num_samples", "prompt_ids", "response_ids")
+REQUIRED_OF_TURNS: Final = ("group_id", "sample", "turn", "prompt_ids", "response_ids")
 _MAPS: Final = ("reward_components", "sampling", "tags", "metrics")
 
 
@@ -153,23 +157,35 @@ def parse_trajectories(body: bytes) -> list[Write]:
             value is named by its row, as in `rows.3.logprobs`.
     """
     members: dict[TrajectoryKey, list[_Row]] = {}
-    try:
-        for row in _rows(body):
-            with named_fields("rows", row.number):
-                members.setdefault(_key_of(row), []).append(row)
-    except UnicodeDecodeError as error:
-        raise RecordError(f"the body has a text that is not UTF-8: {error}") from error
+    for row in _rows(body, COLUMNS, required=REQUIRED):
+        with named_fields("rows", row.number):
+            members.setdefault(_key_of(row.values, required=REQUIRED), []).append(row)
     if len(members) > MAX_ITEMS:
         raise InvalidTurnError("rows", f"are of {len(members)} trajectories, more than {MAX_ITEMS}")
     return [_write(item, key, rows) for item, (key, rows) in enumerate(members.items())]
 
 
-def _key_of(row: _Row) -> TrajectoryKey:
-    values = row.values
-    for name in REQUIRED:
+def parse_turns(body: bytes) -> list[Write]:
+    """Return a write per row: one turn, and the end of its trajectory where `seal` is true.
+
+    Raises:
+        RecordError, InvalidTurnError: as of `parse_trajectories`.
+    """
+    writes: list[Write] = []
+    for number, values in _rows(body, TURN_COLUMNS, required=REQUIRED_OF_TURNS):
+        if number == MAX_ITEMS:
+            raise InvalidTurnError("rows", f"are more than {MAX_ITEMS}")
+        with named_fields("rows", number):
+            writes.append(_turn_write(number, values))
+    return writes
+
+
+def _key_of(values: Mapping[str, Any], *, required: Sequence[str]) -> TrajectoryKey:
+    for name in required:
         if values[name] is None:
             raise InvalidTurnError(name, "is null")
-    return TrajectoryKey(values["group_id"], values["sample"], values.get("attempt") or 0)
+    key = TrajectoryKey(values["group_id"], values["sample"], values.get("attempt") or 0)
+    return checked_key(key, num_samples=values.get("num_samples"))
 
 
 def _write(item: int, key: TrajectoryKey, rows: Sequence[_Row]) -> Write:
@@ -179,20 +195,44 @@ def _write(item: int, key: TrajectoryKey, rows: Sequence[_Row]) -> Write:
             turns.append(_turn(values))
     number, values = rows[-1]
     with named_fields("rows", number):
-        checked_key(key, num_samples=values["num_samples"])
-        group = checked_opening(
-            key.group_id,
-            values["num_samples"],
-            values.get("prompt_uid") or "",
-            num_needed=values.get("num_needed"),
-            purpose=values.get("purpose") or Purpose.TRAIN,
-        )
-        fields = {name: values[name] for name in _OF_SEALS if values.get(name) is not None}
-        for name in _MAPS:
-            if name in fields:
-                fields[name] = _mapping(fields[name], field=name)
-        seal = Seal(**fields).checked()
+        group, seal = _group(values), _seal(values)
     return Write(item=item, key=key, group=group, first=0, turns=turns, seal=seal)
+
+
+def _turn_write(item: int, values: Mapping[str, Any]) -> Write:
+    key = _key_of(values, required=REQUIRED_OF_TURNS)
+    if values["turn"] < 0:
+        raise InvalidTurnError("turn", f"expected at least 0, got {values['turn']}")
+    if not values.get("seal"):
+        present = [name for name in _OF_SEALS if values.get(name) is not None]
+        if present:
+            raise InvalidTurnError("seal", f"is not true, and the row has {', '.join(present)}")
+    return Write(
+        item=item,
+        key=key,
+        group=None if values.get("num_samples") is None else _group(values),
+        first=values["turn"],
+        turns=[_turn(values)],
+        seal=_seal(values) if values.get("seal") else None,
+    )
+
+
+def _group(values: Mapping[str, Any]) -> GroupOpened:
+    return checked_opening(
+        values["group_id"],
+        values["num_samples"],
+        values.get("prompt_uid") or "",
+        num_needed=values.get("num_needed"),
+        purpose=values.get("purpose") or Purpose.TRAIN,
+    )
+
+
+def _seal(values: Mapping[str, Any]) -> Seal:
+    fields = {name: values[name] for name in _OF_SEALS if values.get(name) is not None}
+    for name in _MAPS:
+        if name in fields:
+            fields[name] = _mapping(fields[name], field=name)
+    return Seal(**fields).checked()
 
 
 def _turn(values: Mapping[str, Any]) -> WrittenTurn:
@@ -227,16 +267,21 @@ def _mapping(pairs: Sequence[tuple[str, Any]], *, field: str) -> dict[str, Any]:
     return found
 
 
-def _rows(body: bytes) -> Iterator[_Row]:
+def _rows(body: bytes, columns: Mapping[str, _Kind], *, required: Sequence[str]) -> Iterator[_Row]:
     numbers = itertools.count()
-    for batch in _batches(body):
-        names = batch.schema.names
-        columns = [_values(batch.column(name), name=name) for name in names]
-        for values in zip(*columns, strict=True):
-            yield _Row(next(numbers), dict(zip(names, values, strict=True)))
+    try:
+        for batch in _batches(body, columns, required=required):
+            names = batch.schema.names
+            found = [_values(batch.column(name), name=name) for name in names]
+            for values in zip(*found, strict=True):
+                yield _Row(next(numbers), dict(zip(names, values, strict=True)))
+    except UnicodeDecodeError as error:
+        raise RecordError(f"the body has a text that is not UTF-8: {error}") from error
 
 
-def _batches(body: bytes) -> Iterator[pa.RecordBatch]:
+def _batches(
+    body: bytes, columns: Mapping[str, _Kind], *, required: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
     """Yield the record batches of a stream, each with checked types and offsets."""
     if not body.endswith(_END_OF_STREAM):
         raise RecordError("the body is no Arrow IPC stream, or is cut off: it has no end marker")
@@ -244,7 +289,7 @@ def _batches(body: bytes) -> Iterator[pa.RecordBatch]:
     try:
         _refuse_compression(buffer)
         with pa.ipc.open_stream(buffer) as reader:
-            _check_schema(reader.schema)
+            _check_schema(reader.schema, columns, required=required)
             for batch in reader:
                 batch.validate(full=True)
                 yield batch
@@ -252,18 +297,20 @@ def _batches(body: bytes) -> Iterator[pa.RecordBatch]:
         raise RecordError(f"the body is no Arrow IPC stream: {error}") from error
 
 
-def _check_schema(schema: pa.Schema) -> None:
-    for name in REQUIRED:
+def _check_schema(
+    schema: pa.Schema, columns: Mapping[str, _Kind], *, required: Sequence[str]
+) -> None:
+    for name in required:
         if name not in schema.names:
-            raise InvalidTurnError(f"column {name}", f"is missing; expected {COLUMNS[name].name}")
+            raise InvalidTurnError(f"column {name}", f"is missing; expected {columns[name].name}")
     for field in schema:
         if schema.names.count(field.name) > 1:
             raise InvalidTurnError(f"column {field.name}", "is there more than once")
-        kind = _VALUES if field.name.startswith(EXTRA) else COLUMNS.get(field.name)
+        kind = _VALUES if field.name.startswith(EXTRA) else columns.get(field.name)
         if kind is None:
             raise InvalidTurnError(
                 f"column {field.name}",
-                f"is unknown, expected some of {', '.join(COLUMNS)}, and {EXTRA}<name>",
+                f"is unknown, expected some of {', '.join(columns)}, and {EXTRA}<name>",
             )
         if not kind.accepts(field.type):
             raise InvalidTurnError(

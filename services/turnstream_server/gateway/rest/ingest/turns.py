@@ -13,7 +13,7 @@ from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.gateway.rest.access import Caller
 from turnstream_server.gateway.rest.bodies import ARROW, JSON, json_body
 from turnstream_server.gateway.rest.ingest import examples
-from turnstream_server.gateway.rest.ingest.arrow_bodies import parse_trajectories
+from turnstream_server.gateway.rest.ingest.arrow_bodies import parse_trajectories, parse_turns
 from turnstream_server.gateway.rest.ingest.delivery import Delivery, Outcome
 from turnstream_server.gateway.rest.ingest.groups import is_wait
 from turnstream_server.gateway.rest.ingest.items import TrajectoriesBody, TurnsBody
@@ -56,17 +56,20 @@ _ARROW_BODY: Final = {
     openapi_extra={
         "requestBody": {
             "required": True,
-            "content": {JSON: json_body(TurnsBody, example=examples.TURNS)},
+            "content": {
+                JSON: json_body(TurnsBody, example=examples.TURNS),
+                ARROW: _ARROW_BODY,
+            },
         }
     },
 )
 async def post_turns(call: Call) -> Response:
-    """Append turns of trajectories, and seal or abandon them.
+    """Append turns of trajectories, and seal or abandon them, as JSON or as an Arrow IPC stream.
 
     The first turn of a trajectory opens it. The same turn again has the same result, and with
     another content the status 409. The response comes when the store has all of it.
     """
-    return await _delivered(call, await call.parsed(json=_parse_turns))
+    return await _delivered(call, await call.parsed(json=_parse_turns, arrow=parse_turns))
 
 
 @router.post(
