@@ -11,7 +11,10 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 USED = ("bash", "env", "dirname", "mktemp", "rm", "touch", "chmod", "timeout")
-MISSING = "no redis-server, and apt-get cannot install it here: its tests are skipped"
+MISSING = [
+    f"no {program}, and apt-get cannot install it here: its tests are skipped"
+    for program in ("redis-server", "promtool")
+]
 TESTS = """
 import pytest
 
@@ -44,6 +47,11 @@ class Machine:
         path.write_text(f"#!{shutil.which('sh')}\n{script}\n")
         path.chmod(0o755)
 
+    def write_servers(self) -> None:
+        """Add the programs that CI would install."""
+        for name in ("redis-server", "promtool"):
+            self.write(name, "")
+
     def lend_apt(self, *, user_id: int, apt_get: str) -> None:
         """Add `id`, `service`, and an `apt-get` that logs its arguments and then does this."""
         log = self.folder / "log"
@@ -66,12 +74,12 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """A machine without a redis-server."""
+    """A machine without redis-server and promtool."""
     return Machine(tmp_path)
 
 
 def test_ci_runs_make_test_with_ci_set(machine: Machine) -> None:
-    machine.write("redis-server", "")
+    machine.write_servers()
     machine.lend_apt(user_id=0, apt_get="true")
 
     done = machine.run_ci()
@@ -81,19 +89,24 @@ def test_ci_runs_make_test_with_ci_set(machine: Machine) -> None:
     assert done.returncode == 0
 
 
-def test_ci_installs_redis_server_and_stops_its_daemon(machine: Machine) -> None:
+def test_ci_installs_servers_and_stops_their_daemons(machine: Machine) -> None:
     # CI skipped 969 of 6,632 tests, because no machine had a redis-server.
-    program = machine.folder / "redis-server"
-    machine.lend_apt(user_id=0, apt_get=f"touch {program}; chmod +x {program}")
+    folder = machine.folder
+    install = f"touch {folder}/$program; chmod +x {folder}/$program"
+    names = "*redis-server) program=redis-server;; *prometheus) program=promtool;; *) exit 0;;"
+    machine.lend_apt(user_id=0, apt_get=f'case "$*" in {names} esac; {install}')
 
     done = machine.run_ci()
 
+    command = "apt-get install -q -y --no-install-recommends"
     assert machine.log() == [
         "apt-get update -q",
-        "apt-get install -q -y --no-install-recommends redis-server",
+        f"{command} redis-server",
         "service redis-server stop",
+        "apt-get update -q",
+        f"{command} prometheus",
+        "service prometheus stop",
     ]
-    assert MISSING not in done.stdout
     assert done.stdout.startswith("make test")
 
 
@@ -102,7 +115,7 @@ def test_ci_installs_redis_server_and_stops_its_daemon(machine: Machine) -> None
     [(0, "exit 100"), (1000, "true"), (0, None)],
     ids=["no network", "no root", "no apt-get"],
 )
-def test_ci_tests_without_redis_server(machine: Machine, user_id: int, apt_get: str | None) -> None:
+def test_ci_tests_without_servers(machine: Machine, user_id: int, apt_get: str | None) -> None:
     if apt_get is None:
         machine.write("id", f"echo {user_id}")
     else:
@@ -110,7 +123,7 @@ def test_ci_tests_without_redis_server(machine: Machine, user_id: int, apt_get: 
 
     done = machine.run_ci()
 
-    assert done.stdout.splitlines()[:2] == [MISSING, f"make test with CI=true in {REPOSITORY}"]
+    assert done.stdout.splitlines()[:3] == [*MISSING, f"make test with CI=true in {REPOSITORY}"]
     assert done.returncode == 0
     assert done.stderr == ""
 
@@ -121,7 +134,7 @@ def test_ci_counts_skips_by_reason_in_its_last_line(machine: Machine) -> None:
     (machine.folder / "pytest.ini").write_text("[pytest]\n")
     tests = f"-q -p no:cacheprovider -c {machine.folder}/pytest.ini {machine.folder}/test_few.py"
     machine.write("make", f"{sys.executable} -m pytest {tests}; exit 2")
-    machine.write("redis-server", "")
+    machine.write_servers()
 
     done = machine.run_ci()
 
@@ -133,7 +146,7 @@ def test_ci_counts_skips_by_reason_in_its_last_line(machine: Machine) -> None:
 
 def test_ci_says_that_no_test_ran(machine: Machine) -> None:
     machine.write("make", "exit 3")
-    machine.write("redis-server", "")
+    machine.write_servers()
 
     done = machine.run_ci()
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,50 +11,28 @@ import pytest
 
 from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
+from testkit.sdks import NEWEST, OLDER, Sdk
 from turnstream_server.commands.bases import BaseModel
 
 _PROGRAM = Path(__file__).with_name("sdk_session.py")
 
 
-def interpreter(release: str) -> str:
-    """Return a Python with a release of the SDK; the test is skipped where there is none.
-
-    `TURNSTREAM_SDK_0_38_0` names that of release 0.38.0.
-    """
-    variable = f"TURNSTREAM_SDK_{release.replace('.', '_')}"
-    if named := os.environ.get(variable):
-        return named
-    try:
-        if importlib.metadata.version("tinker") == release:
-            return sys.executable
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    pytest.skip(f"no tinker {release}: name an interpreter with it in {variable}")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("release", ["0.38.0", "0.25.0", "0.22.7", "0.16.1"])
+@pytest.mark.parametrize("release", [NEWEST, *OLDER])
 def test_a_whole_session_of_the_sdk(
-    release: str, gateway: GatewayThread, worker: CannedWorker, base: BaseModel
+    release: str,
+    gateway: GatewayThread,
+    worker: CannedWorker,
+    base: BaseModel,
+    tmp_path: Path,
 ):
-    python, key = interpreter(release), f"tml-sdk-{release}"
-    environment = {
-        **os.environ,
-        "TINKER_BASE_URL": gateway.base_url,
-        "TINKER_API_KEY": key,
-        "HF_HUB_OFFLINE": "1",
-    }
+    sdk = Sdk(release, address=gateway.address, api_key=f"tml-sdk-{release}", folder=tmp_path)
 
-    done = subprocess.run(
-        [python, "-P", _PROGRAM, base.name],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    with sdk.start([sys.executable, "-P", str(_PROGRAM), base.name]) as process:
+        output, errors = process.communicate(timeout=200)
 
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    assert process.returncode == 0, errors
+    found: dict[str, Any] = json.loads(output)
     model = found["info"][0]
     assert found["release"] == release
     assert base.name in found["served"]
