@@ -78,14 +78,14 @@ def binary_of(kind: str) -> Path:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_server() -> Iterator[EmbeddedServer]:
-    """The embedded store of all tests below the conftest.py that names it."""
+    """The embedded store of a test module: a batcher on it leads no runs of other modules."""
     with EmbeddedServer(binary=binary_of("valkey")) as server:
         yield server
 
 
-@pytest.fixture(scope="session", params=SERVER_KINDS)
+@pytest.fixture(scope="module", params=SERVER_KINDS)
 def server_of_each_kind(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
     """`shared_server`, and a real redis-server where there is one."""
     with EmbeddedServer(binary=binary_of(request.param)) as server:

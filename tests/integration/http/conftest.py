@@ -103,7 +103,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[list[bytes]]]:
     return bodies
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sent(server: Any) -> dict[str, list[list[bytes]]]:
     """The commands of a session with every call of the SDK, by their names."""
     bodies: list[bytes] = []
