@@ -102,7 +102,7 @@ def test_wrong_variable_ends_in_one_line_that_names_it(
 ADDRESSES = {
     "localhost:27211": "write redis://localhost:27211",
     "27211": "write redis://HOST:PORT, or http://HOST:PORT for a gateway",
-    "http://localhost:27211": "write redis://HOST:PORT",
+    "http://localhost:27211": "redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH",
     "redis://localhost:seven": "write redis://HOST:PORT, or http://HOST:PORT for a gateway",
 }
 
