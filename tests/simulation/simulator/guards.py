@@ -93,7 +93,7 @@ async def _meet_any(_: PinnedClient, connection: Any) -> None:
 GUARDS: Final[dict[str, Break]] = {
     "open_group: capacity": condition("if most - live <= 0 then"),
     "open_group: a trajectory that is open": script(
-        "    if writer == ARGV[3] then\n      replies[i] = tonumber(epoch)",
+        "    if writer == ARGV[3] and exclusive == '' then\n      replies[i] = tonumber(epoch)",
         "    if writer then\n      replies[i] = tonumber(epoch)",
     ),
     "open_group: most open groups": condition(
