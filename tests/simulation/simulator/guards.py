@@ -26,9 +26,8 @@ MOST_SEEDS: Final = 600
 
 
 def first_failed_seed(broken: Break) -> int | None:
-    with broken():
-        failed = (each.seed for each in simulate_all(range(MOST_SEEDS)) if each.problems)
-        return next(failed, None)
+    with broken(), contextlib.closing(simulate_all(range(MOST_SEEDS))) as runs:
+        return next((each.seed for each in runs if each.problems), None)
 
 
 @contextlib.contextmanager

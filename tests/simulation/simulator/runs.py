@@ -8,7 +8,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -80,7 +80,7 @@ def _simulate_in(world: World, seed: int, drawn: Schedule) -> Verdict:
     )
 
 
-def simulate_all(seeds: Iterable[int]) -> Iterator[Verdict]:
+def simulate_all(seeds: Iterable[int]) -> Generator[Verdict]:
     with patched():
         for seed in seeds:
             try:
