@@ -58,21 +58,21 @@ def detail(response: httpx2.Response) -> str:
 
 @every_api
 def test_requests_above_the_rate_are_refused_with_a_wait(post: Any, path: str) -> None:
-    name = post.key(requests_per_s=0.5)
+    name = post.key(requests_per_s=0.01)
 
     first, second = post(path), post(path)
 
     assert first.status_code in (200, 404)
     assert second.status_code == 429
-    assert second.headers["Retry-After"] == "2"
-    assert detail(second).startswith(f"key {name!r} may use 0.5 requests per second: wait ")
+    assert 60 <= int(second.headers["Retry-After"]) <= 100
+    assert detail(second).startswith(f"key {name!r} may use 0.01 requests per second: wait ")
     post.key()
     assert post(path).status_code == first.status_code
 
 
 @every_api
 def test_bytes_above_the_rate_are_refused_with_a_wait(post: Any, path: str) -> None:
-    post.key(bytes_per_s=1_000)
+    post.key(bytes_per_s=10)
 
     statuses = [post(path, content=b"0" * 2_000).status_code for _ in range(2)]
 
