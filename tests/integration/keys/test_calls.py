@@ -243,7 +243,7 @@ def test_calls_above_the_bytes_of_their_key_are_refused(
     (method,) = [each for each in METHODS if each.full_name.endswith("Batches.Start")]
     rate, size = (
         ("x-api-key", new_key("train", limits=limits)[1])
-        for limits in (KeyLimits(bytes_per_s=100.0), KeyLimits(max_body_bytes=300))
+        for limits in (KeyLimits(bytes_per_s=10.0), KeyLimits(max_body_bytes=300))
     )
 
     by_rate = [call(target, method, run, rate, session=each * 250) for each in "ab"]
