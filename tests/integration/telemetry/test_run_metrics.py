@@ -25,7 +25,7 @@ PREFIX = "turnstream_batcher_"
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_metrics, "FRESH_S", 60.0)
+    monkeypatch.setattr(run_metrics, "FRESH_S", 0.0)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ some seconds, so that several readers cost as much as one.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -72,7 +73,7 @@ class RunMetrics(Collector):
         self._client = connect(url, num_retries=0, silent_s=_ANSWER_S)
         self._views = views
         self._lock = threading.Lock()
-        self._read_s = -FRESH_S
+        self._read_s = -math.inf
         self._samples: Samples = defaultdict(list)
         self._batches: dict[str, _Batch] = {}
 
