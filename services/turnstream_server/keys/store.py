@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 import redis
 
-from turnstream.errors import BatchingError, ConflictError, RunNotFoundError
+from turnstream.errors import BatchingError, ConflictError, CorruptRecordError, RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command
 from turnstream.types.names import encode_run
@@ -31,6 +31,7 @@ _CREATE: Final = Script("create_key", "turnstream_server.keys")
 SERVICE: Final = "service"
 """Name of the key in the file of TURNSTREAM_KEY_FILE."""
 
+_DAMAGED: Final = "damaged:"
 _MAX_NAME: Final = 128
 _MAX_RUNS: Final = 1_000
 
@@ -90,19 +91,21 @@ def add_service_key(client: redis.Redis, secret: str) -> bool:
 
 
 def list_keys(client: redis.Redis) -> list[ApiKey]:
-    """Return all keys, the oldest first; expired ones too."""
-    with translating():
-        stored = cast("dict[bytes, bytes]", client.hgetall(KEYS))
-    return sorted(_decoded(stored), key=lambda key: (key.created_ms, key.name))
+    """Return all keys, the oldest first; expired ones too.
+
+    A record that cannot be read is listed as a key without roles, with the name
+    `damaged:` and the start of its id.
+    """
+    return sorted(_stored(client).values(), key=lambda key: (key.created_ms, key.name))
 
 
 def revoke_key(client: redis.Redis, name: str) -> None:
-    """Delete every key of a name; services refuse them a second later.
+    """Delete every key of a name as `list_keys` has it; services refuse them a second later.
 
     Raises:
         RunNotFoundError: there is none.
     """
-    found = [key.key_id for key in list_keys(client) if key.name == name]
+    found = [key_id for key_id, key in _stored(client).items() if key.name == name]
     if not found:
         raise RunNotFoundError(f"there is no key {name!r}")
     with translating():
@@ -131,8 +134,18 @@ def _check(
             raise BatchingError(f"{field} is {value}, expected a number above 0")
 
 
-def _decoded(stored: dict[bytes, bytes]) -> list[ApiKey]:
-    return [decode_key(key_id.decode(), record) for key_id, record in stored.items()]
+def _stored(client: redis.Redis) -> dict[bytes, ApiKey]:
+    with translating():
+        stored = cast("dict[bytes, bytes]", client.hgetall(KEYS))
+    return {key_id: _decoded(key_id, record) for key_id, record in stored.items()}
+
+
+def _decoded(stored_id: bytes, record: bytes) -> ApiKey:
+    key_id = stored_id.decode(errors="backslashreplace")
+    try:
+        return decode_key(key_id, record)
+    except CorruptRecordError:
+        return ApiKey(key_id, f"{_DAMAGED}{key_id[:8]}", frozenset())
 
 
 def _now_ms(client: redis.Redis) -> int:

@@ -44,6 +44,21 @@ def no_other_keys(own_client: redis.Redis) -> Iterator[None]:
     own_client.delete(KEYS)
 
 
+@pytest.mark.parametrize("record", [b"", b"{", b"7", b"[]", b"null", b"\xff", b'{"name": "ci"'])
+def test_damaged_record_leaves_the_other_keys(own_client: redis.Redis, record: bytes) -> None:
+    create_key(own_client, "before", roles=["read"])
+    own_client.hset(KEYS, mapping={b"\xff0123456789": record, "0123456789": record})
+    create_key(own_client, "after", roles=["read"])
+
+    found = {key.name: key.roles for key in list_keys(own_client)}
+    names = {"damaged:01234567", r"damaged:\xff0123"}
+    assert found == {"before": {"read"}, "after": {"read"}} | dict.fromkeys(names, frozenset())
+
+    for name in (*names, "before"):
+        revoke_key(own_client, name)
+    assert [key.name for key in list_keys(own_client)] == ["after"]
+
+
 def test_key_is_listed_with_all_that_it_may_and_never_stored(own_client: redis.Redis) -> None:
     limits = KeyLimits(10.0, 1e6, 1_000)
     secret = create_key(

@@ -1,13 +1,18 @@
 #!lua
--- Store an API key, unless another key has its name, or the same key has another record.
+-- Store an API key, unless another key has its name, or the same key has another record. A record
+-- that cannot be read has no name.
 -- KEYS  keys
 -- ARGV  id of the key, record, name
 -- Reply {created} or {taken}
 local stored = redis.call('HGETALL', KEYS[1])
+local function name_of(record)
+  local is_json, key = pcall(cjson.decode, record)
+  return is_json and type(key) == 'table' and key.name
+end
 for field = 1, #stored, 2 do
   local id, record = stored[field], stored[field + 1]
   local is_same = id == ARGV[1] and record == ARGV[2]
-  if not is_same and (id == ARGV[1] or cjson.decode(record).name == ARGV[3]) then
+  if not is_same and (id == ARGV[1] or name_of(record) == ARGV[3]) then
     return {'taken'}
   end
 end
