@@ -17,7 +17,14 @@ import zstandard
 
 import turnstream
 from fuzz.damage import Damage, damaged
-from testkit.ingest import ARROW, arrow_body, arrow_rows, trajectory_items, turn_items
+from testkit.ingest import (
+    ARROW,
+    arrow_body,
+    arrow_rows,
+    arrow_turns,
+    trajectory_items,
+    turn_items,
+)
 from testkit.turns import group, trajectory, turn
 from turnstream.store.client.http_address import COMMANDS
 from turnstream.store.client.scripts import pack
@@ -75,8 +82,14 @@ def json_bodies() -> list[Body]:
 
 
 def arrow_bodies() -> list[Body]:
-    """Return a valid body of the route that takes Arrow."""
-    return [Body(f"runs/{RUN}/trajectories", ARROW, arrow_body(arrow_rows(_group())))]
+    """Return a valid body of every route that takes Arrow."""
+    sent = _group()
+    rows = {
+        "groups": [{"group_id": "task", "num_samples": 2, "samples": [1]}],
+        "turns": arrow_turns(sent),
+        "trajectories": arrow_rows(sent),
+    }
+    return [Body(f"runs/{RUN}/{route}", ARROW, arrow_body(each)) for route, each in rows.items()]
 
 
 def command_bodies(url: str) -> list[Body]:

@@ -14,7 +14,7 @@ from testkit.stores import RunReader
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.run.runs import create_run
 from turnstream_server.gateway.rest.bodies import MAX_ITEMS, MAX_JSON_BYTES
-from turnstream_server.gateway.rest.ingest.arrow_bodies import EXTRA, TURN_COLUMNS
+from turnstream_server.gateway.rest.ingest.arrow_columns import GROUP_COLUMNS, TURN_COLUMNS
 from turnstream_server.gateway.rest.ingest.publishers import (
     MAX_PUBLISHERS,
     MAX_TOKEN_BYTES,
@@ -45,7 +45,7 @@ def test_table_of_the_page_has_all_arrow_columns() -> None:
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)}
 
-    assert names == {*TURN_COLUMNS, f"{EXTRA}<name>"}
+    assert names == {*TURN_COLUMNS, *GROUP_COLUMNS}
 
 
 def test_limits_of_the_page_are_those_of_the_code() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import redis
 
 from testkit.gateway_thread import GatewayThread
-from testkit.ingest import IngestClient, results_of, turn_fields
+from testkit.ingest import ARROW, IngestClient, arrow_body, results_of, turn_fields
 from testkit.stores import RunReader
 from testkit.turns import turn
 from turnstream.store.run.runs import close_run
@@ -24,13 +25,21 @@ def small(
         yield ingest
 
 
-def test_groups_are_opened_with_their_samples(ingest: IngestClient, reader: RunReader) -> None:
-    results = ingest.results(
-        "groups",
-        {"group_id": "a", "num_samples": 2, "num_needed": 1, "prompt_uid": "p"},
-        {"group_id": "b", "num_samples": 3, "samples": [1], "purpose": "eval"},
-        {"group_id": "c", "num_samples": 1, "samples": []},
-    )
+_GROUPS: list[dict[str, Any]] = [
+    {"group_id": "a", "num_samples": 2, "num_needed": 1, "prompt_uid": "p"},
+    {"group_id": "b", "num_samples": 3, "samples": [1], "purpose": "eval"},
+    {"group_id": "c", "num_samples": 1, "samples": []},
+]
+
+
+@pytest.mark.parametrize("form", ["json", "arrow"])
+def test_groups_are_opened_with_their_samples(
+    ingest: IngestClient, reader: RunReader, form: str
+) -> None:
+    if form == "json":
+        results = ingest.results("groups", *_GROUPS)
+    else:
+        results = results_of(ingest.send("groups", arrow_body(_GROUPS), content_type=ARROW))
 
     assert [(each["status"], each["open_samples"]) for each in results] == [
         (201, [0, 1]),
@@ -38,11 +47,35 @@ def test_groups_are_opened_with_their_samples(ingest: IngestClient, reader: RunR
         (201, []),
     ]
     assert reader.ledger() == dict.fromkeys(["a/0/0", "a/1/0", "b/1/0"], "open:1:test")
-    assert [(each.group_id, each.prompt_uid) for each in reader.events()] == [
-        ("a", "p"),
-        ("b", ""),
-        ("c", ""),
+    assert [(e.group_id, e.prompt_uid, e.num_needed, e.purpose) for e in reader.events()] == [
+        ("a", "p", 1, "train"),
+        ("b", "", 3, "eval"),
+        ("c", "", 1, "train"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "words"),
+    [
+        ({"num_samples": None}, "rows.1.num_samples", "is null"),
+        ({"num_samples": 0}, "rows.1.num_samples", "0"),
+        ({"samples": [0, 2]}, "rows.1.sample", "2"),
+        ({"purpose": "fun"}, "rows.1.purpose", "'fun' is not one of"),
+        ({"sample": 0}, "column sample", "is unknown, expected some of group_id, num_samples"),
+        ({"extras.state": [0.5]}, "column extras.state", "is unknown"),
+    ],
+)
+def test_wrong_group_in_arrow_is_named(
+    ingest: IngestClient, reader: RunReader, changed: dict[str, Any], field: str, words: str
+) -> None:
+    item = {"group_id": "g", "num_samples": 2}
+
+    body = arrow_body([item, {**item, "group_id": "h", **changed}])
+    response = ingest.send("groups", body, content_type=ARROW)
+
+    assert (response.status_code, response.json()["field"]) == (422, field), response.text
+    assert words in response.json()["detail"]
+    assert reader.ledger() == {}
 
 
 def test_group_opened_again_has_the_same_result(

@@ -15,6 +15,14 @@ from turnstream_server.gateway.bodies import off_loop, read_body
 
 JSON: Final = "application/json"
 ARROW: Final = "application/vnd.apache.arrow.stream"
+ARROW_BODY: Final = {
+    "schema": {
+        "type": "string",
+        "format": "binary",
+        "description": "An Arrow IPC stream; docs/http.md lists the columns.",
+    }
+}
+"""The OpenAPI description of a request with an Arrow body."""
 
 MAX_JSON_BYTES: Final = 16 << 20
 """Largest body of JSON. The parser holds the interpreter lock, also in a thread, for about 10 ms

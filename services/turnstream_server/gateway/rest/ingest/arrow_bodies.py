@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -19,122 +19,28 @@ from turnstream.generator.encode.group_checks import checked_key, checked_openin
 from turnstream.types import GroupOpened, Purpose, TrajectoryKey, VersionRun
 from turnstream.types.names import shown
 from turnstream_server.gateway.rest.bodies import MAX_ITEMS
-from turnstream_server.gateway.rest.ingest.writes import Seal, Write, WrittenTurn, named_fields
-
-EXTRA: Final = "extras."
-"""Prefix of the columns of declared extra columns."""
-
-_END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-_NO_CHILDREN: Final = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
-
-
-class _Kind(NamedTuple):
-    """A type that a column may have.
-
-    Attributes:
-        name: for errors.
-        accepts: whether it has a type.
-    """
-
-    name: str
-    accepts: Callable[[pa.DataType], bool]
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
-
-
-def _is_list_of(accepts: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]:
-    def is_list(kind: pa.DataType) -> bool:
-        is_variable = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        return is_variable and accepts(kind.value_type)
-
-    return is_list
-
-
-def _is_map_to(accepts: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]:
-    def is_map(kind: pa.DataType) -> bool:
-        return pa.types.is_map(kind) and _is_text(kind.key_type) and accepts(kind.item_type)
-
-    return is_map
-
-
-def _is_run(kind: pa.DataType) -> bool:
-    if not pa.types.is_struct(kind) or kind.num_fields != 2:
-        return False
-    fields = {field.name: field.type for field in kind}
-    return fields.keys() == {"version", "num_tokens"} and all(
-        map(pa.types.is_integer, fields.values())
-    )
-
-
-def _is_mask(kind: pa.DataType) -> bool:
-    return pa.types.is_boolean(kind) or _is_number(kind)
-
-
-_TEXT: Final = _Kind("string", _is_text)
-_INTEGER: Final = _Kind("an integer type", pa.types.is_integer)
-_NUMBER: Final = _Kind("a number type", _is_number)
-_FLAG: Final = _Kind("bool", pa.types.is_boolean)
-_TOKENS: Final = _Kind("list of integers, such as list<int32>", _is_list_of(pa.types.is_integer))
-_VALUES: Final = _Kind("list of numbers, such as list<float>", _is_list_of(_is_number))
-_MASK: Final = _Kind("list of uint8, bool or numbers", _is_list_of(_is_mask))
-_NUMBERS: Final = _Kind("map<string, double>", _is_map_to(_is_number))
-_TEXTS: Final = _Kind("map<string, string>", _is_map_to(_is_text))
-_RUNS: Final = _Kind("list<struct<version: int64, num_tokens: int32>>", _is_list_of(_is_run))
-_ANCHOR: Final = _Kind(
-    "string, binary or uint64", lambda kind: kind in _NO_CHILDREN or pa.types.is_integer(kind)
+from turnstream_server.gateway.rest.ingest.arrow_columns import (
+    COLUMNS,
+    EXTRA,
+    GROUP_COLUMNS,
+    OF_SEALS,
+    REQUIRED,
+    REQUIRED_OF_GROUPS,
+    REQUIRED_OF_TURNS,
+    TURN_COLUMNS,
+    Kind,
+    check_schema,
+)
+from turnstream_server.gateway.rest.ingest.writes import (
+    Opening,
+    Seal,
+    Write,
+    WrittenTurn,
+    named_fields,
+    opening_of,
 )
 
-_OF_TURNS: Final[dict[str, _Kind]] = {
-    "prompt_ids": _TOKENS,
-    "response_ids": _TOKENS,
-    "logprobs": _VALUES,
-    "loss_mask": _MASK,
-    "token_weights": _VALUES,
-    "rewards": _VALUES,
-}
-_SCALARS_OF_TURNS: Final[dict[str, _Kind]] = {
-    "turn_reward": _NUMBER,
-    "policy_version": _INTEGER,
-    "version_runs": _RUNS,
-    "anchor": _ANCHOR,
-    "allow_empty": _FLAG,
-}
-_OF_MEMBERS: Final[dict[str, _Kind]] = {"group_id": _TEXT, "sample": _INTEGER, "attempt": _INTEGER}
-_OF_GROUPS: Final[dict[str, _Kind]] = {
-    "num_samples": _INTEGER,
-    "num_needed": _INTEGER,
-    "prompt_uid": _TEXT,
-    "purpose": _TEXT,
-}
-_OF_SEALS: Final[dict[str, _Kind]] = {
-    "reward": _NUMBER,
-    "reward_components": _NUMBERS,
-    "status": _TEXT,
-    "sampling": _NUMBERS,
-    "tags": _TEXTS,
-    "metrics": _NUMBERS,
-    "awaits_reward": _FLAG,
-}
-COLUMNS: Final[Mapping[str, _Kind]] = {
-    **_OF_MEMBERS,
-    **_OF_GROUPS,
-    **_OF_TURNS,
-    **_SCALARS_OF_TURNS,
-    **_OF_SEALS,
-}
-"""All columns of whole trajectories but the extra ones, with their types."""
-
-TURN_COLUMNS: Final[Mapping[str, _Kind]] = {**COLUMNS, "turn": _INTEGER, "seal": _FLAG}
-"""All columns of single turns but the extra ones."""
-
-REQUIRED: Final = ("group_id", "sample", "num_samples", "prompt_ids", "response_ids")
-REQUIRED_OF_TURNS: Final = ("group_id", "sample", "turn", "prompt_ids", "response_ids")
+_END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _MAPS: Final = ("reward_components", "sampling", "tags", "metrics")
 
 
@@ -180,10 +86,30 @@ def parse_turns(body: bytes) -> list[Write]:
     return writes
 
 
-def _key_of(values: Mapping[str, Any], *, required: Sequence[str]) -> TrajectoryKey:
+def parse_groups(body: bytes) -> list[Opening]:
+    """Return a group to open per row.
+
+    Raises:
+        RecordError, InvalidTurnError: as of `parse_trajectories`.
+    """
+    openings: list[Opening] = []
+    for number, values in _rows(body, GROUP_COLUMNS, required=REQUIRED_OF_GROUPS):
+        if number == MAX_ITEMS:
+            raise InvalidTurnError("rows", f"are more than {MAX_ITEMS}")
+        with named_fields("rows", number):
+            _check_present(values, required=REQUIRED_OF_GROUPS)
+            openings.append(opening_of(_group(values), samples=values.get("samples")))
+    return openings
+
+
+def _check_present(values: Mapping[str, Any], *, required: Sequence[str]) -> None:
     for name in required:
         if values[name] is None:
             raise InvalidTurnError(name, "is null")
+
+
+def _key_of(values: Mapping[str, Any], *, required: Sequence[str]) -> TrajectoryKey:
+    _check_present(values, required=required)
     key = TrajectoryKey(values["group_id"], values["sample"], values.get("attempt") or 0)
     return checked_key(key, num_samples=values.get("num_samples"))
 
@@ -204,7 +130,7 @@ def _turn_write(item: int, values: Mapping[str, Any]) -> Write:
     if values["turn"] < 0:
         raise InvalidTurnError("turn", f"expected at least 0, got {values['turn']}")
     if not values.get("seal"):
-        present = [name for name in _OF_SEALS if values.get(name) is not None]
+        present = [name for name in OF_SEALS if values.get(name) is not None]
         if present:
             raise InvalidTurnError("seal", f"is not true, and the row has {', '.join(present)}")
     return Write(
@@ -228,7 +154,7 @@ def _group(values: Mapping[str, Any]) -> GroupOpened:
 
 
 def _seal(values: Mapping[str, Any]) -> Seal:
-    fields = {name: values[name] for name in _OF_SEALS if values.get(name) is not None}
+    fields = {name: values[name] for name in OF_SEALS if values.get(name) is not None}
     for name in _MAPS:
         if name in fields:
             fields[name] = _mapping(fields[name], field=name)
@@ -267,7 +193,7 @@ def _mapping(pairs: Sequence[tuple[str, Any]], *, field: str) -> dict[str, Any]:
     return found
 
 
-def _rows(body: bytes, columns: Mapping[str, _Kind], *, required: Sequence[str]) -> Iterator[_Row]:
+def _rows(body: bytes, columns: Mapping[str, Kind], *, required: Sequence[str]) -> Iterator[_Row]:
     numbers = itertools.count()
     try:
         for batch in _batches(body, columns, required=required):
@@ -280,7 +206,7 @@ def _rows(body: bytes, columns: Mapping[str, _Kind], *, required: Sequence[str])
 
 
 def _batches(
-    body: bytes, columns: Mapping[str, _Kind], *, required: Sequence[str]
+    body: bytes, columns: Mapping[str, Kind], *, required: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
     """Yield the record batches of a stream, each with checked types and offsets."""
     if not body.endswith(_END_OF_STREAM):
@@ -289,33 +215,12 @@ def _batches(
     try:
         _refuse_compression(buffer)
         with pa.ipc.open_stream(buffer) as reader:
-            _check_schema(reader.schema, columns, required=required)
+            check_schema(reader.schema, columns, required=required)
             for batch in reader:
                 batch.validate(full=True)
                 yield batch
     except (pa.ArrowException, OSError, EOFError, struct.error) as error:
         raise RecordError(f"the body is no Arrow IPC stream: {error}") from error
-
-
-def _check_schema(
-    schema: pa.Schema, columns: Mapping[str, _Kind], *, required: Sequence[str]
-) -> None:
-    for name in required:
-        if name not in schema.names:
-            raise InvalidTurnError(f"column {name}", f"is missing; expected {columns[name].name}")
-    for field in schema:
-        if schema.names.count(field.name) > 1:
-            raise InvalidTurnError(f"column {field.name}", "is there more than once")
-        kind = _VALUES if field.name.startswith(EXTRA) else columns.get(field.name)
-        if kind is None:
-            raise InvalidTurnError(
-                f"column {field.name}",
-                f"is unknown, expected some of {', '.join(columns)}, and {EXTRA}<name>",
-            )
-        if not kind.accepts(field.type):
-            raise InvalidTurnError(
-                f"column {field.name}", f"has the type {field.type}, expected {kind.name}"
-            )
 
 
 def _values(column: Any, *, name: str) -> Sequence[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import Response
@@ -13,8 +13,9 @@ from turnstream.store.waits.read_waits import read_waits_async
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream_server.gateway.rest.access import Caller
-from turnstream_server.gateway.rest.bodies import JSON, json_body
+from turnstream_server.gateway.rest.bodies import ARROW, ARROW_BODY, JSON, json_body
 from turnstream_server.gateway.rest.ingest import examples
+from turnstream_server.gateway.rest.ingest.arrow_bodies import parse_groups
 from turnstream_server.gateway.rest.ingest.delivery import open_groups
 from turnstream_server.gateway.rest.ingest.items import GroupsBody
 from turnstream_server.gateway.rest.ingest.json_bodies import parse_body
@@ -26,17 +27,10 @@ from turnstream_server.gateway.rest.ingest.results import (
     item_problem,
     results_response,
 )
-from turnstream_server.gateway.rest.ingest.writes import named_fields
+from turnstream_server.gateway.rest.ingest.writes import Opening
 from turnstream_server.gateway.rest.problems import Problem
 
 router = APIRouter(tags=["ingest"])
-
-
-class _Opening(NamedTuple):
-    """A group to open, and the members to open with it."""
-
-    group: GroupOpened
-    members: list[TrajectoryKey]
 
 
 @router.post(
@@ -53,35 +47,34 @@ class _Opening(NamedTuple):
     openapi_extra={
         "requestBody": {
             "required": True,
-            "content": {JSON: json_body(GroupsBody, example=examples.GROUPS)},
+            "content": {
+                JSON: json_body(GroupsBody, example=examples.GROUPS),
+                ARROW: ARROW_BODY,
+            },
         }
     },
 )
 async def post_groups(call: Call) -> Response:
-    """Open groups, and their samples for the writer of the request.
+    """Open groups, and their samples for the writer of the request, as JSON or as an Arrow stream.
 
     Opening waits for nothing: a group that the run does not admit now has the status 429 and the
     reasons. Opening a group again with the same content has the same result.
     """
-    openings = await call.parsed(json=_openings)
+    openings = await call.parsed(json=_parse_groups, arrow=parse_groups)
     async with call.lend(key for each in openings for key in each.members) as (lent, slots):
         found = await _open(call.caller, lent, slots, openings)
     return await _response(call.caller, lent, openings, found)
 
 
-def _openings(body: bytes) -> list[_Opening]:
-    openings: list[_Opening] = []
-    for number, item in enumerate(parse_body(body, GroupsBody).items):
-        with named_fields("items", number):
-            openings.append(_Opening(*item.opening()))
-    return openings
+def _parse_groups(body: bytes) -> list[Opening]:
+    return parse_body(body, GroupsBody).openings()
 
 
 async def _open(
     caller: Caller,
     lent: RunWriter,
     slots: Slots,
-    openings: Sequence[_Opening],
+    openings: Sequence[Opening],
 ) -> list[list[int] | TurnstreamError]:
     """Return the open samples of each group, or why it is not open."""
     groups: dict[GroupOpened, dict[TrajectoryKey, None]] = {}
@@ -112,7 +105,7 @@ def _is_open(slot: Slot) -> bool:
 async def _response(
     caller: Caller,
     lent: RunWriter,
-    openings: Sequence[_Opening],
+    openings: Sequence[Opening],
     found: Sequence[list[int] | TurnstreamError],
 ) -> Response:
     snapshot = None

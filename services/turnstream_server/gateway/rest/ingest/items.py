@@ -28,7 +28,13 @@ from turnstream_server.gateway.rest.ingest.turn_models import (
     VersionRuns,
     Weights,
 )
-from turnstream_server.gateway.rest.ingest.writes import Write, WrittenTurn, named_fields
+from turnstream_server.gateway.rest.ingest.writes import (
+    Opening,
+    Write,
+    WrittenTurn,
+    named_fields,
+    opening_of,
+)
 
 
 class _Member(Part):
@@ -77,8 +83,8 @@ class GroupFields(Part):
         "writer opens here is opened by its first turn, by any writer.",
     )
 
-    def opening(self) -> tuple[GroupOpened, list[TrajectoryKey]]:
-        """Return the checked group, and the trajectories to open with it."""
+    def opening(self) -> Opening:
+        """Return the checked opening; InvalidTurnError names a wrong field."""
         group = checked_opening(
             self.group_id,
             self.num_samples,
@@ -86,14 +92,11 @@ class GroupFields(Part):
             num_needed=self.num_needed,
             purpose=self.purpose,
         )
-        samples = range(self.num_samples) if self.samples is None else self.samples
-        if not isinstance(samples, list | range):
-            raise InvalidTurnError("samples", f"expected a list of numbers, got {shown(samples)}")
-        keys = [
-            checked_key(TrajectoryKey(self.group_id, sample), num_samples=self.num_samples)
-            for sample in samples
-        ]
-        return group, list(dict.fromkeys(keys))
+        if not isinstance(self.samples, list | None):
+            raise InvalidTurnError(
+                "samples", f"expected a list of numbers, got {shown(self.samples)}"
+            )
+        return opening_of(group, samples=self.samples)
 
 
 class TurnItem(_Member):
@@ -182,6 +185,14 @@ class GroupsBody(Part):
     """Groups to open."""
 
     items: Annotated[list[GroupFields], FailFast()] = Field(max_length=MAX_ITEMS)
+
+    def openings(self) -> list[Opening]:
+        """Return the checked openings; InvalidTurnError names item and field."""
+        openings: list[Opening] = []
+        for number, item in enumerate(self.items):
+            with named_fields("items", number):
+                openings.append(item.opening())
+        return openings
 
 
 class TurnsBody(Part):

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from turnstream.store.waits.read_waits import read_waits_async
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.gateway.rest.access import Caller
-from turnstream_server.gateway.rest.bodies import ARROW, JSON, json_body
+from turnstream_server.gateway.rest.bodies import ARROW, ARROW_BODY, JSON, json_body
 from turnstream_server.gateway.rest.ingest import examples
 from turnstream_server.gateway.rest.ingest.arrow_bodies import parse_trajectories, parse_turns
 from turnstream_server.gateway.rest.ingest.delivery import Delivery, Outcome
@@ -39,13 +39,6 @@ _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
         "content": {JSON: {"example": examples.WRITE_RESULTS}},
     },
 }
-_ARROW_BODY: Final = {
-    "schema": {
-        "type": "string",
-        "format": "binary",
-        "description": "An Arrow IPC stream with one row per turn; docs/http.md lists the columns.",
-    }
-}
 
 
 @router.post(
@@ -58,7 +51,7 @@ _ARROW_BODY: Final = {
             "required": True,
             "content": {
                 JSON: json_body(TurnsBody, example=examples.TURNS),
-                ARROW: _ARROW_BODY,
+                ARROW: ARROW_BODY,
             },
         }
     },
@@ -82,7 +75,7 @@ async def post_turns(call: Call) -> Response:
             "required": True,
             "content": {
                 JSON: json_body(TrajectoriesBody, example=examples.TRAJECTORIES),
-                ARROW: _ARROW_BODY,
+                ARROW: ARROW_BODY,
             },
         }
     },

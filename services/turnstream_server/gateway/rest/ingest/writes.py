@@ -1,14 +1,15 @@
-"""Writes of one request to trajectories: checked, and independent of the form of the body."""
+"""Writes of one request to groups and trajectories: checked, whatever the form of the body."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode.group_checks import (
+    checked_key,
     checked_metrics,
     checked_reward,
     checked_status,
@@ -16,6 +17,22 @@ from turnstream.generator.encode.group_checks import (
 )
 from turnstream.types import GroupOpened, Status, TrajectoryKey, Turn
 from turnstream.types.scalars import flag, named_numbers
+
+
+class Opening(NamedTuple):
+    """A group to open, and the members to open with it."""
+
+    group: GroupOpened
+    members: list[TrajectoryKey]
+
+
+def opening_of(group: GroupOpened, *, samples: Iterable[Any] | None) -> Opening:
+    """Return a checked opening; without samples, that of all members."""
+    members = [
+        checked_key(TrajectoryKey(group.group_id, sample), num_samples=group.num_samples)
+        for sample in (range(group.num_samples) if samples is None else samples)
+    ]
+    return Opening(group, list(dict.fromkeys(members)))
 
 
 class WrittenTurn(NamedTuple):
