@@ -213,7 +213,7 @@ def _await_resends(stack: Stack) -> None:
     """Wait until every generator has resent what the last cut took.
 
     A closed run takes no group, so the resend of a lost one is refused. A generator resends before
-    it writes anything new: its second group after the cut has begun after all resends.
+    it writes anything new. So when it has opened two groups after the cut, all of that is sent.
     """
     rig = stack.rig
 
