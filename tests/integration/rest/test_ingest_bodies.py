@@ -374,6 +374,24 @@ def test_too_many_items_are_refused(ingest: IngestClient) -> None:
 
 
 @pytest.mark.parametrize("route", ["groups", "turns", "trajectories"])
+def test_too_many_arrow_items_are_refused(
+    ingest: IngestClient, reader: RunReader, route: str
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {**_ROW, "group_id": f"g{number}", "turn": 0} for number in range(8193)
+    ]
+    columns = {"groups": ["group_id", "num_samples"], "turns": [*_ROW, "turn"]}
+    names = columns.get(route, [*_ROW])
+    body = arrow_body([{name: row[name] for name in names} for row in rows])
+
+    response = ingest.send(route, body, content_type=ARROW)
+
+    assert (response.status_code, response.json()["field"]) == (422, "rows")
+    assert "more than 8192" in response.json()["detail"]
+    assert reader.ledger() == {}
+
+
+@pytest.mark.parametrize("route", ["groups", "turns", "trajectories"])
 def test_examples_of_the_openapi_document_are_accepted(ingest: IngestClient, route: str) -> None:
     document = ingest.http.get("openapi.json").json()
     described = document["paths"][f"/runs/{{run}}/{route}"]["post"]

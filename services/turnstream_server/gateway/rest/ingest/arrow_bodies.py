@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -44,6 +44,9 @@ _END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _MAPS: Final = ("reward_components", "sampling", "tags", "metrics")
 
 
+_Item = TypeVar("_Item")
+
+
 class _Row(NamedTuple):
     """One row of a stream: its place, and a value per column that it has."""
 
@@ -65,7 +68,7 @@ def parse_trajectories(body: bytes) -> list[Write]:
     members: dict[TrajectoryKey, list[_Row]] = {}
     for row in _rows(body, COLUMNS, required=REQUIRED):
         with named_fields("rows", row.number):
-            members.setdefault(_key_of(row.values, required=REQUIRED), []).append(row)
+            members.setdefault(_key_of(row.values), []).append(row)
     if len(members) > MAX_ITEMS:
         raise InvalidTurnError("rows", f"are of {len(members)} trajectories, more than {MAX_ITEMS}")
     return [_write(item, key, rows) for item, (key, rows) in enumerate(members.items())]
@@ -77,13 +80,7 @@ def parse_turns(body: bytes) -> list[Write]:
     Raises:
         RecordError, InvalidTurnError: as of `parse_trajectories`.
     """
-    writes: list[Write] = []
-    for number, values in _rows(body, TURN_COLUMNS, required=REQUIRED_OF_TURNS):
-        if number == MAX_ITEMS:
-            raise InvalidTurnError("rows", f"are more than {MAX_ITEMS}")
-        with named_fields("rows", number):
-            writes.append(_turn_write(number, values))
-    return writes
+    return _items(body, TURN_COLUMNS, required=REQUIRED_OF_TURNS, item_of=_turn_write)
 
 
 def parse_groups(body: bytes) -> list[Opening]:
@@ -92,24 +89,31 @@ def parse_groups(body: bytes) -> list[Opening]:
     Raises:
         RecordError, InvalidTurnError: as of `parse_trajectories`.
     """
-    openings: list[Opening] = []
-    for number, values in _rows(body, GROUP_COLUMNS, required=REQUIRED_OF_GROUPS):
+    return _items(body, GROUP_COLUMNS, required=REQUIRED_OF_GROUPS, item_of=_opening)
+
+
+def _items(
+    body: bytes,
+    columns: Mapping[str, Kind],
+    *,
+    required: Sequence[str],
+    item_of: Callable[[int, Mapping[str, Any]], _Item],
+) -> list[_Item]:
+    """Return an item per row, from its number and its values."""
+    items: list[_Item] = []
+    for number, values in _rows(body, columns, required=required):
         if number == MAX_ITEMS:
             raise InvalidTurnError("rows", f"are more than {MAX_ITEMS}")
         with named_fields("rows", number):
-            _check_present(values, required=REQUIRED_OF_GROUPS)
-            openings.append(opening_of(_group(values), samples=values.get("samples")))
-    return openings
+            items.append(item_of(number, values))
+    return items
 
 
-def _check_present(values: Mapping[str, Any], *, required: Sequence[str]) -> None:
-    for name in required:
-        if values[name] is None:
-            raise InvalidTurnError(name, "is null")
+def _opening(_: int, values: Mapping[str, Any]) -> Opening:
+    return opening_of(_group(values), samples=values.get("samples"))
 
 
-def _key_of(values: Mapping[str, Any], *, required: Sequence[str]) -> TrajectoryKey:
-    _check_present(values, required=required)
+def _key_of(values: Mapping[str, Any]) -> TrajectoryKey:
     key = TrajectoryKey(values["group_id"], values["sample"], values.get("attempt") or 0)
     return checked_key(key, num_samples=values.get("num_samples"))
 
@@ -126,7 +130,7 @@ def _write(item: int, key: TrajectoryKey, rows: Sequence[_Row]) -> Write:
 
 
 def _turn_write(item: int, values: Mapping[str, Any]) -> Write:
-    key = _key_of(values, required=REQUIRED_OF_TURNS)
+    key = _key_of(values)
     if values["turn"] < 0:
         raise InvalidTurnError("turn", f"expected at least 0, got {values['turn']}")
     if not values.get("seal"):
@@ -200,7 +204,11 @@ def _rows(body: bytes, columns: Mapping[str, Kind], *, required: Sequence[str]) 
             names = batch.schema.names
             found = [_values(batch.column(name), name=name) for name in names]
             for values in zip(*found, strict=True):
-                yield _Row(next(numbers), dict(zip(names, values, strict=True)))
+                row = _Row(next(numbers), dict(zip(names, values, strict=True)))
+                for name in required:
+                    if row.values[name] is None:
+                        raise InvalidTurnError(f"rows.{row.number}.{name}", "is null")
+                yield row
     except UnicodeDecodeError as error:
         raise RecordError(f"the body has a text that is not UTF-8: {error}") from error
 
