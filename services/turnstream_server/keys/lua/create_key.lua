@@ -1,6 +1,6 @@
 #!lua
--- Store an API key, unless another key has its name, or the same key has another record. A record
--- that cannot be read has no name.
+-- Store an API key, unless another key has its name, or the same key has another record.
+-- Damaged records have no name.
 -- KEYS  keys
 -- ARGV  id of the key, record, name
 -- Reply {created} or {taken}
