@@ -106,10 +106,11 @@ class LocalStack:
         password = (self.volume(f"store-{user}") / "password").read_text()
         return self._at_store(f"redis://{user}:{password}@redis:6379")
 
-    def start_store(self, *, binary: str | None = None) -> subprocess.Popen[bytes]:
+    def start_store(self, *flags: str, binary: str | None = None) -> subprocess.Popen[bytes]:
         """Start the store with its users and its data, and return its process.
 
         Args:
+            *flags: further settings of the server, which replace those of the file.
             binary: None takes redis-server, or Valkey where none is installed.
         """
         service = self._services["redis"]
@@ -123,6 +124,7 @@ class LocalStack:
             *(binary or shutil.which("redis-server") or str(find_binary()), *service["command"]),
             *("--dir", str(self.volume("store")), "--bind", "127.0.0.1", "--aclfile", str(users)),
             *self._port_flags(),
+            *flags,
         ]
         log = self.folder / "redis.log"
         return self._stack.enter_context(_running(command, {**os.environ}, log))
