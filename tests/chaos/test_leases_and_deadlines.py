@@ -27,6 +27,9 @@ LOST = "w-1/0/0"
 CUT = "w-1/1/0"
 """Its generator dies inside the second of three turns. The other member is sealed by then."""
 
+REFILLS = {f"h-0/2/{refill}" for refill in range(1, 5)}
+"""Refills of the trajectory that hangs until the deadline of its group."""
+
 
 def _start_rig(start_rig: StartRig, **fields: Any) -> Rig:
     """Batches of two groups; leases are short, unless `fields` says otherwise."""
@@ -191,10 +194,11 @@ def test_member_that_hangs_delays_its_group_until_the_deadline(
 ) -> None:
     # Fault 21: the generator lives and keeps its lease. A restarted batcher reads the same events
     # and is not delayed again. All other groups are complete before a batcher leads, so only the
-    # deadline of the hanging group passes. A refill has a longer deadline.
+    # deadline of the hanging group passes. A refill has a longer deadline; on a busy machine it may
+    # pass too, and another refill follows.
     deadline: dict[str, Any] = {"group_deadline_s": 0.5}
     if policy == "refill":
-        deadline = {"group_deadline_s": 4.0, "max_refills": 4}
+        deadline = {"group_deadline_s": 4.0, "max_refills": len(REFILLS)}
     rig = _start_rig(start_rig, lease_s=GENERATOR_LEASE_S, deadline_policy=policy, **deadline)
     hung = "h-0/2/0"
     rig.start_generator("h", groups=1, samples=3, hang_in=hung)
@@ -214,12 +218,10 @@ def test_member_that_hangs_delays_its_group_until_the_deadline(
     end.touch()
     rig.drain()
 
-    expected = {
-        "drop": set[str](),
-        "train_short": before,
-        "refill": {*before, "h-0/2/1"},
-    }
-    assert {name for name in rig.trained() if name.startswith("h-")} == expected[policy]
+    trained = {name for name in rig.trained() if name.startswith("h-")}
+    refilled = trained & REFILLS
+    assert len(refilled) == (1 if policy == "refill" else 0)
+    assert trained == (set() if policy == "drop" else before | refilled)
 
 
 def _is_decided(rig: Rig, policy: str) -> bool:
@@ -229,4 +231,4 @@ def _is_decided(rig: Rig, policy: str) -> bool:
         return first.startswith("incomplete") and "its deadline passed" in first
     if policy == "train_short":
         return first.startswith("planned") and not hung.startswith("open")
-    return rig.entry("h-0/2/1").startswith(("sealed", "planned"))
+    return any(rig.entry(name).startswith(("sealed", "planned")) for name in REFILLS)
