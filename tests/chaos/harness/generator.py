@@ -119,6 +119,9 @@ class _Generator:
             except NotReadyError:
                 self._log.write("no_refill")
                 continue
+            except StoreUnavailableError as error:
+                self._log.write("not_answered", error=repr(error))
+                continue
             self._log.write("granted", trajectory=refill.key.trajectory_id)
             self._play_trajectory(self._publisher.refill_trajectory(refill))
 
