@@ -7,16 +7,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import redis
 
 import turnstream
 from testkit import wait_until
 from testkit.compose import LocalStack, Started
 from testkit.datums import as_sent, random_data
 from testkit.sdks import NEWEST, Sdk
+from turnstream.errors import RunNotFoundError
 from turnstream.store.client.connection import connect
+from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.models.byte_model import write_byte_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -37,10 +39,12 @@ def run_command(stack: LocalStack, *words: str) -> subprocess.CompletedProcess[s
     )
 
 
-def status(stack: LocalStack) -> dict[str, Any] | None:
-    """Return what `turnstream status demo --json` prints; None if there is no such run yet."""
-    done = run_command(stack, "status", "demo", "--json")
-    return json.loads(done.stdout) if done.returncode == 0 else None
+def num_committed(client: redis.Redis) -> int:
+    """Return the committed steps of the run `demo`; 0 if there is no such run yet."""
+    try:
+        return read_frontier(client, "demo").committed
+    except RunNotFoundError:
+        return 0
 
 
 def wait_until_ready(services: dict[str, Started]) -> None:
@@ -50,17 +54,17 @@ def wait_until_ready(services: dict[str, Started]) -> None:
 
 def train_to_the_end(stack: LocalStack, services: dict[str, Started], *, steps: int) -> None:
     """Train some steps and close the run: the ledger is balanced, and no command was refused."""
-    wait_until(
-        lambda: (status(stack) or {}).get("committed", 0) >= steps,
-        timeout_s=150,
-        describe=f"{steps} committed steps",
-    )
+    with connect(stack.store_url("operator")) as client:
+        wait_until(
+            lambda: num_committed(client) >= steps,
+            timeout_s=150,
+            describe=f"{steps} committed steps",
+        )
     assert run_command(stack, "run", "close", "demo").returncode == 0
     for name in HAS_ENDED:
         assert services[name].process.wait(90) == 0, services[name].log.read_text()
-    seen = status(stack)
+    seen = json.loads(run_command(stack, "status", "demo", "--json").stdout)
 
-    assert seen is not None
     assert sum(seen["ledger"].values()) == seen["accepted"] > 0
     assert seen["ledger"]["open"] == seen["ledger"]["sealed"] == seen["ledger"]["planned"] == 0
     assert seen["newest_batch"]["mean_reward"] > 0
