@@ -13,6 +13,7 @@ import testkit
 from testkit import group, wait_until
 from turnstream.errors import (
     ConflictError,
+    NotReadyError,
     RunNotFoundError,
     StoreBehindError,
     StoreUnavailableError,
@@ -129,14 +130,15 @@ def test_missing_run_without_progress_is_a_run_not_found_error(batcher: Any, gon
         next(stream)
 
 
-def test_first_wait_after_a_failure_is_short(batcher: Any, failing: Any) -> None:
-    # A restarted store may have lost a step and wait for it.
-    batcher.faults = [failing(StoreUnavailableError("loading"))]
+def test_waits_at_first_and_after_a_failure_are_short(batcher: Any, failing: Any) -> None:
+    # The batcher soon says what it waits for. A restarted store may have lost a step.
+    errors = [NotReadyError("no batch"), StoreUnavailableError("loading")]
+    batcher.faults = [failing(each) for each in errors]
 
     with BatchStream(batcher.target, RUN, timeout_s=60.0):
-        wait_until(lambda: len(batcher.gets) == 3, describe="three calls")
+        wait_until(lambda: len(batcher.gets) == 4, describe="four calls")
 
-    assert [request.wait_s for request in batcher.gets] == [15.0, 1.0, 15.0]
+    assert [request.wait_s for request in batcher.gets] == [1.0, 15.0, 1.0, 15.0]
 
 
 # ------------------------------------------------------------------- the batcher itself

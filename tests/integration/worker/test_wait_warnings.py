@@ -79,15 +79,18 @@ def test_stream_without_data_warns_with_the_batchers_reason(
 ) -> None:
     monkeypatch.setattr(wait_warnings, "EVERY_S", 0.5)  # the first may precede the reason
     start_batcher()
-    with run.batches(timeout_s=12.0) as batches, ThreadPoolExecutor(1) as threads:
+    with run.batches() as batches, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(next, batches)
-        warning, *_ = wait_until(
-            lambda: [each for each in warnings(caplog) if "0 of 1 groups ready" in each],
-            describe="the batcher's reason",
-        )
-        with run.publisher() as publisher:
-            publisher.publish(group("g0")).result(30)
-        waiting.result()
+        try:
+            warning, *_ = wait_until(
+                lambda: [each for each in warnings(caplog) if "0 of 1 groups ready" in each],
+                timeout_s=10.0,  # a Get waits for 15 s
+                describe="the batcher's reason",
+            )
+        finally:
+            with run.publisher() as publisher:
+                publisher.publish(group("g0")).result(30)
+            waiting.result()
 
     assert warning.startswith("step 1 of run 'waits' did not come within")
 

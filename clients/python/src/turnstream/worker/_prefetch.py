@@ -36,7 +36,7 @@ from turnstream.worker._calls import BatcherCalls, error_of, retry_delay_s
 from turnstream.worker.steps import PulledMiniBatch
 
 FIRST_WAIT_S = 1.0
-"""Wait of the first Get after a failed one."""
+"""Wait of the first Get for a step, and of the next one after a failure."""
 
 REPEAT_STEPS_S = 5.0
 """Longest wait for each repeated acknowledgement."""
@@ -89,6 +89,7 @@ class Progress:
             says why the batcher has no data yet.
         answered_s: time of the batcher's last message, or of the start.
         asked_s: time at which the present Get began.
+        wait_s: seconds that it may wait for its step.
     """
 
     step: int
@@ -100,6 +101,7 @@ class Progress:
     error: TurnstreamError | None = None
     answered_s: float = field(default_factory=time.monotonic)
     asked_s: float = field(default_factory=time.monotonic)
+    wait_s: float = FIRST_WAIT_S
 
 
 class Prefetcher:
@@ -122,7 +124,7 @@ class Prefetcher:
         wait_s: float,
         row_weights: RowWeights,
     ) -> None:
-        """Start the thread; each Get waits `wait_s` for its step.
+        """Start the thread; a Get waits `wait_s` at most for its step.
 
         Rows with other weights than `row_weights` are refused.
         """
@@ -207,11 +209,13 @@ class Prefetcher:
 
     def _read_step(self) -> None:
         progress = self.progress
-        # After a failure the wait is short: a restarted store may have lost acknowledgements.
-        is_retry = not isinstance(progress.error, NotReadyError | None)
+        # The first wait is short: the batcher soon says what it waits for. So is the one after a
+        # failure: a restarted store may have lost acknowledgements.
+        is_first = not isinstance(progress.error, NotReadyError)
+        progress.wait_s = min(FIRST_WAIT_S, self._wait_s) if is_first else self._wait_s
         messages = self._calls.get(
             progress.step,
-            wait_s=min(FIRST_WAIT_S, self._wait_s) if is_retry else self._wait_s,
+            wait_s=progress.wait_s,
             previous_hash=progress.previous_hash,
             manifest_hash=progress.manifest_hash if progress.hashes else "",
         )
@@ -298,7 +302,7 @@ class Prefetcher:
         self._calls.end_failed_get(error)
         if isinstance(error, NotReadyError):
             progress.answered_s = time.monotonic()
-            has_waited = progress.answered_s - progress.asked_s >= self._wait_s / 2
+            has_waited = progress.answered_s - progress.asked_s >= progress.wait_s / 2
             # The store may wait for a step that it has lost. The next Get gets the same error.
             with contextlib.suppress(UnavailableError):
                 self._calls.repeat_stepped(timeout_s=REPEAT_STEPS_S)
