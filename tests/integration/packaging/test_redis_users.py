@@ -146,7 +146,7 @@ def test_caller_without_a_user_is_refused(stack: LocalStack) -> None:
 def test_killed_store_with_users_keeps_every_write(binary: str, tmp_path: Path) -> None:
     # Redis reads its file as the user `default`. Without permissions of that user it dropped all
     # writes of a script that makes several of them: they are a transaction in the file.
-    # With `everysec` a store on a slow disk answers before it writes, and a kill costs answered writes.
+    # It syncs each write: with `everysec`, a store on a slow disk answers before it writes.
     always = ("--appendfsync", "always")
     source = "redis.call('HSET', KEYS[1], 'a', '1') redis.call('HSET', KEYS[1], 'b', '2')"
     with LocalStack(tmp_path) as stack:
