@@ -20,7 +20,7 @@ from turnstream.errors import (
 )
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import create_run
-from turnstream.worker import BatchStream
+from turnstream.worker import BatchStream, _prefetch
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
 
@@ -139,6 +139,22 @@ def test_waits_at_first_and_after_a_failure_are_short(batcher: Any, failing: Any
         wait_until(lambda: len(batcher.gets) == 4, describe="four calls")
 
     assert [request.wait_s for request in batcher.gets] == [1.0, 15.0, 1.0, 15.0]
+
+
+def test_step_that_is_not_ready_is_asked_for_again_without_a_pause(
+    batcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = list[Exception]()
+
+    def retry_delay_s(error: Exception, *, num_failures: int) -> float:
+        refused.append(error)
+        return 0.05 * num_failures
+
+    monkeypatch.setattr(_prefetch, "retry_delay_s", retry_delay_s)
+    with BatchStream(batcher.target, RUN, timeout_s=60.0):
+        wait_until(lambda: len(batcher.gets) == 2, describe="two calls")
+
+    assert refused == []
 
 
 # ------------------------------------------------------------------- the batcher itself
