@@ -26,7 +26,7 @@ class ModelRecord(NamedTuple):
     Attributes:
         model_id: `<session>:train:<number>`.
         base_model: name of its base model.
-        owner: see `owners.py`.
+        owner: the owner of its key, from `keys.records.owner_of`.
         lora_rank: rank of its adapter; 0 if all weights are trained.
         lora_seed: seed of the first weights of the adapter.
         train_attn, train_mlp, train_unembed: layers with an adapter.

@@ -48,7 +48,7 @@ class SamplerRecord(NamedTuple):
     Attributes:
         sampler_id: `<session>:sample:<number>`.
         base_model: name of its base model.
-        owner: see `owners.py`.
+        owner: the owner of its key, from `keys.records.owner_of`.
         model_path: path of its checkpoint; None for the base model, or for weights without a name.
         folder: weights below the shared folder of the workers; None for the base model.
     """

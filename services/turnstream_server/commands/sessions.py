@@ -42,7 +42,7 @@ class Session(NamedTuple):
 
     Attributes:
         session_id: without `:` and `/`.
-        owner: see `owners.py`.
+        owner: the owner of its key, from `keys.records.owner_of`.
         tags, user_metadata, display_name, sdk_version: as the client sent them.
         finished: the reason that the client gave at its end; "" while it works.
     """
