@@ -20,13 +20,13 @@ from turnstream.service import DEFAULT_URL, URL_VARIABLE
 from turnstream.store.client.api_keys import FILE_VARIABLE
 from turnstream.store.client.connection import checked_url, connect
 from turnstream.store.client.http_address import is_http
-from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.run.batchers import wait_for_batchers
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import create_run
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream_server import failpoints
+from turnstream_server.bus.core.stores import check_store
 from turnstream_server.keys.policy import requires_key
 from turnstream_server.observed import batcher_check, observe_process, run_check
 from turnstream_server.options import split_address
@@ -45,6 +45,9 @@ _logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.5
 """Seconds between two attempts; connecting to a store that is away takes as long again."""
+
+_SILENT_S: Final = 5.0
+"""A store that does not answer for so long is reported."""
 
 _Result = TypeVar("_Result")
 
@@ -107,7 +110,7 @@ def start_batcher(
     readiness.wait_for("store", "it has not answered yet")
     redis_url = store_url(settings, redis_url)
     failpoints.arm(settings.failpoint)
-    wait_for_store(redis_url, timeout_s=settings.start_wait_s)
+    wait_for_store(redis_url, durability=settings.durability, timeout_s=settings.start_wait_s)
     folder = settings.archive_dir
     archive = functools.partial(archive_step, redis_url, folder=folder) if folder else None
     hot_batches = settings.ledger_hot_batches
@@ -152,7 +155,7 @@ def start_gateway(
     readiness.wait_for("store", "it has not answered yet")
     redis_url = store_url(settings, redis_url)
     failpoints.arm(settings.failpoint)
-    wait_for_store(redis_url, timeout_s=settings.start_wait_s)
+    wait_for_store(redis_url, durability=settings.durability, timeout_s=settings.start_wait_s)
     listen = listen or f"{settings.http_host}:{settings.http_port}"
     options = GatewayOptions(
         redis_url=redis_url,
@@ -164,6 +167,7 @@ def start_gateway(
         requires_key=_requires_key(settings, redis_url, listen, is_insecure=is_insecure),
         tls=read_tls(settings.tls_cert, settings.tls_key),
         readiness=readiness,
+        durability=settings.durability,
     )
     run_gateway(options)
 
@@ -189,14 +193,14 @@ def start_trainer(
     readiness = observe_process(settings, service="trainer", listen=config.metrics_listen)
     readiness.wait_for("engine", "the model is not loaded yet")
     redis_url, wait_s = store_url(settings, config.redis_url), settings.start_wait_s
-    readiness.add("store", store_check(redis_url))
+    readiness.add("store", store_check(redis_url, durability=settings.durability))
     readiness.add("run", run_check(redis_url, config.run))
     readiness.add("folder", folder_check(config.folder, is_written=True))
     if not config.batcher_target:
         readiness.add("batcher", batcher_check(redis_url))
     failpoints.arm(settings.failpoint)
     if new_run is not None:
-        wait_for_store(redis_url, timeout_s=wait_s)
+        wait_for_store(redis_url, durability=settings.durability, timeout_s=wait_s)
         with connect(redis_url) as client:
             create_run(client, config.run, new_run)
     wait_for_own_key(settings)
@@ -221,7 +225,7 @@ def start_live_generator(
     )
     readiness.wait_for("weights", "no weights are loaded yet")
     config = dataclasses.replace(config, redis_url=generator_url(settings, config.redis_url))
-    readiness.add("store", store_check(config.redis_url))
+    readiness.add("store", store_check(config.redis_url, durability=settings.durability))
     readiness.add("run", run_check(config.redis_url, config.run))
     wait_for_run(config.redis_url, config.run, timeout_s=settings.start_wait_s)
     run_live_generator(config, readiness)
@@ -235,7 +239,7 @@ def start_replay(settings: Settings, config: ReplayConfig, *, metrics_listen: st
         settings, service="replayer", name=config.writer, listen=metrics_listen
     )
     config = dataclasses.replace(config, redis_url=generator_url(settings, config.redis_url))
-    readiness.add("store", store_check(config.redis_url))
+    readiness.add("store", store_check(config.redis_url, durability=settings.durability))
     readiness.add("run", run_check(config.redis_url, config.run))
     run_replay(config)
 
@@ -250,12 +254,12 @@ def start_engine(settings: Settings, options: EngineOptions, *, metrics_listen: 
     readiness = observe_process(settings, service="engine", listen=metrics_listen)
     readiness.wait_for("base_models", "they are not loaded yet")
     redis_url, wait_s = store_url(settings, options.redis_url), settings.start_wait_s
-    readiness.add("store", store_check(redis_url))
+    readiness.add("store", store_check(redis_url, durability=settings.durability))
     readiness.add("folder", folder_check(options.folder, is_written=True))
     if not options.batcher_target:
         readiness.add("batcher", batcher_check(redis_url))
     failpoints.arm(settings.failpoint)
-    wait_for_store(redis_url, timeout_s=wait_s)
+    wait_for_store(redis_url, durability=settings.durability, timeout_s=wait_s)
     wait_for_own_key(settings)
     if not options.batcher_target:
         wait_for_batcher(redis_url, timeout_s=wait_s)
@@ -270,10 +274,10 @@ def start_sampler(settings: Settings, options: SamplerOptions, *, metrics_listen
     readiness = observe_process(settings, service="sampler", listen=metrics_listen)
     readiness.wait_for("base_models", "they are not loaded yet")
     redis_url = store_url(settings, options.redis_url)
-    readiness.add("store", store_check(redis_url))
+    readiness.add("store", store_check(redis_url, durability=settings.durability))
     readiness.add("folder", folder_check(options.folder, is_written=False))
     failpoints.arm(settings.failpoint)
-    wait_for_store(redis_url, timeout_s=settings.start_wait_s)
+    wait_for_store(redis_url, durability=settings.durability, timeout_s=settings.start_wait_s)
     api_key = settings.push_api_key.get_secret_value() if settings.push_api_key else ""
     options = dataclasses.replace(options, redis_url=redis_url, push_api_key=api_key)
     run_sampler(options, readiness)
@@ -304,14 +308,9 @@ def wait_for_own_key(settings: Settings) -> None:
     _repeat(find, timeout_s=settings.start_wait_s)
 
 
-def wait_for_store(url: str, *, timeout_s: float) -> None:
-    """Return as soon as the store answers."""
-
-    def ping(client: redis.Redis) -> None:
-        with translating():
-            client.ping()
-
-    _retry(url, ping, timeout_s=timeout_s)
+def wait_for_store(url: str, *, durability: str, timeout_s: float) -> None:
+    """Return as soon as the store answers; InvalidConfigError if it would lose data."""
+    _repeat(lambda: check_store(url, durability=durability), timeout_s=timeout_s)
 
 
 def wait_for_run(url: str, run: str, *, timeout_s: float) -> None:
@@ -330,7 +329,7 @@ def _retry(url: str, attempt: Callable[[redis.Redis], _Result], *, timeout_s: fl
     """Repeat an attempt at a store while something is away."""
 
     def connected() -> _Result:
-        with connect(url, num_retries=0) as client:
+        with connect(url, num_retries=0, silent_s=_SILENT_S) as client:
             return attempt(client)
 
     return _repeat(connected, timeout_s=timeout_s)

@@ -46,6 +46,7 @@ class GatewayOptions:
         max_store_connections: most connections to the store at the same time.
         shutdown_grace_s: time for requests in progress after a request to stop.
         readiness: receives the checks of the dependencies.
+        durability: "everysec" or "fsync", which the store must have.
     """
 
     redis_url: str
@@ -62,3 +63,4 @@ class GatewayOptions:
     max_store_connections: int = 32
     shutdown_grace_s: float = 5.0
     readiness: Readiness = field(default_factory=lambda: Readiness("gateway"))
+    durability: str = "everysec"

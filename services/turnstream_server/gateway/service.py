@@ -145,7 +145,7 @@ def _add_checks(options: GatewayOptions) -> None:
             return "" if served_bases(client) else "no worker serves a base model"
 
     readiness = options.readiness
-    readiness.add("store", store_check(options.redis_url))
+    readiness.add("store", store_check(options.redis_url, durability=options.durability))
     readiness.add("base_models", base_models, is_needed=False)
     if options.folder is not None:
         readiness.add("folder", folder_check(options.folder, is_written=False))

@@ -9,18 +9,28 @@ from typing import Final
 from turnstream.errors import TurnstreamError
 from turnstream.store.client.connection import connect
 from turnstream.store.client.replies import translating
+from turnstream.store.client.server_checks import SYNCS_OF
 from turnstream_server.telemetry.readiness import Check
 
 _ANSWER_S: Final = 2.0
 
 
-def store_check(url: str) -> Check:
-    """Return a check that the store answers."""
+def store_check(url: str, *, durability: str) -> Check:
+    """Return a check that the store answers, and keeps what it acknowledges.
+
+    Args:
+        url: its address, or that of a gateway.
+        durability: "everysec" or "fsync", which the store must have.
+    """
+    syncs = SYNCS_OF[durability]
 
     def check() -> str:
         # A connection for each check: an idle one would cost more between two of them.
         try:
-            with connect(url, num_retries=0, silent_s=_ANSWER_S) as client, translating():
+            with (
+                connect(url, num_retries=0, silent_s=_ANSWER_S, syncs=syncs) as client,
+                translating(),
+            ):
                 client.ping()
         except TurnstreamError as error:
             return str(error)

@@ -6,7 +6,8 @@ import pytest
 import redis
 from pydantic import SecretStr
 
-from turnstream.errors import InvalidConfigError, RejectedError, StoreUnavailableError
+from turnstream.errors import InvalidConfigError, StoreUnavailableError
+from turnstream.store.client.connection import address_of
 from turnstream_server.bus.core.stores import check_store, open_store
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.settings import Settings
@@ -70,7 +71,7 @@ def test_an_external_server_that_would_lose_data_is_refused(
     assert caught.value.field == setting
     assert repr(value) in caught.value.message
     assert repr(needed) in caught.value.message
-    assert external.url in caught.value.message
+    assert address_of(external.url) in caught.value.message
 
 
 def test_server_without_sync_during_a_rewrite_is_refused(
@@ -91,7 +92,7 @@ def test_server_with_unreadable_settings_counts_as_everysec(
     url = external.url.replace("redis://", "redis://guest:s@")
 
     check_store(url, durability="everysec")
-    with pytest.raises(RejectedError, match="denied access"):
+    with pytest.raises(InvalidConfigError, match="has 'hidden'; needed is 'always'"):
         check_store(url, durability="fsync")
 
 
@@ -113,7 +114,7 @@ def test_a_password_is_not_shown_in_an_error(external: EmbeddedServer, client: r
     client.config_set("appendonly", "no")
     url = external.url.replace("redis://", "redis://someone:secret@")
 
-    with pytest.raises(InvalidConfigError, match=r"someone:\*\*\*@") as caught:
+    with pytest.raises(InvalidConfigError, match="appendonly") as caught:
         check_store(url, durability="everysec")
 
     assert "secret" not in str(caught.value)

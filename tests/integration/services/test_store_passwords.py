@@ -23,7 +23,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """Run a store whose users have passwords."""
     with LocalStack(tmp_path_factory.mktemp("passwords")) as stack:
         stack.start_store()
-        bootstrap.wait_for_store(stack.store_url("operator"), timeout_s=30)
+        bootstrap.wait_for_store(stack.store_url("operator"), durability="everysec", timeout_s=30)
         yield stack
 
 

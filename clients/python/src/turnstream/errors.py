@@ -6,6 +6,7 @@
     ├── BatchingError (ValueError)          bad input: correct it, do not retry
     │   ├── InvalidTurnError                a field of a turn is wrong: names field and value
     │   ├── InvalidConfigError              a run configuration that cannot work: names the field
+    │   │   └── UnsafeStoreError            a store whose settings lose acknowledged writes
     │   ├── RowTooLongError                 a row is longer than the width or capacity asked for
     │   └── UnsupportedEstimatorError       an estimator that this data makes meaningless
     ├── RecordError (ValueError)            bytes not understood: dead-letter them
@@ -73,6 +74,10 @@ class InvalidTurnError(_NamesField, BatchingError):
 
 class InvalidConfigError(_NamesField, BatchingError):
     """A setting, or a combination of settings, that cannot work."""
+
+
+class UnsafeStoreError(InvalidConfigError):
+    """A store that would lose acknowledged writes, or is too old. `field` names its setting."""
 
 
 class RowTooLongError(BatchingError):

@@ -8,6 +8,7 @@ A leader writes through a client whose connections all lead to that instance.
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 import redis.asyncio
@@ -29,7 +30,9 @@ class PinnedClient:
     def __init__(self, url: str) -> None:
         self.run_id = ""
         self.client: redis.asyncio.Redis = connect_async(url)
-        self.client.connection_pool.connection_kwargs["redis_connect_func"] = self._meet
+        options = self.client.connection_pool.connection_kwargs
+        self._check: Callable[[Any], Awaitable[None]] | None = options.get("redis_connect_func")
+        options["redis_connect_func"] = self._meet
 
     async def __aenter__(self) -> Self:
         return self
@@ -38,7 +41,7 @@ class PinnedClient:
         await to_the_end(self.client.aclose())
 
     async def _meet(self, connection: Any) -> None:
-        await connection.on_connect()
+        await (connection.on_connect() if self._check is None else self._check(connection))
         await connection.send_command("INFO", "server", check_health=False)
         answer: bytes = await connection.read_response()
         found = _RUN_ID.search(answer)

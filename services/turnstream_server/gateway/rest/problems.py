@@ -44,6 +44,7 @@ _KINDS: Final[tuple[tuple[type[Exception], _Kind], ...]] = (
     (errors.NotReadyError, _Kind(429, "not-ready", "Not now")),
     (errors.UnavailableError, _Kind(503, "unavailable", "A service is away")),
     (errors.RecordError, _Kind(400, "unreadable", "The body cannot be read")),
+    (errors.UnsafeStoreError, _Kind(503, "unsafe-store", "The store would lose data")),
     (errors.BatchingError, _Kind(422, "invalid", "A field has a wrong value")),
 )
 """The first type that fits counts."""

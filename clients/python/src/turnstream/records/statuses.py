@@ -31,6 +31,7 @@ _STATUSES: Final[dict[type[TurnstreamError], str]] = {
     errors.BatchingError: "INVALID_ARGUMENT",
     errors.InvalidTurnError: "INVALID_ARGUMENT",
     errors.InvalidConfigError: "INVALID_ARGUMENT",
+    errors.UnsafeStoreError: "INVALID_ARGUMENT",
     errors.RowTooLongError: "INVALID_ARGUMENT",
     errors.UnsupportedEstimatorError: "INVALID_ARGUMENT",
     errors.RecordError: "DATA_LOSS",

@@ -12,7 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from turnstream.errors import AccessDeniedError, RecordError
 from turnstream.store.client import keys as names
-from turnstream.store.client.connection import MAX_BLOCK_S, SETTINGS
+from turnstream.store.client.connection import MAX_BLOCK_S
+from turnstream.store.client.server_checks import SETTINGS
 from turnstream.store.run.credits import CREDIT_FIELDS
 from turnstream.store.run.tasks import PROMPT_FIELDS
 from turnstream.types.names import RunId, decode_name, encode_run, shown

@@ -9,14 +9,14 @@ from typing import Any, Final, NamedTuple, cast
 
 from redis.exceptions import ResponseError
 
-from turnstream.errors import InvalidConfigError, TurnstreamError
+from turnstream.errors import TurnstreamError
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.connection import SETTINGS, unsafe_setting
 from turnstream.store.client.replies import Refusal, error_text, parse_refusal, translate
 from turnstream.store.client.run_ids import is_id, no_such_run, parse_incarnation
 from turnstream.store.client.scripts import Argument, Command, Script, pack
+from turnstream.store.client.server_checks import SETTINGS
 from turnstream.store.run.budget import RESERVE, settled_lease
 from turnstream.store.run.configs import read_config_command
 from turnstream.store.run.groups import OPEN_GROUP, group_size
@@ -147,12 +147,6 @@ class Round(NamedTuple):
             return None
         words = [word.decode() for word in answer] if isinstance(answer, list) else []
         return dict(zip(words[::2], words[1::2], strict=True))
-
-    def refusal_of_store(self, replies: Sequence[Any]) -> InvalidConfigError | None:
-        """Return why this store gets no writes: a setting loses more than its mode allows."""
-        if not self.loads_scripts:
-            return None
-        return unsafe_setting(self.settings(replies) or {}, where="the store")
 
     @property
     def is_heartbeat(self) -> bool:

@@ -258,9 +258,6 @@ class Outbox:
 
     def answered(self, sent: Round, *, replies: Sequence[Any], now_s: float) -> None:
         """The store answered the round; `replies` holds values and ResponseErrors."""
-        if refusal := sent.refusal_of_store(replies):
-            self.lost(sent, error=refusal, now_s=now_s)
-            return
         if not self._ends(sent):
             return
         self.outage.answered_s = now_s

@@ -6,8 +6,8 @@ The address of a gateway, `http://` or `https://`, has the same clients: see htt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
-from typing import Any, Final
+from collections.abc import Collection
+from typing import Any
 from urllib.parse import urlsplit
 
 import redis
@@ -23,6 +23,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.optional import from_extra
 from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SOCKET_TIMEOUT_S
 from turnstream.store.client.http_address import http_host_and_port, is_http, parse_http
+from turnstream.store.client.server_checks import SYNCS, checking, checking_async
 from turnstream.types.names import shown, text_trouble
 
 MAX_BLOCK_S = 10.0
@@ -42,20 +43,26 @@ _LONGEST_PAUSE_S = 0.5
 
 
 def connect(
-    url: str, *, num_retries: int = NUM_RETRIES, silent_s: float = SOCKET_TIMEOUT_S
+    url: str,
+    *,
+    num_retries: int = NUM_RETRIES,
+    silent_s: float = SOCKET_TIMEOUT_S,
+    syncs: Collection[str] = SYNCS,
 ) -> redis.Redis:
     """Return a client for `redis://`, `rediss://`, `unix://`, `http://` or `https://`.
 
-    The first use connects it.
+    The first use connects it. Each connection refuses a server that would lose acknowledged writes:
+    see server_checks.py. The error of a gateway's address is that of the gateway.
 
     Args:
         url: address of the store, or of a gateway; see `http_address.with_key` for its key.
         num_retries: retries of a command after a lost connection.
         silent_s: seconds without an answer after which a server counts as away.
+        syncs: values of `appendfsync` that are accepted.
     """
     backoff = ExponentialBackoff(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
     retry = Retry(backoff, num_retries, supported_errors=(RedisConnectionError,))
-    return redis.Redis.from_pool(_pool(url, retry=retry, socket_timeout=silent_s))
+    return redis.Redis.from_pool(_pool(url, retry=retry, socket_timeout=silent_s, syncs=syncs))
 
 
 def limited_client(client: redis.Redis, *, timeout_s: float) -> redis.Redis:
@@ -127,10 +134,10 @@ def address_of_client(client: redis.Redis | redis.asyncio.Redis) -> str:
     return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', _PORT)}"
 
 
-def _pool(url: str, **options: Any) -> redis.ConnectionPool:
+def _pool(url: str, *, syncs: Collection[str] = SYNCS, **options: Any) -> redis.ConnectionPool:
     settings = {**_options(), **options}
     if not is_http(url):
-        return redis.ConnectionPool.from_url(url, **settings)
+        return redis.ConnectionPool.from_url(url, redis_connect_func=checking(syncs), **settings)
     gateway = parse_http(url)
     with from_extra("http", needed_by="an address that begins with http"):
         from turnstream.store.client.http_connection import HttpConnection, http_settings
@@ -140,7 +147,8 @@ def _pool(url: str, **options: Any) -> redis.ConnectionPool:
 def _async_pool(url: str, **options: Any) -> redis.asyncio.ConnectionPool:
     settings = {**_options(), **options}
     if not is_http(url):
-        return redis.asyncio.ConnectionPool.from_url(url, **settings)
+        check = checking_async()
+        return redis.asyncio.ConnectionPool.from_url(url, redis_connect_func=check, **settings)
     gateway = parse_http(url)
     with from_extra("http", needed_by="an address that begins with http"):
         from turnstream.store.client.http_connection import AsyncHttpConnection, http_settings
@@ -211,33 +219,3 @@ class AsyncLink:
     async def close(self) -> None:
         """Disconnect. Safe to repeat."""
         await self._connection.disconnect(nowait=True)
-
-
-SETTINGS: Final = ("appendfsync", "no-appendfsync-on-rewrite")
-"""Settings that are read."""
-
-SYNCS: Final = ("everysec", "always")
-"""Safe values of `appendfsync`: with "no" the system syncs after half a minute or longer."""
-
-
-def unsafe_setting(
-    found: Mapping[str, str], *, where: str, syncs: Collection[str] = SYNCS
-) -> InvalidConfigError | None:
-    """Return the error of the first setting that loses acknowledged writes; None if none does.
-
-    With `no-appendfsync-on-rewrite` nothing is synced while the file is rewritten.
-
-    >>> unsafe = {"appendfsync": "everysec", "no-appendfsync-on-rewrite": "yes"}
-    >>> str(unsafe_setting(unsafe, where="the store"))
-    "no-appendfsync-on-rewrite: the store has 'yes'; needed is 'no'"
-
-    Args:
-        found: settings of the server.
-        where: name of the server.
-        syncs: safe values of `appendfsync`; an error asks for the first.
-    """
-    for name, safe in zip(SETTINGS, (tuple(syncs), ("no",)), strict=True):
-        value = found.get(name)
-        if value is not None and value not in safe:
-            return InvalidConfigError(name, f"{where} has {value!r}; needed is {safe[0]!r}")
-    return None

@@ -17,7 +17,7 @@ FIRST_ESTIMATE: Final = 65_536
 
 
 def store_trouble(facts: Mapping[str, Any]) -> str:
-    """Return why a store refuses writes now; empty if it takes them.
+    """Return why a store refuses or loses writes now; empty if it keeps them.
 
     Full memory does not count: producers wait, and calls that free memory are not refused.
 
@@ -33,6 +33,8 @@ def store_trouble(facts: Mapping[str, Any]) -> str:
     """
     if int(facts.get("loading", 0)):
         return "the store is loading its data"
+    if not int(facts.get("aof_enabled", 1)):
+        return "the store keeps no append-only file: set its appendonly to yes"
     if facts.get("aof_last_write_status", "ok") != "ok":
         return "the store refuses writes: its last write to the disk failed"
     return ""
