@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -13,6 +16,9 @@ from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import checked_url
 from turnstream.store.client.http_address import is_http, without_key
 from turnstream.store.client.passwords import with_password_of
+
+_OF_EXAMPLES: Final = frozenset({"TURNSTREAM_HTTP_URL"})
+_OF_OTHERS: Final = re.compile(r"^TURNSTREAM_TEST_|_SERVICE_(HOST|PORT)|_PORT(_\d+_|$)")
 
 
 class Settings(BaseSettings):
@@ -52,7 +58,9 @@ class Settings(BaseSettings):
         failpoint: place at which the process is to die, for tests; see failpoints.py.
     """
 
-    model_config = SettingsConfigDict(env_prefix="TURNSTREAM_", frozen=True, env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        env_prefix="TURNSTREAM_", frozen=True, env_ignore_empty=True, allow_inf_nan=False
+    )
 
     redis_url: SecretStr | None = None
     redis_password_file: Path | None = None
@@ -105,13 +113,39 @@ class Settings(BaseSettings):
 
 
 def read_settings() -> Settings:
-    """Return the settings of the environment."""
+    """Return the settings of the environment.
+
+    Raises:
+        InvalidConfigError: a value is wrong, or a name `TURNSTREAM_...` is no setting.
+    """
+    if unknown := unknown_name(os.environ):
+        raise unknown
     try:
         return Settings()
     except ValidationError as error:
         first = error.errors()[0]
         name = "_".join(str(part) for part in first["loc"]).upper()
         raise InvalidConfigError(f"TURNSTREAM_{name}", first["msg"]) from error
+
+
+def unknown_name(environment: Mapping[str, str]) -> InvalidConfigError | None:
+    """Return the error of the first variable that looks like a setting and is none.
+
+    Names of tests are ignored, and those that Kubernetes makes for a service of that name.
+
+    >>> str(unknown_name({"TURNSTREAM_LEASE": "5"}))
+    'TURNSTREAM_LEASE: it is no setting; did you mean TURNSTREAM_LEASE_S?'
+    >>> unknown_name({"TURNSTREAM_REDIS_PORT_6379_TCP": "tcp://10.0.0.7:6379", "PATH": ""})
+    """
+    known = {name.upper() for name in Settings.model_fields}
+    for name in sorted(environment):
+        prefix, _, rest = name.partition("_")
+        is_ours = prefix == "TURNSTREAM" and rest not in known and name not in _OF_EXAMPLES
+        if is_ours and not _OF_OTHERS.search(name):
+            close = difflib.get_close_matches(rest, known, n=1)
+            hint = f"did you mean {prefix}_{close[0]}?" if close else "see `turnstream config`"
+            return InvalidConfigError(name, f"it is no setting; {hint}")
+    return None
 
 
 def checked_store_url(url: str, *, field: str) -> str:

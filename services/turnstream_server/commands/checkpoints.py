@@ -18,7 +18,7 @@ import redis.asyncio
 from turnstream.errors import RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
-from turnstream.types.names import encode_name
+from turnstream.types.names import file_name
 from turnstream_server.commands.checkpoint_paths import CheckpointPath
 from turnstream_server.commands.keys import EXPIRIES, owner_keys
 from turnstream_server.commands.writes import essential_write
@@ -62,14 +62,16 @@ def folder_of(path: CheckpointPath) -> PurePosixPath:
 
     >>> folder_of(CheckpointPath("S:train:0", "weights", "s1"))
     PurePosixPath('saved/S%3Atrain%3A0/weights/s1')
+    >>> folder_of(CheckpointPath("S:train:0", "weights", "..")).name
+    '%2E%2E'
     """
     names = (path.model_id, path.kind, path.name)
-    return PurePosixPath("saved", *(encode_name(each) for each in names))
+    return PurePosixPath("saved", *(file_name(each) for each in names))
 
 
 def session_folder(model_id: str, number: int) -> PurePosixPath:
     """Return the folder of weights that were saved for a sampling session of this number."""
-    return PurePosixPath("saved", encode_name(model_id), SESSION_WEIGHTS, str(number))
+    return PurePosixPath("saved", file_name(model_id), SESSION_WEIGHTS, str(number))
 
 
 def write_checkpoint(client: redis.Redis, owner: str, saved: SavedCheckpoint) -> None:

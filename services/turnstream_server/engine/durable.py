@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from turnstream.types.names import decode_name, encode_name
+from turnstream.types.names import decode_name, file_name
 from turnstream_server.commands.keys import MODEL_ID
 from turnstream_server.commands.results import Result, decode_result, encode_result
 from turnstream_server.models.folders import remove_folder
@@ -46,7 +46,7 @@ class DurableFolders:
     """
 
     def __init__(self, root: Path, model_id: str) -> None:
-        self._folder = root / _MODELS / encode_name(model_id)
+        self._folder = root / _MODELS / file_name(model_id)
 
     def new_name(self, number: int) -> str:
         """Return a new name for a checkpoint after a command.

@@ -17,6 +17,7 @@ from turnstream.records.batches import COLUMNS, EncodedMiniBatch
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.types import SealedTrajectory
+from turnstream.types.names import file_name
 from turnstream_server.batcher.assembly.assembler import assemble_batch, read_planned_batch
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.bus.planning.trajectories import read_seals
@@ -35,8 +36,10 @@ def archive_path(folder: Path, run: str, step: int) -> Path:
 
     >>> archive_path(Path("archive"), "a/b", 17).as_posix()
     'archive/a%2Fb/step-00000017.parquet'
+    >>> archive_path(Path("archive"), "..", 17).as_posix()
+    'archive/%2E%2E/step-00000017.parquet'
     """
-    return folder / keys.encode_name(run) / f"step-{step:08d}.parquet"
+    return folder / file_name(run) / f"step-{step:08d}.parquet"
 
 
 def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:

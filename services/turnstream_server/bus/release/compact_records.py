@@ -32,6 +32,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream.types import TrajectoryKey
+from turnstream.types.names import file_name
 from turnstream_server.bus.core.scan import hash_fields
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 
@@ -120,10 +121,10 @@ def write_ledger_file(folder: Path, run: str, steps: range, records: Sequence[by
     """Write the records of these steps to a file, fsync it and return its name in the folder."""
     content = encode_ledger_file(records)
     digest = hashlib.sha256(content).hexdigest()[:12]
-    file_name = f"ledger-{steps[0]:08d}-{steps[-1]:08d}-{digest}.bin"
-    path = folder / keys.encode_name(run) / file_name
+    name = f"ledger-{steps[0]:08d}-{steps[-1]:08d}-{digest}.bin"
+    path = folder / file_name(run) / name
     write_durably(path, content)
-    return f"{path.parent.name}/{file_name}"
+    return f"{path.parent.name}/{name}"
 
 
 def write_durably(path: Path, content: bytes | memoryview) -> None:

@@ -93,7 +93,9 @@ def encode_run(run: str) -> str:
 
 
 def checked_run_name(name: str) -> str:
-    """Return the name of a run that is to be created; InvalidConfigError if it looks like an id.
+    """Return the name of a run that is to be created; InvalidConfigError if it has no address.
+
+    `.` and `..` have none below `/v1/runs`. Names that end like the ids of later runs are refused.
 
     >>> checked_run_name("maze~b")
     'maze~b'
@@ -102,6 +104,8 @@ def checked_run_name(name: str) -> str:
     turnstream.errors.InvalidConfigError: run: 'maze~2' ends in '~' and digits, as only the ids of \
 later runs of a name do; choose another name
     """
+    if name in (".", ".."):
+        raise InvalidConfigError("run", f"{name!r} is no name of a run; choose another name")
     if _RESERVED_END.search(name):
         raise InvalidConfigError(
             "run",
@@ -109,6 +113,19 @@ later runs of a name do; choose another name
             "choose another name",
         )
     return name
+
+
+def file_name(name: str) -> str:
+    """Return the name of a file or folder for the name of a run, a model or a checkpoint.
+
+    >>> file_name("a/b"), file_name("v1.0"), file_name("..")
+    ('a%2Fb', 'v1.0', '%2E%2E')
+
+    Raises:
+        ValueError: as `encode_name`.
+    """
+    encoded = encode_name(name)
+    return encoded.replace(".", "%2E") if encoded in (".", "..") else encoded
 
 
 def decode_name(encoded: str) -> str:
