@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import redis
@@ -33,11 +33,15 @@ _SHOWN_NUMBERS: Final = {"mean reward", "padding share", "merge ratio", "policy 
 
 
 def read_status(url: str, run: str | None) -> list[dict[str, Any]]:
-    """Return the status of one run, or of all runs of the store for None."""
+    """Return the status of one run, or of all runs of the store for None.
+
+    Raises:
+        UnknownFormatError: other releases wrote all of them.
+    """
     with store_client(url) as client:
         if run is not None:
             return [_read(client, open_run(client, run))]
-        return [*_read_all(client)]
+        return _read_all(client)
 
 
 def print_status(url: str, found: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -75,14 +79,21 @@ def print_reasons(content: Mapping[str, Any], console: Console) -> None:
         console.print(f"{reason['kind']}: {reason['sentence']}", highlight=False, soft_wrap=True)
 
 
-def _read_all(client: redis.Redis) -> Iterator[dict[str, Any]]:
+def _read_all(client: redis.Redis) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    unknown: list[UnknownFormatError] = []
     for run in list_runs(client):
         try:
-            yield _read(client, run)
+            found.append(_read(client, run))
         except RunNotFoundError:  # a deletion is in progress
             continue
         except UnknownFormatError as error:
-            logger.warning("%s", error)
+            unknown.append(error)
+    if unknown and not found:
+        raise unknown[0]
+    for error in unknown:
+        logger.warning("%s", error)
+    return found
 
 
 def _read(client: redis.Redis, run: str) -> dict[str, Any]:

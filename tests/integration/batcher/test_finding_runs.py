@@ -12,7 +12,7 @@ from testkit import group, wait_until_async
 from turnstream.errors import StoreUnavailableError
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
-from turnstream.store.run.runs import close_run, create_run, reopen_run
+from turnstream.store.run.runs import close_run, create_run, list_runs, reopen_run
 from turnstream.types import RecoveryToken
 from turnstream_server.batcher.planner.event_loop import background
 from turnstream_server.batcher.serving.registry import RunDiscovery
@@ -191,14 +191,17 @@ async def test_store_that_stops_answering_during_the_first_search_ends_the_start
 
 
 async def test_unreadable_name_hides_no_other_run(own_client, discover, found, caplog):
-    own_client.sadd(keys.RUNS, b"\xff")
+    own_client.sadd(keys.RUNS, b"\xff", "", "a b", "x" * 2_000)
     create(own_client, "good")
 
     await discover()
     create(own_client, "later")
 
     await found.has("good", "later")
-    assert r"run \xff is skipped for now" in caplog.text
+    refused = [each.getMessage() for each in caplog.records if "no name of a run" in each.message]
+    assert len(refused) == 4
+    assert "Traceback" not in caplog.text
+    assert list_runs(own_client) == ["good", "later"]
 
 
 async def test_run_that_cannot_be_opened_is_retried_and_hides_no_other(own_client, discover, found):

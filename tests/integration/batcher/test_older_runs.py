@@ -97,7 +97,7 @@ async def test_batcher_neither_leads_nor_serves_an_older_run(
 @pytest.mark.parametrize(
     "words",
     [
-        *(["status", RUN], ["why", RUN], ["run", "show", RUN], ["run", "pause", RUN]),
+        *(["status"], ["status", RUN], ["why", RUN], ["run", "show", RUN], ["run", "pause", RUN]),
         *(["run", "close", RUN], ["ledger", RUN], ["dead", "list", RUN]),
     ],
     ids=" ".join,

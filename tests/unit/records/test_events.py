@@ -88,6 +88,11 @@ def test_unknown_text_is_of_a_newer_release(event: Event, field: str):
     with pytest.raises(UnknownFormatError, match=r"newer release .*, with the value 'distil'"):
         decode_event(write_frame(EVENT, message.SerializeToString()))
 
+    setattr(getattr(message, message.WhichOneof("event") or ""), field, "")
+
+    with pytest.raises(CorruptRecordError, match="a text is empty"):
+        decode_event(write_frame(EVENT, message.SerializeToString()))
+
 
 @pytest.mark.parametrize(
     ("reason", "event"),

@@ -18,8 +18,9 @@ from turnstream.errors import RunNotFoundError, UnavailableError, UnknownFormatE
 from turnstream.store.client import keys
 from turnstream.store.client.connection import MAX_BLOCK_S
 from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import listed_run
 from turnstream.store.run.configs import check_format
-from turnstream.types.names import RunId
+from turnstream.types.names import shown
 from turnstream_server.batcher.planner.event_loop import repeat
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
@@ -194,11 +195,14 @@ class RunDiscovery:
 
     async def _report(self, names: Iterable[bytes]) -> None:
         for name in names:
+            run = listed_run(name)
+            if run is None:
+                logger.warning("the store lists %s, which is no name of a run", shown(name))
+                continue
             try:
-                await self._on_run(RunId(keys.decode_name(name.decode())))
+                await self._on_run(run)
             except UnavailableError:
                 raise
             except Exception:  # a defect of one run must not hide the others
-                shown = keys.decode_name(name.decode(errors="backslashreplace"))
-                logger.exception("run %s is skipped for now", shown)
+                logger.exception("run %s is skipped for now", run)
                 self._known.discard(name)  # it is reported again with the next list

@@ -201,6 +201,8 @@ def _reader_of_scalar(kind: type[Any]) -> _Convert:
 def _reader_of_texts(known: Mapping[str, Any]) -> _Convert:
     def read(stored: Any) -> Any:
         if stored not in known:
+            if not stored:  # a field that no release leaves empty
+                raise ValueError("a text is empty")
             what = f"the value {stored!r}"
             raise UnknownFormatError("a record", MAJOR_VERSION, MAJOR_VERSION, what)
         return known[stored]

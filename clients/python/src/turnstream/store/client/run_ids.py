@@ -12,7 +12,7 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from turnstream.errors import RunNotFoundError
+from turnstream.errors import InvalidConfigError, RunNotFoundError
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.types.names import RunId, checked_run_name, checked_setting
@@ -47,6 +47,19 @@ def is_id(run: str) -> bool:
 def parse_incarnation(name: str, found: bytes | None) -> RunId:
     """Return the id of a value of the key `incarnation`; None: there is no such key."""
     return RunId.of(name, int(found or 1))
+
+
+def listed_run(member: bytes) -> RunId | None:
+    r"""Return the run that a member of the key `runs` names; None if it is no name of a run.
+
+    >>> listed_run(b"a%2Fb"), listed_run(b"maze~2"), listed_run(b"\xff"), listed_run(b"a b")
+    ('a/b', 'maze~2', None, None)
+    """
+    try:
+        run = RunId(keys.decode_name(member.decode()))
+        return run if keys.encode_run(run).encode() == member else None
+    except (UnicodeDecodeError, InvalidConfigError):
+        return None
 
 
 def create_under(

@@ -14,7 +14,7 @@ from turnstream.records.configs import encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.run_ids import create_under, find_run
+from turnstream.store.client.run_ids import create_under, find_run, listed_run
 from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.store.client.stored_values import reading
 from turnstream.store.run.configs import read_revisions
@@ -84,10 +84,13 @@ def announce_run(client: redis.Redis, run: str) -> None:
 
 
 def list_runs(client: redis.Redis) -> list[RunId]:
-    """Return the ids of all runs, sorted, those that are being deleted among them."""
+    """Return the ids of all runs, sorted, those that are being deleted among them.
+
+    A member of the list that is no name of a run is left out.
+    """
     with translating():
         names: Any = client.smembers(keys.RUNS)
-    return sorted(RunId(keys.decode_name(name.decode())) for name in names)
+    return sorted(run for each in names if (run := listed_run(each)) is not None)
 
 
 def newest_version(client: redis.Redis, run: str) -> VersionAnnounced | None:
