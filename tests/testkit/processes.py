@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Final
 
 from testkit.waiting import wait_until
 
@@ -40,3 +42,26 @@ def batcher_process(url: str, file: Path) -> Iterator[tuple[int, str]]:
             yield process.pid, file.read_text().strip()
         finally:
             process.kill()
+
+
+CHILD_S: Final = 20
+"""Time for the calls of a forked process, which wait for nothing."""
+
+
+def in_fork(check: Callable[[], Any]) -> str:
+    """Run a function in a forked process; return "ok", or its traceback."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        signal.alarm(CHILD_S)  # ends a process that hangs
+        try:
+            check()
+            os.write(write, b"ok")
+        except BaseException:  # noqa: BLE001 - the test shows it
+            os.write(write, traceback.format_exc().encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as said:
+        text = said.read().decode()
+    os.waitpid(child, 0)
+    return text or "the child has hung"

@@ -162,12 +162,14 @@ def test_group_left_without_a_seal_is_named_in_one_warning(
 ) -> None:
     run = store.new_run()
 
-    with Publisher(store.url, run) as publisher, publisher.group("task-7", 3) as group:
-        first, second, _ = group
+    with Publisher(store.url, run) as publisher, publisher.group("task-7", 11) as group:
+        first, second, *_ = group
         first.append(ids("ab"), ids("c"))
         first.seal(1.0)
         second.append(ids("ab"), ids("d"))
 
     warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert warnings[0].startswith("group task-7: sample 1, 2 left without a seal")
+    assert warnings[0].startswith(
+        "group task-7: sample 1, 2, 3, 4, 5, 6, 7, 8 and 2 others left without a seal"
+    )

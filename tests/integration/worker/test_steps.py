@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 import turnstream
 from testkit import group, wait_until
+from testkit.processes import in_fork
 from turnstream.errors import (
     BatcherUnavailableError,
     FencedError,
@@ -144,6 +146,30 @@ def test_new_start_of_the_trainer_fences_the_one_before(run: Any) -> None:
         trained(step)
         with run.batches(), pytest.raises(FencedError):
             step.done()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_process_gets_an_error_from_every_call(run: Any) -> None:
+    publish(run, 2)
+    with run.batches() as batches:
+        step = next(batches)
+        trained(step)
+
+        def check() -> None:
+            for call in (
+                step.done,
+                lambda: next(batches._stream),
+                lambda: batches.announce_version(1),
+            ):
+                with pytest.raises(RejectedError, match=r"forked.* call run\.batches\(\) there"):
+                    call()
+            batches.close()
+
+        assert in_fork(check) == "ok"
+        with pytest.raises(TypeError, match="a batch stream cannot be pickled"):
+            pickle.dumps(batches)
+        step.done()
+        next(batches)
 
 
 def test_unfinished_step_blocks_the_next_one(run: Any) -> None:

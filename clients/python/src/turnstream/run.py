@@ -10,6 +10,7 @@ import redis
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store.client.connection import connect
 from turnstream.store.run import runs
 from turnstream.store.run.batchers import registered_batchers, wait_for_batchers
 from turnstream.store.run.configs import read_config, revise_config
@@ -28,7 +29,7 @@ class Run:
     """A run, from `Service.create_run` or `Service.run`.
 
     After its deletion every call raises RunNotFoundError, even if another run has the name by then.
-    A store that cannot be reached is a StoreUnavailableError.
+    A store that cannot be reached is a StoreUnavailableError. A run can be pickled: see `Service`.
 
     Attributes:
         name: as it was created.
@@ -176,5 +177,13 @@ class Run:
         """Take new groups again; return whether the run was closed."""
         return runs.reopen_run(self._client, self._id)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_run, (self._url, self._id, self._api_key)
+
     def __repr__(self) -> str:
         return f"Run({str(self._id)!r})"
+
+
+def _open_run(url: str, run_id: RunId, api_key: str | None) -> Run:
+    """Return an unpickled run with a client of this process, which connects at its first call."""
+    return Run(connect(url), url, run_id, api_key=api_key)

@@ -56,6 +56,9 @@ def connect(url: str | None = None, *, api_key: str | None = None) -> Service:
 class Service:
     """The store at `url`, with its runs; a context manager. `turnstream.connect` makes it.
 
+    A service and a run can be pickled, for Ray or another process. They connect there at their
+    first call, to the same address. The pickle holds the password of the URL and the API key.
+
     Attributes:
         url: address of the store or the gateway, without the key of a gateway.
     """
@@ -122,8 +125,16 @@ class Service:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _service, (self._own_url, self._api_key)
+
     def __repr__(self) -> str:
         return f"Service({address_of(self.url)!r})"
+
+
+def _service(url: str, api_key: str | None) -> Service:
+    """Return an unpickled service."""
+    return Service(url, api_key=api_key)
 
 
 def _config(config: BatchingConfig | None, settings: dict[str, Any]) -> BatchingConfig:

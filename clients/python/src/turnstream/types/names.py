@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import urllib.parse
+from collections.abc import Sequence
 
 from turnstream.errors import InvalidConfigError, InvalidTurnError
 
@@ -13,6 +14,7 @@ MAX_NAME_LENGTH = 512
 
 _SHOWN_LENGTH = 80
 _SHOWN_BITS = 128
+_SHOWN_NUMBERS = 8
 
 _PLAIN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LATER_RUN = re.compile(r"(.+)~([2-9]|[1-9][0-9]+)", re.DOTALL)
@@ -150,6 +152,17 @@ def shown(value: object) -> str:
     if len(text) <= _SHOWN_LENGTH:
         return text
     return f"{text[:_SHOWN_LENGTH]}... ({len(text)} characters)"
+
+
+def few_of(numbers: Sequence[object]) -> str:
+    """Return a list of samples, ranks or rows as a message shows it, eight of them at most.
+
+    >>> few_of((1, 3)), few_of(range(10))
+    ('1, 3', '0, 1, 2, 3, 4, 5, 6, 7 and 2 others')
+    """
+    text = ", ".join(map(str, numbers[:_SHOWN_NUMBERS]))
+    num_others = len(numbers) - _SHOWN_NUMBERS
+    return text if num_others <= 0 else f"{text} and {num_others:,} others"
 
 
 def text_trouble(text: object) -> str:

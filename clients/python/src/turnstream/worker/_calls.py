@@ -24,6 +24,7 @@ from turnstream.errors import (
 )
 from turnstream.records.statuses import status_to_error
 from turnstream.store.client.backoff import pause_after
+from turnstream.store.client.own_process import OwnProcess
 from turnstream.store.run.batchers import Target
 from turnstream.store.waits.sentences import wait_reason
 from turnstream.store.waits.wait_warnings import WaitWarnings
@@ -78,6 +79,8 @@ class BatcherCalls:
         self._session_epoch = 0
         self._session = ""
         self._closed = threading.Event()
+        remedy = "pass the run to the other process, and call run.batches() there"
+        self.process = OwnProcess("a batch stream", remedy=remedy)
         # (step, manifest hash) of each acknowledged step; replaced and never changed: another
         # thread reads it.
         self._steps: tuple[tuple[int, str], ...] = ()
@@ -232,6 +235,7 @@ class BatcherCalls:
 
         Raises the last error after `timeout_s`; `what` names the call in it.
         """
+        self.process.require()
         request: Message = getattr(wire, f"{method}Request")(**fields)
         reply: type[Message] = getattr(wire, f"{method}Reply")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s

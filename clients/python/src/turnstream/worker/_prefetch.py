@@ -144,6 +144,7 @@ class Prefetcher:
     @property
     def queued_bytes(self) -> int:
         """Bytes of the queue, and of the mini-batch that is arriving."""
+        self._calls.process.require()
         with self._changed:
             return self._arriving_bytes + sum(each.num_bytes for each in self.queue)
 
@@ -153,8 +154,9 @@ class Prefetcher:
         Raises:
             TurnstreamError: the failure that ended the thread; queued mini-batches come first,
                 unless the session has ended.
-            RejectedError: this is closed.
+            RejectedError: this is closed, or the process was forked later.
         """
+        self._calls.process.require()
         with self._changed:
             self._changed.wait_for(
                 lambda: self.queue or self._failure or self._closed.is_set(), timeout=timeout_s
@@ -169,7 +171,9 @@ class Prefetcher:
             return None
 
     def close(self) -> None:
-        """End the pending call, the connection and the thread."""
+        """End the pending call, the connection and the thread; a forked process has none."""
+        if not self._calls.process.is_here:
+            return
         self._closed.set()
         with self._changed:
             self.queue.clear()

@@ -18,7 +18,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Self
+from typing import NoReturn, Self
 
 from turnstream.errors import (
     BatcherUnavailableError,
@@ -111,6 +111,7 @@ class MiniBatches:
 
     def _take(self, began_s: float) -> PulledMiniBatch:
         """Return the next mini-batch; raise the reason of a missing one after `timeout_s`."""
+        self._calls.process.require()
         while True:
             waited_s = time.monotonic() - began_s
             if self._warnings.is_due(waited_s):
@@ -160,6 +161,9 @@ class MiniBatches:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        self._calls.process.refuse_pickle()
+
     def statistics(self) -> StreamStatistics:
         """Return the present numbers."""
         prefetcher, error = self._prefetcher, self._prefetcher.progress.error
@@ -176,6 +180,7 @@ class MiniBatches:
 
     def _finished_batch(self, call: str) -> MiniBatchInfo:
         """Return the batch for the acknowledgement `call`."""
+        self._calls.process.require()
         if self._finished is None:
             raise RejectedError(
                 f"{call}() is for a batch whose last mini-batch was yielded, once; "

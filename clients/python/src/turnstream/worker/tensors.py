@@ -20,6 +20,7 @@ from turnstream.batching.layouts.padded import left_padded
 from turnstream.batching.layouts.slots import PlacedColumn
 from turnstream.errors import BatchingError
 from turnstream.types import Aggregation, Denominators, Extent, MiniBatch
+from turnstream.types.names import few_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -142,7 +143,7 @@ class RowTensors:
             raise BatchingError("no row of this mini-batch came with log-probabilities")
         missing_B = self.row_sums((logprobs.isnan() & self.trained_tokens).long()) > 0
         if missing_B.any():
-            names = ", ".join(map(str, self.row_id_B[missing_B].tolist()))
+            names = few_of(self.row_id_B[missing_B].tolist())
             raise BatchingError(f"rows without log-probabilities: {names}")
         return logprobs
 

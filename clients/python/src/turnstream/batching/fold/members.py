@@ -33,6 +33,7 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
+from turnstream.types.names import few_of
 
 
 @dataclass(slots=True)
@@ -259,7 +260,7 @@ class GroupMembers:
     def shortage(self) -> str:
         """Return the missing part, as "2 of 4 members after 1 refills, none of sample 1, 3"."""
         samples = range(self.opened.num_samples)
-        lacking = ", ".join(str(sample) for sample in samples if sample not in self.members)
+        lacking = few_of([sample for sample in samples if sample not in self.members])
         refills = f" after {self.num_asked} refills" if self.num_asked else ""
         needed = self.opened.num_needed
         return f"{len(self.members)} of {needed} members{refills}, none of sample {lacking}"

@@ -179,10 +179,12 @@ class Publisher(PublisherCore[Receipt, GroupWriter, TrajectoryWriter]):
         self._finish(self._close(timeout(timeout_s, field="timeout_s")))
 
     def _finish(self, closing: Coroutine[Any, Any, None]) -> None:
-        """Close, and end the thread."""
-        if self._threads.thread.is_closed:
+        """Close, and end the thread; a forked process has accepted nothing, and closes nothing."""
+        is_here = self._sender.process.is_here
+        if not is_here or self._threads.thread.is_closed:
             closing.close()
-            self._raise_unread()
+            if is_here:
+                self._raise_unread()
             return
         try:
             self._threads.run(closing)

@@ -12,7 +12,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from turnstream.errors import (
     InvalidConfigError,
@@ -185,8 +185,12 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
 
     def statistics(self) -> PublisherStatistics:
         """Return the counts so far."""
+        self._sender.process.require()
         with self._sender.lock:
             return self._outbox.statistics()
+
+    def __reduce__(self) -> NoReturn:
+        self._sender.process.refuse_pickle()
 
     @abstractmethod
     def _make_sender(self, url: str) -> Sender[_Receipt]: ...
@@ -204,6 +208,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         self, what: str, kind: WaitKind | None = None, wait_s: float | None = None
     ) -> StoreCalls:
         """Return the calls of a wait; without a deadline of its own it has the publisher's."""
+        self._sender.check_caller()
         wait_s = self._outbox.timeout_s if wait_s is None else wait_s
         clock = asyncio.get_running_loop().time
         what = f"run {self._outbox.run!r}: {what}"
@@ -325,7 +330,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
     def _send(self, whole: DraftedGroup) -> _Receipt:
         """Send a finished group; its receipt has one part per trajectory."""
         end = self._sender.receipt(len(whole.trajectories), unread_failures=self._unread_failures)
-        self._sender.put(lambda: _put_group(self._outbox, whole, end))
+        self._sender.put(lambda: self._outbox.put_group(whole, end))
         return end
 
     async def _flush(self, timeout_s: float | None) -> None:
@@ -351,6 +356,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
 
     async def _close(self, timeout_s: float | None) -> None:
         timeout_s = timeout(timeout_s, field="timeout_s")
+        self._sender.check_caller()
         try:
             await self._flush(timeout_s)
         finally:
@@ -361,6 +367,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         if error is None:
             await self._close(None)
             return
+        self._sender.check_caller()
         try:
             with contextlib.suppress(NotReadyError):
                 await self._sender.flush(_LAST_FLUSH_S)
@@ -384,17 +391,3 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
 
 def _num_bytes(value: int, *, field: str) -> int:
     return whole_number(value, field=field, limit=2**63, refusal=InvalidConfigError)
-
-
-def _put_group(outbox: Outbox, whole: DraftedGroup, end: Delivery) -> None:
-    lanes = outbox.admissions.request(whole.opening, [made.key for made in whole.trajectories])
-    for lane, made in zip(lanes, whole.trajectories, strict=True):
-        for turn in made.turns:
-            outbox.append(lane, turn)
-        outbox.seal(
-            lane,
-            made.seal,
-            merged_tokens=made.merged_tokens,
-            end=end,
-            awaits_reward=made.awaits_reward,
-        )

@@ -18,7 +18,7 @@ from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.generator.transport.sender import Sender, ThreadSender
 from turnstream.store.waits.wait_reasons import UNSEALED
 from turnstream.types import Anchor, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
-from turnstream.types.names import shown
+from turnstream.types.names import few_of, shown
 
 _MAX_REASON_LENGTH: Final = 200  # a ledger keeps it for every trajectory
 
@@ -118,6 +118,7 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         return lane
 
     async def _enter(self) -> None:
+        self._sender.check_caller()
         async with self._order:
             await self._open()
 
@@ -163,6 +164,7 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
 
     async def _seal(self, *, awaits_reward: bool, **fields: Any) -> None:
         """End the trajectory after its last turn, and wait for the answer of the run."""
+        self._sender.check_caller()
         end = self._sender.loop_receipt()
         async with self._order:
             lane = await self._open()
@@ -183,7 +185,7 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
 
     def _abandon_unsealed(self, error: BaseException | None) -> None:
         """Abandon the trajectory at the end of its block, if it is not sealed."""
-        if not self._has_ended:
+        if not self._has_ended and self._sender.process.is_here:
             self.abandon(reason_of(error))
             if error is None:
                 warn_unsealed(self._key.group_id, [self._key.sample])
@@ -382,7 +384,7 @@ def warn_unsealed(group_id: str, samples: Sequence[int]) -> None:
     _logger.warning(
         "group %s: sample %s left without a seal, so it is abandoned and not trained: call "
         "seal(reward=...) before the block ends",
-        *(group_id, ", ".join(map(str, samples))),
+        *(group_id, few_of(samples)),
     )
 
 

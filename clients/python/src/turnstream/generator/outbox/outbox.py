@@ -31,7 +31,7 @@ from typing import Any
 from redis.exceptions import NoScriptError, ResponseError
 
 from turnstream.errors import StoreUnavailableError, TurnstreamError
-from turnstream.generator.encode.encoder import SealMaker, TurnRecord
+from turnstream.generator.encode.encoder import DraftedGroup, SealMaker, TurnRecord
 from turnstream.generator.outbox.admissions import Admissions
 from turnstream.generator.outbox.calls import Call, Round, TargetRun
 from turnstream.generator.outbox.inflight import InflightCounts, PublisherStatistics
@@ -133,6 +133,20 @@ class Outbox:
         lane.seal, lane.merged_tokens, lane.end = seal, merged_tokens, end
         lane.awaits_reward = awaits_reward
         self._queues.add_payload(lane)
+
+    def put_group(self, whole: DraftedGroup, end: Delivery) -> None:
+        """Send a whole finished group; the answer for each of its trajectories settles `end`."""
+        lanes = self.admissions.request(whole.opening, [made.key for made in whole.trajectories])
+        for lane, made in zip(lanes, whole.trajectories, strict=True):
+            for turn in made.turns:
+                self.append(lane, turn)
+            self.seal(
+                lane,
+                made.seal,
+                merged_tokens=made.merged_tokens,
+                end=end,
+                awaits_reward=made.awaits_reward,
+            )
 
     def abandon(self, lane: Lane, reason: str, *, end: Delivery) -> None:
         """Abandon a trajectory after its last turn; the answer of the run settles `end`.

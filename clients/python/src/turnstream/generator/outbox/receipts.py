@@ -24,9 +24,19 @@ class Delivery:
         unread_failures: list to which it adds itself if it ends with an error, so that the error is
             raised even if no caller reads it.
         why: returns the reasons why it is not settled.
+        check_caller: raises where it can never be settled: in a forked process, or for asyncio in
+            another event loop.
     """
 
-    __slots__ = ("_errors", "_event", "_num_open", "_unread_failures", "_why", "was_read")
+    __slots__ = (
+        "_check_caller",
+        "_errors",
+        "_event",
+        "_num_open",
+        "_unread_failures",
+        "_why",
+        "was_read",
+    )
 
     def __init__(
         self,
@@ -34,11 +44,13 @@ class Delivery:
         *,
         unread_failures: list[Delivery] | None = None,
         why: Callable[[Delivery], Sequence[WaitReason]] = lambda _: (),
+        check_caller: Callable[[], None] = lambda: None,
     ) -> None:
         self._num_open = num_parts
         self._errors: dict[TrajectoryKey | None, TurnstreamError] = {}
         self._unread_failures = unread_failures
         self._why = why
+        self._check_caller = check_caller
         self._event: Any = None
         self.was_read = False
 
@@ -84,10 +96,12 @@ class Receipt(Delivery):
 
         Raises:
             NotReadyError: it was not done within `timeout_s`, with the reason; sending continues.
+            RejectedError: this is a process that was forked after the write.
             TurnstreamError: the first error; `errors` has all of them.
         """
         timeout_s = timeout(timeout_s, field="timeout_s")
         if not self.is_done:
+            self._check_caller()
             with _new_event:
                 self._event = self._event or threading.Event()
             # Another thread may have settled it before it could see the event.
@@ -108,6 +122,7 @@ class AsyncReceipt(Delivery):
         """Wait like `Receipt.result`."""
         timeout_s = timeout(timeout_s, field="timeout_s")
         if not self.is_done:
+            self._check_caller()
             self._event = self._event or asyncio.Event()
             try:
                 async with asyncio.timeout(timeout_s):

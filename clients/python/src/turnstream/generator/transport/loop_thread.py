@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
@@ -52,6 +53,7 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel what still runs, and end the thread. Safe to repeat."""
+        atexit.unregister(self._close_at_exit)
         with self._lock:
             self.is_closed = True
             if self._loop is not None and self._thread is not None and self._thread.is_alive():
@@ -66,6 +68,7 @@ class LoopThread:
                 target=self._serve, args=(is_ready,), name="turnstream-publisher", daemon=True
             )
             self._thread.start()
+            atexit.register(self._close_at_exit)
             is_ready.wait()
         assert self._loop is not None
         return self._loop
@@ -75,6 +78,14 @@ class LoopThread:
             self._loop = runner.get_loop()
             is_ready.set()
             runner.run(self._wait_for_close())
+
+    def _close_at_exit(self) -> None:
+        """Cancel the tasks of a publisher that was never closed, unless this is a forked process.
+
+        A loop that ends with the interpreter prints an error for each pending task.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            self.close()
 
     async def _wait_for_close(self) -> None:
         await self._stopped.wait()

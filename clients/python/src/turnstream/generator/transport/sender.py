@@ -7,16 +7,17 @@ waits, so that no refusal can fall into a gap.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from redis.exceptions import RedisError
 
-from turnstream.errors import NotReadyError, StoreUnavailableError, WaitReason
+from turnstream.errors import NotReadyError, RejectedError, StoreUnavailableError, WaitReason
 from turnstream.generator.outbox.calls import Round
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
@@ -25,6 +26,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all, to_the_end
 from turnstream.store.client.connection import AsyncLink, connect_async
 from turnstream.store.client.deadlines import ANSWER_S, SOCKET_TIMEOUT_S
+from turnstream.store.client.own_process import OwnProcess
 from turnstream.types import DeclaredColumn
 
 ASK_AGAIN_S: Final = 5.0
@@ -32,6 +34,8 @@ ASK_AGAIN_S: Final = 5.0
 wait for memory of the server, which another run may have freed."""
 
 LISTEN_AGAIN_S: Final = 0.5
+
+_REMEDY: Final = "pass the run to the other process, and call run.publisher() there"
 
 _logger = logging.getLogger(__name__)
 
@@ -49,10 +53,13 @@ class Sender(Generic[_Receipt]):
 
     Attributes:
         lock: held during every use of the outbox.
+        process: the process that may use it.
     """
 
     def __init__(self, url: str, outbox: Outbox, receipt_kind: type[_Receipt]) -> None:
         self.lock = threading.Lock()
+        self.process = OwnProcess("a publisher", remedy=_REMEDY)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._url = url
         self._outbox = outbox
         self._receipt_kind = receipt_kind
@@ -64,8 +71,24 @@ class Sender(Generic[_Receipt]):
         self._listening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
+    def check_caller(self) -> None:
+        """Raise RejectedError in a forked process, or outside the event loop of the first call."""
+        self.process.require()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if self._loop is None:
+            self._loop = loop
+        if loop is None or loop is not self._loop:
+            raise RejectedError(
+                "an async publisher was used outside the event loop of its first call: make one "
+                "with run.async_publisher() in each event loop"
+            )
+
     def put(self, write: Callable[[], _Result]) -> _Result:
         """Return the result of a change of the outbox, and send its calls."""
+        self.check_caller()
         with self.lock:
             self._require_open()
             result = write()
@@ -78,19 +101,26 @@ class Sender(Generic[_Receipt]):
         self, num_parts: int = 1, *, unread_failures: list[Delivery] | None = None
     ) -> _Receipt:
         """Return a receipt for the user."""
-        return self._receipt_kind(num_parts, unread_failures=unread_failures, why=self._why)
+        return self._receipt_kind(
+            num_parts,
+            unread_failures=unread_failures,
+            why=self._why,
+            check_caller=self.check_caller,
+        )
 
     def loop_receipt(self) -> AsyncReceipt:
         """Return a receipt that can be awaited in the event loop."""
-        return AsyncReceipt(why=self._why)
+        return AsyncReceipt(why=self._why, check_caller=self.check_caller)
 
     def require_open(self) -> None:
-        """Refuse writes after `close`."""
+        """Refuse writes after `close`, and from callers that it does not serve."""
+        self.check_caller()
         with self.lock:
             self._require_open()
 
     async def learn_columns(self) -> tuple[DeclaredColumn, ...]:
         """Return the extra columns of the run, which is asked for them once."""
+        self.check_caller()
         while (columns := self._outbox.run_calls.extra_columns) is None:
             receipt = self.loop_receipt()
             self.put(lambda receipt=receipt: self._outbox.run_calls.learn_columns(receipt))
@@ -121,10 +151,14 @@ class Sender(Generic[_Receipt]):
         # The traceback of a task names this sender: the cycle would keep its records in memory.
         self._sending = self._listening = None
 
+    def __reduce__(self) -> NoReturn:
+        self.process.refuse_pickle()
+
     def _wake(self) -> None:
         """Look for calls to send, in the event loop."""
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_rounds(), name="turnstream-sender")
+            atexit.register(self._close_at_exit, self._sending)
         self._work.set()
 
     def _why(self, delivery: Delivery) -> Sequence[WaitReason]:
@@ -139,6 +173,7 @@ class Sender(Generic[_Receipt]):
         reasons: Callable[[float], Sequence[WaitReason]],
     ) -> None:
         """Wait until `is_done`; NotReadyError has the reasons at the end of the time."""
+        self.check_caller()
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._is_true(is_done):
@@ -178,7 +213,30 @@ class Sender(Generic[_Receipt]):
             _logger.exception("the sender of a publisher failed")
             self._end(f"the sender failed: {error!r}")
         finally:
+            atexit.unregister(self._close_at_exit)
+            if not self._is_closed:
+                self._warn_unclosed()
             await link.close()
+
+    def _close_at_exit(self, sending: asyncio.Task[None]) -> None:
+        """Cancel the task in a loop that the program has left without an end.
+
+        A pending task prints an error when the interpreter deletes it. LoopThread ends its own.
+        """
+        loop = sending.get_loop()
+        if self.process.is_here and not loop.is_running() and not loop.is_closed():
+            tasks = [task for task in (sending, self._listening) if task is not None]
+            loop.run_until_complete(cancel_all(tasks))
+
+    def _warn_unclosed(self) -> None:
+        """Log that the program ended its event loop without `close`."""
+        with self.lock:
+            num_bytes = self._outbox.statistics().inflight_bytes
+        _logger.warning(
+            "run %s: publisher %s was never closed: %d bytes of its writes are not acknowledged. "
+            "Use it in a `with` block, or call close()",
+            *(self._outbox.run, self._outbox.writer, num_bytes),
+        )
 
     async def _next_round(self) -> Round:
         """Return the next round to send, once there is one."""
@@ -267,8 +325,17 @@ class ThreadSender(Sender[Receipt]):
         self.thread = LoopThread()
         self._is_woken = False
 
+    def check_caller(self) -> None:
+        """Raise RejectedError in a forked process. Any thread may call it."""
+        self.process.require()
+
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         """Return the result of a coroutine that runs in the event loop."""
+        try:
+            self.check_caller()
+        except RejectedError:
+            coroutine.close()
+            raise
         return self.thread.run(coroutine)
 
     def _wake(self) -> None:

@@ -12,15 +12,13 @@ from turnstream.store.run.credits import CreditReason, credit_of
 from turnstream.store.waits.sentences import Fact, wait_reason
 from turnstream.store.waits.wait_snapshot import WaitingGroup, WaitSnapshot
 from turnstream.types import GroupOpened, Purpose
+from turnstream.types.names import few_of
 
 UNSEALED: Final = "left without a seal"
 """The ledger's reason for a trajectory whose block ended without `seal`."""
 
 LOW_PASS_RATE: Final = 0.5
 """Share of the decided groups below which most sampling is wasted."""
-
-_MAX_RANKS: Final = 8
-"""Most ranks in a sentence."""
 
 _ORDER: Final = list(WaitKind)
 
@@ -155,21 +153,11 @@ def _of_trainer(snapshot: WaitSnapshot) -> WaitReason:
         "planned": snapshot.planned,
         "session_epoch": snapshot.session_epoch,
         "since_s": snapshot.durations.trainer_s,
-        "behind": named_ranks(snapshot.behind) or None,
+        "behind": few_of(snapshot.behind) or None,
     }
     if not snapshot.session_epoch:
         trainer = "no trainer session has begun"
     return wait_reason(WaitKind.TRAINER_NOT_STEPPED, facts, trainer=trainer)
-
-
-def named_ranks(ranks: tuple[int, ...]) -> str:
-    """Return ranks by number, a limited number of them.
-
-    >>> named_ranks((1, 3)), named_ranks(tuple(range(10)))
-    ('1, 3', '0, 1, 2, 3, 4, 5, 6, 7 and 2 others')
-    """
-    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
-    return shown if len(ranks) <= _MAX_RANKS else f"{shown} and {len(ranks) - _MAX_RANKS} others"
 
 
 def _of_capacity(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
