@@ -164,6 +164,7 @@ def start_gateway(
         archive_dir=settings.archive_dir,
         read_share=functools.partial(read_share, redis_url),
         address_file=address_file,
+        names=frozenset(each.strip().lower() for each in settings.http_names.split(",") if each),
         requires_key=_requires_key(settings, redis_url, listen, is_insecure=is_insecure),
         tls=read_tls(settings.tls_cert, settings.tls_key),
         readiness=readiness,

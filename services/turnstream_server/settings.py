@@ -37,6 +37,9 @@ class Settings(BaseSettings):
             address on which it listens.
         http_host: address on which the gateway of the Tinker API listens.
         http_port: its port; 0 takes a free one.
+        http_names: host names under which the gateway is reached, with commas between them. An
+            address and `localhost` are always accepted. Without a name, a gateway that needs keys
+            accepts every name.
         api_key: API key with which this process calls batchers and gateways.
         key_file: file with that key; batcher and gateway create it at their first start.
         insecure: batcher and gateway need no key, on every address.
@@ -73,6 +76,7 @@ class Settings(BaseSettings):
     batcher_advertise: str = ""
     http_host: str = "127.0.0.1"
     http_port: int = Field(default=7601, ge=0, le=65_535)
+    http_names: str = ""
     api_key: SecretStr | None = None
     key_file: Path | None = None
     insecure: bool = False

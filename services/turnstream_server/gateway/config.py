@@ -38,6 +38,7 @@ class GatewayOptions:
         read_share: assembles mini-batches; None offers none.
         folder: shared folder of the workers, for downloads of exported weights; None offers none.
         address_file: receives the bound address once the server answers; None for none.
+        names: host names under which it is reached, in lower case; see web_pages.py.
         requires_key: requests need a stored key; see `KeyChecks`.
         tls: certificate and key of the server; None serves without TLS.
         poll_s: longest time for which a poll of a pending result is held. Clients wait 45 s.
@@ -55,6 +56,7 @@ class GatewayOptions:
     read_share: ReadShare | None = None
     folder: Path | None = None
     address_file: Path | None = None
+    names: frozenset[str] = frozenset()
     requires_key: bool = False
     tls: Tls | None = None
     poll_s: float = 30.0

@@ -17,6 +17,7 @@ from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.rest.app import PREFIX
 from turnstream_server.gateway.rest.problems import Problem, problem_of, response
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.gateway.web_pages import refusal_of
 from turnstream_server.keys.limits import Meter, Meters, too_fast
 from turnstream_server.keys.records import ApiKey
 
@@ -42,6 +43,12 @@ class LimitedApp:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        options = self._gateway.options
+        takes_any_host = options.requires_key and not options.names
+        page = refusal_of(headers, names=options.names, takes_any_host=takes_any_host)
+        if page is not None:
+            await _refused(scope, page.status, page.text)(scope, receive, send)
+            return
         try:
             scope[IDENTITY] = await self._gateway.keys.identify(secret_of(headers))
         except TurnstreamError as error:
@@ -52,7 +59,8 @@ class LimitedApp:
         if declared > limit:
             found = scope[IDENTITY]
             is_known = isinstance(found, ApiKey)
-            refusal = _too_large(scope, limit) if is_known else _not_known(scope, found)
+            too_large = _refused(scope, 413, _too_large_text(limit))
+            refusal = too_large if is_known else _not_known(scope, found)
             await refusal(scope, receive, send)
             return
         wait_s = 0.0 if meter is None else meter.admit(declared, now_s=now_s)
@@ -101,11 +109,11 @@ def _declared_bytes(headers: Headers) -> int:
     return int(text) if text.isascii() and text.isdecimal() else 0
 
 
-def _too_large(scope: Scope, limit: int) -> Response:
-    text = _too_large_text(limit)
+def _refused(scope: Scope, status: int, text: str) -> Response:
+    """Return an answer in the form of the API of the request."""
     if _is_rest(scope):
-        return response(Problem(type="about:blank", title=text, status=413, detail=text))
-    return json_response({"detail": text}, status=413)
+        return response(Problem(type="about:blank", title=text, status=status, detail=text))
+    return json_response({"detail": text}, status=status)
 
 
 def _not_known(scope: Scope, error: TurnstreamError) -> Response:

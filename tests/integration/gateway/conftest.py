@@ -45,7 +45,7 @@ class Api:
     """
 
     def __init__(self, gateway: GatewayThread, base: BaseModel, *, key: str) -> None:
-        headers = {"X-API-Key": key} if key else {}
+        headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
         self.base = base
         self.http = httpx2.Client(
             base_url=f"{gateway.base_url}/api/v1/", headers=headers, timeout=60

@@ -69,7 +69,8 @@ async def post(gateway: GatewayThread, route: str, **content: Any) -> Any:
     body = json.dumps(content).encode()
     lines = [
         f"POST /api/v1/{route} HTTP/1.1",
-        "Host: gateway",
+        "Host: 127.0.0.1",
+        "Content-Type: application/json",
         "X-API-Key: tml-own",
         f"Content-Length: {len(body)}",
         "Connection: close",

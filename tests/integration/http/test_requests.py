@@ -108,7 +108,9 @@ def test_broken_body_is_a_problem_document(post: Any, body: bytes) -> None:
 def test_large_body_is_refused(new_gateway: Callable[..., GatewayThread]) -> None:
     gateway = new_gateway(max_body_bytes=1_000)
 
-    answer = httpx2.post(f"{gateway.base_url}/v1/store", content=bytes(2_000))
+    answer = httpx2.post(
+        f"{gateway.base_url}/v1/store", content=bytes(2_000), headers={"Content-Type": COMMANDS}
+    )
 
     assert answer.status_code == 413
 

@@ -32,7 +32,8 @@ def gateway(server: EmbeddedServer) -> Iterator[GatewayThread]:
 @pytest.fixture
 def post(gateway: GatewayThread, client: redis.Redis) -> Iterator[Callable[..., httpx2.Response]]:
     """`post(path, **options)` sends a request with the key that `post.key(**limits)` made last."""
-    with httpx2.Client(base_url=gateway.base_url, timeout=30) as http:
+    headers = {"Content-Type": "application/json"}
+    with httpx2.Client(base_url=gateway.base_url, headers=headers, timeout=30) as http:
 
         class Post:
             def key(self, **limits: Any) -> str:

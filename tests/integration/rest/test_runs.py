@@ -162,7 +162,8 @@ def test_key_of_some_runs_lists_and_creates_only_those(
 
 
 def test_body_above_a_megabyte_is_refused_before_it_is_parsed(api: RestApi) -> None:
-    response = api.http.post("runs", content=iter([b" " * 1_000_000] * 2))
+    headers = {"Content-Type": "application/json"}
+    response = api.http.post("runs", content=iter([b" " * 1_000_000] * 2), headers=headers)
 
     assert response.status_code == 413
 
