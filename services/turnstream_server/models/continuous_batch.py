@@ -1,8 +1,8 @@
 """Continuous batching: sequences join and quit the running batch at any decode step.
 
-One thread owns a batch. `sampler.py` has the thread. Sequences of several adapters wait in one
-queue, and run in one lane for each adapter. A step has a forward pass for each lane, so all
-sequences get one token.
+One thread owns a batch. `sampler.py` has the thread. Sequences wait in one queue for each share,
+and run in one lane for each adapter. A step has a forward pass for each lane, so all sequences get
+one token. `fair_turns.py` has the rule by which they start, and pause for those of other shares.
 
 Shapes: B rows, V vocabulary.
 """
@@ -10,7 +10,6 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 
 from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream_server.models.decoding import (
+    PREFILL,
     Prefix,
     check_model,
     decode_step,
@@ -29,52 +29,18 @@ from turnstream_server.models.decoding import (
     prefill_passes,
     prompt_logprobs,
 )
-from turnstream_server.models.kv_cache import RowCache
+from turnstream_server.models.fair_turns import BatchLimits, next_turn
+from turnstream_server.models.kv_cache import PrefixStates, RowCache
 from turnstream_server.models.sampling import choose_tokens
 from turnstream_server.models.sampling_requests import (
     SampleRequest,
     SampleSequence,
     SharedPrefix,
 )
+from turnstream_server.models.waiting_sequences import WaitingSequences
 
 if TYPE_CHECKING:
     from turnstream_server.models.adapters import Adapters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    """Bounds of the running batch.
-
-    Attributes:
-        max_sequences: sequences that run at the same time.
-        max_cached_tokens: running sequences times the longest of them, in tokens that it may reach.
-            The buffers of keys and values have at most 1.6 times as many cells.
-    """
-
-    max_sequences: int = 64
-    max_cached_tokens: int = 1 << 16
-
-    def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_cached_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidConfigError(name, f"{getattr(self, name)} is below 1")
-
-
-def num_admitted(waiting: Sequence[int], running: Sequence[int], *, limits: BatchLimits) -> int:
-    """Return how many waiting sequences, from the first on, fit to the running ones.
-
-    Arguments are the most tokens of each sequence. The first one that does not fit holds back
-    those after it, so that every sequence starts at some time.
-
-    >>> num_admitted([10, 10, 50, 10], [20], limits=BatchLimits(max_cached_tokens=100))
-    2
-    """
-    width, count = max(running, default=0), len(running)
-    for index, length in enumerate(waiting):
-        width, count = max(width, length), count + 1
-        if count > limits.max_sequences or count * width > limits.max_cached_tokens:
-            return index
-    return len(waiting)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,12 +56,21 @@ class _Lane:
         rows, self.rows, self.cache = self.rows, [], RowCache()
         return rows
 
+    def join(self, sequence: SampleSequence, states: PrefixStates) -> None:
+        """Add a sequence as the last row."""
+        self.cache.append(states)
+        self.rows.append(sequence)
+
     def keep(self, is_kept: Sequence[bool]) -> None:
         """Remove rows; the last rows take their places."""
         for row in reversed([row for row, kept in enumerate(is_kept) if not kept]):
-            self.cache.remove(row)
-            self.rows[row] = self.rows[-1]
-            self.rows.pop()
+            self.remove(row)
+
+    def remove(self, row: int) -> None:
+        """Remove a row; the last row takes its place."""
+        self.cache.remove(row)
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
 
 
 class ContinuousBatch:
@@ -117,7 +92,7 @@ class ContinuousBatch:
         self.model = model
         self._adapters = adapters
         self._limits = limits
-        self._waiting: deque[SampleSequence] = deque()
+        self._waiting = WaitingSequences()
         self._lanes = {"": _Lane(version=version)}
 
     @property
@@ -139,17 +114,11 @@ class ContinuousBatch:
         return self._lanes[adapter].version
 
     def add(self, request: SampleRequest) -> None:
-        """Add the sequences of a request after all waiting ones."""
+        """Add the sequences of a request after all waiting ones of its share."""
         if not self.has(request.adapter):
             request.fail(RejectedError(f"the adapter {request.adapter!r} was removed"))
             return
-        try:
-            sequences = request.sequences()
-        except Exception as error:  # noqa: BLE001 - the tokenizer reads the prompt here
-            request.fail(error)
-            return
-        request.num_waiting = len(sequences)
-        self._waiting.extend(sequences)
+        self._waiting.add(request)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -170,8 +139,8 @@ class ContinuousBatch:
         """Continue running sequences with another model, or with changed weights.
 
         Their keys and values are computed again, so each new token has exactly the distribution of
-        the new weights. These sequences come before all waiting ones. Weights of an adapter change
-        its own sequences; those of the model, which is adapter "", change all.
+        the new weights. These sequences come before all waiting ones of their shares. Weights of
+        an adapter change its own sequences; those of the model, which is adapter "", change all.
         """
         if self._adapters is not None and model is not self.model:
             raise InvalidConfigError("model", "it is not the one of the adapters")
@@ -179,28 +148,31 @@ class ContinuousBatch:
         with self._using(adapter):
             self.model = model  # an unknown adapter was refused
         self._lanes.setdefault(adapter, _Lane(version=version)).version = version
-        for sequence in self._waiting:
+        for request in self._waiting.requests():
+            if adapter in ("", request.adapter):
+                request.shared = None
+        for sequence in self._waiting.paused():
             if adapter in ("", sequence.request.adapter):
-                sequence.request.shared = None
+                sequence.paused = None
         changed = [lane for name, lane in self._lanes.items() if adapter in ("", name)]
-        rows = [sequence for lane in changed for sequence in lane.clear()]
-        self._waiting.extendleft(reversed(rows))
+        self._waiting.add_first(sequence for lane in changed for sequence in lane.clear())
 
     def remove(self, adapter: str) -> None:
         """Fail the requests of an adapter with RejectedError, and forget its version."""
         error = RejectedError(f"the adapter {adapter!r} was removed")
-        for sequence in (*self._lanes.pop(adapter).rows, *self._waiting):
-            if sequence.request.adapter == adapter:
-                sequence.request.fail(error)
+        running = [each.request for each in self._lanes.pop(adapter).rows]
+        for request in (*running, *self._waiting.requests()):
+            if request.adapter == adapter:
+                request.fail(error)
 
     def end_all(self, error: Exception | None = None) -> None:
         """Fail every request with an error, or cancel it without one."""
-        running = [sequence for lane in self._lanes.values() for sequence in lane.clear()]
-        for sequence in itertools.chain(running, self._waiting):
+        running = [each.request for lane in self._lanes.values() for each in lane.clear()]
+        for request in itertools.chain(running, self._waiting.requests()):
             if error is None:
-                sequence.request.cancel()
+                request.cancel()
             else:
-                sequence.request.fail(error)
+                request.fail(error)
         self._waiting.clear()
 
     def _using(self, adapter: str) -> AbstractContextManager[None]:
@@ -217,24 +189,58 @@ class ContinuousBatch:
         lane.keep(self._advance(lane.rows, logits_BV))
 
     def _admit(self) -> list[SampleSequence]:
-        """Return the sequences that start now, in the order of their requests."""
-        while self._waiting and self._waiting[0].request.is_over():
-            self._waiting.popleft()
-        first = itertools.islice(self._waiting, self._limits.max_sequences)
-        running = [each.max_length for each in self.running]
-        count = num_admitted([e.max_length for e in first], running, limits=self._limits)
-        admitted = [self._waiting.popleft() for _ in range(count)]
-        for sequence in admitted:
-            sequence.request.num_waiting -= not sequence.token_ids
-        return [each for each in admitted if not each.request.is_over()]
+        """Return the sequences that start now, in turn over their shares.
+
+        They compute as many tokens as one pass over prompts may have, or one longer prompt.
+        """
+        admitted: list[SampleSequence] = []
+        num_tokens = 0
+        while first := self._waiting.first():
+            running = [*admitted, *self.running]
+            turn = next_turn(
+                {share: each.max_length for share, each in first.items()},
+                [(each.request.share, each.max_length) for each in running],
+                limits=self._limits,
+            )
+            if turn is None:
+                break
+            head = first[turn.share]
+            is_known = any(each.request is head for each in admitted)
+            num_tokens += 0 if is_known else head.num_uncached
+            if admitted and num_tokens > PREFILL.limit:
+                break
+            for place in turn.paused:
+                self._pause(running[place])
+            if (sequence := self._waiting.take(turn.share)) is not None:
+                admitted.append(sequence)
+        return admitted
+
+    def _pause(self, sequence: SampleSequence) -> None:
+        """Stop a running sequence until its next turn.
+
+        Its keys and values are kept, unless paused sequences have too many. Then they are computed
+        again.
+        """
+        lane = self._lanes[sequence.request.adapter]
+        row = lane.rows.index(sequence)
+        num_kept = sum(each.num_cached for each in self._waiting.paused() if each.paused)
+        if num_kept + sequence.num_cached <= self._limits.max_cached_tokens:
+            sequence.paused = lane.cache.states(row)
+        lane.remove(row)
+        self._waiting.add_first([sequence])
 
     def _start(self, sequences: Sequence[SampleSequence]) -> None:
         """Compute the prompts of one adapter's sequences, and sample the next token of each.
 
-        New samples of one request share the forward pass over their prompt.
+        New samples of one request share the forward pass over their prompt. Paused sequences
+        continue at the next step.
         """
         groups: dict[SampleRequest | SampleSequence, list[SampleSequence]] = {}
         for each in sequences:
+            if each.paused:
+                self._lanes[each.request.adapter].join(each, each.paused)
+                each.paused = None
+                continue
             groups.setdefault(each if each.token_ids else each.request, []).append(each)
         pending: list[list[SampleSequence]] = []
         for key, group in groups.items():
@@ -288,9 +294,7 @@ class ContinuousBatch:
         is_unfinished = self._advance(rows, torch.stack([each.logits_V for each in starts]))
         for sequence, start, is_alive in zip(rows, starts, is_unfinished, strict=True):
             if is_alive:
-                lane = self._lanes[sequence.request.adapter]
-                lane.cache.append(start.states)
-                lane.rows.append(sequence)
+                self._lanes[sequence.request.adapter].join(sequence, start.states)
 
     def _advance(self, rows: Sequence[SampleSequence], logits_BV: Tensor) -> list[bool]:
         """Add a token to every sequence; return which of them are unfinished."""

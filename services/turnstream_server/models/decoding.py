@@ -26,7 +26,7 @@ from turnstream_server.models.logprobs import chunk_rows, hidden_and_head
 from turnstream_server.models.sampling_params import TopkLogprobs
 
 _ATTENTION: Final = {"full_attention", "sliding_attention"}
-_PREFILL: Final = Budget(limit=2048, model="padded")
+PREFILL: Final = Budget(limit=2048, model="padded")
 """Tokens of one pass over prompts, padding included. A longer prompt has a pass of its own."""
 
 
@@ -59,7 +59,7 @@ def prefill_passes(lengths: Sequence[int]) -> list[list[int]]:
     >>> prefill_passes([10, 1500, 20])
     [[1], [0, 2]]
     """
-    return plan_passes([lengths], budget=_PREFILL)[0]
+    return plan_passes([lengths], budget=PREFILL)[0]
 
 
 @torch.inference_mode()

@@ -72,6 +72,10 @@ class RowCache:
         if not self.lengths:
             self._layers = []
 
+    def states(self, row: int) -> PrefixStates:
+        """Return a copy of the keys and values of a row."""
+        return [layer.read_row(row, length=self.lengths[row]) for layer in self._layers]
+
     def next_step(self) -> tuple[Cache, dict[str, Tensor]]:
         """Return the cache for one more token per row, and the arguments of the forward pass.
 
@@ -120,6 +124,11 @@ class _RightAlignedLayer(DynamicLayer):
         for buffer, own_HTD in ((self._keys, states[0]), (self._values, states[1])):
             buffer[row, :, :begin] = 0
             buffer[row, :, begin : self._end] = own_HTD
+
+    def read_row(self, row: int, *, length: int) -> LayerStates:
+        """Return a copy of the newest tokens of a row."""
+        cells = (row, slice(None), slice(self._end - length, self._end))
+        return LayerStates(self._keys[cells].clone(), self._values[cells].clone())
 
     def copy_row(self, row: int, *, to: int) -> None:
         """Copy all tokens of a row over another one."""

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from turnstream.errors import InvalidConfigError, RejectedError
-from turnstream_server.models.continuous_batch import BatchLimits, ContinuousBatch
+from turnstream_server.models.continuous_batch import ContinuousBatch
+from turnstream_server.models.fair_turns import ANYONE, BatchLimits, Share
 from turnstream_server.models.sampling_params import SampleResult, SamplingParams
 from turnstream_server.models.sampling_requests import (
     ModelLimits,
@@ -87,11 +88,13 @@ class Sampler:
         params: SamplingParams | None = None,
         *,
         adapter: str = "",
+        share: Share = ANYONE,
     ) -> Future[SampleResult]:
-        """Return the future of a request; requests start in the order of these calls.
+        """Return the future of a request; those of a share start in the order of these calls.
 
         `future.cancel()` ends a request at any time before its result. `adapter` names the adapter
-        that samples; "" is the model itself.
+        that samples; "" is the model itself. Tokens are divided equally among shares with waiting
+        requests.
 
         Raises:
             InvalidConfigError: the prompt or a parameter does not fit to the model, or it has no
@@ -104,6 +107,7 @@ class Sampler:
             limits=self._model_limits,
             tokenizer=self._tokenizer,
             adapter=adapter,
+            share=share,
         )
         with self._lock:
             if adapter not in self._names:

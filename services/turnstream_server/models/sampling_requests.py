@@ -5,6 +5,7 @@ Shapes: P prompt tokens, R sampled tokens, K most likely tokens, V vocabulary.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.decoding import PromptLogprobs
+from turnstream_server.models.fair_turns import ANYONE, Share
 from turnstream_server.models.kv_cache import LayerStates, PrefixStates
 from turnstream_server.models.sampling_params import (
     SampledSequence,
@@ -87,6 +89,7 @@ class SampleRequest:
         prompt_version: policy version of these.
         shared: the prompt after its forward pass, while samples wait.
         num_waiting: samples that have not started.
+        share: session and owner of the request.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -99,9 +102,25 @@ class SampleRequest:
     prompt: PromptLogprobs | None = None
     prompt_version: int = -1
     shared: SharedPrefix | None = None
-    num_waiting: int = 0
+    num_waiting: int = field(init=False)
+    share: Share = ANYONE
+    _entropy: int = field(init=False)
     _results: dict[int, SampledSequence] = field(default_factory=dict)
     _is_settled: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_waiting = self.params.num_samples
+        self._entropy = _entropy(self.params.seed)
+
+    @property
+    def max_length(self) -> int:
+        """Return the most tokens of each sequence, prompt included."""
+        return len(self.prompt_ids) + self.max_tokens
+
+    @property
+    def num_uncached(self) -> int:
+        """Return the tokens whose keys and values the next sequence computes."""
+        return 0 if self.shared else len(self.prompt_ids)
 
     def is_over(self) -> bool:
         """Return whether the request has a result, has failed or is cancelled."""
@@ -115,13 +134,12 @@ class SampleRequest:
         wanted = self.params.prompt_logprobs or self.params.topk_prompt_logprobs > 0
         return wanted and self.prompt is None
 
-    def sequences(self) -> list[SampleSequence]:
-        """Return the sequences of the request, which differ in their random numbers."""
-        seeds = np.random.SeedSequence(_entropy(self.params.seed)).spawn(self.params.num_samples)
-        return [
-            SampleSequence(self, index, np.random.default_rng(seed))
-            for index, seed in enumerate(seeds)
-        ]
+    def next_sequence(self) -> SampleSequence:
+        """Return the next sequence; the sequences differ in their random numbers."""
+        index = self.params.num_samples - self.num_waiting
+        self.num_waiting -= 1
+        seed = np.random.SeedSequence(self._entropy, spawn_key=(index,))
+        return SampleSequence(self, index, np.random.default_rng(seed))
 
     def finish(self, index: int, sequence: SampledSequence) -> None:
         """Record a finished sequence. The last one completes the request."""
@@ -155,8 +173,8 @@ class SampleRequest:
         )
 
 
-def _entropy(seed: int | None) -> int | None:
-    return None if seed is None else seed % 2**64
+def _entropy(seed: int | None) -> int:
+    return secrets.randbits(128) if seed is None else seed % 2**64
 
 
 class SampleSequence:
@@ -166,12 +184,15 @@ class SampleSequence:
         request: the request.
         token_ids: sampled tokens.
         is_finished: whether the last token is one of them.
+        paused: keys and values of all tokens but the last one, while the sequence is paused. None
+            if they must be computed again.
     """
 
     def __init__(self, request: SampleRequest, index: int, rng: np.random.Generator) -> None:
         self.request = request
         self.token_ids: list[int] = []
         self.is_finished = False
+        self.paused: PrefixStates | None = None
         self._index = index
         self._rng = rng
         self._logprobs: list[float] = []
@@ -187,7 +208,17 @@ class SampleSequence:
     @property
     def max_length(self) -> int:
         """Return the most tokens of the sequence, prompt included."""
-        return len(self.request.prompt_ids) + self.request.max_tokens
+        return self.request.max_length
+
+    @property
+    def num_cached(self) -> int:
+        """Return the tokens whose keys and values a running or paused sequence has."""
+        return len(self.request.prompt_ids) + len(self.token_ids) - 1
+
+    @property
+    def num_uncached(self) -> int:
+        """Return the tokens whose keys and values are computed when the sequence starts."""
+        return 0 if self.paused else self.num_cached + 1
 
     def prefix_ids(self) -> NDArray[np.int32]:
         """Return the prompt and the tokens so far, int32."""
@@ -250,6 +281,7 @@ def new_request(
     limits: ModelLimits,
     tokenizer: Tokenizer | None,
     adapter: str = "",
+    share: Share = ANYONE,
 ) -> SampleRequest:
     """Return a request; an InvalidConfigError names the field and the value that is wrong."""
     ids = _checked_prompt(prompt_ids, limits=limits)
@@ -278,6 +310,7 @@ def new_request(
         stop_ids=frozenset(stop_ids),
         tokenizer=tokenizer,
         adapter=adapter,
+        share=share,
     )
 
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream_server.models.adapters import Adapter, Adapters
-from turnstream_server.models.continuous_batch import BatchLimits, ContinuousBatch
+from turnstream_server.models.continuous_batch import ContinuousBatch
+from turnstream_server.models.fair_turns import BatchLimits
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.sampler import Sampler
 from turnstream_server.models.sampling_params import SampledSequence, SampleResult, SamplingParams

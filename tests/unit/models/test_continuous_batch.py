@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.models.continuous_batch import BatchLimits, ContinuousBatch, num_admitted
+from turnstream_server.models.continuous_batch import ContinuousBatch
+from turnstream_server.models.fair_turns import ANYONE, BatchLimits, Share, next_turn
 from turnstream_server.models.logprobs import hidden_and_head
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.sampling_params import SampledSequence, SamplingParams
@@ -46,11 +47,12 @@ def add(
     max_tokens: int = 5,
     *,
     tokenizer: Tokenizer | None = None,
+    share: Share = ANYONE,
     **params: Any,
 ) -> SampleRequest:
     own = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "stop_ids": ()} | params)
     limits = limits_of(batch.model, max_tokens=512)
-    request = new_request(prompt_ids, own, limits=limits, tokenizer=tokenizer)
+    request = new_request(prompt_ids, own, limits=limits, tokenizer=tokenizer, share=share)
     batch.add(request)
     return request
 
@@ -85,14 +87,68 @@ def recorded_passes(model: PreTrainedModel) -> Iterator[list[tuple[int, ...]]]:
         hook.remove()
 
 
-def test_admission_holds_back_all_after_the_first_that_does_not_fit() -> None:
+A, B = Share("a", "1"), Share("b", "1")
+
+
+def test_turn_holds_back_all_after_the_first_that_does_not_fit() -> None:
     limits = BatchLimits(max_sequences=3, max_cached_tokens=60)
 
-    assert num_admitted([20, 20, 20, 20], [], limits=limits) == 3
-    assert num_admitted([5, 5], [5, 5], limits=limits) == 1
-    assert num_admitted([31, 5], [5], limits=limits) == 0
-    assert num_admitted([], [5], limits=limits) == 0
-    assert num_admitted([60], [], limits=limits) == 1
+    for length, running, starts in (
+        (20, [20, 20], True),
+        (5, [5, 5, 5], False),
+        (31, [5], False),
+        (60, [], True),
+    ):
+        turn = next_turn({A: length}, [(A, each) for each in running], limits=limits)
+        assert (turn is not None) == starts
+
+
+def test_sequence_of_another_share_starts_within_a_step() -> None:
+    # The sessions of one owner count as one.
+    for big, small in ((A, B), (A, Share("a", "2"))):
+        batch = make_batch(max_sequences=8)
+        add(batch, [1] * 4, 200, num_samples=500, share=big)
+        for _ in range(5):
+            batch.step()
+
+        short = add(batch, [2], 3, share=small)
+
+        assert run(batch, steps=3) == 3
+        assert short.future.done()
+        assert len(batch.running) == 8
+
+
+def test_paused_sequences_continue_without_a_pass_and_equal_undisturbed_ones() -> None:
+    prompt = [5, 6, 7, 8]
+    batch, alone = make_batch(max_sequences=4), make_batch(max_sequences=4)
+    expected, disturbed = (add(each, prompt, 12, num_samples=4) for each in (alone, batch))
+    run(alone)
+    for _ in range(3):
+        batch.step()
+
+    with recorded_passes(batch.model) as shapes:
+        for number in range(3):
+            add(batch, [number] * 2, 3, num_samples=2, share=B)
+            batch.step()
+            assert len(batch.running) == 4
+        run(batch)
+
+    assert [shape for shape in shapes if shape[1] > 1] == [(1, 2)] * 3
+    found, wanted = (each.future.result(timeout=0).sequences for each in (disturbed, expected))
+    for own, other in zip(found, wanted, strict=True):
+        assert own.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(own.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_step_computes_one_pass_of_prompts_for_any_number_of_requests() -> None:
+    batch = make_batch()
+    for number in range(8):
+        add(batch, [number] * 400, 4)
+
+    with recorded_passes(batch.model) as shapes:
+        batch.step()
+
+    assert sum(rows * width for rows, width in shapes) == 5 * 400
 
 
 def test_batch_never_exceeds_its_bounds_and_starts_in_order() -> None:
@@ -174,7 +230,7 @@ def test_restart_samples_the_rest_from_the_new_weights() -> None:
 
     # The two restarted ones came first, and are finished.
     assert [len(each.token_ids) for each in batch.running] == [1, 1]
-    assert len(batch._waiting) == 2
+    assert [each.num_waiting for each in requests] == [0, 2]
     run(batch)
 
     sequences = [request.future.result(timeout=0).sequences for request in requests]

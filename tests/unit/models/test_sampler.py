@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from turnstream.errors import InvalidConfigError, RejectedError
-from turnstream_server.models.continuous_batch import BatchLimits
+from turnstream_server.models.fair_turns import BatchLimits
 from turnstream_server.models.logprobs import PaddedRows, response_logprobs
 from turnstream_server.models.packed import enable_packing
 from turnstream_server.models.policy import load_policy
