@@ -7,7 +7,13 @@ import pytest
 import redis
 import redis.asyncio
 
-from turnstream.errors import ConflictError, FencedError, InvalidConfigError, StoreBehindError
+from turnstream.errors import (
+    ConflictError,
+    FencedError,
+    InvalidConfigError,
+    RejectedError,
+    StoreBehindError,
+)
 from turnstream.records.snapshots import decode_snapshot
 from turnstream.store.client import keys
 from turnstream.types import RecoveryToken, VersionAnnounced
@@ -125,6 +131,42 @@ def version(
 
 async def announce(run: Any, announced: VersionAnnounced, *, session_epoch: int = 1) -> None:
     await announce_version(run.client, run.name, announced, session_epoch=session_epoch)
+
+
+async def test_admission_waits_for_announcements_of_a_session_that_announces(
+    start_run: Any,
+) -> None:
+    run = await start_run(max_staleness=0, max_planned_ahead=0, batch_groups=1)
+    num_groups = 0
+
+    async def is_admitted() -> bool:
+        nonlocal num_groups
+        try:
+            await run.open(f"g{num_groups}", num_sealed=2)
+        except RejectedError:
+            return False
+        num_groups += 1
+        return True
+
+    async def train(session: Any, step: int) -> Any:
+        await run.plan(f"g{num_groups - 1}")
+        return await run.step(session, step)
+
+    session = await run.start("never announces")
+    assert [await is_admitted(), await is_admitted()] == [True, False]
+    await train(session, 1)
+    assert await is_admitted()
+    await announce(run, version(1, step=1))
+    token = await train(session, 2)
+    assert not await is_admitted()
+    before = await run.last_wake_up()
+    await announce(run, version(2, step=2))
+    assert await run.last_wake_up() != before
+    assert await is_admitted()
+    token = await train(session, 3)
+    assert not await is_admitted()
+    await run.start("after it died before its announcement", token=token)
+    assert await is_admitted()
 
 
 async def test_an_announced_version_is_the_newest_and_an_event_of_the_plan(run: Any) -> None:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testkit.run_driver import Drive, RunDriver
-from turnstream.batching.fold.capacity import capacity, most_live_groups
+from turnstream.batching.fold.capacity import admitting_step, capacity, most_live_groups
 from turnstream.errors import (
     ConflictError,
     EndOfRunError,
@@ -155,6 +155,7 @@ class Case:
     max_staleness: int
     max_open_groups: int
     stepped: int
+    announced: int | None
     num_open: int
     num_decided: int
     planned: int
@@ -167,6 +168,7 @@ cases = st.builds(
     max_staleness=st.integers(0, 3),
     max_open_groups=st.integers(0, 6),
     stepped=st.integers(0, 5),
+    announced=st.none() | st.integers(0, 6),
     num_open=st.integers(0, 8),
     num_decided=st.integers(0, 30),
     planned=st.integers(0, 5),
@@ -186,9 +188,11 @@ def test_groups_are_admitted_by_the_rule_of_the_pure_function(drive: Drive, case
         "planned": case.planned,
         "planned_groups": case.planned * case.batch_groups + case.num_revised,
     }
+    if case.announced is not None:
+        numbers["announced"] = case.announced
     run.client.hset(run.keys.frontier, mapping=numbers)
     most_live = most_live_groups(
-        case.stepped,
+        admitting_step(case.stepped, case.announced, max_staleness=case.max_staleness),
         batch_groups=case.batch_groups,
         max_staleness=case.max_staleness,
         num_revised=case.num_revised,

@@ -69,6 +69,17 @@ def test_acknowledgement_repeats_lost_steps_first(
     assert [each[1] for each in batcher.calls if each[0] != "Get"] == expected
 
 
+def test_lost_announcement_is_repeated_after_the_lost_steps(batcher: Any) -> None:
+    with pulled(batcher, 2) as stream:
+        stream.announce_version(7)
+        batcher.refusals = [ConflictError("it does not follow")] * 2
+
+        stream.stepped()
+
+    calls = [each for each in batcher.calls if each[0] != "Get"]
+    assert calls[0] == calls[-2] == ("Announce", 7, 2, "")
+
+
 def test_conflict_with_another_reason_is_raised(batcher: Any) -> None:
     with pulled(batcher, 2) as stream:
         batcher.refusals = [ConflictError(f"conflict {number}") for number in range(10)]

@@ -84,6 +84,7 @@ class Session:
         self._client = AsyncClient(process)
         self._assembler = Assembler(URL, max_cache_bytes=1)
         self._acknowledged: list[tuple[int, str]] = []
+        self._announced: VersionAnnounced | None = None
         self._requests: list[wire.GetRequest] = []
         self._batch: PlannedBatch | None = None
         self._step, self._session_epoch, self._lineage = 0, 0, ""
@@ -270,6 +271,8 @@ class Session:
                 break
         for step, manifest_hash in reversed(lost):
             await self._acknowledge(step, manifest_hash)
+        if self._announced is not None:
+            await self._send(self._announced)
 
     async def _acknowledge(self, step: int, manifest_hash: str) -> RecoveryToken:
         start, history = self._world.store.num_starts, self._history
@@ -308,6 +311,11 @@ class Session:
         self._history.newest_version += 1
         version = self._history.newest_version
         announced = VersionAnnounced(version=version, step=step, lineage=self._lineage)
+        await self._send(announced)
+        self._announced = announced
+
+    async def _send(self, announced: VersionAnnounced) -> None:
+        """Announce a version, or repeat the announcement: the store may have lost it."""
         caller = {"session_epoch": self._session_epoch, "session": self._name}
         await patiently(lambda: announce_version(self._client, self._run, announced, **caller))
 

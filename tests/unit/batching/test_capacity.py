@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.batching.fold.capacity import capacity, most_live_groups
+from turnstream.batching.fold.capacity import admitting_step, capacity, most_live_groups
 
 
 def admitted(
@@ -53,6 +53,16 @@ def test_trainer_without_groups_always_gets_a_batch_of_admissions(
 ) -> None:
     # Everything trained so far, nothing running, however many were filtered before.
     assert admitted(step=step, running=0, accepted=step * b, most=10_000, b=b, eta=eta) >= b
+
+
+@given(step=st.integers(0, 50), eta=st.integers(1, 5), announced=st.integers(0, 60))
+def test_missing_announcements_never_stop_a_trainer_that_allows_staleness(
+    step: int, eta: int, announced: int
+) -> None:
+    newest = admitting_step(step, announced, max_staleness=eta)
+
+    assert admitted(step=newest, running=0, accepted=step * 8, most=10_000, eta=eta) >= 8
+    assert step - newest <= max(0, step - announced)
 
 
 def test_steps_before_a_revision_count_with_their_own_groups() -> None:

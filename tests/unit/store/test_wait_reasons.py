@@ -100,6 +100,18 @@ def test_one_group_below_the_limits_is_within_capacity() -> None:
     assert WaitKind.OUT_OF_CAPACITY not in kinds(free)
 
 
+def test_missing_announcement_is_the_reason_where_it_limits_admission() -> None:
+    few = {"num_live": 16, "planned": 2, "stepped": 2, "durations": Durations(step_s=4.0)}
+    found = the(WaitKind.WEIGHTS_NOT_ANNOUNCED, snapshot(announced=1, **few))
+
+    assert found.sentence.endswith(
+        "are allowed after step 1; step 2 is stepped, and its weights are not announced for 4 s"
+    )
+    assert found.facts["announced"] == 1
+    for announced in (None, 2):
+        assert WaitKind.WEIGHTS_NOT_ANNOUNCED not in kinds(snapshot(announced=announced, **few))
+
+
 def test_unknown_times_and_versions_are_left_out() -> None:
     found = the(WaitKind.OUT_OF_DATA, snapshot(num_waiting=0))
 

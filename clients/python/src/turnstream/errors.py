@@ -170,6 +170,7 @@ class WaitKind(StrEnum):
     REFILL_OPEN = "refill_open"
     MEMBER_NOT_STARTED = "member_not_started"
     MEMBER_OPEN = "member_open"
+    WEIGHTS_NOT_ANNOUNCED = "weights_not_announced"
     OUT_OF_CAPACITY = "out_of_capacity"
     RELEASE_FAILS = "release_fails"
     OUT_OF_BYTES = "out_of_bytes"

@@ -18,7 +18,7 @@ _START = RunScript("start_session", "sessions", "frontier batches wake sessions 
 _STEPPED = RunScript("stepped", "sessions", "frontier batches wake ranks times")
 _COMMITTED = RunScript("committed", "sessions", "frontier batches times wake ranks")
 _RECORD_RANK = RunScript("record_rank", "sessions", "frontier batches ranks wake")
-_ANNOUNCE = RunScript("announce_version", "sessions", "frontier versions events")
+_ANNOUNCE = RunScript("announce_version", "sessions", "frontier versions events wake")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +161,9 @@ async def announce_version(
 ) -> None:
     """Announce new weights to generators and the planner; a repeat changes nothing.
 
+    From the first announcement of a session on, groups are admitted after the announcement of a
+    step: see `turnstream.batching.fold.capacity`.
+
     Raises:
         FencedError: another trainer session has started, or the run has another lineage.
         ConflictError: a higher version exists, or this one was announced with another content.
@@ -168,7 +171,7 @@ async def announce_version(
     if announced.version < 0:
         raise InvalidConfigError("version", f"{announced.version} is below 0")
     record = encode_event(announced)
-    words = (session_epoch, announced.version, record, session, announced.lineage)
+    words = (session_epoch, announced.version, record, session, announced.lineage, announced.step)
     await _ANNOUNCE.call_async(client, run, *words)
 
 

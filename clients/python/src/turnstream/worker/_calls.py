@@ -84,6 +84,7 @@ class BatcherCalls:
         # (step, manifest hash) of each acknowledged step; replaced and never changed: another
         # thread reads it.
         self._steps: tuple[tuple[int, str], ...] = ()
+        self._announced: dict[str, Any] | None = None
         self.replicas = Replicas(target, api_key=api_key, timeout_s=timeout_s)
 
     @property
@@ -200,7 +201,8 @@ class BatcherCalls:
     def repeat_stepped(self, *, timeout_s: float | None = None) -> None:
         """Acknowledge the newest step again, and first the steps before it that the store lost.
 
-        An acknowledgement that the store still has changes nothing. `timeout_s` limits each call.
+        Then announce the newest version again: groups may wait for it. A call that the store still
+        has changes nothing. `timeout_s` limits each call.
         """
         lost: list[tuple[int, str]] = []
         for step, manifest_hash in reversed(self._steps):
@@ -211,17 +213,19 @@ class BatcherCalls:
                 lost.append((step, manifest_hash))
         for step, manifest_hash in reversed(lost):
             self._stepped(step, manifest_hash, timeout_s=timeout_s)
+        if self._announced is not None:
+            self._announce(self._announced, timeout_s=timeout_s)
 
     def announce_version(self, version: int, *, step: int, weights_uri: str) -> None:
         """Announce new weights."""
-        self._repeat(
-            "AnnounceVersion",
-            f"policy version {version}",
-            **self._identity(),
-            version=version,
-            step=step,
-            weights_uri=checked_setting(weights_uri, field="weights_uri"),
-        )
+        uri = checked_setting(weights_uri, field="weights_uri")
+        fields: dict[str, Any] = {"version": version, "step": step, "weights_uri": uri}
+        self._announce(fields)
+        self._announced = fields
+
+    def _announce(self, fields: dict[str, Any], *, timeout_s: float | None = None) -> None:
+        what = f"policy version {fields['version']}"
+        self._repeat("AnnounceVersion", what, timeout_s=timeout_s, **self._identity(), **fields)
 
     def close(self) -> None:
         """Close all connections; calls in flight end as cancelled."""

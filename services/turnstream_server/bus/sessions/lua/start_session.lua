@@ -1,6 +1,8 @@
 #!lua flags=allow-oom
 -- Starts a trainer session after the batch of its recovery token, and fences every earlier session.
 -- Later steps are undone. A repeat before the first step of the session changes nothing.
+-- Admission waits for announcements once the session has announced a version: a trainer that died
+-- before an announcement, or was replaced by one that announces none, does not stop the run.
 --
 -- Arguments:
 --   ARGV[1] session name     ARGV[2] dp_world_size
@@ -113,7 +115,7 @@ end
 redis.call('HSET', FRONTIER, 'stepped', step, 'committed', step, 'session_epoch', epoch + 1,
   'session', ARGV[1], 'session_ms', now_ms, 'session_token', token, 'dp_world_size', ARGV[2],
   'lineage', lineage, 'checkpoints', table.concat(kept, ','))
-redis.call('HDEL', FRONTIER, 'session_lost')
+redis.call('HDEL', FRONTIER, 'session_lost', 'announced')
 redis.call('DEL', RANKS)
 redis.call('HSET', SESSIONS, ARGV[1], epoch + 1)
 redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')

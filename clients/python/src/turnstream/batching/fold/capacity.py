@@ -2,7 +2,9 @@
 
 The rule is that of AReaL (Fu et al., 2025, section 4.1), but filtered and failed groups are
 subtracted again: a run that filters many groups would starve its trainer.
-`store/run/lua/open_group.lua` is the same rule over the numbers of a run.
+A group is admitted once generators can have the weights that it needs: after the announcement of
+a step, where a trainer announces. `store/run/lua/open_group.lua` is the same rule over the numbers
+of a run.
 """
 
 from __future__ import annotations
@@ -23,10 +25,32 @@ def capacity(most_live: int, *, num_decided: int, num_open: int, max_open: int) 
     return max(0, num_groups)
 
 
+def admitting_step(stepped: int, announced: int | None, *, max_staleness: int) -> int:
+    """Return the step whose weights generators have: the one that capacity is computed from.
+
+    `announced` is the step of the newest announced weights, None where the trainer session has
+    announced none. Then the newest trained step counts, so that such a run does not stall. Nor does
+    one whose trainer skips announcements: the groups of the step that it waits for are admitted.
+    Only with `max_staleness` 0 every step needs its announcement.
+
+    >>> admitting_step(5, 4, max_staleness=1), admitting_step(5, 5, max_staleness=1)
+    (4, 5)
+    >>> admitting_step(5, None, max_staleness=1), admitting_step(5, 1, max_staleness=2)
+    (5, 3)
+    >>> admitting_step(5, 4, max_staleness=0)
+    4
+    """
+    if announced is None:
+        return stepped
+    return min(stepped, max(announced, stepped - max(1, max_staleness)))
+
+
 def most_live_groups(
     version_step: int, *, batch_groups: int, max_staleness: int, num_revised: int = 0
 ) -> int:
     """Return how many groups may be accepted or under way after so many trained steps.
+
+    `version_step` is the result of `admitting_step`.
 
     >>> most_live_groups(3, batch_groups=8, max_staleness=2)
     48

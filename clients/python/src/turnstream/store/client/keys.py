@@ -28,6 +28,7 @@ frontier   hash    counters of the run: stepped, committed, planned, released (t
                    payload may be gone), folded (the newest step with a compact record), cold (the
                    newest step in a file), ends (the newest number in `ended`), live_groups,
                    open_groups, opened_groups, planned_groups;
+                   announced, the step of the newest weights that the session announced;
                    the session: session_epoch, session, dp_world_size, lineage, session_ms (its
                    start or end), session_token, session_lost (`<step>:<why>`, while its ranks
                    differ in a step);

@@ -13,7 +13,7 @@ from typing import Any, Final
 import redis
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.capacity import capacity, most_live_groups
+from turnstream.batching.fold.capacity import admitting_step, capacity, most_live_groups
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run, no_such_run
@@ -21,7 +21,7 @@ from turnstream.store.run.configs import read_config
 
 CREDIT_FIELDS: Final = (
     *("stepped", "live_groups", "open_groups", "closed"),
-    *("planned", "planned_groups", "paused"),
+    *("planned", "planned_groups", "paused", "announced"),
 )
 """Fields of the key `frontier` that a credit follows from."""
 
@@ -32,6 +32,7 @@ class CreditReason(StrEnum):
     CLOSED = "closed"
     PAUSED = "paused"
     STALENESS = "staleness"
+    ANNOUNCEMENT = "announcement"
     OPEN_GROUPS = "open_groups"
 
 
@@ -62,12 +63,13 @@ def credit(client: redis.Redis, run: str) -> Credit:
     _, config = read_config(client, run)
     with translating():
         found: Any = client.hmget(keys.run_keys(run).frontier, [*CREDIT_FIELDS])
-    stepped, live, opened, closed, planned, planned_groups, paused = found
+    stepped, live, opened, closed, planned, planned_groups, paused, announced = found
     if stepped is None:
         raise no_such_run(run)
     return credit_of(
         config,
         stepped=int(stepped),
+        announced=None if announced is None else int(announced),
         num_live=int(live),
         num_open=int(opened or 0),
         is_closed=closed == b"1",
@@ -80,6 +82,7 @@ def credit_of(
     config: BatchingConfig,
     *,
     stepped: int,
+    announced: int | None = None,
     num_live: int,
     num_open: int,
     is_closed: bool,
@@ -92,8 +95,9 @@ def credit_of(
     >>> credit_of(config, stepped=1, num_live=4, num_open=1, is_closed=False).sentence
     '2 groups may start: 4 of 6 are live after step 1, 1 of 3 are open'
     """
+    trained = admitting_step(stepped, announced, max_staleness=config.max_staleness)
     most = most_live_groups(
-        stepped,
+        trained,
         batch_groups=config.batch_groups,
         max_staleness=config.max_staleness,
         num_revised=num_revised,
@@ -109,13 +113,16 @@ def credit_of(
         reason, sentence = CreditReason.PAUSED, f"the run is paused: {paused}".removesuffix(": ")
     elif num_live >= most:
         reason = CreditReason.STALENESS
-        sentence = f"{num_live} groups are live, {most} are allowed after step {stepped}"
+        sentence = f"{num_live} groups are live, {most} are allowed after step {trained}"
+        if trained < stepped:
+            reason = CreditReason.ANNOUNCEMENT
+            sentence += f"; step {stepped} is stepped, and its weights are not announced"
     elif not num_groups:
         reason = CreditReason.OPEN_GROUPS
         sentence = f"{num_open} groups are open, max_open_groups is {most_open}"
     else:
         sentence = (
-            f"{num_groups} groups may start: {num_live} of {most} are live after step {stepped}"
+            f"{num_groups} groups may start: {num_live} of {most} are live after step {trained}"
         )
         sentence += f", {num_open} of {most_open} are open" if most_open else ""
     return Credit(

@@ -90,6 +90,7 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitSnapshot:
         run=run,
         config=config,
         stepped=frontier.number("stepped"),
+        announced=frontier.parsed("announced", parsed_number, None),
         planned=frontier.number("planned"),
         planned_groups=frontier.number("planned_groups"),
         released=frontier.number("released"),

@@ -89,6 +89,7 @@ _SENTENCES: Final[dict[WaitKind, str]] = {
         _GROUP + " waits for sample {sample} of generator {writer}[ for {age_s:.0f} s]: lease "
         "renewed, {lease_left_s:.0f} s left[; its deadline {deadline}]"
     ),
+    WaitKind.WEIGHTS_NOT_ANNOUNCED: "{why}[ for {stepped_s:.0f} s]",
     WaitKind.OUT_OF_CAPACITY: "{why}[; the last was opened {since_s:.0f} s ago]",
     WaitKind.RELEASE_FAILS: "batcher {planner} cannot release finished steps: {trouble}",
     WaitKind.OUT_OF_BYTES: "{why}",

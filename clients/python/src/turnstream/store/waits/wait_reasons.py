@@ -165,6 +165,7 @@ def _of_capacity(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
     found = credit_of(
         snapshot.config,
         stepped=snapshot.stepped,
+        announced=snapshot.announced,
         num_live=snapshot.num_live,
         num_open=snapshot.num_open,
         is_closed=False,
@@ -176,10 +177,14 @@ def _of_capacity(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
     elif found.reason is not None and not snapshot.is_closed:
         max_open_groups = snapshot.config.max_open_groups
         facts: dict[str, Fact] = {"open": snapshot.num_open, "max_open_groups": max_open_groups}
-        if found.reason is CreditReason.STALENESS:
+        kind = WaitKind.OUT_OF_CAPACITY
+        if found.reason is not CreditReason.OPEN_GROUPS:
             facts = {"live": snapshot.num_live, "most": found.most, "stepped": snapshot.stepped}
+        if found.reason is CreditReason.ANNOUNCEMENT:
+            kind = WaitKind.WEIGHTS_NOT_ANNOUNCED
+            facts |= {"announced": snapshot.announced, "stepped_s": snapshot.durations.step_s}
         facts["since_s"] = snapshot.durations.opened_s
-        yield wait_reason(WaitKind.OUT_OF_CAPACITY, facts, why=found.sentence)
+        yield wait_reason(kind, facts, why=found.sentence)
 
 
 def _of_bytes(snapshot: WaitSnapshot, num_samples: int, is_training: bool) -> Iterator[WaitReason]:

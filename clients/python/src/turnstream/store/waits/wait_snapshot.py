@@ -116,6 +116,7 @@ class WaitSnapshot:
     numbers that are stored.
 
     Attributes:
+        announced: step of the newest weights that the session announced; None before its first.
         num_live: groups that were opened and not dropped.
         num_open: live groups that are not decided.
         session_epoch: epoch of the active trainer session; 0 without one.
@@ -144,6 +145,7 @@ class WaitSnapshot:
     run: str
     config: BatchingConfig
     stepped: int = 0
+    announced: int | None = None
     planned: int = 0
     planned_groups: int = 0
     released: int = 0

@@ -2,9 +2,10 @@
 -- Registers a group, where it is new, and opens samples of it for one writer, with a lease.
 --
 -- A new group to train needs capacity, by the rule of batching/fold/capacity.py: at most
--- planned_groups + (max_staleness + stepped + 1 - planned) * batch_groups groups may ever have been
+-- planned_groups + (max_staleness + trained + 1 - planned) * batch_groups groups may ever have been
 -- opened, not counting those that were dropped untrained; and at most max_open_groups are open at once, where the run
--- has such a bound. A paused run admits none. A known group, or one to evaluate, needs no capacity.
+-- has such a bound. `trained` is the newest step whose weights are announced, where the trainer
+-- announces. A paused run admits none. A known group, or one to evaluate, needs no capacity.
 --
 -- Any new group needs bytes, for its samples at the usual size: in the run's budget, and in the server's
 -- memory without a reserve. A group that a starving trainer waits for may exceed any budget, and have half of
@@ -21,7 +22,7 @@
 -- where the store knows the prompt as another group: else it would be trained twice.
 --
 -- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: stepped, closed, paused, planned, planned_groups;
+--   KEYS[1] frontier  hash    read: stepped, announced, closed, paused, planned, planned_groups;
 --                             changed: live_groups, open_groups, opened_groups,
 --                             opened_ms, when a group was opened to train last
 --   KEYS[2] config    hash    read: newest, that revision's JSON, lease_floor
@@ -76,8 +77,9 @@ local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see 
 local RESERVE = 0.2           -- of the server's memory
 local RUN_FORMAT = 3          -- of runs that this release reads and writes, see records/configs.py
 
-local stepped, closed, live, open, planned, planned_groups, paused = unpack(redis.call('HMGET',
-  KEYS[1], 'stepped', 'closed', 'live_groups', 'open_groups', 'planned', 'planned_groups', 'paused'))
+local stepped, closed, live, open, planned, planned_groups, paused, announced = unpack(
+  redis.call('HMGET', KEYS[1], 'stepped', 'closed', 'live_groups', 'open_groups', 'planned',
+    'planned_groups', 'paused', 'announced'))
 if not stepped then
   return redis.error_reply('NORUN no such run')
 end
@@ -122,10 +124,17 @@ local function shortage()
   if paused then
     return 'the run is paused' .. (paused == '' and '' or ': ' .. paused)
   end
+  local trained = stepped
+  if announced then
+    trained = math.max(announced, stepped - math.max(1, config.max_staleness))
+    trained = string.format('%.0f', math.min(stepped, trained))
+  end
   local most = (planned_groups or 0)
-    + (config.max_staleness + stepped + 1 - (planned or 0)) * config.batch_groups
+    + (config.max_staleness + trained + 1 - (planned or 0)) * config.batch_groups
   if most - live <= 0 then
-    return live .. ' groups are live, ' .. most .. ' are allowed after step ' .. stepped
+    return live .. ' groups are live, ' .. most .. ' are allowed after step ' .. trained
+      .. (trained == stepped and ''
+        or '; step ' .. stepped .. ' is stepped, and its weights are not announced')
   end
   local most_open = config.max_open_groups or 0
   if most_open > 0 and most_open - (open or 0) <= 0 then
