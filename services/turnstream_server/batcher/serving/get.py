@@ -9,7 +9,13 @@ from typing import Final
 
 import redis.asyncio
 
-from turnstream.errors import ConflictError, CorruptRecordError, FencedError, StoreBehindError
+from turnstream.errors import (
+    ConflictError,
+    CorruptRecordError,
+    FencedError,
+    InvalidConfigError,
+    StoreBehindError,
+)
 from turnstream.store.waits.wait_reasons import replan_hint
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.assembler import Assembler
@@ -37,6 +43,9 @@ CHUNK_BYTES: Final = 1 << 20
 """Bytes of payload in one data message. A client without options refuses 4 MiB. Measured over
 loopback, a receiver needs a third less time for 1 MiB than for 2 MiB, and both ends need more below
 256 KiB."""
+
+MAX_SHARES: Final = 1 << 18
+"""Mini-batches of a step times ranks: dividing so many takes about a second of a core."""
 
 _LENGTH_DELIMITED: Final = 2
 
@@ -74,6 +83,9 @@ class BatchSender:
                 view = await self._find_run(request.run)
                 wait_s = min(wait_s, await self._longest_wait_s(request))
                 batch = await admit(self._client, view, request, wait_s=wait_s)
+                check_number_of_shares(
+                    len(batch.manifest.mini_batches), dp_world_size=request.dp_world_size
+                )
         began_s, num_bytes = time.monotonic(), 0
         try:
             async for message in self._messages(batch, request):
@@ -135,6 +147,23 @@ def _log_delivery(request: wire.GetRequest, run: str, *, num_bytes: int) -> None
     facts = {"run": run, "step": request.step, "dp_rank": request.dp_rank, "bytes": num_bytes}
     receiver = f"observer {request.observer!r}" if request.observer else "the trainer"
     logger.info("share of a batch was sent to %s", receiver, extra=facts)
+
+
+def check_number_of_shares(num_mini_batches: int, *, dp_world_size: int) -> None:
+    """Refuse a step that has too many shares: a Get divides each mini-batch among all ranks.
+
+    >>> check_number_of_shares(32, dp_world_size=8192)
+    >>> check_number_of_shares(2048, dp_world_size=8192)
+    Traceback (most recent call last):
+    turnstream.errors.InvalidConfigError: dp_world_size: 8192 ranks x 2048 mini-batches of the \
+step are 16777216 shares, at most 262144 are allowed; raise mini_batch_groups of the run
+    """
+    if (num_shares := num_mini_batches * dp_world_size) > MAX_SHARES:
+        raise InvalidConfigError(
+            "dp_world_size",
+            f"{dp_world_size} ranks x {num_mini_batches} mini-batches of the step are {num_shares} "
+            f"shares, at most {MAX_SHARES} are allowed; raise mini_batch_groups of the run",
+        )
 
 
 async def admit(

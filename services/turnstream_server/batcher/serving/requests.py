@@ -21,6 +21,9 @@ from turnstream_server.commands.log import MAX_SHARED
 MAX_DP_WORLD_SIZE: Final = 8192
 """Dividing a mini-batch among so many ranks takes about 10 ms, among 10^6 it takes seconds."""
 
+MAX_WORKER_RANKS: Final = 1024
+"""Ranks of a worker of hosted models: each pass of its calls is divided among all of them."""
+
 MAX_STEP: Final = 2**31 - 1
 """Ids of inert rows cannot hold a larger step."""
 
@@ -43,6 +46,7 @@ _LIMITS: Final[dict[str, int | tuple[float, float]]] = {
     "first_step": (0, MAX_STEP),
     "dp_rank": (0, MAX_DP_WORLD_SIZE - 1),
     "dp_world_size": (1, MAX_DP_WORLD_SIZE),
+    "GetOperationsRequest.dp_world_size": (1, MAX_WORKER_RANKS),
     "session_epoch": (0, MAX_EXACT),
     "version": (0, MAX_EXACT),
     "first": (1, MAX_STEP),
