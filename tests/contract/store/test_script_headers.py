@@ -12,6 +12,7 @@ FILES = [*script_files().values()]
 OF_GENERATORS = {path.name: path for path in FILES if "turnstream_server" not in path.parts}
 PARTS = (
     *("lease_end.lua", "run_clock.lua", "slices.lua", "finished_names.lua", "whole_numbers.lua"),
+    *("group_limits.lua", "known_attempts.lua"),
 )
 """Parts that several scripts include; no script by itself."""
 NAMES = sorted({*OF_GENERATORS} - {*PARTS})

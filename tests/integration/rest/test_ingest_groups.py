@@ -166,3 +166,21 @@ def test_group_that_is_too_large_is_422(
 
     assert result["status"] == 422
     assert "max_samples=4" in result["problem"]["detail"]
+
+
+@pytest.mark.parametrize(("attempt", "most"), [(999, 3), (2, 1)])
+@pytest.mark.parametrize("form", ["json", "arrow"])
+def test_attempt_beyond_the_known_ones_is_422(
+    ingest: IngestClient, reader: RunReader, attempt: int, most: int, form: str
+) -> None:
+    item = {"group_id": "g", "sample": 0, "attempt": attempt, "num_samples": 1024}
+    fields = {**item, "turn": 0, **turn_fields(turn("p", "R"))}
+
+    if form == "json":
+        response = ingest.post("turns", fields)
+    else:
+        response = ingest.send("turns", arrow_body([fields]), content_type=ARROW)
+
+    assert "attempt" in response.text
+    assert f"is above {most}, " in response.text
+    assert reader.ledger() == {}

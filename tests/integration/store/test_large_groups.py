@@ -162,7 +162,7 @@ def test_publisher_refuses_groups_above_max_samples(run: RunDriver) -> None:
     url = f"redis://{run.client.connection_pool.connection_kwargs['host']}:{_port(run.client)}"
 
     with Publisher(url, run.name) as publisher:
-        with pytest.raises(InvalidTurnError, match=r"num_samples: 1000000 is above 8192"):
+        with pytest.raises(InvalidTurnError, match=r"num_samples: 1000000 is above 4096"):
             publisher.group("g", 1_000_000)
         with (
             pytest.raises(GroupTooLargeError, match="max_samples=1024"),

@@ -13,11 +13,14 @@ from turnstream.batching.fold.capacity import admitting_step, capacity, most_liv
 from turnstream.errors import (
     ConflictError,
     EndOfRunError,
+    GroupTooLargeError,
+    InvalidTurnError,
     RejectedError,
     RunNotFoundError,
 )
 from turnstream.store.client.scripts import Command
 from turnstream.store.run.credits import credit
+from turnstream.store.run.groups import most_attempts
 from turnstream.store.run.leases import adopt_command
 
 pytestmark = pytest.mark.redis
@@ -211,3 +214,52 @@ def test_groups_are_admitted_by_the_rule_of_the_pure_function(drive: Drive, case
     assert (said.reason is None) == (expected > 0)
     assert replies[:-1] == [[]] * expected
     assert isinstance(replies[-1], RejectedError)
+
+
+def test_attempt_follows_the_highest_known_one_of_its_sample(run: RunDriver) -> None:
+    # Attempt 999 of a group of 1,024 samples was accepted. Its decision read a million of them.
+    opened = run.do(run.open_group("g/0/0", "g/1/1", "g/1/2"))
+    before = (run.ledger(), run.counts())
+
+    for attempts, name, most in (
+        (["g/0/2"], "2 of trajectory g/0/2", 1),
+        (["g/1/0", "g/1/9"], "9 of trajectory g/1/9", 3),
+    ):
+        with pytest.raises(InvalidTurnError) as refused:
+            run.do(run.open_group(*attempts))
+        assert refused.value.field == "attempt"
+        assert refused.value.message == (
+            f"{name} is above {most}, the one after the highest known attempt of the sample"
+        )
+        assert (run.ledger(), run.counts()) == before
+
+    run.client.zadd(run.keys.refills, {"g/0/4": 1})
+    assert opened == [1, 1, 1]
+    assert run.do(run.open_group("g/1/3", "g/0/1", "g/0/4", "g/0/5")) == [1, 1, 1, 1]
+
+
+def test_writer_may_open_again_an_attempt_whose_predecessors_are_lost(run: RunDriver) -> None:
+    assert run.do(run.open_group("g/0/9", num_samples="2+")) == [1]
+
+
+@pytest.mark.parametrize(("num_samples", "name", "most"), [(1024, "g", 3), (1024, "g" * 500, 0)])
+def test_attempts_of_a_group_are_limited_by_its_size(
+    run: RunDriver, num_samples: int, name: str, most: int
+) -> None:
+    opening = [f"{name}/0/{attempt}" for attempt in range(most + 1)]
+    assert most_attempts(name, num_samples) == most + 1
+    assert run.do(run.open_group(*opening, group=name, num_samples=num_samples)) == [1] * (most + 1)
+
+    beyond = run.open_group(f"{name}/0/{most + 1}", group=name, num_samples=f"{num_samples}+")
+    with pytest.raises(InvalidTurnError, match=f"is above {most}, the highest of this group"):
+        run.do(beyond)
+
+
+def test_group_too_large_for_its_name_is_refused_before_any_write(run: RunDriver) -> None:
+    with pytest.raises(
+        GroupTooLargeError, match=r"num_samples=1024 .* of 513 bytes .* limit of 524288"
+    ):
+        run.do(run.open_group(group="g" * 513, num_samples=1024))
+
+    assert run.ledger() == {}
+    assert run.events() == []

@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as nps
 from testkit import group, trajectory
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode import checks, group_checks
+from turnstream.store.run import groups
 from turnstream.types import Status, TrajectoryKey, Turn
 from turnstream.types.scalars import named_numbers
 
@@ -289,7 +290,11 @@ def test_one_version_covers_the_whole_response() -> None:
         (TrajectoryKey("g", 4), "sample: 4 in a group of 4, from 0"),
         (TrajectoryKey("g", -1), "sample: -1 is not"),
         (TrajectoryKey("g", 0, -1), "attempt: -1 is not"),
-        (TrajectoryKey("g", 0, group_checks.ATTEMPT_LIMIT), "attempt: 1000 is not"),
+        (TrajectoryKey("g", 0, groups.ATTEMPT_LIMIT), "attempt: 1000 is not"),
+        (
+            TrajectoryKey("g" * 500, 0, 262),
+            "attempt: 262 is above 261, the highest in a group of 4",
+        ),
         (TrajectoryKey("", 0), "group_id: a name of 0 characters"),
     ],
 )

@@ -28,6 +28,8 @@ _ABANDON = LeaderScript("abandon_lapsed", "planning", "ledger leases counts even
 _APPEND = Script("append", "turnstream.generator.outbox")
 _POST_SEALED = Script("post_sealed", "turnstream.generator.outbox")
 _PER_CALL: Final = 200
+_ORPHANED_PER_CALL: Final = 4
+"""Groups of one call, which reads every attempt of each."""
 _FENCE: Final = "abandoned"
 """Name of the writer that fences the payload of abandoned trajectories."""
 
@@ -82,14 +84,14 @@ async def end_orphaned(term: Term, orphaned: Mapping[str, int]) -> int:
 
 
 async def _end_orphaned(term: Term, items: Sequence[tuple[str, int | str, bytes]]) -> list[int]:
-    if not items:
-        return []
-    words = [
-        word
-        for group_id, refills, record in items
-        for word in (keys.encode_name(group_id), refills, record)
-    ]
-    replies: list[int] = await _END_ORPHANED.run(term, *words)
+    replies: list[int] = []
+    for start in range(0, len(items), _ORPHANED_PER_CALL):
+        words = [
+            word
+            for group_id, refills, record in items[start : start + _ORPHANED_PER_CALL]
+            for word in (keys.encode_name(group_id), refills, record)
+        ]
+        replies += await _END_ORPHANED.run(term, *words)
     return replies
 
 

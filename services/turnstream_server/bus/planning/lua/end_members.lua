@@ -2,23 +2,47 @@
 -- Part of settle_eval, settle_group, settle_members and write_manifest: ends
 -- trajectories, and counts them by state.
 --
--- Defines state_of(id); settle(id, from, into, reason); num_ended; and count_ended(), the last write.
--- settle_rest(group, num_samples, becomes, reason) settles every attempt of a group whose state is a
--- field of `becomes`, and returns the bytes that were reserved for samples without a trajectory.
+-- Defines settle_all(ids, becomes, reason), which ends those whose state is a field of `becomes`, and
+-- returns {id, state} of the others; num_ended; and count_ended(), the last write.
+-- settle_rest(group, num_samples, becomes, reason) settles every attempt of a group, and returns the
+-- bytes that were reserved for samples without a trajectory.
 -- LEDGER, COUNTS, DEADLINES, LEASES, MEMBERS, REFILLS, HELD and BUDGET are the keys.
+
+-- include: turnstream.store.run/slices.lua
+-- include: group_attempts.lua
 
 local num, num_ended = {}, 0
 
-local function state_of(id)
-  return string.match(redis.call('HGET', LEDGER, id) or '', '^[^:]*')
+local function settle_entries(ids, entries, becomes, reason)
+  local changes, leases, deadlines, unknown = {}, {}, {}, {}
+  for i, id in ipairs(ids) do
+    local from = string.match(entries[i] or '', '^[^:]*')
+    local into = becomes[from]
+    if into then
+      changes[#changes + 1] = id
+      changes[#changes + 1] = into .. ':' .. reason
+      num[from] = (num[from] or 0) - 1
+      num[into] = (num[into] or 0) + 1
+      if from == 'open' then
+        leases[#leases + 1] = id
+      elseif from == 'awaiting_reward' then
+        deadlines[#deadlines + 1] = 'reward:' .. id
+      end
+    elseif from == '' then
+      unknown[#unknown + 1] = id
+    end
+  end
+  num_ended = num_ended + #changes / 2
+  write_sliced('HSET', LEDGER, changes)
+  if #leases > 0 then  -- settle_members has no such key
+    write_sliced('ZREM', LEASES, leases)
+  end
+  write_sliced('ZREM', DEADLINES, deadlines)
+  return unknown
 end
 
-local function settle(id, from, into, reason)
-  redis.call('HSET', LEDGER, id, into .. ':' .. reason)
-  redis.call('ZREM', DEADLINES, 'reward:' .. id)
-  num[from] = (num[from] or 0) - 1
-  num[into] = (num[into] or 0) + 1
-  num_ended = num_ended + 1
+local function settle_all(ids, becomes, reason)
+  settle_entries(ids, read_sliced('HMGET', LEDGER, ids), becomes, reason)
 end
 
 local function count_ended()
@@ -29,24 +53,31 @@ local function count_ended()
   end
 end
 
-local function settle_rest(group, num_samples, becomes, reason)
-  local attempts = string.match(redis.call('HGET', MEMBERS, group) or '', '^%d*:(%d+)') or 0
-  local released = 0
-  for sample = 0, num_samples - 1 do
-    for attempt = 0, tonumber(attempts) do
-      local id = group .. '/' .. sample .. '/' .. attempt
-      local from = state_of(id)
-      local reserved = from == '' and string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$')
-      if becomes[from] then
-        settle(id, from, becomes[from], reason)
-        redis.call('ZREM', LEASES, id)
-      elseif reserved then
-        redis.call('HDEL', HELD, id)
-        redis.call('HINCRBY', BUDGET, 'reserved', '-' .. reserved)
-        released = released + reserved
-      end
-      redis.call('ZREM', REFILLS, id)
+-- Return the bytes that were reserved for these trajectories, which were never opened.
+local function release_reserved(ids)
+  local released, gone = 0, {}
+  for i, held in ipairs(read_sliced('HMGET', HELD, ids)) do
+    local bytes = string.match(held or '', '^r(%d+)$')
+    if bytes then
+      gone[#gone + 1] = ids[i]
+      released = released + bytes
     end
   end
+  write_sliced('HDEL', HELD, gone)
+  if released > 0 then
+    redis.call('HINCRBY', BUDGET, 'reserved', string.format('%.0f', -released))
+  end
+  return released
+end
+
+local function settle_rest(group, num_samples, becomes, reason)
+  local released = 0
+  local has_refills = redis.call('ZCARD', REFILLS) > 0
+  each_attempt(group, num_samples, function(ids, entries)
+    released = released + release_reserved(settle_entries(ids, entries, becomes, reason))
+    if has_refills then
+      write_sliced('ZREM', REFILLS, ids)
+    end
+  end)
   return released
 end

@@ -12,6 +12,9 @@ local LEADER, FRONTIER, GROUPS, MEMBERS, LEDGER, EVENTS, DEADLINES = unpack(KEYS
 
 -- include: turnstream_server.bus.leadership/fenced.lua
 
+-- include: turnstream.store.run/slices.lua
+-- include: group_attempts.lua
+
 local is_closed = redis.call('HGET', FRONTIER, 'closed') == '1'
 
 local function refills_of_unheld(group)
@@ -19,18 +22,16 @@ local function refills_of_unheld(group)
   if not is_closed or (state ~= 'open' and state ~= 'evaluating') then
     return -1
   end
-  local attempts, refills = string.match(redis.call('HGET', MEMBERS, group) or '',
-    '^%d+:(%d+):(%d+)')
-  for sample = 0, num_samples - 1 do
-    for attempt = 0, tonumber(attempts or 0) do
-      local entry = redis.call('HGET', LEDGER, group .. '/' .. sample .. '/' .. attempt) or ''
-      local state = string.match(entry, '^[^:]*')
-      if state == 'open' or state == 'awaiting_reward' then
-        return -1
-      end
+  local is_held = false
+  each_attempt(group, num_samples, function(_, entries)
+    for _, entry in ipairs(entries) do
+      local state = string.match(entry or '', '^[^:]*')
+      is_held = is_held or state == 'open' or state == 'awaiting_reward'
     end
-  end
-  return tonumber(refills or 0)
+    return is_held
+  end)
+  local refills = string.match(redis.call('HGET', MEMBERS, group) or '', '^%d+:%d+:(%d+)')
+  return is_held and -1 or tonumber(refills or 0)
 end
 
 local replies = {}

@@ -31,12 +31,11 @@ local COUNTERS = {{COUNTS}, {BUDGET}}
 -- include: turnstream_server.bus.leadership/whole_counters.lua
 -- include: end_members.lua
 
+local counted = {}
 for i = 8, #ARGV do
-  local from = state_of(ARGV[i])
-  if from == 'sealed' or from == 'awaiting_reward' then
-    settle(ARGV[i], from, 'evaluated', ARGV[3])
-  end
+  counted[#counted + 1] = ARGV[i]
 end
+settle_all(counted, {sealed = 'evaluated', awaiting_reward = 'evaluated'}, ARGV[3])
 -- A sealed trajectory does not count where its reward came after the deadline.
 local surplus = {open = 'surplus', awaiting_reward = 'surplus', sealed = 'surplus'}
 if settle_rest(ARGV[2], num_samples, surplus, ARGV[4]) > 0 then

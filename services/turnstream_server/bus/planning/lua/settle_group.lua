@@ -43,11 +43,11 @@ local COUNTERS = {{COUNTS}, {BUDGET}, {PROMPTS, 'done', 'filtered'},
 local config = cjson.decode(redis.call('HGET', CONFIG, redis.call('HGET', CONFIG, 'newest')))
 -- include: end_members.lua
 
+local dropped = {}
 for i = 6, #ARGV do
-  if state_of(ARGV[i]) == 'sealed' then
-    settle(ARGV[i], 'sealed', ARGV[3], ARGV[4])
-  end
+  dropped[#dropped + 1] = ARGV[i]
 end
+settle_all(dropped, {sealed = ARGV[3]}, ARGV[4])
 local becomes = {open = 'surplus', awaiting_reward = is_dropped and ARGV[3] or 'surplus'}
 local released = settle_rest(ARGV[2], num_samples, becomes, ARGV[4])
 count_ended()

@@ -14,10 +14,8 @@ local COUNTERS = {{COUNTS}}
 -- include: end_members.lua
 
 for i = 2, #ARGV, 3 do
-  local state = state_of(ARGV[i])
-  if state == 'sealed' or state == 'awaiting_reward' then
-    settle(ARGV[i], state, ARGV[i + 1], ARGV[i + 2])
-  end
+  local into = ARGV[i + 1]
+  settle_all({ARGV[i]}, {sealed = into, awaiting_reward = into}, ARGV[i + 2])
 end
 count_ended()
 return num_ended

@@ -14,7 +14,6 @@ import numpy as np
 from turnstream.errors import InvalidTurnError, RecordError
 from turnstream.generator.encode.checks import MAX_LOGPROB, MAX_RECORD_BYTES
 from turnstream.generator.encode.group_checks import (
-    ATTEMPT_LIMIT,
     checked_metrics,
     checked_opening,
     checked_reward,
@@ -22,6 +21,7 @@ from turnstream.generator.encode.group_checks import (
 )
 from turnstream.records.events import MAX_EVENT_BYTES, MAX_TURNS, decode_event
 from turnstream.records.turns import decode_turn
+from turnstream.store.run.groups import ATTEMPT_LIMIT
 from turnstream.types import (
     GroupOpened,
     RewardPosted,

@@ -48,8 +48,10 @@ GREEDY_SAMPLE = 0
 """Sample of each group that the generator decodes greedily, where the estimator compares with it:
 the number that every group has."""
 
-LARGEST_GROUP = 8192
-"""Upper bound of `max_samples`: the store runs no other command while it opens a group."""
+LARGEST_GROUP = 4096
+"""Samples of one group, at most: the store runs no other command while it opens a group."""
+
+_LARGEST_SETTING = 8192  # of `max_samples`, which runs of earlier releases may have
 
 MAX_TURN_WEIGHT = 1000.0
 """Times `MAX_REWARD` and the turns of a trajectory, it stays within float32."""
@@ -58,7 +60,7 @@ _LONGEST_S = 30 * 86_400.0  # a longer time is a mistake in the unit
 
 Count = Annotated[int, Limits(0)]
 Positive = Annotated[int, Limits(1)]
-GroupSize = Annotated[int, Limits(1, LARGEST_GROUP)]
+GroupSize = Annotated[int, Limits(1, _LARGEST_SETTING)]
 LeaseTime = Annotated[float, Limits(0.3, _LONGEST_S)]
 Seconds = Annotated[float, Limits(0, _LONGEST_S)]
 TurnWeight = Annotated[float, Limits(0, MAX_TURN_WEIGHT)]

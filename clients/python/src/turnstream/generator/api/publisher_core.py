@@ -163,7 +163,9 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             num_needed: see `group`.
             prompt_uid: see `group`.
             purpose: see `group`.
-            attempt: number of the retry of an abandoned sample, below 1,000.
+            attempt: number of the retry of an abandoned sample, at most one above its highest
+                known attempt. A sample has at most 1,000 attempts, and fewer in a large group:
+                512 in one of 8 samples, 4 in one of 1,024.
 
         Raises:
             InvalidTurnError: the key is invalid.

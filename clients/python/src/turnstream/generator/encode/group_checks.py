@@ -14,12 +14,10 @@ from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.batching.scoring.tag_statistics import MAX_METRIC
 from turnstream.errors import InvalidTurnError
 from turnstream.store.client.keys import encode_name
+from turnstream.store.run.groups import ATTEMPT_LIMIT, MOST_GROUP_BYTES, most_attempts
 from turnstream.types import Group, GroupOpened, Purpose, Status, Trajectory, TrajectoryKey
 from turnstream.types.names import checked_text, shown
 from turnstream.types.scalars import finite_number, named_numbers, named_values, whole_number
-
-ATTEMPT_LIMIT: Final = 1000
-"""Attempts of one sample: the scripts that decide a group look at each of them."""
 
 _MAX_LABELS: Final = 64
 """Tags, and metrics, of one trajectory: the planner keeps those of every trajectory that waits."""
@@ -47,9 +45,13 @@ def checked_opening(
     num_samples = whole_number(num_samples, field="num_samples", least=1, limit=_SAMPLE_LIMIT)
     if num_samples > LARGEST_GROUP:
         raise InvalidTurnError(
+            "num_samples", f"{num_samples} is above {LARGEST_GROUP}, the most that a group may have"
+        )
+    if not most_attempts(group_id, num_samples):
+        most = MOST_GROUP_BYTES // len(encode_name(group_id))
+        raise InvalidTurnError(
             "num_samples",
-            f"{num_samples} is above {LARGEST_GROUP}, the most that the setting max_samples of a "
-            "run allows",
+            f"{num_samples} is above {most}, the most for a group_id of {len(group_id)} bytes",
         )
     needed = num_samples
     if num_needed is not None:
@@ -77,6 +79,13 @@ def checked_key(key: TrajectoryKey, *, num_samples: int | None = None) -> Trajec
     attempt = whole_number(key.attempt, field="attempt", limit=ATTEMPT_LIMIT)
     if num_samples is not None and sample >= num_samples:
         raise InvalidTurnError("sample", f"{sample} in a group of {num_samples}, from 0")
+    if num_samples is not None and attempt:
+        most = max(1, most_attempts(key.group_id, num_samples)) - 1
+        if attempt > most:
+            raise InvalidTurnError(
+                "attempt",
+                f"{attempt} is above {most}, the highest in a group of {num_samples} samples",
+            )
     return TrajectoryKey(key.group_id, sample, attempt)
 
 

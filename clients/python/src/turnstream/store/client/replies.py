@@ -8,7 +8,8 @@ code              error                 fact                meaning
 ================  ====================  ==================  ========================================
 FENCED            FencedError           state, or released  another owner has it, or finished
 CONFLICT          ConflictError         state, group, name  other content, or finished
-INVALID           RejectedError                             an argument that is not allowed
+INVALID           InvalidTurnError      attempt             an attempt that is not allowed
+INVALID           RejectedError                             another argument that is not allowed
 GAP               TurnGapError          expected turn       an earlier turn is missing
 WAIT              RejectedError         wake id             no capacity now
 FORMAT            UnknownFormatError    format of the run   another release wrote the run
@@ -49,6 +50,7 @@ from turnstream.errors import (
     EndOfRunError,
     FencedError,
     GroupTooLargeError,
+    InvalidTurnError,
     NotReadyError,
     ObserverExpiredError,
     RejectedError,
@@ -89,7 +91,7 @@ _REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
 CODES: Final = frozenset({*_REFUSALS, "INVALID", "WAIT", "HELD", "DAMAGED", "FORMAT"})
 """The codes of scripts."""
 
-FACTS: Final = frozenset({"unknown", "released", "group", "name"})
+FACTS: Final = frozenset({"unknown", "released", "group", "name", "attempt"})
 """The facts that are words of their own; the others are numbers, ids or states of the ledger."""
 
 _PASSING = frozenset(
@@ -162,6 +164,8 @@ class Refusal(NamedTuple):
             return StoreFullError(f"the store is full: {message}", retry_after_s=RETRY_AFTER_S)
         if self.code == DENIED:
             return _denied(message)
+        if self.code == "INVALID" and self.fact:
+            return InvalidTurnError(self.fact, message)
         if self.code == "DAMAGED":
             return CorruptRecordError(f"damaged: {message}")
         if self.is_passing:

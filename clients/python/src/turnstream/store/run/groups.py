@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import Command, Script
@@ -11,6 +11,16 @@ from turnstream.types import GroupOpened, Purpose
 
 OPEN_GROUP = Script("open_group", "turnstream.store.run")
 _READ_GROUP = Script("read_group", "turnstream.store.run")
+
+
+ATTEMPT_LIMIT: Final = 1000
+"""Attempts of one sample: the scripts that decide a group look at each of them."""
+
+MOST_GROUP_BYTES: Final = 524_288
+"""Attempts of all samples of a group, times the bytes of its name: see group_limits.lua."""
+
+LEAST_NAME_BYTES: Final = 128
+"""Bytes that a shorter name counts as."""
 
 
 class Unfinished(NamedTuple):
@@ -53,6 +63,18 @@ def group_size(
     number = f"#{prompt_number}" if prompt_number else ""
     flags = f"{'+' if is_again else ''}{'!' if is_exclusive else ''}"
     return f"{group.num_samples}{needed}{purpose}{flags}{number}"
+
+
+def most_attempts(group_id: str, num_samples: int) -> int:
+    """Return the attempts that each sample of a group may have; 0 if the group is too large.
+
+    The same rule is in group_limits.lua.
+
+    >>> most_attempts("g", 8), most_attempts("g", 1024), most_attempts("g" * 500, 1024)
+    (512, 4, 1)
+    """
+    name_bytes = max(LEAST_NAME_BYTES, len(keys.encode_name(group_id)))
+    return min(ATTEMPT_LIMIT, MOST_GROUP_BYTES // (num_samples * name_bytes))
 
 
 def read_group_command(run: str, group: GroupOpened) -> Command:

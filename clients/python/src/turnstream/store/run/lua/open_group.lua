@@ -62,16 +62,17 @@
 --   CLOSED    a new group in a closed run
 --   CONFLICT  the group was opened with another num_samples or num_needed, or for another purpose;
 --             or it is finished (fact: name); or its prompt is done, or sampled as another group
---   TOOLARGE  a new group has more samples than max_samples, or needs more bytes than the run or
---             the server may ever have for it
+--   TOOLARGE  a new group has more samples than max_samples, or too many for the length of its name,
+--             or needs more bytes than the run or the server may ever have for it
 --   FORMAT    fact: the format of the run, which this release does not read
---   INVALID   num_samples, num_needed or a trajectory id cannot be
+--   INVALID   num_samples, num_needed or a trajectory id cannot be. Fact: attempt, where a sample has
+--             an attempt above the one after its highest known attempt, or too many for its group
 --   WAIT      fact: the last wake id; no capacity, no bytes, or the run is paused; try again when
 --             wake has a newer entry
 
 local LEASES, DEADLINES, MEMBERS, REFILLS, OVER = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 local HELD, BUDGET, CLOCK, CONFIG = KEYS[13], KEYS[14], KEYS[15], KEYS[2]
-local PROMPTS, TASKS, AGAIN = KEYS[17], KEYS[18], KEYS[19]
+local PROMPTS, TASKS, AGAIN, LEDGER = KEYS[17], KEYS[18], KEYS[19], KEYS[4]
 local FIRST_ESTIMATE = 65536  -- bytes of a trajectory, before any is sealed
 local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see store/run/budget.py
 local RESERVE = 0.2           -- of the server's memory
@@ -94,18 +95,23 @@ local samples, needed, purpose, again, exclusive, number =
 local begins = purpose == 'eval' and 'evaluating' or 'open'
 needed = needed == '' and samples or needed
 
+local ids, attempts = {}, {}
+
 -- Why the arguments cannot be; nil where they can.
 local function why_invalid()
   local num_samples, num_needed = tonumber(samples), tonumber(needed)
   if not num_samples or num_samples < 1 or num_needed < 1 or num_needed > num_samples then
     return 'size ' .. ARGV[2] .. ' of group ' .. ARGV[1] .. ' is no num_samples/num_needed'
   end
+  local prefix = ARGV[1] .. '/'
   for i = 5, #ARGV do
-    local group, sample = string.match(ARGV[i], '^([^/]*)/(%d+)/%d+$')
-    if group ~= ARGV[1] or tonumber(sample) >= num_samples then
+    local sample, attempt = string.match(ARGV[i], '^(%d+)/(%d+)$', #prefix + 1)
+    if string.sub(ARGV[i], 1, #prefix) ~= prefix or not sample or tonumber(sample) >= num_samples then
       return 'trajectory ' .. ARGV[i] .. ' is none of the ' .. samples .. ' samples of group '
         .. ARGV[1]
     end
+    ids[#ids + 1] = ARGV[i]
+    attempts[#ids] = tonumber(attempt)
   end
 end
 
@@ -117,6 +123,23 @@ end
 local invalid = why_invalid()
 if invalid then
   return redis.error_reply('INVALID ' .. invalid)
+end
+
+-- include: slices.lua
+
+-- include: group_limits.lua
+
+-- include: known_attempts.lua
+
+local num_attempts = most_attempts(ARGV[1], samples)
+if not group and num_attempts == 0 then
+  return redis.error_reply(string.format('TOOLARGE group %s: num_samples=%s with a name of %d bytes is '
+    .. 'above the limit of %d: use fewer samples, or a name of at most %d bytes', ARGV[1], samples,
+    #ARGV[1], MOST_GROUP_BYTES, MOST_GROUP_BYTES / samples))
+end
+local no_attempt = why_no_attempt(math.max(1, num_attempts))
+if no_attempt then
+  return redis.error_reply('INVALID [attempt] ' .. no_attempt)
 end
 
 -- Why no group may be opened to train now; nil where one may.
@@ -147,8 +170,6 @@ end
 -- include: run_clock.lua
 
 -- include: lease_end.lua
-
--- include: slices.lua
 
 local function estimate()
   local usual = tonumber(redis.call('HGET', BUDGET, 'estimate') or FIRST_ESTIMATE)
@@ -284,9 +305,9 @@ else
     return redis.error_reply('WAIT [' .. wake_id .. '] ' .. why)
   end
   local bytes = estimate()
-  local reserved = {}
+  local reserved, reservation = {}, string.format('r%.0f', bytes)
   for sample = 0, samples - 1 do
-    add(reserved, ARGV[1] .. '/' .. sample .. '/0', string.format('r%.0f', bytes))
+    add(reserved, ARGV[1] .. '/' .. sample .. '/0', reservation)
   end
   write_sliced('HSET', HELD, reserved)
   redis.call('HINCRBY', BUDGET, 'reserved', string.format('%.0f', samples * bytes))
@@ -320,16 +341,11 @@ else
   end
 end
 
-local ids = {}
-for i = 5, #ARGV do
-  ids[#ids + 1] = ARGV[i]
-end
-local entries = read_sliced('HMGET', KEYS[4], ids)
+local entries = group and read_sliced('HMGET', LEDGER, ids) or {}
 local lease_ms = math.floor(config.lease_s * 1000)
 local ends_ms = string.format('%.0f', lease_end(now_ms, lease_ms))
-local replies = {}
-local opened = {}
-local leases = {}
+local replies, opened, leases = {}, {}, {}
+local of_writer = 'open:1:' .. ARGV[3]
 local highest = 0
 for i, id in ipairs(ids) do
   local entry = entries[i]
@@ -348,9 +364,9 @@ for i, id in ipairs(ids) do
     replies[i] = 'CONFLICT [group] group ' .. ARGV[1] .. ' is already ' .. state
   else
     replies[i] = 1
-    add(opened, id, 'open:1:' .. ARGV[3])
+    add(opened, id, of_writer)
     add(leases, ends_ms, id)
-    local attempt = tonumber(string.match(id, '(%d+)$'))
+    local attempt = attempts[i]
     if group or attempt > 0 then  -- the first attempts of a new group hold theirs already
       reserve_more(id)
     end
@@ -373,7 +389,7 @@ if #leases > 0 then
   end
 end
 if #opened > 0 then
-  write_sliced('HSET', KEYS[4], opened)
+  write_sliced('HSET', LEDGER, opened)
   redis.call('HINCRBY', KEYS[5], 'accepted', #opened / 2)
   redis.call('HINCRBY', KEYS[5], 'open', #opened / 2)
 end
