@@ -16,6 +16,7 @@ All calls are safe to repeat.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self, cast
 
@@ -49,6 +50,8 @@ MAX_SHARED_BYTES: Final = 64 << 20
 MAX_AHEAD: Final = 10_000
 """Most numbers between a new command and the one that runs next: a missing number fails them all in
 one script."""
+
+_LARGE_BYTES: Final = 1 << 20
 
 _SLICE: Final = 1_000
 """Commands of one read of the history."""
@@ -139,10 +142,10 @@ async def submit(
     """
     keys = model_keys(model_id)
     refused = encode_result(refusal) if refusal else b""
-    entry = f"{kind} {fingerprint(content if identity is None else identity)}"
+    entry = f"{kind} {await _fingerprint(content if identity is None else identity)}"
     command = _SUBMIT(
         [keys.model, keys.commands, keys.bodies, keys.results],
-        *(number, entry, content, refused, MAX_AHEAD),
+        *(number, entry, b"" if refused else content, refused, MAX_AHEAD),
     )
     reply = await run_command_async(client, command)
     code, request_id = reply[0], RequestId(model_id, number)
@@ -161,6 +164,12 @@ async def submit(
         # Also after a refusal: it may be the number for which the worker waits.
         await announce(client, model_id)
     return request_id
+
+
+async def _fingerprint(data: bytes) -> str:
+    """Return the fingerprint of a content: in a thread if it takes more than a millisecond."""
+    is_large = len(data) > _LARGE_BYTES
+    return await asyncio.to_thread(fingerprint, data) if is_large else fingerprint(data)
 
 
 async def read_bodies(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Annotated, Any, Final, TypeVar
@@ -61,6 +62,14 @@ def json_response(content: Any, *, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-async def off_loop(call: Callable[[], _Result], *, num_bytes: int) -> _Result:
-    """Return the result of a call on a body of this size, in a thread if it is big."""
-    return await asyncio.to_thread(call) if num_bytes > IN_LOOP_BYTES else call()
+async def off_loop(
+    call: Callable[[], _Result], *, num_bytes: int, turn: asyncio.Lock | None = None
+) -> _Result:
+    """Return the result of a call on a body of this size, in a thread if it is big.
+
+    Big ones that share a `turn` are converted one after another.
+    """
+    if num_bytes <= IN_LOOP_BYTES:
+        return call()
+    async with turn or contextlib.nullcontext():
+        return await asyncio.to_thread(call)

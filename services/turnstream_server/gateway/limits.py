@@ -6,7 +6,7 @@ Every error names the datum, the field, the value and the limit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,24 @@ from turnstream.errors import BatchingError
 from turnstream_server.commands.bases import BaseModel
 from turnstream_server.gateway.tinker.sample_calls import Sampling
 
+MAX_RESULT_VALUES: Final = 1 << 22
+"""Most log-probabilities of a sampling call: 16 samples of 262,144 tokens, for example."""
+
 
 def check_operation_limits(operation: Operation, base: BaseModel) -> None:
-    """Raise BatchingError for a row that is too long, or a token id that does not exist."""
+    """Raise BatchingError for a row that is too long, or a token id that does not exist.
+
+    A position has as many targets as there are ids at most.
+    """
     for place, datum in enumerate(operation.data):
         num_tokens = len(datum.model_input)
         if num_tokens > base.context_length:
             limit = f"the context of {base.name} has {base.context_length}"
             raise BatchingError(f"datum {place}: model_input has {num_tokens} tokens, {limit}")
+        shape = datum.target_tokens.shape
+        if max(shape[1:], default=0) > base.vocab_size:
+            limit = f"expected at most {base.vocab_size} targets a position, the ids of {base.name}"
+            raise BatchingError(f"datum {place}: target_tokens has the shape {shape}, {limit}")
     inputs = [datum.model_input for datum in operation.data]
     targets = [datum.target_tokens for datum in operation.data]
     for name, arrays in (("model_input", inputs), ("target_tokens", targets)):
@@ -46,6 +56,23 @@ def check_sampling_limits(sampling: Sampling, base: BaseModel) -> None:
         if count > base.vocab_size:
             limit = f"{base.name} has {base.vocab_size} tokens"
             raise BatchingError(f"{name} is {count}: {limit}")
+    _require_small_result(sampling, base)
+
+
+def _require_small_result(sampling: Sampling, base: BaseModel) -> None:
+    """Raise BatchingError if the result may have too many values: limits multiply."""
+    prompt, params = sampling
+    left = base.context_length - len(prompt)
+    max_tokens = left if params.max_tokens is None else params.max_tokens
+    num_values = len(prompt) * (1 + params.topk_prompt_logprobs)
+    num_values += params.num_samples * max_tokens * (1 + params.topk_sample_logprobs)
+    if num_values > MAX_RESULT_VALUES:
+        raise BatchingError(
+            f"the result may have {num_values} values, expected at most {MAX_RESULT_VALUES}: "
+            f"num_samples {params.num_samples} x max_tokens {max_tokens} x (1 + "
+            f"topk_sample_logprobs {params.topk_sample_logprobs}) + {len(prompt)} prompt tokens x "
+            f"(1 + topk_prompt_logprobs {params.topk_prompt_logprobs})"
+        )
 
 
 def _check_ids(name: str, arrays: Sequence[NDArray[Any]], base: BaseModel) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
+import weakref
 from typing import Final, TypeVar
 
 import redis.asyncio
@@ -18,6 +21,10 @@ from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.store_threads import StoreThreads
 from turnstream_server.gateway.stream_waits import StreamWaits
 from turnstream_server.keys.access import KeyChecks
+from turnstream_server.keys.limits import TokenBucket
+
+DENSE_BYTES_PER_S: Final = 32 << 20
+"""Bytes that an owner may make of sparse rows, which have few bytes for any shape."""
 
 _MAX_KNOWN: Final = 20_000
 
@@ -54,6 +61,25 @@ class Gateway:
         self.closing.callback(self.streams.close)
         self._models: dict[str, ModelRecord] = {}
         self._owners: dict[str, str] = {}
+        self._dense: dict[str, TokenBucket] = {}
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+
+    def admit_dense(self, owner: str, num_bytes: int) -> float:
+        """Count bytes that a call makes of sparse rows; return the seconds until they fit, or 0.
+
+        They are made before they are counted, and an owner takes turns: see `turn_of`.
+        """
+        now_s = time.monotonic()
+        bucket = self._dense.get(owner) or TokenBucket(DENSE_BYTES_PER_S, now_s=now_s)
+        _keep(self._dense, owner, bucket)
+        wait_s = bucket.missing_s(num_bytes, now_s=now_s)
+        if not wait_s:
+            bucket.take(num_bytes)
+        return wait_s
+
+    def turn_of(self, owner: str) -> asyncio.Lock:
+        """Return the lock of the heavy conversions of an owner: one runs at a time."""
+        return self._turns.setdefault(owner, asyncio.Lock())
 
     async def session(self, owner: str, session_id: str) -> Session:
         """Return a session; RunNotFoundError if this owner has none of this id."""

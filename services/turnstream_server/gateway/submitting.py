@@ -88,12 +88,11 @@ def prepare_training(
     if isinstance(operation, ForwardBackwardRun):
         message = f"forward on run {operation.run!r} is not supported, only forward_backward"
         return Prepared(body, refused(message)) if call.forward_only else operation
-    content = encode_operation(operation)
     try:
         check_operation_limits(operation, base)
     except BatchingError as error:
-        return Prepared(content, refused(error))
-    return Prepared(content)
+        return Prepared(body, refused(error))
+    return Prepared(encode_operation(operation))
 
 
 async def prepare_run_call(caller: Caller, content: ForwardBackwardRun) -> Prepared:

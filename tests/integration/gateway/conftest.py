@@ -116,6 +116,7 @@ class Api:
         *,
         tokens: tuple[int, ...] = (1, 2),
         num_samples: int = 1,
+        topk_sample_logprobs: int = 0,
         **params: Any,
     ) -> httpx2.Response:
         """Submit a sample of two tokens."""
@@ -124,6 +125,7 @@ class Api:
             sampling_session_id=sampler_id,
             seq_id=number,
             num_samples=num_samples,
+            topk_sample_logprobs=topk_sample_logprobs,
             prompt={"chunks": [{"tokens": tokens, "type": "encoded_text"}]},
             sampling_params={"max_tokens": 2, **params},
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from testkit.canned_worker import CannedWorker
+from turnstream.wire import tinker_pb2 as wire
 
 
 def test_calls_run_by_number_and_are_answered_at_once(api: Any, worker: CannedWorker):
@@ -60,6 +62,42 @@ def test_rows_beyond_the_context_are_refused(api: Any):
 
     error = api.result(submitted["request_id"])["error"]
     assert error.startswith("datum 0: model_input has 129 tokens, the context of")
+
+
+def sparse_call(model: str, number: int, *, num_tokens: int, width: int) -> bytes:
+    """Return a body whose targets are zeros, sent as sparse rows without any value."""
+    datum = wire.Datum(
+        model_input=[wire.Chunk(encoded_text=wire.Tokens(tokens=bytes(4 * num_tokens)))]
+    )
+    targets = datum.loss_fn_inputs["target_tokens"]
+    targets.dtype, targets.shape[:] = wire.DTYPE_INT64, (num_tokens, width)
+    targets.sparse_csr.crow_indices = bytes(8 * (num_tokens + 1))
+    message = wire.ForwardBackwardRequest(
+        model_id=model, seq_id=number, data=[datum] * 54, loss_fn="cross_entropy"
+    )
+    return message.SerializeToString()
+
+
+def test_dense_values_of_a_key_are_limited_by_width_and_rate(api: Any, worker: CannedWorker):
+    model = api.model()
+    worker.may_run.clear()
+
+    def submit(number: int, width: int) -> Any:
+        body = sparse_call(model, number, num_tokens=128, width=width)
+        headers = {"Content-Type": "application/x-protobuf"}
+        return api.http.post("forward_backward", content=body, headers=headers)
+
+    too_wide = submit(1, 301).json()["request_id"]
+    numbers = itertools.count(2)
+    refused = next(
+        each for each in (submit(number, 300) for number in numbers) if each.status_code != 200
+    )
+
+    words = r"datum 0: target_tokens has the shape \(128, 301\), expected at most 300 targets"
+    assert re.search(words, api.result(too_wide)["error"])
+    assert refused.status_code == 429
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert "32 MiB/s of dense values" in refused.json()["detail"]
 
 
 def test_other_calls_without_effect_use_up_their_numbers(api: Any, worker: CannedWorker):
@@ -151,15 +189,19 @@ def test_numbers_that_no_client_sends_are_refused(api: Any, number: Any):
         ({"tokens": ()}, "prompt is empty"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
+        (
+            {"num_samples": 4096, "max_tokens": None, "topk_sample_logprobs": 8},
+            "4644866 values, expected at most 4194304: num_samples 4096 x max_tokens 126",
+        ),
     ],
 )
 def test_samples_that_cannot_be_drawn_fail(api: Any, params: dict[str, Any], words: str):
     sampler = api.sampler()
 
-    submitted = api.sample(sampler, 7, num_samples=2, **params).json()
+    submitted = api.sample(sampler, 7, **{"num_samples": 2, **params}).json()
 
     result = api.result(submitted["request_id"])
-    assert len(submitted["sample_sequence_ids"]) == 2
+    assert len(submitted["sample_sequence_ids"]) == params.get("num_samples", 2)
     assert result["category"] == "user"
     assert words in result["error"]
 

@@ -41,7 +41,7 @@ async def retrieve_future(request: Request, body: Body, caller: Authenticated) -
         pending = {"type": "try_again", "request_id": str(request_id), "queue_state": "active"}
         return json_response(pending, status=408)
     encode = functools.partial(encode_stored, stored, accept=request.headers.get("accept", ""))
-    encoded = await off_loop(encode, num_bytes=len(stored))
+    encoded = await off_loop(encode, num_bytes=len(stored), turn=caller.turn)
     return Response(encoded.body, media_type=encoded.content_type)
 
 

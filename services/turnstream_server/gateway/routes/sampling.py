@@ -71,7 +71,9 @@ async def describe(sampler_id: str, caller: Authenticated) -> Response:
 @router.post("/asample")
 async def asample(body: Body, caller: Authenticated) -> Response:
     """Queue a sample, and name each of its sequences."""
-    call = await off_loop(functools.partial(read_sample_call, body), num_bytes=len(body))
+    call = await off_loop(
+        functools.partial(read_sample_call, body), num_bytes=len(body), turn=caller.turn
+    )
     if call.num_samples > _MAX_SAMPLES:
         raise RecordError(f"num_samples is {call.num_samples}, expected {_MAX_SAMPLES} at most")
     record = await caller.sampler(call.sampling_session_id)
@@ -87,7 +89,7 @@ async def _submit(
 ) -> RequestId:
     try:
         read = functools.partial(_sampling, call, base)
-        prompt, params = await off_loop(read, num_bytes=num_bytes)
+        prompt, params = await off_loop(read, num_bytes=num_bytes, turn=caller.turn)
     except BatchingError as error:
         refusal = refused(error)
         return await refuse_sample(caller.client, record.sampler_id, call.seq_id, refusal)

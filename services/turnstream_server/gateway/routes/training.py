@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+import math
+from typing import Final, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
 from turnstream.errors import BatchingError, RunNotFoundError
@@ -26,7 +27,7 @@ from turnstream_server.commands.results import Failure
 from turnstream_server.commands.sessions import add_member
 from turnstream_server.gateway.access import Authenticated, Caller
 from turnstream_server.gateway.bodies import Body, off_loop
-from turnstream_server.gateway.state import session_of
+from turnstream_server.gateway.state import DENSE_BYTES_PER_S, session_of
 from turnstream_server.gateway.submitting import (
     Prepared,
     open_model,
@@ -35,10 +36,13 @@ from turnstream_server.gateway.submitting import (
     refused,
     submit_call,
 )
+from turnstream_server.gateway.tinker.loss_inputs import MAX_VALUES
 from turnstream_server.gateway.tinker.model_calls import read_model_call
 from turnstream_server.gateway.tinker.training_calls import read_training_call
 
 router = APIRouter()
+
+_MOST_DENSE_BYTES: Final = MAX_VALUES * 8
 
 _Route = Literal[
     "forward_backward_run",
@@ -118,17 +122,29 @@ async def _train(
 ) -> Response:
     content_type = request.headers.get("content-type", "")
     read = functools.partial(read_training_call, body, content_type=content_type, route=route)
-    call = await off_loop(read, num_bytes=len(body))
+    call = await off_loop(read, num_bytes=len(body), turn=caller.turn)
     model = await open_model(caller, call.model_id, number=call.seq_id)
     base = await caller.gateway.bases.known(model.base_model)
     request_id = RequestId(call.model_id, call.seq_id)
     prepare = functools.partial(prepare_training, call, body, base)
-    prepared = await off_loop(prepare, num_bytes=len(body))
+    num_bytes = _MOST_DENSE_BYTES if call.is_sparse else len(body)
+    prepared = await off_loop(prepare, num_bytes=num_bytes, turn=caller.turn)
     if isinstance(prepared, ForwardBackwardRun):
         of_run = await prepare_run_call(caller, prepared)
         return await submit_call(caller, request_id, "forward_backward_run", of_run)
+    if call.is_sparse:
+        _require_dense_room(caller, len(prepared.content) - len(body))
     kind = "forward" if call.forward_only else "forward_backward"
     return await submit_call(caller, request_id, kind, prepared)
+
+
+def _require_dense_room(caller: Caller, num_bytes: int) -> None:
+    """Answer 429, after which the client sends the same call again; its number is not used up."""
+    wait_s = caller.gateway.admit_dense(caller.owner, max(0, num_bytes))
+    if wait_s:
+        limit = f"{DENSE_BYTES_PER_S >> 20} MiB/s"
+        detail = f"sparse rows of this key became more than {limit} of dense values: wait"
+        raise HTTPException(429, detail, {"Retry-After": str(math.ceil(wait_s))})
 
 
 async def _refusal(caller: Caller, model: ModelRecord, content: Content) -> Failure | None:

@@ -18,3 +18,4 @@ class CallHeader(NamedTuple):
     model_id: str
     seq_id: int
     forward_only: bool = False
+    is_sparse: bool = False

@@ -75,7 +75,8 @@ def read_json(body: bytes, *, route: str) -> tuple[CallHeader, DecodeOperation]:
     """
     content, header = read_header(body, _Header)
     decode = functools.partial(_operation, content, _INPUT_OF_ROUTE[route])
-    return CallHeader(header.model_id, header.seq_id), decode
+    is_sparse = b'"sparse_crow_indices"' in body
+    return CallHeader(header.model_id, header.seq_id, is_sparse=is_sparse), decode
 
 
 def _operation(

@@ -29,8 +29,9 @@ _DTYPES: Final[dict[str, str]] = {
 _REFUSED_LOSSES: Final = ("stable_reinforce", "custom")
 _REFUSED_CHUNKS: Final = {"image": "image", "image_asset_pointer": "image", "dmel": "audio"}
 
-_MAX_VALUES: Final = 1 << 24
-"""Most values of one input: sparse rows need no values for a shape of any size."""
+MAX_VALUES: Final = 1 << 21
+"""Most values of one loss input in all datums of a call, counted as dense arrays. Sparse rows need
+no bytes for a shape of any size, and the result has a log-probability for each target."""
 
 
 class SparseRows(NamedTuple):
@@ -74,6 +75,7 @@ def make_operation(
         require_placeholder(*(sum(map(len, each.chunks)) for each in data), run=run)
         others = {name: value for name, value in settings.items() if name != RUN}
         return make_run_call(run, loss_fn=loss, settings=others)
+    _require_few_values(data)
     if loss in _REFUSED_LOSSES:
         raise BatchingError(f"loss_fn {loss!r} is not supported; known: {', '.join(LOSS_INPUTS)}")
     operation = Operation(
@@ -92,6 +94,23 @@ def require_tokens(kind: str, *, name: str) -> None:
         named = _REFUSED_CHUNKS.get(kind, repr(kind))
         message = f"chunks of type {named} are not supported, only encoded_text"
         raise BatchingError(f"{name}: {message}")
+
+
+def _require_few_values(data: Sequence[RawDatum]) -> None:
+    """Raise BatchingError if a loss input has too many values, before any of them is made."""
+    for name in _DTYPES:
+        shapes = [_shape(each.inputs[name]) for each in data if name in each.inputs]
+        total = sum(max(0, math.prod(each)) for each in shapes)
+        if total > MAX_VALUES:
+            widest = max(shapes, key=math.prod)
+            sent = f"{total} values in {len(data)} datums, one of them of shape {widest}"
+            raise BatchingError(
+                f"{name}: {sent}, expected at most {MAX_VALUES} in a call: send fewer datums a call"
+            )
+
+
+def _shape(sent: LossInput) -> tuple[int, ...]:
+    return sent.values.shape if sent.shape is None else sent.shape
 
 
 def _datum(place: int, raw: RawDatum) -> Datum:
@@ -113,9 +132,9 @@ def _array(name: str, sent: LossInput, *, dtype: str) -> NDArray[Any]:
     """Return the array in its shape, dense."""
     if sent.values.dtype != np.dtype(dtype):
         raise BatchingError(f"{name}: dtype {sent.values.dtype}, expected {dtype}")
-    shape = sent.values.shape if sent.shape is None else sent.shape
-    if max(shape, default=0) > _MAX_VALUES or math.prod(shape) > _MAX_VALUES:
-        raise BatchingError(f"{name}: shape {shape}, expected at most {_MAX_VALUES} values")
+    shape = _shape(sent)
+    if max(shape, default=0) > MAX_VALUES:  # next to a dimension of 0
+        raise BatchingError(f"{name}: shape {shape}, expected at most {MAX_VALUES} values")
     if sent.sparse is not None:
         return _dense(name, sent.values, shape=shape, sparse=sent.sparse)
     if not shape or len(sent.values) != math.prod(shape) or min(shape) < 0:

@@ -35,7 +35,12 @@ def read_protobuf(body: bytes) -> tuple[CallHeader, DecodeOperation]:
         message = wire.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
         raise RecordError(f"the body is no ForwardBackwardRequest: {error}") from error
-    header = CallHeader(message.model_id, message.seq_id, message.forward_only)
+    is_sparse = any(
+        tensor.WhichOneof("storage") == "sparse_csr"
+        for datum in message.data
+        for tensor in datum.loss_fn_inputs.values()
+    )
+    header = CallHeader(message.model_id, message.seq_id, message.forward_only, is_sparse)
     return header, functools.partial(_operation, message)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -68,14 +69,14 @@ def _topk(topk: TopkLogprobs) -> wire.TopkLogprobs:
 def _json(result: SampleResult) -> dict[str, Any]:
     content: dict[str, Any] = {
         "type": "sample",
-        "sequences": [
+        "sequences": (
             {
                 "stop_reason": str(each.stop_reason),
-                "tokens": each.token_ids.tolist(),
-                "logprobs": each.logprobs.tolist(),
+                "tokens": each.token_ids,
+                "logprobs": each.logprobs,
             }
             for each in result.sequences
-        ],
+        ),
     }
     if result.prompt_logprobs is not None:
         values = result.prompt_logprobs.tolist()
@@ -85,9 +86,7 @@ def _json(result: SampleResult) -> dict[str, Any]:
     return content
 
 
-def _pairs(topk: TopkLogprobs) -> list[list[tuple[int, float]] | None]:
-    rows = zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
-    return [
-        None if any(map(math.isnan, logprobs)) else [*zip(ids, logprobs, strict=True)]
-        for ids, logprobs in rows
-    ]
+def _pairs(topk: TopkLogprobs) -> Iterator[list[tuple[int, float]] | None]:
+    for ids, logprobs in zip(topk.token_ids, topk.logprobs, strict=True):
+        is_empty = bool(np.isnan(logprobs).any())
+        yield None if is_empty else [*zip(ids.tolist(), logprobs.tolist(), strict=True)]

@@ -24,6 +24,7 @@ class TrainingCall:
         model_id: the model.
         seq_id: place among the calls of the model, from 1.
         forward_only: the gradients stay as they are.
+        is_sparse: its arrays may be far larger than its body.
         operation: takes a request id, and returns the operation, or the call on a run; or raises
             BatchingError.
     """
@@ -31,6 +32,7 @@ class TrainingCall:
     model_id: str
     seq_id: int
     forward_only: bool
+    is_sparse: bool
     operation: DecodeOperation
 
 
@@ -60,5 +62,6 @@ def read_training_call(body: bytes, *, content_type: str, route: str) -> Trainin
         model_id=header.model_id,
         seq_id=header.seq_id,
         forward_only=header.forward_only or route == "forward",
+        is_sparse=header.is_sparse,
         operation=operation,
     )

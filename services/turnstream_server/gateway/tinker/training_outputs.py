@@ -48,13 +48,13 @@ def _protobuf(output: TrainingOutput) -> wire.ForwardBackwardOutput:
 def _json(output: TrainingOutput) -> dict[str, Any]:
     return {
         "loss_fn_output_type": _TYPE,
-        "loss_fn_outputs": [{"logprobs": _tensor(each)} for each in output.logprobs],
-        "metrics": dict(output.metrics),
+        "loss_fn_outputs": ({"logprobs": _tensor(each)} for each in output.logprobs),
+        "metrics": output.metrics,
     }
 
 
 def _tensor(array: NDArray[np.float32]) -> dict[str, Any]:
-    return {"data": array.ravel().tolist(), "dtype": "float32", "shape": list(array.shape)}
+    return {"data": array.ravel(), "dtype": "float32", "shape": list(array.shape)}
 
 
 def _check_metrics(metrics: Mapping[str, float]) -> None:

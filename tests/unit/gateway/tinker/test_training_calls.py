@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from turnstream_server.gateway.tinker.encodings import JSON, PROTOBUF
 from turnstream_server.gateway.tinker.training_calls import read_training_call
 
 RECORDED = Path(__file__).parent / "recorded"
+FLOAT_INPUTS = ("weights", "logprobs", "advantages", "sequence_ratio_mask")
 DTYPES = {"float32": wire.DTYPE_FLOAT32, "int64": wire.DTYPE_INT64}
 
 
@@ -189,7 +191,7 @@ def _sparse(rows: list[int], columns: list[int]) -> bytes:
         ),
         (
             _damaged(lambda m: m.data[0].loss_fn_inputs["logprobs"].shape.extend([0, 2**62])),
-            r"datum 0, logprobs: shape \(3, 0, \d+\), expected at most 16777216 values",
+            r"datum 0, logprobs: shape \(3, 0, \d+\), expected at most 2097152 values",
         ),
         (
             _damaged(lambda m: m.data[0].model_input.add().image.SetInParent()),
@@ -218,6 +220,26 @@ def test_damaged_protobuf_datums_are_refused(body: bytes, message: str) -> None:
 
     with pytest.raises(BatchingError, match=message):
         call.operation("r")
+
+
+def test_shapes_are_limited_before_arrays_are_made() -> None:
+    named = dict.fromkeys(FLOAT_INPUTS, wire.DTYPE_FLOAT32) | {"target_tokens": wire.DTYPE_INT64}
+    for name, dtype in named.items():
+        for shape in ((2, 1 << 20), (3, 5_000_000), (1 << 11, 1 << 11)):
+            message = wire.ForwardBackwardRequest(model_id="S:train:0", seq_id=1)
+            rows = wire.SparseRows(crow_indices=bytes(8 * (shape[0] + 1)))
+            tensor = wire.Tensor(sparse_csr=rows, dtype=dtype, shape=shape)
+            message.data.extend([wire.Datum(loss_fn_inputs={name: tensor})] * 2)
+            body = message.SerializeToString()
+            call = read_training_call(body, content_type=PROTOBUF, route="forward_backward")
+
+            assert call.is_sparse
+            tracemalloc.start()
+            with pytest.raises(BatchingError, match=rf"{name}: \d+ values .* at most 2097152"):
+                call.operation("r")
+            _, peak_bytes = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak_bytes < 1 << 20
 
 
 @pytest.mark.parametrize(

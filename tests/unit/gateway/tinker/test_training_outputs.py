@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,21 @@ def test_several_targets_of_a_position_have_a_trailing_shape() -> None:
     assert joined.tolist() == np.concatenate(logprobs).tolist()
     as_json = json.loads(encode_output(output, accept=JSON).body)
     assert [each["logprobs"]["shape"] for each in as_json["loss_fn_outputs"]] == [[2, 3], [1, 3]]
+
+
+def test_json_of_many_values_leaves_the_interpreter_to_other_threads() -> None:
+    values = np.random.default_rng(0).normal(size=1 << 19).astype(np.float32)
+    output = OUTPUT._replace(logprobs=[values])
+    with ThreadPoolExecutor() as threads:
+        encoding = threads.submit(encode_output, output, accept=JSON)
+        beats = 0
+        while not encoding.done():
+            time.sleep(0)
+            beats += 1
+
+    assert beats > 20  # an encoder that keeps the interpreter lock leaves one or two
+    sent = json.loads(encoding.result().body)["loss_fn_outputs"][0]["logprobs"]
+    assert sent == {"data": values.tolist(), "dtype": "float32", "shape": [1 << 19]}
 
 
 @pytest.mark.parametrize(
