@@ -13,7 +13,8 @@ commands     hash    number -> `<kind> <fingerprint of its content>`; `missing` 
                      never arrived
 bodies       hash    number -> content, until a durable checkpoint covers it; failed ones and those
                      of `forward` change nothing, and lose it with their result
-results      hash    number -> result, until the session ends
+results      hash    number -> result, until the session ends; a large one is replaced by a mark
+                     before, see `kept_results.py`
 passes       hash    first number -> last number of calls that share a pass, until covered
 sampler      hash    the record of a sampling session, see `samplers.py`
 samples      hash    number -> fingerprint of its content
@@ -30,6 +31,7 @@ checkpoints  hash    path -> record of a saved checkpoint of an owner, see `chec
 tm:bases     hash    name of a base model -> JSON, see `bases.py`
 tm:alive     zset    ids of client sessions, by server ms of their newest heartbeat
 tm:expiries  zset    `<owner> <path>` of saved checkpoints, by the server ms of their deletion
+tm:results   zset    request ids of large results, by the server ms of their deletion
 tm:wake      stream  models with new commands, about the newest 1,000; field `m` = id
 tm:done      stream  finished requests, about the newest 10,000; field `r` = request id
 ===========  ======  =======================================================================
@@ -49,6 +51,7 @@ from turnstream.types.names import encode_name
 BASES: Final = "tm:bases"
 ALIVE: Final = "tm:alive"
 EXPIRIES: Final = "tm:expiries"
+RESULTS: Final = "tm:results"
 WAKE: Final = "tm:wake"
 DONE: Final = "tm:done"
 

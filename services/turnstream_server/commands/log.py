@@ -35,6 +35,7 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Argument, Script, run_command, run_command_async
 from turnstream_server.commands.announcing import announce, announce_finished
 from turnstream_server.commands.contents import CommandKind, fingerprint
+from turnstream_server.commands.kept_results import keep_unfetched
 from turnstream_server.commands.keys import model_keys
 from turnstream_server.commands.request_ids import RequestId
 from turnstream_server.commands.results import Failure, Result, encode_result, failure_around
@@ -337,6 +338,9 @@ class ModelLog:
             return
         keys = self._keys
         pairs = [(number, encode_result(results[number])) for number in sorted(results)]
+        # First: a result without an entry would stay after a crash.
+        names = [(RequestId(self.model_id, number), data) for number, data in pairs]
+        keep_unfetched(self._client, names)
         words = [word for pair in pairs for word in pair]
         all_keys = [keys.model, keys.commands, keys.bodies, keys.results]
         _, self._reached = self._call(_FINISH, all_keys, *words)

@@ -1,7 +1,7 @@
 """Results of commands and samples, and their stored bytes.
 
 The first byte is the kind: `E` a failure, `J` an answer in JSON, `T` a training output, `S` a
-sample.
+sample. A result that was dropped is the mark `DROPPED`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from turnstream_server.models.sampling_params import (
 )
 
 Category = Literal["user", "server", "unknown"]
+
+DROPPED: Final = b"G"
+"""The stored bytes of a result that was dropped; see `kept_results.py`."""
 
 _FAILED: Final = b"E"
 _TEXT_MARK: Final = "\N{REPLACEMENT CHARACTER}"

@@ -27,6 +27,7 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command, run_command_async
 from turnstream_server.commands.announcing import announce, announce_finished
 from turnstream_server.commands.contents import fingerprint
+from turnstream_server.commands.kept_results import keep_unfetched
 from turnstream_server.commands.keys import sampler_keys, samples_key
 from turnstream_server.commands.packing import pack, unpack
 from turnstream_server.commands.request_ids import RequestId, parse_request_id
@@ -211,7 +212,9 @@ class SampleQueue:
         """Write the result of a sample, unless it has one, and notify its waiters."""
         keys = sampler_keys(sample.request_id.target)
         number = sample.request_id.number
-        command = _FINISH([keys.sampler, keys.results], number, encode_result(result))
+        data = encode_result(result)
+        keep_unfetched(self._client, [(sample.request_id, data)])
+        command = _FINISH([keys.sampler, keys.results], number, data)
         run_command(self._client, command)
         announce_finished(self._client, [sample.request_id])
         with translating():

@@ -13,8 +13,10 @@ import redis.asyncio
 from turnstream.errors import RejectedError, UnavailableError
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.replies import translating
+from turnstream_server.commands.kept_results import FETCHED_S, UNFETCHED_S
 from turnstream_server.commands.keys import DONE, model_keys, sampler_keys
 from turnstream_server.commands.request_ids import RequestId
+from turnstream_server.commands.results import DROPPED
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,10 @@ _MAX_READS: Final = 64
 
 class UnknownRequestError(LookupError):
     """No such request: it was never submitted, or its session has ended and its result is gone."""
+
+
+class DroppedResultError(LookupError):
+    """The request is finished, and its result is not kept any more."""
 
 
 class ResultWaiter:
@@ -57,6 +63,7 @@ class ResultWaiter:
 
         Raises:
             UnknownRequestError: there is no such request.
+            DroppedResultError: the result was dropped.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         notified = asyncio.Event()
@@ -94,6 +101,8 @@ class ResultWaiter:
                 is_known, result = await pipeline.execute()
         if result is None and not is_known:
             raise UnknownRequestError(f"there is no request {str(request_id)!r}")
+        if result == DROPPED:
+            raise DroppedResultError(_dropped_text(request_id))
         return cast("bytes | None", result)
 
     async def _listen(self) -> None:
@@ -132,3 +141,8 @@ class ResultWaiter:
         for request_id in request_ids:
             for each in self._waiters.get(request_id, ()):
                 each.set()
+
+
+def _dropped_text(request_id: RequestId) -> str:
+    times = f"{FETCHED_S:.0f} s after its first fetch, or {UNFETCHED_S:.0f} s without one"
+    return f"the result of request {str(request_id)!r} is deleted: a result is kept for {times}"

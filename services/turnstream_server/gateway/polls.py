@@ -54,7 +54,7 @@ class Polls:
             check: reads the store, and raises if the caller may not have the result.
 
         Raises:
-            UnknownRequestError: there is no such request.
+            UnknownRequestError, DroppedResultError: as of `ResultWaiter.result`.
         """
         deadline_s = asyncio.get_running_loop().time() + self._hold_s
         try:

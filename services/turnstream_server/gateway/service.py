@@ -21,6 +21,7 @@ import uvicorn
 from turnstream.errors import InvalidConfigError, TurnstreamError
 from turnstream.store.client.connection import connect, connect_async
 from turnstream_server.commands.bases import served_bases
+from turnstream_server.commands.kept_results import drop_due
 from turnstream_server.commands.sessions import close_silent
 from turnstream_server.commands.waiting import ResultWaiter
 from turnstream_server.gateway.app import make_app
@@ -97,8 +98,8 @@ async def serving(options: GatewayOptions) -> AsyncIterator[str]:
         waiter = ResultWaiter(client, waiting)
         await stack.enter_async_context(waiter.listening())
         polls = Polls(client, waiter, hold_s=options.poll_s)
-        closing = _close_silent_sessions(client, silence_s=options.session_silence_s)
-        await stack.enter_async_context(_background(closing))
+        deleting = _delete_without_end(client, silence_s=options.session_silence_s)
+        await stack.enter_async_context(_background(deleting))
         await stack.enter_async_context(_background(return_free_memory()))
         gateway = Gateway(options, client, polls)
         await stack.enter_async_context(gateway.resources)
@@ -151,10 +152,10 @@ def _add_checks(options: GatewayOptions) -> None:
         readiness.add("folder", folder_check(options.folder, is_written=False))
 
 
-async def _close_silent_sessions(client: redis.asyncio.Redis, *, silence_s: float) -> None:
-    """Close silent sessions without end.
+async def _delete_without_end(client: redis.asyncio.Redis, *, silence_s: float) -> None:
+    """Close silent sessions, and drop the results whose time is over, without end.
 
-    After a start or an outage no session had a chance to send a heartbeat.
+    After a start or an outage no session had a chance to send a heartbeat, or to fetch a result.
     """
     pause_s, grace_s = min(_CLOSE_EVERY_S, silence_s / 2), min(_GRACE_S, silence_s)
     await asyncio.sleep(grace_s)
@@ -162,9 +163,10 @@ async def _close_silent_sessions(client: redis.asyncio.Redis, *, silence_s: floa
         try:
             for session_id in await close_silent(client, silence_s=silence_s):
                 logger.info("session closed: no heartbeat", extra={"session": session_id})
+            await drop_due(client)
             await asyncio.sleep(pause_s)
         except TurnstreamError as error:
-            logger.warning("silent sessions are not closed: %s", error)
+            logger.warning("silent sessions and results are not deleted: %s", error)
             await asyncio.sleep(grace_s)
 
 

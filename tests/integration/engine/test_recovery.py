@@ -16,6 +16,7 @@ from turnstream.store.client.connection import connect
 from turnstream_server.commands.contents import LoadWeights, SaveForSampler
 from turnstream_server.commands.keys import model_keys
 from turnstream_server.commands.log import ModelLog
+from turnstream_server.commands.results import DROPPED
 from turnstream_server.embedded import EmbeddedServer
 
 ANONYMOUS = SaveForSampler("", 0, "snapshot", None, {})
@@ -114,6 +115,23 @@ def test_stopped_worker_keeps_the_state_and_releases_its_models(
     # The call without a gradient keeps the two last ones from sharing a pass.
     plain = house.make(datums(1), STEP, *last, Forward(datums(1)), datums(3), STEP, save("end"))
     house.run(model, plain)
+    assert_equal(model.saved("end"), plain.saved("end"))
+
+
+def test_dropped_results_stay_dropped_and_their_commands_count(house: House) -> None:
+    model = house.make(datums(1, 5, 3), STEP, datums(2), save("a"))
+    plain = house.make(datums(1, 5, 3), STEP, datums(2), save("a"), Forward(datums(1)), STEP)
+    plain.submit(save("end"))
+    house.run(model, checkpoint_every=100)
+    results = model_keys(model.record.model_id).results
+    with connect(house.url) as client:
+        client.hset(results, mapping={str(number): DROPPED for number in range(5)})
+
+    model.submit(Forward(datums(1)), STEP, save("end"))
+    house.run(model, plain)  # another worker: it runs the log again
+
+    stored = model.stored_results()
+    assert [stored[number] for number in range(5)] == [DROPPED] * 5
     assert_equal(model.saved("end"), plain.saved("end"))
 
 

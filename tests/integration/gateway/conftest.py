@@ -87,15 +87,21 @@ class Api:
         return self.result(self.answer("create_model", **content)["request_id"])["model_id"]
 
     def train(
-        self, model_id: str, number: int, *, token: int = 5, loss: str = "cross_entropy"
+        self,
+        model_id: str,
+        number: int,
+        *,
+        token: int = 5,
+        loss: str = "cross_entropy",
+        num_datums: int = 1,
     ) -> httpx2.Response:
-        """Submit a training call of one datum, as a release before 0.25 does."""
+        """Submit a training call of datums of two tokens, as a release before 0.25 does."""
         targets = {"data": [token, token + 1], "dtype": "int64"}
         datum = {
             "model_input": {"chunks": [{"tokens": [token, token]}]},
             "loss_fn_inputs": {"target_tokens": targets},
         }
-        sent = {"data": [datum], "loss_fn": loss}
+        sent = {"data": [datum] * num_datums, "loss_fn": loss}
         return self.post(
             "forward_backward", model_id=model_id, seq_id=number, forward_backward_input=sent
         )

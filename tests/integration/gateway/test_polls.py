@@ -21,6 +21,8 @@ from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
 from turnstream.store.client.connection import connect_async
 from turnstream_server.commands.bases import BaseModel
+from turnstream_server.commands.kept_results import FETCHED_S, UNFETCHED_S, drop_due
+from turnstream_server.commands.keys import RESULTS, model_keys
 from turnstream_server.commands.samplers import read_sampler, submit_sample
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.sampling_params import SamplingParams
@@ -62,6 +64,46 @@ def test_requests_that_never_came_are_unknown(api: Any):
     answers = [api.post("retrieve_future", request_id=each) for each in wrong]
 
     assert [each.status_code for each in answers] == [404] * len(wrong)
+
+
+async def test_large_results_are_dropped_after_their_time_and_never_run_again(
+    api: Any, worker: CannedWorker, server: EmbeddedServer
+):
+    model, sampler = api.model(), api.sampler()
+    small, large, unfetched = (
+        api.train(model, number, num_datums=count).json()["request_id"]
+        for number, count in ((1, 1), (2, 300), (3, 300))
+    )
+    sample = api.sample(sampler, 1, num_samples=50).json()["request_id"]
+    wait_until(lambda: unfetched in worker.ran)
+    for each in (small, large, sample):
+        api.result(each)
+
+    async with connect_async(server.url) as client:
+        now_s, _ = await client.time()
+        due_ms = {each: await client.zscore(RESULTS, each) for each in (large, sample, unfetched)}
+        is_kept = await client.zscore(RESULTS, small) is None
+        left_s = [(due or 0) / 1000 - now_s for due in due_ms.values()]
+        await client.zadd(RESULTS, dict.fromkeys(due_ms, 0))
+        key = model_keys(model).results
+        size = await client.memory_usage(key) or 0
+        num_dropped = await drop_due(client)
+        size_after = await client.memory_usage(key) or 0
+
+    assert is_kept
+    assert left_s == pytest.approx([FETCHED_S, FETCHED_S, UNFETCHED_S], abs=60)
+    assert num_dropped >= 3
+    assert size_after < size / 10
+    for each in due_ms:
+        again = api.post("retrieve_future", request_id=each)
+        assert again.status_code == 410
+        assert "is deleted: a result is kept for 120 s after its first fetch" in again.text
+    assert api.train(model, 2, num_datums=300).json()["request_id"] == large
+    assert api.sample(sampler, 1, num_samples=50).json()["request_id"] == sample
+    assert api.result(small)["metrics"] == {"loss:sum": 11.0}
+    api.result(api.train(model, 4).json()["request_id"])
+    assert [worker.ran.count(each) for each in (large, unfetched)] == [1, 1]
+    assert api.post("retrieve_future", request_id=sample).status_code == 410
 
 
 async def post(gateway: GatewayThread, route: str, **content: Any) -> Any:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 from pydantic import StrictStr
 
-from turnstream.errors import BatchingError
+from turnstream.errors import BatchingError, UnavailableError
+from turnstream_server.commands.kept_results import keep_fetched
 from turnstream_server.commands.request_ids import RequestId, parse_request_id
 from turnstream_server.commands.results import Answer, Failure, TrainingOutput, decode_result
-from turnstream_server.commands.waiting import UnknownRequestError
+from turnstream_server.commands.waiting import DroppedResultError, UnknownRequestError
 from turnstream_server.gateway.access import Authenticated, Caller
 from turnstream_server.gateway.bodies import Body, json_response, off_loop, read_json
 from turnstream_server.gateway.state import session_of
@@ -29,7 +31,10 @@ class _Poll(Part):
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request, body: Body, caller: Authenticated) -> Response:
-    """Return the result of a request; 408 if it is still pending at the end of the poll."""
+    """Return the result of a request.
+
+    The status is 408 if it is still pending at the end of the poll, and 410 if it was dropped.
+    """
     request_id = _request_id(body)
     try:
         check = functools.partial(_check_owner, caller, request_id)
@@ -37,11 +42,15 @@ async def retrieve_future(request: Request, body: Body, caller: Authenticated) -
     except UnknownRequestError as error:
         status = await _status_of_unknown(caller, request_id)
         raise HTTPException(status, str(error)) from error
+    except DroppedResultError as error:
+        raise HTTPException(410, str(error)) from error
     if stored is None:
         pending = {"type": "try_again", "request_id": str(request_id), "queue_state": "active"}
         return json_response(pending, status=408)
     encode = functools.partial(encode_stored, stored, accept=request.headers.get("accept", ""))
     encoded = await off_loop(encode, num_bytes=len(stored), turn=caller.turn)
+    with contextlib.suppress(UnavailableError):  # else it is kept for longer
+        await keep_fetched(caller.client, request_id, stored)
     return Response(encoded.body, media_type=encoded.content_type)
 
 
