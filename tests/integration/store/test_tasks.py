@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +18,7 @@ from turnstream.errors import (
     ConflictError,
     EndOfRunError,
     InvalidTurnError,
+    RejectedError,
     RunNotFoundError,
 )
 from turnstream.records.events import encode_event
@@ -30,6 +34,7 @@ from turnstream.store.run.tasks import (
     parse_offer,
     parse_task,
     read_prompt_counts,
+    tasks_to_pass,
 )
 from turnstream.types import GroupOpened, TrajectoryKey
 
@@ -54,6 +59,22 @@ def open_offer(run: Any, offer: OfferedTask, writer: str) -> TakenTask:
     opened = parse_task(offer, run.do(open_task_command(run.name, offer, writer=writer)))
     assert isinstance(opened, TakenTask), opened
     return opened
+
+
+def offered(run: Any, *, num_passed: int) -> OfferedTask:
+    offer = parse_offer(run.do(next_task_command(run.name, num_passed=num_passed)))
+    assert isinstance(offer, OfferedTask), offer
+    return offer
+
+
+def fingerprints(names: Iterable[str]) -> Any:
+    """The content of the key `over` for finished groups of these names: see finished_names.lua."""
+    buckets: dict[str, bytes] = {}
+    for name in names:
+        digest = hashlib.sha1(name.encode(), usedforsecurity=False)
+        bucket = digest.hexdigest()[:3]
+        buckets[bucket] = buckets.get(bucket, b"") + digest.digest()[:8]
+    return buckets
 
 
 def wait(run: Any) -> NoTask:
@@ -159,6 +180,89 @@ def test_group_without_admission_uses_no_prompt(drive: Drive) -> None:
 
     assert refused.why == "1 groups are live, 1 are allowed after step 0"
     assert taken.task.group.prompt_uid == "b"
+
+
+def test_task_of_a_prompt_with_many_visits_reads_few_names(run: RunDriver) -> None:
+    # Each finished visit was looked up: a prompt with 20,000 of them stopped the store for 157 ms.
+    add_prompts(run.client, run.name, [prompt("a")])
+    run.client.hset(run.keys.over, mapping=fingerprints(f"a%23{n}" for n in range(1, 20_001)))
+    run.do(next_task_command(run.name))
+    run.client.config_resetstat()
+
+    offer = parse_offer(run.do(next_task_command(run.name)))
+
+    assert isinstance(offer, OfferedTask)
+    assert offer.group.group_id == "a#20001"
+    commands: Any = run.client.info("commandstats")
+    assert commands["cmdstat_hexists"]["calls"] < 40
+
+
+def test_writers_that_lost_a_task_spread_over_the_later_ones(run: RunDriver) -> None:
+    # All idle writers got the same offer each time: 64 of them made 2,080 offers for 64 tasks.
+    num_offers, losses = 0, dict.fromkeys((f"w{n}" for n in range(64)), 0)
+    chance = random.Random(0)
+    add_prompts(run.client, run.name, [prompt(f"p{n}") for n in range(70)])
+    opened: list[str] = []
+
+    while losses:
+        offers = {
+            each: offered(run, num_passed=tasks_to_pass(chance.random(), num_lost=lost))
+            for each, lost in losses.items()
+        }
+        num_offers += len(offers)
+        for writer, offer in offers.items():
+            if open_offer(run, offer, writer).epochs:
+                opened.append(offer.group.group_id)
+                del losses[writer]
+            else:
+                losses[writer] += 1
+
+    assert num_offers < 700
+    assert len({*opened}) == len(opened) == 64
+    assert read_prompt_counts(run.client, run.name).num_left == 6
+    rest = [take(run).task.group.group_id for _ in range(6)]
+    assert {*opened, *rest} == {f"p{n}#1" for n in range(70)}
+
+
+def test_tasks_are_passed_over_in_order_and_from_the_first_again(drive: Drive) -> None:
+    run = drive(deadline_policy="refill", max_refills=3, group_deadline_s=9)
+    add_prompts(run.client, run.name, [prompt(each) for each in "abcd"])
+    for _ in range(2):
+        take(run)
+    run.client.zadd(run.keys.again, {"1": 1})
+
+    names = [offered(run, num_passed=n).group.group_id for n in range(4)]
+    for n in (2, 1):
+        run.client.zadd(run.keys.refills, {f"b%231/{n - 1}/{n}": n})
+    refills = [offered(run, num_passed=n).trajectory_ids for n in range(3)]
+
+    assert names == ["a#2", "c#1", "d#1", "a#2"]
+    assert refills == [("b%231/0/1",), ("b%231/1/2",), ("b%231/0/1",)]
+
+
+def test_prompt_far_after_the_newest_given_one_is_refused(run: RunDriver) -> None:
+    # Every prompt before it became one to be given out again, in one call.
+    run.client.hset(
+        run.keys.prompts, mapping={"added": 20_000, "10001": "2/2:a:", "10000": "2/2:b:"}
+    )
+    far, near = (
+        OfferedTask(
+            group=GroupOpened(group_id=f"{uid}#1", prompt_uid=uid, num_samples=2),
+            number=number,
+            payload=b"",
+            trajectory_ids=(f"{uid}%231/0/0",),
+        )
+        for uid, number in (("a", 10_001), ("b", 10_000))
+    )
+
+    with pytest.raises(
+        RejectedError, match=r"prompt 10001 of group a#1 is above 10000: 0 is the newest"
+    ):
+        open_offer(run, far, "w")
+
+    assert run.ledger() == {}
+    assert open_offer(run, near, "w").epochs
+    assert run.client.zcard(run.keys.again) == 9_999
 
 
 def test_a_name_that_was_used_is_not_used_again(run: RunDriver) -> None:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, thread_client
 from simulator.processes import Process, ProcessLoop
-from turnstream.generator.api import publisher_core
+from turnstream.generator.api import publisher_core, work
 from turnstream.generator.transport import sender
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream_server.batcher.assembly import payload
@@ -73,6 +73,7 @@ def patched() -> Iterator[None]:
     with (
         patch.multiple(sender, AsyncLink=link, connect_async=client, time=clock),
         patch.multiple(publisher_core, connect_async=client, time=clock, random=chance),
+        patch.multiple(work, random=chance),
         patch.multiple(server_instance, connect_async=client),
         patch.multiple(renewal, connect=_in_process(thread_client), time=clock),
         patch.multiple(payload, Link=_in_process(LinkInMemory)),

@@ -17,7 +17,7 @@ from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.client.keys import decode_name, encode_name, parse_trajectory_id
 from turnstream.store.run.groups import group_size
 from turnstream.store.run.leases import MAX_HEARTBEATS, MAX_LAPSED
-from turnstream.store.run.tasks import Prompt
+from turnstream.store.run.tasks import MOST_PASSED, Prompt
 from turnstream.store.waits.read_waits import waits_command
 from turnstream.types import RunClosed, RunReopened, TrajectoryAbandoned, TrajectoryKey
 from turnstream.types.names import RunId, shown
@@ -168,8 +168,9 @@ def of_read_group(_: Place, args: Arguments) -> None:
 
 
 def of_next_task(_: Place, args: Arguments) -> None:
-    """Check next_task: whether only refills are asked for."""
-    _expect(args, 1)
+    """Check next_task: whether only refills are asked for, and the tasks to pass over."""
+    _expect(args, 2)
+    number(args[1], most=MOST_PASSED)
     if args[0] not in (b"", b"refill"):
         raise RecordError(f"{shown(args[0])} is neither 'refill' nor empty")
 

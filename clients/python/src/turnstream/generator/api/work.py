@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
@@ -14,6 +15,7 @@ from turnstream.errors import (
 )
 from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase, reason_of
 from turnstream.generator.transport.store_calls import StoreCalls
+from turnstream.store.client.scripts import Command
 from turnstream.store.run.tasks import (
     NoTask,
     OfferedTask,
@@ -23,6 +25,7 @@ from turnstream.store.run.tasks import (
     open_task_command,
     parse_offer,
     parse_task,
+    tasks_to_pass,
 )
 from turnstream.store.waits.awaited import no_refill, no_task
 from turnstream.types import TrajectoryKey
@@ -141,26 +144,30 @@ class WorkQueue:
         refills_only: bool,
     ) -> _T | NoTask:
         """Return the first accepted task, or why there was none before the deadline."""
+        num_lost = 0
         while True:
-            found = await self._open_next(run, calls, refills_only=refills_only)
+            passed = tasks_to_pass(random.random(), num_lost=num_lost)  # noqa: S311
+            command = next_task_command(run, refills_only=refills_only, num_passed=passed)
+            found = await self._open_next(run, calls, command, refills_only=refills_only)
             if isinstance(found, TakenTask):
                 if found.epochs and (accepted := accept(found)) is not None:
                     return accepted
-                continue  # another writer opened it first, or it is written here already
+                num_lost += 1  # another writer opened it first, or it is written here already
+                continue
+            num_lost = 0
             calls.wait.note_answer(found.why)
             if calls.wait.has_timed_out:
                 return found
             await calls.wait_until_woken(run, found.wake_id)
 
     async def _open_next(
-        self, run: str, calls: StoreCalls, *, refills_only: bool
+        self, run: str, calls: StoreCalls, offer: Command, *, refills_only: bool
     ) -> TakenTask | NoTask:
-        """Open the next task; first one whose opening had no answer, since it may be open."""
+        """Open the offered task; first one whose opening had no answer, since it may be open."""
         task = self._pop_unanswered(refills_only=refills_only)
         is_fresh = task is None
         if task is None:
-            command = next_task_command(run, refills_only=refills_only)
-            found = parse_offer(await calls.run(command))
+            found = parse_offer(await calls.run(offer))
             if isinstance(found, NoTask):
                 return found
             task = found

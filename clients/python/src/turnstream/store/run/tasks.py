@@ -30,6 +30,9 @@ _MAX_BYTES_PER_CALL: Final = 1_000_000
 _FIRST_LIMIT: Final = 2**53
 """Limit of the numbers of prompts: the store counts them in floats of 64 bits."""
 
+MOST_PASSED: Final = 256
+"""Tasks over which idle writers are spread, at most."""
+
 PROMPT_FIELDS: Final = ("added", "next", "done", "filtered")
 
 _LONGEST_SUFFIX: Final = "#" + "9" * 9
@@ -219,14 +222,29 @@ def prompt_counts(stored: Sequence[bytes | None], num_again: int) -> PromptCount
     )
 
 
-def next_task_command(run: str, *, refills_only: bool = False) -> Command:
-    """Return the call that reads the next task, or the next refill alone; nothing is sent."""
+def tasks_to_pass(chance: float, *, num_lost: int) -> int:
+    """Return how many tasks a caller passes over, after it lost `num_lost` in a row to others.
+
+    Idle callers that start at the same time get the same first task. Each loss doubles the range
+    over which they are spread. `chance` is a random number from 0 to 1, below 1.
+
+    >>> [tasks_to_pass(0.6, num_lost=lost) for lost in (0, 1, 2, 9)]
+    [0, 1, 2, 153]
+    """
+    return int(chance * min(1 << num_lost, MOST_PASSED))
+
+
+def next_task_command(run: str, *, refills_only: bool = False, num_passed: int = 0) -> Command:
+    """Return the call that reads the next task, or the next refill alone; nothing is sent.
+
+    If other writers take the same tasks, `num_passed` of them are passed over.
+    """
     names = keys.run_keys(run)
     where = (
         *(names.prompts, names.tasks, names.again, names.frontier, names.config, names.groups),
         *(names.ledger, names.wake, names.members, names.refills, names.over),
     )
-    return _NEXT_TASK(where, "refill" if refills_only else "")
+    return _NEXT_TASK(where, "refill" if refills_only else "", num_passed)
 
 
 def parse_offer(reply: Sequence[Any]) -> OfferedTask | NoTask:

@@ -15,7 +15,10 @@
 --   KEYS[9] members   hash    read: group name -> "<num_needed>:...:<prompt_uid>"
 --   KEYS[10] refills  zset    read: trajectory ids in the order in which they were granted
 --   KEYS[11] over     hash    read: fingerprints of finished groups
--- Arguments: ARGV[1] "refill" for refills alone, also of a closed run; else ""
+-- Arguments:
+--   ARGV[1] "refill" for refills alone, also of a closed run; else ""
+--   ARGV[2] tasks to pass over: a caller that lost a task to another one asks for a later one; 0 by
+--           default. Beyond the last task it counts from the first one
 -- Reply:
 --   {"TASK"; number of the prompt, 0 without one; group name; num_samples; num_needed; prompt_uid of a
 --    refill; payload; trajectory id of a refill, empty for a new group}
@@ -29,6 +32,7 @@ local PROMPTS, TASKS, AGAIN, FRONTIER, CONFIG = KEYS[1], KEYS[2], KEYS[3], KEYS[
 local GROUPS, LEDGER, WAKE, MEMBERS, REFILLS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local OVER = KEYS[11]
 local MOST_LISTED = 32
+local num_passed = tonumber(ARGV[2] or 0)
 
 -- include: finished_names.lua
 
@@ -44,6 +48,7 @@ local function wait(kind, why)
 end
 
 local function next_refill()
+  local tasks = {}
   for _, id in ipairs(redis.call('ZRANGE', REFILLS, 0, MOST_LISTED - 1)) do
     local name = string.match(id, '^[^/]*')
     local samples, state = string.match(redis.call('HGET', GROUPS, name) or '', '^(%d+):(.*)$')
@@ -52,21 +57,27 @@ local function next_refill()
         redis.call('HGET', MEMBERS, name) or '', '^(%d+):%d+:%d+:(.*)$')
       local number = redis.call('HGET', TASKS, name) or '0'
       local _, _, _, payload = prompt(number)
-      return {'TASK', number, name, samples, needed or samples, uid or '', payload, id}
+      tasks[#tasks + 1] = {'TASK', number, name, samples, needed or samples, uid or '', payload, id}
+    end
+    if #tasks > num_passed then
+      break
     end
   end
+  return tasks[num_passed % math.max(1, #tasks) + 1]
 end
 
 -- Number of the next prompt; else a reply that says why there is none.
 local function next_number()
-  local again = redis.call('ZRANGE', AGAIN, 0, 0)[1]
-  if again then
-    return again
-  end
   local found = redis.call('HMGET', PROMPTS, 'added', 'next', 'done')
   local added, last, done = tonumber(found[1] or 0), tonumber(found[2] or 0), tonumber(found[3] or 0)
-  if last < added then
-    return string.format('%.0f', last + 1)
+  local num_again = redis.call('ZCARD', AGAIN)
+  local num_left = num_again + math.max(0, added - last)
+  if num_left > 0 then
+    local passed = num_passed % num_left
+    if passed < num_again then
+      return redis.call('ZRANGE', AGAIN, passed, passed)[1]
+    end
+    return string.format('%.0f', last + 1 + passed - num_again)
   end
   if added == 0 then
     return nil, wait('WAIT', 'the run was given no prompt')
@@ -78,14 +89,26 @@ local function next_number()
     .. ' are given out and not done')
 end
 
--- A name is used once, also for another visit of the same prompt.
+local function is_used(name)
+  return redis.call('HEXISTS', GROUPS, name) == 1 or is_finished_name(name)
+end
+
+-- A name is used once, also for another visit of the same prompt. Visits are numbered from 1 without a
+-- gap, so the search doubles the number, and then halves the distance.
 local function free_name(uid)
-  local visit, name = 0, nil
-  repeat
-    visit = visit + 1
-    name = uid .. '%23' .. visit
-  until redis.call('HEXISTS', GROUPS, name) == 0 and not is_finished_name(name)
-  return name
+  local used, free = 0, 1
+  while is_used(string.format('%s%%23%.0f', uid, free)) do
+    used, free = free, free * 2
+  end
+  while free - used > 1 do
+    local middle = math.floor((used + free) / 2)
+    if is_used(string.format('%s%%23%.0f', uid, middle)) then
+      used = middle
+    else
+      free = middle
+    end
+  end
+  return string.format('%s%%23%.0f', uid, free)
 end
 
 local function next_prompt()

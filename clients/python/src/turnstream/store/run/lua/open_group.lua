@@ -75,6 +75,7 @@ local HELD, BUDGET, CLOCK, CONFIG = KEYS[13], KEYS[14], KEYS[15], KEYS[2]
 local PROMPTS, TASKS, AGAIN, LEDGER = KEYS[17], KEYS[18], KEYS[19], KEYS[4]
 local FIRST_ESTIMATE = 65536  -- bytes of a trajectory, before any is sealed
 local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see store/run/budget.py
+local LONGEST_GAP = 10000     -- prompts, from the newest that was given out to the next
 local RESERVE = 0.2           -- of the server's memory
 local RUN_FORMAT = 3          -- of runs that this release reads and writes, see records/configs.py
 
@@ -285,6 +286,11 @@ else
     return redis.error_reply('CONFLICT group ' .. ARGV[1] .. ' is of a prompt that the store continues '
       .. 'as an earlier group, or has trained as one')
   end
+  if is_known and not is_repeated and number - last_prompt > LONGEST_GAP then
+    return redis.error_reply(string.format('INVALID prompt %s of group %s is above %.0f: %.0f is the newest '
+      .. 'that was given out, and at most %.0f are passed over', number, ARGV[1], last_prompt + LONGEST_GAP,
+      last_prompt, LONGEST_GAP - 1))
+  end
   if closed ~= '0' then
     return redis.error_reply('CLOSED the run takes no new group')
   end
@@ -332,9 +338,11 @@ else
     if is_repeated then
       redis.call('ZREM', AGAIN, number)
     else
-      for passed = last_prompt + 1, number - 1 do
-        redis.call('ZADD', AGAIN, passed, string.format('%.0f', passed))
+      local passed = {}
+      for earlier = last_prompt + 1, number - 1 do
+        add(passed, earlier, string.format('%.0f', earlier))
       end
+      write_sliced('ZADD', AGAIN, passed)
       redis.call('HSET', PROMPTS, 'next', number)
     end
     redis.call('HSET', TASKS, ARGV[1], number)
