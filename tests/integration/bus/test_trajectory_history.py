@@ -6,7 +6,9 @@ import pytest
 import redis
 
 from turnstream.errors import RunNotFoundError
-from turnstream.types import TrajectoryState
+from turnstream.records.events import decode_event
+from turnstream.types import Event, TrajectoryState
+from turnstream_server.bus.core import scan
 from turnstream_server.bus.core.scan import server_ms
 from turnstream_server.bus.queries.ledger import (
     LedgerMismatchError,
@@ -166,3 +168,23 @@ async def test_history_of_an_undone_step_has_only_its_plan(run: Any) -> None:
 
     assert stepped[-1] == ("stepped", "in step 2")
     assert told(run, "g2/0/0")[-1] == ("planned", "in step 2")
+
+
+async def test_history_decodes_no_seal_of_another_trajectory(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every event of the run was decoded: 0.3 CPU s at 16,000 trajectories.
+    for number in range(20):
+        await run.open(f"g{number}", num_sealed=2)
+    kinds: list[str] = []
+
+    def decode(record: bytes) -> Event:
+        event = decode_event(record)
+        kinds.append(type(event).__name__)
+        return event
+
+    monkeypatch.setattr(scan, "decode_event", decode)
+    history = read_history(run.store, run.name, "g7/1/0")
+
+    assert [event.name for event in history.events] == ["group opened", "sealed"]
+    assert kinds.count("SealedTrajectory") == 1

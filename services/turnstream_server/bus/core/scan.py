@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import redis
@@ -100,9 +100,17 @@ def stream_entries(
         start = f"({entries[-1][0].decode()}"
 
 
-def readable_events(client: redis.Redis, run: str) -> Iterator[tuple[str, Event]]:
-    """Yield the id and each readable event of a run; the planner rejects the others."""
+def readable_events(
+    client: redis.Redis, run: str, *, is_wanted: Callable[[str], bool] = lambda _: True
+) -> Iterator[tuple[str, Event]]:
+    """Yield the id and each readable event of a run; the planner rejects the others.
+
+    Seals and rewards are decoded only if `is_wanted` is true of the trajectory id that they were
+    posted for.
+    """
     for entry in read_events(client, run):
+        if entry.posted_for and not is_wanted(entry.posted_for):
+            continue
         try:
             event = decode_event(entry.record)
         except RecordError:

@@ -161,7 +161,9 @@ def _leave_out_masked(
 ) -> None:
     """Remove masked samples from the sealed ones: their groups wait for others."""
     known = [m for group in _groups_in_snapshot(client, run).values() for m in group.ordered]
-    events = [each for _, each in readable_events(client, run)]
+    names = {keys.encode_name(each) for each in groups}
+    found = readable_events(client, run, is_wanted=lambda each: each.partition("/")[0] in names)
+    events = [each for _, each in found]
     for sealed in (*known, *(each for each in events if isinstance(each, SealedTrajectory))):
         if sealed.key.group_id in groups and not is_compared(sealed, config):
             groups[sealed.key.group_id].sealed.discard(sealed.key.sample)
@@ -221,7 +223,9 @@ def _read_times(
     open_ids = [key.trajectory_id for group in groups.values() for key, _ in group.open]
     deadlines = [*map(_group_deadline, waiting), *map(_reward_deadline, awaited)]
     since_ms: dict[str | TrajectoryKey, int] = {}
-    for entry_id, event in readable_events(client, run) if waiting else ():
+    ids = {each.trajectory_id for each in awaited}
+    events = readable_events(client, run, is_wanted=ids.__contains__)
+    for entry_id, event in events if waiting else ():
         if isinstance(event, GroupOpened) and event.group_id in waiting:
             since_ms.setdefault(event.group_id, entry_ms(entry_id))
         elif isinstance(event, SealedTrajectory) and event.key in awaited:

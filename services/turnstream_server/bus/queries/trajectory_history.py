@@ -100,7 +100,7 @@ def _history(client: redis.Redis, run: str, key: TrajectoryKey, entry: bytes) ->
     with reading(keys.run_keys(run).ledger, key.trajectory_id):
         state, rest = parse_entry(entry, frontier)
     step = int(rest) if entry.startswith(b"planned:") else None
-    stored = _stored_events(readable_events(client, run), key)
+    stored = _stored_events(readable_events(client, run, is_wanted=key.trajectory_id.__eq__), key)
     events = [event for event, _ in stored]
     reward, advantage = _posted_reward([event for _, event in stored]), None
     if step is not None:
